@@ -1,0 +1,91 @@
+"""Places in ``megatron.core`` that need CUDA, Apex or Transformer Engine: patched on import."""
+
+import copy
+from functools import wraps
+from typing import Any
+
+import torch
+
+from scalai.patches.megatron.rehearsal.replacement import replace, when_imported
+
+
+def install() -> None:
+    """Register the patches."""
+    when_imported("megatron.core.transformer.torch_norm", _norm_with_sequence_parallel)
+    when_imported("megatron.core.transformer.moe.moe_utils", _router_without_transformer_engine)
+    when_imported("megatron.core.optimizer.distrib_optimizer", _checkpoints_of_torch_adam)
+
+
+def _norm_with_sequence_parallel(torch_norm: Any) -> None:
+    """WrappedTorchNorm refuses sequence parallel; mark its parameters as Apex's layer norm does."""
+    original = torch_norm.WrappedTorchNorm.__new__
+
+    def build(cls: Any, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = plain.persist_layer_norm = False
+        norm = original(cls, plain, hidden_size, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    replace(torch_norm.WrappedTorchNorm, __new__=build)
+
+
+def _router_without_transformer_engine(moe_utils: Any) -> None:
+    if not hasattr(moe_utils, "te_general_gemm"):  # else a NameError in the router
+        replace(moe_utils, te_general_gemm=None)
+
+
+def _checkpoints_of_torch_adam(distrib_optimizer: Any) -> None:
+    """Mend Megatron's own save and load of the distributed optimizer for torch's Adam (0.16.1).
+
+    Four faults: state_dict() asserts that a step was taken; load_state_dict() shares one ``step``
+    tensor among all parameters, to which torch then adds 1 a parameter;
+    _set_main_param_and_optimizer_states() misses ``step`` or copies back a stale one, and writes to
+    views of leaves that require gradients.
+    """
+    cls = distrib_optimizer.DistributedOptimizer
+    state_dict, load_state_dict = cls.state_dict, cls.load_state_dict
+    set_states = cls._set_main_param_and_optimizer_states
+
+    @wraps(state_dict)
+    def state_dict_after_a_step(self: Any) -> Any:
+        if not self.is_stub_optimizer:
+            _make_adam_state(self.optimizer)
+        return state_dict(self)
+
+    @wraps(load_state_dict)
+    def load_with_own_steps(self: Any, state: Any) -> Any:
+        result = load_state_dict(self, state)
+        if not self.is_stub_optimizer:
+            for values in self.optimizer.state.values():
+                if torch.is_tensor(values.get("step")):
+                    values["step"] = values["step"].clone()
+        return result
+
+    @wraps(set_states)
+    def set_states_with_step(self: Any, model_param: Any, tensors: Any) -> Any:
+        group, order = self.model_param_group_index_map[model_param]
+        values = self.optimizer.state.get(self.optimizer.param_groups[group]["params"][order], {})
+        if "step" in values:
+            tensors = {**tensors, "step": values["step"]}
+        with torch.no_grad():
+            return set_states(self, model_param, tensors)
+
+    replace(
+        cls,
+        state_dict=state_dict_after_a_step,
+        load_state_dict=load_with_own_steps,
+        _set_main_param_and_optimizer_states=set_states_with_step,
+    )
+
+
+def _make_adam_state(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in optimizer.state:
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }

@@ -1,0 +1,68 @@
+"""Turn rehearsal mode on: which shims are applied, and when."""
+
+import logging
+import sys
+from functools import cache
+
+import torch
+
+from scalai.core.errors import RefusedError
+from scalai.patches.megatron.rehearsal import collectives, cuda, framework, stubs, training
+
+log = logging.getLogger(__name__)
+_CAPTURES_CUDA = "megatron.core.tensor_parallel.random"
+"""This module binds functions of ``torch.cuda`` by name when it is imported."""
+
+
+def install() -> bool:
+    """Make ``megatron.core`` run on the CPU. Call it before megatron is imported; twice is fine.
+
+    What megatron itself needs is patched when its modules are imported, so this imports no
+    megatron, and a checkout that is put on ``sys.path`` later is served too.
+
+    Returns:
+        True in rehearsal mode; False where CUDA is there and nothing was touched.
+
+    Raises:
+        RefusedError: megatron was imported first and holds on to the real ``torch.cuda``.
+    """
+    return _install()
+
+
+@cache
+def _install() -> bool:
+    if torch.cuda.is_available():
+        log.info("event=rehearsal active=false reason=cuda-available")
+        return False
+    if _CAPTURES_CUDA in sys.modules:
+        raise RefusedError(
+            "rehearsal mode has to start before megatron is imported, but megatron.core is "
+            "already there. Call scalai.patches.megatron.rehearsal.install() at the top of the "
+            "script."
+        )
+    stubs.install()
+    cuda.install()
+    collectives.install()
+    framework.install()
+    log.warning(
+        "event=rehearsal active=true reason=no-cuda detail='CUDA calls run on the CPU, "
+        "torch.compile is off, collectives need gloo: for tests and demonstrations'"
+    )
+    return True
+
+
+def install_training() -> bool:
+    """Make ``megatron.training`` (Megatron-LM's scripts) run on the CPU too, after ``install``.
+
+    Returns:
+        True in rehearsal mode; False where CUDA is there and nothing was touched.
+    """
+    return _install_training()
+
+
+@cache
+def _install_training() -> bool:
+    if not install():
+        return False
+    training.install()
+    return True
