@@ -1,0 +1,343 @@
+"""Which degrees a job takes on the ranks that are there.
+
+One function decides, :func:`choose`; whoever calls it knows it as a :class:`DegreePlanner`, so that
+a cost model can take its place. It keeps to what is known to work: the degrees that a person wrote
+down, else those that run now.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from scalai.core.degrees import Degrees, ModelLimits, Wish, refusal
+from scalai.core.errors import RefusedError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One entry of the ``[degrees]`` table: what to take on ``world_size`` ranks.
+
+    ``from_world_size`` narrows it to a change from that many ranks in use (``"2->4"``); None:
+    always (``"4"``). ``wishes`` are candidates: the first valid one is taken, the next after an
+    out-of-memory.
+
+    The same world may so be met with other degrees on other ways to it, and yet the choice depends
+    on nothing but the change itself: no history that a restarted coordinator would have forgotten.
+    """
+
+    world_size: int
+    wishes: tuple[Wish, ...]
+    from_world_size: int | None = None
+
+    @property
+    def key(self) -> str:
+        """The entry's key as it stands in the table."""
+        came = "" if self.from_world_size is None else f"{self.from_world_size}->"
+        return f"{came}{self.world_size}"
+
+
+@dataclass(frozen=True, slots=True)
+class DegreePolicy:
+    """What a person says about degrees.
+
+    Attributes:
+        rules: The ``[degrees]`` table.
+        initial: Degrees of the first start where no rule speaks: those of the script's flags.
+        allowed_sizes: World sizes that may be used, ascending; empty: any.
+        min_model_parallel: Smallest TP·PP that memory is known to hold; None: the present one.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    initial: Wish | None = None
+    allowed_sizes: tuple[int, ...] = ()
+    min_model_parallel: int | None = None
+
+    def __post_init__(self) -> None:
+        keys = [rule.key for rule in self.rules]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        if twice:
+            raise UsageError(f"[degrees] has two entries for {twice[0]!r}; keep one.")
+
+    def rule(self, world_size: int, from_world_size: int | None) -> Rule | None:
+        """Return the entry for this change, else the one for this world size."""
+        found = {r.from_world_size: r for r in self.rules if r.world_size == world_size}
+        return found.get(from_world_size) or found.get(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Degrees for a world, the ranks that stay idle (the last ones), and one line that says why."""
+
+    degrees: Degrees
+    idle_ranks: tuple[int, ...]
+    reason: str = field(compare=False)
+    micro_batch_size: int | None = None
+    """Samples a forward pass and replica; None: unknown, the job's own."""
+
+
+class DegreePlanner(Protocol):
+    """Decides on degrees. :func:`choose` is one; its parameters are documented there."""
+
+    def __call__(
+        self,
+        world: int,
+        limits: ModelLimits,
+        policy: DegreePolicy,
+        present: Degrees | None,
+        *,
+        excluded: Sequence[Choice] = (),
+        requested: Wish | None = None,
+    ) -> Choice: ...
+
+
+def choose(
+    world: int,
+    limits: ModelLimits,
+    policy: DegreePolicy,
+    present: Degrees | None,
+    *,
+    excluded: Sequence[Choice] = (),
+    requested: Wish | None = None,
+) -> Choice:
+    """Return the first of :func:`candidates`.
+
+    Args:
+        world: Ranks that are available.
+        present: Degrees that ran last; None on the first start.
+        excluded: Choices that ran out of memory in their first step.
+        requested: Degrees that a person asked for, for this change; they win over everything.
+
+    Raises:
+        RefusedError: Nothing is valid; the message names the nearest worlds where something is.
+    """
+    case = _Case(world, limits, policy, present, tuple(excluded))
+    refused: list[str] = []
+    for choice in _candidates(case, requested, refused):
+        return choice
+    why = "; ".join(dict.fromkeys(refused)) or case.floor_reason()
+    raise RefusedError(
+        f"{_ranks(world)}: no valid degrees ({why}). {_nearest_worlds(case, requested)} "
+        f"Or write other degrees for {world} under [degrees]."
+    )
+
+
+def candidates(
+    world: int,
+    limits: ModelLimits,
+    policy: DegreePolicy,
+    present: Degrees | None,
+    *,
+    excluded: Sequence[Choice] = (),
+    requested: Wish | None = None,
+) -> Iterator[Choice]:
+    """Yield the valid choices, best first: the table's, then present TP and PP, then any other
+    split.
+
+    TP·PP does not go below what memory is known to hold, nor below what ran out of memory, except
+    by the table. A request admits nothing beside itself. The arguments are those of :func:`choose`.
+    """
+    return _candidates(_Case(world, limits, policy, present, tuple(excluded)), requested, [])
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """The question: the arguments of :func:`choose`."""
+
+    world: int
+    limits: ModelLimits
+    policy: DegreePolicy
+    present: Degrees | None
+    excluded: tuple[Choice, ...]
+
+    @property
+    def kept(self) -> Degrees | Wish:
+        return self.present or self.policy.initial or Wish()
+
+    @property
+    def failed(self) -> int:
+        """Largest TP·PP that ran out of memory; 0: none did."""
+        return max((choice.degrees.model_parallel for choice in self.excluded), default=0)
+
+    @property
+    def floor(self) -> int:
+        known = self.policy.min_model_parallel or self.kept.tp * self.kept.pp
+        return max(known, self.failed)
+
+    def floor_reason(self) -> str:
+        return f"TP·PP below {self.floor} is not known to fit in memory (min_model_parallel)"
+
+    def sizes(self) -> list[int]:
+        """World sizes to try, the largest first."""
+        if not self.policy.allowed_sizes:
+            return [self.world]
+        return sorted((s for s in self.policy.allowed_sizes if s <= self.world), reverse=True)
+
+
+def _candidates(case: _Case, requested: Wish | None, refused: list[str]) -> Iterator[Choice]:
+    """Yield :func:`candidates`; ``refused`` collects why better ones were passed over."""
+    if case.world < 1:
+        raise RefusedError(f"{case.world} ranks: a job needs at least one.")
+    sizes = case.sizes()
+    if not sizes:
+        refused.append(f"the smallest allowed size is {min(case.policy.allowed_sizes)}")
+    seen = {(choice.degrees, choice.micro_batch_size) for choice in case.excluded}
+    for choice in (
+        *_asked_for(case, sizes, requested, refused),
+        *(_split_anew(case, sizes, refused) if requested is None else ()),
+    ):
+        what = (choice.degrees, choice.micro_batch_size)
+        if what not in seen:
+            seen.add(what)
+            yield choice
+
+
+def _asked_for(
+    case: _Case, sizes: Sequence[int], requested: Wish | None, refused: list[str]
+) -> Iterator[Choice]:
+    """Yield what a person wrote: the request, else the table's entries."""
+    before = case.present.world_size if case.present else None
+    for size in sizes:
+        if requested is not None:
+            wishes: tuple[Wish, ...] = (requested,)
+            source = "as requested"
+        else:
+            rule = case.policy.rule(size, before)
+            wishes = rule.wishes if rule else ()
+            source = f'by [degrees] "{rule.key}"' if rule else ""
+        for wish in wishes:
+            choice = _fit(case, wish, size, source, refused)
+            if choice is not None:
+                yield choice
+
+
+def _split_anew(case: _Case, sizes: Sequence[int], refused: list[str]) -> Iterator[Choice]:
+    """Yield present TP and PP, then every other split that the model allows."""
+    kept, ranked = case.kept, []
+    for wish in _splits(case, max(sizes, default=0)):
+        is_kept = (wish.tp, wish.pp) == (kept.tp, kept.pp)
+        source = "TP and PP kept" if case.present else "initial degrees"
+        if case.excluded:
+            source = "the next candidate after an out-of-memory"
+        elif not is_kept:
+            source = f"{source} not valid" if case.present is None else "TP and PP changed"
+        for size in sizes:
+            choice = _fit(case, wish, size, source, refused)
+            if choice is not None:
+                # The same TP and PP move the fewest bytes; then idle ranks cost most.
+                cost = (
+                    not is_kept, wish.tp * wish.pp <= case.failed, len(choice.idle_ranks),
+                    wish.tp * wish.pp, wish.tp != kept.tp, wish.pp != kept.pp,
+                    wish.vpp != kept.vpp, wish.tp,
+                )  # fmt: skip
+                ranked.append((cost, choice))
+                break
+    yield from (choice for _, choice in sorted(ranked, key=lambda entry: entry[0]))
+
+
+def _splits(case: _Case, most: int) -> Iterator[Wish]:
+    """Yield TP and PP to try, the kept ones first.
+
+    Where heads or layers are unknown, only divisors of what ran are safe.
+    """
+    kept, limits = case.kept, case.limits
+    tps = _divisors(limits.num_attention_heads or kept.tp)
+    pps = _divisors(limits.num_layers + limits.extra_layers if limits.num_layers else kept.pp)
+    pairs = dict.fromkeys([(kept.tp, kept.pp), *((tp, pp) for tp in tps for pp in pps)])
+    for tp, pp in pairs:
+        if case.floor <= tp * pp <= most:
+            yield Wish(tp, pp, vpp=kept.vpp if pp > 1 else 1)
+            if kept.vpp > 1 and pp > 1:
+                yield Wish(tp, pp)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _fit(case: _Case, wish: Wish, size: int, source: str, refused: list[str]) -> Choice | None:
+    """Return the wish with the most replicas that are valid on ``size`` ranks.
+
+    None, and a line in ``refused``, where no number of replicas is.
+    """
+    allowed, initial = case.policy.allowed_sizes, case.policy.initial
+    cp, ep = wish.cp or case.kept.cp or 1, wish.ep or case.kept.ep or 1
+    micro = wish.micro_batch_size or (initial and initial.micro_batch_size)
+    micro = micro or case.limits.micro_batch_size
+    replica = wish.tp * wish.pp * cp
+    most = size // replica
+    if wish.dp is not None:
+        most = wish.dp if wish.dp <= most else 0
+    if most == 0:
+        refused.append(f"{wish} does not fit on {_ranks(size)}")
+        return None
+    first_fault = ""
+    for dp in range(most, 0 if wish.dp is None else most - 1, -1):
+        degrees = Degrees(wish.tp, wish.pp, dp, wish.vpp, cp, ep)
+        fault = refusal(degrees, case.limits, micro)
+        if fault is None and allowed and degrees.world_size not in allowed:
+            fault = f"{_ranks(degrees.world_size)} are not an allowed size"
+        if fault is None:
+            why_idle = first_fault or f"{size} is not a multiple of {replica}"
+            if size < case.world:
+                why_idle = f"allowed sizes are {', '.join(map(str, allowed))}"
+            elif wish.dp is not None:
+                why_idle = f"DP{wish.dp} was asked for"
+            return _chosen(case, degrees, micro, source, why_idle, refused)
+        first_fault = first_fault or f"not {degrees}: {fault}"
+    refused.append(first_fault)
+    return None
+
+
+def _chosen(
+    case: _Case,
+    degrees: Degrees,
+    micro: int | None,
+    source: str,
+    why_idle: str,
+    refused: Sequence[str],
+) -> Choice:
+    before = case.present
+    change = f"{before} -> {degrees}" if before and before != degrees else str(degrees)
+    line = f"{_ranks(case.world)}: {change}, {source}"
+    if refused:
+        line += f"; {refused[0]}"
+    idle = tuple(range(degrees.world_size, case.world))
+    if idle:
+        names = f"rank {idle[0]}" if len(idle) == 1 else f"ranks {idle[0]} to {idle[-1]}"
+        line += f"; {names} idle ({why_idle})"
+    return Choice(degrees, idle, line, micro)
+
+
+def _nearest_worlds(case: _Case, requested: Wish | None) -> str:
+    """Name the nearest smaller and larger world that has valid degrees."""
+    policy = case.policy
+    known = (case.world, *policy.allowed_sizes, *(rule.world_size for rule in policy.rules))
+    furthest = 4 * max(case.floor, *known)
+
+    def is_valid(world: int) -> bool:
+        return any(True for _ in _candidates(replace(case, world=world), requested, []))
+
+    below = next((size for size in range(case.world - 1, 0, -1) if is_valid(size)), None)
+    above = next((size for size in range(case.world + 1, furthest + 1) if is_valid(size)), None)
+    near = [str(size) for size in (below, above) if size is not None]
+    if not near:
+        return f"Nor are there any for another world of up to {_ranks(furthest)}."
+    return f"Use a world that has some, the nearest: {' or '.join(near)}."
+
+
+def check_rules(limits: ModelLimits, policy: DegreePolicy) -> None:
+    """Check the whole table before training starts.
+
+    Raises:
+        RefusedError: No wish of an entry is valid on its world; the message names it and why.
+    """
+    for rule in policy.rules:
+        case = _Case(rule.world_size, limits, policy, None, ())
+        refused: list[str] = []
+        if all(_fit(case, wish, rule.world_size, "", refused) is None for wish in rule.wishes):
+            why = "; ".join(refused) or "it names no degrees"
+            raise RefusedError(f'[degrees] "{rule.key}" cannot be used ({why}). Correct the entry.')
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

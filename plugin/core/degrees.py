@@ -1,0 +1,291 @@
+"""Parallel degrees: the size of each axis, which rank stands where, and what a model allows."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from scalai.core.errors import RefusedError, UsageError
+
+AXES = ("tp", "pp", "dp", "vpp", "cp", "ep")
+"""Names of the axes, in the order in which they are printed."""
+
+
+class Coordinate(NamedTuple):
+    """Position of one rank on the axes. ``ep_rank`` is its position among the experts' ranks."""
+
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    cp_rank: int = 0
+    ep_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Sizes of the parallel axes.
+
+    ``vpp`` counts the model chunks a pipeline stage runs; ``ep`` divides ``cp * dp``. Neither adds
+    ranks.
+
+    Raises:
+        UsageError: A size is below 1.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if getattr(self, axis) < 1:
+                raise UsageError(f"{axis}={getattr(self, axis)} is not a degree; use 1 or more.")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def model_parallel(self) -> int:
+        """TP times PP: into how many parts the model is cut."""
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        sizes = asdict(self)
+        shown = [a for a in AXES if a in ("tp", "pp", "dp") or sizes[a] > 1]
+        return "·".join(f"{axis.upper()}{sizes[axis]}" for axis in shown)
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Return where ``rank`` stands, in Megatron's order tp-cp-ep-dp-pp: TP varies fastest.
+
+        Experts are counted with as much tensor parallelism as the rest of the model has.
+        """
+        if not 0 <= rank < self.world_size:
+            raise UsageError(f"rank {rank} is not in {self} (0 to {self.world_size - 1}).")
+        rest, tp_rank = divmod(rank, self.tp)
+        ep_rank = rest % self.ep
+        rest, cp_rank = divmod(rest, self.cp)
+        pp_rank, dp_rank = divmod(rest, self.dp)
+        return Coordinate(tp_rank, pp_rank, dp_rank, cp_rank, ep_rank)
+
+    def rank(self, coordinate: Coordinate) -> int:
+        """Return the rank at ``coordinate``; its ``ep_rank`` follows from the rest."""
+        where, sizes = coordinate, (self.tp, self.pp, self.dp, self.cp)
+        if not all(0 <= place < size for place, size in zip(where[:4], sizes, strict=True)):
+            raise UsageError(f"{coordinate} is outside {self}.")
+        outer = where.pp_rank * self.dp + where.dp_rank
+        return (outer * self.cp + where.cp_rank) * self.tp + where.tp_rank
+
+    def to_json(self) -> dict[str, int]:
+        """Return the sizes by axis."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, int]) -> "Degrees":
+        """Read what ``to_json`` wrote; axes that are absent have size 1."""
+        unknown = sorted(set(data) - set(AXES))
+        if unknown:
+            raise RefusedError(f"{unknown[0]!r} is not an axis; known are {', '.join(AXES)}.")
+        return cls(**{"tp": 1, "pp": 1, "dp": 1, **data})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model and its batches allow. None: unknown, then nothing is refused for it.
+
+    ``padded_vocab_size`` counts rows of the embedding, padding included: it stays the same for the
+    life of a job. ``ramp_batch_sizes`` are other global batch sizes that the job will pass through.
+    ``extra_layers`` counts embedding and loss where the pipeline split takes them for layers.
+    ``min_tp`` 2: something that the job uses does not exist without tensor parallelism
+    (``min_tp_reason``).
+    """
+
+    num_attention_heads: int | None = None
+    num_query_groups: int | None = None
+    num_layers: int | None = None
+    padded_vocab_size: int | None = None
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    seq_length: int | None = None
+    num_experts: int | None = None
+    ffn_hidden_size: int | None = None
+    expert_tp: int | None = None
+    """Tensor parallelism of the experts; None: that of the model."""
+    ramp_batch_sizes: tuple[int, ...] = ()
+    extra_layers: int = 0
+    is_sequence_parallel: bool = False
+    is_query_group_shared: bool = True
+    """Whether several TP ranks may hold copies of one query group."""
+    min_tp: int = 1
+    min_tp_reason: str = ""
+    fixed: tuple[tuple[str, int, str], ...] = ()
+    """(axis, size, why): axes that may have this one size only."""
+
+
+def refusal(
+    degrees: Degrees, limits: ModelLimits, micro_batch_size: int | None = None
+) -> str | None:
+    """Say why ``degrees`` are not valid for the model, or return None where nothing known speaks
+    against them.
+
+    Args:
+        micro_batch_size: Samples a forward pass and replica; None: the one of ``limits``.
+
+    Source:
+        Checks of Megatron-LM 0.14 to 0.19 (``transformer_config.py``, ``arguments.py``,
+        ``schedules.py``). Stricter for virtual stages: micro-batches must be a multiple of PP,
+        which every release accepts.
+    """
+    micro = micro_batch_size if micro_batch_size is not None else limits.micro_batch_size
+    checks = (
+        _fixed_axes,
+        _tensor_parallel,
+        _pipeline,
+        lambda d, lim: _batch(d, lim, micro),
+        _context_and_experts,
+    )
+    return next((why for check in checks for why in check(degrees, limits)), None)
+
+
+def _fixed_axes(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
+    for axis, size, why in limits.fixed:
+        if getattr(degrees, axis) != size:
+            yield f"{axis}={getattr(degrees, axis)} must stay {size}: {why}"
+
+
+def _tensor_parallel(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
+    tp, heads, groups = degrees.tp, limits.num_attention_heads, limits.num_query_groups
+    if tp < limits.min_tp:
+        yield f"tp={tp} is below {limits.min_tp}: {limits.min_tp_reason}"
+    if heads is not None and heads % tp:
+        yield f"tp={tp} does not divide num_attention_heads={heads}"
+    if (
+        groups is not None
+        and groups % tp
+        and not (limits.is_query_group_shared and not tp % groups)
+    ):
+        relation = "divide or be a multiple of" if limits.is_query_group_shared else "divide"
+        yield f"tp={tp} does not {relation} num_query_groups={groups}"
+    if limits.ffn_hidden_size is not None and limits.ffn_hidden_size % tp:
+        yield f"tp={tp} does not divide ffn_hidden_size={limits.ffn_hidden_size}"
+    if limits.padded_vocab_size is not None and limits.padded_vocab_size % tp:
+        yield (
+            f"tp={tp} does not divide the padded vocabulary of {limits.padded_vocab_size} rows, "
+            "which may not change in a running job"
+        )
+    if limits.is_sequence_parallel and limits.seq_length is not None and limits.seq_length % tp:
+        yield f"tp={tp} does not divide seq_length={limits.seq_length} (sequence parallelism)"
+
+
+def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
+    pp, vpp = degrees.pp, degrees.vpp
+    if vpp > 1 and pp == 1:
+        yield f"vpp={vpp} needs pp of 2 or more"
+    if limits.num_layers is None:
+        return
+    layers = limits.num_layers + limits.extra_layers
+    counted = f"num_layers={limits.num_layers}" + (
+        f" plus {limits.extra_layers} (embedding and loss count)" if limits.extra_layers else ""
+    )
+    if layers % (pp * vpp):
+        stages = f"pp={pp}" if vpp == 1 else f"pp*vpp={pp}*{vpp}"
+        yield f"{stages} does not divide {counted}"
+
+
+def _batch(degrees: Degrees, limits: ModelLimits, micro: int | None) -> Iterator[str]:
+    if limits.global_batch_size is None:
+        return
+    for batch in (limits.global_batch_size, *limits.ramp_batch_sizes):
+        once = (micro or 1) * degrees.dp
+        name = "global_batch_size" if batch == limits.global_batch_size else "ramp-up batch size"
+        if batch % once:
+            factor = f"micro_batch_size*dp={micro}*{degrees.dp}" if micro else f"dp={degrees.dp}"
+            yield f"{factor} does not divide {name}={batch}"
+        elif micro and degrees.vpp > 1 and (batch // once) % degrees.pp:
+            yield (
+                f"{batch // once} micro-batches a replica are not a multiple of pp={degrees.pp}, "
+                f"which vpp={degrees.vpp} needs"
+            )
+
+
+def _context_and_experts(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
+    cp, ep, experts = degrees.cp, degrees.ep, limits.num_experts
+    if cp > 1 and limits.seq_length is not None and limits.seq_length % (2 * cp):
+        yield f"2*cp={2 * cp} does not divide seq_length={limits.seq_length}"
+    if ep == 1:
+        return
+    expert_tp = limits.expert_tp or degrees.tp
+    if experts is not None and experts % ep:
+        yield f"ep={ep} does not divide num_experts={experts}"
+    if degrees.world_size % (expert_tp * ep * degrees.pp):
+        yield (
+            f"experts take TP*EP*PP = {expert_tp}*{ep}*{degrees.pp} ranks, "
+            f"which does not divide {degrees.world_size}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Degrees that somebody asks for.
+
+    ``dp`` None: as many replicas as fit; ``cp``, ``ep``, ``micro_batch_size`` None: what the job
+    has.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int | None = None
+    vpp: int = 1
+    cp: int | None = None
+    ep: int | None = None
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for axis in (*AXES, "micro_batch_size"):
+            size = getattr(self, axis)
+            if size is not None and (
+                isinstance(size, bool) or not isinstance(size, int) or size < 1
+            ):
+                raise UsageError(f"{axis}={size!r} is not a whole number of 1 or more.")
+
+    def __str__(self) -> str:
+        sizes = {**asdict(self), "vpp": self.vpp if self.vpp > 1 else None}
+        text = "·".join(f"{a.upper()}{sizes[a]}" for a in AXES if sizes[a] is not None)
+        return text + (f"·MBS{self.micro_batch_size}" if self.micro_batch_size else "")
+
+
+_WORD = re.compile(r"(tp|pp|dp|vpp|cp|ep|mbs|micro_batch_size)=?(\d+)")
+
+
+def parse_wish(value: object) -> Wish:
+    """Read ``"tp2 pp1"``, ``"tp=2,pp=1"``, ``"TP2·PP1·MBS4"`` or ``{"tp": 2, "micro_batch_size":
+    4}``.
+
+    TP and PP that are not named are 1.
+
+    Raises:
+        UsageError: Anything else, by name.
+    """
+    if isinstance(value, Wish):
+        return value
+    sizes: dict[str, int] = {}
+    if isinstance(value, Mapping):
+        sizes = {str(key): size for key, size in value.items()}
+    elif isinstance(value, str) and value.strip():
+        for word in re.split(r"[\s,;·]+", value.strip().lower()):
+            match = _WORD.fullmatch(word)
+            if match is None or match[1].replace("mbs", "micro_batch_size") in sizes:
+                fault = "is not a degree" if match is None else "stands there twice"
+                raise UsageError(f"{word!r} in {value!r} {fault}; write for example 'tp2 pp1'.")
+            sizes[match[1].replace("mbs", "micro_batch_size")] = int(match[2])
+    else:
+        raise UsageError(f"{value!r} are not degrees; write for example 'tp2 pp1'.")
+    unknown = sorted(set(sizes) - {*AXES, "micro_batch_size"})
+    if unknown:
+        known = ", ".join((*AXES, "micro_batch_size"))
+        raise UsageError(f"{unknown[0]!r} in {value!r} is not an axis; known are {known}.")
+    return Wish(**sizes)
