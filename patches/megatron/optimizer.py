@@ -1,0 +1,132 @@
+"""What megatron's optimizers keep for each model parameter on this rank.
+
+Taken from the optimizers' own parallel lists and range maps, which are the same from 0.14 to 0.19.
+Not through their ``sharded_state_dict``: its ``fully_reshardable`` form is silently wrong with
+several buckets (0.15.3 to 0.19.0), and not through ``model_param_group_index_map``, which counts in
+another order than ``param_groups`` where a group mixes fp32 and 16-bit parameters.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from scalai.core.errors import RefusedError
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Owned:
+    """Elements ``[low, high)`` of a flattened model parameter, which this rank's optimizer updates.
+
+    ``main`` is what the inner optimizer works on: [high - low] fp32 masters, a view of the
+    parameter, or the parameter itself. ``state`` is the inner optimizer's own dict for it.
+    ``is_sharded``: other data-parallel ranks own the other elements (the distributed optimizer).
+    """
+
+    parameter: torch.Tensor
+    main: torch.Tensor
+    low: int
+    high: int
+    is_sharded: bool
+    state: dict[str, Any]
+
+
+def leaf_optimizers(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers that own parameters, in order, from inside megatron's chains."""
+    if hasattr(optimizer, "chained_optimizers"):
+        for link in optimizer.chained_optimizers:
+            yield from leaf_optimizers(link)
+    elif optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
+        if optimizer.optimizer is not None:
+            yield optimizer
+
+
+def owned_parameters(optimizer: Any) -> Iterator[Owned]:
+    """Yield what this rank's optimizers own, with the state that a fresh optimizer lacks yet."""
+    for leaf in leaf_optimizers(optimizer):
+        _ensure_state(leaf)
+        for parameter, main, low, high in _parameters(leaf):
+            state = leaf.optimizer.state[main]
+            yield Owned(parameter, main, low, high, is_distributed(leaf), state)
+
+
+def is_distributed(leaf: Any) -> bool:
+    """Whether this is the optimizer that splits its state over data-parallel ranks."""
+    return hasattr(leaf, "gbuf_ranges")
+
+
+def _parameters(leaf: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+    """Yield (model parameter, what the inner optimizer updates, low, high) of one leaf."""
+    if is_distributed(leaf):
+        models = _flat(leaf.model_float16_groups), _flat(leaf.model_fp32_groups)
+        mains = _flat(leaf.shard_fp32_from_float16_groups), _flat(leaf.shard_fp32_groups)
+        for model, main in zip(chain(*models), chain(*mains), strict=True):
+            owned = leaf._get_model_param_range_map(model)["param"]
+            yield model, main, owned.start, owned.end
+    elif hasattr(leaf, "fp32_from_float16_groups"):  # Float16OptimizerWithFloat16Params
+        full = list(_flat(leaf.fp32_from_fp32_groups))
+        models = _flat(leaf.float16_groups), iter(full)
+        mains = _flat(leaf.fp32_from_float16_groups), iter(full)
+        for model, main in zip(chain(*models), chain(*mains), strict=True):
+            yield model, main, 0, model.numel()
+    elif type(leaf).__name__ == "FP32Optimizer":
+        for model in _flat(group["params"] for group in leaf.optimizer.param_groups):
+            yield model, model, 0, model.numel()
+    else:
+        raise RefusedError(
+            f"the optimizer {type(leaf).__name__} is not known. Use --optimizer adam or sgd, with "
+            "or without --use-distributed-optimizer."
+        )
+
+
+def _flat(groups: Iterable[Iterable[torch.Tensor]]) -> Iterator[torch.Tensor]:
+    return chain.from_iterable(groups)
+
+
+def _ensure_state(leaf: Any) -> None:
+    """Give a fresh inner optimizer the state of a job that has made no step yet.
+
+    Torch makes it in the first step. Megatron's own ``init_state_fn`` leaves out torch Adam's
+    ``step``, so that the first step then fails.
+    """
+    inner = leaf.optimizer
+    if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        make = _adam_state
+    elif isinstance(inner, torch.optim.SGD):
+        make = _sgd_state
+    elif leaf.init_state_fn is not None:
+        leaf.init_state_fn(inner, leaf.config)
+        return
+    else:
+        raise RefusedError(
+            f"the state of {type(inner).__name__} does not exist before its first step, and "
+            "megatron has no function to make it. Use --optimizer adam or sgd."
+        )
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            if not inner.state[parameter]:
+                inner.state[parameter].update(make(parameter, group))
+
+
+def _adam_state(parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+    # As torch.optim.Adam._init_group does it: one step tensor a parameter, it adds 1 in place.
+    on_device = group.get("capturable") or group.get("fused")
+    device = parameter.device if on_device else torch.device("cpu")
+    moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group.get("amsgrad"))
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=device),
+        **{name: torch.zeros_like(parameter) for name in moments},
+    }
+
+
+def _sgd_state(parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+    if not group["momentum"]:
+        return {}
+    if group["dampening"]:
+        raise RefusedError(
+            f"SGD with dampening={group['dampening']} starts its momentum with the first gradient, "
+            "which zeros cannot stand for. Use dampening 0."
+        )
+    return {"momentum_buffer": torch.zeros_like(parameter)}

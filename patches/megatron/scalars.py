@@ -1,0 +1,110 @@
+"""The small part of the training state: schedule, loss scale, parameter groups. As JSON."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from scalai.core.errors import RefusedError
+from scalai.patches.megatron.optimizer import leaf_optimizers
+from scalai.runtime.live import Json
+
+_GROUP_VALUES = ("lr", "weight_decay", "step")
+"""What changes in a parameter group while it trains; FusedAdam keeps its step there."""
+
+
+def take_scalars(optimizer: Any, scheduler: Any) -> Mapping[str, Json]:
+    """Return the scalars of this rank: all parameter groups, filled where it owns parameters.
+
+    Raises:
+        RefusedError: The scheduler keeps something that JSON cannot hold.
+    """
+    leaves = list(leaf_optimizers(optimizer))
+    scalers = [leaf.grad_scaler for leaf in leaves if getattr(leaf, "grad_scaler", None)]
+    return {
+        "scheduler": _all_plain(scheduler.state_dict(), "scheduler") if scheduler else None,
+        "grad_scaler": _all_plain(scalers[0].state_dict(), "grad scaler") if scalers else None,
+        "param_groups": {
+            _identity(group): _group_values(group)
+            for leaf in leaves
+            for group in leaf.optimizer.param_groups
+        },
+    }
+
+
+def put_scalars(scalars: Mapping[str, Json], optimizer: Any, scheduler: Any) -> None:
+    """Put back what ``take_scalars`` returned, united over all ranks.
+
+    Raises:
+        RefusedError: A parameter group of this job was not there when the scalars were taken.
+    """
+    for leaf in leaf_optimizers(optimizer):
+        for group in leaf.optimizer.param_groups:
+            _put_group(scalars["param_groups"], group)
+        scaler = getattr(leaf, "grad_scaler", None)
+        if scaler and scalars["grad_scaler"] is not None:
+            scaler.load_state_dict(_all_live(scalars["grad_scaler"]))
+    if scheduler and scalars["scheduler"] is not None:
+        if hasattr(scheduler, "num_steps"):
+            scheduler.num_steps = 0  # OptimizerParamScheduler.load_state_dict() adds the saved ones
+        scheduler.load_state_dict(_all_live(scalars["scheduler"]))
+
+
+def _group_values(group: Mapping[str, Any]) -> Json:
+    if not group["params"]:
+        return {}  # FusedAdam does not count steps here: another rank knows better
+    return {
+        key: _plain(group[key], f"parameter group's {key}") for key in _GROUP_VALUES if key in group
+    }
+
+
+def _put_group(groups: Mapping[str, Mapping[str, Json]], group: dict[str, Any]) -> None:
+    saved = groups.get(_identity(group))
+    if saved is None:
+        raise RefusedError(
+            f"no parameter group of the saved state is {_identity(group)}; it has "
+            f"{sorted(groups)}. Resume with the optimizer flags that the job had."
+        )
+    for key, value in saved.items():
+        if isinstance(group.get(key), torch.Tensor):
+            group[key].copy_(_live(value))  # captured in a CUDA graph: keep its place
+        else:
+            group[key] = _live(value)
+
+
+def _identity(group: Mapping[str, Any]) -> str:
+    """Name a parameter group by the keys that megatron's own checkpoints match groups by."""
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    return json.dumps(
+        {key: group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys},
+        sort_keys=True,
+    )
+
+
+def _all_plain(values: Mapping[str, Any], owner: str) -> Json:
+    return {key: _plain(value, f"{owner}'s {key}") for key, value in values.items()}
+
+
+def _plain(value: Any, what: str) -> Json:
+    if isinstance(value, torch.Tensor):
+        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, list | tuple):
+        return [_plain(entry, what) for entry in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise RefusedError(
+        f"{what} is a {type(value).__name__}, which cannot be kept as JSON. Leave the scheduler "
+        "out of MegatronState and carry it by register_state."
+    )
+
+
+def _all_live(values: Mapping[str, Json]) -> dict[str, Any]:
+    return {key: _live(value) for key, value in values.items()}
+
+
+def _live(value: Json) -> Any:
+    if isinstance(value, Mapping):
+        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+    return value

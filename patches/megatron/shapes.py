@@ -1,0 +1,215 @@
+"""Which global tensors a model's parameters are, and which boxes of them this rank holds.
+
+Source: what ``sharded_state_dict`` of megatron-core (0.14 to 0.19) says for its checkpoints.
+Differs in: no data is touched and nothing is gathered. Factories, which cut a parameter into
+several shards, are asked what they would cut by running them on a tensor without memory.
+"""
+
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scalai.core.errors import LayoutError, RefusedError
+from scalai.core.region import Box, Piece, row_major
+
+_CONTAINERS = ("layers", "experts.experts")
+"""Modules whose index megatron may turn into a leading axis of the tensor, the outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The boxes of one global tensor that a local parameter holds.
+
+    ``name`` is the same in every layout. ``pieces`` count positions in the flattened local
+    parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Shard:
+    """A parameter or persistent buffer: the framework's own object, and what it is a part of.
+
+    ``is_pipeline_copy``: another pipeline stage holds the same elements and is the one that
+    megatron counts as their home (tied embeddings).
+    """
+
+    data: torch.Tensor
+    parts: tuple[Part, ...]
+    is_pipeline_copy: bool
+
+
+def shards_of(chunks: Sequence[torch.nn.Module]) -> list[Shard]:
+    """Describe all parameters and persistent buffers of this rank, in the model's order.
+
+    No communication, no copy.
+
+    Raises:
+        RefusedError: Some parameter cannot be carried: megatron does not describe it, describes a
+        copy
+            of it or cuts it in a way that is no slice; or a module has extra state (FP8 history).
+    """
+    return [shard for chunk in chunks for shard in _shards_of_chunk(unwrap(chunk))]
+
+
+def unwrap(chunk: Any) -> Any:
+    """Return the model inside megatron's wrappers (DistributedDataParallel, Float16Module)."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _shards_of_chunk(model: Any) -> Iterator[Shard]:
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {
+        "non_homogeneous_layers": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": group,
+    }
+    missing = {id(p): name for name, p in model.named_parameters()}
+    live = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    for item in _leaves(model.sharded_state_dict(metadata=metadata)):
+        if not _is_sharded_tensor(item) and not _is_factory(item):
+            _refuse_extra_state(item)
+            continue
+        missing.pop(id(item.data), None)
+        if item.data.untyped_storage()._cdata not in live or not item.data.is_contiguous():
+            raise RefusedError(
+                f"{item.key}: its sharded_state_dict describes a copy of the parameter or a view "
+                "with gaps, so that a restore would not reach the model. Keep this module out of "
+                "an elastic job."
+            )
+        yield Shard(item.data, tuple(parts_of(item)), _is_pipeline_copy(item.replica_id))
+    if missing:
+        raise RefusedError(
+            f"sharded_state_dict does not describe these parameters: {sorted(missing.values())}. "
+            "Add them to their module's sharded_state_dict, as megatron's checkpoints need them "
+            "there too."
+        )
+
+
+def parts_of(item: Any) -> Iterator[Part]:
+    """Yield the global tensors of one ``ShardedTensor`` or ``ShardedTensorFactory``.
+
+    Raises:
+        LayoutError: The pieces do not make up the local parameter exactly once, by count of
+        elements. RefusedError: A factory does more than to slice and to transpose.
+    """
+    found: dict[str, tuple[tuple[int, ...], list[Piece]]] = {}
+    for shard, start, stride in _strided_shards(item):
+        layers = shard.prepend_axis_num
+        name = global_name(shard.key, shard.global_offset[:layers])
+        box = Box(tuple(shard.global_offset[layers:]), tuple(shard.local_shape))
+        shape = tuple(shard.global_shape[layers:])
+        found.setdefault(name, (shape, []))[1].append(Piece(box, start, stride))
+    numel = sum(piece.box.numel for _, pieces in found.values() for piece in pieces)
+    if numel != item.data.numel():
+        raise LayoutError(
+            f"{item.key}: its shards have {numel} elements, the parameter {item.data.numel()}."
+        )
+    for name, (shape, pieces) in found.items():
+        yield Part(name, shape, tuple(pieces))
+
+
+def global_name(key: str, index: Iterable[int]) -> str:
+    """Write the index on megatron's leading axes into the key.
+
+    ``decoder.layers.mlp.experts.experts.w`` at [3, 1] is
+    ``decoder.layers.3.mlp.experts.experts.1.w``. Keys that have the layer in them already keep it,
+    so both of megatron's ways to name layers give the same.
+    """
+    for position in index:
+        for container in _CONTAINERS:
+            pattern = rf"(?:^|\.){re.escape(container)}\.(?!\d)"
+            key, count = re.subn(pattern, rf"\g<0>{position}.", key, count=1)
+            if count:
+                break
+        else:
+            key += f"#{position}"
+    return key
+
+
+def _strided_shards(item: Any) -> Iterator[tuple[Any, int, tuple[int, ...]]]:
+    """Yield the shards of an item, each with start and strides in the flat parameter."""
+    if _is_sharded_tensor(item):
+        yield item, 0, row_major(item.local_shape)
+        return
+    probe = torch.empty(item.data.shape, dtype=item.data.dtype, device="meta")
+    storage = probe.untyped_storage()._cdata
+    shards = list(_leaves(item.build_fn(item.key, probe, item.replica_id, None)))
+    if all(shard.data.untyped_storage()._cdata == storage for shard in shards):
+        for shard in shards:
+            yield shard, int(shard.data.storage_offset()), tuple(shard.data.stride())
+        return
+    # The factory copies (GroupedMLP up to 0.16 transposes and makes it contiguous): let it copy
+    # positions.
+    positions = torch.arange(item.data.numel(), device="cpu").view(item.data.shape)
+    for shard in _leaves(item.build_fn(item.key, positions, item.replica_id, None)):
+        yield shard, *_affine(shard.data, item.key)
+
+
+def _affine(positions: torch.Tensor, key: str) -> tuple[int, tuple[int, ...]]:
+    """Return start and strides of a tensor of positions that is a strided view in disguise."""
+    start = int(positions.flatten()[0])
+    stride = tuple(
+        int(positions.select(axis, 1).flatten()[0]) - start if size > 1 else 0
+        for axis, size in enumerate(positions.shape)
+    )
+    expected = torch.full(positions.shape, start)
+    for axis, (size, step) in enumerate(zip(positions.shape, stride, strict=True)):
+        along = [-1 if other == axis else 1 for other in range(positions.ndim)]
+        expected = expected + (torch.arange(size) * step).view(along)
+    if not torch.equal(positions, expected):
+        raise RefusedError(
+            f"{key}: its ShardedTensorFactory does more than to slice and to transpose the "
+            "parameter. Keep this module out of an elastic job."
+        )
+    return start, stride
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        yield tree
+        return
+    for branch in tree:
+        yield from _leaves(branch)
+
+
+def _is_sharded_tensor(item: Any) -> bool:
+    return hasattr(item, "prepend_axis_num")
+
+
+def _is_factory(item: Any) -> bool:
+    return hasattr(item, "build_fn")
+
+
+def _is_pipeline_copy(replica: Any) -> bool:
+    """Tell from a replica id: (pipeline copy, tp rank, dp rank), or 0 without replicas."""
+    return isinstance(replica, tuple) and len(replica) > 1 and replica[0] != 0
+
+
+def _refuse_extra_state(item: Any) -> None:
+    data = getattr(item, "data", None)
+    if isinstance(data, torch.Tensor):
+        is_empty = data.numel() == 0
+    elif isinstance(data, io.BytesIO):
+        is_empty = not data.getbuffer()
+    else:
+        is_empty = data is None
+    if not is_empty:
+        raise RefusedError(
+            f"{getattr(item, 'key', item)}: this module keeps extra state (as Transformer Engine "
+            "does for FP8 with delayed scaling), which has no meaning in another layout. Train in "
+            "bf16, or with an FP8 recipe that keeps no history."
+        )

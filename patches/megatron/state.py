@@ -1,0 +1,173 @@
+"""The training state of a live megatron-core job, as slots over megatron's own memory.
+
+Source: the Parallelizable Tensor Collection of Tenplex/Scalai (arXiv 2312.05181, section 3) for
+megatron-core 0.14 to 0.19, without a branch on the version. Differs in: optimizer state is part of
+the collection, also where the distributed optimizer owns flat ranges; nothing is gathered.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from scalai.core.collection import Tensor
+from scalai.core.errors import RefusedError
+from scalai.core.region import Piece, clip, whole
+from scalai.patches.megatron import grid, randomness, refusals
+from scalai.patches.megatron.optimizer import (
+    Owned,
+    is_distributed,
+    leaf_optimizers,
+    owned_parameters,
+)
+from scalai.patches.megatron.scalars import put_scalars, take_scalars
+from scalai.patches.megatron.shapes import Part, Shard, shards_of
+from scalai.runtime.live import Json, Slot
+
+PARAM, MAIN = "param", "main"
+"""Kinds of tensors; the others are the inner optimizer's own names: exp_avg, exp_avg_sq, step."""
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
+    torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class MegatronState:
+    """What one rank of a megatron-core job needs to go on in another layout (``LiveState``).
+
+    Build it after the model and the optimizer, on every rank; nothing here communicates.
+
+    Args:
+        chunks: The model as the training loop has it: one module, or one a virtual stage.
+        optimizer: What ``get_megatron_optimizer`` returned; None carries parameters alone.
+        scheduler: ``OptimizerParamScheduler`` or another one whose ``state_dict`` is plain values.
+        seed: The job's seed. Where the degrees change, new random streams begin from it and the
+        step.
+
+    Raises:
+        RefusedError: The job uses something that cannot change its layout; the message names it.
+    """
+
+    def __init__(
+        self,
+        chunks: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: Any,
+        scheduler: Any = None,
+        *,
+        seed: int = 1234,
+    ) -> None:
+        self._chunks = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._seed = seed
+        refusals.refuse_unsupported(self._chunks, optimizer)
+
+    @property
+    def coordinate(self) -> str:
+        """Position of this rank: ``tp0-pp1-dp0``."""
+        return grid.coordinate()
+
+    def slots(self) -> Sequence[Slot]:
+        """List parameters, persistent buffers, masters and optimizer state of this rank.
+
+        A fresh optimizer gets the state that its first step would make, so call this once the
+        optimizer exists and before the first step. With the distributed optimizer a rank vouches
+        for its own range of a parameter alone: the rest is one step old while
+        ``overlap_param_gather`` is on.
+        """
+        owned = {id(entry.parameter): entry for entry in owned_parameters(self._optimizer)}
+        is_split = any(map(is_distributed, leaf_optimizers(self._optimizer)))
+        return [
+            slot
+            for shard in shards_of(self._chunks)
+            for part in shard.parts
+            for slot in _slots(shard, part, owned.get(id(shard.data)), is_split)
+        ]
+
+    def scalars(self) -> Mapping[str, Json]:
+        """Return schedule, loss scale, parameter groups, and the degrees that may not change."""
+        degrees = grid.degrees()
+        return {
+            "megatron": dict(take_scalars(self._optimizer, self._scheduler)),
+            "fixed_degrees": {axis: degrees[axis] for axis in refusals.FIXED_AXES},
+        }
+
+    def load_scalars(self, scalars: Mapping[str, Json]) -> None:
+        """Put back what ``scalars`` returned. ``RefusedError`` where a fixed degree changed."""
+        refusals.refuse_changed_axes(scalars["fixed_degrees"], grid.degrees())
+        put_scalars(scalars["megatron"], self._optimizer, self._scheduler)
+
+    def rank_state(self) -> Json:
+        """Return the random number generators of this rank."""
+        return randomness.state()
+
+    def load_rank_state(self, state: Json | None, step: int) -> str:
+        """Continue this rank's random streams, or begin new ones where any degree changed."""
+        return randomness.restore(state, self._seed, step)
+
+
+def _slots(shard: Shard, part: Part, owned: Owned | None, is_split: bool) -> Iterator[Slot]:
+    """Yield the slots of one part of a parameter: its own, its master's, its optimizer state's."""
+    data = shard.data.detach().view(-1)
+    if owned is None:
+        # A buffer or a frozen parameter; or, with the distributed optimizer, all of it is other
+        # ranks'.
+        is_others = is_split and isinstance(shard.data, torch.nn.Parameter)
+        is_held = not (is_others and shard.data.requires_grad)
+        yield Slot(_tensor(PARAM, part, data), data, part.pieces, is_held)
+        return
+    low, high = owned.low, owned.high
+    pieces = tuple(cut for piece in part.pieces for cut in clip(piece, low, high))
+    # Ranges of two pipeline stages that both hold a tied weight overlap: only one stage vouches.
+    is_held = not (owned.is_sharded and shard.is_pipeline_copy)
+    if owned.is_sharded:
+        yield Slot(_tensor(PARAM, part, data), data, part.pieces, is_held=False)
+        if pieces and is_held:
+            yield Slot(_tensor(PARAM, part, data), data[low:high], pieces, is_wanted=False)
+    else:
+        yield Slot(_tensor(PARAM, part, data), data, part.pieces)
+    if not pieces:
+        return
+    main = owned.main.detach().view(-1)
+    if main.data_ptr() != data[low:high].data_ptr():
+        yield Slot(_tensor(MAIN, part, main), main, pieces, is_held)
+    for kind, value in owned.state.items():
+        yield from _state_slot(kind, value, part, pieces, high - low, is_held)
+
+
+def _state_slot(
+    kind: str, value: Any, part: Part, pieces: tuple[Piece, ...], numel: int, is_held: bool
+) -> Iterator[Slot]:
+    """Yield the slot of one entry of the inner optimizer's state, if it is a tensor."""
+    if value is None:
+        return
+    if not isinstance(value, torch.Tensor):
+        raise RefusedError(
+            f"the optimizer keeps {kind}={value!r} for {part.name}, a {type(value).__name__}; only "
+            "tensors are carried. Use --optimizer adam or sgd."
+        )
+    if value.ndim == 0:
+        # Torch Adam's step: one tensor a parameter, equal on all ranks that hold a part of it.
+        tensor = Tensor(f"{kind}/{part.name}", (), _dtype_name(value.dtype))
+        yield Slot(tensor, value.detach().view(-1), (Piece(whole(()), 0, ()),))
+    elif value.numel() == numel and value.is_contiguous():
+        flat = value.detach().view(-1)
+        yield Slot(_tensor(kind, part, flat), flat, pieces, is_held)
+    else:
+        raise RefusedError(
+            f"the optimizer's {kind} of {part.name} has shape {list(value.shape)}, not one value "
+            f"for each of the parameter's {numel} elements here. Use --optimizer adam or sgd."
+        )
+
+
+def _tensor(kind: str, part: Part, values: torch.Tensor) -> Tensor:
+    return Tensor(f"{kind}/{part.name}", part.shape, _dtype_name(values.dtype))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    if dtype not in DTYPE_NAMES:
+        raise RefusedError(f"tensors of {dtype} cannot be kept; known are {list(DTYPE_NAMES)}.")
+    return DTYPE_NAMES[dtype]
