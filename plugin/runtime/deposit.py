@@ -1,0 +1,117 @@
+"""The worker's side of a deposit: live memory into the files that the agent made."""
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from scalai.core.collection import ITEM_BYTES
+from scalai.core.errors import LayoutError, StoreError
+from scalai.core.region import Piece
+from scalai.runtime.fingerprints import live_fingerprints
+from scalai.runtime.live import Slot
+from scalai.runtime.rows import host_bits, piece_view
+from scalai.runtime.staging import RING_BUFFERS, RING_BYTES, StagingRing, rings_for
+from scalai.store.files import blocks, contiguous_chunks, slices
+from scalai.store.orders import WriteOrder
+
+Row = tuple[Slot, Piece]
+
+
+def write_rows(
+    rows: Sequence[Row],
+    order: WriteOrder,
+    rings: Mapping[torch.device, StagingRing] | None = None,
+) -> list[int]:
+    """Write the ordered rows of this rank and return their fingerprints, in the order's order.
+
+    Blocks. Call it between two optimizer steps: the memory must not change meanwhile.
+
+    Args:
+        rows: The held rows of this rank (``held_rows``).
+        order: Which of them go where.
+        rings: Pinned buffers by device; made here, slowly, where they are missing.
+
+    Raises:
+        LayoutError: The order names rows that this rank does not have. Nothing is written.
+        StoreError: The file is missing, too short, or cannot be written.
+    """
+    if not order.rows:
+        return []
+    if min(order.rows) < 0 or max(order.rows) >= len(rows):
+        raise LayoutError(
+            f"the order names row {max(order.rows)}, but this rank holds {len(rows)}. The slots "
+            "changed since they were published; publish them again."
+        )
+    chosen = [rows[row] for row in order.rows]
+    views = [piece_view(slot, piece) for slot, piece in chosen]
+    rings = rings or rings_for({view.device for view in views})
+    ends = [
+        begin + piece.box.numel * ITEM_BYTES[slot.tensor.dtype]
+        for begin, (slot, piece) in zip(order.begins, chosen, strict=True)
+    ]
+    try:
+        descriptor = os.open(order.path, os.O_RDWR)
+    except OSError as error:
+        raise StoreError(
+            f"{order.path} cannot be opened ({error.strerror}); the agent made it. Deposit again."
+        ) from error
+    try:
+        size = os.fstat(descriptor).st_size
+        if size < max(ends):
+            raise StoreError(
+                f"{order.path} is {size} bytes long; this rank's rows end at {max(ends)}. Deposit "
+                "again."
+            )
+        for view, begin in zip(views, order.begins, strict=True):
+            for chunk in _chunks(view, rings):
+                _write_all(descriptor, chunk, begin)
+                begin += len(chunk)
+    except OSError as error:
+        raise StoreError(
+            f"{order.path} cannot be written ({error.strerror}). Deposit again."
+        ) from error
+    finally:
+        os.close(descriptor)
+    return [int(value) for value in live_fingerprints(chosen)]
+
+
+def _write_all(descriptor: int, data: memoryview, begin: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, begin)
+        data, begin = data[count:], begin + count
+
+
+def _chunks(view: torch.Tensor, rings: Mapping[torch.device, StagingRing]) -> Iterator[memoryview]:
+    """Yield the bytes of a piece in row-major order; a chunk is valid until the next is asked
+    for."""
+    if view.device.type == "cpu":
+        yield from contiguous_chunks(host_bits(view))
+    else:
+        yield from _device_chunks(view, rings[view.device])
+
+
+def _device_chunks(view: torch.Tensor, ring: StagingRing) -> Iterator[memoryview]:
+    """Yield the bytes of a device's piece through the ring, the next copies under way meanwhile."""
+    under_way: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+    ring.begin()
+    for block in blocks(view.shape, RING_BYTES // view.element_size()):
+        if len(under_way) == RING_BUFFERS - 1:
+            yield _arrived(under_way)
+        buffer, event = ring.next_buffer()
+        flat = buffer[: block.numel * view.element_size()]
+        with torch.cuda.stream(ring.stream):
+            target = flat.view(view.dtype).view(block.shape)
+            target.copy_(view[slices(block)], non_blocking=True)
+            event.record(ring.stream)
+        under_way.append((flat, event))
+    while under_way:
+        yield _arrived(under_way)
+
+
+def _arrived(under_way: "deque[tuple[torch.Tensor, torch.cuda.Event]]") -> memoryview:
+    flat, event = under_way.popleft()
+    event.synchronize()
+    return flat.numpy().view(np.uint8).data

@@ -1,0 +1,125 @@
+"""The worker's side of a restore: pieces in files of this host into live memory."""
+
+import mmap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Columns
+from scalai.core.errors import LayoutError, StoreError
+from scalai.core.region import Box, Piece
+from scalai.runtime.live import Slot
+from scalai.runtime.rows import INTEGERS, piece_view
+from scalai.runtime.staging import RING_BYTES, StagingRing, rings_for
+from scalai.store.files import blocks, slices
+from scalai.store.orders import ReadOrder
+
+Row = tuple[Slot, Piece]
+
+
+def read_rows(
+    rows: Sequence[Row],
+    order: ReadOrder,
+    rings: Mapping[torch.device, StagingRing] | None = None,
+) -> None:
+    """Fill the wanted rows of this rank. Blocks until the bytes are in place.
+
+    Args:
+        rows: The wanted rows of this rank (``wanted_rows``).
+        order: The copies that fill them; each wanted element is in exactly one.
+        rings: Pinned buffers by device; made here, slowly, where they are missing.
+
+    Raises:
+        LayoutError: The copies do not fill the rows, or lie outside of them. Nothing is written.
+        StoreError: A file is missing or too short. Nothing is written.
+    """
+    _check_filled(rows, order)
+    sources = [_map(path) for path in order.files]
+    copies = [_resolve(rows, order, copy, sources) for copy in range(len(order))]
+    rings = rings or rings_for({target.device for target, _ in copies})
+    for ring in rings.values():
+        ring.begin()
+    for target, source in copies:
+        if target.device.type == "cpu":
+            target.copy_(source)
+        else:
+            _to_device(target, source, rings[target.device])
+    for ring in rings.values():
+        ring.end()
+        ring.stream.synchronize()
+
+
+def _check_filled(rows: Sequence[Row], order: ReadOrder) -> None:
+    wanted = np.array([piece.box.numel for _, piece in rows], dtype=np.int64)
+    if len(order) and not 0 <= order.row.min() <= order.row.max() < len(rows):
+        raise LayoutError(
+            f"a copy fills row {order.row.max()}, but this rank wants {len(rows)}. The slots "
+            "changed since they were published; publish them again."
+        )
+    filled = np.bincount(order.row, order.shape.prod(axis=1), minlength=len(rows)).astype(np.int64)
+    if (filled != wanted).any():
+        row = int((filled != wanted).argmax())
+        slot, piece = rows[row]
+        raise LayoutError(
+            f"copies bring {filled[row]} elements to the piece {list(piece.box.offset)}+"
+            f"{list(piece.box.shape)} of {slot.tensor.name!r}, which has {wanted[row]}. Plan again."
+        )
+
+
+def _map(path: str) -> torch.Tensor:
+    """Map a file as bytes. Private, because torch has no read-only tensors; nothing writes to
+    it."""
+    try:
+        with Path(path).open("rb") as file:
+            if file.seek(0, 2) == 0:
+                return torch.empty(0, dtype=torch.uint8)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be mapped ({error.strerror}). Restore from another generation."
+        ) from error
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _resolve(
+    rows: Sequence[Row], order: ReadOrder, copy: int, sources: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return target and source view of one copy, both [copy's shape] signed integers."""
+    slot, piece = rows[order.row[copy]]
+    item, skip = ITEM_BYTES[slot.tensor.dtype], MAX_NDIM - len(slot.tensor.shape)
+    box = _box(order.offset[copy, skip:], order.shape[copy, skip:])
+    stored = _box(order.source_offset[copy, skip:], order.source_shape[copy, skip:])
+    for name, outer in (("wanted", piece.box), ("stored", stored)):
+        if box.numel and box.intersect(outer) != box:
+            raise LayoutError(
+                f"a copy of box {list(box.offset)}+{list(box.shape)} of {slot.tensor.name!r} "
+                f"leaves the {name} piece {list(outer.offset)}+{list(outer.shape)}. Plan again."
+            )
+    begin, size = int(order.begin[copy]), stored.numel * item
+    source = sources[order.file[copy]]
+    if not 0 <= begin <= begin + size <= len(source):
+        raise StoreError(
+            f"{order.files[order.file[copy]]} is {len(source)} bytes long; a piece of "
+            f"{slot.tensor.name!r} should end at {begin + size}. Restore from another generation."
+        )
+    values = source[begin : begin + size].view(INTEGERS[item]).view(stored.shape)
+    inside = tuple(a - b for a, b in zip(box.offset, stored.offset, strict=True))
+    return piece_view(slot, piece.sub(box)), values[slices(Box(inside, box.shape))]
+
+
+def _box(offset: Columns, shape: Columns) -> Box:
+    return Box(tuple(offset.tolist()), tuple(shape.tolist()))
+
+
+def _to_device(target: torch.Tensor, source: torch.Tensor, ring: StagingRing) -> None:
+    """Copy a piece to a device through the ring, without waiting for the last copies."""
+    for block in blocks(source.shape, RING_BYTES // source.element_size()):
+        buffer, event = ring.next_buffer()
+        flat = buffer[: block.numel * source.element_size()]
+        staged = flat.view(source.dtype).view(block.shape)
+        staged.copy_(source[slices(block)])
+        with torch.cuda.stream(ring.stream):
+            target[slices(block)].copy_(staged, non_blocking=True)
+            event.record(ring.stream)

@@ -1,0 +1,162 @@
+"""Bytes of stored pieces: one safetensors file a writing rank, and views of what lies in it.
+
+A file holds boxes of tensors, each row-major and contiguous, so the whole of it can be read with
+the safetensors library too; an entry is named ``<tensor>[<low>:<high>,...]``."""
+
+import json
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.core.collection import ITEM_BYTES, Collection, Columns, Tensor
+from scalai.core.errors import LayoutError, StoreError
+from scalai.core.region import Box
+
+CHUNK_BYTES = 4 << 20
+"""What is copied, sent or checksummed at once: fits a core's cache, amortises a system call."""
+
+HEADER_ALIGNMENT = 64
+
+BITS: Mapping[int, type[np.unsignedinteger[Any]]] = {
+    1: np.uint8,
+    2: np.uint16,
+    4: np.uint32,
+    8: np.uint64,
+}
+"""The unsigned integer that holds the bits of an element of so many bytes."""
+
+Bits = npt.NDArray[np.unsignedinteger[Any]]
+
+
+def bits_dtype(tensor: Tensor) -> type[np.unsignedinteger[Any]]:
+    """Return the unsigned integer type as wide as one element of ``tensor``."""
+    return BITS[ITEM_BYTES[tensor.dtype]]
+
+
+def entry_name(tensor: Tensor, box: Box) -> str:
+    """Return the name of a box in a safetensors file, such as ``param/w[0:4,2:8]``."""
+    ranges = ",".join(f"{a}:{a + n}" for a, n in zip(box.offset, box.shape, strict=True))
+    return f"{tensor.name}[{ranges}]"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class FileLayout:
+    """Where the rows of a collection lie in one safetensors file.
+
+    ``header`` is what the file starts with; ``begin`` [rows] are absolute byte offsets;
+    ``size_bytes`` is the whole file."""
+
+    header: bytes
+    begin: Columns
+    size_bytes: int
+
+
+def lay_out(collection: Collection, metadata: Mapping[str, str]) -> FileLayout:
+    """Lay the rows of ``collection`` out in one file, each aligned to its own element size.
+
+    The format allows no gaps, so wide elements come first; within a width the order of the rows
+    stays."""
+    sizes = collection.size_bytes()
+    width = np.array([ITEM_BYTES[t.dtype] for t in collection.tensors], dtype=np.int64)
+    order = np.argsort(-width[collection.tensor] if len(collection) else sizes, kind="stable")
+    relative = np.zeros(len(collection), dtype=np.int64)
+    ends = np.cumsum(sizes[order])
+    relative[order] = ends - sizes[order]
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for row in order.tolist():
+        tensor, box = collection.box(row)
+        name = entry_name(tensor, box)
+        if name in entries:
+            raise LayoutError(
+                f"{name} would be stored twice in one file. Store distinct pieces only."
+            )
+        start = int(relative[row])
+        entries[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(box.shape),
+            "data_offsets": [start, start + int(sizes[row])],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return FileLayout(header, relative + len(header), len(header) + int(sizes.sum()))
+
+
+def map_file(path: str | Path) -> memoryview:
+    """Map a whole file for reading; the mapping lives as long as a view of it."""
+    with open(path, "rb") as file:
+        if file.seek(0, 2) == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def box_view(data: memoryview, begin: int, shape: Sequence[int], dtype: type) -> Bits:
+    """Return [shape] elements that lie row-major at byte ``begin`` of ``data``, without a copy."""
+    flat: Bits = np.frombuffer(data, dtype=dtype, count=prod(shape), offset=begin)
+    return flat.reshape(tuple(shape))
+
+
+def sub_view(values: Bits, box: Box, part: Box) -> Bits:
+    """Return the part of ``values`` (the elements of ``box``) that covers ``part``, without a copy.
+
+    Raises:
+        StoreError: ``part`` does not lie inside ``box``.
+    """
+    offset = tuple(low - start for low, start in zip(part.offset, box.offset, strict=True))
+    if part.intersect(box) != part and part.numel:
+        raise StoreError(
+            f"box {list(part.offset)}+{list(part.shape)} is asked for, but the stored piece is "
+            f"{list(box.offset)}+{list(box.shape)}. Ask for a part of the piece."
+        )
+    return np.asarray(values[slices(Box(offset, part.shape))])
+
+
+def contiguous_chunks(values: Bits, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
+    """Yield the elements of ``values`` in row-major order as bytes, at most ``chunk_bytes`` at
+    once.
+
+    Contiguous values are not copied. A chunk of strided values is overwritten by the next one.
+    """
+    if values.size == 0:
+        return
+    if values.flags.c_contiguous:
+        data = values.reshape(-1).view(np.uint8).data
+        for low in range(0, len(data), chunk_bytes):
+            yield data[low : low + chunk_bytes]
+        return
+    staging = np.empty(max(chunk_bytes // values.itemsize, 1), dtype=values.dtype)
+    for block in blocks(values.shape, len(staging)):
+        flat = staging[: block.numel]
+        np.copyto(flat.reshape(block.shape), values[slices(block)])
+        yield flat.view(np.uint8).data
+
+
+def blocks(shape: Sequence[int], limit: int) -> Iterator[Box]:
+    """Yield an array of this shape in row-major order as boxes of at most ``limit`` elements.
+
+    Each box is contiguous in a row-major array.
+    """
+    shape = tuple(shape)
+    inner = prod(shape[1:])
+    if not shape or prod(shape) <= limit:
+        yield Box((0,) * len(shape), shape)
+    elif inner > limit:
+        for index in range(shape[0]):
+            for box in blocks(shape[1:], limit):
+                yield Box((index, *box.offset), (1, *box.shape))
+    else:
+        for low in range(0, shape[0], limit // inner):
+            count = min(limit // inner, shape[0] - low)
+            yield Box((low, *[0] * (len(shape) - 1)), (count, *shape[1:]))
+
+
+def slices(box: Box) -> tuple[Any, ...]:
+    """Return the index that selects ``box`` of an array; keeps a 0-d array an array."""
+    ranges = (slice(low, low + size) for low, size in zip(box.offset, box.shape, strict=True))
+    return (*ranges, Ellipsis)

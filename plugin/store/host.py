@@ -1,0 +1,487 @@
+"""The Tensor Store of one host: generations of one job in a directory that one agent owns.
+
+``<store_dir>/<job>/<host>/`` holds ``generation-<n>`` (committed), ``deposit-<k>`` (being written,
+or sealed when it has a manifest), ``dropped-<n>`` (still read by someone), ``fetched-<k>`` (bytes
+of other hosts), ``recycled`` and the lock. A rename of one directory commits; nothing committed is
+written to again."""
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from scalai.core.collection import Collection, Columns, concatenate
+from scalai.core.deposit import assign_writers
+from scalai.core.errors import StoreError
+from scalai.store.files import lay_out
+from scalai.store.lock import StoreLock
+from scalai.store.manifest import (
+    MANIFEST,
+    HostManifest,
+    StoredFile,
+    read_manifest,
+    sync_directory,
+    unite,
+    write_manifest,
+)
+from scalai.store.orders import Deposit, RankDeposit, WriteOrder
+from scalai.store.places import (
+    NUMBERED,
+    default_store_dir,
+    generation_name,
+    host_directory,
+    rank_file,
+)
+from scalai.store.pool import FilePool, free_bytes
+
+Json = Any
+
+log = logging.getLogger(__name__)
+
+RECYCLED = "recycled"
+
+
+class HostStore:
+    """The open store of one host. Methods may be called from several threads; closing ends the
+    lock.
+
+    Opening adopts what an earlier owner left: committed generations, sealed deposits; it removes
+        torn ones.
+
+    Raises:
+        StoreError: Another live process has it open, or the directory belongs to another user.
+    """
+
+    def __init__(self, job: str, host: str, store_dir: Path | None = None) -> None:
+        root = default_store_dir() if store_dir is None else Path(store_dir)
+        self.job, self.host = job, host
+        self.directory = host_directory(root, job, host)
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{self.directory} cannot be made ({error.strerror}). Choose another --store-dir."
+            ) from error
+        if self.directory.stat().st_uid != os.getuid():
+            raise StoreError(
+                f"{self.directory} belongs to user {self.directory.stat().st_uid}, this is user "
+                f"{os.getuid()}. Choose another --store-dir."
+            )
+        self._lock = StoreLock.acquire(self.directory)
+        self._mutex = threading.RLock()
+        self._pool = FilePool(self.directory / RECYCLED)
+        self._committed: dict[int, HostManifest] = {}
+        self._sealed: dict[int, tuple[Path, HostManifest]] = {}
+        self._readers: dict[int, int] = {}
+        self.damaged: dict[int, str] = {}
+        """Committed generations that cannot be used, with the reason. They are left as they are."""
+        self._next_number = 0
+        self._adopt()
+
+    def close(self) -> None:
+        """Give the lock up. What is committed or sealed stays for the next owner."""
+        self._lock.release()
+
+    def __enter__(self) -> "HostStore":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def generations(self) -> list[int]:
+        """Return the committed generations, oldest first."""
+        with self._mutex:
+            return sorted(self._committed)
+
+    def sealed(self) -> list[int]:
+        """Return the generations that are sealed and not committed, oldest first."""
+        with self._mutex:
+            return sorted(self._sealed)
+
+    def manifest(self, generation: int) -> HostManifest:
+        """Return the manifest of a committed or sealed generation. Raises ``StoreError`` where
+        there is none."""
+        with self._mutex:
+            if generation in self._committed:
+                return self._committed[generation]
+            if generation in self._sealed:
+                return self._sealed[generation][1]
+        raise self._unknown(generation)
+
+    def generation_directory(self, generation: int) -> Path:
+        """Return where a committed generation lies. Raises ``StoreError`` where there is none."""
+        with self._mutex:
+            if generation not in self._committed:
+                raise self._unknown(generation)
+            return self.directory / generation_name(generation)
+
+    def _unknown(self, generation: int) -> StoreError:
+        reason = self.damaged.get(generation)
+        found = f"is damaged: {reason}" if reason else "is not committed here"
+        return StoreError(
+            f"generation {generation} of job {self.job!r} {found} (host {self.host!r} has "
+            f"{self.generations()}). Use one of those."
+        )
+
+    def reserve(self, held: Mapping[int, Collection]) -> Deposit:
+        """Make the files for the next deposit: distinct pieces once, replicas sharing the work,
+        pages faulted in.
+
+        Blocks for seconds a GB where pages are new; meant for a thread beside the training.
+
+        Args:
+            held: What each rank of this host vouches for, by global rank.
+
+        Raises:
+            StoreError: There is no room for two generations of these pieces; names the sizes.
+        """
+        rows = {rank: np.asarray(chosen) for rank, chosen in assign_writers(held).items()}
+        shares = {rank: held[rank].select(rows[rank]) for rank in sorted(rows)}
+        layouts = {
+            rank: lay_out(share, {"format": "scalai", "rank": str(rank)})
+            for rank, share in shares.items()
+            if len(share)
+        }
+        self._check_budget(sum(layout.size_bytes for layout in layouts.values()))
+        directory = self._new_directory("deposit")
+        try:
+            for rank, layout in layouts.items():
+                path = directory / rank_file(rank)
+                self._pool.take(path, layout.size_bytes)
+                with open(path, "r+b") as file:
+                    file.write(layout.header)
+        except (OSError, StoreError):
+            self._recycle(directory)
+            raise
+        orders = {rank: WriteOrder(rank, "", (), ()) for rank in sorted(held)}
+        for rank, layout in layouts.items():
+            orders[rank] = WriteOrder(
+                rank,
+                str(directory / rank_file(rank)),
+                tuple(rows[rank].tolist()),
+                tuple(layout.begin.tolist()),
+            )
+        begins = [layout.begin for layout in layouts.values()]
+        return Deposit(
+            directory,
+            dict(held),
+            orders,
+            concatenate([shares[rank] for rank in layouts]),
+            np.repeat(np.arange(len(layouts)), [len(begin) for begin in begins]),
+            np.concatenate([np.zeros(0, np.int64), *begins]),
+            tuple(StoredFile(rank_file(r), layout.size_bytes) for r, layout in layouts.items()),
+        )
+
+    def seal(
+        self,
+        deposit: Deposit,
+        *,
+        generation: int,
+        step: int,
+        about: Mapping[str, Json],
+        parts: Mapping[int, RankDeposit],
+        taken_over: Sequence[tuple[WriteOrder, Sequence[int]]] = (),
+    ) -> HostManifest:
+        """State what was deposited and bring it to disk. The generation can be committed from now
+        on.
+
+        Args:
+            deposit: What ``reserve`` returned.
+            generation: Its number, from the coordinator.
+            step: Optimizer steps done.
+            about: consumed_samples, degrees, world_size, framework, versions, time.
+            parts: The reports of the ranks that wrote all their rows, by global rank. Rows of ranks
+                that are missing
+                here are left out.
+            taken_over: Orders of ``Deposit.take_over`` that were carried out, with the fingerprints
+                of their rows.
+
+        Raises:
+            StoreError: The number is taken, or a report does not fit its order.
+        """
+        with self._mutex:
+            if generation in {*self._committed, *self._sealed, *self.damaged}:
+                raise StoreError(
+                    f"generation {generation} exists already in {self.directory}. Numbers are "
+                    "never used twice: ask the coordinator for a new one."
+                )
+        written = [
+            (deposit.orders[rank], part.fingerprints) for rank, part in sorted(parts.items())
+        ]
+        fingerprints = _by_place([*written, *taken_over])
+        places = [
+            (str(deposit.directory / deposit.files[file].name), begin)
+            for file, begin in zip(deposit.file.tolist(), deposit.begin.tolist(), strict=True)
+        ]
+        rows = np.array(
+            [row for row, at in enumerate(places) if at in fingerprints], dtype=np.int64
+        )
+        kept, file_index = np.unique(deposit.file[rows], return_inverse=True)
+        for number in set(range(len(deposit.files))) - set(kept.tolist()):
+            self._pool.give(deposit.directory / deposit.files[number].name)
+        manifest = HostManifest(
+            generation=generation,
+            step=step,
+            host=self.host,
+            about=dict(about),
+            ranks=tuple(sorted(parts)),
+            collection=deposit.collection.select(rows),
+            file=file_index.astype(np.int64),
+            begin=deposit.begin[rows],
+            fingerprint=np.array([fingerprints[places[row]] for row in rows], dtype=np.uint64),
+            files=tuple(deposit.files[number] for number in kept),
+            scalars=unite(part.scalars for _, part in sorted(parts.items())),
+            rank_state={part.coordinate: part.rank_state for _, part in sorted(parts.items())},
+        )
+        for stored in manifest.files:
+            _sync_file(deposit.directory / stored.name)
+        write_manifest(deposit.directory, manifest)
+        with self._mutex:
+            self._sealed[generation] = (deposit.directory, manifest)
+        return manifest
+
+    def commit(self, generation: int) -> HostManifest:
+        """Make a sealed generation a committed one, by one rename. Raises ``StoreError`` where it
+        is not sealed."""
+        with self._mutex:
+            if generation not in self._sealed:
+                raise StoreError(
+                    f"generation {generation} is not sealed in {self.directory} (sealed: "
+                    f"{self.sealed()}, committed: {self.generations()}). Deposit and seal it first."
+                )
+            directory, manifest = self._sealed[generation]
+            os.rename(directory, self.directory / generation_name(generation))
+            sync_directory(self.directory)
+            del self._sealed[generation]
+            self._committed[generation] = manifest
+        log.info(
+            "event=commit generation=%d step=%d host=%s bytes=%d pieces=%d",
+            generation, manifest.step, self.host, manifest.size_bytes, len(manifest.collection),
+        )  # fmt: skip
+        return manifest
+
+    def discard(self, deposit: Deposit | int) -> None:
+        """Give up a reserved deposit, or a sealed generation by its number; the files are
+        reused."""
+        with self._mutex:
+            if isinstance(deposit, int):
+                if deposit not in self._sealed:
+                    raise self._unknown(deposit)
+                directory, _ = self._sealed.pop(deposit)
+            else:
+                directory = deposit.directory
+        self._recycle(directory)
+
+    @contextmanager
+    def reading(self, generation: int) -> Iterator[Path]:
+        """Keep the files of a committed generation unchanged while the block runs; gives its
+        directory.
+
+        A generation that is dropped meanwhile keeps its files until the last reader ends, under
+        another directory name: open what you need first."""
+        with self._mutex:
+            directory = self.generation_directory(generation)
+            self._readers[generation] = self._readers.get(generation, 0) + 1
+        try:
+            yield directory
+        finally:
+            with self._mutex:
+                self._readers[generation] -= 1
+                is_last = self._readers[generation] == 0
+                if is_last:
+                    del self._readers[generation]
+            dropped = self.directory / f"dropped-{generation}"
+            if is_last and dropped.is_dir():
+                self._recycle(dropped)
+
+    def drop(self, generation: int) -> None:
+        """End a committed generation; its files are reused once nobody reads them.
+
+        Processes that still map the files would see them change: tell workers to let go first.
+        """
+        with self._mutex:
+            directory = self.generation_directory(generation)
+            dropped = self.directory / f"dropped-{generation}"
+            os.rename(directory, dropped)
+            del self._committed[generation]
+            is_read = generation in self._readers
+        log.info("event=drop generation=%d host=%s", generation, self.host)
+        if not is_read:
+            self._recycle(dropped)
+
+    def stage(self, pieces: Collection) -> tuple[Path, Columns]:
+        """Make a file for pieces of other hosts, its pages faulted in.
+
+        Returns the file and the byte offset of each piece, [rows]. Raises ``StoreError`` where
+        there is no room."""
+        layout = lay_out(pieces, {"format": "scalai"})
+        path = self._new_directory("fetched") / "pieces.safetensors"
+        try:
+            self._pool.take(path, layout.size_bytes)
+            with open(path, "r+b") as file:
+                file.write(layout.header)
+        except (OSError, StoreError):
+            self._recycle(path.parent)
+            raise
+        return path, layout.begin
+
+    def unstage(self, path: Path) -> None:
+        """Give back a file of ``stage``."""
+        self._recycle(path.parent)
+
+    def copy_to(self, generation: int, directory: Path) -> Path:
+        """Copy a committed generation to ``<directory>/generation-<n>/<host>`` and bring it to
+        disk; returns that.
+
+        Streams, and appears under its name only when it is whole. One that is already there is left
+        as it is.
+
+        Raises:
+            StoreError: No room, or another state is there under this number.
+        """
+        target = directory / generation_name(generation) / self.host
+        manifest = self.manifest(generation)
+        if target.exists():
+            if read_manifest(target).digest() == manifest.digest():
+                return target
+            raise StoreError(
+                f"{target} holds another state under the same number. Name an empty --durable-dir, "
+                "or remove it."
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.parent / f".{self.host}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            with self.reading(generation) as source:
+                for stored in manifest.files:
+                    shutil.copyfile(source / stored.name, partial / stored.name)
+                    _sync_file(partial / stored.name)
+            write_manifest(partial, manifest)
+            read_manifest(partial)
+            os.rename(partial, target)
+            sync_directory(target.parent)
+            sync_directory(directory)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise StoreError(
+                f"{target} cannot be written ({error.strerror}); {manifest.size_bytes} bytes are "
+                f"needed, {free_bytes(target.parent)} are free. Make room or choose another "
+                "--durable-dir."
+            ) from error
+        return target
+
+    def _adopt(self) -> None:
+        """Take over what an earlier owner left."""
+        for entry in sorted(os.listdir(self.directory)):
+            match = NUMBERED.fullmatch(entry)
+            if match is None:
+                continue
+            kind, number, path = match[1], int(match[2]), self.directory / entry
+            self._next_number = max(self._next_number, number + 1)
+            if kind == "generation":
+                try:
+                    self._committed[number] = read_manifest(path)
+                except StoreError as error:
+                    self.damaged[number] = str(error)
+                    log.warning("event=damaged generation=%d host=%s: %s", number, self.host, error)
+            elif kind != "deposit" or not self._adopt_sealed(path):
+                self._recycle(path)
+
+    def _adopt_sealed(self, directory: Path) -> bool:
+        """Take a deposit over if it is sealed; False for a torn one."""
+        if not (directory / MANIFEST).exists():
+            return False
+        try:
+            manifest = read_manifest(directory)
+        except StoreError as error:
+            log.warning("event=torn directory=%s: %s", directory, error)
+            return False
+        self._sealed[manifest.generation] = (directory, manifest)
+        return True
+
+    def _new_directory(self, kind: str) -> Path:
+        with self._mutex:
+            path = self.directory / f"{kind}-{self._next_number}"
+            self._next_number += 1
+            path.mkdir(mode=0o700)
+        return path
+
+    def _recycle(self, directory: Path) -> None:
+        """Move the files of a directory into the pool and remove it."""
+        # Without its manifest it is torn, whatever happens next.
+        (directory / MANIFEST).unlink(missing_ok=True)
+        for entry in list(os.scandir(directory)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif entry.name.startswith("."):
+                os.unlink(entry.path)
+            else:
+                self._pool.give(Path(entry.path))
+        directory.rmdir()
+
+    def _check_budget(self, needed: int) -> None:
+        """Raise ``StoreError`` unless two generations of ``needed`` bytes fit, beside what others
+        have in use."""
+        pooled, free = self._pool.size_bytes(), free_bytes(self.directory)
+        in_use = sum(
+            entry.stat().st_size
+            for kind in ("generation-*", "deposit-*", "dropped-*", "fetched-*")
+            for entry in self.directory.glob(f"{kind}/*")
+        )
+        budget = 2 * needed
+        log.info(
+            "event=reserve host=%s distinct_bytes=%d budget_bytes=%d in_use_bytes=%d "
+            "reusable_bytes=%d free_bytes=%d",
+            self.host, needed, budget, in_use, pooled, free,
+        )  # fmt: skip
+        if needed > free + pooled or budget > free + pooled + in_use:
+            raise StoreError(
+                f"the pieces of host {self.host!r} are {needed} bytes and two generations of them "
+                f"need {budget}; {self.directory} has {in_use} in use, {pooled} to reuse and "
+                f"{free} free. Enlarge the shared memory (docker run "
+                f"--shm-size={_gibibytes(budget)}g) or choose another --store-dir."
+            )
+        self._pool.trim(max(budget - in_use, needed))
+
+
+def _gibibytes(size_bytes: int) -> int:
+    return -(-size_bytes >> 30) if size_bytes else 1
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _by_place(
+    written: Sequence[tuple[WriteOrder, Sequence[int]]],
+) -> dict[tuple[str, int], int]:
+    """Return the fingerprint of every written piece by its file and byte offset."""
+    places: dict[tuple[str, int], int] = {}
+    for order, fingerprints in written:
+        if len(fingerprints) != len(order.rows):
+            raise StoreError(
+                f"rank {order.rank} reports {len(fingerprints)} fingerprints for the "
+                f"{len(order.rows)} pieces that it was to write. Deposit again."
+            )
+        places.update(
+            ((order.path, begin), value)
+            for begin, value in zip(order.begins, fingerprints, strict=True)
+        )
+    return places

@@ -1,0 +1,156 @@
+"""One owner for a host's directory: a lock file that says which process holds it.
+
+The kernel's lock (flock) ends with the process, yet a child that inherited the descriptor may keep
+it after its parent's death; then the process id, its start time and the boot id tell that the owner
+is gone."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scalai.core.errors import StoreError
+
+LOCK = "lock"
+GUARD = "lock.guard"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process: id and start time (clock ticks since boot) in a pid namespace, on one boot of a
+    machine."""
+
+    pid: int
+    started: int
+    namespace: str
+    boot: str
+
+    @classmethod
+    def of_this_process(cls) -> "Owner":
+        """Return the calling process."""
+        pid = os.getpid()
+        return cls(pid, _start_time(pid) or 0, _namespace(), _boot_id())
+
+    def is_gone(self) -> bool:
+        """Is this process surely dead? False as well where that cannot be told from here."""
+        if self.boot != _boot_id():
+            return True
+        if self.namespace != _namespace():
+            return False
+        return _start_time(self.pid) != self.started
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")
+
+
+def _start_time(pid: int) -> int | None:
+    """Return the start time of a process, None where there is none or it is dead and not yet
+    reaped."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the command in parentheses and may hold spaces; the state follows it.
+    fields = text[text.rindex(")") + 2 :].split()
+    return None if fields[0] in "ZXx" else int(fields[19])
+
+
+def _read_owner(path: Path) -> Owner | None:
+    try:
+        return Owner(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        # An owner that died between creating and writing the file left it empty.
+        return None
+
+
+def _try_flock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def _guard(directory: Path) -> Iterator[None]:
+    """Let one process at a time look at the lock and replace it. Held for moments only."""
+    descriptor = os.open(directory / GUARD, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class StoreLock:
+    """A held lock of one directory; ``release`` ends it, and so does the end of the process."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor: int | None = descriptor
+        self.path = path
+
+    @classmethod
+    def acquire(cls, directory: Path) -> "StoreLock":
+        """Take the lock of ``directory``, which exists. Does not block.
+
+        Raises:
+            StoreError: A live process holds it; names the process.
+        """
+        path = directory / LOCK
+        with _guard(directory):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            if not _try_flock(descriptor):
+                os.close(descriptor)
+                owner = _read_owner(path)
+                if owner is None or not owner.is_gone():
+                    raise StoreError(_in_use(directory, owner))
+                # An orphan of the dead owner still has the old file open: leave it that one, lock a
+                #     new one.
+                path.unlink()
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(asdict(Owner.of_this_process())).encode(), 0)
+        return cls(descriptor, path)
+
+    def release(self) -> None:
+        """Give the lock up; a second call does nothing."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _in_use(directory: Path, owner: Owner | None) -> str:
+    who = f"process {owner.pid}" if owner else "another process"
+    return (
+        f"{directory} is in use by {who}. Stop that agent, or give this one another --job, host "
+        "name or --store-dir."
+    )
+
+
+def find_owner(directory: Path) -> Owner | None:
+    """Return the live process that holds the lock of ``directory``, None where nobody does. Changes
+    nothing."""
+    path = directory / LOCK
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        if _try_flock(descriptor):
+            return None
+    finally:
+        os.close(descriptor)
+    owner = _read_owner(path)
+    if owner is None:
+        # Locked just now and not yet signed; the pid is unknown, that it lives is certain.
+        return Owner(0, 0, "", _boot_id())
+    return None if owner.is_gone() else owner

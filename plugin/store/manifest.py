@@ -1,0 +1,344 @@
+"""What a host's part of a generation states about itself: which boxes lie where, at which step,
+with which content.
+
+The manifest lies beside the files as ``manifest.json``. It carries its own digest, so that damage
+is found before any number in it is believed."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Columns
+from scalai.core.errors import LayoutError, StoreError
+
+MANIFEST = "manifest.json"
+FORMAT = "scalai-generation"
+VERSION = 1
+
+Json = Any
+"""Whatever ``json.dumps`` writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a host's part: its name inside the directory and its exact size."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HostManifest:
+    """One host's part of one generation.
+
+    ``collection`` has a row for each stored piece; ``file`` [rows] indexes ``files``, ``begin``
+    [rows] is the absolute byte offset of the piece, ``fingerprint`` [rows] its content. ``about``
+    says how the state came to be (consumed_samples, degrees, world_size, framework, versions,
+    time). ``ranks`` deposited here. ``scalars`` are united over those ranks; ``rank_state`` has an
+    entry for each coordinate."""
+
+    generation: int
+    step: int
+    host: str
+    about: Mapping[str, Json]
+    ranks: tuple[int, ...]
+    collection: Collection
+    file: Columns
+    begin: Columns
+    fingerprint: npt.NDArray[np.uint64]
+    files: tuple[StoredFile, ...]
+    scalars: Mapping[str, Json]
+    rank_state: Mapping[str, Json]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all stored pieces, without headers."""
+        return int(self.collection.size_bytes().sum())
+
+    def to_json(self) -> dict[str, Json]:
+        """Return plain values that ``json`` writes; ``from_json`` reads them back."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "generation": self.generation,
+            "step": self.step,
+            "host": self.host,
+            "about": dict(self.about),
+            "ranks": list(self.ranks),
+            "files": [[f.name, f.size_bytes] for f in self.files],
+            "scalars": dict(self.scalars),
+            "rank_state": dict(self.rank_state),
+            "collection": self.collection.to_json(),
+            "file": self.file.tolist(),
+            "begin": self.begin.tolist(),
+            # Text, because readers that hold numbers as doubles would round them.
+            "fingerprint": [f"{value:016x}" for value in self.fingerprint.tolist()],
+        }
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the content, in hex: two equal digests are equal manifests."""
+        return _digest(self.to_json())
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Json], where: str) -> "HostManifest":
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            StoreError: Something is missing, of the wrong kind, or does not fit together; names
+                ``where``.
+        """
+        try:
+            if data["format"] != FORMAT or data["version"] != VERSION:
+                raise StoreError(
+                    f"{where} is {data['format']!r} version {data['version']!r}; this release "
+                    f"reads {FORMAT!r} version {VERSION}. Use the release that wrote it."
+                )
+            manifest = cls(
+                generation=int(data["generation"]),
+                step=int(data["step"]),
+                host=str(data["host"]),
+                about=dict(data["about"]),
+                ranks=tuple(int(rank) for rank in data["ranks"]),
+                collection=Collection.from_json(data["collection"]),
+                file=np.array(data["file"], dtype=np.int64),
+                begin=np.array(data["begin"], dtype=np.int64),
+                fingerprint=np.array([int(h, 16) for h in data["fingerprint"]], dtype=np.uint64),
+                files=tuple(StoredFile(str(name), int(size)) for name, size in data["files"]),
+                scalars=dict(data["scalars"]),
+                rank_state=dict(data["rank_state"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(
+                f"{where} is damaged ({type(error).__name__}: {error}). Remove its directory and "
+                "use another generation."
+            ) from error
+        problem = _inconsistency(manifest)
+        if problem:
+            raise StoreError(
+                f"{where} is damaged: {problem}. Remove its directory and use another generation."
+            )
+        return manifest
+
+
+def _digest(data: Mapping[str, Json]) -> str:
+    canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _inconsistency(manifest: HostManifest) -> str | None:
+    """Say what does not fit together in a manifest, or None."""
+    rows, collection = len(manifest.collection), manifest.collection
+    for name in ("file", "begin", "fingerprint"):
+        if len(getattr(manifest, name)) != rows:
+            return f"{len(getattr(manifest, name))} values of {name} for {rows} pieces"
+    for stored in manifest.files:
+        if not stored.name or "/" in stored.name or stored.name.startswith("."):
+            return f"{stored.name!r} is not a file name"
+    for tensor in collection.tensors:
+        if (
+            tensor.dtype not in ITEM_BYTES
+            or len(tensor.shape) > MAX_NDIM
+            or min(tensor.shape, default=0) < 0
+        ):
+            return f"tensor {tensor.name!r} is {tensor.dtype}{list(tensor.shape)}"
+    if not rows:
+        return None
+    full = np.ones((len(collection.tensors), MAX_NDIM), dtype=np.int64)
+    for number, tensor in enumerate(collection.tensors):
+        full[number, MAX_NDIM - len(tensor.shape) :] = tensor.shape
+    outside = (collection.offset < 0) | (collection.shape < 0)
+    outside |= collection.offset + collection.shape > full[collection.tensor]
+    if outside.any():
+        row = int(outside.any(axis=1).argmax())
+        return (
+            f"piece {row} lies outside tensor {collection.tensors[collection.tensor[row]].name!r}"
+        )
+    if manifest.file.min() < 0 or manifest.file.max() >= len(manifest.files):
+        return f"a piece lies in file {manifest.file.max()}, but there are {len(manifest.files)}"
+    sizes = np.array([stored.size_bytes for stored in manifest.files], dtype=np.int64)
+    beyond = (manifest.begin < 0) | (
+        manifest.begin + collection.size_bytes() > sizes[manifest.file]
+    )
+    if beyond.any():
+        row = int(beyond.argmax())
+        return f"piece {row} ends beyond {manifest.files[manifest.file[row]].name}"
+    return None
+
+
+def write_manifest(directory: Path, manifest: HostManifest) -> None:
+    """Write ``manifest.json`` aside, bring it to disk, and rename it into place."""
+    content = manifest.to_json()
+    text = json.dumps({"digest": _digest(content), **content}, separators=(",", ":"))
+    aside = directory / f".{MANIFEST}.partial"
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, directory / MANIFEST)
+    sync_directory(directory)
+
+
+def sync_directory(directory: Path) -> None:
+    """Bring the names in a directory to disk: a rename survives a power cut only after this."""
+    number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def read_manifest(directory: Path) -> HostManifest:
+    """Read and check the manifest of a host's part, and that its files have their sizes.
+
+    Raises:
+        StoreError: There is none, it is damaged, or a file is missing or has another size; names
+            the file.
+    """
+    path = directory / MANIFEST
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be read ({error.strerror}); a committed generation has one. Name a "
+            "generation's directory."
+        ) from error
+    except ValueError as error:
+        raise StoreError(
+            f"{path} is damaged ({error}). Remove its directory and use another generation."
+        ) from error
+    manifest = manifest_from_message(data, str(path))
+    for stored in manifest.files:
+        file = directory / stored.name
+        size = file.stat().st_size if file.is_file() else None
+        if size != stored.size_bytes:
+            found = "missing" if size is None else f"{size} bytes long"
+            raise StoreError(
+                f"{file} is {found}; {path} promises {stored.size_bytes} bytes. Remove the "
+                "directory and use another generation."
+            )
+    return manifest
+
+
+def manifest_from_message(data: Json, where: str) -> HostManifest:
+    """Read a manifest with its digest, from a file or a peer. Raises ``StoreError`` naming
+    ``where``."""
+    if not isinstance(data, dict):
+        raise StoreError(f"{where} is damaged: not a JSON object. Use another generation.")
+    content = {key: value for key, value in data.items() if key != "digest"}
+    manifest = HostManifest.from_json(content, where)
+    if data.get("digest") != _digest(content):
+        raise StoreError(
+            f"{where} is damaged: its digest is {data.get('digest')!r}, its content's is "
+            f"{_digest(content)!r}. Remove its directory and use another generation."
+        )
+    return manifest
+
+
+def manifest_message(manifest: HostManifest) -> dict[str, Json]:
+    """Return a manifest with its digest: what ``manifest_from_message`` reads."""
+    content = manifest.to_json()
+    return {"digest": _digest(content), **content}
+
+
+def unite(parts: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
+    """Unite nested mappings. Where two differ the earlier part's value stays: give the lowest rank
+    first."""
+    united: dict[str, Json] = {}
+    for part in parts:
+        for key, value in part.items():
+            if key not in united:
+                united[key] = unite([value]) if isinstance(value, Mapping) else value
+            elif isinstance(united[key], Mapping) and isinstance(value, Mapping):
+                united[key] = unite([united[key], value])
+    return united
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Generation:
+    """A generation with all hosts' parts that are at hand, ordered by their lowest rank.
+
+    ``directories`` [hosts] is where each part lies, None for a part that lies on another machine.
+    """
+
+    generation: int
+    step: int
+    hosts: tuple[HostManifest, ...]
+    directories: tuple[Path | None, ...]
+
+    @property
+    def about(self) -> Mapping[str, Json]:
+        return self.hosts[0].about
+
+    @property
+    def scalars(self) -> dict[str, Json]:
+        """Scalars of all hosts, united; the lowest rank's value stays."""
+        return unite(part.scalars for part in self.hosts)
+
+    @property
+    def rank_state(self) -> dict[str, Json]:
+        """States by coordinate, of all hosts."""
+        return {
+            key: value for part in reversed(self.hosts) for key, value in part.rank_state.items()
+        }
+
+
+def unite_hosts(
+    manifests: Sequence[HostManifest], directories: Sequence[Path | None] | None = None
+) -> Generation:
+    """Unite the parts of one generation.
+
+    Raises:
+        StoreError: None is given, or they are not parts of one generation at one step, or a host
+        comes twice. LayoutError: Two hosts hold tensors of one name that differ in shape or dtype.
+    """
+    places = list(directories) if directories is not None else [None] * len(manifests)
+    if not manifests:
+        raise StoreError("no part of a generation is given. Name at least one host's directory.")
+    parts = sorted(
+        zip(manifests, places, strict=True),
+        key=lambda part: (min(part[0].ranks, default=1 << 62), part[0].host),
+    )
+    first = parts[0][0]
+    known = {tensor.name: tensor for tensor in first.collection.tensors}
+    seen: set[str] = set()
+    for part, _ in parts:
+        if (part.generation, part.step) != (first.generation, first.step):
+            raise StoreError(
+                f"host {part.host!r} has generation {part.generation} at step {part.step}, host "
+                f"{first.host!r} generation {first.generation} at step {first.step}. Never mix "
+                "generations: take one of them."
+            )
+        if part.host in seen:
+            raise StoreError(
+                f"two parts are of host {part.host!r}. Give each host's directory once."
+            )
+        seen.add(part.host)
+        for tensor in part.collection.tensors:
+            if known.setdefault(tensor.name, tensor) != tensor:
+                other = known[tensor.name]
+                raise LayoutError(
+                    f"{tensor.name!r} is {tensor.dtype}{list(tensor.shape)} on host {part.host!r} "
+                    f"and {other.dtype}{list(other.shape)} on another. They are not parts of one "
+                    "state."
+                )
+    return Generation(
+        first.generation,
+        first.step,
+        tuple(part for part, _ in parts),
+        tuple(place for _, place in parts),
+    )
+
+
+def load_generation(directories: Sequence[Path]) -> Generation:
+    """Read the parts of one generation, one directory a host. Raises as ``read_manifest`` and
+    ``unite_hosts`` do."""
+    return unite_hosts([read_manifest(directory) for directory in directories], directories)
