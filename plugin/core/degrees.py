@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import NamedTuple
 
 from scalai.core.errors import RefusedError, UsageError
@@ -124,6 +124,11 @@ class ModelLimits:
     min_tp_reason: str = ""
     fixed: tuple[tuple[str, int, str], ...] = ()
     """(axis, size, why): axes that may have this one size only."""
+
+    def filled_from(self, other: "ModelLimits") -> "ModelLimits":
+        """Return these limits, with what they leave at its default taken from ``other``."""
+        unset = {f.name for f in fields(self) if getattr(self, f.name) == f.default}
+        return replace(self, **{name: getattr(other, name) for name in unset})
 
 
 def refusal(

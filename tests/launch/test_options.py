@@ -1,0 +1,128 @@
+"""Flags: torchrun's own in both spellings, ours beside them, and --elastic on either side."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from scalai.core.errors import UsageError
+from scalai.launch.options import Options, parse_options
+
+
+def parse(*argv: str) -> Options:
+    return parse_options(argv)
+
+
+def test_torchruns_flags_mean_what_they_mean_there() -> None:
+    options = parse(
+        "--nnodes", "1:4", "--nproc_per_node", "8", "--rdzv-endpoint", "head:29400",
+        "--rdzv_id", "gpt", "--max-restarts", "3", "--tee", "3", "train.py", "--lr", "1e-3",
+    )  # fmt: skip
+    assert (options.min_nodes, options.max_nodes) == (1, 4)
+    assert (options.nproc_per_node, options.max_restarts, options.tee) == ("8", 3, "3")
+    assert (options.coordinator, options.job) == ("head:29400", "gpt")
+    assert (options.script, options.script_args) == ("train.py", ("--lr", "1e-3"))
+    assert options.elastic is None
+    assert options.overrides == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "other"),
+    [
+        (["--coordinator", "head:1"], ["--rdzv-endpoint=head:1"]),
+        (["--job", "gpt"], ["--rdzv_id", "gpt"]),
+        (["--store-dir", "x"], ["--store_dir=x"]),
+        (["--drain-timeout", "3"], ["--drain_timeout_s", "3"]),
+        (["--nproc-per-node=2"], ["--nproc_per_node", "2"]),
+    ],
+)
+def test_spellings_are_equal(argv: Sequence[str], other: Sequence[str]) -> None:
+    assert parse(*argv, "train.py") == parse(*other, "train.py")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--elastic", "e.toml", "train.py", "--lr", "1"),
+        ("--elastic=e.toml", "train.py", "--lr", "1"),
+        ("train.py", "--elastic", "e.toml", "--lr", "1"),
+        ("train.py", "--lr", "1", "--elastic=e.toml"),
+    ],
+)
+def test_elastic_may_stand_before_the_script_or_among_its_arguments(argv: Sequence[str]) -> None:
+    options = parse(*argv)
+    assert (options.elastic, options.script_args) == ("e.toml", ("--lr", "1"))
+
+
+def test_our_other_flags_behind_the_script_are_the_scripts() -> None:
+    options = parse("train.py", "--store-dir", "x", "--job", "y", "--nnodes", "3")
+    assert options.script_args == ("--store-dir", "x", "--job", "y", "--nnodes", "3")
+    assert options.job == "default"
+
+
+def test_flags_overrule_the_configuration_by_dotted_name() -> None:
+    options = parse(
+        "--store-dir", "/mem", "--durable-dir", "/disk", "--settle-s", "1.5", "--drain-timeout",
+        "9", "--allowed-sizes", "2,4,6-8", "--probe", "file:/run/n", "--snapshot-every", "10",
+        "--min-model-parallel", "2", "--store-budget-gb", "3", "train.py",
+    )  # fmt: skip
+    assert options.overrides == {
+        "store.dir": "/mem",
+        "store.durable_dir": "/disk",
+        "store.budget_gb": 3.0,
+        "store.snapshot_every": 10,
+        "resize.settle_s": 1.5,
+        "resize.drain_timeout_s": 9.0,
+        "resize.allowed_sizes": (2, 4, 6, 7, 8),
+        "resize.min_model_parallel": 2,
+        "probe.kind": "file",
+        "probe.file": "/run/n",
+    }
+
+
+def test_where_the_coordinator_is() -> None:
+    assert parse("train.py").coordinator is None
+    assert parse("--nnodes", "2", "--master-addr", "h", "t.py").coordinator == "h:29500"
+    assert parse("--master-addr", "h", "--master-port", "7", "t.py").coordinator == "h:7"
+    assert parse("--standalone", "--rdzv-endpoint", "h:7", "t.py").coordinator is None
+
+
+def test_a_module_may_stand_for_the_script() -> None:
+    options = parse("-m", "package.train", "--lr", "1")
+    assert (options.is_module, options.script) == (True, "package.train")
+
+
+def test_a_check_needs_no_script_but_takes_one() -> None:
+    assert parse("--check-elastic", "--elastic", "e.toml").script is None
+    options = parse("--check-elastic", "pretrain_gpt.py", "--num-layers", "4")
+    assert (options.script, options.script_args) == ("pretrain_gpt.py", ("--num-layers", "4"))
+    with pytest.raises(UsageError, match="no training script"):
+        parse("--elastic", "e.toml")
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--elastic", "a", "t.py", "--elastic", "b"], "given twice"),
+        (["t.py", "--elastic", "a", "--elastic=b"], "given twice"),
+        (["t.py", "--elastic"], "needs the path"),
+        (["--no-python", "t.sh"], "Python program"),
+        (["--rdzv-backend", "etcd", "t.py"], "--coordinator HOST:PORT"),
+        (["--nnodes", "4:2", "t.py"], "1 <= MIN <= MAX"),
+        (["--nnodes", "many", "t.py"], "neither N nor MIN:MAX"),
+        (["--max-restarts", "-1", "t.py"], "negative"),
+        (["--virtual-local-rank", "t.py"], "not supported"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_the_way_out(argv: Sequence[str], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        parse(*argv)
+
+
+@pytest.mark.parametrize("flag", ["--allowed-sizes=2,x", "--allowed-sizes=0", "--probe=guess"])
+def test_a_malformed_flag_ends_with_the_code_for_wrong_usage(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(flag, "t.py")
+    assert ended.value.code == 2
+    assert flag.split("=")[0] in capsys.readouterr().err
