@@ -15,8 +15,8 @@ class Progress:
     """What Megatron-LM's scripts count in their arguments while they train.
 
     ``iteration`` is the number of steps done, the samples are global counts,
-    ``num_floating_point_operations_so_far`` is Megatron's own estimate. ``padded_vocab_size`` [rows]
-    has to stay what it is: another size is another model.
+    ``num_floating_point_operations_so_far`` is Megatron's own estimate. ``padded_vocab_size``, in
+    rows, has to stay what it is: another size is another model.
     """
 
     iteration: int

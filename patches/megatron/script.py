@@ -13,9 +13,9 @@ _FLAGS: Mapping[str, str] = {
         "the parallel degrees would come from the checkpoint instead of from this launcher"
     ),
     "inprocess_restart": "it restarts the workers itself",
-    "perform_rl_step": "the data of reinforcement learning comes from the model, not from a sampler",
+    "perform_rl_step": "the model makes its own data, no sampler does",
     "hybrid_context_parallel": "its batches depend on the parallel degrees",
-    "moe_use_upcycling": "it would convert the model again at every change. Upcycle in a run before",
+    "moe_use_upcycling": "it would be repeated at every change. Upcycle in a run of its own",
     "skip_train": "nothing is trained",
 }
 """Switches of the scripts, as names of arguments, that must be off, and why."""

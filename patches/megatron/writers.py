@@ -5,6 +5,7 @@ before. Steps that a lost worker had written already are not written again: Tens
 ``purge_step`` would also delete every scalar that Megatron plots over samples instead of steps.
 """
 
+import importlib
 import mmap
 import secrets
 import struct
@@ -75,11 +76,11 @@ def written_steps(directory: Path, records: int = 10_000) -> dict[str, int]:
 
 
 def _scalars(path: Path, records: int) -> Iterator[tuple[str, int]]:
-    from tensorboard.compat.proto.event_pb2 import Event  # needs the tensorboard that writes
-
+    # The package that writes these logs is installed where there are any.
+    event_type = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         for start, stop in _records(content)[-records:]:
-            event = Event.FromString(content[start:stop])
+            event = event_type.FromString(content[start:stop])
             for value in event.summary.value:
                 yield value.tag, event.step
 
