@@ -161,68 +161,75 @@ class ElasticConfig:
 SECTIONS = ("degrees", "model", "store", "resize", "probe")
 
 
-def load_config(path: str | None, overrides: Mapping[str, object] | None = None) -> ElasticConfig:
-    """Read the TOML file at ``path`` (None: only defaults) and lay ``overrides`` over it.
+DERIVED_LIMITS = ("fixed", "min_tp", "min_tp_reason")
+"""Limits that follow from a script's flags and that nobody states in a file."""
 
-    Raises:
-        UsageError: As ``parse_config``, or the file cannot be read.
-    """
+
+def load_config(path: str | None, overrides: Mapping[str, object] | None = None) -> ElasticConfig:
+    """Return what the TOML file at ``path`` (None: only defaults) and the flags say."""
     return parse_config(None if path is None else read_text(path), path or "flags", overrides)
 
 
 def read_text(path: str) -> str:
-    """Return the text of a configuration file. Raises ``UsageError`` where it cannot be read."""
+    """Return the file that ``--elastic`` names, else raise ``UsageError``."""
     try:
         return Path(path).read_text()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"--elastic {path}: {error.strerror or error}. Examples lie in the folder configs/."
+            f"--elastic {path}: {why}. Examples lie in the folder configs/."
         ) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--elastic {path} is not TOML: {error}.") from error
 
 
 def parse_config(
-    text: str | None, where: str, overrides: Mapping[str, object] | None = None
+    text: str | None, name: str, overrides: Mapping[str, object] | None = None
 ) -> ElasticConfig:
-    """Read the TOML ``text`` (None: only defaults) and lay ``overrides`` over it.
+    """Read a configuration and lay ``overrides`` over it.
 
     Args:
-        where: Names the text in messages: the file's path.
+        text: TOML; None: only defaults.
+        name: What errors call it.
         overrides: Values of flags by dotted name, such as ``{"store.dir": "/dev/shm/mine"}``.
 
     Raises:
-        UsageError: The file cannot be read, a key is unknown or a value is not what it should be.
-        The
-            message names the file, the key and what was expected.
+        UsageError: A key is unknown or a value is not what it should be. The message names the
+            file, the key and what was expected.
     """
+    try:
+        document = tomllib.loads(text or "")
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{name} is not TOML: {error}.") from error
+    try:
+        return _build(document, overrides or {})
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from error
+
+
+def _build(document: Mapping[str, object], overrides: Mapping[str, object]) -> ElasticConfig:
     tables: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     origin: dict[str, str] = {}
-    for section, table in (_read_toml(text, where) if text is not None else {}).items():
-        _known(section, SECTIONS, f"{where}: section")
+    for section, table in document.items():
+        _known(section, SECTIONS, "the file")
         if not isinstance(table, dict):
-            raise UsageError(f"{where}: {section} = {table!r} is not a section; write [{section}].")
+            raise UsageError(f"{section} = {table!r} is not a section; write [{section}].")
         tables[section].update(table)
         for key in table:
             origin[f'degrees."{key}"' if _is_world(section, key) else f"{section}.{key}"] = "file"
-    for name, value in (overrides or {}).items():
-        section, key = name.split(".", 1)
+    for dotted, value in overrides.items():
+        section, key = dotted.split(".", 1)
         tables[section][key] = value
-        origin[name] = "flag"
-    _drop_other_probe_values(tables["probe"], overrides or {})
-    try:
-        rules, default = _read_degrees(tables["degrees"])
-        return ElasticConfig(
-            rules,
-            default,
-            _read_section(ModelLimits, tables["model"], "model"),
-            _read_section(StoreConfig, tables["store"], "store"),
-            _read_section(ResizeConfig, tables["resize"], "resize"),
-            _read_section(ProbeConfig, tables["probe"], "probe"),
-            origin,
-        )
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}") from error
+        origin[dotted] = "flag"
+    _drop_other_probe_values(tables["probe"], overrides)
+    rules, default = _read_degrees(tables["degrees"])
+    return ElasticConfig(
+        rules,
+        default,
+        _read_section(ModelLimits, tables["model"], "model"),
+        _read_section(StoreConfig, tables["store"], "store"),
+        _read_section(ResizeConfig, tables["resize"], "resize"),
+        _read_section(ProbeConfig, tables["probe"], "probe"),
+        origin,
+    )
 
 
 def _is_world(section: str, key: str) -> bool:
@@ -235,13 +242,6 @@ def _drop_other_probe_values(table: dict[str, Any], overrides: Mapping[str, obje
         for key in ("command", "file"):
             if f"probe.{key}" not in overrides:
                 table.pop(key, None)
-
-
-def _read_toml(text: str, where: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"--elastic {where} is not TOML: {error}.") from error
 
 
 def _read_degrees(table: Mapping[str, object]) -> tuple[tuple[Rule, ...], Wish | None]:
@@ -270,7 +270,7 @@ Section = TypeVar("Section")
 
 
 def _read_section(cls: type[Section], table: Mapping[str, Any], name: str) -> Section:
-    hints = get_type_hints(cls)
+    hints = {key: hint for key, hint in get_type_hints(cls).items() if key not in DERIVED_LIMITS}
     values: dict[str, Any] = {}
     for key, value in table.items():
         _known(key, tuple(hints), f"[{name}]")
