@@ -11,6 +11,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 from scalai.core.collection import Collection, Columns, concatenate
 from scalai.core.deposit import assign_writers
 from scalai.core.errors import StoreError
+from scalai.store.deposit import Deposit
 from scalai.store.files import lay_out
 from scalai.store.lock import StoreLock
 from scalai.store.manifest import (
@@ -28,10 +30,9 @@ from scalai.store.manifest import (
     StoredFile,
     read_manifest,
     sync_directory,
-    unite,
     write_manifest,
 )
-from scalai.store.orders import Deposit, RankDeposit, WriteOrder
+from scalai.store.orders import RankDeposit, WriteOrder
 from scalai.store.places import (
     NUMBERED,
     default_store_dir,
@@ -78,7 +79,7 @@ class HostStore:
         self._mutex = threading.RLock()
         self._pool = FilePool(self.directory / RECYCLED)
         self._committed: dict[int, HostManifest] = {}
-        self._sealed: dict[int, tuple[Path, HostManifest]] = {}
+        self._sealed: dict[Path, HostManifest] = {}
         self._readers: dict[int, int] = {}
         self.damaged: dict[int, str] = {}
         """Committed generations that cannot be used, with the reason. They are left as they are."""
@@ -105,20 +106,19 @@ class HostStore:
         with self._mutex:
             return sorted(self._committed)
 
-    def sealed(self) -> list[int]:
-        """Return the generations that are sealed and not committed, oldest first."""
+    def sealed(self) -> list[tuple[Deposit, HostManifest]]:
+        """Return the deposits that are sealed and not committed, lowest step first."""
         with self._mutex:
-            return sorted(self._sealed)
+            found = sorted(self._sealed.items(), key=lambda item: (item[1].step, item[0].name))
+        return [(Deposit.sealed(directory, manifest), manifest) for directory, manifest in found]
 
     def manifest(self, generation: int) -> HostManifest:
-        """Return the manifest of a committed or sealed generation. Raises ``StoreError`` where
-        there is none."""
+        """Return the manifest of a committed generation. Raises ``StoreError`` where there is
+        none."""
         with self._mutex:
-            if generation in self._committed:
-                return self._committed[generation]
-            if generation in self._sealed:
-                return self._sealed[generation][1]
-        raise self._unknown(generation)
+            if generation not in self._committed:
+                raise self._unknown(generation)
+            return self._committed[generation]
 
     def generation_directory(self, generation: int) -> Path:
         """Return where a committed generation lies. Raises ``StoreError`` where there is none."""
@@ -188,83 +188,63 @@ class HostStore:
         self,
         deposit: Deposit,
         *,
-        generation: int,
         step: int,
         about: Mapping[str, Json],
         parts: Mapping[int, RankDeposit],
         taken_over: Sequence[tuple[WriteOrder, Sequence[int]]] = (),
     ) -> HostManifest:
-        """State what was deposited and bring it to disk. The generation can be committed from now
-        on.
+        """State what was deposited and bring it to disk. It can be committed from now on.
 
         Args:
             deposit: What ``reserve`` returned.
-            generation: Its number, from the coordinator.
             step: Optimizer steps done.
             about: consumed_samples, degrees, world_size, framework, versions, time.
-            parts: The reports of the ranks that wrote all their rows, by global rank. Rows of ranks
-                that are missing
-                here are left out.
+            parts: The reports of the ranks that wrote all their rows, by global rank. The rows of
+                ranks that are missing here are left out.
             taken_over: Orders of ``Deposit.take_over`` that were carried out, with the fingerprints
                 of their rows.
 
+        Returns:
+            The manifest; its generation is ``UNNUMBERED`` until it is committed.
+
         Raises:
-            StoreError: The number is taken, or a report does not fit its order.
+            StoreError: A report does not fit its order.
         """
-        with self._mutex:
-            if generation in {*self._committed, *self._sealed, *self.damaged}:
-                raise StoreError(
-                    f"generation {generation} exists already in {self.directory}. Numbers are "
-                    "never used twice: ask the coordinator for a new one."
-                )
-        written = [
-            (deposit.orders[rank], part.fingerprints) for rank, part in sorted(parts.items())
-        ]
-        fingerprints = _by_place([*written, *taken_over])
-        places = [
-            (str(deposit.directory / deposit.files[file].name), begin)
-            for file, begin in zip(deposit.file.tolist(), deposit.begin.tolist(), strict=True)
-        ]
-        rows = np.array(
-            [row for row, at in enumerate(places) if at in fingerprints], dtype=np.int64
-        )
-        kept, file_index = np.unique(deposit.file[rows], return_inverse=True)
-        for number in set(range(len(deposit.files))) - set(kept.tolist()):
-            self._pool.give(deposit.directory / deposit.files[number].name)
-        manifest = HostManifest(
-            generation=generation,
-            step=step,
-            host=self.host,
-            about=dict(about),
-            ranks=tuple(sorted(parts)),
-            collection=deposit.collection.select(rows),
-            file=file_index.astype(np.int64),
-            begin=deposit.begin[rows],
-            fingerprint=np.array([fingerprints[places[row]] for row in rows], dtype=np.uint64),
-            files=tuple(deposit.files[number] for number in kept),
-            scalars=unite(part.scalars for _, part in sorted(parts.items())),
-            rank_state={part.coordinate: part.rank_state for _, part in sorted(parts.items())},
-        )
-        for stored in manifest.files:
-            _sync_file(deposit.directory / stored.name)
+        manifest = deposit.manifest(self.host, step, about, parts, taken_over)
+        kept = {stored.name for stored in manifest.files}
+        for stored in deposit.files:
+            if stored.name in kept:
+                _sync_file(deposit.directory / stored.name)
+            else:
+                self._pool.give(deposit.directory / stored.name)
         write_manifest(deposit.directory, manifest)
         with self._mutex:
-            self._sealed[generation] = (deposit.directory, manifest)
+            self._sealed[deposit.directory] = manifest
         return manifest
 
-    def commit(self, generation: int) -> HostManifest:
-        """Make a sealed generation a committed one, by one rename. Raises ``StoreError`` where it
-        is not sealed."""
+    def commit(self, deposit: Deposit, generation: int) -> HostManifest:
+        """Make a sealed deposit the generation of this number; one rename decides.
+
+        Raises:
+            StoreError: The deposit is not sealed, or the number is taken.
+        """
         with self._mutex:
-            if generation not in self._sealed:
+            directory, target = deposit.directory, self.directory / generation_name(generation)
+            if directory not in self._sealed:
                 raise StoreError(
-                    f"generation {generation} is not sealed in {self.directory} (sealed: "
-                    f"{self.sealed()}, committed: {self.generations()}). Deposit and seal it first."
+                    f"{directory} is not sealed (sealed: {len(self._sealed)} deposits, committed: "
+                    f"{self.generations()}). Deposit and seal it first."
                 )
-            directory, manifest = self._sealed[generation]
-            os.rename(directory, self.directory / generation_name(generation))
+            if target.exists():
+                raise StoreError(
+                    f"{target} exists already. Numbers are never used twice: ask the coordinator "
+                    "for a new one."
+                )
+            manifest = replace(self._sealed[directory], generation=generation)
+            write_manifest(directory, manifest)
+            os.rename(directory, target)
             sync_directory(self.directory)
-            del self._sealed[generation]
+            del self._sealed[directory]
             self._committed[generation] = manifest
         log.info(
             "event=commit generation=%d step=%d host=%s bytes=%d pieces=%d",
@@ -272,17 +252,11 @@ class HostStore:
         )  # fmt: skip
         return manifest
 
-    def discard(self, deposit: Deposit | int) -> None:
-        """Give up a reserved deposit, or a sealed generation by its number; the files are
-        reused."""
+    def discard(self, deposit: Deposit) -> None:
+        """Give up a reserved or sealed deposit; its files are reused."""
         with self._mutex:
-            if isinstance(deposit, int):
-                if deposit not in self._sealed:
-                    raise self._unknown(deposit)
-                directory, _ = self._sealed.pop(deposit)
-            else:
-                directory = deposit.directory
-        self._recycle(directory)
+            self._sealed.pop(deposit.directory, None)
+        self._recycle(deposit.directory)
 
     @contextmanager
     def reading(self, generation: int) -> Iterator[Path]:
@@ -409,7 +383,7 @@ class HostStore:
         except StoreError as error:
             log.warning("event=torn directory=%s: %s", directory, error)
             return False
-        self._sealed[manifest.generation] = (directory, manifest)
+        self._sealed[directory] = manifest
         return True
 
     def _new_directory(self, kind: str) -> Path:
@@ -467,21 +441,3 @@ def _sync_file(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _by_place(
-    written: Sequence[tuple[WriteOrder, Sequence[int]]],
-) -> dict[tuple[str, int], int]:
-    """Return the fingerprint of every written piece by its file and byte offset."""
-    places: dict[tuple[str, int], int] = {}
-    for order, fingerprints in written:
-        if len(fingerprints) != len(order.rows):
-            raise StoreError(
-                f"rank {order.rank} reports {len(fingerprints)} fingerprints for the "
-                f"{len(order.rows)} pieces that it was to write. Deposit again."
-            )
-        places.update(
-            ((order.path, begin), value)
-            for begin, value in zip(order.begins, fingerprints, strict=True)
-        )
-    return places

@@ -21,6 +21,8 @@ from scalai.core.errors import LayoutError, StoreError
 MANIFEST = "manifest.json"
 FORMAT = "scalai-generation"
 VERSION = 1
+UNNUMBERED = -1
+"""The generation of a manifest that is sealed and not yet committed."""
 
 Json = Any
 """Whatever ``json.dumps`` writes."""

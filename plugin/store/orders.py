@@ -1,16 +1,13 @@
-"""What crosses the border between an agent and its workers around a deposit: orders there, results
-back, as JSON."""
+"""What crosses the border between an agent and its workers around a deposit and a restore: orders
+there, results back, as JSON."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from scalai.core.collection import MAX_NDIM, Collection, Columns
-from scalai.core.region import Box
-from scalai.store.manifest import StoredFile
+from scalai.core.collection import MAX_NDIM, Columns
 
 Json = Any
 
@@ -109,49 +106,3 @@ class RankDeposit:
         return cls(
             tuple(data["fingerprints"]), data["coordinate"], data["scalars"], data["rank_state"]
         )
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Deposit:
-    """A reserved slot: a directory of files that wait to be written, and who writes what.
-
-    ``held`` are the collections by rank that it was made for. ``collection`` [rows] are the
-    distinct pieces, ``file`` [rows] indexes ``files``, ``begin`` [rows] is the absolute byte
-    offset. ``orders`` has an entry for every rank, without rows (and with an empty path) for one
-    that has nothing to write."""
-
-    directory: Path
-    held: Mapping[int, Collection]
-    orders: Mapping[int, WriteOrder]
-    collection: Collection
-    file: Columns
-    begin: Columns
-    files: tuple[StoredFile, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all files, headers included."""
-        return sum(stored.size_bytes for stored in self.files)
-
-    def take_over(self, lost: int, alive: Iterable[int]) -> dict[int, WriteOrder]:
-        """Return orders for those of the ``alive`` ranks that also hold what rank ``lost`` should
-        have written.
-
-        They write into the lost rank's file. Pieces that nobody alive holds are left out.
-        """
-        holders: dict[tuple[str, Box], tuple[int, int]] = {}
-        for rank in sorted(set(alive) - {lost}, reverse=True):
-            for row in range(len(self.held[rank])):
-                tensor, box = self.held[rank].box(row)
-                holders[tensor.name, box] = (rank, row)
-        order = self.orders[lost]
-        shares: dict[int, list[tuple[int, int]]] = {}
-        for row, begin in zip(order.rows, order.begins, strict=True):
-            tensor, box = self.held[lost].box(row)
-            if (tensor.name, box) in holders:
-                heir, its_row = holders[tensor.name, box]
-                shares.setdefault(heir, []).append((its_row, begin))
-        return {
-            heir: WriteOrder(heir, order.path, *zip(*share, strict=True))
-            for heir, share in sorted(shares.items())
-        }

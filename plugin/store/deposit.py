@@ -1,0 +1,118 @@
+"""A reserved slot for a generation: its files wait to be written, and it knows who writes what."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scalai.core.collection import Collection, Columns
+from scalai.core.errors import StoreError
+from scalai.core.region import Box
+from scalai.store.manifest import UNNUMBERED, HostManifest, StoredFile, unite
+from scalai.store.orders import RankDeposit, WriteOrder
+
+Json = Any
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Deposit:
+    """A reserved slot: a directory of files that wait to be written, and who writes what.
+
+    ``held`` are the collections by rank that it was made for. ``collection`` [rows] are the
+    distinct pieces, ``file`` [rows] indexes ``files``, ``begin`` [rows] is the absolute byte
+    offset. ``orders`` has an entry for every rank, without rows (and with an empty path) for one
+    that has nothing to write."""
+
+    directory: Path
+    held: Mapping[int, Collection]
+    orders: Mapping[int, WriteOrder]
+    collection: Collection
+    file: Columns
+    begin: Columns
+    files: tuple[StoredFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files, headers included."""
+        return sum(stored.size_bytes for stored in self.files)
+
+    @classmethod
+    def sealed(cls, directory: Path, manifest: HostManifest) -> "Deposit":
+        """Return the sealed deposit that an earlier owner left: nobody writes to it any more."""
+        return cls(
+            directory, {}, {}, manifest.collection, manifest.file, manifest.begin, manifest.files
+        )
+
+    def manifest(
+        self,
+        host: str,
+        step: int,
+        about: Mapping[str, Json],
+        parts: Mapping[int, RankDeposit],
+        taken_over: Sequence[tuple[WriteOrder, Sequence[int]]] = (),
+    ) -> HostManifest:
+        """Return the manifest of what was written; see ``HostStore.seal``."""
+        written = [(self.orders[rank], part.fingerprints) for rank, part in sorted(parts.items())]
+        fingerprints = _by_place([*written, *taken_over])
+        paths = [str(self.directory / stored.name) for stored in self.files]
+        places = [
+            (paths[file], begin)
+            for file, begin in zip(self.file.tolist(), self.begin.tolist(), strict=True)
+        ]
+        rows = [row for row, place in enumerate(places) if place in fingerprints]
+        kept, file = np.unique(self.file[rows], return_inverse=True)
+        return HostManifest(
+            generation=UNNUMBERED,
+            step=step,
+            host=host,
+            about=dict(about),
+            ranks=tuple(sorted(parts)),
+            collection=self.collection.select(np.array(rows, dtype=np.int64)),
+            file=file.astype(np.int64),
+            begin=self.begin[rows],
+            fingerprint=np.array([fingerprints[places[row]] for row in rows], dtype=np.uint64),
+            files=tuple(self.files[number] for number in kept),
+            scalars=unite(part.scalars for _, part in sorted(parts.items())),
+            rank_state={part.coordinate: part.rank_state for _, part in sorted(parts.items())},
+        )
+
+    def take_over(self, lost: int, alive: Iterable[int]) -> dict[int, WriteOrder]:
+        """Return orders for those of the ``alive`` ranks that also hold what rank ``lost`` should
+        have written.
+
+        They write into the lost rank's file. Pieces that nobody alive holds are left out.
+        """
+        holders: dict[tuple[str, Box], tuple[int, int]] = {}
+        for rank in sorted(set(alive) - {lost}, reverse=True):
+            for row in range(len(self.held[rank])):
+                tensor, box = self.held[rank].box(row)
+                holders[tensor.name, box] = (rank, row)
+        order = self.orders[lost]
+        shares: dict[int, list[tuple[int, int]]] = {}
+        for row, begin in zip(order.rows, order.begins, strict=True):
+            tensor, box = self.held[lost].box(row)
+            if (tensor.name, box) in holders:
+                heir, its_row = holders[tensor.name, box]
+                shares.setdefault(heir, []).append((its_row, begin))
+        return {
+            heir: WriteOrder(heir, order.path, *zip(*share, strict=True))
+            for heir, share in sorted(shares.items())
+        }
+
+
+def _by_place(
+    written: Iterable[tuple[WriteOrder, Sequence[int]]],
+) -> dict[tuple[str, int], int]:
+    """Return the fingerprint of every written piece by its file and byte offset."""
+    places: dict[tuple[str, int], int] = {}
+    for order, fingerprints in written:
+        if len(fingerprints) != len(order.rows):
+            raise StoreError(
+                f"rank {order.rank} reports {len(fingerprints)} fingerprints for the "
+                f"{len(order.rows)} pieces that it was to write. Deposit again."
+            )
+        for begin, value in zip(order.begins, fingerprints, strict=True):
+            places[order.path, begin] = value
+    return places

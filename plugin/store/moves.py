@@ -1,0 +1,146 @@
+"""From a plan to who reads what: fetches by source host, and each new rank's order to read.
+
+The planner counts holders and rows; here they become files and byte offsets.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scalai.core.collection import Collection, Columns
+from scalai.core.plan import Plan
+from scalai.core.sources import Holder
+from scalai.store.manifest import HostManifest
+from scalai.store.orders import ReadOrder
+
+Json = Any
+
+
+def holders_of(manifests: Sequence[HostManifest]) -> list[Holder]:
+    """Return the source side of a plan: one holder a host, its rows those of the manifest."""
+    return [Holder(manifest.host, manifest.collection) for manifest in manifests]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class FetchList:
+    """What one host fetches from another: parts of pieces that the other has committed.
+
+    ``row`` [parts] is the piece's row in the other's manifest, ``pieces`` [parts] the boxes, and
+    ``fetch`` [parts] the rows of ``Plan.fetches`` that they are.
+    """
+
+    host: str
+    row: Columns
+    pieces: Collection
+    fetch: Columns
+
+
+def fetch_lists(plan: Plan, manifests: Sequence[HostManifest], host: str) -> list[FetchList]:
+    """Return what ``host`` fetches, one list a source host, in the order of ``manifests``.
+
+    Args:
+        plan: Made from ``holders_of(manifests)``.
+        manifests: One host's part each, of one generation.
+        host: The host that fetches; one of ``plan.hosts``, else it fetches nothing.
+    """
+    fetches, lists = plan.fetches, []
+    if host not in plan.hosts:
+        return []
+    mine = fetches.host == plan.hosts.index(host)
+    for number, manifest in enumerate(manifests):
+        fetch = np.flatnonzero(mine & (fetches.source == number))
+        if not len(fetch):
+            continue
+        row, held = fetches.source_row[fetch], manifest.collection
+        boxes = Collection(
+            held.tensors, held.tensor[row], fetches.offset[fetch], fetches.shape[fetch]
+        )
+        lists.append(FetchList(manifest.host, row, boxes, fetch))
+    return lists
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Fetched:
+    """A fetch list that has arrived: part ``i`` lies row-major in ``path`` at byte ``begin[i]``."""
+
+    asked: FetchList
+    path: Path
+    begin: Columns
+
+
+def read_orders(
+    plan: Plan,
+    manifests: Sequence[HostManifest],
+    directories: Mapping[str, Path],
+    fetched: Sequence[Fetched] = (),
+) -> dict[int, ReadOrder]:
+    """Return for each target of the plan (its index) what it reads from files of this host.
+
+    Args:
+        plan: Made from ``holders_of(manifests)`` for targets of this host.
+        manifests: The sources, in the order of the plan.
+        directories: Where the parts of hosts lie that can be read directly, by host: this host's
+            own, and on a durable directory all.
+        fetched: What has come from the others; together all fetches of the plan.
+    """
+    files: list[str] = []
+    first_file = np.full(len(manifests), -1, dtype=np.int64)
+    for number, manifest in enumerate(manifests):
+        if manifest.host in directories:
+            first_file[number] = len(files)
+            directory = directories[manifest.host]
+            files.extend(str(directory / stored.name) for stored in manifest.files)
+    fetch_file, fetch_begin = np.full((2, len(plan.fetches)), -1, dtype=np.int64)
+    for part in fetched:
+        fetch_file[part.asked.fetch] = len(files)
+        fetch_begin[part.asked.fetch] = part.begin
+        files.append(str(part.path))
+    source = _sources(plan, manifests, first_file)
+    copies, fetches = plan.copies, plan.fetches
+    away = copies.fetch >= 0
+    source["file"][away] = fetch_file[copies.fetch[away]]
+    source["begin"][away] = fetch_begin[copies.fetch[away]]
+    source["source_offset"][away] = fetches.offset[copies.fetch[away]]
+    source["source_shape"][away] = fetches.shape[copies.fetch[away]]
+    assert (source["file"] >= 0).all(), "a copy reads what is neither here nor fetched"
+    orders = {}
+    for target in np.unique(copies.target).tolist():
+        rows = np.flatnonzero(copies.target == target)
+        used, file = np.unique(source["file"][rows], return_inverse=True)
+        orders[target] = ReadOrder(
+            files=tuple(files[number] for number in used),
+            row=copies.target_row[rows],
+            offset=copies.offset[rows],
+            shape=copies.shape[rows],
+            file=file.astype(np.int64),
+            begin=source["begin"][rows],
+            source_offset=source["source_offset"][rows],
+            source_shape=source["source_shape"][rows],
+        )
+    return orders
+
+
+def _sources(
+    plan: Plan, manifests: Sequence[HostManifest], first_file: Columns
+) -> dict[str, Columns]:
+    """Return where the stored piece of each copy lies: columns [copies] of a ``ReadOrder``."""
+    copies = plan.copies
+    columns = {
+        "file": np.full(len(copies), -1, dtype=np.int64),
+        "begin": np.zeros(len(copies), dtype=np.int64),
+        "source_offset": np.zeros_like(copies.offset),
+        "source_shape": np.ones_like(copies.shape),
+    }
+    for number, manifest in enumerate(manifests):
+        if first_file[number] < 0:
+            continue
+        rows = np.flatnonzero((copies.source == number) & (copies.fetch < 0))
+        stored = copies.source_row[rows]
+        columns["file"][rows] = first_file[number] + manifest.file[stored]
+        columns["begin"][rows] = manifest.begin[stored]
+        columns["source_offset"][rows] = manifest.collection.offset[stored]
+        columns["source_shape"][rows] = manifest.collection.shape[stored]
+    return columns
