@@ -1,0 +1,129 @@
+"""Global batches: which replica trains on which samples, and proof that they were the same ones.
+
+The number of samples consumed is the one clock of a job: it does not depend on the layout. Data
+offsets, batch-size ramp and learning-rate schedule are functions of it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.core.errors import RefusedError
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """How a global batch is spread over ``dp`` replicas.
+
+    Raises:
+        RefusedError: The global batch cannot be cut into equal micro-batches.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    dp: int
+
+    def __post_init__(self) -> None:
+        block = self.micro_batch_size * self.dp
+        if min(self.global_batch_size, self.micro_batch_size, self.dp) < 1:
+            raise RefusedError(f"{self}: every size must be 1 or more.")
+        if self.global_batch_size % block:
+            raise RefusedError(
+                f"global_batch_size={self.global_batch_size} is not a multiple of "
+                f"micro_batch_size*dp={self.micro_batch_size}*{self.dp}. Choose another micro-batch "
+                "size or DP degree."
+            )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that each replica runs for one optimizer step."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+    def samples(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
+        """Return the samples of the next step, [num_micro_batches, micro_batch_size], as global
+        indices.
+
+        Blocks of ``micro_batch_size * dp`` samples are dealt out in order, a micro-batch a replica:
+        the global batch is the same set for every layout.
+
+        Source: MegatronPretrainingSampler, megatron/training/datasets/data_samplers.py (0.16).
+        """
+        if not 0 <= dp_rank < self.dp:
+            raise RefusedError(f"dp_rank={dp_rank} is not in 0 to {self.dp - 1}.")
+        if consumed_samples < 0:
+            raise RefusedError(f"consumed_samples={consumed_samples} is negative.")
+        block = np.arange(self.global_batch_size, dtype=np.int64) + consumed_samples
+        shape = (self.num_micro_batches, self.dp, self.micro_batch_size)
+        return block.reshape(shape)[:, dp_rank]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRamp:
+    """A global batch size that grows from ``start`` by ``increment`` over ``ramp_samples`` samples.
+
+    Source: RampupBatchsizeNumMicroBatchesCalculator, megatron/core/num_microbatches_calculator.py
+    (0.16).
+    """
+
+    start: int
+    increment: int
+    ramp_samples: int
+    global_batch_size: int
+
+    def __post_init__(self) -> None:
+        growth = self.global_batch_size - self.start
+        if self.start < 1 or self.increment < 1 or growth < 0 or growth % self.increment:
+            raise RefusedError(
+                f"a batch size cannot grow from {self.start} to {self.global_batch_size} by "
+                f"{self.increment}; the growth must be a multiple of the increment."
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Every global batch size of the ramp, ascending."""
+        return tuple(range(self.start, self.global_batch_size + 1, self.increment))
+
+    def size_at(self, consumed_samples: int) -> int:
+        """Return the size of the batch that begins after ``consumed_samples``."""
+        steps = len(self.sizes) - 1
+        if steps == 0 or consumed_samples > self.ramp_samples or self.ramp_samples == 0:
+            return self.global_batch_size
+        done = int(consumed_samples / (self.ramp_samples / steps))
+        return min(self.start + done * self.increment, self.global_batch_size)
+
+
+def sample_hashes(tokens: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+    """Return one hash a sample, [samples], from its tokens, [samples, sequence] integers.
+
+    The order of the tokens counts; the hash of a token depends on its position by an odd key.
+    """
+    table = np.atleast_2d(np.asarray(tokens))
+    if table.dtype.kind not in "iub" or table.ndim != 2:
+        raise RefusedError(
+            f"tokens are {table.dtype}{list(table.shape)}; expected integers [samples, sequence]."
+        )
+    keys = _mix(np.arange(1, table.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
+    words = table.astype(np.int64, copy=False).view(np.uint64) + np.uint64(1)
+    # Mixed again, so that a sum over samples notices tokens that changed places between them.
+    return _mix((words * keys).sum(axis=1, dtype=np.uint64) + np.uint64(table.shape[1]))
+
+
+def combine_hashes(*hashes: npt.ArrayLike) -> int:
+    """Add hashes of samples, micro-batches or replicas, mod 2^64: the order does not count."""
+    total = np.uint64(0)
+    for part in hashes:
+        total = np.add(total, np.asarray(part, dtype=np.uint64).sum(dtype=np.uint64))
+    return int(total)
+
+
+def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return splitmix64 of each word: every bit of the input changes half of the bits."""
+    words = words + _GOLDEN
+    words = (words ^ (words >> np.uint64(30))) * _FIRST
+    words = (words ^ (words >> np.uint64(27))) * _SECOND
+    return words ^ (words >> np.uint64(31))

@@ -1,0 +1,95 @@
+"""Global batches are the same samples for every layout, and a hash proves it."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalai.core.batches import Batches, BatchRamp, combine_hashes, sample_hashes
+from scalai.core.errors import RefusedError
+
+TOKENS = np.random.default_rng(7).integers(0, 50257, size=(24, 33))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000))
+def test_replicas_share_a_global_batch_without_overlap(
+    dp: int, micro: int, rounds: int, consumed: int
+) -> None:
+    batches = Batches(dp * micro * rounds, micro, dp)
+    parts = [batches.samples(consumed, dp_rank) for dp_rank in range(dp)]
+    assert all(part.shape == (rounds, micro) for part in parts)
+    together = np.sort(np.concatenate(parts, axis=None))
+    assert together.tolist() == list(range(consumed, consumed + batches.global_batch_size))
+
+
+def test_samples_are_dealt_in_blocks_as_megatron_does() -> None:
+    batches = Batches(global_batch_size=12, micro_batch_size=2, dp=3)
+    assert batches.num_micro_batches == 2
+    assert batches.samples(12, 1).tolist() == [[14, 15], [20, 21]]
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"12 is not a multiple of micro_batch_size\*dp=1\*5"):
+        Batches(12, 1, 5)
+    with pytest.raises(RefusedError, match="1 or more"):
+        Batches(12, 0, 1)
+    with pytest.raises(RefusedError, match="dp_rank=3"):
+        Batches(12, 1, 3).samples(0, 3)
+    with pytest.raises(RefusedError, match="negative"):
+        Batches(12, 1, 3).samples(-1, 0)
+
+
+def test_a_ramp_grows_with_the_samples_alone() -> None:
+    ramp = BatchRamp(start=4, increment=4, ramp_samples=40, global_batch_size=16)
+    assert ramp.sizes == (4, 8, 12, 16)
+    consumed = 0
+    sizes: list[int] = []
+    while len(sizes) < 10:
+        sizes.append(ramp.size_at(consumed))
+        consumed += sizes[-1]
+    # What megatron.core.num_microbatches_calculator gave for [4, 4, 40] to 16 at DP 1, 2 and 4.
+    assert sizes == [4, 4, 4, 4, 8, 8, 12, 16, 16, 16]
+    with pytest.raises(RefusedError, match="multiple of the increment"):
+        BatchRamp(4, 5, 40, 16)
+
+
+@given(st.permutations(range(24)), st.lists(st.integers(1, 23), max_size=4))
+def test_the_hash_of_a_batch_does_not_depend_on_order_or_cut(
+    order: list[int], cuts: list[int]
+) -> None:
+    parts = np.split(TOKENS[order], sorted(cuts))
+    hashes = [combine_hashes(sample_hashes(part)) for part in parts if len(part)]
+    assert combine_hashes(*hashes) == combine_hashes(sample_hashes(TOKENS))
+
+
+@given(st.integers(0, 23), st.integers(0, 32), st.integers(1, 50256))
+def test_the_hash_notices_any_other_token(sample: int, position: int, shift: int) -> None:
+    other = TOKENS.copy()
+    other[sample, position] = (other[sample, position] + shift) % 50257
+    assert combine_hashes(sample_hashes(other)) != combine_hashes(sample_hashes(TOKENS))
+
+
+def test_the_hash_notices_tokens_that_changed_places() -> None:
+    within, between = TOKENS.copy(), TOKENS.copy()
+    within[0, [0, 1]] = within[0, [1, 0]]
+    between[[0, 1], 0] = between[[1, 0], 0]
+    assert len(set(TOKENS[0, :2])) == len(set(TOKENS[:2, 0])) == 2
+    expected = combine_hashes(sample_hashes(TOKENS))
+    assert combine_hashes(sample_hashes(within)) != expected
+    assert combine_hashes(sample_hashes(between)) != expected
+
+
+def test_the_hash_is_the_same_whatever_integers_hold_the_tokens() -> None:
+    expected = sample_hashes(TOKENS)
+    for dtype in (np.int32, np.uint16, np.int64):
+        assert np.array_equal(sample_hashes(TOKENS.astype(dtype)), expected)
+    assert np.array_equal(sample_hashes(TOKENS[3]), expected[3:4])
+    with pytest.raises(RefusedError, match="float64"):
+        sample_hashes(TOKENS * 1.0)
+
+
+def test_a_sample_that_is_missing_or_twice_changes_the_hash() -> None:
+    hashes = sample_hashes(TOKENS)
+    assert combine_hashes(hashes[1:]) != combine_hashes(hashes)
+    assert combine_hashes(hashes, hashes[:1]) != combine_hashes(hashes)
+    assert combine_hashes() == 0
