@@ -35,8 +35,8 @@ class Batches:
         if self.global_batch_size % block:
             raise RefusedError(
                 f"global_batch_size={self.global_batch_size} is not a multiple of "
-                f"micro_batch_size*dp={self.micro_batch_size}*{self.dp}. Choose another micro-batch "
-                "size or DP degree."
+                f"micro_batch_size*dp={self.micro_batch_size}*{self.dp}. "
+                "Choose another micro-batch size or DP degree."
             )
 
     @property
