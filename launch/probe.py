@@ -108,7 +108,7 @@ def _is_working(line: Sequence[str], visible: Sequence[str] | None) -> bool:
 
 
 def _names(name: str, index: str, uuid: str) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES means this device by ``name``: an index or the start of a UUID."""
+    """Whether CUDA_VISIBLE_DEVICES means this device: by its index or the start of its UUID."""
     return name == index or (name.startswith("GPU-") and uuid.startswith(name))
 
 
