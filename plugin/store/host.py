@@ -22,10 +22,13 @@ from scalai.core.collection import Collection, Columns, concatenate
 from scalai.core.deposit import assign_writers
 from scalai.core.errors import StoreError
 from scalai.store.deposit import Deposit
+from scalai.store.durable import copy_part
+from scalai.store.extension import empty_part, extended, fingerprints_of
 from scalai.store.files import lay_out
 from scalai.store.lock import StoreLock
 from scalai.store.manifest import (
     MANIFEST,
+    Generation,
     HostManifest,
     StoredFile,
     read_manifest,
@@ -41,6 +44,7 @@ from scalai.store.places import (
     rank_file,
 )
 from scalai.store.pool import FilePool, free_bytes
+from scalai.store.rows import StoredRows
 
 Json = Any
 
@@ -259,17 +263,18 @@ class HostStore:
         self._recycle(deposit.directory)
 
     @contextmanager
-    def reading(self, generation: int) -> Iterator[Path]:
-        """Keep the files of a committed generation unchanged while the block runs; gives its
-        directory.
+    def open_rows(self, generation: int) -> Iterator[StoredRows]:
+        """Give the pieces of a committed generation; their files stay as they are while the block
+        runs, also if the generation is dropped meanwhile.
 
-        A generation that is dropped meanwhile keeps its files until the last reader ends, under
-        another directory name: open what you need first."""
+        Raises:
+            StoreError: It is not committed here.
+        """
         with self._mutex:
-            directory = self.generation_directory(generation)
+            rows = StoredRows(self.generation_directory(generation), self.manifest(generation))
             self._readers[generation] = self._readers.get(generation, 0) + 1
         try:
-            yield directory
+            yield rows
         finally:
             with self._mutex:
                 self._readers[generation] -= 1
@@ -315,47 +320,78 @@ class HostStore:
         """Give back a file of ``stage``."""
         self._recycle(path.parent)
 
-    def copy_to(self, generation: int, directory: Path) -> Path:
-        """Copy a committed generation to ``<directory>/generation-<n>/<host>`` and bring it to
-        disk; returns that.
+    def adopt_empty(self, like: HostManifest) -> None:
+        """Take part in a generation of which this host has nothing yet, so that it can be extended.
 
-        Streams, and appears under its name only when it is whole. One that is already there is left
-        as it is.
+        ``like`` is any part of it. Does nothing where this host has a part already.
+        """
+        with self._mutex:
+            if like.generation in self._committed:
+                return
+            directory = self._new_directory("deposit")
+            empty = empty_part(like, self.host)
+            write_manifest(directory, empty)
+            os.rename(directory, self.directory / generation_name(like.generation))
+            sync_directory(self.directory)
+            self._committed[like.generation] = empty
+
+    def extend(
+        self,
+        generation: int,
+        path: Path,
+        pieces: Collection,
+        begins: Columns,
+        of: Generation | None = None,
+    ) -> HostManifest:
+        """Make what was fetched into a file of ``stage`` more of a committed part of this host.
+
+        So it outlives the hosts that it came from. The file is moved in under a new name, then the
+        manifest is replaced by one rename.
+
+        Args:
+            generation: It is committed here, or ``adopt_empty`` was called.
+            path: The file of ``stage``, filled. It becomes the last of the manifest's files.
+            pieces: What it holds.
+            begins: Where each piece lies in it, in bytes, [rows].
+            of: All parts of the generation: the scalars and rank states of all hosts are kept too.
 
         Raises:
-            StoreError: No room, or another state is there under this number.
+            StoreError: The generation is not committed here.
         """
-        target = directory / generation_name(generation) / self.host
-        manifest = self.manifest(generation)
-        if target.exists():
-            if read_manifest(target).digest() == manifest.digest():
-                return target
-            raise StoreError(
-                f"{target} holds another state under the same number. Name an empty --durable-dir, "
-                "or remove it."
-            )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.parent / f".{self.host}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        fingerprints = fingerprints_of(path, pieces, begins)
+        with self._mutex:
+            directory, own = self.generation_directory(generation), self.manifest(generation)
+            file = StoredFile(f"{path.parent.name}.safetensors", path.stat().st_size)
+            grown = extended(own, file, pieces, begins, fingerprints, of)
+            # A file that no manifest names yet does no harm if this ends here.
+            os.rename(path, directory / file.name)
+            path.parent.rmdir()
+            write_manifest(directory, grown)
+            self._committed[generation] = grown
+        return grown
+
+    def copy_to(self, generation: int, directory: Path) -> Path:
+        """Copy a committed generation to ``<directory>/generation-<n>/<host>``; see
+        ``copy_part``."""
+        with self.open_rows(generation) as rows:
+            return copy_part(rows, directory)
+
+    def clear_pool(self) -> None:
+        """Remove the files that wait for reuse."""
+        self._pool.trim(0)
+
+    def remove(self) -> None:
+        """Close the store and remove all that it holds; the job's directory too if it is the last
+        host's."""
+        with self._mutex:
+            shutil.rmtree(self.directory)
+            self._committed.clear()
+            self._sealed.clear()
+        self.close()
         try:
-            with self.reading(generation) as source:
-                for stored in manifest.files:
-                    shutil.copyfile(source / stored.name, partial / stored.name)
-                    _sync_file(partial / stored.name)
-            write_manifest(partial, manifest)
-            read_manifest(partial)
-            os.rename(partial, target)
-            sync_directory(target.parent)
-            sync_directory(directory)
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise StoreError(
-                f"{target} cannot be written ({error.strerror}); {manifest.size_bytes} bytes are "
-                f"needed, {free_bytes(target.parent)} are free. Make room or choose another "
-                "--durable-dir."
-            ) from error
-        return target
+            self.directory.parent.rmdir()
+        except OSError:
+            pass  # Other hosts of the job are still there.
 
     def _adopt(self) -> None:
         """Take over what an earlier owner left."""

@@ -1,0 +1,552 @@
+"""The agent: one a host. It starts and stops workers, owns the host's Tensor Store, and does what the coordinator says.
+
+One thread decides: commands of the coordinator, messages of workers and results of background work reach it through one
+queue. What blocks (faulting pages in, planning and fetching, sealing) runs beside it.
+"""
+
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from scalai.core.collection import Collection, concatenate
+from scalai.core.errors import PeerError, ScalaiError, UsageError
+from scalai.launch.arguments import worker_arguments
+from scalai.launch.data_plane import DataPlaneServer
+from scalai.launch.job import JobSpec
+from scalai.launch.mover import Restore, prepare_restore
+from scalai.launch.round import DepositUnderWay, Published, Round, answers
+from scalai.launch.torch_elastic import Outcome, Placement, WorkerSet, warm_up
+from scalai.launch.warm import write_preload
+from scalai.runtime.control import MAX_WORKERS, ControlPage
+from scalai.runtime.failpoints import reached
+from scalai.runtime.messages import Channel, Peer, Server
+from scalai.store.deposit import Deposit
+from scalai.store.host import HostStore
+from scalai.store.manifest import manifest_message
+from scalai.store.orders import RankDeposit
+
+Json = Any
+TICK_S = 0.1
+EXIT_GRACE_S = 10.0
+OUT_OF_MEMORY_EXIT = 12
+
+log = logging.getLogger(__name__)
+
+
+class Agent:
+    """One host's part in a job.
+
+    Args:
+        spec: The job, as this host's command line states it.
+        host: Name of this host in the job.
+        slots: Workers that this host can run.
+        coordinator: Address of the coordinator.
+        token: The job's secret.
+        interface: Address that other hosts reach this one by.
+    """
+
+    def __init__(
+        self, spec: JobSpec, host: str, slots: int, coordinator: tuple[str, int], token: bytes,
+        interface: str, workers: WorkerSet,
+    ) -> None:  # fmt: skip
+        if slots > MAX_WORKERS:
+            raise UsageError(f"{slots} workers on one host; at most {MAX_WORKERS} are supported.")
+        self._spec, self._host, self._slots, self._token = spec, host, slots, token
+        self._events: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._background = ThreadPoolExecutor(4, thread_name_prefix="agent")
+        self._store = HostStore(spec.job, host, spec.store_dir)
+        self._directory = self._store.directory / "agent"
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._page = ControlPage(self._directory / "control", create=True)
+        self._page.clear()
+        worker_token = secrets.token_bytes(32)
+        _write_secret(self._directory / "token", worker_token)
+        socket_path = self._directory / "agent.sock"
+        socket_path.unlink(missing_ok=True)
+        self._server = Server(str(socket_path), worker_token, self._on_worker, self._on_worker_gone)
+        self._data = DataPlaneServer(self._store, token, interface)
+        self._workers = workers
+        self._round: Round | None = None
+        self._exit: int | None = None
+        self._leaving_at: float | None = None
+        self._is_warm = False
+        self._calls = Channel(coordinator, token)
+        self._polls = Channel(coordinator, token)
+        parts = [manifest_message(self._store.manifest(n)) for n in self._store.generations()]
+        self._calls.call(
+            "join", host=host, slots=slots, address=list(self._data.address), parts=parts,
+            spec=spec.to_json(),
+        )  # fmt: skip
+        threading.Thread(target=self._poll, name="poll", daemon=True).start()
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> int:
+        """Work until the coordinator says to exit. Returns the exit code."""
+        try:
+            while self._exit is None:
+                try:
+                    self._events.get(timeout=TICK_S)()
+                except queue.Empty:
+                    self._tick()
+        finally:
+            self._workers.stop(1)
+            self._data.close()
+            self._server.close()
+            if self._exit == 0:
+                for generation in self._store.generations():
+                    self._store.drop(generation)
+                self._store.clear_pool()
+            self._store.close()
+        return self._exit
+
+    def leave(self) -> None:
+        """A first SIGTERM or SIGINT: drain. Callable from any thread."""
+        self._events.put(self._leave)
+
+    def stop_now(self, code: int) -> None:
+        """A second signal: end at once; the state stays in the store for a restarted agent."""
+        self._events.put(lambda: self._end(code))
+
+    def set_slots(self, slots: int) -> None:
+        """The device probe reports another number."""
+
+        def tell() -> None:
+            if slots != self._slots:
+                self._slots = slots
+                self._tell("slots", slots=slots)
+
+        self._events.put(tell)
+
+    def _tick(self) -> None:
+        timeout = self._spec.config.resize.drain_timeout_s
+        if self._leaving_at is not None and time.monotonic() - self._leaving_at > timeout:
+            log.error("event=drain_timeout after_s=%.0f: leaving without a goodbye", timeout)
+            self._end(1)
+        if self._round is not None and not self._round.is_draining:
+            outcome = self._workers.poll()
+            if outcome is not None:
+                self._workers_ended(outcome)
+
+    def _end(self, code: int) -> None:
+        self._exit = code
+
+    def _leave(self) -> None:
+        if self._leaving_at is None:
+            self._leaving_at = time.monotonic()
+            self._tell("leaving")
+
+    def _poll(self) -> None:
+        """Fetch commands and queue them, in a thread of its own."""
+        while self._exit is None:
+            current = self._round
+            newest = self._page.newest_step(len(current.ranks)) if current else 0
+            try:
+                commands = self._polls.call("poll", host=self._host, newest=max(newest, 0))
+            except PeerError as error:
+                if self._exit is None:
+                    self._events.put(lambda error=error: self._coordinator_gone(error))  # type: ignore[misc]
+                return
+            for command in commands:
+                self._events.put(lambda command=command: self._obey(command))  # type: ignore[misc]
+
+    def _coordinator_gone(self, error: PeerError) -> None:
+        log.error(
+            "event=coordinator_lost %s Workers stop; the state stays in %s: start the job again.",
+            error, self._store.directory,
+        )  # fmt: skip
+        self._end(1)
+
+    def _tell(self, event: str, **facts: Json) -> None:
+        self._calls.call("tell", host=self._host, event=event, **facts)
+
+    def _in_background(self, work: Callable[[], Any], then: Callable[[Any], None], what: str) -> None:
+        """Run ``work`` beside the loop and ``then`` in it. An error of ``work`` fails the round."""
+        current = self._round
+
+        def done(result: "Future[Any]") -> None:
+            def deliver() -> None:
+                error = result.exception()
+                if error is None:
+                    if current is self._round:
+                        then(result.result())
+                elif isinstance(error, ScalaiError | OSError):
+                    if current is self._round:
+                        self._fail(f"{what}: {error}")
+                else:
+                    raise error
+
+            self._events.put(deliver)
+
+        self._background.submit(work).add_done_callback(done)
+
+    def _fail(self, reason: str, *, out_of_memory: bool = False) -> None:
+        if self._round is not None and not self._round.has_failed:
+            self._round.has_failed = True
+            log.error("event=failed round=%d %s", self._round.number, reason)
+            self._tell("failed", round=self._round.number, reason=reason, out_of_memory=out_of_memory)
+
+    def _workers_ended(self, outcome: Outcome) -> None:
+        assert self._round is not None
+        if outcome.failures:
+            memory = any(f"exited with {OUT_OF_MEMORY_EXIT}" in f for f in outcome.failures)
+            self._fail("; ".join(outcome.failures), out_of_memory=memory)
+        elif not self._round.has_failed:
+            self._tell("finished", round=self._round.number)
+
+    # ------------------------------------------------------------------ what the coordinator says
+
+    def _obey(self, command: Mapping[str, Json]) -> None:
+        arguments = {key: value for key, value in command.items() if key != "command"}
+        obey: Mapping[str, Callable[..., None]] = {
+            "start": lambda **place: self._start(command),
+            "expect": self._expect,
+            "proceed": self._proceed,
+            "prepare": self._prepare,
+            "agree": self._agree,
+            "withdraw": self._page.withdraw,
+            "commit": self._commit,
+            "stop": self._stop,
+            "drop": self._drop,
+            "save": self._save,
+            "exit": self._on_exit,
+        }
+        obey[command["command"]](**arguments)
+
+    def _start(self, command: Mapping[str, Json]) -> None:
+        self._page.clear()
+        self._round = Round(command)
+        place = Placement(
+            round=command["round"],
+            group_rank=command["group_rank"],
+            group_world_size=command["group_world_size"],
+            first_rank=command["first_rank"],
+            local_world_size=command["local_world_size"],
+            world_size=command["world_size"],
+            master_addr=command["master_addr"],
+            master_port=command["master_port"],
+            environment=self._worker_environment(),
+        )
+        arguments = worker_arguments(self._spec, command, self._facts_of(command))
+        self._workers.start(place, arguments, warm=self._is_warm)
+        if not self._spec.is_elastic:
+            self._tell("stepped", round=self._round.number)
+
+    def _worker_environment(self) -> dict[str, str]:
+        environment = {"SCALAI_AGENT_PID": str(os.getpid())}
+        if self._spec.is_elastic:
+            environment |= {"SCALAI_ELASTIC": "1", "SCALAI_AGENT": str(self._directory)}
+        return environment
+
+    @staticmethod
+    def _facts_of(command: Mapping[str, Json]) -> Mapping[str, Json]:
+        """Return what the workers of the source generation told about the script."""
+        facts: dict[str, Json] = {}
+        for source in command["sources"].values():
+            facts.update(source["part"]["about"].get("facts", {}))
+        return facts
+
+    def _expect(self, tensors: int) -> None:
+        if self._round is not None:
+            self._round.tensors = tensors
+            self._give_orders()
+
+    def _proceed(self) -> None:
+        if self._round is not None:
+            for future in answers({r: f for r, (_, f) in self._round.restored.items()}):
+                future.set_result(None)
+
+    def _prepare(self, stop: int) -> None:
+        if self._round is not None:
+            self._page.prepare(stop)
+            newest = self._page.newest_step(len(self._round.ranks))
+            self._tell("prepared", stop=stop, newest=newest)
+
+    def _agree(self, stop: int) -> None:
+        if self._round is not None:
+            self._round.is_draining = True
+            self._page.agree(stop)
+
+    def _commit(self, generation: int, step: int) -> None:
+        reached("commit", self._host)
+        for deposit, manifest in self._store.sealed():
+            if manifest.step == step:
+                self._store.commit(deposit, generation)
+        self._tell("committed", generation=generation)
+        self._reserve()
+
+    def _stop(self, round: int) -> None:
+        """End the workers: after a drain they leave by themselves, and may say goodbye to their log writers."""
+        current = self._round
+        if current is not None and current.number == round:
+            if current.is_draining and not current.has_failed:
+                deadline = time.monotonic() + EXIT_GRACE_S
+                while time.monotonic() < deadline and self._workers.poll() is None:
+                    time.sleep(0.01)
+            self._workers.stop(1)
+            self._round = None
+            if current.reserved is not None and current.deposit is None:
+                self._store.discard(current.reserved)
+        self._tell("stopped", round=round)
+
+    def _drop(self, generation: int) -> None:
+        if generation in self._store.generations():
+            self._store.drop(generation)
+        self._reserve()
+
+    def _save(self, generation: int) -> None:
+        folder = self._spec.durable_dir
+        assert folder is not None
+        self._in_background(
+            lambda: self._store.copy_to(generation, folder / self._spec.job),
+            lambda path: self._tell("saved"),
+            "saving to the durable directory",
+        )
+
+    def _on_exit(self, code: int, reason: str) -> None:
+        log.info("event=exit host=%s code=%d reason=%r", self._host, code, reason)
+        self._end(code)
+
+    # ------------------------------------------------------------------ what workers say
+
+    def _on_worker(self, peer: Peer, method: str, arguments: Mapping[str, Json]) -> Json:
+        """Hand a worker's call to the loop and wait for the answer, in the connection's thread."""
+        calls: Mapping[str, Callable[..., None]] = {
+            "hello": self._hello,
+            "publish": self._publish,
+            "begin_deposit": self._begin_deposit,
+            "deposited": self._deposited,
+            "restored": self._restored,
+            "stepped": self._stepped,
+            "finished": self._finished,
+        }
+        if method not in calls:
+            raise UsageError(f"{method!r} is not a call of the agent.")
+        if method == "hello":
+            peer.name = str(arguments["rank"])
+        answer: Future[Json] = Future()
+        self._events.put(lambda: calls[method](answer, **arguments))
+        return answer.result()
+
+    def _on_worker_gone(self, peer: Peer) -> None:
+        if peer.name is not None:
+            rank = int(peer.name)
+            self._events.put(lambda: self._worker_gone(rank))
+
+    def _hello(self, answer: "Future[Json]", rank: int, pid: int) -> None:
+        assert self._round is not None
+        command = self._round.command
+        steps = {source["part"]["step"] for source in command["sources"].values()}
+        answer.set_result(
+            {
+                "degrees": command["degrees"],
+                "micro_batch_size": command["micro_batch_size"],
+                "snapshot_every": self._spec.config.store.snapshot_every,
+                "restorable_step": max(steps) if steps else None,
+            }
+        )
+
+    def _publish(
+        self, answer: "Future[Json]", rank: int, is_restoring: bool, held: Json, wanted: Json,
+        facts: Mapping[str, Json],
+    ) -> None:  # fmt: skip
+        current = self._round
+        assert current is not None
+        current.published[rank] = Published(
+            Collection.from_json(held), Collection.from_json(wanted), is_restoring, answer
+        )
+        current.facts.update(facts)
+        if not current.is_complete(current.published):
+            return
+        tables = [entry.held.tensors for entry in current.published.values()]
+        names = sorted({(tensor.name,) for table in tables for tensor in table})
+        self._tell("published", round=current.number, tensors=names)
+        if is_restoring and current.command["sources"]:
+            reached("plan", self._host)
+            self._prepare_restore(current)
+        else:
+            for entry in current.published.values():
+                entry.answer.set_result(None)
+            self._reserve()
+
+    def _prepare_restore(self, current: Round) -> None:
+        wants = {rank: entry.wanted for rank, entry in current.published.items()}
+        self._in_background(
+            lambda: prepare_restore(self._store, current.command, wants, self._token),
+            self._restore_prepared,
+            "planning and moving",
+        )
+
+    def _restore_prepared(self, restore: Restore) -> None:
+        current = self._round
+        assert current is not None
+        current.seconds |= {"plan": restore.plan_s, "move": restore.move_s}
+        current.bytes_local, current.bytes_remote = restore.bytes_local, restore.bytes_remote
+        if restore.grown is not None:
+            self._tell("grown", part=manifest_message(restore.grown))
+        for rank, entry in current.published.items():
+            entry.answer.set_result({**restore.common, "order": restore.orders[rank].to_json()})
+
+    def _restored(
+        self, answer: "Future[Json]", rank: int, fingerprints: list[str], seconds: Mapping[str, float],
+        note: str,
+    ) -> None:  # fmt: skip
+        current = self._round
+        assert current is not None
+        if rank == current.command["first_rank"]:
+            log.info("round=%d %s", current.number, note)
+        current.restored[rank] = ({"fingerprints": fingerprints, "seconds": seconds}, answer)
+        if not current.is_complete(current.restored):
+            return
+        ranks = sorted(current.restored)
+        for phase in ("restore", "proof"):
+            current.seconds[phase] = max(told["seconds"][phase] for told, _ in current.restored.values())
+        rows = concatenate([current.published[rank].wanted for rank in ranks])
+        self._tell(
+            "restored",
+            round=current.number,
+            rows=rows.to_json(),
+            fingerprints=[v for rank in ranks for v in current.restored[rank][0]["fingerprints"]],
+            seconds=current.seconds,
+            bytes_local=current.bytes_local,
+            bytes_remote=current.bytes_remote,
+        )
+
+    def _stepped(self, answer: "Future[Json]", rank: int, step: int, modules: list[str]) -> None:
+        current = self._round
+        assert current is not None
+        answer.set_result(None)
+        current.stepped.add(rank)
+        if modules and not self._is_warm:
+            path = write_preload(self._directory / "preload.json", modules)
+            warm_up(str(path))
+            self._is_warm = True
+        if current.is_complete(current.stepped):
+            self._tell("stepped", round=current.number)
+            self._reserve()
+
+    def _finished(self, answer: "Future[Json]", rank: int, step: int) -> None:
+        current = self._round
+        assert current is not None
+        answer.set_result(None)
+        current.finished.add(rank)
+
+    def _worker_gone(self, rank: int) -> None:
+        current = self._round
+        if current is None or rank not in current.ranks:
+            return
+        current.lost.add(rank)
+        under_way = current.deposit
+        if not current.is_draining:
+            return
+        if under_way is None or rank not in under_way.parts:
+            if self._page.has_reached_stop(rank - current.ranks.start):
+                log.error("event=worker_lost rank=%d while it deposits", rank)
+            elif rank not in current.finished:
+                self._fail(f"rank {rank} died on its way to the stop")
+                return
+        if current.is_complete(current.finished):
+            self._tell("finished", round=current.number)
+        elif under_way is not None:
+            self._seal_if_complete()
+
+    # ------------------------------------------------------------------ deposits
+
+    def _reserve(self) -> None:
+        """Make the next deposit's files beside the training, once the store has room for them."""
+        current = self._round
+        if current is None or not current.is_complete(current.published):
+            return
+        is_first = not current.command["sources"] and current.deposit is None and not current.stepped
+        if current.reserved is not None or current.is_reserving or (
+            not is_first and (not current.is_complete(current.stepped) or len(self._store.generations()) > 1)
+        ):
+            return
+        current.is_reserving = True
+        held = current.held()
+
+        def reserved(deposit: Deposit) -> None:
+            current.reserved, current.is_reserving = deposit, False
+            self._give_orders()
+
+        self._in_background(lambda: self._store.reserve(held), reserved, "making room for a deposit")
+
+    def _begin_deposit(self, answer: "Future[Json]", rank: int, reason: str, step: int) -> None:
+        current = self._round
+        assert current is not None
+        if current.deposit is None or current.deposit.step != step:
+            current.deposit = DepositUnderWay(reason, step)
+        current.deposit.waiting[rank] = answer
+        self._reserve()
+        self._give_orders()
+
+    def _give_orders(self) -> None:
+        """Answer the workers that wait for their order, once the files and the job's tensor count are there."""
+        current = self._round
+        if current is None or current.deposit is None:
+            return
+        if current.reserved is None or current.tensors is None:
+            return
+        for rank, answer in list(current.deposit.waiting.items()):
+            del current.deposit.waiting[rank]
+            answer.set_result(current.reserved.orders[rank].to_json())
+
+    def _deposited(
+        self, answer: "Future[Json]", rank: int, part: Json, consumed_samples: int, seconds: float
+    ) -> None:
+        current = self._round
+        assert current is not None and current.deposit is not None
+        answer.set_result(None)
+        current.deposit.parts[rank] = RankDeposit.from_json(part)
+        current.deposit.seconds = max(current.deposit.seconds, seconds)
+        current.deposit.consumed_samples = consumed_samples
+        self._seal_if_complete()
+
+    def _seal_if_complete(self) -> None:
+        current = self._round
+        assert current is not None and current.deposit is not None
+        under_way, deposit = current.deposit, current.reserved
+        if under_way.is_sealing or deposit is None:
+            return
+        if not current.is_complete(set(under_way.parts) | current.lost):
+            return
+        under_way.is_sealing = True
+        about = {
+            "consumed_samples": under_way.consumed_samples,
+            "degrees": current.command["degrees"],
+            "world_size": current.command["world_size"],
+            "tensors": current.tensors,
+            "facts": current.facts,
+            "time": time.time(),
+        }
+
+        def seal() -> Json:
+            began = time.monotonic()
+            manifest = self._store.seal(
+                deposit, step=under_way.step, about=about, parts=under_way.parts
+            )
+            log.info("event=seal step=%d took_s=%.3f", under_way.step, time.monotonic() - began)
+            return manifest_message(manifest)
+
+        def sealed(part: Json) -> None:
+            current.reserved, current.deposit = None, None
+            self._tell(
+                "sealed", round=current.number, reason=under_way.reason, part=part,
+                seconds=under_way.seconds,
+            )  # fmt: skip
+
+        self._in_background(seal, sealed, "sealing the deposit")
+
+
+def _write_secret(path: Path, secret: bytes) -> None:
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secret)

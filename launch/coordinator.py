@@ -1,0 +1,504 @@
+"""The coordinator: one small process a job, which feeds events to the rules of membership and carries their actions out.
+
+It holds no tensor. Agents call it (``join``, ``poll``, ``tell``); commands to an agent wait in a queue that its ``poll``
+empties. Its host is the one that must not die; any agent may drain, the first one too.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+from torch.distributed import TCPStore
+
+from scalai.core import membership as m
+from scalai.core.assignment import make_assign
+from scalai.core.choice import Choice, choose
+from scalai.core.collection import Collection, concatenate
+from scalai.core.degrees import parse_wish
+from scalai.core.errors import LayoutError, ProofError, UsageError
+from scalai.core.resize import active, advance, staying
+from scalai.launch.generations import Generations, check_whole
+from scalai.launch.job import JobSpec
+from scalai.launch.timeline import Timeline
+from scalai.runtime.messages import Address, Peer, Server
+from scalai.store.manifest import HostManifest, manifest_from_message, manifest_message
+
+POLL_S = 1.0
+LOST_AFTER_S = 15.0
+Json = Any
+
+
+class _Agent:
+    """What the coordinator keeps of one connected agent."""
+
+    def __init__(self, peer: Peer, address: tuple[str, int]) -> None:
+        self.peer = peer
+        self.address = address
+        self.commands: list[dict[str, Json]] = []
+        self.sent = 0
+        self.heard_at = time.monotonic()
+        self.newest = 0
+
+
+class Coordinator:
+    """Membership, generation numbers and the workers' rendezvous store of one job.
+
+    Args:
+        spec: What the job is; agents that bring another one are refused.
+        address: Where to listen: (interface, port), port 0 for a free one.
+        token: The job's secret; who does not have it is not listened to.
+        say: Takes log lines.
+    """
+
+    def __init__(
+        self, spec: JobSpec, address: tuple[str, int], token: bytes, say: Callable[[str], None]
+    ) -> None:
+        self._spec = spec
+        self._say = say
+        self._changed = threading.Condition()
+        self._agents: dict[str, _Agent] = {}
+        self._left: dict[str, _Agent] = {}
+        self._generations = Generations()
+        self._last_number = 0
+        self._timeline = Timeline(spec.report_dir, self._log)
+        self._workers: int | None = None
+        self._wish: str | None = None
+        self._excluded: list[Choice] = []
+        self._job = m.Job(
+            assign=self._assign(),
+            settle_s=spec.settle_s,
+            max_hosts=spec.max_hosts,
+            failures_left=spec.max_restarts,
+            has_durable_dir=spec.durable_dir is not None,
+        )
+        self._told: dict[str, dict[str, Json]] = {}
+        self._store: TCPStore | None = None
+        self._interface = address[0]
+        self._server = Server(address, token, self._handle, self._gone)
+
+    @property
+    def address(self) -> Address:
+        return self._server.address
+
+    def run(self) -> int:
+        """Serve until the job has ended and every agent has been told. Returns the job's exit code."""
+        while True:
+            with self._changed:
+                self._changed.wait(0.1)
+                now = time.monotonic()
+                for name, agent in list(self._agents.items()):
+                    if now - agent.heard_at > LOST_AFTER_S:
+                        self._lose(name, agent)
+                newest = max((a.newest for a in self._agents.values()), default=0)
+                self._feed(m.Ticked(now, newest))
+                waiting = [*self._agents.values(), *self._left.values()]
+                if self._job.phase is m.Phase.ENDED and not any(a.commands for a in waiting):
+                    break
+        time.sleep(0.2)  # the last answers are on their way
+        self._server.close()
+        return self._exit_code
+
+    _exit_code = 0
+
+    # ------------------------------------------------------------------ calls
+
+    def _handle(self, peer: Peer, method: str, arguments: Mapping[str, Json]) -> Json:
+        calls: Mapping[str, Callable[..., Json]] = {
+            "join": self._join,
+            "poll": self._poll,
+            "tell": self._tell,
+            "status": self._status,
+            "scale": self._scale,
+            "spec": self._read_spec,
+        }
+        if method not in calls:
+            raise UsageError(f"{method!r} is not a call of the coordinator.")
+        with self._changed:
+            answer = calls[method](peer, **arguments)
+            self._changed.notify_all()
+        return answer
+
+    def _gone(self, peer: Peer) -> None:
+        with self._changed:
+            for name, agent in list(self._agents.items()):
+                if agent.peer is peer:
+                    self._lose(name, agent)
+            self._left = {n: a for n, a in self._left.items() if a.peer is not peer}
+            self._changed.notify_all()
+
+    def _lose(self, name: str, agent: _Agent) -> None:
+        del self._agents[name]
+        self._generations.forget(name)
+        self._timeline.begin(f"host {name} is lost")
+        self._feed(m.HostLost(name, self._generations.covered(), time.monotonic()))
+
+    def _read_spec(self, peer: Peer) -> Json:
+        return self._spec.to_json()
+
+    def _join(
+        self, peer: Peer, host: str, slots: int, address: list[Json], parts: list[Json], spec: Json
+    ) -> Json:
+        if host in self._agents:
+            raise UsageError(
+                f"an agent of host {host!r} is already in job {self._spec.job!r}. "
+                "Give this one another --host-id, or stop the other."
+            )
+        difference = self._spec.difference(JobSpec.from_json(spec))
+        if difference:
+            raise UsageError(f"this agent brings another job: {difference}. Start all agents alike.")
+        if self._job.phase is m.Phase.ENDED:
+            raise UsageError(f"job {self._spec.job!r} has ended. Start it anew.")
+        self._agents[host] = _Agent(peer, (str(address[0]), int(address[1])))
+        manifests = [manifest_from_message(part, host) for part in parts]
+        for manifest in manifests:
+            self._generations.add(manifest)
+        self._timeline.begin(f"host {host} joined")
+        self._last_number = max([self._last_number, *(part.generation for part in manifests)])
+        self._log(f"event=join host={host} slots={slots}")
+        covered = self._generations.covered()
+        self._feed(m.HostJoined(host, slots, covered, bool(manifests), time.monotonic()))
+        return {"round": self._job.round}
+
+    def _poll(self, peer: Peer, host: str, newest: int) -> Json:
+        agent = self._agents.get(host) or self._left.get(host)
+        if agent is None:
+            raise UsageError(f"host {host!r} is not in the job (any more).")
+        agent.heard_at = time.monotonic()
+        agent.newest = newest
+        if not agent.commands:
+            self._changed.wait(POLL_S)
+        agent.heard_at = time.monotonic()
+        commands, agent.commands = agent.commands, []
+        return commands
+
+    def _tell(self, peer: Peer, host: str, event: str, **facts: Json) -> Json:
+        handlers: Mapping[str, Callable[..., None]] = {
+            "prepared": self._on_prepared,
+            "sealed": self._on_sealed,
+            "committed": self._on_committed,
+            "stopped": self._on_stopped,
+            "failed": self._on_failed,
+            "published": self._on_published,
+            "grown": self._on_grown,
+            "restored": self._on_restored,
+            "stepped": self._on_stepped,
+            "finished": lambda host, round: self._feed(m.Finished(host, round)),
+            "saved": lambda host: self._feed(m.Saved(host)),
+            "leaving": self._on_leaving,
+            "slots": self._on_slots,
+        }
+        if host not in self._agents:
+            return None  # it was released or lost in between
+        handlers[event](host, **facts)
+        return None
+
+    def _status(self, peer: Peer) -> Json:
+        job = self._job
+        newest = job.newest_generation
+        return {
+            "job": self._spec.job,
+            "phase": job.phase.value,
+            "round": job.round,
+            "world_size": job.current.degrees.world_size if job.current else 0,
+            "degrees": str(job.current.degrees) if job.current else None,
+            "reason": job.current.reason if job.current else None,
+            "hosts": {h: {"slots": s} for h, s in staying(job)},
+            "workers": dict(job.current.workers) if job.current else {},
+            "generation": newest.number if newest else None,
+            "generation_step": newest.step if newest else None,
+            "step": max((a.newest for a in self._agents.values()), default=0),
+            "restarts_left": job.failures_left,
+            "last_resize": self._timeline.reports[-1] if self._timeline.reports else None,
+        }
+
+    def _scale(
+        self, peer: Peer, nproc: int | None, nnodes: int | None, degrees: str | None, dry_run: bool
+    ) -> Json:
+        before = (self._workers, self._spec, self._wish)
+        self._workers = nproc
+        if nnodes is not None:
+            self._spec = self._spec.with_max_hosts(nnodes)
+        self._wish = degrees
+        assign = self._assign()
+        target = assign(staying(self._job), self._job.current.degrees if self._job.current else None)
+        if target is None or dry_run:
+            self._workers, self._spec, self._wish = before
+        if target is None:
+            raise UsageError(
+                f"no valid degrees for --nproc {nproc} --nnodes {nnodes} --degrees {degrees} on the hosts "
+                f"{dict(staying(self._job))}. Run scalai-run --check-elastic for the worlds that are valid."
+            )
+        if not dry_run:
+            self._timeline.begin("scale")
+            self._feed(m.Rescaled(assign, time.monotonic()))
+        return {"degrees": str(target.degrees), "workers": dict(target.workers), "reason": target.reason}
+
+    # ------------------------------------------------------------------ what agents tell
+
+    def _on_prepared(self, host: str, stop: int, newest: int) -> None:
+        self._feed(m.Prepared(host, stop, newest))
+
+    def _on_sealed(self, host: str, round: int, reason: str, part: Json, seconds: float) -> None:
+        """A host's deposit is sealed; ``part`` None: it has nothing (its workers died before they wrote)."""
+        parts: Mapping[str, HostManifest] = {}
+        if part is not None:
+            parts = self._generations.deposit(manifest_from_message(part, host))
+        if reason == "stop":
+            self._told.setdefault("deposit", {})[host] = seconds
+            self._feed(m.Deposited(host, round))
+            return
+        hosts = tuple(sorted(active(self._job)))
+        if round == self._job.round and set(parts) >= set(hosts):
+            step = parts[host].step
+            try:
+                check_whole(parts.values())
+            except LayoutError as error:
+                self._log(f"event={reason} step={step} refused: {error}")
+                return
+            number = self._commit(step)
+            self._log(f"event={reason} committed={number} step={step}")
+            self._feed(m.Snapshotted(hosts, step, number))
+
+    def _on_committed(self, host: str, generation: int) -> None:
+        self._feed(m.Committed(host, generation))
+        if self._job.phase is m.Phase.STOPPING:
+            self._timeline.phase("commit", self._timeline.since("sealed"), generation=generation)
+            self._timeline.mark("committed")
+
+    def _on_stopped(self, host: str, round: int) -> None:
+        self._feed(m.Stopped(host, round))
+
+    def _on_failed(self, host: str, round: int, reason: str, out_of_memory: bool = False) -> None:
+        current = self._job.current
+        if out_of_memory and current is not None and self._job.phase is m.Phase.STARTING:
+            failed = Choice(current.degrees, (), current.reason, current.micro_batch_size)
+            self._excluded.append(failed)
+            self._job = m.replace_assign(self._job, self._assign())
+            reason += f"; {current.degrees} is not tried again"
+        self._timeline.begin(reason)
+        self._feed(m.WorkersFailed(host, round, reason))
+
+    def _on_published(self, host: str, round: int, tensors: list[Json]) -> None:
+        """A host's workers have built their models and said what they hold."""
+        published = self._told.setdefault("published", {})
+        if round != self._job.round:
+            return
+        published[host] = tensors
+        if set(published) >= active(self._job):
+            names = {name for table in published.values() for name, *_ in table}
+            self._timeline.phase("relaunch", self._timeline.since("committed"), tensors=len(names))
+            self._command(active(self._job), command="expect", tensors=len(names))
+
+    def _on_grown(self, host: str, part: Json) -> None:
+        """A host fetched what its workers need: it holds that from now on."""
+        self._generations.add(manifest_from_message(part, host))
+        newest = self._job.newest_generation
+        if newest is not None:
+            grown = m.Generation(newest.number, newest.step, newest.hosts | {host})
+            self._job = m.replace_newest(self._job, grown)
+
+    def _on_restored(
+        self, host: str, round: int, rows: Json, fingerprints: list[str], seconds: dict[str, float],
+        bytes_local: int, bytes_remote: int,
+    ) -> None:  # fmt: skip
+        if round != self._job.round or self._job.newest_generation is None:
+            return
+        told = self._told.setdefault("restored", {})
+        values = np.array([int(value, 16) for value in fingerprints], dtype=np.uint64)
+        told[host] = (Collection.from_json(rows), values, seconds, bytes_local, bytes_remote)
+        if set(told) < active(self._job):
+            return
+        for name in ("plan", "move", "restore"):
+            self._timeline.phase(name, max(entry[2][name] for entry in told.values()))
+        self._timeline.note(
+            bytes_local=sum(entry[3] for entry in told.values()),
+            bytes_remote=sum(entry[4] for entry in told.values()),
+        )
+        began = time.monotonic()
+        number = self._job.newest_generation.number
+        try:
+            self._generations.prove(
+                number,
+                concatenate([entry[0] for entry in told.values()]),
+                np.concatenate([entry[1] for entry in told.values()]),
+            )
+        except (ProofError, LayoutError) as error:
+            self._feed(m.WorkersFailed(host, round, f"the restored state is not the deposited one: {error}"))
+            return
+        hashing = max(entry[2]["proof"] for entry in told.values())
+        self._timeline.phase("proof", hashing + time.monotonic() - began, generation=number)
+        self._timeline.mark("proven")
+        self._command(active(self._job), command="proceed")
+
+    def _on_stepped(self, host: str, round: int) -> None:
+        self._feed(m.Stepped(host, round))
+
+    def _on_leaving(self, host: str) -> None:
+        self._timeline.begin(f"host {host} drains")
+        self._log(f"event=leaving host={host}")
+        self._feed(m.HostLeaving(host, time.monotonic()))
+
+    def _on_slots(self, host: str, slots: int) -> None:
+        self._timeline.begin(f"host {host} has {slots} devices")
+        self._feed(m.SlotsChanged(host, slots, time.monotonic()))
+
+    # ------------------------------------------------------------------ events in, actions out
+
+    def _feed(self, event: m.Event) -> None:
+        was = self._job.phase
+        self._job, actions = advance(self._job, event)
+        if self._job.phase is not was:
+            self._entered(was, self._job.phase)
+        for action in actions:
+            self._perform(action)
+
+    def _entered(self, was: m.Phase, now: m.Phase) -> None:
+        line = self._timeline
+        if now is m.Phase.PREPARING:
+            line.phase("detect", line.since("event"))
+            line.mark("preparing")
+        elif now is m.Phase.DRAINING:
+            self._told["deposit"] = {}
+        elif now is m.Phase.COMMITTING:
+            deposit = max(self._told.get("deposit", {}).values(), default=0.0)
+            line.phase("drain", max(0.0, line.since("preparing") - deposit))
+            line.phase("deposit", deposit)
+            line.mark("sealed")
+        elif now is m.Phase.STARTING:
+            self._told["published"], self._told["restored"] = {}, {}
+
+    def _perform(self, action: m.Action) -> None:
+        match action:
+            case m.Prepare(hosts, stop):
+                self._command(hosts, command="prepare", stop=stop)
+            case m.Agree(hosts, stop):
+                self._command(hosts, command="agree", stop=stop)
+            case m.Withdraw(hosts):
+                self._command(hosts, command="withdraw")
+            case m.Judge(hosts):
+                self._judge(hosts)
+            case m.Commit(hosts, generation):
+                step = self._generations.step(generation)
+                self._command(hosts, command="commit", generation=generation, step=step)
+            case m.StopWorkers(hosts, reason):
+                self._log(f"event=stop_workers reason={reason!r}")
+                self._command(hosts, command="stop", round=self._job.round)
+            case m.StartRound():
+                self._start(action)
+            case m.Release():
+                self._release(action)
+            case m.SaveDurable(hosts, generation):
+                self._command(hosts, command="save", generation=generation)
+            case m.Exit(hosts, code, reason):
+                self._exit_code = code
+                self._log(f"event=exit code={code} reason={reason!r}")
+                self._command(hosts, command="exit", code=code, reason=reason)
+            case m.Say(text):
+                self._log(f"event=note {text}")
+
+    def _judge(self, hosts: Iterable[str]) -> None:
+        step, parts = self._generations.deposited(hosts)
+        newest = self._job.newest_generation
+        try:
+            if not parts or (newest is not None and step < newest.step):
+                raise LayoutError("no host has a deposit.")
+            check_whole(parts.values())
+        except LayoutError as error:
+            fallback = f"generation {newest.number} of step {newest.step}" if newest else "nothing"
+            lost = self._job.stop - newest.step if newest else self._job.stop
+            self._log(f"event=deposit_incomplete {error} going_back_to={fallback!r} steps_lost={lost}")
+            self._timeline.note(steps_lost=lost)
+            self._feed(m.Judged(False, step, 0))
+            return
+        self._feed(m.Judged(True, step, self._commit(step)))
+
+    def _commit(self, step: int) -> int:
+        """Number the deposits of a step: from now on they are a generation."""
+        self._last_number += 1
+        self._generations.commit(self._last_number, step)
+        return self._last_number
+
+    def _start(self, action: m.StartRound) -> None:
+        assignment = action.assignment
+        self._timeline.note(
+            round=action.round,
+            generation=action.generation,
+            before=self._degrees_before,
+            after=str(assignment.degrees),
+            workers=dict(assignment.workers),
+            why=assignment.reason,
+        )
+        self._timeline.mark("committed")
+        self._degrees_before = str(assignment.degrees)
+        self._log(f"event=round {assignment.reason!r} generation={action.generation}")
+        # Workers are clients of this store (TORCHELASTIC_USE_AGENT_STORE); a new one a round, so that no key is stale.
+        self._store = TCPStore(
+            self._interface, 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
+        )
+        sources = {}
+        if action.generation is not None:
+            for host, part in self._generations.parts(action.generation).items():
+                sources[host] = {"address": self._agents[host].address, "part": manifest_message(part)}
+        first = 0
+        hosts = assignment.active
+        for host, count in assignment.workers:
+            if count:
+                self._command(
+                    [host],
+                    command="start",
+                    round=action.round,
+                    generation=action.generation,
+                    sources=sources,
+                    group=hosts,
+                    world_size=assignment.degrees.world_size,
+                    degrees=assignment.degrees.to_json(),
+                    micro_batch_size=assignment.micro_batch_size,
+                    group_rank=hosts.index(host),
+                    group_world_size=len(hosts),
+                    first_rank=first,
+                    local_world_size=count,
+                    master_addr=self._interface,
+                    master_port=self._store.port,
+                )
+                first += count
+
+    _degrees_before: str | None = None
+
+    def _release(self, action: m.Release) -> None:
+        if self._job.phase is m.Phase.RUNNING and self._timeline.is_open:
+            self._timeline.phase("first_step", self._timeline.since("proven"))
+            report = self._timeline.close()
+            self._log(f"event=resized total_s={report['total_s']:.3f} degrees={report.get('after')}")
+        if action.keep is not None:
+            for number in self._generations.keep(action.keep):
+                self._command(self._agents, command="drop", generation=number)
+        for host in action.leaving:
+            self._command([host], command="exit", code=0, reason="drained: the job goes on without this host")
+            self._left[host] = self._agents.pop(host)
+            self._generations.forget(host)
+
+    def _command(self, hosts: Iterable[str], **command: Json) -> None:
+        for host in hosts:
+            if host in self._agents:
+                self._agents[host].commands.append(command)
+        self._changed.notify_all()
+
+    def _assign(self) -> m.Assign:
+        return make_assign(
+            choose,
+            self._spec.limits,
+            self._spec.policy,
+            min_hosts=self._spec.min_hosts,
+            max_hosts=self._spec.max_hosts,
+            max_workers=self._workers,
+            excluded=self._excluded,
+            requested=parse_wish(self._wish) if self._wish else None,
+        )
+
+    def _log(self, text: str) -> None:
+        newest = self._job.newest_generation
+        self._say(f"generation={newest.number if newest else 0} round={self._job.round} {text}")
+

@@ -1,0 +1,152 @@
+"""Where the processes of a job find each other: the coordinator's address and the job's token."""
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from scalai.core.errors import PeerError, UsageError
+from scalai.launch.job import JobSpec
+from scalai.runtime.messages import Channel
+from scalai.store.places import default_store_dir
+
+TOKEN_VARIABLE = "SCALAI_JOB_TOKEN"
+CARD = "coordinator.json"
+JOIN_TIMEOUT_S = 60.0
+
+
+def job_directory(spec: JobSpec) -> Path:
+    """Return this machine's folder of the job, made if it is not there."""
+    folder = (spec.store_dir or default_store_dir()) / spec.job
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def find_coordinator(spec: JobSpec) -> tuple[tuple[str, int], bytes]:
+    """Return the address and token of the job's coordinator; start one beside this agent where there is none.
+
+    Agents on one machine find it by a card in the job's folder. With ``--coordinator HOST:PORT`` it is started on that
+    host by the first agent there; other hosts wait for it.
+
+    Raises:
+        UsageError: Several hosts, and no token in the environment.
+        PeerError: Nobody answers there within the time.
+    """
+    endpoint, folder = spec.options.coordinator, job_directory(spec)
+    if endpoint is None or _is_here(_split(endpoint)[0]):
+        with _one_at_a_time(folder):
+            card = read_card(folder)
+            if card is not None:
+                return card
+            return _start_coordinator(spec, folder, endpoint)
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token is None:
+        raise UsageError(
+            f"the coordinator {endpoint} is on another host; set {TOKEN_VARIABLE} to the same secret on all hosts, "
+            "for example to the output of: openssl rand -hex 32"
+        )
+    address = _split(endpoint)
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while True:
+        try:
+            Channel(address, token.encode()).close()
+            return address, token.encode()
+        except PeerError as error:
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"no coordinator at {endpoint} after {JOIN_TIMEOUT_S:.0f} s ({error}). Start the agent of that "
+                    "host, or `scalai coordinator` there."
+                ) from error
+            time.sleep(0.2)
+
+
+def read_card(folder: Path) -> tuple[tuple[str, int], bytes] | None:
+    """Return the address and token of a live coordinator that left its card in the job's folder, else None."""
+    try:
+        card = json.loads((folder / CARD).read_text())
+    except (OSError, ValueError):
+        return None
+    address, token = (str(card["host"]), int(card["port"])), bytes.fromhex(card["token"])
+    try:
+        Channel(address, token).close()
+    except PeerError:
+        return None
+    return address, token
+
+
+def write_card(folder: Path, address: tuple[str, int], token: bytes) -> None:
+    """Leave the card, readable by this user alone."""
+    card: Mapping[str, Any] = {"host": address[0], "port": address[1], "token": token.hex()}
+    aside = folder / f".{CARD}.{os.getpid()}"
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(json.dumps(card))
+    os.replace(aside, folder / CARD)
+
+
+def _start_coordinator(
+    spec: JobSpec, folder: Path, endpoint: str | None
+) -> tuple[tuple[str, int], bytes]:
+    """Start a coordinator that outlives this agent, and wait until it answers."""
+    (folder / CARD).unlink(missing_ok=True)
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
+    host, port = _split(endpoint) if endpoint else ("127.0.0.1", 0)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scalai.launch.coordinator_process", str(folder), f"{host}:{port}"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, TOKEN_VARIABLE: token},
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(spec.to_json()).encode())
+    process.stdin.close()
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while time.monotonic() < deadline:
+        card = read_card(folder)
+        if card is not None:
+            return card
+        if process.poll() is not None:
+            break
+        time.sleep(0.02)
+    raise PeerError(
+        f"the coordinator does not answer (exit code {process.poll()}). Is {host}:{port} free? Name another "
+        "--coordinator HOST:PORT."
+    )
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Keep two agents of one machine from both starting a coordinator."""
+    with open(folder / "coordinator.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"--coordinator {endpoint} is not HOST:PORT.")
+    return host, int(port)
+
+
+def _is_here(host: str) -> bool:
+    """Whether an address of ``host`` can be bound on this machine."""
+    try:
+        for family, kind, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as probe:
+                try:
+                    probe.bind(address)
+                    return True
+                except OSError:
+                    continue
+    except socket.gaierror as error:
+        raise UsageError(f"--coordinator names host {host!r}, which is unknown: {error}.") from error
+    return False

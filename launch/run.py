@@ -1,0 +1,107 @@
+"""``scalai-run``: in place of torchrun, with the same flags. Starts this host's agent and stays until it ends."""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.run import determine_local_world_size
+
+from scalai.core.errors import ScalaiError
+from scalai.launch.agent import Agent
+from scalai.launch.job import JobSpec
+from scalai.launch.logs import configure
+from scalai.launch.places import find_coordinator
+from scalai.launch.probe import DeviceProbe
+from scalai.launch.torch_elastic import WorkerSet, self_check
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point. Exits 0: done or drained; 1: failed; 2: wrong usage; 3: refused; 75: stopped, resumable."""
+    try:
+        spec = JobSpec.read(sys.argv[1:] if argv is None else argv)
+        code = run_agent(spec)
+    except ScalaiError as error:
+        print(f"scalai-run: {error}", file=sys.stderr)
+        code = error.exit_code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of torch's log tailing and of our servers must not keep a finished agent alive.
+    os._exit(code)
+
+
+def run_agent(spec: JobSpec) -> int:
+    """Run this host's agent until the job has ended or the host is drained. Returns the exit code."""
+    options = spec.options
+    host = options.host_id or socket.gethostname()
+    configure(host)
+    self_check()
+    slots = determine_local_world_size(options.nproc_per_node)
+    if slots > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun
+    for line in spec.config.describe().splitlines() if spec.is_elastic else ():
+        log.info("event=config %s", line)
+    address, token = find_coordinator(spec)
+    logs = DefaultLogsSpecs(
+        log_dir=options.log_dir, redirects=Std.from_str(options.redirects), tee=Std.from_str(options.tee)
+    )
+    interface = options.local_addr or ("127.0.0.1" if address[0] == "127.0.0.1" else _own_address(address))
+    workers = WorkerSet(spec.job, options.role, logs)
+    agent = Agent(spec, host, slots, address, token, interface, workers)
+    _handle_signals(agent)
+    _start_probe(spec, agent)
+    ended: list[int] = []
+    # torch's process contexts set signal handlers when they are started from the main thread; ours stay this way.
+    thread = threading.Thread(target=lambda: ended.append(agent.run()), name="agent")
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.5)  # short, so that signals are handled
+    return ended[0] if ended else 1
+
+
+def _handle_signals(agent: Agent) -> None:
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) == 1:
+            log.info("event=signal %s: draining; a second signal stops now", signal.Signals(number).name)
+            agent.leave()
+        else:
+            agent.stop_now(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+
+
+def _start_probe(spec: JobSpec, agent: Agent) -> None:
+    """Ask for the number of working devices now and then, in a thread of its own."""
+    if spec.config.probe.kind == "none":
+        return
+    probe = DeviceProbe(spec.config.probe)
+
+    def ask() -> None:
+        while True:
+            threading.Event().wait(spec.config.probe.interval_s)
+            slots = probe.read()
+            if slots is not None:
+                agent.set_slots(slots)
+
+    threading.Thread(target=ask, name="probe", daemon=True).start()
+
+
+def _own_address(coordinator: tuple[str, int]) -> str:
+    """Return the address of this host that the coordinator's network reaches."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(coordinator)
+        return str(probe.getsockname()[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The one place that touches torch.distributed.elastic's private hooks: a host's set of worker processes.
+
+``WorkerSet`` is torch's ``LocalElasticAgent`` whose rendezvous is an assignment that the coordinator made. Starting,
+environment, logs, error files and death of workers are torch's; when to start and to stop them is decided elsewhere.
+``self_check`` refuses a torch whose hooks look different; tests/launch/test_torch_elastic.py holds the same as a contract.
+"""
+
+import importlib
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import forkserver, get_context
+from typing import Any
+
+import torch
+from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from scalai.core.errors import RefusedError
+
+WORKER_MODULE = "scalai.patches.worker"
+PRELOAD_MODULE = "scalai.patches.preload"
+
+_HOOKS: Mapping[str, tuple[str, ...]] = {
+    "_initialize_workers": ("self", "worker_group"),
+    "_assign_worker_ranks": ("self", "store", "group_rank", "group_world_size", "spec"),
+    "_set_local_rank_env": ("self", "worker_env", "local_rank", "spec"),
+    "_monitor_workers": ("self", "worker_group"),
+    "_shutdown": ("self", "death_sig", "timeout"),
+}
+
+
+def self_check() -> None:
+    """Raise ``RefusedError`` if torch's agent does not have the hooks that this module uses."""
+    for name, parameters in _HOOKS.items():
+        method = getattr(LocalElasticAgent, name, None)
+        found = tuple(inspect.signature(inspect.unwrap(method)).parameters) if method else None
+        if found != parameters:
+            raise RefusedError(
+                f"torch {torch.__version__}: LocalElasticAgent.{name} takes {found}, expected {parameters}. "
+                "This version of scalai-run was made for torch 2.13; install that or a newer scalai."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where this host's workers stand in a round."""
+
+    round: int
+    group_rank: int
+    group_world_size: int
+    first_rank: int
+    local_world_size: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the workers ended: no failures means that every one of them exited with 0."""
+
+    failures: tuple[str, ...] = ()
+
+
+class _Assigned(RendezvousHandler):
+    """A rendezvous that is already decided. ``use_agent_store``: the coordinator hosts the workers' store."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self.placement: Placement | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "scalai"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        assert self.placement is not None
+        place = self.placement
+        address = RendezvousStoreInfo(place.master_addr, place.master_port)
+        return RendezvousInfo(HashStore(), place.group_rank, place.group_world_size, address)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return None
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def run_forked(*arguments: str) -> None:
+    """Entry of a worker that was forked warm: the same module that a cold worker runs with ``python -m``."""
+    importlib.import_module(WORKER_MODULE).main(list(arguments))
+
+
+class WorkerSet(LocalElasticAgent):
+    """The worker processes of one host.
+
+    Args:
+        run_id: The job's name.
+        role, redirects: As torchrun's ``--role``, ``--log-dir``, ``--redirects`` and ``--tee``.
+    """
+
+    def __init__(self, run_id: str, role: str, logs: LogsSpecs | None = None) -> None:
+        self._assigned = _Assigned(run_id)
+        spec = WorkerSpec(
+            role=role,
+            local_world_size=1,
+            rdzv_handler=self._assigned,
+            entrypoint=sys.executable,
+            args=(),
+            max_restarts=0,
+        )
+        super().__init__(spec, logs or DefaultLogsSpecs(), start_method="forkserver")
+        self._is_up = False
+
+    def start(self, place: Placement, arguments: Sequence[str], *, warm: bool) -> None:
+        """Start the workers of ``place``; ``arguments`` are the script and what follows it.
+
+        ``warm``: fork them from the server that ``warm_up`` started; else a plain exec.
+        """
+        spec = self._worker_group.spec
+        spec.entrypoint = run_forked if warm else sys.executable
+        spec.args = tuple(arguments) if warm else ("-u", "-m", WORKER_MODULE, *arguments)
+        spec.local_world_size = place.local_world_size
+        self._assigned.placement = place
+        self._initialize_workers(self._worker_group)
+        self._is_up = True
+
+    def poll(self) -> Outcome | None:
+        """Return how the workers ended, or None while any runs. A failed worker takes the others with it."""
+        if not self._is_up:
+            return None
+        result: RunResult = self._monitor_workers(self._worker_group)
+        if result.state is WorkerState.HEALTHY:
+            return None
+        self._is_up = False
+        failures = tuple(
+            f"rank {rank} {_ending(failure.exitcode)}" for rank, failure in result.failures.items()
+        )
+        return Outcome(failures or (() if result.state is WorkerState.SUCCEEDED else (result.state.name,)))
+
+    def stop(self, timeout_s: int = 5) -> None:
+        """End whatever workers live: SIGTERM, then SIGKILL after ``timeout_s``. Blocks until they are gone."""
+        if self._is_up:
+            self._shutdown(signal.SIGTERM, timeout_s)
+        self._is_up = False
+
+    def pids(self) -> dict[int, int]:
+        """Process numbers by local rank."""
+        return {w.local_rank: int(w.id) for w in self._worker_group.workers} if self._is_up else {}
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        place = self._assigned.placement
+        assert place is not None
+        ranks = range(place.local_world_size)
+        return [
+            Worker(local, place.first_rank + local, place.first_rank + local, place.world_size, place.world_size)
+            for local in ranks
+        ]
+
+    def _set_local_rank_env(
+        self, worker_env: dict[str, str | None], local_rank: int, spec: WorkerSpec
+    ) -> None:
+        super()._set_local_rank_env(worker_env, local_rank, spec)
+        place = self._assigned.placement
+        assert place is not None
+        worker_env.update(place.environment)
+        worker_env["TORCHELASTIC_RESTART_COUNT"] = str(place.round - 1)
+        worker_env.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+
+
+def warm_up(preload_file: str) -> None:
+    """Start the fork server that imports what the file lists. Returns at once; the imports run beside.
+
+    The server of an earlier call is left to its children and a new one takes its place.
+    """
+    os.environ["SCALAI_PRELOAD"] = preload_file
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([PRELOAD_MODULE])
+    server.ensure_running()
+    # The context's processes go through this module's singleton (CPython 3.11 to 3.13, forkserver.py, last lines).
+    forkserver._forkserver = server  # type: ignore[attr-defined]
+    for name in ("ensure_running", "get_inherited_fds", "connect_to_new_process", "set_forkserver_preload"):
+        setattr(forkserver, name, getattr(server, name))
+    get_context("forkserver")
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"exited with {exit_code}"

@@ -1,0 +1,32 @@
+"""What a fork server imports before it forks workers: the modules that the workers of the first round had imported.
+
+Importing is all it does: no CUDA, no store, no thread. A module that cannot be imported is left to the worker, which then
+shows the error where the user expects it.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from scalai.patches import hooks
+
+
+def preload(path: Path) -> None:
+    """Import what the file lists (``modules``), from where its workers imported it (``sys_path``)."""
+    order = json.loads(path.read_text())
+    sys.path[:0] = [entry for entry in order["sys_path"] if entry not in sys.path]
+    hooks.install()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in order["modules"]:
+            if name not in sys.modules:
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(name)
+
+
+if "SCALAI_PRELOAD" in os.environ:
+    preload(Path(os.environ["SCALAI_PRELOAD"]))

@@ -1,0 +1,71 @@
+"""Entry point of a worker: ``python -m scalai.patches.worker [-m] SCRIPT ARGUMENTS``, or ``main`` in a warm fork.
+
+It ties the worker's life to its agent's, hooks the frameworks that the script will import, and runs the script as
+``__main__``, as torchrun's workers run it. Without an agent that says so, nothing is hooked.
+"""
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from select import POLLIN, poll
+
+from scalai.patches import hooks
+from scalai.runtime import session
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a script (``path``) or a module (``-m name``) with its arguments as this worker's job."""
+    die_with_the_agent()
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is not None and "torch" in sys.modules:
+        # A fork inherits the thread count that torch took when the fork server imported it.
+        sys.modules["torch"].set_num_threads(int(threads))
+    if os.environ.get("SCALAI_ELASTIC") == "1":
+        hooks.install()
+    is_module = arguments[0] == "-m"
+    target, rest = (arguments[1], arguments[2:]) if is_module else (arguments[0], arguments[1:])
+    sys.argv = [target, *rest]
+    if is_module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(target).resolve().parent))
+        runpy.run_path(target, run_name="__main__")
+    job = session.current()
+    if job is not None:
+        job.finish()
+
+
+def die_with_the_agent() -> None:
+    """Make sure that this process does not outlive its agent: training on as an orphan would corrupt the job.
+
+    The kernel's parent-death signal covers a worker that the agent started itself; one from the fork server has another
+    parent, so a thread waits on the agent's process too.
+    """
+    agent = os.environ.get("SCALAI_AGENT_PID")
+    if agent is None:
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        watched = os.pidfd_open(int(agent))
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait() -> None:
+        waiter = poll()
+        waiter.register(watched, POLLIN)
+        waiter.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="agent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

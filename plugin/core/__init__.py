@@ -1,0 +1,1 @@
+"""The functional core: values in, values out; standard library and numpy only."""

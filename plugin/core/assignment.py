@@ -1,0 +1,64 @@
+"""From hosts with free devices to workers with degrees."""
+
+from collections.abc import Sequence
+
+from scalai.core.choice import Choice, DegreePlanner, DegreePolicy
+from scalai.core.degrees import Degrees, ModelLimits, Wish
+from scalai.core.errors import RefusedError
+from scalai.core.membership import Assign, Assignment
+
+
+def make_assign(
+    planner: DegreePlanner,
+    limits: ModelLimits,
+    policy: DegreePolicy,
+    *,
+    min_hosts: int,
+    max_hosts: int,
+    max_workers: int | None = None,
+    excluded: Sequence[Choice] = (),
+    requested: Wish | None = None,
+) -> Assign:
+    """Return the function that assigns workers to the hosts that are there.
+
+    Args:
+        planner: Chooses the degrees for a number of ranks.
+        max_workers: Workers in total, from ``scalai scale --nproc``; None: every slot.
+        excluded: Choices that ran out of memory.
+        requested: Degrees that a person asked for.
+
+    The returned function gives None where too few hosts are there or no degrees are valid.
+    """
+
+    def assign(
+        hosts: tuple[tuple[str, int], ...], present: Degrees | None
+    ) -> Assignment | None:
+        if len(hosts) < min_hosts:
+            return None
+        used = hosts[:max_hosts]
+        world = sum(slots for _, slots in used)
+        if max_workers is not None:
+            world = min(world, max_workers)
+        if world < 1:
+            return None
+        try:
+            choice = planner(
+                world, limits, policy, present, excluded=excluded, requested=requested
+            )
+        except RefusedError:
+            return None
+        workers = _fill(used, choice.degrees.world_size) + tuple((h, 0) for h, _ in hosts[max_hosts:])
+        return Assignment(workers, choice.degrees, choice.micro_batch_size, choice.reason)
+
+    return assign
+
+
+def _fill(hosts: tuple[tuple[str, int], ...], world: int) -> tuple[tuple[str, int], ...]:
+    """Give ``world`` workers to the hosts in order, each as many as it has slots for."""
+    filled = []
+    for name, slots in hosts:
+        count = min(slots, world)
+        world -= count
+        filled.append((name, count))
+    assert world == 0, "more ranks than slots"
+    return tuple(filled)

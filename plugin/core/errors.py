@@ -1,0 +1,40 @@
+"""One tree of errors: catch ``ScalaiError`` for all of them, or one leaf.
+
+Every message says what was found, what was expected and the way out.
+"""
+
+
+class ScalaiError(Exception):
+    """Anything that Scalai refuses or fails at. ``exit_code`` is what a command ends with."""
+
+    exit_code = 1
+
+
+class UsageError(ScalaiError, ValueError):
+    """Wrong flags or a wrong configuration file."""
+
+    exit_code = 2
+
+
+class RefusedError(ScalaiError, ValueError):
+    """Input that cannot be used: a damaged state, an unsupported job or version."""
+
+    exit_code = 3
+
+
+class LayoutError(RefusedError):
+    """Shards that do not make up their tensors: holes, overlaps, unequal shapes."""
+
+
+class StoreError(RefusedError):
+    """A Tensor Store that cannot be opened, has no room or holds a damaged generation."""
+
+
+class ProofError(ScalaiError):
+    """Two states that should be equal have different fingerprints."""
+
+    exit_code = 4
+
+
+class PeerError(ScalaiError):
+    """Another process of the job is gone, silent, unknown, or has answered with an error."""

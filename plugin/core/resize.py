@@ -1,0 +1,339 @@
+"""The rules of membership: ``advance(job, event)`` returns the next state of the job and what must be done.
+
+Nothing here waits, sends or reads a clock. Every rule keeps one promise: a committed generation stays until a newer one is
+committed and, after a resize, until every new rank has stepped.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import singledispatch
+
+from scalai.core.membership import (
+    Action, Agree, Assignment, Commit, Committed, Deposited, Event, Exit, Finished, Generation, Host,
+    HostJoined, HostLeaving, HostLost, Job, Judge, Judged, Phase, Prepare, Prepared, Release, Rescaled, Result,
+    SaveDurable, Saved, Say, SlotsChanged, Snapshotted, StartRound, Stepped, Stopped, StopWorkers, Ticked,
+    Withdraw, WorkersFailed,
+)  # fmt: skip
+
+RESIZABLE = (Phase.WAITING, Phase.STARTING, Phase.RUNNING)
+"""Phases in which a change begins something new; in the others it is met when the next round is assigned."""
+
+
+def advance(job: Job, event: Event) -> Result:
+    """Return the job after ``event`` and the actions that the coordinator must carry out, in order."""
+    if job.phase is Phase.ENDED:
+        return job, ()
+    return _on(event, job)
+
+
+# -------------------------------------------------------------------------------------- what is true of a job
+
+
+def staying(job: Job) -> tuple[tuple[str, int], ...]:
+    """Hosts that take part in the next round, with their slots: those of the current round keep their order."""
+    current = [name for name, _ in job.current.workers] if job.current else []
+    hosts = [host for host in job.hosts.values() if not host.is_leaving]
+    place = {name: number for number, name in enumerate(current)}
+    hosts.sort(key=lambda host: (place.get(host.name, len(place)), host.order))
+    return tuple((host.name, host.slots) for host in hosts)
+
+
+def active(job: Job) -> frozenset[str]:
+    """Hosts that are present and have workers in the current round."""
+    return frozenset(job.current.active if job.current else ()) & frozenset(job.hosts)
+
+
+def _sorted(hosts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(hosts))
+
+
+def _assignment(job: Job) -> Assignment | None:
+    hosts = staying(job)
+    return job.assign(hosts, job.current.degrees if job.current else None) if hosts else None
+
+
+def _leaving(job: Job) -> tuple[str, ...]:
+    return _sorted(host.name for host in job.hosts.values() if host.is_leaving)
+
+
+# -------------------------------------------------------------------------------------- the turns that a job takes
+
+
+def _consider(job: Job) -> Result:
+    """Begin a resize if the hosts now present would be assigned otherwise than they are."""
+    job = replace(job, changed_at=None)
+    if job.phase is Phase.WAITING:
+        return _start_round(job)
+    target, leaving = _assignment(job), _leaving(job)
+    if target is None and staying(job) and not job.has_durable_dir:
+        return job, (
+            Say("no allowed world fits the hosts that stay, and there is no --durable-dir to save to: going on"),
+        )
+    unchanged = (
+        target is not None
+        and job.current is not None
+        and (target.workers, target.degrees) == (job.current.workers, job.current.degrees)
+    )
+    if unchanged and not leaving:
+        return job, (Say(f"the change leaves the job as it is: {target.reason if target else ''}"),)
+    if job.phase is Phase.STARTING:
+        return _stop_workers(job, "the hosts changed during a resize")
+    return _prepare(job)
+
+
+def _prepare(job: Job) -> Result:
+    hosts, stop = active(job), job.newest + job.margin
+    job = replace(job, phase=Phase.PREPARING, awaited=hosts, stop=stop)
+    return job, (Prepare(_sorted(hosts), stop),)
+
+
+def _stop_workers(job: Job, reason: str) -> Result:
+    hosts = active(job)
+    job = replace(job, phase=Phase.STOPPING, awaited=hosts, margin=1)
+    if not hosts:
+        return _start_round(job)
+    return job, (StopWorkers(_sorted(hosts), reason),)
+
+
+def _fail(job: Job, reason: str) -> Result:
+    """A failure, not a change: it counts against the restart budget."""
+    if job.failures_left <= 0:
+        return _end(job, 1, f"{reason}; the restart budget (--max-restarts) is used up")
+    job = replace(job, failures_left=job.failures_left - 1)
+    job, actions = _stop_workers(job, reason)
+    return job, (Say(f"{reason}; {job.failures_left} restarts left"), *actions)
+
+
+def _start_round(job: Job) -> Result:
+    """No worker is alive: assign the next round, or wait, or save and leave."""
+    target = _assignment(job)
+    source = job.newest_generation
+    if target is None and job.current is not None:
+        return _save(job)
+    if target is None or (job.has_state and source is None):
+        missing = "" if target is None else " for the hosts whose stores hold the newest generation"
+        job = replace(job, phase=Phase.WAITING, awaited=frozenset())
+        return job, (Say(f"waiting{missing or ' for hosts'}: {len(job.hosts)} present"),)
+    job = replace(
+        job,
+        phase=Phase.STARTING,
+        round=job.round + 1,
+        current=target,
+        awaited=frozenset(target.active),
+        finished=frozenset(),
+        changed_at=None,
+        newest=source.step if source else 0,
+    )
+    return job, (StartRound(job.round, target, source.number if source else None),)
+
+
+def _save(job: Job) -> Result:
+    """Nobody can go on: the newest generation goes to the durable directory, and the job ends resumable."""
+    source = job.newest_generation
+    if source is None or not job.has_durable_dir:
+        if staying(job):
+            return replace(job, phase=Phase.WAITING, awaited=frozenset()), (Say("waiting for more hosts"),)
+        return _end(job, 1, "the last host leaves and there is no --durable-dir: the state is lost")
+    hosts = source.hosts & frozenset(job.hosts)
+    job = replace(job, phase=Phase.SAVING, awaited=hosts)
+    return job, (SaveDurable(_sorted(hosts), source.number),)
+
+
+def _end(job: Job, code: int, reason: str) -> Result:
+    return replace(job, phase=Phase.ENDED, awaited=frozenset()), (
+        Exit(_sorted(job.hosts), code, reason),
+    )
+
+
+def _answered(job: Job, host: str) -> Job:
+    return replace(job, awaited=job.awaited - {host})
+
+
+def _changed(job: Job, at: float) -> Result:
+    """Something changed that settles: at once where nobody else can come, else at the first tick after it."""
+    job = replace(job, changed_at=at)
+    if job.phase in RESIZABLE and len(staying(job)) >= job.max_hosts:
+        return _consider(job)
+    return job, ()
+
+
+# -------------------------------------------------------------------------------------- one rule an event
+
+
+@singledispatch
+def _on(event: Event, job: Job) -> Result:
+    raise AssertionError(f"no rule for {event!r}")
+
+
+@_on.register
+def _host_joined(event: HostJoined, job: Job) -> Result:
+    host = Host(event.host, event.slots, job.joined)
+    job = replace(
+        job,
+        hosts={**job.hosts, event.host: host},
+        joined=job.joined + 1,
+        generations=event.covered,
+        has_state=job.has_state or event.has_parts,
+    )
+    return _changed(job, event.at)
+
+
+@_on.register
+def _host_leaving(event: HostLeaving, job: Job) -> Result:
+    if event.host not in job.hosts:
+        return job, ()
+    host = replace(job.hosts[event.host], is_leaving=True)
+    job = replace(job, hosts={**job.hosts, event.host: host})
+    if job.phase is Phase.WAITING and not staying(job):
+        return _save(job)
+    if job.phase is Phase.STARTING and event.host not in active(job):
+        return job, ()  # it serves its store until every rank has stepped, then it is released
+    return _consider(job) if job.phase in RESIZABLE else (job, ())
+
+
+@_on.register
+def _host_lost(event: HostLost, job: Job) -> Result:
+    if event.host not in job.hosts:
+        return job, ()
+    was_active = event.host in active(job)
+    hosts = {name: host for name, host in job.hosts.items() if name != event.host}
+    job = replace(job, hosts=hosts, generations=event.covered)
+    if was_active and job.phase in (Phase.RUNNING, Phase.PREPARING, Phase.STARTING):
+        return _fail(job, f"host {event.host} is lost")
+    if event.host in job.awaited:
+        return _next_phase(_answered(job, event.host))
+    return _changed(job, event.at) if job.phase in RESIZABLE else (job, ())
+
+
+@_on.register
+def _slots_changed(event: SlotsChanged, job: Job) -> Result:
+    if event.host not in job.hosts or job.hosts[event.host].slots == event.slots:
+        return job, ()
+    host = replace(job.hosts[event.host], slots=event.slots)
+    return _changed(replace(job, hosts={**job.hosts, event.host: host}), event.at)
+
+
+@_on.register
+def _rescaled(event: Rescaled, job: Job) -> Result:
+    job = replace(job, assign=event.assign)
+    return _consider(job) if job.phase in RESIZABLE else (job, ())
+
+
+@_on.register
+def _ticked(event: Ticked, job: Job) -> Result:
+    job = replace(job, newest=max(job.newest, event.newest))
+    is_settled = job.changed_at is not None and event.at - job.changed_at >= job.settle_s
+    return _consider(job) if is_settled and job.phase in RESIZABLE else (job, ())
+
+
+@_on.register
+def _prepared(event: Prepared, job: Job) -> Result:
+    if job.phase is not Phase.PREPARING or event.stop != job.stop:
+        return job, ()
+    return _next_phase(
+        replace(_answered(job, event.host), newest=max(job.newest, event.newest))
+    )
+
+
+@_on.register
+def _deposited(event: Deposited, job: Job) -> Result:
+    if job.phase is not Phase.DRAINING or event.round != job.round:
+        return job, ()
+    return _next_phase(_answered(job, event.host))
+
+
+@_on.register
+def _judged(event: Judged, job: Job) -> Result:
+    if job.phase is not Phase.DRAINING:
+        return job, ()
+    if not event.is_covered:
+        return _fail(job, "the deposits that survive do not cover the state")
+    hosts = active(job)
+    generation = Generation(event.number, event.step, hosts)
+    job = _with_generation(replace(job, phase=Phase.COMMITTING, awaited=hosts), generation)
+    return job, (Commit(_sorted(hosts), generation.number),)
+
+
+@_on.register
+def _snapshotted(event: Snapshotted, job: Job) -> Result:
+    generation = Generation(event.number, event.step, frozenset(event.hosts))
+    job = _with_generation(job, generation)
+    return job, (
+        Commit(event.hosts, generation.number),
+        Release(job.round, generation.number, ()),
+    )
+
+
+def _with_generation(job: Job, generation: Generation) -> Job:
+    return replace(job, generations=(*job.generations, generation), has_state=True)
+
+
+@_on.register
+def _committed(event: Committed, job: Job) -> Result:
+    newest = job.newest_generation
+    if job.phase is not Phase.COMMITTING or newest is None or event.generation != newest.number:
+        return job, ()
+    return _next_phase(_answered(job, event.host))
+
+
+@_on.register
+def _stopped(event: Stopped, job: Job) -> Result:
+    if job.phase is not Phase.STOPPING or event.round != job.round:
+        return job, ()
+    return _next_phase(_answered(job, event.host))
+
+
+@_on.register
+def _workers_failed(event: WorkersFailed, job: Job) -> Result:
+    if event.round != job.round or job.phase in (Phase.STOPPING, Phase.COMMITTING, Phase.SAVING):
+        return job, ()
+    return _fail(job, f"workers of host {event.host} failed: {event.reason}")
+
+
+@_on.register
+def _stepped(event: Stepped, job: Job) -> Result:
+    if job.phase is not Phase.STARTING or event.round != job.round:
+        return job, ()
+    return _next_phase(_answered(job, event.host))
+
+
+@_on.register
+def _finished(event: Finished, job: Job) -> Result:
+    if event.round != job.round:
+        return job, ()
+    job = replace(job, finished=job.finished | {event.host})
+    return _end(job, 0, "finished") if job.finished >= active(job) else (job, ())
+
+
+@_on.register
+def _saved(event: Saved, job: Job) -> Result:
+    if job.phase is not Phase.SAVING:
+        return job, ()
+    return _next_phase(_answered(job, event.host))
+
+
+def _next_phase(job: Job) -> Result:
+    """Go on once no host's answer is awaited any more."""
+    if job.awaited:
+        return job, ()
+    if job.phase is Phase.PREPARING:
+        hosts = _sorted(active(job))
+        if job.newest < job.stop:
+            job = replace(job, phase=Phase.DRAINING, awaited=frozenset(hosts), margin=1)
+            return job, (Agree(hosts, job.stop),)
+        job, actions = _prepare(replace(job, margin=2 * job.margin))
+        return job, (Withdraw(hosts), *actions)
+    if job.phase is Phase.DRAINING:
+        return job, (Judge(_sorted(active(job))),)
+    if job.phase is Phase.COMMITTING:
+        return _stop_workers(job, "the state is committed")
+    if job.phase is Phase.STOPPING:
+        return _start_round(job)
+    if job.phase is Phase.SAVING:
+        return _end(job, 75, "saved to the durable directory; the same command resumes from there")
+    assert job.phase is Phase.STARTING, job.phase
+    leaving = _leaving(job)
+    kept = {name: host for name, host in job.hosts.items() if not host.is_leaving}
+    source = job.newest_generation
+    job = replace(job, phase=Phase.RUNNING, hosts=kept)
+    return job, (Release(job.round, source.number if source else None, leaving),)

@@ -1,0 +1,78 @@
+"""The control page: one page of memory that a host's agent and its workers share, read once a step.
+
+A stop is agreed without a collective. The agent writes the step at which to stop, then reads how far every worker is; a
+worker writes how far it is, then reads where to stop. If every worker was below the stop when it was written, every
+worker will see it in time; otherwise the agent takes it back and tries a later one.
+"""
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+STOP, AGREED, FIRST_WORKER = 0, 1, 8
+PAGE_BYTES = 4096
+MAX_WORKERS = PAGE_BYTES // 8 - FIRST_WORKER
+
+
+class ControlPage:
+    """Eight-byte cells: the prepared stop, the agreed stop, and each worker's newest step.
+
+    Eight aligned bytes are written at once on every platform that torch supports, and every cell has one writer.
+    """
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0)
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            if create:
+                os.ftruncate(descriptor, PAGE_BYTES)
+            memory = mmap.mmap(descriptor, PAGE_BYTES)
+        finally:
+            os.close(descriptor)
+        self._cells = np.frombuffer(memory, dtype=np.int64)
+
+    def clear(self) -> None:
+        """Agent, before a round's workers start: no stop, and nobody has made a step."""
+        self._cells[:] = 0
+        self._cells[FIRST_WORKER:] = -1
+
+    def prepare(self, stop: int) -> None:
+        """Agent: ask every worker to wait for the word at the end of step ``stop``."""
+        self._cells[AGREED] = 0
+        self._cells[STOP] = stop
+        # A processor may read the workers' cells before others see this write; by then it is long visible.
+        time.sleep(0.002)
+
+    def agree(self, stop: int) -> None:
+        """Agent: the word. Every worker that reaches ``stop`` leaves there."""
+        self._cells[AGREED] = stop
+
+    def withdraw(self) -> None:
+        """Agent: forget the prepared stop; whoever waits at it goes on."""
+        self._cells[STOP] = 0
+
+    def newest_step(self, workers: int) -> int:
+        """Agent: the highest step that any of the first ``workers`` workers has ended; -1 before attach."""
+        return int(self._cells[FIRST_WORKER : FIRST_WORKER + workers].max(initial=-1))
+
+    def has_reached_stop(self, local_rank: int) -> bool:
+        """Agent: whether this worker has ended the step at which all agreed to stop."""
+        agreed = int(self._cells[AGREED])
+        return bool(agreed and self._cells[FIRST_WORKER + local_rank] >= agreed)
+
+    def report(self, local_rank: int, step: int) -> None:
+        """Worker: step ``step`` has ended here."""
+        self._cells[FIRST_WORKER + local_rank] = step
+
+    def must_stop(self, step: int) -> bool:
+        """Worker, after ``report``: wait for the word where a stop is prepared; True to leave now."""
+        stop = int(self._cells[STOP])
+        while stop and step >= stop:
+            if self._cells[AGREED] == stop:
+                return True
+            time.sleep(0.0005)
+            stop = int(self._cells[STOP])
+        return False

@@ -1,0 +1,325 @@
+"""The worker's side of an elastic job: what a training loop talks to.
+
+A dozen lines in a loop of one's own::
+
+    import scalai
+    from scalai.patches.megatron.state import MegatronState
+
+    with scalai.elastic() as job:
+        ...build with job.tp and job.pp...
+        job.attach(MegatronState(model, optimizer, scheduler))
+        while job.step < steps:
+            ...train one step...
+            if job.boundary(samples=global_batch_size):
+                break
+
+Outside ``scalai-run --elastic`` a session is inert: it hands out the degrees that it was given, restores nothing and never
+stops the loop.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from scalai.core.collection import Tensor
+from scalai.core.errors import UsageError
+from scalai.core.region import Piece, row_major, whole
+from scalai.runtime.control import ControlPage
+from scalai.runtime.deposit import write_rows
+from scalai.runtime.failpoints import reached
+from scalai.runtime.fingerprints import live_fingerprints
+from scalai.runtime.live import Json, LiveState, Slot, dtype_name
+from scalai.runtime.messages import Channel
+from scalai.runtime.restore import read_rows
+from scalai.runtime.rows import collection_of, held_rows, wanted_rows
+from scalai.runtime.staging import StagingRing, rings_for
+from scalai.store.orders import RankDeposit, ReadOrder, WriteOrder
+
+AGENT_DIRECTORY = "SCALAI_AGENT"
+"""Environment variable: the directory in which a worker finds its agent's socket, token and control page."""
+
+Row = tuple[Slot, Piece]
+Get = Callable[[], Json | torch.Tensor]
+Set = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """State that a user keeps beside the model: JSON, or a tensor that is equal on all ranks."""
+
+    name: str
+    get: Get
+    set: Set
+
+
+_current: "Session | None" = None
+
+
+def current() -> "Session | None":
+    """Return this process's session, None before ``elastic``."""
+    return _current
+
+
+def elastic(**defaults: int) -> "Session":
+    """Return this worker's session: a context that hands out the degrees.
+
+    Args:
+        defaults: Degrees (``tp``, ``pp``, ``vpp``) for a run outside ``scalai-run --elastic``.
+    """
+    global _current
+    if _current is None:
+        _current = Session(**defaults)
+    return _current
+
+
+class Session:
+    """One worker's part in one round of an elastic job.
+
+    Attributes:
+        tp, pp, dp, vpp, cp, ep: Degrees of this round.
+        micro_batch_size: Samples a forward pass and replica; None where nobody has decided on it.
+        step, consumed_samples: How far the training is: 0 on a fresh start, those of the generation after ``attach``.
+        restorable_step: Step of the generation that ``attach`` will restore; None where there is none.
+    """
+
+    def __init__(self, **defaults: int) -> None:
+        self.step = 0
+        self.consumed_samples = 0
+        self.micro_batch_size: int | None = None
+        self.restorable_step: int | None = None
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._registered: list[_Registered] = []
+        self._facts: dict[str, Json] = {}
+        self._state: LiveState | None = None
+        self._held: list[Row] = []
+        self._rings: Mapping[torch.device, StagingRing] = {}
+        self._is_stopped = False
+        self._has_stepped = False
+        self._snapshot_every = 0
+        self._agent: Channel | None = None
+        degrees = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, **defaults}
+        directory = os.environ.get(AGENT_DIRECTORY)
+        if directory is not None:
+            token = Path(directory, "token").read_bytes()
+            self._agent = Channel(str(Path(directory, "agent.sock")), token)
+            self._page = ControlPage(Path(directory, "control"))
+            welcome = self._agent.call("hello", rank=self._rank, pid=os.getpid())
+            degrees.update(welcome["degrees"])
+            self.micro_batch_size = welcome["micro_batch_size"]
+            self._snapshot_every = welcome["snapshot_every"]
+            self.restorable_step = welcome["restorable_step"]
+        self.tp, self.pp, self.vpp = degrees["tp"], degrees["pp"], degrees["vpp"]
+        self.cp, self.ep = degrees["cp"], degrees["ep"]
+        self.dp = self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether an agent stands behind this session."""
+        return self._agent is not None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether ``boundary`` has said to leave."""
+        return self._is_stopped
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.finish()
+
+    def register_state(self, name: str, get: Get, set: Set) -> None:
+        """Carry what the job keeps beside model and optimizer. Call before ``attach``, on every rank alike.
+
+        Args:
+            get: Returns JSON, or a tensor that is equal on all ranks; rank 0's is kept.
+            set: Takes it back, on every rank of the next round.
+
+        Raises:
+            UsageError: The name is taken, or ``attach`` was called already.
+        """
+        if self._state is not None or any(entry.name == name for entry in self._registered):
+            raise UsageError(
+                f"register_state({name!r}): the name is taken, or attach() was called already. "
+                "Register each name once, before attach()."
+            )
+        self._registered.append(_Registered(name, get, set))
+
+    def report_facts(self, **facts: Json) -> None:
+        """Tell what later rounds must know and only the script knows, such as ``padded_vocab_size``."""
+        self._facts.update(facts)
+
+    def attach(
+        self, state: LiveState, *, step: int = 0, samples: int = 0, restore: bool = True
+    ) -> bool:
+        """Take part: publish what this rank holds, restore it from the generation, or store the initial state.
+
+        Call on every rank, once model, optimizer and scheduler are built. Blocks until every rank of the job has proven
+        its part.
+
+        Args:
+            step, samples: How far the built state is, where it comes from the framework's own checkpoint.
+            restore: False: keep the built state although there is a generation, on all ranks alike.
+
+        Returns:
+            True where a generation was restored: ``step`` and ``consumed_samples`` are its.
+        """
+        self._state = state
+        self.step, self.consumed_samples = step, samples
+        if self._agent is None:
+            return False
+        slots = [*state.slots(), *self._user_slots()]
+        self._held, wanted = held_rows(slots), wanted_rows(slots)
+        # Before the first step, because pinning memory is slow and may wait for the device.
+        self._rings = rings_for({slot.buffer.device for slot in slots})
+        reached("relaunch")
+        source = self._agent.call(
+            "publish",
+            rank=self._rank,
+            is_restoring=restore,
+            held=collection_of(self._held).to_json(),
+            wanted=collection_of(wanted).to_json(),
+            facts=self._facts,
+        )
+        if source is None:
+            self._deposit("start")
+        else:
+            self._restore(wanted, source)
+        self._page.report(self._local_rank, self.step)
+        return source is not None
+
+    def boundary(
+        self, step: int | None = None, consumed_samples: int | None = None, *, samples: int = 0
+    ) -> bool:
+        """Say that an optimizer step has ended. Call on every rank after each step.
+
+        Costs one read of shared memory. Where a stop is agreed for this step, the state is deposited.
+
+        Args:
+            step: Optimizer steps done; None: one more than before.
+            consumed_samples: Samples trained on; None: ``samples`` more than before.
+
+        Returns:
+            True: leave the loop and exit with 0; the next round goes on from here.
+        """
+        self.step = self.step + 1 if step is None else step
+        self.consumed_samples = (
+            self.consumed_samples + samples if consumed_samples is None else consumed_samples
+        )
+        if self._agent is None or self._state is None:
+            return False
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._agent.call("stepped", rank=self._rank, step=self.step, modules=_modules(self._local_rank))
+        self._page.report(self._local_rank, self.step)
+        if self._page.must_stop(self.step):
+            self._deposit("stop")
+            self._is_stopped = True
+        elif self._snapshot_every and self.step % self._snapshot_every == 0:
+            self._deposit("snapshot")
+        return self._is_stopped
+
+    def finish(self) -> None:
+        """Say that the training has come to its end. The end of the context says it too."""
+        if self._agent is not None and not self._is_stopped:
+            self._agent.call("finished", rank=self._rank, step=self.step)
+            self._is_stopped = True
+
+    def _deposit(self, reason: str) -> None:
+        assert self._agent is not None and self._state is not None
+        order = self._agent.call(
+            "begin_deposit", rank=self._rank, reason=reason, step=self.step
+        )
+        began = time.monotonic()
+        reached("deposit")
+        self._refresh_user_slots()
+        fingerprints = write_rows(self._held, WriteOrder.from_json(order), self._rings)
+        user = {e.name: v for e in self._registered if not isinstance(v := e.get(), torch.Tensor)}
+        self._agent.call(
+            "deposited",
+            rank=self._rank,
+            part=RankDeposit(
+                tuple(fingerprints),
+                self._state.coordinate,
+                {**self._state.scalars(), "user": user},
+                self._state.rank_state(),
+            ).to_json(),
+            consumed_samples=self.consumed_samples,
+            seconds=time.monotonic() - began,
+        )
+
+    def _restore(self, wanted: Sequence[Row], source: Mapping[str, Json]) -> None:
+        assert self._agent is not None and self._state is not None
+        began = time.monotonic()
+        reached("restore")
+        read_rows(wanted, ReadOrder.from_json(source["order"]), self._rings)
+        self._state.load_scalars(source["scalars"])
+        note = self._state.load_rank_state(
+            source["rank_state"].get(self._state.coordinate), source["step"]
+        )
+        self.step, self.consumed_samples = source["step"], source["consumed_samples"]
+        user_tensors = {slot.tensor.name: slot.buffer for slot, _ in wanted}
+        for entry in self._registered:
+            tensor = user_tensors.get(f"user/{entry.name}")
+            if tensor is not None:
+                value = entry.get()
+                entry.set(tensor.view(value.shape) if isinstance(value, torch.Tensor) else tensor)
+            elif entry.name in source["scalars"]["user"]:
+                entry.set(source["scalars"]["user"][entry.name])
+        read = time.monotonic()
+        fingerprints = live_fingerprints(wanted)
+        self._agent.call(
+            "restored",
+            rank=self._rank,
+            fingerprints=[f"{int(value):016x}" for value in fingerprints],
+            seconds={"restore": read - began, "proof": time.monotonic() - read},
+            note=note,
+        )
+
+    def _user_slots(self) -> list[Slot]:
+        """Tensors that users registered: whole, and equal on all ranks."""
+        slots = []
+        for entry in self._registered:
+            value = entry.get()
+            if isinstance(value, torch.Tensor):
+                shape = tuple(value.shape)
+                tensor = Tensor(f"user/{entry.name}", shape, dtype_name(value.dtype))
+                piece = Piece(whole(shape), 0, row_major(shape))
+                slots.append(Slot(tensor, value.detach().contiguous().view(-1), (piece,)))
+        return slots
+
+
+    def _refresh_user_slots(self) -> None:
+        """A getter may return a new tensor each time: take its present value."""
+        getters = {f"user/{entry.name}": entry.get for entry in self._registered}
+        for slot, _ in self._held:
+            if slot.tensor.name in getters:
+                value = getters[slot.tensor.name]()
+                slot.buffer.copy_(value.detach().reshape(-1))
+
+
+def _modules(local_rank: int) -> list[str]:
+    """Name what this script has imported, for the fork server of later rounds. One worker a host tells."""
+    if local_rank != 0:
+        return []
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if getattr(module, "__spec__", None) is not None and not name.startswith("__")
+    ]
+
