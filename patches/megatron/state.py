@@ -22,17 +22,10 @@ from scalai.patches.megatron.optimizer import (
 )
 from scalai.patches.megatron.scalars import put_scalars, take_scalars
 from scalai.patches.megatron.shapes import Part, Shard, shards_of
-from scalai.runtime.live import Json, Slot
+from scalai.runtime.live import Json, Slot, dtype_name
 
 PARAM, MAIN = "param", "main"
 """Kinds of tensors; the others are the inner optimizer's own names: exp_avg, exp_avg_sq, step."""
-
-DTYPE_NAMES: Mapping[torch.dtype, str] = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
-    torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
-    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
 
 
 class MegatronState:
@@ -151,7 +144,7 @@ def _state_slot(
         )
     if value.ndim == 0:
         # Torch Adam's step: one tensor a parameter, equal on all ranks that hold a part of it.
-        tensor = Tensor(f"{kind}/{part.name}", (), _dtype_name(value.dtype))
+        tensor = Tensor(f"{kind}/{part.name}", (), dtype_name(value.dtype))
         yield Slot(tensor, value.detach().view(-1), (Piece(whole(()), 0, ()),))
     elif value.numel() == numel and value.is_contiguous():
         flat = value.detach().view(-1)
@@ -164,10 +157,4 @@ def _state_slot(
 
 
 def _tensor(kind: str, part: Part, values: torch.Tensor) -> Tensor:
-    return Tensor(f"{kind}/{part.name}", part.shape, _dtype_name(values.dtype))
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    if dtype not in DTYPE_NAMES:
-        raise RefusedError(f"tensors of {dtype} cannot be kept; known are {list(DTYPE_NAMES)}.")
-    return DTYPE_NAMES[dtype]
+    return Tensor(f"{kind}/{part.name}", part.shape, dtype_name(values.dtype))

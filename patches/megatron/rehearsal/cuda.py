@@ -55,7 +55,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 def _replace_devices() -> None:
     # megatron uses the current device only as `device=` of a factory and as an index of
     # default_generators.
-    replace(torch.cuda, current_device=returning(CPU), set_device=nothing, synchronize=nothing)
+    replace(torch.cuda, current_device=returning(CPU), set_device=nothing(), synchronize=nothing())
     for name in FACTORIES:
         replace(torch, **{name: _on_cpu(getattr(torch, name))})
 
@@ -85,7 +85,7 @@ def _replace_tensor_methods() -> None:
         return found.replace("torch.", "torch.cuda.", 1)
 
     replace(torch.Tensor, torch.nn.Module, cuda=same)
-    replace(torch.Tensor, to=to, type=type_, pin_memory=same, record_stream=nothing)
+    replace(torch.Tensor, to=to, type=type_, pin_memory=same, record_stream=nothing())
 
 
 class Event:
@@ -134,18 +134,18 @@ def _no_context(*args: Any, **kwargs: Any) -> contextlib.nullcontext[None]:
 
 
 def _replace_streams() -> None:
-    only = returning(Stream())
+    stream = Stream()
     replace(
         torch.cuda,
         Stream=Stream,
         Event=Event,
-        current_stream=only,
-        default_stream=only,
-        set_stream=nothing,
+        current_stream=returning(stream),
+        default_stream=returning(stream),
+        set_stream=nothing(),
         stream=_no_context,
         is_current_stream_capturing=returning(False),
     )
-    replace(torch.cuda.nvtx, range_push=nothing, range_pop=nothing, mark=nothing)
+    replace(torch.cuda.nvtx, range_push=nothing(), range_pop=nothing(), mark=nothing())
 
 
 class _OneGenerator(tuple[torch.Generator, ...]):
@@ -177,7 +177,9 @@ def _replace_generators() -> None:
         manual_seed=seed,
         manual_seed_all=seed,
     )
-    replace(torch.cuda, default_generators=_OneGenerator(), _lazy_call=call_now, _lazy_init=nothing)
+    replace(
+        torch.cuda, default_generators=_OneGenerator(), _lazy_call=call_now, _lazy_init=nothing()
+    )
     # The tracker warns at each fork that the CPU's generator moved; here it is the one that has to.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
@@ -193,8 +195,8 @@ def _replace_properties() -> None:
         max_memory_reserved=returning(0),
         device_memory_used=returning(0),
         memory_stats=lambda *args, **kwargs: defaultdict(int),
-        empty_cache=nothing,
-        reset_peak_memory_stats=nothing,
+        empty_cache=nothing(),
+        reset_peak_memory_stats=nothing(),
         # Read for the validation of arguments and the choice of fused kernels.
         get_device_properties=returning(
             SimpleNamespace(

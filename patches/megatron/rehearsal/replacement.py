@@ -13,17 +13,22 @@ def replace(*owners: Any, **values: Any) -> None:
             setattr(owner, name, value)
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in for a call that has no meaning on a CPU."""
-
-
 def returning(value: Any) -> Callable[..., Any]:
-    """Return a function that takes anything and returns ``value``."""
+    """Return a new function that takes anything and returns ``value``.
+
+    One for each name that is replaced: torch's compiler keeps a table by function and refuses to
+    find one under two names.
+    """
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         return value
 
     return answer
+
+
+def nothing() -> Callable[..., None]:
+    """Return a new function that stands in for a call without meaning on a CPU."""
+    return returning(None)
 
 
 def when_imported(module: str, patch: Callable[[Any], None]) -> None:

@@ -41,11 +41,11 @@ def _initialize_without_cuda(initialize: Any) -> None:
         return original(*args, **{**kwargs, "allow_no_cuda": True})
 
     # set_jit_fusion_options() warms fused kernels up on the GPU.
-    replace(initialize, initialize_megatron=initialize_megatron, set_jit_fusion_options=nothing)
+    replace(initialize, initialize_megatron=initialize_megatron, set_jit_fusion_options=nothing())
 
 
 def _no_fused_kernels(fused_kernels: Any) -> None:
-    replace(fused_kernels, load=nothing)  # runs nvcc; in 0.14 to 0.16
+    replace(fused_kernels, load=nothing())  # runs nvcc; in 0.14 to 0.16
 
 
 def _wheel_helpers() -> Iterator[Path]:

@@ -1,0 +1,47 @@
+"""What the tests train: a value that says it all, so that only the workers import megatron."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SEED, OTHER_SEED = 1234, 4321
+"""A fresh job starts from other weights: one that is not written cannot be right by luck."""
+BEFORE, AFTER = range(0, 3), range(3, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model, how it is trained, and its layout. ``dp`` follows from the number of ranks."""
+
+    world: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    sequence_parallel: bool = False
+    distributed: bool = False
+    overlap: bool = False
+    """Overlap communication, which makes several buckets."""
+    precision: str = "fp32"
+    layers: int = 4
+    hidden: int = 32
+    heads: int = 4
+    query_groups: int | None = None
+    is_gated: bool = False
+    experts: int | None = None
+    padded_vocabulary: int = 64
+    vocabulary: int = 61
+    is_tied: bool = True
+    sequence: int = 16
+    dropout: float = 0.0
+    clip: float = 1.0
+    global_batch_size: int = 4
+    loss_scale: float = 2.0**12
+
+
+def mean_losses(by_rank: Sequence[Sequence[dict[int, float]]]) -> list[float]:
+    """Return each step's mean loss over the global batch, added up in the order of the samples."""
+    means = []
+    for step in zip(*by_rank, strict=True):
+        samples = {number: loss for part in step for number, loss in part.items()}
+        means.append(sum(samples[number] for number in sorted(samples)) / len(samples))
+    return means

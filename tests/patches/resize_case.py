@@ -1,0 +1,102 @@
+"""Train in one layout, take the state out, put it into a fresh job of another layout, train on."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs import AFTER, OTHER_SEED, SEED, Job, mean_losses
+from worker_pool import WorkerPool
+
+from scalai.core.collection import Collection, concatenate
+from scalai.core.coverage import check_coverage
+from scalai.core.fingerprint import compare, tensor_fingerprints
+from scalai.core.plan import plan
+from scalai.core.sources import Holder
+from scalai.store.host import HostStore
+from scalai.store.moves import holders_of, read_orders
+
+Proof = tuple[Collection, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one job reports of the steps after the resize."""
+
+    losses: list[float]
+    learning_rate: float
+    skipped: list[int]
+    """Steps that fp16 skipped because a gradient was not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The run that was not interrupted, and the one in the other layout."""
+
+    uninterrupted: Run
+    resized: Run
+    randomness: str
+
+    @property
+    def largest_difference(self) -> float:
+        """Largest difference of a step's loss, relative to the uninterrupted run."""
+        pairs = zip(self.uninterrupted.losses, self.resized.losses, strict=True)
+        return max(abs(a - b) / abs(a) for a, b in pairs)
+
+
+def resize(pool: WorkerPool, before: Job, after: Job, directory: Path) -> Result:
+    """Run one case through a Tensor Store in ``directory``.
+
+    Raises:
+        ProofError: A tensor has another fingerprint after the restore than at the deposit.
+    """
+    with HostStore("case", "here", directory) as store:
+        uninterrupted = _train_and_deposit(pool, before, store)
+        return _restore_and_train(pool, after, store, uninterrupted)
+
+
+def _train_and_deposit(pool: WorkerPool, job: Job, store: HostStore) -> Run:
+    held = pool.run("resize_worker:build", [(job, SEED, "held")] * job.world)
+    deposit = store.reserve(dict(enumerate(held)))
+    orders = [(deposit.orders[rank],) for rank in range(job.world)]
+    answers = pool.run("resize_worker:deposit_between_steps", orders)
+    parts = {rank: part for rank, (part, _) in enumerate(answers)}
+    store.seal(deposit, step=AFTER.start, about={}, parts=parts)
+    store.commit(deposit, 1)
+    return _united([run for _, run in answers])
+
+
+def _restore_and_train(pool: WorkerPool, job: Job, store: HostStore, uninterrupted: Run) -> Result:
+    manifest = store.manifest(1)
+    check_coverage(manifest.collection)
+    before = tensor_fingerprints(manifest.collection, manifest.fingerprint)
+    wanted = pool.run("resize_worker:build", [(job, OTHER_SEED, "wanted")] * job.world)
+    targets = [Holder("here", collection) for collection in wanted]
+    moves = plan(holders_of([manifest]), targets)
+    orders = read_orders(moves, [manifest], {"here": store.generation_directory(1)})
+    answers = pool.run(
+        "resize_worker:restore",
+        [(orders[rank], manifest.scalars, manifest.rank_state) for rank in range(job.world)],
+    )
+    _prove(before, [proofs for _, proofs, _ in answers])
+    return Result(uninterrupted, _united([run for run, _, _ in answers]), answers[0][2])
+
+
+def _prove(before: Mapping[str, int], proofs: Iterable[Mapping[str, Proof]]) -> None:
+    """Compare what the ranks vouch for, and apart from it the copies that they only want.
+
+    Apart, because their boxes may overlap without being equal: a tied weight lies on two stages
+    whose optimizers cut it at other places.
+    """
+    by_rank = list(proofs)
+    for part in ("held", "copies"):
+        rows = concatenate([proof[part][0] for proof in by_rank])
+        check_coverage(rows)
+        after = tensor_fingerprints(rows, [value for proof in by_rank for value in proof[part][1]])
+        compare(before if part == "held" else {name: before[name] for name in after}, after)
+
+
+def _united(runs: Sequence[Any]) -> Run:
+    _, learning_rate, skipped = runs[0]
+    after = [step for step in skipped if step in AFTER]
+    return Run(mean_losses([losses for losses, _, _ in runs]), learning_rate, after)

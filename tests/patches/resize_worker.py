@@ -1,0 +1,89 @@
+"""The ranks' side of a resize: build, train, deposit; build, restore, train."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from jobs import AFTER, BEFORE, SEED, Job
+from tiny_gpt import Training
+
+from scalai.core.collection import Collection
+from scalai.core.region import Piece
+from scalai.patches.megatron.state import MegatronState
+from scalai.runtime.deposit import write_rows
+from scalai.runtime.fingerprints import live_fingerprints
+from scalai.runtime.live import Slot
+from scalai.runtime.restore import read_rows
+from scalai.runtime.rows import collection_of, held_rows, wanted_rows
+from scalai.store.orders import RankDeposit, ReadOrder, WriteOrder
+
+Row = tuple[Slot, Piece]
+Proof = tuple[Collection, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A job that is built in this worker, from one call of the pool to the next."""
+
+    training: Training
+    state: MegatronState
+    slots: Sequence[Slot]
+
+
+_live: list[_Live] = []
+
+
+def build(rank: int, store: dist.Store, job: Job, seed: int, what: str) -> Collection:
+    """Build a job and leave it there; return what this rank holds or wants."""
+    for forgotten in _live:
+        forgotten.training.close()
+    _live.clear()
+    training = Training(job, rank, store, seed)
+    state = MegatronState(training.chunks, training.optimizer, training.scheduler, seed=SEED)
+    _live.append(_Live(training, state, state.slots()))
+    slots = _live[0].slots
+    return collection_of(held_rows(slots) if what == "held" else wanted_rows(slots))
+
+
+def deposit_between_steps(
+    rank: int, store: dist.Store, order: WriteOrder
+) -> tuple[RankDeposit, Any]:
+    """Train, deposit, train on without interruption."""
+    live = _live[0]
+    live.training.train(BEFORE)
+    fingerprints = write_rows(held_rows(live.slots), order)
+    part = RankDeposit(
+        tuple(fingerprints), live.state.coordinate, live.state.scalars(), live.state.rank_state()
+    )
+    # Through JSON, as on the way to an agent.
+    return RankDeposit.from_json(part.to_json()), _train_to_the_end(live)
+
+
+def restore(
+    rank: int,
+    store: dist.Store,
+    order: ReadOrder,
+    scalars: Mapping[str, Any],
+    rank_states: Mapping[str, Any],
+) -> Any:
+    """Fill a fresh job, prove it, train on."""
+    live = _live[0]
+    read_rows(wanted_rows(live.slots), order)
+    live.state.load_scalars(scalars)
+    randomness = live.state.load_rank_state(rank_states.get(live.state.coordinate), AFTER.start)
+    copies = [slot for slot in live.slots if slot.is_wanted and not slot.is_held]
+    proofs = {"held": _proof(held_rows(live.slots)), "copies": _proof(wanted_rows(copies))}
+    return _train_to_the_end(live), proofs, randomness
+
+
+def _proof(rows: Sequence[Row]) -> Proof:
+    return collection_of(rows), [int(value) for value in live_fingerprints(rows)]
+
+
+def _train_to_the_end(live: _Live) -> Any:
+    losses = live.training.train(AFTER)
+    answer = losses, live.training.learning_rate(), live.training.skipped
+    live.training.close()
+    _live.clear()
+    return answer

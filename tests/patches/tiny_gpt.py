@@ -1,0 +1,224 @@
+"""A GPT of a few thousand parameters on megatron-core, in any layout that four ranks allow."""
+
+# Rehearsal mode has to start before megatron is imported.
+# ruff: noqa: E402
+
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from scalai.patches.megatron import rehearsal
+
+warnings.filterwarnings("ignore")  # megatron's own, about what a CPU machine lacks
+logging.getLogger("megatron").setLevel(logging.ERROR)
+rehearsal.install()
+
+import torch
+import torch._dynamo  # the first optimizer would import it: here once for all workers
+import torch.distributed as dist
+from jobs import Job
+from megatron.core import num_microbatches_calculator as microbatches
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+torch.set_num_threads(1)
+
+ONE_BUCKET, SEVERAL_BUCKETS = 10**9, 2000
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Training:
+    """One rank of a job: builds it, trains it, takes it down."""
+
+    def __init__(self, job: Job, rank: int, store: dist.Store, seed: int) -> None:
+        self.job = job
+        self.skipped: list[int] = []
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
+        parallel_state.initialize_model_parallel(
+            job.tp,
+            job.pp,
+            virtual_pipeline_model_parallel_size=job.vpp,
+            expert_model_parallel_size=job.ep,
+        )
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
+        self.dp = parallel_state.get_data_parallel_world_size()
+        microbatches.destroy_num_microbatches_calculator()
+        microbatches.init_num_microbatches_calculator(rank, None, job.global_batch_size, 1, self.dp)
+        config = _transformer(job)
+        self.chunks = [_chunk(job, config, stage) for stage in range(job.vpp or 1)]
+        config.finalize_model_grads_func = finalize_model_grads
+        if job.overlap:
+            functions = [chunk.no_sync for chunk in self.chunks]
+            config.no_sync_func = functions if job.vpp else functions[0]
+        self.optimizer = get_megatron_optimizer(_optimizer(job), self.chunks)
+        if job.precision != "fp32":
+            config.grad_scale_func = self.optimizer.scale_loss
+        self.scheduler = _scheduler(job, self.optimizer)
+
+    def train(self, steps: range) -> list[dict[int, float]]:
+        """Train; return each step's loss by sample, on the last stage's first tensor rank."""
+        return [self._train_step(step) for step in steps]
+
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def close(self) -> None:
+        """Take the job down, so that another layout can be built in this process."""
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+    def _train_step(self, step: int) -> dict[int, float]:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        iterators = [self._samples(step) for _ in self.chunks]
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=iterators if self.job.vpp else iterators[0],
+            model=self.chunks if self.job.vpp else self.chunks[0],
+            num_microbatches=microbatches.get_num_microbatches(),
+            seq_length=self.job.sequence,
+            micro_batch_size=1,
+            decoder_seq_length=self.job.sequence,
+            forward_only=False,
+        )
+        if self.optimizer.step()[0]:
+            self.scheduler.step(self.job.global_batch_size)
+        else:
+            self.skipped.append(step)
+        if parallel_state.get_tensor_model_parallel_rank():
+            return {}
+        dp_rank = parallel_state.get_data_parallel_rank()
+        return {
+            number * self.dp + dp_rank: float(entry["loss"]) for number, entry in enumerate(losses)
+        }
+
+    def _samples(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield this replica's micro-batches in megatron's order; a sample depends on the step."""
+        dp_rank = parallel_state.get_data_parallel_rank()
+        for number in range(microbatches.get_num_microbatches()):
+            generator = torch.Generator().manual_seed(1_000_003 * step + number * self.dp + dp_rank)
+            start, stride = torch.randint(1, self.job.vocabulary, (2,), generator=generator)
+            tokens = (start + stride * torch.arange(self.job.sequence + 1)) % self.job.vocabulary
+            yield tokens[None, :-1].contiguous(), tokens[None, 1:].contiguous()
+
+
+def _forward(samples: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -> Any:
+    tokens, labels = next(samples)
+    length = tokens.shape[1]
+    mask = torch.triu(torch.ones(length, length), 1).bool()[None, None]
+
+    def loss(output: torch.Tensor) -> Any:
+        mean = output.float().mean()
+        return mean, {"loss": mean.detach().clone()}
+
+    return model(tokens, torch.arange(length)[None], mask, labels=labels), loss
+
+
+def _transformer(job: Job) -> TransformerConfig:
+    dtype = DTYPES[job.precision]
+    return TransformerConfig(
+        num_layers=job.layers,
+        hidden_size=job.hidden,
+        num_attention_heads=job.heads,
+        num_query_groups=job.query_groups,
+        hidden_dropout=job.dropout,
+        attention_dropout=job.dropout,
+        gated_linear_unit=job.is_gated,
+        activation_func=torch.nn.functional.silu if job.is_gated else torch.nn.functional.gelu,
+        add_bias_linear=not job.is_gated and not job.experts,
+        num_moe_experts=job.experts,
+        moe_router_topk=2,
+        moe_token_dispatcher_type="alltoall" if job.experts else "allgather",
+        tensor_model_parallel_size=job.tp,
+        pipeline_model_parallel_size=job.pp,
+        virtual_pipeline_model_parallel_size=job.vpp,
+        expert_model_parallel_size=job.ep,
+        sequence_parallel=job.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=job.precision == "bf16",
+        fp16=job.precision == "fp16",
+        attention_softmax_in_fp32=True,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=not job.vpp,
+        overlap_p2p_comm=bool(job.vpp),
+    )
+
+
+def _chunk(job: Job, config: TransformerConfig, stage: int) -> Any:
+    where = {"ignore_virtual": False, "vp_stage": stage} if job.vpp else {}
+    model: Any = GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=job.experts),
+        job.padded_vocabulary,
+        job.sequence,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        share_embeddings_and_output_weights=job.is_tied,
+        vp_stage=stage if job.vpp else None,
+    )
+    if job.precision != "fp32":
+        model = Float16Module(config, model)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=job.distributed,
+        overlap_grad_reduce=job.overlap,
+        overlap_param_gather=job.overlap and job.distributed,
+        bucket_size=SEVERAL_BUCKETS if job.overlap else ONE_BUCKET,
+        check_for_nan_in_grad=job.precision != "fp16",
+    )
+    return DistributedDataParallel(config, ddp, model)
+
+
+def _optimizer(job: Job) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        min_lr=1e-3,
+        weight_decay=0.01,
+        clip_grad=job.clip,
+        bf16=job.precision == "bf16",
+        fp16=job.precision == "fp16",
+        params_dtype=DTYPES[job.precision],
+        use_distributed_optimizer=job.distributed,
+        initial_loss_scale=job.loss_scale if job.precision == "fp16" else None,
+        loss_scale_window=2,
+        hysteresis=1,
+    )
+
+
+def _scheduler(job: Job, optimizer: Any) -> OptimizerParamScheduler:
+    samples = 20 * job.global_batch_size
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-2,
+        min_lr=1e-3,
+        lr_warmup_steps=2 * job.global_batch_size,
+        lr_decay_steps=samples,
+        lr_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.1,
+        wd_incr_steps=samples,
+        wd_incr_style="linear",
+    )
