@@ -1,0 +1,123 @@
+"""What a job consumed and how it learned, step by step: for comparing a run with another one.
+
+The samples are hashed at consumption, in the order-free way of ``scalai.core.batches``: added over
+the data-parallel ranks, a step's value is that of its global batch, in any layout.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed
+
+from scalai.core.batches import combine_hashes, sample_hashes
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One step of a job. ``samples_hash`` is that of the global batch, ``lr`` the rate after it."""
+
+    step: int
+    consumed_samples: int
+    samples_hash: int
+    loss: float | None
+    lr: float | None
+
+
+class Ledger:
+    """Writes ``rank-<r>.jsonl`` in ``directory``, from the hooks of Megatron-LM's training loop.
+
+    A line holds the round, the step, the samples consumed so far, the learning rate, and on the
+    ranks that have them: the hash of the step's samples (TP rank 0 of the first stage) and the loss
+    (last stage). Rates and losses are read from the device once a step: for tests, not for speed.
+    """
+
+    def __init__(self, directory: Path, round_number: int) -> None:
+        self._directory = directory
+        self._round = round_number
+        self._file: TextIO | None = None
+        self._hash: int | None = None
+        self._loss: float | None = None
+
+    def count(self, iterators: Any) -> None:
+        """Count what the training iterator gives from now on, if this rank is one that counts.
+
+        Args:
+            iterators: What build_train_valid_test_data_iterators() returned; virtual stages call it
+                once a chunk, and the first chunk of the first stage reads the samples.
+        """
+        train = iterators[0]
+        if train is not None and self._hash is None and _is_counting_rank():
+            self._hash = 0
+            # Inside RerunDataIterator, which may replay a step: replayed samples count once.
+            train.iterable = self._counted(train.iterable)
+
+    def keep_loss(self, losses: Mapping[str, torch.Tensor]) -> None:
+        """Keep the reduced losses of a step, which the last stage has."""
+        loss = losses.get("lm loss")
+        self._loss = None if loss is None else float(loss.item())
+
+    def write(self, step: int, consumed_samples: int, optimizer: Any) -> None:
+        """Write the line of a step and begin the next one."""
+        if self._file is None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            path = self._directory / f"rank-{torch.distributed.get_rank()}.jsonl"
+            self._file = path.open("a", buffering=1)
+        line = {
+            "round": self._round,
+            "step": step,
+            "consumed_samples": consumed_samples,
+            "hash": self._hash,
+            "loss": self._loss,
+            "lr": max((float(group["lr"]) for group in optimizer.param_groups), default=None),
+        }
+        self._file.write(json.dumps(line) + "\n")
+        self._hash = None if self._hash is None else 0
+
+    def _counted(self, batches: Iterator[Mapping[str, torch.Tensor]]) -> Iterator[Any]:
+        for batch in batches:
+            self._hash = combine_hashes(self._hash or 0, sample_hashes(batch["tokens"].numpy()))
+            yield batch
+
+
+def read_ledger(directory: Path) -> Mapping[int, Entry]:
+    """Return what all ranks of a job wrote, by step; of a step done twice, the newest round."""
+    lines = [
+        json.loads(line)
+        for path in sorted(directory.glob("rank-*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    return unite(lines)
+
+
+def unite(lines: Iterable[Mapping[str, Any]]) -> Mapping[int, Entry]:
+    """Unite the lines of all ranks to one entry a step, ordered by step."""
+    steps: dict[int, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        steps.setdefault(line["step"], []).append(line)
+    return {step: _entry(step, steps[step]) for step in sorted(steps)}
+
+
+def _entry(step: int, lines: list[Mapping[str, Any]]) -> Entry:
+    newest = max(line["round"] for line in lines)
+    kept = [line for line in lines if line["round"] == newest]
+
+    def first(name: str) -> Any:
+        return next((line[name] for line in kept if line[name] is not None), None)
+
+    samples_hash = combine_hashes(*(line["hash"] for line in kept if line["hash"] is not None))
+    return Entry(step, kept[0]["consumed_samples"], samples_hash, first("loss"), first("lr"))
+
+
+def _is_counting_rank() -> bool:
+    from megatron.core import parallel_state
+
+    return bool(
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    )

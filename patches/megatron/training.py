@@ -1,0 +1,299 @@
+"""Hooks that make Megatron-LM's own training scripts elastic, without editing them.
+
+The two functions that matter, ``setup_model_and_optimizer`` and ``checkpoint_and_decide_exit`` of
+``megatron/training/training.py``, are looked up in their module at each call, and are the same from
+0.12 on. What is to be decided is decided in ``progress``, ``script``, ``refusals``, ``versions``.
+"""
+
+import importlib
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed
+import wrapt
+
+from scalai.patches.megatron import script, writers
+from scalai.patches.megatron.ledger import Ledger
+from scalai.patches.megatron.progress import (
+    checkpoint_step,
+    choose_source,
+    describe_source,
+    put_progress,
+    take_progress,
+)
+from scalai.patches.megatron.versions import check_version
+from scalai.runtime.live import Json, LiveState
+
+log = logging.getLogger(__name__)
+
+SAMPLERS = ("megatron.training.datasets.data_samplers", "megatron.legacy.data.data_samplers")
+"""Where the samplers live: from 0.16 on, and before."""
+TRACKER = "latest_checkpointed_iteration.txt"
+"""The file under ``--load`` that names the newest checkpoint."""
+NO_CHECKPOINT = -1
+"""Stands for "no checkpoint" where a number has to be agreed on."""
+
+Call = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+class ElasticSession(Protocol):
+    """What the hooks need of ``scalai.runtime.session.Session``."""
+
+    @property
+    def settings(self) -> Mapping[str, Json]:
+        """Section ``[megatron]`` of the elastic config: ``allow_unknown_version`` (false) and
+        ``ledger_dir`` (none), the folder where each rank writes what it consumed."""
+
+    @property
+    def restorable_step(self) -> int | None:
+        """Step of the generation that ``attach`` would restore; None on a fresh start."""
+
+    def report_facts(self, **facts: Json) -> None:
+        """Tell what the launcher has to know for the degrees of later rounds."""
+
+    def register_state(
+        self, name: str, get: Callable[[], Json], set: Callable[[Any], None]
+    ) -> None:
+        """Carry a value beside the state. Before ``attach``."""
+
+    def attach(
+        self, state: LiveState, *, step: int = 0, samples: int = 0, restore: bool = True
+    ) -> bool:
+        """Restore the generation into ``state``, or make a start generation of ``state``."""
+
+    def boundary(self, step: int | None = None, consumed_samples: int | None = None) -> bool:
+        """Say after each step whether the state was deposited and this process has to end."""
+
+
+@cache
+def install(get_session: Callable[[], ElasticSession]) -> None:
+    """Hook ``megatron.training`` when it is imported, once a process.
+
+    Args:
+        get_session: Returns this worker's session. Asked for when the model is built, not before:
+            a fork server imports Megatron-LM, hooks included, for workers to come.
+    """
+    hooks = TrainingHooks(get_session)
+    wrapt.register_post_import_hook(hooks.hook_training, "megatron.training.training")
+    wrapt.register_post_import_hook(hooks.hook_global_vars, "megatron.training.global_vars")
+    for name in SAMPLERS:
+        wrapt.register_post_import_hook(_hook_samplers, name)
+
+
+class TrainingHooks:
+    """The hooks and what they remember between two calls. Every rank has them."""
+
+    _session: ElasticSession
+    _training: Any
+    _decide_signature: inspect.Signature
+    _ledger: Ledger | None = None
+
+    def __init__(self, get_session: Callable[[], ElasticSession]) -> None:
+        self._get_session = get_session
+        self._iteration = 0
+        self._flops = 0.0
+        self._wandb_run_id = ""
+        self._start_wandb: Call | None = None
+
+    def hook_training(self, training: Any) -> None:
+        self._training = training
+        self._decide_signature = inspect.signature(training.checkpoint_and_decide_exit)
+        for name, hook in (
+            ("setup_model_and_optimizer", self.setup_model_and_optimizer),
+            ("build_train_valid_test_data_iterators", self.build_data_iterators),
+            ("train_step", self.train_step),
+            ("checkpoint_and_decide_exit", self.checkpoint_and_decide_exit),
+        ):
+            wrapt.wrap_function_wrapper(training, name, hook)
+
+    def hook_global_vars(self, global_vars: Any) -> None:
+        # Weights & Biases is started once the identity of its run is restored. Nobody asks for it
+        # before the training loop.
+        self._start_wandb = global_vars._set_wandb_writer
+        global_vars._set_wandb_writer = lambda args: None
+
+    def setup_model_and_optimizer(
+        self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs
+    ) -> Any:
+        """Build, then continue from the newer of our generation and the checkpoint of --load."""
+        from scalai.patches.megatron.state import MegatronState
+
+        job, session = self._training.get_args(), self._get_session()
+        self._session = session
+        self._check(job)
+        is_restoring = self._is_generation_newer(job)
+        with _without_loading(job) if is_restoring else nullcontext():
+            built = wrapped(*args, **kwargs)
+        model, optimizer, scheduler = built
+        self._iteration, self._flops = job.iteration, job.num_floating_point_operations_so_far
+        self._wandb_run_id = _run_id(job)
+        session.report_facts(padded_vocab_size=job.padded_vocab_size)
+        session.register_state("megatron_training", self._take, self._put)
+        session.attach(
+            MegatronState(model, optimizer, scheduler, seed=job.seed),
+            step=job.iteration,
+            samples=job.consumed_train_samples,
+            restore=is_restoring,
+        )
+        self._continue_writers(job)
+        return built
+
+    def build_data_iterators(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        iterators = wrapped(*args, **kwargs)
+        if self._ledger:
+            self._ledger.count(iterators)
+        return iterators
+
+    def train_step(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        result = wrapped(*args, **kwargs)
+        if self._ledger:
+            self._ledger.keep_loss(result[0])
+        return result
+
+    def checkpoint_and_decide_exit(
+        self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs
+    ) -> bool:
+        """Our boundary, after Megatron's own evaluation and save of this step."""
+        bound = self._decide_signature.bind(*args, **kwargs).arguments
+        self._iteration = bound["iteration"]
+        self._flops = bound["num_floating_point_operations_so_far"]
+        samples = self._training.get_args().consumed_train_samples
+        if self._ledger:
+            self._ledger.write(self._iteration, samples, bound["optimizer"])
+        if wrapped(*args, **kwargs):
+            return True  # Megatron itself has decided to end
+        if self._session.boundary(self._iteration, samples):
+            _leave(self._training)
+        return False
+
+    def _check(self, job: Any) -> None:
+        """Refuse what cannot be elastic, before anything is built."""
+        import megatron.core
+
+        from scalai.patches.megatron.refusals import refuse_arguments
+
+        settings = self._session.settings
+        warning = check_version(
+            megatron.core.__version__,
+            allow_unknown=bool(settings.get("allow_unknown_version", False)),
+        )
+        refuse_arguments(job)
+        script.refuse_script_arguments(job)
+        if job.rank == 0:
+            for line in (*filter(None, [warning]), *script.warnings_of(job)):
+                log.warning("event=hook detail=%r", line)
+        folder = settings.get("ledger_dir")
+        if folder:
+            round_number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            self._ledger = Ledger(Path(folder), round_number)
+
+    def _is_generation_newer(self, job: Any) -> bool:
+        """Whether to restore our generation. Called by all ranks: they agree on the checkpoint."""
+        generation = self._session.restorable_step
+        if generation is None:
+            return False
+        checkpoint = _agreed_checkpoint_step(job)
+        source = choose_source(generation, checkpoint)
+        if job.rank == 0:
+            log.warning(describe_source(source, generation, checkpoint, job.load))
+        return source == "generation"
+
+    def _take(self) -> Json:
+        progress = take_progress(self._training.get_args(), self._iteration, self._flops)
+        run = {"wandb_run_id": self._wandb_run_id} if self._wandb_run_id else {}
+        return {"progress": progress.to_json(), **run}
+
+    def _put(self, saved: Any) -> None:
+        from megatron.core.num_microbatches_calculator import update_num_microbatches
+
+        job = self._training.get_args()
+        put_progress(job, saved["progress"])
+        self._iteration, self._flops = job.iteration, job.num_floating_point_operations_so_far
+        self._wandb_run_id = saved.get("wandb_run_id", self._wandb_run_id)
+        # As load_checkpoint() does: else the loop takes a grown batch for a reason to save.
+        update_num_microbatches(consumed_samples=job.consumed_train_samples, verbose=True)
+
+    def _continue_writers(self, job: Any) -> None:
+        writer = self._training.get_tensorboard_writer()
+        if writer and self._session.restorable_step is not None:
+            writers.skip_written_steps(writer, writers.written_steps(Path(job.tensorboard_dir)))
+        if self._start_wandb is not None and _writes_wandb(job):
+            wandb = importlib.import_module("wandb")
+            with writers.resumed_run(wandb, self._wandb_run_id):
+                self._start_wandb(job)
+
+
+def _leave(training: Any) -> None:
+    """End this worker as Megatron's own exit does, but without its last collectives.
+
+    train() would gather all parameters and wait for all ranks: for nothing, and for ever if a rank
+    is lost now. The evaluation and the save after train() belong to the end of the job.
+    """
+    writer, wandb = training.get_tensorboard_writer(), training.get_wandb_writer()
+    if writer:
+        writer.close()
+    if wandb:
+        wandb.finish()
+    training.ft_integration.shutdown()
+    training.one_logger_utils.finish()
+    raise SystemExit(0)
+
+
+def _hook_samplers(data_samplers: Any) -> None:
+    wrapt.wrap_function_wrapper(
+        data_samplers, "MegatronPretrainingRandomSampler.__init__", _check_random_sampler
+    )
+
+
+def _check_random_sampler(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    from megatron.training.global_vars import get_args
+
+    bound = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    script.refuse_random_order(bound["total_samples"], get_args().global_batch_size)
+    wrapped(*args, **kwargs)
+
+
+@contextmanager
+def _without_loading(job: Any) -> Iterator[None]:
+    """Keep setup_model_and_optimizer() from reading a checkpoint that would be overwritten."""
+    saved = {name: getattr(job, name, None) for name in ("load", "pretrained_checkpoint")}
+    for name in saved:
+        setattr(job, name, None)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(job, name, value)
+
+
+def _agreed_checkpoint_step(job: Any) -> int | None:
+    """Return the iteration under --load, the newest that any rank sees. A collective, if --load."""
+    if job.load is None:
+        return None
+    tracker = Path(job.load, TRACKER)
+    text = tracker.read_text() if tracker.is_file() else None
+    step = checkpoint_step(text, getattr(job, "ckpt_step", None), job.finetune)
+    agreed = torch.tensor(
+        [NO_CHECKPOINT if step is None else step], device=torch.cuda.current_device()
+    )
+    torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MAX)
+    found = int(agreed.item())
+    return None if found == NO_CHECKPOINT else found
+
+
+def _writes_wandb(job: Any) -> bool:
+    return bool(getattr(job, "wandb_project", "")) and job.rank == job.world_size - 1
+
+
+def _run_id(job: Any) -> str:
+    """Return the identity of a new run; the user's own choice, if there is one, wins."""
+    return os.environ.get("WANDB_RUN_ID", writers.new_run_id()) if _writes_wandb(job) else ""

@@ -1,0 +1,214 @@
+"""The hooks around a stand-in for Megatron-LM's training loop. Imports no megatron."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scalai.core.errors import RefusedError
+from scalai.patches.megatron import training
+from scalai.patches.megatron.training import TrainingHooks
+
+
+class FakeSession:
+    """Restores the counters of step ``restorable_step``, and drains at ``stop``."""
+
+    def __init__(self, restorable_step: int | None = None, stop: int | None = None) -> None:
+        self.restorable_step = restorable_step
+        self.stop = stop
+        self.settings: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
+        self.boundaries: list[tuple[int | None, int | None]] = []
+        self.registered: tuple[Callable[[], Any], Callable[[Any], None]] | None = None
+        self.attached: Mapping[str, Any] = {}
+
+    def report_facts(self, **facts: Any) -> None:
+        self.facts.update(facts)
+
+    def register_state(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
+        self.registered = get, set
+
+    def attach(self, state: Any, *, step: int = 0, samples: int = 0, restore: bool = True) -> bool:
+        self.attached = {"step": step, "samples": samples, "restore": restore}
+        if restore and self.registered:
+            get, put = self.registered
+            saved = get()
+            saved["progress"] |= {"iteration": self.restorable_step, "consumed_train_samples": 40}
+            put(saved)
+        return restore
+
+    def boundary(self, step: int | None = None, consumed_samples: int | None = None) -> bool:
+        self.boundaries.append((step, consumed_samples))
+        return step == self.stop
+
+
+class FakeWriter:
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def add_scalar(self, tag: str, value: float, step: int | None = None) -> None:
+        raise AssertionError("nothing is logged here")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeTraining:
+    """Names of megatron/training/training.py that the hooks touch."""
+
+    def __init__(self, **arguments: Any) -> None:
+        counters = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
+        self.job = Namespace(
+            **counters, skipped_train_samples=0, padded_vocab_size=128, load=None, rank=0,
+            world_size=1, seed=1, finetune=False, pretrained_checkpoint=None,
+        )  # fmt: skip
+        vars(self.job).update(arguments)
+        self.has_decided = False
+        self.loaded_from: list[str | None] = []
+        self.closed: list[str] = []
+        self.writer = FakeWriter()
+        self.ft_integration = SimpleNamespace(shutdown=lambda: self.closed.append("ft"))
+        self.one_logger_utils = SimpleNamespace(finish=lambda: self.closed.append("one_logger"))
+
+    def get_args(self) -> Namespace:
+        return self.job
+
+    def get_tensorboard_writer(self) -> FakeWriter:
+        return self.writer
+
+    def get_wandb_writer(self) -> None:
+        return None
+
+    def setup_model_and_optimizer(self, model_provider: Any, model_type: Any) -> Any:
+        self.loaded_from.append(self.job.load)
+        self.job.iteration = 7 if self.job.load else 0
+        self.job.consumed_train_samples = 4 * self.job.iteration
+        self.job.num_floating_point_operations_so_far = 0
+        return "model", "optimizer", "scheduler"
+
+    def build_train_valid_test_data_iterators(self, provider: Any) -> Any:
+        return None, None, None
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        return ({},)
+
+    def checkpoint_and_decide_exit(
+        self,
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        iteration: int,
+        num_floating_point_operations_so_far: float,
+        checkpointing_context: Any,
+        train_data_iterator: Any,
+    ) -> bool:
+        return self.has_decided
+
+    def step(self, iteration: int) -> bool:
+        return self.checkpoint_and_decide_exit(None, None, None, iteration, 1e9, {}, None)
+
+
+@pytest.fixture(autouse=True)
+def fake_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = SimpleNamespace(__version__="0.16.1")
+    for name, module in (
+        ("megatron", SimpleNamespace(core=core)),
+        ("megatron.core", core),
+        (
+            "megatron.core.num_microbatches_calculator",
+            SimpleNamespace(update_num_microbatches=lambda **kwargs: None),
+        ),
+        (
+            "scalai.patches.megatron.state",
+            SimpleNamespace(MegatronState=lambda *args, **kwargs: "state"),
+        ),
+        (
+            "scalai.patches.megatron.refusals",
+            SimpleNamespace(refuse_arguments=lambda args: None),
+        ),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def hooked(session: FakeSession, **arguments: Any) -> FakeTraining:
+    framework = FakeTraining(tensorboard_dir="no such folder", **arguments)
+    TrainingHooks(lambda: session).hook_training(framework)
+    framework.setup_model_and_optimizer("provider", "type")
+    return framework
+
+
+def test_a_fresh_job_makes_its_start_generation_from_what_was_built() -> None:
+    session = FakeSession()
+    framework = hooked(session)
+    assert session.attached == {"step": 0, "samples": 0, "restore": False}
+    assert session.facts == {"padded_vocab_size": 128}
+    assert framework.loaded_from == [None]
+
+
+def test_a_first_start_from_a_checkpoint_begins_at_its_step() -> None:
+    session = FakeSession()
+    hooked(session, load="/checkpoints")
+    assert session.attached == {"step": 7, "samples": 28, "restore": False}
+
+
+@pytest.mark.parametrize("checkpoint", [None, 7, 10])
+def test_a_newer_generation_keeps_the_checkpoint_from_being_read(
+    checkpoint: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "_agreed_checkpoint_step", lambda job: checkpoint)
+    session = FakeSession(restorable_step=10)
+    framework = hooked(session, load="/checkpoints")
+    assert framework.loaded_from == [None]
+    assert framework.job.load == "/checkpoints"
+    assert session.attached["restore"] is True
+    assert (framework.job.iteration, framework.job.consumed_train_samples) == (10, 40)
+
+
+def test_a_newer_checkpoint_wins_over_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_agreed_checkpoint_step", lambda job: 7)
+    session = FakeSession(restorable_step=5)
+    framework = hooked(session, load="/checkpoints")
+    assert framework.loaded_from == ["/checkpoints"]
+    assert session.attached == {"step": 7, "samples": 28, "restore": False}
+
+
+def test_the_boundary_comes_after_the_decision_of_the_framework() -> None:
+    session = FakeSession(stop=2)
+    framework = hooked(session)
+    framework.job.consumed_train_samples = 4
+    assert framework.step(1) is False
+    framework.has_decided = True
+    assert framework.step(2) is True
+    assert session.boundaries == [(1, 4)]
+
+
+def test_a_drained_worker_closes_its_writers_and_ends_with_0() -> None:
+    framework = hooked(FakeSession(stop=2))
+    framework.step(1)
+    with pytest.raises(SystemExit) as end:
+        framework.step(2)
+    assert end.value.code == 0
+    assert framework.writer.is_closed
+    assert framework.closed == ["ft", "one_logger"]
+
+
+def test_an_unknown_version_is_refused_when_the_model_is_built_not_when_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules["megatron.core"], "__version__", "0.99.0")
+    session = FakeSession()
+    with pytest.raises(RefusedError, match=r"0\.99\.0"):
+        hooked(session)
+    session.settings["allow_unknown_version"] = True
+    hooked(session)
+
+
+def test_what_cannot_be_elastic_is_refused_before_the_model_is_built() -> None:
+    framework = FakeTraining(dataloader_type="cyclic", data_sharding=True)
+    TrainingHooks(FakeSession).hook_training(framework)
+    with pytest.raises(RefusedError, match="own part of the data"):
+        framework.setup_model_and_optimizer("provider", "type")
+    assert framework.loaded_from == []
