@@ -161,7 +161,7 @@ class ElasticConfig:
 SECTIONS = ("degrees", "model", "store", "resize", "probe")
 
 
-DERIVED_LIMITS = ("fixed", "min_tp", "min_tp_reason")
+DERIVED_LIMITS = ("fixed", "min_pp_with_vpp", "min_tp", "min_tp_reason")
 """Limits that follow from a script's flags and that nobody states in a file."""
 
 

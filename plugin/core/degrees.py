@@ -120,6 +120,8 @@ class ModelLimits:
     is_sequence_parallel: bool = False
     is_query_group_shared: bool = True
     """Whether several TP ranks may hold copies of one query group."""
+    min_pp_with_vpp: int = 2
+    """Without overlapped point-to-point communication virtual stages need 3 pipeline stages."""
     min_tp: int = 1
     min_tp_reason: str = ""
     fixed: tuple[tuple[str, int, str], ...] = ()
@@ -188,8 +190,8 @@ def _tensor_parallel(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
 
 def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
     pp, vpp = degrees.pp, degrees.vpp
-    if vpp > 1 and pp == 1:
-        yield f"vpp={vpp} needs pp of 2 or more"
+    if vpp > 1 and pp < limits.min_pp_with_vpp:
+        yield f"vpp={vpp} needs pp of {limits.min_pp_with_vpp} or more"
     if limits.num_layers is None:
         return
     layers = limits.num_layers + limits.extra_layers

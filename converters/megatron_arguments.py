@@ -1,0 +1,338 @@
+"""Megatron-LM's command line: what it says about the model, and what to append for other degrees.
+
+Nothing of Megatron-LM is imported. Its parser takes no abbreviations (``allow_abbrev=False`` in
+every version from 0.14 on), the last occurrence of a flag wins, and no value begins with ``--``. So
+derived flags are appended and nothing that a person wrote is rewritten.
+
+Source: megatron/training/arguments.py of 0.14.0, 0.15.3, 0.16.1, 0.17.1 and 0.19.0.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from scalai.core.batches import BatchRamp
+from scalai.core.degrees import Degrees, ModelLimits, Wish
+from scalai.core.errors import RefusedError, UsageError
+
+_NOT_ELASTIC: Mapping[str, str] = {
+    "--async-save": "a save in flight at a change would be lost; leave it out",
+    "--decrease-batch-size-if-needed": (
+        "the global batch would depend on the data-parallel size; leave it out"
+    ),
+    "--fp4-format": "scaling state is kept outside of the parameters; train in bf16 (--bf16)",
+    "--fp8-format": "scaling state is kept outside of the parameters; train in bf16 (--bf16)",
+    "--hybrid-context-parallel": "its batches depend on the degrees; leave it out",
+    "--inprocess-restart": "it restarts the workers itself; leave it out",
+    "--optimizer-cpu-offload": "the state is split over CPU and GPU copies; leave it out",
+    "--use-custom-fsdp": "its shards are not supported; use --use-distributed-optimizer",
+    "--use-megatron-fsdp": "its shards are not supported; use --use-distributed-optimizer",
+    "--use-mp-args-from-checkpoint-args": (
+        "the degrees would come from the checkpoint; leave it out"
+    ),
+    "--use-precision-aware-optimizer": (
+        "the masters lie inside the optimizer and may be scaled; leave it out"
+    ),
+    "--use-torch-fsdp2": "its shards are not supported; use --use-distributed-optimizer",
+    "--yaml-cfg": "its values replace the flags, so none can be appended; write them as flags",
+}
+"""Flags that must not be given, why, and what to do instead."""
+
+_UNDERIVED: Mapping[str, str] = {
+    "--cpu-offloading-num-layers": "counts layers of a pipeline stage and stays as given",
+    "--recompute-num-layers": "counts layers of a pipeline stage and stays as given",
+    "--tp-comm-overlap-cfg": "its contents may depend on TP and stay as given",
+    "--use-checkpoint-args": "the model comes from the checkpoint; state its limits under [model]",
+    "--use-tp-pp-dp-mapping": "ranks stand in the order tp-pp-dp instead of tp-dp-pp",
+}
+"""Flags that may depend on the degrees and that nobody can derive."""
+
+_NEEDS_TP = ("--distribute-saved-activations", "--tp-comm-overlap")
+_UNEVEN_STAGES = (
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--hybrid-layer-pattern",
+    "--pipeline-model-parallel-layout",
+)
+_LAYERS_PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
+_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+_CHUNK_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+_PADDED_VOCAB = "--padded-vocab-size"
+
+Given = Mapping[str, tuple[str, ...]]
+"""Flags as given: name with dashes -> its values, of the last occurrence."""
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronArguments:
+    """What a command line says: the flags, the model's limits and the degrees that it asks for."""
+
+    given: Given
+    limits: ModelLimits
+    initial: Wish
+
+
+def is_megatron(script_args: Sequence[str]) -> bool:
+    """Whether the arguments are those of a Megatron-LM training script."""
+    given = _scan(script_args)
+    return {"--micro-batch-size", "--num-attention-heads"} <= set(given) or any(
+        flag in given for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
+    )
+
+
+def read_arguments(
+    script_args: Sequence[str], *, is_query_group_shared: bool = True
+) -> MegatronArguments:
+    """Read the arguments of a Megatron-LM training script.
+
+    Args:
+        is_query_group_shared: Whether TP may exceed the query groups: from Megatron-core 0.16 on.
+
+    Raises:
+        RefusedError: The job cannot be elastic; names every flag in the way, why, and what to do.
+        UsageError: A value is not a number.
+    """
+    given = _scan(script_args)
+    faults = list(_faults(given))
+    if faults:
+        raise RefusedError(
+            "this job cannot be elastic:\n  "
+            + "\n  ".join(faults)
+            + "\nChange this, or run without --elastic."
+        )
+    initial = _initial(given)
+    return MegatronArguments(given, _limits(given, initial, is_query_group_shared), initial)
+
+
+def derived_flags(
+    arguments: MegatronArguments,
+    degrees: Degrees,
+    padded_vocab_size: int | None,
+    micro_batch_size: int | None = None,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the flags to append for ``degrees``, and one line for each flag that stays as it is.
+
+    Sequence parallelism needs no flag: Megatron-LM turns it off itself where TP is 1 (a flag
+    without a value could not be taken back by appending).
+
+    Args:
+        padded_vocab_size: Rows of the embedding in the job's first generation; None: not known yet.
+        micro_batch_size: None: as given.
+
+    Raises:
+        RefusedError: The padded vocabulary or the virtual stages cannot be had at these degrees.
+    """
+    given, flags = arguments.given, [
+        "--tensor-model-parallel-size", str(degrees.tp),
+        "--pipeline-model-parallel-size", str(degrees.pp),
+    ]  # fmt: skip
+    if degrees.ep > 1 or "--expert-model-parallel-size" in given:
+        flags += ["--expert-model-parallel-size", str(degrees.ep)]
+    if micro_batch_size is not None and micro_batch_size != arguments.initial.micro_batch_size:
+        flags += ["--micro-batch-size", str(micro_batch_size)]
+    if arguments.limits.num_experts and degrees.tp > 1 and "--sequence-parallel" not in given:
+        flags.append("--sequence-parallel")  # Megatron-LM trains experts under TP no other way.
+    flags += _vocabulary(given, degrees.tp, padded_vocab_size)
+    flags += _virtual_stages(arguments, degrees)
+    return tuple(flags), tuple(_notes(arguments, degrees, padded_vocab_size))
+
+
+def _scan(script_args: Sequence[str]) -> Given:
+    """Return each flag with the values behind it, however many its kind takes."""
+    given: dict[str, tuple[str, ...]] = {}
+    current: str | None = None
+    for word in script_args:
+        if word.startswith("--"):
+            current, has_value, value = word.partition("=")
+            given[current] = (value,) if has_value else ()
+        elif current is not None:
+            given[current] += (word,)
+    return given
+
+
+def _integer(given: Given, *names: str) -> int | None:
+    for name in names:
+        if name not in given:
+            continue
+        values = given[name]
+        try:
+            return int(values[0])
+        except (IndexError, ValueError):
+            shown = values[0] if values else "nothing"
+            raise UsageError(f"{name} has {shown!r} behind it; expected a whole number.") from None
+    return None
+
+
+def _faults(given: Given) -> Iterator[str]:
+    for flag, reason in _NOT_ELASTIC.items():
+        if flag in given:
+            yield f"{flag}: {reason}"
+    instances = _integer(given, "--num-distributed-optimizer-instances") or 1
+    if instances > 1:
+        yield (
+            f"--num-distributed-optimizer-instances {instances}: every range of the optimizer "
+            "state must have one owner; use 1"
+        )
+    if given.get("--dataloader-type") == ("cyclic",) and "--no-data-sharding" not in given:
+        yield (
+            "--dataloader-type cyclic with data sharding: another data-parallel size would draw "
+            "other samples; add --no-data-sharding, or use --dataloader-type single"
+        )
+    if "--global-batch-size" not in given and "--step-batch-size-schedule" not in given:
+        yield (
+            "--global-batch-size is not given: it would follow the data-parallel size and change "
+            "with it; state it"
+        )
+
+
+def _initial(given: Given) -> Wish:
+    pp = _integer(given, "--pipeline-model-parallel-size") or 1
+    return Wish(
+        tp=_integer(given, "--tensor-model-parallel-size") or 1,
+        pp=pp,
+        vpp=_initial_chunks(given, pp),
+        cp=_integer(given, "--context-parallel-size") or 1,
+        ep=_integer(given, "--expert-model-parallel-size") or 1,
+        micro_batch_size=_integer(given, "--micro-batch-size"),
+    )
+
+
+def _initial_chunks(given: Given, pp: int) -> int:
+    layers = _counted_layers(given)
+    per_chunk = _integer(given, _LAYERS_PER_CHUNK)
+    if per_chunk and layers:
+        return max(1, layers // pp // per_chunk)
+    return _integer(given, _CHUNKS) or 1
+
+
+def _counted_layers(given: Given) -> int | None:
+    """Layers as the pipeline split counts them."""
+    layers = _integer(given, "--num-layers", "--decoder-num-layers")
+    return None if layers is None else layers + _extra_layers(given)
+
+
+def _extra_layers(given: Given) -> int:
+    return sum(f"--account-for-{part}-in-pipeline-split" in given for part in ("embedding", "loss"))
+
+
+def _limits(given: Given, initial: Wish, is_query_group_shared: bool) -> ModelLimits:
+    needs_tp = next((flag for flag in _NEEDS_TP if flag in given), None)
+    has_groups = "--group-query-attention" in given and "--multi-latent-attention" not in given
+    experts = _integer(given, "--num-experts") or None
+    is_uneven = any(flag in given for flag in _UNEVEN_STAGES)
+    ramp = _ramp(given)
+    return ModelLimits(
+        num_attention_heads=_integer(given, "--num-attention-heads"),
+        num_query_groups=_integer(given, "--num-query-groups") if has_groups else None,
+        # Uneven stages divide in their own way, and stay as they are.
+        num_layers=None if is_uneven else _integer(given, "--num-layers", "--decoder-num-layers"),
+        padded_vocab_size=_integer(given, _PADDED_VOCAB),
+        global_batch_size=_integer(given, "--global-batch-size") or max(ramp, default=None),
+        micro_batch_size=initial.micro_batch_size,
+        seq_length=_integer(given, "--seq-length", "--encoder-seq-length"),
+        num_experts=experts,
+        ffn_hidden_size=_ffn_hidden_size(given),
+        expert_tp=_integer(given, "--expert-tensor-parallel-size"),
+        ramp_batch_sizes=ramp,
+        extra_layers=_extra_layers(given),
+        is_sequence_parallel="--sequence-parallel" in given or experts is not None,
+        is_query_group_shared=is_query_group_shared,
+        min_pp_with_vpp=3 if "--no-overlap-p2p-communication" in given else 2,
+        min_tp=1 if needs_tp is None else 2,
+        min_tp_reason="" if needs_tp is None else f"{needs_tp} needs tensor parallelism",
+        fixed=tuple(_fixed(given, initial)),
+    )
+
+
+def _ffn_hidden_size(given: Given) -> int | None:
+    stated = _integer(given, "--ffn-hidden-size")
+    hidden = _integer(given, "--hidden-size")
+    if stated is not None or hidden is None:
+        return stated
+    # The default of validate_args; a gated unit is narrowed to a multiple of 64.
+    return int((4 * hidden * 2 / 3) / 64) * 64 if "--swiglu" in given else 4 * hidden
+
+
+def _ramp(given: Given) -> tuple[int, ...]:
+    """Global batch sizes beside the final one, ascending."""
+    sizes: set[int] = set()
+    final = _integer(given, "--global-batch-size")
+    ramp = given.get("--rampup-batch-size", ())
+    schedule = " ".join(given.get("--step-batch-size-schedule", ())).replace(",", " ").split()
+    try:
+        if ramp and final is not None:
+            start, increment, samples = map(int, ramp)
+            sizes.update(BatchRamp(start, increment, samples, final).sizes)
+        sizes.update(int(step.rpartition(":")[2]) for step in schedule)
+    except ValueError as error:
+        raise UsageError(
+            f"{' '.join([*ramp, *schedule])!r} is no batch-size ramp: {error}"
+        ) from error
+    evaluation = _integer(given, "--eval-global-batch-size")
+    if evaluation is not None and "--eval-micro-batch-size" not in given:
+        sizes.add(evaluation)
+    return tuple(sorted(sizes - {final}))
+
+
+def _fixed(given: Given, initial: Wish) -> Iterator[tuple[str, int, str]]:
+    yield "cp", initial.cp or 1, "another split of sequences is not supported"
+    for flag in _UNEVEN_STAGES:
+        if flag in given and (flag != "--hybrid-layer-pattern" or "|" in "".join(given[flag])):
+            yield "pp", initial.pp, f"{flag} fits this number of stages only"
+            yield "vpp", initial.vpp, f"{flag} fits this number of chunks only"
+    if "--overlap-param-gather-with-optimizer-step" in given:
+        reason = "--overlap-param-gather-with-optimizer-step needs virtual stages"
+        yield "vpp", initial.vpp, reason
+
+
+def _vocabulary(given: Given, tp: int, padded: int | None) -> Iterator[str]:
+    pinned = _integer(given, _PADDED_VOCAB)
+    if padded is None:
+        return
+    if padded % tp:
+        raise RefusedError(
+            f"the vocabulary is padded to {padded} rows, which tp={tp} does not divide, and "
+            "padding is trained: it cannot change. Use a tp that divides it."
+        )
+    if pinned is not None and pinned != padded:
+        raise RefusedError(
+            f"{_PADDED_VOCAB} {pinned} is given, but the job's state has {padded} rows. Give "
+            f"{_PADDED_VOCAB} {padded}, or begin a new job."
+        )
+    if pinned is None:
+        # Megatron-LM pads to a multiple of divisor * tp.
+        yield from ("--make-vocab-size-divisible-by", str(padded // tp))
+
+
+def _virtual_stages(arguments: MegatronArguments, degrees: Degrees) -> Iterator[str]:
+    given, limits = arguments.given, arguments.limits
+    if any(axis == "vpp" for axis, _, _ in limits.fixed) and degrees.vpp == arguments.initial.vpp:
+        return
+    if _LAYERS_PER_CHUNK in given:
+        layers = _counted_layers(given)
+        if layers is None or layers % (degrees.pp * degrees.vpp):
+            raise RefusedError(
+                f"{_LAYERS_PER_CHUNK} cannot be derived for {degrees}: --num-layers is {layers}. "
+                f"Use {_CHUNKS}, or other degrees."
+            )
+        # A whole stage in one chunk is how the interleaved schedule is turned off again.
+        yield from (_LAYERS_PER_CHUNK, str(layers // (degrees.pp * degrees.vpp)))
+    elif _CHUNKS in given or degrees.vpp > 1:
+        yield from (_CHUNKS, str(degrees.vpp))
+    if _CHUNK_GROUP in given and degrees.vpp > 1:
+        yield from (_CHUNK_GROUP, str(degrees.pp))
+
+
+def _notes(
+    arguments: MegatronArguments, degrees: Degrees, padded_vocab_size: int | None
+) -> Iterator[str]:
+    given = arguments.given
+    for flag, reason in _UNDERIVED.items():
+        if flag in given:
+            yield f"{flag}: {reason}"
+    if "--sequence-parallel" in given and degrees.tp == 1:
+        yield "--sequence-parallel: Megatron-LM turns it off itself, because tp=1"
+    if padded_vocab_size is None and _PADDED_VOCAB not in given:
+        yield (
+            "--make-vocab-size-divisible-by: stays as given; the size that the first start pads to "
+            "is kept from then on"
+        )

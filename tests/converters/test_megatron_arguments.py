@@ -1,0 +1,248 @@
+"""Megatron-LM's command line: read as its parser reads it, appended to so that the last one wins."""
+
+import argparse
+
+import pytest
+
+from scalai.converters.megatron_arguments import (
+    MegatronArguments,
+    derived_flags,
+    is_megatron,
+    read_arguments,
+)
+from scalai.core.degrees import Degrees, ModelLimits, Wish, refusal
+from scalai.core.errors import RefusedError, UsageError
+
+GPT = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --lr 1e-3 "
+    "--micro-batch-size 2 --global-batch-size 24 --vocab-size 50257"
+)
+
+
+def read(flags: str = "") -> MegatronArguments:
+    return read_arguments(f"{GPT} {flags}".split())
+
+
+def derive(
+    flags: str, degrees: Degrees, padded: int | None = 50304, micro: int | None = None
+) -> str:
+    return " ".join(derived_flags(read(flags), degrees, padded, micro)[0])
+
+
+def test_limits_and_degrees_are_read() -> None:
+    arguments = read("--tensor-model-parallel-size 2 --pipeline-model-parallel-size=2 --swiglu")
+    assert arguments.initial == Wish(2, 2, cp=1, ep=1, micro_batch_size=2)
+    assert arguments.limits == ModelLimits(
+        num_attention_heads=8,
+        num_layers=8,
+        global_batch_size=24,
+        micro_batch_size=2,
+        seq_length=32,
+        ffn_hidden_size=128,
+        fixed=(("cp", 1, "another split of sequences is not supported"),),
+    )
+
+
+def test_the_last_occurrence_wins_in_either_spelling() -> None:
+    arguments = read("--num-layers=12 --num-layers 16 --tensor-model-parallel-size 4 "
+                     "--tensor-model-parallel-size=1")  # fmt: skip
+    assert (arguments.limits.num_layers, arguments.initial.tp) == (16, 1)
+
+
+def test_abbreviations_are_another_flag_as_in_megatrons_parser() -> None:
+    assert read("--tensor-model-parallel 4").initial.tp == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        ("--group-query-attention --num-query-groups 2", "num_query_groups", 2),
+        ("--num-query-groups 2", "num_query_groups", None),
+        ("--multi-latent-attention --group-query-attention --num-query-groups 2",
+         "num_query_groups", None),
+        ("--ffn-hidden-size 100", "ffn_hidden_size", 100),
+        ("", "ffn_hidden_size", 256),
+        ("--padded-vocab-size 50432", "padded_vocab_size", 50432),
+        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+         "extra_layers", 2),
+        ("--sequence-parallel", "is_sequence_parallel", True),
+        ("--num-experts 4", "is_sequence_parallel", True),
+        ("--num-experts 4", "num_experts", 4),
+        ("--expert-tensor-parallel-size 1", "expert_tp", 1),
+        ("--rampup-batch-size 8 8 100", "ramp_batch_sizes", (8, 16)),
+        ("--step-batch-size-schedule 0:12 1B:24", "ramp_batch_sizes", (12,)),
+        ("--eval-global-batch-size 6", "ramp_batch_sizes", (6,)),
+        ("--no-overlap-p2p-communication", "min_pp_with_vpp", 3),
+        ("--pipeline-model-parallel-layout Et*4|t*4L", "num_layers", None),
+        ("--hybrid-layer-pattern M|M", "num_layers", None),
+    ],
+)  # fmt: skip
+def test_each_limit_is_read(flags: str, field: str, value: object) -> None:
+    assert getattr(read(flags).limits, field) == value
+
+
+def test_virtual_stages_are_counted_from_either_flag() -> None:
+    pipeline = "--pipeline-model-parallel-size 2 "
+    assert read(pipeline + "--num-layers-per-virtual-pipeline-stage 2").initial.vpp == 2
+    assert read(pipeline + "--num-virtual-stages-per-pipeline-rank 4").initial.vpp == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--use-megatron-fsdp", "use --use-distributed-optimizer"),
+        ("--use-torch-fsdp2", "use --use-distributed-optimizer"),
+        ("--use-precision-aware-optimizer", "masters"),
+        ("--async-save", "in flight"),
+        ("--fp8-format hybrid", "train in bf16"),
+        ("--fp4-format=e2m1", "train in bf16"),
+        ("--yaml-cfg x.yaml", "write them as flags"),
+        ("--num-distributed-optimizer-instances 2", "use 1"),
+        ("--dataloader-type cyclic", "--no-data-sharding"),
+        ("--decrease-batch-size-if-needed", "data-parallel size"),
+    ],
+)
+def test_what_is_not_elastic_is_refused_with_the_way_out(flags: str, why: str) -> None:
+    with pytest.raises(RefusedError, match=why) as caught:
+        read(flags)
+    assert flags.split()[0].split("=")[0] in str(caught.value)
+
+
+def test_every_fault_is_named_at_once() -> None:
+    with pytest.raises(RefusedError, match=r"(?s)--async-save.*--use-torch-fsdp2"):
+        read("--use-torch-fsdp2 --async-save")
+
+
+def test_a_global_batch_that_would_follow_dp_is_refused() -> None:
+    with pytest.raises(RefusedError, match="--global-batch-size is not given"):
+        read_arguments(["--micro-batch-size", "2"])
+
+
+def test_cyclic_data_without_sharding_passes() -> None:
+    read("--dataloader-type cyclic --no-data-sharding")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--num-layers many", "--num-layers has 'many' behind it"),
+        ("--num-layers --seq-length 3", "--num-layers has 'nothing' behind it"),
+        ("--rampup-batch-size 8 8", "'8 8' is no batch-size ramp"),
+        ("--rampup-batch-size 8 7 100", "cannot grow from 8 to 24 by 7"),
+    ],
+)
+def test_a_malformed_value_is_named(flags: str, why: str) -> None:
+    with pytest.raises((UsageError, RefusedError), match=why):
+        read(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "degrees", "why"),
+    [
+        ("--context-parallel-size 2", Degrees(1, 1, 2), "cp=1 must stay 2"),
+        ("--tp-comm-overlap --sequence-parallel", Degrees(1, 1, 1), "--tp-comm-overlap needs"),
+        ("--distribute-saved-activations", Degrees(1, 1, 1), "--distribute-saved-activations"),
+        (
+            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3",
+            Degrees(1, 4, 1),
+            "pp=4 must stay 2: --decoder-first-pipeline-num-layers fits",
+        ),
+        ("--rampup-batch-size 8 8 100", Degrees(1, 1, 12), "ramp-up batch size=8"),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 4 "
+            "--overlap-param-gather-with-optimizer-step",
+            Degrees(1, 1, 1),
+            "vpp=1 must stay 2",
+        ),
+    ],
+)
+def test_degrees_that_the_flags_do_not_allow_are_not_valid(
+    flags: str, degrees: Degrees, why: str
+) -> None:
+    assert why in str(refusal(degrees, read(flags).limits))
+
+
+def test_degrees_and_the_divisor_of_the_vocabulary_are_derived() -> None:
+    assert derive("", Degrees(2, 4, 1)) == (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 "
+        "--make-vocab-size-divisible-by 25152"
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_the_derived_divisor_gives_the_same_padded_vocabulary(tp: int) -> None:
+    flags = derived_flags(read(), Degrees(tp, 1, 1), 50304)[0]
+    multiple = int(flags[flags.index("--make-vocab-size-divisible-by") + 1]) * tp
+    assert -(-50257 // multiple) * multiple == 50304  # _vocab_size_with_padding
+
+
+def test_before_the_first_start_the_vocabulary_is_left_as_given() -> None:
+    flags, notes = derived_flags(read(), Degrees(2, 1, 1), None)
+    assert "--make-vocab-size-divisible-by" not in flags
+    assert any(note.startswith("--make-vocab-size-divisible-by") for note in notes)
+
+
+def test_a_pinned_vocabulary_must_be_the_jobs() -> None:
+    assert "vocab" not in derive("--padded-vocab-size 50304", Degrees(2, 1, 1))
+    with pytest.raises(RefusedError, match="Give --padded-vocab-size 50304"):
+        derive("--padded-vocab-size 50432", Degrees(2, 1, 1))
+    with pytest.raises(RefusedError, match="tp=5 does not divide"):
+        derive("", Degrees(5, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("flags", "degrees", "derived"),
+    [
+        ("--num-layers-per-virtual-pipeline-stage 2", Degrees(1, 2, 1, vpp=2), "-stage 2"),
+        ("--num-layers-per-virtual-pipeline-stage 2", Degrees(1, 4, 1, vpp=2), "-stage 1"),
+        ("--num-layers-per-virtual-pipeline-stage 2", Degrees(1, 1, 1), "-stage 8"),
+        ("--num-virtual-stages-per-pipeline-rank 2", Degrees(1, 1, 1), "-rank 1"),
+        ("", Degrees(1, 2, 1, vpp=2), "--num-virtual-stages-per-pipeline-rank 2"),
+    ],
+)
+def test_virtual_stages_are_derived_by_the_flag_in_use(
+    flags: str, degrees: Degrees, derived: str
+) -> None:
+    assert derive(flags, degrees).endswith(derived)
+
+
+def test_chunks_of_one_whole_stage_turn_the_interleaved_schedule_off() -> None:
+    derived = derive("--num-layers-per-virtual-pipeline-stage 2", Degrees(1, 4, 1))
+    assert derived.endswith("--num-layers-per-virtual-pipeline-stage 2")  # 8 / 4: one chunk
+    with pytest.raises(RefusedError, match="cannot be derived for TP1·PP3·DP1"):
+        derive("--num-layers-per-virtual-pipeline-stage 2", Degrees(1, 3, 1))
+
+
+def test_micro_batch_experts_and_chunk_groups_are_derived() -> None:
+    assert "--micro-batch-size" not in derive("", Degrees(1, 1, 1), micro=2)
+    assert "--micro-batch-size 4" in derive("", Degrees(1, 1, 1), micro=4)
+    experts = derive("--num-experts 4 --expert-model-parallel-size 4", Degrees(2, 1, 2, ep=2))
+    assert "--expert-model-parallel-size 2" in experts
+    assert "--sequence-parallel" in experts
+    group = "--microbatch-group-size-per-virtual-pipeline-stage 4"
+    assert group.replace("4", "2") in derive(group, Degrees(1, 2, 1, vpp=2))
+
+
+def test_what_cannot_be_derived_is_named() -> None:
+    flags = "--sequence-parallel --use-checkpoint-args --recompute-num-layers 2"
+    _, notes = derived_flags(read(flags), Degrees(1, 1, 2), 50304)
+    assert [note.partition(":")[0] for note in notes] == [
+        "--recompute-num-layers",
+        "--use-checkpoint-args",
+        "--sequence-parallel",
+    ]
+
+
+def test_appended_flags_win_in_argparse() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    appended = derived_flags(read(), Degrees(2, 1, 1), None)[0]
+    argv = ["--tensor-model-parallel-size=4", *appended]
+    assert parser.parse_known_args(argv)[0].tensor_model_parallel_size == 2
+
+
+def test_only_megatrons_arguments_are_taken_for_its() -> None:
+    assert is_megatron(GPT.split())
+    assert is_megatron(["--tensor-model-parallel-size", "2"])
+    assert not is_megatron(["--lr", "1", "--micro-batch-size", "2"])
+    assert not is_megatron([])
