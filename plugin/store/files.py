@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import ITEM_BYTES, Collection, Columns, Tensor
-from scalai.core.errors import LayoutError, StoreError
+from scalai.core.errors import LayoutError
 from scalai.core.region import Box
 
 CHUNK_BYTES = 4 << 20
@@ -100,21 +100,6 @@ def box_view(data: memoryview, begin: int, shape: Sequence[int], dtype: type) ->
     """Return [shape] elements that lie row-major at byte ``begin`` of ``data``, without a copy."""
     flat: Bits = np.frombuffer(data, dtype=dtype, count=prod(shape), offset=begin)
     return flat.reshape(tuple(shape))
-
-
-def sub_view(values: Bits, box: Box, part: Box) -> Bits:
-    """Return the part of ``values`` (the elements of ``box``) that covers ``part``, without a copy.
-
-    Raises:
-        StoreError: ``part`` does not lie inside ``box``.
-    """
-    offset = tuple(low - start for low, start in zip(part.offset, box.offset, strict=True))
-    if part.intersect(box) != part and part.numel:
-        raise StoreError(
-            f"box {list(part.offset)}+{list(part.shape)} is asked for, but the stored piece is "
-            f"{list(box.offset)}+{list(box.shape)}. Ask for a part of the piece."
-        )
-    return np.asarray(values[slices(Box(offset, part.shape))])
 
 
 def contiguous_chunks(values: Bits, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:

@@ -3,7 +3,7 @@
 The planner counts holders and rows; here they become files and byte offsets.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,16 @@ from scalai.store.orders import ReadOrder
 Json = Any
 
 
-def holders_of(manifests: Sequence[HostManifest]) -> list[Holder]:
-    """Return the source side of a plan: one holder a host, its rows those of the manifest."""
-    return [Holder(manifest.host, manifest.collection) for manifest in manifests]
+def holders_of(
+    manifests: Sequence[HostManifest], host: str = "", readable: Container[str] = ()
+) -> list[Holder]:
+    """Return the source side of a plan: one holder a host, its rows those of the manifest.
+
+    Parts of the hosts in ``readable``, whose files ``host`` can open (a durable directory), count
+    as its own."""
+    return [
+        Holder(host if part.host in readable else part.host, part.collection) for part in manifests
+    ]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -1,0 +1,264 @@
+"""Generations of one host: deposit, commit, recycling, budget, and what a crash leaves."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_states import (
+    HALF,
+    WEIGHT,
+    Opener,
+    deposit,
+    generation,
+    is_whole,
+    report,
+    two_ranks,
+    values_of,
+    write,
+)
+
+from scalai.core.collection import Collection, Tensor
+from scalai.core.errors import StoreError, UsageError
+from scalai.core.region import Box, whole
+from scalai.store import host as host_module
+from scalai.store import pool as pool_module
+from scalai.store.host import HostStore
+from scalai.store.manifest import UNNUMBERED, read_manifest, unite_hosts
+
+
+def test_what_is_deposited_is_read_back(store: HostStore) -> None:
+    manifest = generation(store, 7, step=3)
+    assert store.generations() == [7]
+    assert is_whole(store, 7, step=3)
+    assert manifest.about["consumed_samples"] == 36
+    assert manifest.ranks == (0, 1)
+    assert manifest.scalars == {"lr": 0.5, "of": {"r0": 0, "r1": 1}}
+    assert manifest.rank_state == {"tp0": [0], "tp1": [1]}
+
+
+def test_distinct_pieces_are_stored_once_and_replicas_share_the_writing(store: HostStore) -> None:
+    held = two_ranks()
+    slot = store.reserve(held)
+    assert len(slot.collection) == 6  # two halves of the weight, four replicated tensors
+    assert all(order.rows for order in slot.orders.values())
+    pieces = [slot.collection.box(row) for row in range(6)]
+    assert len({(tensor.name, box) for tensor, box in pieces}) == 6
+
+
+def test_files_are_safetensors_files(store: HostStore) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    generation(store, 1, step=1)
+    found = {}
+    for path in store.generation_directory(1).glob("*.safetensors"):
+        with safetensors.safe_open(path, "np") as file:
+            found.update({name: file.get_slice(name).get_shape() for name in file.keys()})
+            if "param/w[0:6,4:8]" in found:
+                right = file.get_tensor("param/w[0:6,4:8]").view(np.uint32)
+                assert np.array_equal(right, values_of(WEIGHT, 1)[:, 4:])
+    assert found["param/h[0:5,0:3]"] == [5, 3]
+    assert found["step/w[]"] == []
+
+
+def test_the_number_is_given_at_commit_and_never_twice(store: HostStore) -> None:
+    slot, sealed = deposit(store, step=1)
+    assert sealed.generation == UNNUMBERED
+    assert store.commit(slot, 5).generation == 5
+    again, _ = deposit(store, step=2)
+    with pytest.raises(StoreError, match="never used twice"):
+        store.commit(again, 5)
+    assert is_whole(store, 5, step=1)
+    store.commit(again, 6)
+    assert store.generations() == [5, 6]
+
+
+def test_only_what_is_sealed_is_committed(store: HostStore) -> None:
+    slot = store.reserve(two_ranks())
+    with pytest.raises(StoreError, match="not sealed"):
+        store.commit(slot, 1)
+
+
+def test_rows_of_a_rank_that_did_not_report_are_left_out(store: HostStore) -> None:
+    held = two_ranks()
+    slot = store.reserve(held)
+    part = report(0, write(slot.orders[0], held[0]))
+    store.seal(slot, step=1, about={}, parts={0: part})
+    manifest = store.commit(slot, 1)
+    assert manifest.ranks == (0,)
+    assert len(manifest.collection) == len(slot.orders[0].rows)
+    assert [f.name for f in manifest.files] == ["rank-0.safetensors"]
+
+
+def test_survivors_take_over_what_a_lost_rank_should_have_written(store: HostStore) -> None:
+    replicas = {rank: Collection.of([(WEIGHT, whole(WEIGHT.shape)), (HALF, whole(HALF.shape))])
+                for rank in (0, 1)}  # fmt: skip
+    slot = store.reserve(replicas)
+    part = report(0, write(slot.orders[0], replicas[0]))
+    extra = [(order, write(order, replicas[rank]))
+             for rank, order in slot.take_over(1, alive=[0]).items()]  # fmt: skip
+    manifest = store.seal(slot, step=0, about={}, parts={0: part}, taken_over=extra)
+    assert len(manifest.collection) == 2
+    store.commit(slot, 1)
+    with store.open_rows(1) as rows:
+        assert not list(rows.damage())
+
+
+def test_a_report_that_does_not_fit_its_order_is_refused(store: HostStore) -> None:
+    held = two_ranks()
+    slot = store.reserve(held)
+    fingerprints = write(slot.orders[0], held[0])
+    with pytest.raises(StoreError, match="fingerprints for the"):
+        store.seal(slot, step=1, about={}, parts={0: report(0, fingerprints[:-1])})
+
+
+def test_files_of_dropped_generations_are_reused(store: HostStore) -> None:
+    for number in (1, 2):
+        generation(store, number, step=number)
+    inodes = {p.stat().st_ino for p in store.generation_directory(1).glob("*.safetensors")}
+    store.drop(1)
+    assert store.generations() == [2]
+    generation(store, 3, step=3)
+    again = {p.stat().st_ino for p in store.generation_directory(3).glob("*.safetensors")}
+    assert again == inodes
+    assert is_whole(store, 3, step=3) and is_whole(store, 2, step=2)
+
+
+def test_files_of_another_size_are_reused(store: HostStore) -> None:
+    big, small = Tensor("w", (1 << 15,), "F32"), Tensor("w", (100,), "F32")
+    for number, tensor in enumerate((big, small, big), start=1):
+        generation(store, number, number, {0: Collection.of([(tensor, whole(tensor.shape))])})
+        with store.open_rows(number) as rows:
+            assert np.array_equal(rows.view(0), values_of(tensor, number))
+        store.drop(number)
+
+
+def test_a_file_with_a_second_name_is_never_reused(store: HostStore, tmp_path: Path) -> None:
+    generation(store, 1, step=1)
+    kept = {}
+    for path in store.generation_directory(1).glob("*.safetensors"):
+        os.link(path, tmp_path / path.name)
+        kept[tmp_path / path.name] = path.read_bytes()
+    store.drop(1)
+    generation(store, 2, step=2)
+    assert kept and all(path.read_bytes() == content for path, content in kept.items())
+
+
+def test_a_file_that_gets_a_second_name_in_the_pool_is_not_reused(
+    store: HostStore, tmp_path: Path
+) -> None:
+    generation(store, 1, step=1)
+    store.drop(1)
+    kept = {}
+    for number, path in enumerate((store.directory / "recycled").iterdir()):
+        os.link(path, tmp_path / str(number))
+        kept[tmp_path / str(number)] = path.read_bytes()
+    generation(store, 2, step=2)
+    assert kept and all(path.read_bytes() == content for path, content in kept.items())
+
+
+def test_a_reader_keeps_a_dropped_generation(store: HostStore) -> None:
+    generation(store, 1, step=1)
+    with store.open_rows(1) as rows:
+        before = [rows.view(row).copy() for row in range(len(rows.manifest.collection))]
+        store.drop(1)
+        assert store.generations() == []
+        for number in (2, 3):
+            generation(store, number, step=number)
+        for row, values in enumerate(before):
+            assert np.array_equal(rows.view(row), values)
+    assert not list(store.directory.glob("dropped-*"))
+
+
+def test_too_little_room_is_refused_with_sizes_and_the_way_out(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation(store, 1, step=1)
+    big = {0: Collection.of([(Tensor("w", (1 << 20,), "F32"), Box((0,), (1 << 20,)))])}
+    monkeypatch.setattr(host_module, "free_bytes", lambda directory: 6 << 20)
+    with pytest.raises(StoreError, match=r"need 83\d+;.*--shm-size=1g.*--store-dir"):
+        store.reserve(big)
+    assert is_whole(store, 1, step=1)
+    assert not list(store.directory.glob("deposit-*"))
+
+
+def test_a_file_system_that_fills_up_leaves_nothing_behind(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pool_module.os, "posix_fallocate", full)
+    with pytest.raises(StoreError, match=r"No space left.*--shm-size"):
+        store.reserve(two_ranks())
+    assert not list(store.directory.glob("deposit-*"))
+
+
+def test_jobs_and_hosts_do_not_collide(open_store: Opener) -> None:
+    stores = [open_store(job, host) for job in ("x", "y") for host in ("a", "b")]
+    for step, one in enumerate(stores):
+        generation(one, 1, step)
+    assert all(is_whole(one, 1, step) for step, one in enumerate(stores))
+    stores[0].drop(1)
+    assert all(is_whole(one, 1, step) for step, one in enumerate(stores) if step)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "x" * 300])
+def test_names_that_would_leave_the_store_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="cannot name a directory"):
+        HostStore(name, "a", tmp_path)
+    with pytest.raises(UsageError, match="cannot name a directory"):
+        HostStore("job", name, tmp_path)
+
+
+def test_fetched_pieces_become_part_of_a_generation(open_store: Opener) -> None:
+    first, second = open_store(host="a"), open_store(host="b")
+    manifest = generation(first, 4, step=2)
+    whole_state = unite_hosts([manifest])
+    path, begins = second.stage(manifest.collection)
+    with first.open_rows(4) as rows, open(path, "r+b") as file:
+        for row, begin in enumerate(begins.tolist()):
+            file.seek(begin)
+            file.write(rows.view(row).tobytes())
+    second.adopt_empty(manifest)
+    grown = second.extend(4, path, manifest.collection, begins, of=whole_state)
+    assert grown.host == "b" and grown.scalars == manifest.scalars
+    assert is_whole(second, 4, step=2)
+    first.remove()
+    second.close()
+    assert is_whole(open_store(host="b"), 4, step=2)
+
+
+def test_staged_bytes_are_given_back(store: HostStore) -> None:
+    path, _ = store.stage(two_ranks()[0])
+    store.unstage(path)
+    assert not path.parent.exists()
+
+
+def test_a_durable_copy_is_the_same_generation(store: HostStore, tmp_path: Path) -> None:
+    manifest = generation(store, 3, step=1)
+    target = store.copy_to(3, tmp_path / "disk")
+    assert target == tmp_path / "disk" / "generation-3" / "a"
+    assert read_manifest(target).digest() == manifest.digest()
+    assert store.copy_to(3, tmp_path / "disk") == target
+    store.drop(3)
+    generation(store, 3, step=9)
+    with pytest.raises(StoreError, match="another state"):
+        store.copy_to(3, tmp_path / "disk")
+    assert read_manifest(target).digest() == manifest.digest()
+
+
+def test_a_store_that_is_removed_leaves_nothing(open_store: Opener) -> None:
+    one, two = open_store(host="a"), open_store(host="b")
+    generation(one, 1, step=1)
+    job = one.directory.parent
+    one.remove()
+    assert job.exists() and not one.directory.exists()
+    two.remove()
+    assert not job.exists()
+
+
+def test_empty_shards_and_ranks_without_anything_are_no_trouble(store: HostStore) -> None:
+    nothing = Collection.of([])
+    empty = Collection.of([(WEIGHT, Box((0, 0), (0, 8))), (WEIGHT, Box((0, 0), (6, 8)))])
+    manifest = generation(store, 1, 1, {0: nothing, 1: empty})
+    assert manifest.ranks == (0, 1) and len(manifest.collection) == 1

@@ -1,0 +1,119 @@
+"""One owner a directory: refused while it lives, taken over when it is dead."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from store_states import Opener
+
+from scalai.core.errors import StoreError
+from scalai.store.host import HostStore
+from scalai.store.lock import LOCK, StoreLock, find_owner
+
+HOLD = """
+import sys, os
+from pathlib import Path
+from scalai.store.lock import StoreLock
+lock = StoreLock.acquire(Path(sys.argv[1]))
+if sys.argv[2] == "orphan":
+    # A child that inherits the descriptor, as a forked worker does, outlives its parent.
+    if os.fork():
+        print("held", flush=True)
+        sys.stdin.read()
+        os._exit(0)
+else:
+    print("held", flush=True)
+sys.stdin.read(1 if sys.argv[2] == "orphan" else -1)
+"""
+
+
+def holder(directory: Path, kind: str) -> "subprocess.Popen[str]":
+    """Start a process that holds the lock; returns once it does."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(directory), kind],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        stream.close()
+
+
+def test_a_live_owner_is_refused_and_named(tmp_path: Path) -> None:
+    process = holder(tmp_path, "plain")
+    with pytest.raises(StoreError, match=rf"in use by process {process.pid}.*--store-dir"):
+        StoreLock.acquire(tmp_path)
+    owner = find_owner(tmp_path)
+    assert owner is not None and owner.pid == process.pid
+    end(process)
+    assert find_owner(tmp_path) is None
+    StoreLock.acquire(tmp_path).release()
+
+
+def test_a_second_store_in_this_process_is_refused(open_store: Opener) -> None:
+    store = open_store()
+    with pytest.raises(StoreError, match=f"process {os.getpid()}"):
+        open_store()
+    store.close()
+    open_store()
+
+
+def test_an_orphan_that_inherited_the_lock_does_not_keep_it(tmp_path: Path) -> None:
+    process = holder(tmp_path, "orphan")
+    process.kill()
+    process.wait()
+    try:
+        assert find_owner(tmp_path) is None
+        lock = StoreLock.acquire(tmp_path)
+        # The new owner's lock holds, whatever the orphan has.
+        with pytest.raises(StoreError, match=f"process {os.getpid()}"):
+            StoreLock.acquire(tmp_path)
+        lock.release()
+    finally:
+        end(process)
+
+
+@pytest.mark.parametrize("change", [{"boot": "another-boot"}, {"started": 1}, {"pid": 1 << 22}])
+def test_an_owner_of_another_boot_or_a_reused_pid_is_gone(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    lock = StoreLock.acquire(tmp_path)
+    text = json.loads((tmp_path / LOCK).read_text())
+    (tmp_path / LOCK).write_text(json.dumps(text | change))
+    assert find_owner(tmp_path) is None
+    StoreLock.acquire(tmp_path).release()
+    lock.release()
+
+
+def test_an_owner_in_another_pid_namespace_cannot_be_judged_and_is_respected(
+    tmp_path: Path,
+) -> None:
+    lock = StoreLock.acquire(tmp_path)
+    text = json.loads((tmp_path / LOCK).read_text())
+    (tmp_path / LOCK).write_text(json.dumps(text | {"namespace": "pid:[1]", "pid": 1 << 22}))
+    with pytest.raises(StoreError, match="in use"):
+        StoreLock.acquire(tmp_path)
+    lock.release()
+
+
+def test_a_lock_file_without_content_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch()
+    StoreLock.acquire(tmp_path).release()
+
+
+def test_opening_a_locked_store_changes_nothing(open_store: Opener) -> None:
+    store = open_store()
+    slot = store.directory / "deposit-5"
+    slot.mkdir()
+    with pytest.raises(StoreError):
+        HostStore("job", "a", store.directory.parent.parent)
+    assert slot.exists()

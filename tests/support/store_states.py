@@ -1,0 +1,108 @@
+"""Small states for the store's tests: layouts of a rank, and values that are known by position."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from scalai.core.collection import ITEM_BYTES, Collection, Tensor
+from scalai.core.fingerprint import piece_fingerprint
+from scalai.core.region import Box, whole
+from scalai.store.deposit import Deposit
+from scalai.store.files import BITS, slices
+from scalai.store.host import HostStore
+from scalai.store.manifest import HostManifest
+from scalai.store.orders import RankDeposit, WriteOrder
+
+Opener = Callable[..., HostStore]
+
+WEIGHT = Tensor("param/w", (6, 8), "F32")
+HALF = Tensor("param/h", (5, 3), "BF16")
+STEP = Tensor("step/w", (), "F32")
+FLAGS = Tensor("mask/w", (3,), "BOOL")
+LONG = Tensor("count/w", (4,), "I64")
+
+
+def values_of(tensor: Tensor, salt: int = 0) -> np.ndarray[Any, Any]:
+    """Return the bits of a whole tensor, different for each name and salt."""
+    seed = [salt, *tensor.name.encode()]
+    bits = BITS[ITEM_BYTES[tensor.dtype]]
+    high = np.iinfo(bits).max
+    return np.asarray(
+        np.random.default_rng(seed).integers(0, high, tensor.shape, dtype=bits, endpoint=True)
+    )
+
+
+def two_ranks() -> dict[int, Collection]:
+    """Return what two ranks hold: one tensor cut by columns, the others replicated."""
+    replicated = [(tensor, whole(tensor.shape)) for tensor in (HALF, STEP, FLAGS, LONG)]
+    return {
+        rank: Collection.of([(WEIGHT, Box((0, 4 * rank), (6, 4))), *replicated]) for rank in (0, 1)
+    }
+
+
+def write(order: WriteOrder, held: Collection, salt: int = 0) -> tuple[int, ...]:
+    """Do what a worker does: write the ordered rows and return their fingerprints."""
+    order = WriteOrder.from_json(json.loads(json.dumps(order.to_json())))
+    fingerprints = []
+    for row, begin in zip(order.rows, order.begins, strict=True):
+        tensor, box = held.box(row)
+        values = np.array(values_of(tensor, salt)[slices(box)], order="C")
+        with open(order.path, "r+b") as file:
+            file.seek(begin)
+            file.write(values.tobytes())
+        fingerprints.append(piece_fingerprint(values, box, tensor.shape))
+    return tuple(fingerprints)
+
+
+def report(rank: int, fingerprints: tuple[int, ...]) -> RankDeposit:
+    """Return a rank's report, as it comes through a process border."""
+    part = RankDeposit(fingerprints, f"tp{rank}", {"lr": 0.5, "of": {f"r{rank}": rank}}, [rank])
+    return RankDeposit.from_json(json.loads(json.dumps(part.to_json())))
+
+
+def deposit(
+    store: HostStore, step: int, held: Mapping[int, Collection] | None = None
+) -> tuple[Deposit, HostManifest]:
+    """Reserve, write and seal a state; its salt is the step."""
+    held = two_ranks() if held is None else held
+    slot = store.reserve(held)
+    parts = {rank: report(rank, write(slot.orders[rank], held[rank], step)) for rank in held}
+    manifest = store.seal(
+        slot, step=step, about={"consumed_samples": 12 * step, "degrees": {"tp": 2}}, parts=parts
+    )
+    return slot, manifest
+
+
+def generation(
+    store: HostStore, number: int, step: int, held: Mapping[int, Collection] | None = None
+) -> HostManifest:
+    """Deposit a state and commit it."""
+    slot, _ = deposit(store, step, held)
+    return store.commit(slot, number)
+
+
+def stored_values(store: HostStore, number: int) -> dict[str, list[bytes]]:
+    """Return the bytes of every stored piece, by tensor."""
+    found: dict[str, list[bytes]] = {}
+    with store.open_rows(number) as rows:
+        for row in range(len(rows.manifest.collection)):
+            tensor, _ = rows.manifest.collection.box(row)
+            found.setdefault(tensor.name, []).append(rows.view(row).tobytes())
+    return found
+
+
+def is_whole(store: HostStore, number: int, step: int) -> bool:
+    """Is everything that ``two_ranks`` holds stored, with the values of ``step``, once?"""
+    with store.open_rows(number) as rows:
+        if list(rows.damage()):
+            return False
+        held = [rows.manifest.collection.box(row) for row in range(len(rows.manifest.collection))]
+        expected = {(t.name, b) for c in two_ranks().values() for t, b in map(c.box, range(len(c)))}
+        same = all(
+            np.array_equal(rows.view(row), values_of(tensor, step)[slices(box)])
+            for row, (tensor, box) in enumerate(held)
+        )
+        found = {(tensor.name, box) for tensor, box in held}
+        return same and len(held) == len(expected) and found == expected
