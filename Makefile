@@ -1,0 +1,37 @@
+# Two commands on a fresh machine do everything: `make demo` and `make test`. Each makes .venv if it is not there.
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/*.py)))
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test campaign check bench clean
+
+demo: $(VENV)/ready
+	$(PYTHON) examples/demo.py $(if $(DATA),--data $(DATA))
+
+test: check
+	$(PYTHON) -m pytest
+
+# The full cross of layouts, and every supported megatron-core version.
+campaign: $(VENV)/ready
+	$(PYTHON) -m pytest -m campaign
+
+check: $(VENV)/ready
+	$(PYTHON) -m ruff check .
+	$(PYTHON) tests/link_tree.py
+	$(PYTHON) -m mypy
+
+bench: $(VENV)/ready
+	@test -f benchmarks/$(NAME).py || { echo "make bench NAME=x, where x is one of: $(BENCHMARKS)" >&2; exit 2; }
+	@$(PYTHON) benchmarks/$(NAME).py
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+# torch is pinned, because a plain install of it takes gigabytes of CUDA libraries on a machine without CUDA.
+$(VENV)/ready: pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --upgrade pip
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt torch
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[megatron,dev]'
+	touch $@
