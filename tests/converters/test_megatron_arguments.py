@@ -1,4 +1,4 @@
-"""Megatron-LM's command line: read as its parser reads it, appended to so that the last one wins."""
+"""Megatron-LM's command line, read as its parser reads it; what is appended to it wins."""
 
 import argparse
 

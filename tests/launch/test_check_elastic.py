@@ -1,0 +1,74 @@
+"""The report before training starts: every world, and nothing that surprises later."""
+
+from pathlib import Path
+
+import pytest
+
+from scalai.core.errors import RefusedError
+from scalai.launch.check_elastic import check_elastic
+from scalai.launch.elastic_config import ElasticConfig, load_config
+from scalai.launch.options import parse_options
+
+GPT = (
+    "pretrain_gpt.py --num-layers 4 --num-attention-heads 4 --micro-batch-size 1 "
+    "--global-batch-size 12 --tensor-model-parallel-size 2"
+)
+EXAMPLES = Path(__file__).parents[2] / "configs"
+
+
+def check(flags: str, config: ElasticConfig | None = None, slots: int = 4) -> str:
+    options = parse_options(["--check-elastic", *flags.split()])
+    return check_elastic(options, config or load_config(options.elastic, options.overrides), slots)
+
+
+def rows(report: str) -> dict[str, list[str]]:
+    table = report.split("\n\n")[1].splitlines()[1:]
+    return {line.split()[0]: line.split(maxsplit=3)[1:] for line in table}
+
+
+def test_every_world_is_reported_with_degrees_idle_ranks_and_the_reason() -> None:
+    found = rows(check(f"--nnodes 1:2 {GPT}"))
+    assert list(found) == [str(world) for world in range(1, 9)]
+    assert found["4"] == ["TP2·PP1·DP2", "0", "initial degrees"]
+    assert found["7"][:2] == ["TP2·PP1·DP3", "1"]
+    assert found["1"][:2] == ["none", "all"]
+    assert "TP·PP below 2" in found["1"][2]
+
+
+def test_only_allowed_worlds_are_reported() -> None:
+    assert list(rows(check(f"--allowed-sizes 2,4 --nnodes 1:2 {GPT}"))) == ["2", "4"]
+
+
+def test_rules_for_a_change_have_lines_of_their_own() -> None:
+    found = rows(check(f"--elastic {EXAMPLES / 'elastic_gpt_tiny.toml'}", slots=2))
+    assert {world: row[0] for world, row in found.items()} == {
+        "1": "TP1·PP1·DP1",
+        "2": "TP1·PP2·DP1",
+        "3": "TP1·PP1·DP3",
+        "4": "TP2·PP1·DP2",
+        "2->4": "TP2·PP2·DP1",
+    }
+
+
+def test_the_configuration_and_the_limits_are_printed() -> None:
+    report = check(GPT)
+    assert "resize.settle_s = 2.0  (default)" in report
+    assert "num_attention_heads=4" in report
+    assert "--padded-vocab-size" in report
+
+
+def test_an_entry_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "elastic.toml"
+    path.write_text('[degrees]\n3 = "tp3"\n')
+    with pytest.raises(RefusedError, match=r'\[degrees\] "3" cannot be used .*tp=3'):
+        check(f"--elastic {path} {GPT}")
+
+
+def test_a_job_without_any_valid_world_is_refused() -> None:
+    with pytest.raises(RefusedError, match="no world has valid degrees"):
+        check(f"{GPT} --micro-batch-size 5")
+
+
+def test_a_script_that_is_not_elastic_is_refused() -> None:
+    with pytest.raises(RefusedError, match="--async-save"):
+        check(f"{GPT} --async-save")
