@@ -1,0 +1,251 @@
+"""Live memory into a store and back: whole, strided, replicated, in every width, and resharded."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from store_states import Opener
+
+from scalai.core.collection import Tensor
+from scalai.core.errors import LayoutError, StoreError
+from scalai.core.plan import plan
+from scalai.core.region import Box, Piece, row_major, whole
+from scalai.core.sources import Holder
+from scalai.runtime.deposit import write_rows
+from scalai.runtime.fingerprints import device_fingerprint, live_fingerprints
+from scalai.runtime.live import Slot
+from scalai.runtime.restore import read_rows
+from scalai.runtime.rows import collection_of, held_rows, piece_view, wanted_rows
+from scalai.store.host import HostStore
+from scalai.store.manifest import HostManifest
+from scalai.store.moves import holders_of, read_orders
+from scalai.store.orders import RankDeposit, ReadOrder, WriteOrder
+
+DTYPES = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64,
+    "I64": torch.int64, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+}  # fmt: skip
+
+
+def whole_tensor(name: str, shape: tuple[int, ...], dtype: str) -> Slot:
+    """Return a slot that holds a tensor whole, with values that are its own."""
+    tensor = Tensor(name, shape, dtype)
+    numel = tensor.numel
+    generator = torch.Generator().manual_seed(len(name) + numel)
+    values = torch.randint(0, 2 if dtype == "BOOL" else 120, (numel,), generator=generator)
+    buffer = values.to(torch.float32).to(DTYPES[dtype])
+    return Slot(tensor, buffer, (Piece(whole(shape), 0, row_major(shape)),))
+
+
+def emptied(slot: Slot) -> Slot:
+    return Slot(slot.tensor, torch.zeros_like(slot.buffer), slot.pieces)
+
+
+def committed(store: HostStore, ranks: Sequence[Sequence[Slot]]) -> HostManifest:
+    """Deposit what the ranks hold as generation 1, every message through JSON."""
+    rows = [held_rows(slots) for slots in ranks]
+    slot = store.reserve({rank: collection_of(of_rank) for rank, of_rank in enumerate(rows)})
+    parts = {}
+    for rank, of_rank in enumerate(rows):
+        order = WriteOrder.from_json(json.loads(json.dumps(slot.orders[rank].to_json())))
+        parts[rank] = RankDeposit(tuple(write_rows(of_rank, order)), f"dp{rank}")
+    store.seal(slot, step=1, about={}, parts=parts)
+    return store.commit(slot, 1)
+
+
+def restore(store: HostStore, manifest: HostManifest, ranks: Sequence[Sequence[Slot]]) -> None:
+    """Fill what the ranks want from generation 1."""
+    targets = [
+        Holder(store.host, collection_of(wanted_rows(slots)), rank)
+        for rank, slots in enumerate(ranks)
+    ]
+    planned = plan(holders_of([manifest]), targets)
+    orders = read_orders(planned, [manifest], {store.host: store.generation_directory(1)})
+    for rank, slots in enumerate(ranks):
+        if rank in orders:
+            message = json.loads(json.dumps(orders[rank].to_json()))
+            read_rows(wanted_rows(slots), ReadOrder.from_json(message))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 3), (2, 3, 4)])
+def test_every_dtype_and_shape_goes_out_and_in(
+    store: HostStore, dtype: str, shape: tuple[int, ...]
+) -> None:
+    slots = [whole_tensor("param/w", shape, dtype)]
+    manifest = committed(store, [slots])
+    again = [emptied(slot) for slot in slots]
+    restore(store, manifest, [again])
+    bits = [slot.buffer.view(torch.uint8) for slot in (*slots, *again)]
+    assert torch.equal(*bits)
+    with store.open_rows(1) as rows:
+        assert not list(rows.damage())
+
+
+def column_shard(full: Slot, rank: int, degree: int, *, transposed: bool = False) -> Slot:
+    """Return the columns of ``rank`` in a buffer of their own, row-major or transposed."""
+    height, width = full.tensor.shape
+    low, high = rank * width // degree, (rank + 1) * width // degree
+    part = full.buffer.view(height, width)[:, low:high]
+    buffer = (part.t() if transposed else part).reshape(-1).clone()
+    stride = (1, height) if transposed else (high - low, 1)
+    return Slot(full.tensor, buffer, (Piece(Box((0, low), (height, high - low)), 0, stride),))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 3), (3, 2)])
+def test_shards_are_cut_anew(store: HostStore, before: int, after: int, transposed: bool) -> None:
+    full = whole_tensor("param/w", (13, 12), "F32")
+    manifest = committed(
+        store, [[column_shard(full, r, before, transposed=transposed)] for r in range(before)]
+    )
+    expected = [column_shard(full, rank, after) for rank in range(after)]
+    found = [emptied(slot) for slot in expected]
+    restore(store, manifest, [[slot] for slot in found])
+    assert all(torch.equal(a.buffer, b.buffer) for a, b in zip(found, expected, strict=True))
+    for old, new in zip(found, expected, strict=True):
+        assert np.array_equal(
+            live_fingerprints(wanted_rows([old])), live_fingerprints(wanted_rows([new]))
+        )
+
+
+def test_a_fused_buffer_of_two_boxes_and_a_flat_range(store: HostStore) -> None:
+    full = whole_tensor("param/gate_up", (8, 4), "BF16")
+    two_boxes = Slot(
+        full.tensor,
+        torch.cat([full.buffer[:8], full.buffer[16:24]]),
+        (Piece(Box((0, 0), (2, 4)), 0, (4, 1)), Piece(Box((4, 0), (2, 4)), 8, (4, 1))),
+    )
+    others = Slot(
+        full.tensor,
+        full.buffer,
+        (Piece(Box((2, 0), (2, 4)), 8, (4, 1)), Piece(Box((6, 0), (2, 4)), 24, (4, 1))),
+    )
+    manifest = committed(store, [[two_boxes], [others]])
+    again = emptied(full)
+    restore(store, manifest, [[again]])
+    assert torch.equal(again.buffer, full.buffer)
+
+
+def test_stale_copies_are_filled_and_never_deposited(store: HostStore) -> None:
+    full = whole_tensor("param/w", (6,), "F32")
+    own_range = Slot(full.tensor, full.buffer, full.pieces, is_wanted=False)
+    stale = Slot(full.tensor, torch.zeros(6), full.pieces, is_held=False)
+    manifest = committed(store, [[own_range, stale]])
+    assert len(manifest.collection) == 1
+    restore(store, manifest, [[own_range, stale]])
+    assert torch.equal(stale.buffer, full.buffer)
+
+
+def test_several_ranks_on_a_host_deposit_and_another_number_restores(open_store: Opener) -> None:
+    store = open_store()
+    weights = [whole_tensor(f"param/w{n}", (4, 8), "F32") for n in range(5)]
+    step = whole_tensor("step/w0", (), "F32")
+    ranks = [[*(column_shard(w, rank % 2, 2) for w in weights), step] for rank in range(4)]
+    manifest = committed(store, ranks)
+    assert manifest.size_bytes == 5 * 4 * 8 * 4 + 4
+    again = [[emptied(slot) for slot in (*weights, step)]]
+    restore(store, manifest, again)
+    for old, new in zip((*weights, step), again[0], strict=True):
+        assert torch.equal(old.buffer, new.buffer)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (9,), (5, 300), (2, 3, 70)])
+def test_a_device_computes_the_same_fingerprint(dtype: str, shape: tuple[int, ...]) -> None:
+    slot = whole_tensor("param/w", shape, dtype)
+    [(slot, piece)] = held_rows([slot])
+    box = Box(tuple(n // 3 for n in shape), tuple(n - n // 3 for n in shape))
+    for part in (piece, piece.sub(box)):
+        found = device_fingerprint(piece_view(slot, part), part.box, shape)
+        assert int(found) % (1 << 64) == int(live_fingerprints([(slot, part)])[0])
+
+
+def test_a_device_sums_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scalai.runtime.fingerprints.BLOCK", 16)
+    for dtype in ("F32", "I64"):
+        [(slot, piece)] = held_rows([whole_tensor("param/w", (7, 40), dtype)])
+        found = device_fingerprint(piece_view(slot, piece), piece.box, (7, 40))
+        assert int(found) % (1 << 64) == int(live_fingerprints([(slot, piece)])[0])
+
+
+def read_order(store: HostStore, manifest: HostManifest) -> ReadOrder:
+    collection = manifest.collection
+    directory = store.generation_directory(1)
+    return ReadOrder(
+        tuple(str(directory / stored.name) for stored in manifest.files),
+        np.arange(len(collection)), collection.offset, collection.shape, manifest.file,
+        manifest.begin, collection.offset, collection.shape,
+    )  # fmt: skip
+
+
+def test_nothing_is_overwritten_by_a_restore_that_is_refused(store: HostStore) -> None:
+    slots = [whole_tensor(f"param/w{n}", (4, 4), "F32") for n in range(2)]
+    manifest = committed(store, [slots])
+    order = read_order(store, manifest).to_json()
+    bad = {
+        "a row is not filled": ({"row": [0, 0]}, LayoutError),
+        "a row is not there": ({"row": [0, 9]}, LayoutError),
+        "outside of the piece": ({"source_offset": [[0] * 6, [0, 0, 0, 0, 2, 0]]}, LayoutError),
+        "beyond the end": ({"begin": [order["begin"][0], 1 << 30]}, StoreError),
+        "no such file": ({"files": ["/no/such/file"]}, StoreError),
+    }  # fmt: skip
+    for what, (change, kind) in bad.items():
+        again = [emptied(slot) for slot in slots]
+        with pytest.raises(kind):
+            read_rows(wanted_rows(again), ReadOrder.from_json(order | change))
+        assert all(not slot.buffer.any() for slot in again), what
+
+
+def test_a_restore_from_a_truncated_file_is_refused(store: HostStore) -> None:
+    slots = [whole_tensor("param/w", (4, 4), "F32")]
+    manifest = committed(store, [slots])
+    path = store.generation_directory(1) / manifest.files[0].name
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 4)
+    again = [emptied(slot) for slot in slots]
+    with pytest.raises(StoreError, match=f"{path} is .* bytes long"):
+        read_rows(wanted_rows(again), read_order(store, manifest))
+    assert not again[0].buffer.any()
+
+
+def test_a_deposit_that_does_not_fit_is_refused(store: HostStore, tmp_path: Path) -> None:
+    rows = held_rows([whole_tensor("param/w", (4, 4), "F32")])
+    slot = store.reserve({0: collection_of(rows)})
+    order = slot.orders[0].to_json()
+    with pytest.raises(LayoutError, match="publish them again"):
+        write_rows(rows, WriteOrder.from_json(order | {"rows": [3]}))
+    with pytest.raises(StoreError, match="cannot be opened"):
+        write_rows(rows, WriteOrder.from_json(order | {"path": str(tmp_path / "none")}))
+    with pytest.raises(StoreError, match="bytes long"):
+        write_rows(rows, WriteOrder.from_json(order | {"begins": [1 << 20]}))
+
+
+def test_a_slot_whose_buffer_is_not_what_its_tensor_says_is_refused() -> None:
+    tensor = Tensor("param/w", (4,), "F32")
+    pieces = (Piece(whole((4,)), 0, (1,)),)
+    for buffer in (torch.zeros(4, dtype=torch.float64), torch.zeros(3), torch.zeros(2, 2)):
+        [(slot, piece)] = held_rows([Slot(tensor, buffer, pieces)])
+        with pytest.raises(LayoutError, match="adapter"):
+            piece_view(slot, piece)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_device_memory_goes_out_and_in_through_pinned_buffers(store: HostStore) -> None:
+    full = whole_tensor("param/w", (3000, 4000), "F32")
+    on_device = Slot(full.tensor, full.buffer.cuda(), full.pieces)
+    transposed = Slot(
+        Tensor("param/t", (4000, 3000), "F32"),
+        full.buffer.cuda(),
+        (Piece(whole((4000, 3000)), 0, (1, 4000)),),
+    )
+    slots = [on_device, transposed]
+    manifest = committed(store, [slots])
+    with store.open_rows(1) as rows:
+        assert not list(rows.damage())
+    again = [emptied(slot) for slot in slots]
+    restore(store, manifest, [again])
+    assert all(torch.equal(a.buffer, b.buffer) for a, b in zip(slots, again, strict=True))
