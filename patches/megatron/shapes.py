@@ -35,15 +35,10 @@ class Part:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Shard:
-    """A parameter or persistent buffer: the framework's own object, and what it is a part of.
-
-    ``is_pipeline_copy``: another pipeline stage holds the same elements and is the one that
-    megatron counts as their home (tied embeddings).
-    """
+    """A parameter or persistent buffer: the framework's own object, and what it is a part of."""
 
     data: torch.Tensor
     parts: tuple[Part, ...]
-    is_pipeline_copy: bool
 
 
 def shards_of(chunks: Sequence[torch.nn.Module]) -> list[Shard]:
@@ -52,9 +47,8 @@ def shards_of(chunks: Sequence[torch.nn.Module]) -> list[Shard]:
     No communication, no copy.
 
     Raises:
-        RefusedError: Some parameter cannot be carried: megatron does not describe it, describes a
-        copy
-            of it or cuts it in a way that is no slice; or a module has extra state (FP8 history).
+        RefusedError: Something cannot be carried: megatron does not describe a parameter, describes
+            a copy of it or cuts it otherwise than in slices; or a module keeps extra state.
     """
     return [shard for chunk in chunks for shard in _shards_of_chunk(unwrap(chunk))]
 
@@ -88,7 +82,7 @@ def _shards_of_chunk(model: Any) -> Iterator[Shard]:
                 "with gaps, so that a restore would not reach the model. Keep this module out of "
                 "an elastic job."
             )
-        yield Shard(item.data, tuple(parts_of(item)), _is_pipeline_copy(item.replica_id))
+        yield Shard(item.data, tuple(parts_of(item)))
     if missing:
         raise RefusedError(
             f"sharded_state_dict does not describe these parameters: {sorted(missing.values())}. "
@@ -192,11 +186,6 @@ def _is_sharded_tensor(item: Any) -> bool:
 
 def _is_factory(item: Any) -> bool:
     return hasattr(item, "build_fn")
-
-
-def _is_pipeline_copy(replica: Any) -> bool:
-    """Tell from a replica id: (pipeline copy, tp rank, dp rank), or 0 without replicas."""
-    return isinstance(replica, tuple) and len(replica) > 1 and replica[0] != 0
 
 
 def _refuse_extra_state(item: Any) -> None:

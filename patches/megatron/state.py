@@ -105,34 +105,30 @@ class MegatronState:
 def _slots(shard: Shard, part: Part, owned: Owned | None, is_split: bool) -> Iterator[Slot]:
     """Yield the slots of one part of a parameter: its own, its master's, its optimizer state's."""
     data = shard.data.detach().view(-1)
+    tensor = _tensor(PARAM, part, data)
     if owned is None:
-        # A buffer or a frozen parameter; or, with the distributed optimizer, all of it is other
-        # ranks'.
-        is_others = is_split and isinstance(shard.data, torch.nn.Parameter)
-        is_held = not (is_others and shard.data.requires_grad)
-        yield Slot(_tensor(PARAM, part, data), data, part.pieces, is_held)
+        # A buffer or a frozen parameter is ours. What the distributed optimizer trains is not.
+        is_trained = isinstance(shard.data, torch.nn.Parameter) and shard.data.requires_grad
+        yield Slot(tensor, data, part.pieces, is_held=not (is_split and is_trained))
         return
     low, high = owned.low, owned.high
+    # Replicas own equal ranges, also of a tied weight on two pipeline stages: megatron gives it a
+    # bucket of its own, because it adds up the stages' gradients range by range.
     pieces = tuple(cut for piece in part.pieces for cut in clip(piece, low, high))
-    # Ranges of two pipeline stages that both hold a tied weight overlap: only one stage vouches.
-    is_held = not (owned.is_sharded and shard.is_pipeline_copy)
-    if owned.is_sharded:
-        yield Slot(_tensor(PARAM, part, data), data, part.pieces, is_held=False)
-        if pieces and is_held:
-            yield Slot(_tensor(PARAM, part, data), data[low:high], pieces, is_wanted=False)
-    else:
-        yield Slot(_tensor(PARAM, part, data), data, part.pieces)
+    yield Slot(tensor, data, part.pieces, is_held=not owned.is_sharded)
     if not pieces:
         return
+    if owned.is_sharded:
+        yield Slot(tensor, data[low:high], pieces, is_wanted=False)
     main = owned.main.detach().view(-1)
     if main.data_ptr() != data[low:high].data_ptr():
-        yield Slot(_tensor(MAIN, part, main), main, pieces, is_held)
+        yield Slot(_tensor(MAIN, part, main), main, pieces)
     for kind, value in owned.state.items():
-        yield from _state_slot(kind, value, part, pieces, high - low, is_held)
+        yield from _state_slot(kind, value, part, pieces, high - low)
 
 
 def _state_slot(
-    kind: str, value: Any, part: Part, pieces: tuple[Piece, ...], numel: int, is_held: bool
+    kind: str, value: Any, part: Part, pieces: tuple[Piece, ...], numel: int
 ) -> Iterator[Slot]:
     """Yield the slot of one entry of the inner optimizer's state, if it is a tensor."""
     if value is None:
@@ -142,13 +138,13 @@ def _state_slot(
             f"the optimizer keeps {kind}={value!r} for {part.name}, a {type(value).__name__}; only "
             "tensors are carried. Use --optimizer adam or sgd."
         )
+    flat = value.detach().view(-1)
     if value.ndim == 0:
         # Torch Adam's step: one tensor a parameter, equal on all ranks that hold a part of it.
         tensor = Tensor(f"{kind}/{part.name}", (), dtype_name(value.dtype))
-        yield Slot(tensor, value.detach().view(-1), (Piece(whole(()), 0, ()),))
-    elif value.numel() == numel and value.is_contiguous():
-        flat = value.detach().view(-1)
-        yield Slot(_tensor(kind, part, flat), flat, pieces, is_held)
+        yield Slot(tensor, flat, (Piece(whole(()), 0, ()),))
+    elif value.numel() == numel:
+        yield Slot(_tensor(kind, part, flat), flat, pieces)
     else:
         raise RefusedError(
             f"the optimizer's {kind} of {part.name} has shape {list(value.shape)}, not one value "

@@ -83,17 +83,13 @@ def _restore_and_train(pool: WorkerPool, job: Job, store: HostStore, uninterrupt
 
 
 def _prove(before: Mapping[str, int], proofs: Iterable[Mapping[str, Proof]]) -> None:
-    """Compare what the ranks vouch for, and apart from it the copies that they only want.
-
-    Apart, because their boxes may overlap without being equal: a tied weight lies on two stages
-    whose optimizers cut it at other places.
-    """
+    """Compare what the ranks wanted, and what they vouch for from now on."""
     by_rank = list(proofs)
-    for part in ("held", "copies"):
+    for part in ("wanted", "held"):
         rows = concatenate([proof[part][0] for proof in by_rank])
         check_coverage(rows)
-        after = tensor_fingerprints(rows, [value for proof in by_rank for value in proof[part][1]])
-        compare(before if part == "held" else {name: before[name] for name in after}, after)
+        values = [value for proof in by_rank for value in proof[part][1]]
+        compare(before, tensor_fingerprints(rows, values))
 
 
 def _united(runs: Sequence[Any]) -> Run:

@@ -72,8 +72,10 @@ def restore(
     read_rows(wanted_rows(live.slots), order)
     live.state.load_scalars(scalars)
     randomness = live.state.load_rank_state(rank_states.get(live.state.coordinate), AFTER.start)
-    copies = [slot for slot in live.slots if slot.is_wanted and not slot.is_held]
-    proofs = {"held": _proof(held_rows(live.slots)), "copies": _proof(wanted_rows(copies))}
+    proofs = {
+        "wanted": _proof(wanted_rows(live.slots)),
+        "held": _proof(held_rows(live.slots)),
+    }
     return _train_to_the_end(live), proofs, randomness
 
 
