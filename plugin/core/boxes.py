@@ -75,9 +75,7 @@ class NumberLine:
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "NumberLine":
         """Lay out these tensors in order."""
-        shape = np.ones((len(tensors), MAX_NDIM), dtype=np.int64)
-        for row, tensor in zip(shape, tensors, strict=True):
-            row[MAX_NDIM - len(tensor.shape) :] = tensor.shape
+        shape = right_aligned(tensors)
         # Sizes behind an axis, multiplied from the right; an empty tensor still takes one place.
         behind = np.concatenate([shape[:, 1:], np.ones((len(tensors), 1), np.int64)], axis=1)
         stride = np.cumprod(np.maximum(behind, 1)[:, ::-1], axis=1)[:, ::-1]
@@ -91,20 +89,32 @@ class NumberLine:
         return Boxes(tensor, low, low + reach + 1, offset, shape)
 
 
+def right_aligned(tensors: Sequence[Tensor]) -> Columns:
+    """Return the shapes of tensors, [tensors, MAX_NDIM], with leading sizes 1."""
+    shape = np.ones((len(tensors), MAX_NDIM), dtype=np.int64)
+    for row, tensor in zip(shape, tensors, strict=True):
+        row[MAX_NDIM - len(tensor.shape) :] = tensor.shape
+    return shape
+
+
 def check_inside(
-    tensors: Sequence[Tensor], tensor: Columns, offset: Columns, shape: Columns
+    tensors: Sequence[Tensor], sizes: Columns, tensor: Columns, offset: Columns, shape: Columns
 ) -> None:
-    """Raise ``LayoutError`` where a box of ``tensors[tensor[i]]`` reaches outside of its tensor."""
-    sizes = NumberLine.of(tensors).shape[tensor]
-    wrong = np.flatnonzero(((offset < 0) | (shape < 0) | (offset + shape > sizes)).any(axis=1))
-    if len(wrong):
-        named = tensors[tensor[wrong[0]]]
-        skip = MAX_NDIM - len(named.shape)
-        low, size = offset[wrong[0], skip:].tolist(), shape[wrong[0], skip:].tolist()
-        raise LayoutError(
-            f"box offset {low} shape {size} reaches outside of {named.name!r} {list(named.shape)} "
-            f"({len(wrong)} such boxes). The shards were described for another model."
-        )
+    """Raise ``LayoutError`` where a box of ``tensors[tensor[i]]`` reaches outside of its tensor.
+
+    ``sizes`` are the tensors' shapes as ``right_aligned`` returns them.
+    """
+    wrong = ((offset < 0) | (shape < 0) | (offset + shape > sizes[tensor])).any(axis=1)
+    if not wrong.any():
+        return
+    row = int(np.argmax(wrong))
+    named = tensors[tensor[row]]
+    skip = MAX_NDIM - len(named.shape)
+    box = Box(tuple(offset[row, skip:].tolist()), tuple(shape[row, skip:].tolist()))
+    raise LayoutError(
+        f"box {box_text(box)} reaches outside of {named.name!r} {list(named.shape)} "
+        f"({int(wrong.sum())} such boxes). The shards were described for another model."
+    )
 
 
 def distinct(boxes: Boxes) -> tuple[Columns, Columns]:

@@ -31,9 +31,10 @@ def find_gaps(collection: Collection) -> list[tuple[Tensor, Box]]:
     Raises:
         LayoutError: A box reaches outside of its tensor.
     """
-    check_inside(collection.tensors, collection.tensor, collection.offset, collection.shape)
-    rows = np.flatnonzero(collection.numel())
     line = NumberLine.of(collection.tensors)
+    columns = (collection.tensor, collection.offset, collection.shape)
+    check_inside(collection.tensors, line.shape, *columns)
+    rows = np.flatnonzero(collection.numel())
     boxes = line.place(collection.tensor[rows], collection.offset[rows], collection.shape[rows])
     boxes = boxes.select(distinct(boxes)[0])
     atoms, _, _ = refine(line, boxes)

@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scalai.core.boxes import Boxes, box_text, check_inside, expand, uncovered
+from scalai.core.boxes import Boxes, box_text, check_inside, expand, right_aligned, uncovered
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Columns, Tensor
 from scalai.core.errors import LayoutError
 from scalai.core.geometry import Geometry, check, shortfall, solve
 from scalai.core.region import Box
 from scalai.core.sources import Holder, index_sources, split_name
+
+__all__ = ["Copies", "Fetches", "Holder", "Plan", "Planner", "plan"]
 
 NAMED = 5
 """Tensors and boxes named in an error."""
@@ -110,6 +112,7 @@ class Planner:
         numbers = {kind: number for number, kind in enumerate(sorted(set(kinds)))}
         self._item_bytes = np.array(items, dtype=np.int64)
         self._kind = np.array([numbers[kind] for kind in kinds], dtype=np.int64)
+        self._sizes = right_aligned(self.sources.tensors)
         self._solved: dict[bytes, Geometry] = {}
 
     def plan_host(self, host: str, target: Sequence[Holder], position: int = 0) -> Plan:
@@ -151,16 +154,17 @@ class Planner:
         offset = np.concatenate([none, *(holder.collection.offset for holder in target)])
         shape = np.concatenate([none, *(holder.collection.shape for holder in target)])
         keep = np.flatnonzero(shape.prod(axis=1))
-        group = sources.group[tensor[keep]]
-        boxes = sources.line.place(group, offset[keep], shape[keep])
-        return _Wants(target_of[keep], row[keep], tensor[keep], boxes)
+        tensor, offset, shape = tensor[keep], offset[keep], shape[keep]
+        check_inside(sources.tensors, self._sizes, tensor, offset, shape)
+        boxes = sources.line.place(sources.group[tensor], offset, shape)
+        return _Wants(target_of[keep], row[keep], tensor, boxes)
 
     def _numbers(self, holder: Holder) -> Columns:
         """Return the sources' numbers of a target's tensors; refuse what they do not hold."""
         wanted = holder.collection
         numbers = np.array([self.sources.number.get(t.name, -1) for t in wanted.tensors], np.int64)
         used = np.zeros(len(numbers), dtype=bool)
-        used[wanted.tensor[wanted.numel() > 0]] = True
+        used[wanted.tensor[wanted.numel() != 0]] = True
         absent = [repr(wanted.tensors[n].name) for n in np.flatnonzero(used & (numbers < 0))]
         if absent:
             raise LayoutError(
@@ -177,7 +181,6 @@ class Planner:
                     f"{tensor.dtype}{list(tensor.shape)}. Keep the padded vocabulary, the "
                     "model's sizes and its precision across the resize."
                 )
-        check_inside(wanted.tensors, wanted.tensor, wanted.offset, wanted.shape)
         return numbers
 
     def _geometry(self, wants: _Wants, target: Sequence[Holder]) -> Geometry:
@@ -239,7 +242,8 @@ class Planner:
             # Skewed, so that hosts that are a multiple of the count apart do not begin at the same
             # replica.
             turn = (position + position // len(candidates)) % len(candidates)
-            best = (np.argmin(np.roll(served[candidates], -turn)) + turn) % len(candidates)
+            turned = np.concatenate([candidates[turn:], candidates[:turn]])
+            best = (turn + int(np.argmin(served[turned]))) % len(candidates)
             chosen[fragment] = begin[fragment] + best
             served[candidates[best]] += size_bytes[fragment]
         return chosen

@@ -147,10 +147,10 @@ def _collect(
                 )
         columns.append(renumber[holder.collection.tensor])
     # By parameter, so that the order, and with it every choice, is the same for any selection.
-    order = sorted(range(len(tensors)), key=lambda place: split_name(tensors[place].name))
+    by_name = sorted(range(len(tensors)), key=lambda place: split_name(tensors[place].name))
     rank_of = np.empty(len(tensors) + 1, dtype=np.int64)
-    rank_of[order], rank_of[-1] = np.arange(len(tensors)), -1
-    tensors = [tensors[place] for place in order]
+    rank_of[by_name], rank_of[-1] = np.arange(len(tensors)), -1
+    tensors = [tensors[place] for place in by_name]
     tensor_of = rank_of[np.concatenate(columns)]
     counts = np.array([len(holder.collection) for holder in source], dtype=np.int64)
     holder_of, row = expand(counts)
@@ -161,8 +161,8 @@ def _collect(
     keep = np.flatnonzero((tensor_of >= 0) & (shape.prod(axis=1) != 0))
     tensor_of, holder_of, row = tensor_of[keep], holder_of[keep], row[keep]
     offset, shape = offset[keep], shape[keep]
-    check_inside(tensors, tensor_of, offset, shape)
     line = NumberLine.of(tensors)
+    check_inside(tensors, line.shape, tensor_of, offset, shape)
     boxes = line.place(tensor_of, offset, shape)
     low, high = boxes.low - line.start[tensor_of], boxes.high - line.start[tensor_of]
     order = np.lexsort((high, low, holder_of, tensor_of))

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Tensor, concatenate
 from scalai.core.coverage import check_coverage, find_gaps, find_overlaps
 from scalai.core.fingerprint import combine, piece_fingerprint, tensor_fingerprints
-from scalai.core.plan import Plan, plan
+from scalai.core.plan import Holder, Plan, plan
 from scalai.core.region import Box, Piece, clip, flat_range, row_major, whole
-from scalai.core.sources import Holder
 
 Array = npt.NDArray[np.unsignedinteger]
 Row = tuple[Tensor, Box]
