@@ -19,8 +19,10 @@ from scalai.core.collection import Collection, concatenate
 from scalai.core.errors import PeerError, ScalaiError, UsageError
 from scalai.launch.arguments import worker_arguments
 from scalai.launch.data_plane import DataPlaneServer
+from scalai.launch.durable import adopt, newest_durable
 from scalai.launch.job import JobSpec
 from scalai.launch.mover import Restore, prepare_restore
+from scalai.launch.places import Place
 from scalai.launch.round import DepositUnderWay, Published, Round, answers
 from scalai.launch.torch_elastic import Outcome, Placement, WorkerSet, warm_up
 from scalai.launch.warm import write_preload
@@ -36,6 +38,7 @@ Json = Any
 TICK_S = 0.1
 EXIT_GRACE_S = 10.0
 OUT_OF_MEMORY_EXIT = 12
+RESUMABLE = 75
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +50,16 @@ class Agent:
         spec: The job, as this host's command line states it.
         host: Name of this host in the job.
         slots: Workers that this host can run.
-        coordinator: Address of the coordinator.
-        token: The job's secret.
+        place: Where the coordinator is.
         interface: Address that other hosts reach this one by.
     """
 
     def __init__(
-        self, spec: JobSpec, host: str, slots: int, coordinator: tuple[str, int], token: bytes,
-        interface: str, workers: WorkerSet,
-    ) -> None:  # fmt: skip
+        self, spec: JobSpec, host: str, slots: int, place: Place, interface: str, workers: WorkerSet
+    ) -> None:
         if slots > MAX_WORKERS:
             raise UsageError(f"{slots} workers on one host; at most {MAX_WORKERS} are supported.")
-        self._spec, self._host, self._slots, self._token = spec, host, slots, token
+        self._spec, self._host, self._slots, self._token = spec, host, slots, place.token
         self._events: queue.Queue[Callable[[], None]] = queue.Queue()
         self._background = ThreadPoolExecutor(4, thread_name_prefix="agent")
         self._store = HostStore(spec.job, host, spec.store_dir)
@@ -71,20 +72,31 @@ class Agent:
         socket_path = self._directory / "agent.sock"
         socket_path.unlink(missing_ok=True)
         self._server = Server(str(socket_path), worker_token, self._on_worker, self._on_worker_gone)
-        self._data = DataPlaneServer(self._store, token, interface)
+        self._data = DataPlaneServer(self._store, place.token, interface)
         self._workers = workers
         self._round: Round | None = None
         self._exit: int | None = None
         self._leaving_at: float | None = None
         self._is_warm = False
-        self._calls = Channel(coordinator, token)
-        self._polls = Channel(coordinator, token)
+        self._calls = Channel(place.address, place.token)
+        self._polls = Channel(place.address, place.token)
+        if place.is_new:
+            self._resume()
         parts = [manifest_message(self._store.manifest(n)) for n in self._store.generations()]
         self._calls.call(
             "join", host=host, slots=slots, address=list(self._data.address), parts=parts,
             spec=spec.to_json(),
         )  # fmt: skip
         threading.Thread(target=self._poll, name="poll", daemon=True).start()
+
+    def _resume(self) -> None:
+        """Begin a job: from this host's own store, else from the durable directory, else anew."""
+        folder = self._spec.durable_dir
+        if folder is None or self._store.generations():
+            return
+        generation = newest_durable(folder / self._spec.job)
+        if generation is not None:
+            adopt(self._store, generation)
 
     # ------------------------------------------------------------------ the loop
 
@@ -100,11 +112,11 @@ class Agent:
             self._workers.stop(1)
             self._data.close()
             self._server.close()
-            if self._exit == 0:
-                for generation in self._store.generations():
-                    self._store.drop(generation)
-                self._store.clear_pool()
-            self._store.close()
+            if self._exit in (0, RESUMABLE):
+                # The job goes on elsewhere, is done, or lies in the durable directory.
+                self._store.remove()
+            else:
+                self._store.close()
         return self._exit
 
     def leave(self) -> None:

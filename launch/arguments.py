@@ -1,11 +1,16 @@
 """What a worker is started with: the script, its own arguments, and the flags that follow from the degrees."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
+from scalai.converters.megatron_arguments import derived_flags
+from scalai.core.degrees import Degrees
 from scalai.launch.job import JobSpec
 
 Json = Any
+
+log = logging.getLogger(__name__)
 
 
 def worker_arguments(
@@ -18,6 +23,17 @@ def worker_arguments(
         command: The coordinator's ``start``: degrees and micro-batch size.
         facts: What workers of earlier rounds told, such as ``padded_vocab_size``.
     """
-    options = spec.options
+    options, known = spec.options, spec.script.arguments
     assert options.script is not None
-    return [*(["-m"] if options.is_module else []), options.script, *options.script_args]
+    start = [*(["-m"] if options.is_module else []), options.script, *options.script_args]
+    if known is None:
+        return start
+    flags, notes = derived_flags(
+        known,
+        Degrees.from_json(command["degrees"]),
+        facts.get("padded_vocab_size"),
+        command["micro_batch_size"],
+    )
+    for note in notes:
+        log.info("event=flags %s", note)
+    return [*start, *flags]

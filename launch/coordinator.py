@@ -7,6 +7,7 @@ empties. Its host is the one that must not die; any agent may drain, the first o
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +58,7 @@ class Coordinator:
         self, spec: JobSpec, address: tuple[str, int], token: bytes, say: Callable[[str], None]
     ) -> None:
         self._spec = spec
+        self._limits, self._policy = spec.script.limits, spec.script.policy
         self._say = say
         self._changed = threading.Condition()
         self._agents: dict[str, _Agent] = {}
@@ -73,6 +75,7 @@ class Coordinator:
             max_hosts=spec.max_hosts,
             failures_left=spec.max_restarts,
             has_durable_dir=spec.durable_dir is not None,
+            is_elastic=spec.is_elastic,
         )
         self._told: dict[str, dict[str, Json]] = {}
         self._store: TCPStore | None = None
@@ -419,7 +422,15 @@ class Coordinator:
         """Number the deposits of a step: from now on they are a generation."""
         self._last_number += 1
         self._generations.commit(self._last_number, step)
+        self._learn(next(iter(self._generations.parts(self._last_number).values())).about)
         return self._last_number
+
+    def _learn(self, about: Mapping[str, Json]) -> None:
+        """Take over limits that only the running script knew."""
+        padded = about.get("facts", {}).get("padded_vocab_size")
+        if padded is not None and padded != self._limits.padded_vocab_size:
+            self._limits = replace(self._limits, padded_vocab_size=padded)
+            self._job = m.replace_assign(self._job, self._assign())
 
     def _start(self, action: m.StartRound) -> None:
         assignment = action.assignment
@@ -489,8 +500,8 @@ class Coordinator:
     def _assign(self) -> m.Assign:
         return make_assign(
             choose,
-            self._spec.limits,
-            self._spec.policy,
+            self._limits,
+            self._policy,
             min_hosts=self._spec.min_hosts,
             max_hosts=self._spec.max_hosts,
             max_workers=self._workers,

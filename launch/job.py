@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scalai.core.choice import DegreePolicy
-from scalai.core.degrees import ModelLimits
 from scalai.launch.elastic_config import ElasticConfig, parse_config, read_text
 from scalai.launch.options import Options, parse_options
+from scalai.launch.script import ScriptFacts, read_script
 
 Json = Any
 
@@ -88,13 +87,11 @@ class JobSpec:
         return self.elastic_text is not None
 
     @property
-    def limits(self) -> ModelLimits:
-        """What the model allows: from the script's own flags where they are Megatron-LM's, else from [model]."""
-        return self.config.model
-
-    @property
-    def policy(self) -> DegreePolicy:
-        return self.config.policy()
+    def script(self) -> ScriptFacts:
+        """What the script's own flags and the configuration say of the model, before anything runs."""
+        if not self.is_elastic:
+            return ScriptFacts(self.config.model, self.config.policy())
+        return read_script(self.options, self.config)
 
     def with_max_hosts(self, hosts: int) -> "JobSpec":
         return replace(self, options=replace(self.options, max_nodes=hosts))

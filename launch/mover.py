@@ -13,7 +13,7 @@ from scalai.core.sources import Holder
 from scalai.launch.data_plane import Peer
 from scalai.runtime.failpoints import reached
 from scalai.store.host import HostStore
-from scalai.store.manifest import HostManifest, manifest_from_message, unite_hosts
+from scalai.store.manifest import Generation, HostManifest, manifest_from_message, unite_hosts
 from scalai.store.moves import Fetched, FetchList, fetch_lists, holders_of, read_orders
 from scalai.store.orders import ReadOrder
 
@@ -61,7 +61,7 @@ def prepare_restore(
     lists = fetch_lists(planned, parts, store.host)
     moving = time.monotonic()
     reached("move", store.host)
-    fetched, grown = _fetch_all(store, command, lists, token)
+    fetched, grown = _fetch_all(store, generation, command, lists, token)
     directories = {}
     if store.host in sources:
         directories[store.host] = store.generation_directory(generation.generation)
@@ -84,12 +84,16 @@ def prepare_restore(
 
 
 def _fetch_all(
-    store: HostStore, command: Mapping[str, Json], lists: list[FetchList], token: bytes
+    store: HostStore,
+    generation: Generation,
+    command: Mapping[str, Json],
+    lists: list[FetchList],
+    token: bytes,
 ) -> tuple[list[Fetched], HostManifest | None]:
     """Fetch every list into one new file of the store, peers side by side; the store then holds it for good."""
     if not lists:
         return [], None
-    number = int(command["generation"])
+    number = generation.generation
     pieces = concatenate([asked.pieces for asked in lists])
     path, begins = store.stage(pieces)
     fetched, first = [], 0
@@ -103,9 +107,8 @@ def _fetch_all(
     except StoreError:
         store.unstage(path)
         raise
-    some_part = next(iter(command["sources"].values()))["part"]
-    store.adopt_empty(manifest_from_message(some_part, "the start command"))
-    grown = store.extend(number, path, pieces, begins)
+    store.adopt_empty(generation.hosts[0])
+    grown = store.extend(number, path, pieces, begins, of=generation)
     kept = store.generation_directory(number) / grown.files[-1].name
     return [Fetched(entry.asked, kept, entry.begin) for entry in fetched], grown
 

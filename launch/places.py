@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,17 @@ def job_directory(spec: JobSpec) -> Path:
     return folder
 
 
-def find_coordinator(spec: JobSpec) -> tuple[tuple[str, int], bytes]:
-    """Return the address and token of the job's coordinator; start one beside this agent where there is none.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a job's coordinator is, the job's token, and whether this agent has just started it."""
+
+    address: tuple[str, int]
+    token: bytes
+    is_new: bool = False
+
+
+def find_coordinator(spec: JobSpec) -> Place:
+    """Return where the job's coordinator is; start one beside this agent where there is none.
 
     Agents on one machine find it by a card in the job's folder. With ``--coordinator HOST:PORT`` it is started on that
     host by the first agent there; other hosts wait for it.
@@ -41,24 +51,24 @@ def find_coordinator(spec: JobSpec) -> tuple[tuple[str, int], bytes]:
         PeerError: Nobody answers there within the time.
     """
     endpoint, folder = spec.options.coordinator, job_directory(spec)
-    if endpoint is None or _is_here(_split(endpoint)[0]):
+    if endpoint is None or _is_here(split_endpoint(endpoint)[0]):
         with _one_at_a_time(folder):
             card = read_card(folder)
             if card is not None:
-                return card
-            return _start_coordinator(spec, folder, endpoint)
+                return Place(*card)
+            return Place(*_start_coordinator(spec, folder, endpoint), is_new=True)
     token = os.environ.get(TOKEN_VARIABLE)
     if token is None:
         raise UsageError(
             f"the coordinator {endpoint} is on another host; set {TOKEN_VARIABLE} to the same secret on all hosts, "
             "for example to the output of: openssl rand -hex 32"
         )
-    address = _split(endpoint)
+    address = split_endpoint(endpoint)
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:
             Channel(address, token.encode()).close()
-            return address, token.encode()
+            return Place(address, token.encode())
         except PeerError as error:
             if time.monotonic() > deadline:
                 raise PeerError(
@@ -98,7 +108,7 @@ def _start_coordinator(
     """Start a coordinator that outlives this agent, and wait until it answers."""
     (folder / CARD).unlink(missing_ok=True)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
-    host, port = _split(endpoint) if endpoint else ("127.0.0.1", 0)
+    host, port = split_endpoint(endpoint) if endpoint else ("127.0.0.1", 0)
     process = subprocess.Popen(
         [sys.executable, "-m", "scalai.launch.coordinator_process", str(folder), f"{host}:{port}"],
         stdin=subprocess.PIPE,
@@ -130,7 +140,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         yield
 
 
-def _split(endpoint: str) -> tuple[str, int]:
+def split_endpoint(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
         raise UsageError(f"--coordinator {endpoint} is not HOST:PORT.")

@@ -6,13 +6,16 @@ import signal
 import socket
 import sys
 import threading
+import time
 from types import FrameType
 
+import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.run import determine_local_world_size
 
 from scalai.core.errors import ScalaiError
 from scalai.launch.agent import Agent
+from scalai.launch.check_elastic import check_elastic
 from scalai.launch.job import JobSpec
 from scalai.launch.logs import configure
 from scalai.launch.places import find_coordinator
@@ -26,7 +29,12 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point. Exits 0: done or drained; 1: failed; 2: wrong usage; 3: refused; 75: stopped, resumable."""
     try:
         spec = JobSpec.read(sys.argv[1:] if argv is None else argv)
-        code = run_agent(spec)
+        if spec.options.is_check:
+            slots = determine_local_world_size(spec.options.nproc_per_node)
+            print(check_elastic(spec.options, spec.config, slots))
+            code = 0
+        else:
+            code = run_agent(spec)
     except ScalaiError as error:
         print(f"scalai-run: {error}", file=sys.stderr)
         code = error.exit_code
@@ -47,15 +55,15 @@ def run_agent(spec: JobSpec) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun
     for line in spec.config.describe().splitlines() if spec.is_elastic else ():
         log.info("event=config %s", line)
-    address, token = find_coordinator(spec)
+    place = find_coordinator(spec)
     logs = DefaultLogsSpecs(
         log_dir=options.log_dir, redirects=Std.from_str(options.redirects), tee=Std.from_str(options.tee)
     )
-    interface = options.local_addr or ("127.0.0.1" if address[0] == "127.0.0.1" else _own_address(address))
+    interface = options.local_addr or _own_address(place.address)
     workers = WorkerSet(spec.job, options.role, logs)
-    agent = Agent(spec, host, slots, address, token, interface, workers)
+    agent = Agent(spec, host, slots, place, interface, workers)
     _handle_signals(agent)
-    _start_probe(spec, agent)
+    _start_probe(spec, agent, slots)
     ended: list[int] = []
     # torch's process contexts set signal handlers when they are started from the main thread; ours stay this way.
     thread = threading.Thread(target=lambda: ended.append(agent.run()), name="agent")
@@ -80,18 +88,24 @@ def _handle_signals(agent: Agent) -> None:
         signal.signal(number, handle)
 
 
-def _start_probe(spec: JobSpec, agent: Agent) -> None:
-    """Ask for the number of working devices now and then, in a thread of its own."""
-    if spec.config.probe.kind == "none":
-        return
-    probe = DeviceProbe(spec.config.probe)
+def _start_probe(spec: JobSpec, agent: Agent, most: int) -> None:
+    """Ask for the number of working devices now and then, in a thread of its own; never more than ``most`` count."""
+    kind = spec.config.probe.kind
+    if kind == "none" or (kind == "nvidia-smi" and not torch.cuda.is_available()):
+        return  # without CUDA the workers use no device that the driver could tell of
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    probe = DeviceProbe(spec.config.probe, visible.split(",") if visible else None)
 
     def ask() -> None:
+        problem: str | None = None
         while True:
-            threading.Event().wait(spec.config.probe.interval_s)
             slots = probe.read()
             if slots is not None:
-                agent.set_slots(slots)
+                agent.set_slots(min(slots, most))
+            elif probe.problem != problem:
+                problem = probe.problem
+                log.warning("event=probe no answer: %s", problem)
+            time.sleep(spec.config.probe.interval_s)
 
     threading.Thread(target=ask, name="probe", daemon=True).start()
 

@@ -2,12 +2,15 @@
 
 import importlib.util
 
+from scalai.runtime import session
+
 
 def install() -> None:
-    """Hook what is installed. Imports no framework; the hooks act when the script imports it."""
-    if importlib.util.find_spec("megatron") is not None:
-        from scalai.patches.megatron import rehearsal
+    """Hook what is installed. Imports no framework: the hooks act when the script imports it."""
+    if importlib.util.find_spec("megatron") is None:
+        return
+    from scalai.patches.megatron import rehearsal, training
 
-        rehearsal.install()
-        if importlib.util.find_spec("megatron.training") is not None:
-            rehearsal.install_training()
+    rehearsal.install()
+    rehearsal.install_training()
+    training.install(session.elastic)

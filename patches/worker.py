@@ -5,11 +5,13 @@ It ties the worker's life to its agent's, hooks the frameworks that the script w
 """
 
 import ctypes
+import errno
 import os
 import runpy
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from select import POLLIN, poll
@@ -18,6 +20,8 @@ from scalai.patches import hooks
 from scalai.runtime import session
 
 PR_SET_PDEATHSIG = 1
+OUT_OF_MEMORY_EXIT = errno.ENOMEM
+"""Tells the agent that these degrees do not fit, so that the next candidate is tried."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -27,17 +31,24 @@ def main(arguments: Sequence[str]) -> None:
     if threads is not None and "torch" in sys.modules:
         # A fork inherits the thread count that torch took when the fork server imported it.
         sys.modules["torch"].set_num_threads(int(threads))
-    if os.environ.get("SCALAI_ELASTIC") == "1":
-        hooks.install()
     is_module = arguments[0] == "-m"
     target, rest = (arguments[1], arguments[2:]) if is_module else (arguments[0], arguments[1:])
     sys.argv = [target, *rest]
-    if is_module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(target).resolve().parent))
-        runpy.run_path(target, run_name="__main__")
+    sys.path.insert(0, os.getcwd() if is_module else str(Path(target).resolve().parent))
+    if os.environ.get("SCALAI_ELASTIC") == "1":
+        # After the path is set: the framework may lie beside the script.
+        hooks.install()
+    try:
+        if is_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
+            raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(OUT_OF_MEMORY_EXIT)
     job = session.current()
     if job is not None:
         job.finish()

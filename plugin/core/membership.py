@@ -77,6 +77,8 @@ class Job:
     max_hosts: int = 1
     failures_left: int = 3
     has_durable_dir: bool = False
+    is_elastic: bool = True
+    """False: a plain job, whose workers are stopped and started anew as under torchrun."""
     has_state: bool = False
     phase: Phase = Phase.WAITING
     hosts: Mapping[str, Host] = field(default_factory=dict)

@@ -76,8 +76,8 @@ def _consider(job: Job) -> Result:
     )
     if unchanged and not leaving:
         return job, (Say(f"the change leaves the job as it is: {target.reason if target else ''}"),)
-    if job.phase is Phase.STARTING:
-        return _stop_workers(job, "the hosts changed during a resize")
+    if job.phase is Phase.STARTING or not job.is_elastic:
+        return _stop_workers(job, "the hosts changed")
     return _prepare(job)
 
 
