@@ -1,7 +1,7 @@
 """The small part of the training state: schedule, loss scale, parameter groups. As JSON."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,7 @@ def take_scalars(optimizer: Any, scheduler: Any) -> Mapping[str, Json]:
     return {
         "scheduler": _all_plain(scheduler.state_dict(), "scheduler") if scheduler else None,
         "grad_scaler": _all_plain(scalers[0].state_dict(), "grad scaler") if scalers else None,
-        "param_groups": {
-            _identity(group): _group_values(group)
-            for leaf in leaves
-            for group in leaf.optimizer.param_groups
-        },
+        "param_groups": _all_groups(leaves),
     }
 
 
@@ -51,12 +47,16 @@ def put_scalars(scalars: Mapping[str, Json], optimizer: Any, scheduler: Any) -> 
         scheduler.load_state_dict(_all_live(scalars["scheduler"]))
 
 
-def _group_values(group: Mapping[str, Any]) -> Json:
-    if not group["params"]:
-        return {}  # FusedAdam does not count steps here: another rank knows better
-    return {
-        key: _plain(group[key], f"parameter group's {key}") for key in _GROUP_VALUES if key in group
-    }
+def _all_groups(leaves: Sequence[Any]) -> Json:
+    groups: dict[str, dict[str, Json]] = {}
+    for leaf in leaves:
+        for group in leaf.optimizer.param_groups:
+            values = groups.setdefault(_identity(group), {})
+            if group["params"]:  # FusedAdam counts no steps without any: another rank knows better
+                for key in _GROUP_VALUES:
+                    if key in group:
+                        values[key] = _plain(group[key], f"parameter group's {key}")
+    return groups
 
 
 def _put_group(groups: Mapping[str, Mapping[str, Json]], group: dict[str, Any]) -> None:
@@ -74,11 +74,19 @@ def _put_group(groups: Mapping[str, Mapping[str, Json]], group: dict[str, Any]) 
 
 
 def _identity(group: Mapping[str, Any]) -> str:
-    """Name a parameter group by the keys that megatron's own checkpoints match groups by."""
+    """Name a parameter group by the keys that megatron's own checkpoints match groups by.
+
+    But not by ``is_expert_parallel``: with another EP degree the same experts may be in a common
+    group.
+    """
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
     return json.dumps(
-        {key: group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys},
+        {
+            key: group.get(key, group.get(f"pre_{key}"))
+            for key in param_group_identifier_keys
+            if key != "is_expert_parallel"
+        },
         sort_keys=True,
     )
 

@@ -62,8 +62,10 @@ CASES: list[tuple[str, Layout, Layout, Layout, float]] = [
     ("sequence-parallel-to-one", {}, {**TP2, "sequence_parallel": True}, ONE, FP32),
     ("bf16-tp2-to-dp2", {"precision": "bf16", **BUCKETS}, TP2, DP2, BF16),
     ("bf16-dp2-to-pp2", {"precision": "bf16"}, DP2, PP2, BF16),
+    ("fp16-dp2-to-pp2", {"precision": "fp16"}, DP2, PP2, FP16),
     ("fp16-tp2-to-pp2", {"precision": "fp16"}, TP2, PP2, FP16),
     ("experts-ep2-to-dp2", {**MOE, **SPLIT}, EP2, DP2, FP32),
+    ("experts-dp2-to-ep2", {**MOE, **BUCKETS}, DP2, EP2, FP32),
     ("same-tp2dp2-dropout", {"dropout": 0.1, **BUCKETS}, TP2DP2, TP2DP2, EXACT),
     ("same-fp16-overflow", {**OVERFLOWS, **SPLIT}, DP2, DP2, EXACT),
 ]

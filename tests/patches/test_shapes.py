@@ -1,0 +1,37 @@
+"""Pieces of a parameter are what megatron's own checkpoints would cut out of it."""
+
+from worker_pool import WorkerPool
+
+ALONE = [()]
+"""No arguments, one rank."""
+
+
+def test_a_gated_projection_is_two_boxes_of_one_tensor(pool: WorkerPool) -> None:
+    (compared,) = pool.run("factory_checks:gated", ALONE)
+    name = "decoder.layers.2.mlp.linear_fc1.weight"
+    assert compared == [f"{name} [12, 4] [3, 0]", f"{name} [12, 4] [9, 0]"]
+
+
+def test_a_mamba_projection_is_a_part_of_four_tensors(pool: WorkerPool) -> None:
+    (compared,) = pool.run("factory_checks:mamba", ALONE)
+    assert [line.split()[0].rpartition(".")[2] for line in compared] == ["z", "x", "B", "dt"]
+
+
+def test_a_factory_that_transposes_and_copies_is_followed(pool: WorkerPool) -> None:
+    (compared,) = pool.run("factory_checks:transposed", ALONE)
+    assert len(compared) == 2
+
+
+def test_a_factory_that_changes_values_is_refused_by_name(pool: WorkerPool) -> None:
+    (message,) = pool.run("factory_checks:averaging", ALONE)
+    assert "linear_fc1.weight" in message and "slice" in message
+
+
+def test_names_do_not_depend_on_how_megatron_counts_layers(pool: WorkerPool) -> None:
+    (names,) = pool.run("factory_checks:names", ALONE)
+    assert names == [
+        "decoder.layers.3.mlp.linear_fc1.weight",
+        "decoder.layers.3.mlp.linear_fc1.weight",
+        "decoder.layers.3.mlp.experts.experts.1.linear_fc1.weight",
+        "decoder.layers.3.mlp.experts.experts.1.linear_fc1.weight",
+    ]
