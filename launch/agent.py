@@ -1,7 +1,9 @@
-"""The agent: one a host. It starts and stops workers, owns the host's Tensor Store, and does what the coordinator says.
+"""The agent: one a host. It starts and stops workers, owns the host's Tensor Store, and does what
+the coordinator says.
 
-One thread decides: commands of the coordinator, messages of workers and results of background work reach it through one
-queue. What blocks (faulting pages in, planning and fetching, sealing) runs beside it.
+One thread decides: commands of the coordinator, messages of workers and results of background work
+reach it through one queue. What blocks (faulting pages in, planning and fetching, sealing) runs
+beside it.
 """
 
 import logging
@@ -179,7 +181,9 @@ class Agent:
     def _tell(self, event: str, **facts: Json) -> None:
         self._calls.call("tell", host=self._host, event=event, **facts)
 
-    def _in_background(self, work: Callable[[], Any], then: Callable[[Any], None], what: str) -> None:
+    def _in_background(
+        self, work: Callable[[], Any], then: Callable[[Any], None], what: str
+    ) -> None:
         """Run ``work`` beside the loop and ``then`` in it. An error of ``work`` fails the round."""
         current = self._round
 
@@ -203,7 +207,9 @@ class Agent:
         if self._round is not None and not self._round.has_failed:
             self._round.has_failed = True
             log.error("event=failed round=%d %s", self._round.number, reason)
-            self._tell("failed", round=self._round.number, reason=reason, out_of_memory=out_of_memory)
+            self._tell(
+                "failed", round=self._round.number, reason=reason, out_of_memory=out_of_memory
+            )
 
     def _workers_ended(self, outcome: Outcome) -> None:
         assert self._round is not None
@@ -295,7 +301,8 @@ class Agent:
         self._reserve()
 
     def _stop(self, round: int) -> None:
-        """End the workers: after a drain they leave by themselves, and may say goodbye to their log writers."""
+        """End the workers: after a drain they leave by themselves, and may say goodbye to their log
+        writers."""
         current = self._round
         if current is not None and current.number == round:
             if current.is_draining and not current.has_failed:
@@ -407,9 +414,13 @@ class Agent:
             entry.answer.set_result({**restore.common, "order": restore.orders[rank].to_json()})
 
     def _restored(
-        self, answer: "Future[Json]", rank: int, fingerprints: list[str], seconds: Mapping[str, float],
+        self,
+        answer: "Future[Json]",
+        rank: int,
+        fingerprints: list[str],
+        seconds: Mapping[str, float],
         note: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         current = self._round
         assert current is not None
         if rank == current.command["first_rank"]:
@@ -419,7 +430,9 @@ class Agent:
             return
         ranks = sorted(current.restored)
         for phase in ("restore", "proof"):
-            current.seconds[phase] = max(told["seconds"][phase] for told, _ in current.restored.values())
+            current.seconds[phase] = max(
+                told["seconds"][phase] for told, _ in current.restored.values()
+            )
         rows = concatenate([current.published[rank].wanted for rank in ranks])
         self._tell(
             "restored",
@@ -476,9 +489,16 @@ class Agent:
         current = self._round
         if current is None or not current.is_complete(current.published):
             return
-        is_first = not current.command["sources"] and current.deposit is None and not current.stepped
-        if current.reserved is not None or current.is_reserving or (
-            not is_first and (not current.is_complete(current.stepped) or len(self._store.generations()) > 1)
+        is_first = (
+            not current.command["sources"] and current.deposit is None and not current.stepped
+        )
+        if (
+            current.reserved is not None
+            or current.is_reserving
+            or (
+                not is_first
+                and (not current.is_complete(current.stepped) or len(self._store.generations()) > 1)
+            )
         ):
             return
         current.is_reserving = True
@@ -488,7 +508,9 @@ class Agent:
             current.reserved, current.is_reserving = deposit, False
             self._give_orders()
 
-        self._in_background(lambda: self._store.reserve(held), reserved, "making room for a deposit")
+        self._in_background(
+            lambda: self._store.reserve(held), reserved, "making room for a deposit"
+        )
 
     def _begin_deposit(self, answer: "Future[Json]", rank: int, reason: str, step: int) -> None:
         current = self._round
@@ -500,7 +522,8 @@ class Agent:
         self._give_orders()
 
     def _give_orders(self) -> None:
-        """Answer the workers that wait for their order, once the files and the job's tensor count are there."""
+        """Answer the workers that wait for their order, once the files and the job's tensor count
+        are there."""
         current = self._round
         if current is None or current.deposit is None:
             return

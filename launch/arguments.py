@@ -1,4 +1,5 @@
-"""What a worker is started with: the script, its own arguments, and the flags that follow from the degrees."""
+"""What a worker is started with: the script, its own arguments, and the flags that follow from the
+degrees."""
 
 import logging
 from collections.abc import Mapping

@@ -16,7 +16,8 @@ from scalai.store.places import default_store_dir
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 input refused, 4 verification differs."""
+    """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 input refused, 4 verification
+    differs."""
     parser = argparse.ArgumentParser(prog="scalai", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_status(commands)
@@ -35,8 +36,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", default=DEFAULT_JOB, help="name of the job (default: %(default)s)")
-    parser.add_argument("--store-dir", type=Path, help="where the job's stores are, if not in /dev/shm")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where the coordinator is, if not on this machine")
+    parser.add_argument(
+        "--store-dir", type=Path, help="where the job's stores are, if not in /dev/shm"
+    )
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="where the coordinator is, if not on this machine",
+    )
 
 
 def _call(arguments: argparse.Namespace, method: str, **values: Any) -> Any:
@@ -53,13 +60,16 @@ def _call(arguments: argparse.Namespace, method: str, **values: Any) -> Any:
     card = read_card(folder)
     if card is None:
         raise PeerError(
-            f"no job {arguments.job!r} runs here (looked in {folder}). Name it by --job, --store-dir or --coordinator."
+            f"no job {arguments.job!r} runs here (looked in {folder}). Name it by --job, "
+            f"--store-dir or --coordinator."
         )
     return Channel(*card).call(method, **values)
 
 
 def _add_status(commands: Any) -> None:
-    parser = commands.add_parser("status", help="world, degrees, generation, step and last resize of a job")
+    parser = commands.add_parser(
+        "status", help="world, degrees, generation, step and last resize of a job"
+    )
     _add_job(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_status)
@@ -76,18 +86,27 @@ def _status(arguments: argparse.Namespace) -> int:
     for key, value in status.items():
         print(f"{key.replace('_', ' '):16} {value if value is not None else '-'}")
     if last is not None:
-        phases = ", ".join(f"{name} {value:.2f}" for name, value in last["seconds"].items() if value)
-        print(f"{'last resize':16} {last.get('before')} -> {last.get('after')} in {last['total_s']:.2f} s ({phases})")
+        phases = ", ".join(
+            f"{name} {value:.2f}" for name, value in last["seconds"].items() if value
+        )
+        print(
+            f"{'last resize':16} {last.get('before')} -> {last.get('after')} in "
+            f"{last['total_s']:.2f} s ({phases})"
+        )
     return 0
 
 
 def _add_scale(commands: Any) -> None:
-    parser = commands.add_parser("scale", help="change the number of workers or hosts of a running job")
+    parser = commands.add_parser(
+        "scale", help="change the number of workers or hosts of a running job"
+    )
     _add_job(parser)
     parser.add_argument("--nproc", type=int, metavar="N", help="workers in total")
     parser.add_argument("--nnodes", type=int, metavar="N", help="hosts at most")
     parser.add_argument("--degrees", metavar="WISH", help="degrees to take, such as 'tp2 pp1'")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be taken and change nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be taken and change nothing"
+    )
     parser.set_defaults(run=_scale)
 
 
@@ -95,9 +114,13 @@ def _scale(arguments: argparse.Namespace) -> int:
     if arguments.nproc is None and arguments.nnodes is None and arguments.degrees is None:
         raise UsageError("say what to change: --nproc N, --nnodes N or --degrees 'tp2 pp1'.")
     target = _call(
-        arguments, "scale", nproc=arguments.nproc, nnodes=arguments.nnodes, degrees=arguments.degrees,
+        arguments,
+        "scale",
+        nproc=arguments.nproc,
+        nnodes=arguments.nnodes,
+        degrees=arguments.degrees,
         dry_run=arguments.dry_run,
-    )  # fmt: skip
+    )
     print(target["reason"])
     return 0
 

@@ -1,7 +1,9 @@
-"""The coordinator: one small process a job, which feeds events to the rules of membership and carries their actions out.
+"""The coordinator: one small process a job, which feeds events to the rules of membership and
+carries their actions out.
 
-It holds no tensor. Agents call it (``join``, ``poll``, ``tell``); commands to an agent wait in a queue that its ``poll``
-empties. Its host is the one that must not die; any agent may drain, the first one too.
+It holds no tensor. Agents call it (``join``, ``poll``, ``tell``); commands to an agent wait in a
+queue that its ``poll`` empties. Its host is the one that must not die; any agent may drain, the
+first one too.
 """
 
 import threading
@@ -12,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
 from scalai.core import membership as m
 from scalai.core.assignment import make_assign
@@ -87,7 +89,8 @@ class Coordinator:
         return self._server.address
 
     def run(self) -> int:
-        """Serve until the job has ended and every agent has been told. Returns the job's exit code."""
+        """Serve until the job has ended and every agent has been told. Returns the job's exit
+        code."""
         while True:
             with self._changed:
                 self._changed.wait(0.1)
@@ -151,7 +154,9 @@ class Coordinator:
             )
         difference = self._spec.difference(JobSpec.from_json(spec))
         if difference:
-            raise UsageError(f"this agent brings another job: {difference}. Start all agents alike.")
+            raise UsageError(
+                f"this agent brings another job: {difference}. Start all agents alike."
+            )
         if self._job.phase is m.Phase.ENDED:
             raise UsageError(f"job {self._spec.job!r} has ended. Start it anew.")
         self._agents[host] = _Agent(peer, (str(address[0]), int(address[1])))
@@ -226,18 +231,26 @@ class Coordinator:
             self._spec = self._spec.with_max_hosts(nnodes)
         self._wish = degrees
         assign = self._assign()
-        target = assign(staying(self._job), self._job.current.degrees if self._job.current else None)
+        target = assign(
+            staying(self._job), self._job.current.degrees if self._job.current else None
+        )
         if target is None or dry_run:
             self._workers, self._spec, self._wish = before
         if target is None:
             raise UsageError(
-                f"no valid degrees for --nproc {nproc} --nnodes {nnodes} --degrees {degrees} on the hosts "
-                f"{dict(staying(self._job))}. Run scalai-run --check-elastic for the worlds that are valid."
+                f"no valid degrees for --nproc {nproc} --nnodes {nnodes} --degrees {degrees} on "
+                f"the hosts "
+                f"{dict(staying(self._job))}. Run scalai-run --check-elastic for the worlds that "
+                f"are valid."
             )
         if not dry_run:
             self._timeline.begin("scale")
             self._feed(m.Rescaled(assign, time.monotonic()))
-        return {"degrees": str(target.degrees), "workers": dict(target.workers), "reason": target.reason}
+        return {
+            "degrees": str(target.degrees),
+            "workers": dict(target.workers),
+            "reason": target.reason,
+        }
 
     # ------------------------------------------------------------------ what agents tell
 
@@ -245,7 +258,8 @@ class Coordinator:
         self._feed(m.Prepared(host, stop, newest))
 
     def _on_sealed(self, host: str, round: int, reason: str, part: Json, seconds: float) -> None:
-        """A host's deposit is sealed; ``part`` None: it has nothing (its workers died before they wrote)."""
+        """A host's deposit is sealed; ``part`` None: it has nothing (its workers died before they
+        wrote)."""
         parts: Mapping[str, HostManifest] = {}
         if part is not None:
             parts = self._generations.deposit(manifest_from_message(part, host))
@@ -329,7 +343,11 @@ class Coordinator:
                 np.concatenate([entry[1] for entry in told.values()]),
             )
         except (ProofError, LayoutError) as error:
-            self._feed(m.WorkersFailed(host, round, f"the restored state is not the deposited one: {error}"))
+            self._feed(
+                m.WorkersFailed(
+                    host, round, f"the restored state is not the deposited one: {error}"
+                )
+            )
             return
         hashing = max(entry[2]["proof"] for entry in told.values())
         self._timeline.phase("proof", hashing + time.monotonic() - began, generation=number)
@@ -412,7 +430,9 @@ class Coordinator:
         except LayoutError as error:
             fallback = f"generation {newest.number} of step {newest.step}" if newest else "nothing"
             lost = self._job.stop - newest.step if newest else self._job.stop
-            self._log(f"event=deposit_incomplete {error} going_back_to={fallback!r} steps_lost={lost}")
+            self._log(
+                f"event=deposit_incomplete {error} going_back_to={fallback!r} steps_lost={lost}"
+            )
             self._timeline.note(steps_lost=lost)
             self._feed(m.Judged(False, step, 0))
             return
@@ -445,14 +465,22 @@ class Coordinator:
         self._timeline.mark("committed")
         self._degrees_before = str(assignment.degrees)
         self._log(f"event=round {assignment.reason!r} generation={action.generation}")
-        # Workers are clients of this store (TORCHELASTIC_USE_AGENT_STORE); a new one a round, so that no key is stale.
+        # Workers are clients of this store (TORCHELASTIC_USE_AGENT_STORE); a new one a round, so
+        # that no key is stale.
         self._store = TCPStore(
-            self._interface, 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
+            self._interface,
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=10),
         )
         sources = {}
         if action.generation is not None:
             for host, part in self._generations.parts(action.generation).items():
-                sources[host] = {"address": self._agents[host].address, "part": manifest_message(part)}
+                sources[host] = {
+                    "address": self._agents[host].address,
+                    "part": manifest_message(part),
+                }
         first = 0
         hosts = assignment.active
         for host, count in assignment.workers:
@@ -482,12 +510,16 @@ class Coordinator:
         if self._job.phase is m.Phase.RUNNING and self._timeline.is_open:
             self._timeline.phase("first_step", self._timeline.since("proven"))
             report = self._timeline.close()
-            self._log(f"event=resized total_s={report['total_s']:.3f} degrees={report.get('after')}")
+            self._log(
+                f"event=resized total_s={report['total_s']:.3f} degrees={report.get('after')}"
+            )
         if action.keep is not None:
             for number in self._generations.keep(action.keep):
                 self._command(self._agents, command="drop", generation=number)
         for host in action.leaving:
-            self._command([host], command="exit", code=0, reason="drained: the job goes on without this host")
+            self._command(
+                [host], command="exit", code=0, reason="drained: the job goes on without this host"
+            )
             self._left[host] = self._agents.pop(host)
             self._generations.forget(host)
 
@@ -512,4 +544,3 @@ class Coordinator:
     def _log(self, text: str) -> None:
         newest = self._job.newest_generation
         self._say(f"generation={newest.number if newest else 0} round={self._job.round} {text}")
-

@@ -1,4 +1,5 @@
-"""The coordinator as a process of its own: ``python -m scalai.launch.coordinator_process FOLDER HOST:PORT < JOB``."""
+"""The coordinator as a process of its own: ``python -m scalai.launch.coordinator_process FOLDER
+HOST:PORT < JOB``."""
 
 import json
 import logging

@@ -1,4 +1,5 @@
-"""Resuming from the durable directory: its newest whole generation becomes one of this host's own."""
+"""Resuming from the durable directory: its newest whole generation becomes one of this host's
+own."""
 
 import logging
 from pathlib import Path
@@ -35,7 +36,8 @@ def newest_durable(folder: Path) -> Generation | None:
 
 
 def adopt(store: HostStore, generation: Generation) -> None:
-    """Copy a durable generation into the store, as a committed part of this host. Every piece is checked first.
+    """Copy a durable generation into the store, as a committed part of this host. Every piece is
+    checked first.
 
     Raises:
         ProofError: A piece is not what its manifest says.

@@ -1,4 +1,5 @@
-"""What the coordinator knows of the generations: every host's manifests, what they cover together, and the proof."""
+"""What the coordinator knows of the generations: every host's manifests, what they cover together,
+and the proof."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -14,9 +15,11 @@ from scalai.store.manifest import HostManifest
 
 
 def check_whole(parts: Iterable[HostManifest], *, exact: bool = True) -> None:
-    """Raise ``LayoutError`` unless the parts hold every element of every tensor of the job, all from one step.
+    """Raise ``LayoutError`` unless the parts hold every element of every tensor of the job, all
+    from one step.
 
-    ``exact`` False: pieces that hosts fetched from each other may overlap with those that were deposited.
+    ``exact`` False: pieces that hosts fetched from each other may overlap with those that were
+    deposited.
     """
     parts = list(parts)
     steps = sorted({part.step for part in parts})
@@ -26,13 +29,15 @@ def check_whole(parts: Iterable[HostManifest], *, exact: bool = True) -> None:
     expected = max(int(part.about["tensors"]) for part in parts)
     if len(rows.tensors) != expected:
         raise LayoutError(
-            f"{len(rows.tensors)} of {expected} tensors are held by {sorted(p.host for p in parts)}."
+            f"{len(rows.tensors)} of {expected} tensors are held by "
+            f"{sorted(p.host for p in parts)}."
         )
     check_coverage(rows, exact_partition=exact)
 
 
 def fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
-    """Return the fingerprint of every tensor by name. Equal boxes on several hosts must agree (``ProofError``)."""
+    """Return the fingerprint of every tensor by name. Equal boxes on several hosts must agree
+    (``ProofError``)."""
     parts = list(parts)
     rows = concatenate([part.collection for part in parts])
     values = np.concatenate([part.fingerprint for part in parts])
@@ -40,7 +45,8 @@ def fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
 
 
 class Generations:
-    """Committed generations and the deposits on their way to become one, by host. Not shared between threads."""
+    """Committed generations and the deposits on their way to become one, by host. Not shared
+    between threads."""
 
     def __init__(self) -> None:
         self._committed: dict[int, dict[str, HostManifest]] = {}
@@ -71,7 +77,8 @@ class Generations:
         return next(iter(self._committed[number].values())).step
 
     def add(self, part: HostManifest) -> None:
-        """A host holds this part of a committed generation (it was re-adopted, or grew by what was fetched)."""
+        """A host holds this part of a committed generation (it was re-adopted, or grew by what was
+        fetched)."""
         self._committed.setdefault(part.generation, {})[part.host] = part
 
     def parts(self, number: int) -> Mapping[str, HostManifest]:
@@ -90,7 +97,8 @@ class Generations:
         return dropped
 
     def covered(self) -> tuple[Generation, ...]:
-        """Return the committed generations that the hosts hold wholly, oldest first by step and number."""
+        """Return the committed generations that the hosts hold wholly, oldest first by step and
+        number."""
         whole = []
         for number, parts in self._committed.items():
             if not parts:
@@ -103,7 +111,9 @@ class Generations:
             whole.append(Generation(number, step, frozenset(parts)))
         return tuple(sorted(whole, key=lambda generation: (generation.step, generation.number)))
 
-    def prove(self, number: int, rows: Collection, values: "np.ndarray[tuple[int], np.dtype[np.uint64]]") -> None:
+    def prove(
+        self, number: int, rows: Collection, values: "np.ndarray[tuple[int], np.dtype[np.uint64]]"
+    ) -> None:
         """Raise ``ProofError`` unless these restored pieces make up exactly what was deposited."""
         before = self._fingerprints.get(number) or fingerprints(self._committed[number].values())
         compare(before, tensor_fingerprints(rows, values))

@@ -11,15 +11,26 @@ from scalai.launch.script import ScriptFacts, read_script
 
 Json = Any
 
-COMPARED = ("script", "script_args", "is_module", "job", "min_nodes", "max_nodes", "max_restarts", "elastic_text")
-"""What all agents of a job must have in common; the rest (names, folders, log files) is a host's own affair."""
+COMPARED = (
+    "script",
+    "script_args",
+    "is_module",
+    "job",
+    "min_nodes",
+    "max_nodes",
+    "max_restarts",
+    "elastic_text",
+)
+"""What all agents of a job must have in common; the rest (names, folders, log files) is a host's
+own affair."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
     """A job as its command line and its elastic configuration state it.
 
-    ``argv`` and ``elastic_text`` are what a person gave; everything else follows from them, on every process alike.
+    ``argv`` and ``elastic_text`` are what a person gave; everything else follows from them, on
+    every process alike.
     """
 
     argv: tuple[str, ...]
@@ -88,7 +99,8 @@ class JobSpec:
 
     @property
     def script(self) -> ScriptFacts:
-        """What the script's own flags and the configuration say of the model, before anything runs."""
+        """What the script's own flags and the configuration say of the model, before anything
+        runs."""
         if not self.is_elastic:
             return ScriptFacts(self.config.model, self.config.policy())
         return read_script(self.options, self.config)
@@ -104,4 +116,3 @@ class JobSpec:
             if mine != its:
                 return f"{name.replace('_', ' ')} is {its!r}, the job's is {mine!r}"
         return None
-

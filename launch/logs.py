@@ -1,4 +1,5 @@
-"""One log line a change of state: ``scalai <who> generation=12 event=move took_s=0.2``, on standard error."""
+"""One log line a change of state: ``scalai <who> generation=12 event=move took_s=0.2``, on standard
+error."""
 
 import logging
 import sys

@@ -1,4 +1,5 @@
-"""Plan and move: what this host's new workers want, from its own store and from other hosts', as orders to read."""
+"""Plan and move: what this host's new workers want, from its own store and from other hosts', as
+orders to read."""
 
 import time
 from collections.abc import Mapping
@@ -24,8 +25,8 @@ Json = Any
 class Restore:
     """What the workers of one host read, by global rank, and what it took to get it here.
 
-    ``common`` goes to every worker: step, consumed samples, scalars, rank states. ``grown`` is this host's part of the
-    generation with what was fetched, None where nothing was.
+    ``common`` goes to every worker: step, consumed samples, scalars, rank states. ``grown`` is this
+    host's part of the generation with what was fetched, None where nothing was.
     """
 
     orders: Mapping[int, ReadOrder]
@@ -44,16 +45,20 @@ def prepare_restore(
 
     Args:
         store: This host's.
-        command: The coordinator's ``start``: ``generation``, and ``sources`` with address and manifest of each host.
+        command: The coordinator's ``start``: ``generation``, and ``sources`` with address and
+        manifest of each host.
         wants: What each new worker of this host wants, by global rank.
         token: The job's secret.
 
     Raises:
-        LayoutError: Nobody holds what is wanted. StoreError, PeerError: A host does not give what it holds.
+        LayoutError: Nobody holds what is wanted. StoreError, PeerError: A host does not give what
+        it holds.
     """
     began = time.monotonic()
     sources = command["sources"]
-    parts = [manifest_from_message(source["part"], host) for host, source in sorted(sources.items())]
+    parts = [
+        manifest_from_message(source["part"], host) for host, source in sorted(sources.items())
+    ]
     generation = unite_hosts(parts)
     ranks = sorted(wants)
     targets = [Holder(store.host, wants[rank], rank) for rank in ranks]
@@ -90,7 +95,8 @@ def _fetch_all(
     lists: list[FetchList],
     token: bytes,
 ) -> tuple[list[Fetched], HostManifest | None]:
-    """Fetch every list into one new file of the store, peers side by side; the store then holds it for good."""
+    """Fetch every list into one new file of the store, peers side by side; the store then holds it
+    for good."""
     if not lists:
         return [], None
     number = generation.generation

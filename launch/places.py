@@ -43,8 +43,8 @@ class Place:
 def find_coordinator(spec: JobSpec) -> Place:
     """Return where the job's coordinator is; start one beside this agent where there is none.
 
-    Agents on one machine find it by a card in the job's folder. With ``--coordinator HOST:PORT`` it is started on that
-    host by the first agent there; other hosts wait for it.
+    Agents on one machine find it by a card in the job's folder. With ``--coordinator HOST:PORT`` it
+    is started on that host by the first agent there; other hosts wait for it.
 
     Raises:
         UsageError: Several hosts, and no token in the environment.
@@ -60,7 +60,8 @@ def find_coordinator(spec: JobSpec) -> Place:
     token = os.environ.get(TOKEN_VARIABLE)
     if token is None:
         raise UsageError(
-            f"the coordinator {endpoint} is on another host; set {TOKEN_VARIABLE} to the same secret on all hosts, "
+            f"the coordinator {endpoint} is on another host; set {TOKEN_VARIABLE} to the same "
+            f"secret on all hosts, "
             "for example to the output of: openssl rand -hex 32"
         )
     address = split_endpoint(endpoint)
@@ -72,14 +73,16 @@ def find_coordinator(spec: JobSpec) -> Place:
         except PeerError as error:
             if time.monotonic() > deadline:
                 raise PeerError(
-                    f"no coordinator at {endpoint} after {JOIN_TIMEOUT_S:.0f} s ({error}). Start the agent of that "
+                    f"no coordinator at {endpoint} after {JOIN_TIMEOUT_S:.0f} s ({error}). Start "
+                    f"the agent of that "
                     "host, or `scalai coordinator` there."
                 ) from error
             time.sleep(0.2)
 
 
 def read_card(folder: Path) -> tuple[tuple[str, int], bytes] | None:
-    """Return the address and token of a live coordinator that left its card in the job's folder, else None."""
+    """Return the address and token of a live coordinator that left its card in the job's folder,
+    else None."""
     try:
         card = json.loads((folder / CARD).read_text())
     except (OSError, ValueError):
@@ -127,7 +130,8 @@ def _start_coordinator(
             break
         time.sleep(0.02)
     raise PeerError(
-        f"the coordinator does not answer (exit code {process.poll()}). Is {host}:{port} free? Name another "
+        f"the coordinator does not answer (exit code {process.poll()}). Is {host}:{port} free? "
+        f"Name another "
         "--coordinator HOST:PORT."
     )
 
@@ -158,5 +162,7 @@ def _is_here(host: str) -> bool:
                 except OSError:
                     continue
     except socket.gaierror as error:
-        raise UsageError(f"--coordinator names host {host!r}, which is unknown: {error}.") from error
+        raise UsageError(
+            f"--coordinator names host {host!r}, which is unknown: {error}."
+        ) from error
     return False

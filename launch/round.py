@@ -1,4 +1,5 @@
-"""What one host's agent keeps of the round under way: who has published, deposited, restored, stepped."""
+"""What one host's agent keeps of the round under way: who has published, deposited, restored,
+stepped."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future

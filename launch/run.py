@@ -1,4 +1,5 @@
-"""``scalai-run``: in place of torchrun, with the same flags. Starts this host's agent and stays until it ends."""
+"""``scalai-run``: in place of torchrun, with the same flags. Starts this host's agent and stays
+until it ends."""
 
 import logging
 import os
@@ -26,7 +27,8 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point. Exits 0: done or drained; 1: failed; 2: wrong usage; 3: refused; 75: stopped, resumable."""
+    """Entry point. Exits 0: done or drained; 1: failed; 2: wrong usage; 3: refused; 75: stopped,
+    resumable."""
     try:
         spec = JobSpec.read(sys.argv[1:] if argv is None else argv)
         if spec.options.is_check:
@@ -45,7 +47,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_agent(spec: JobSpec) -> int:
-    """Run this host's agent until the job has ended or the host is drained. Returns the exit code."""
+    """Run this host's agent until the job has ended or the host is drained. Returns the exit
+    code."""
     options = spec.options
     host = options.host_id or socket.gethostname()
     configure(host)
@@ -57,7 +60,9 @@ def run_agent(spec: JobSpec) -> int:
         log.info("event=config %s", line)
     place = find_coordinator(spec)
     logs = DefaultLogsSpecs(
-        log_dir=options.log_dir, redirects=Std.from_str(options.redirects), tee=Std.from_str(options.tee)
+        log_dir=options.log_dir,
+        redirects=Std.from_str(options.redirects),
+        tee=Std.from_str(options.tee),
     )
     interface = options.local_addr or _own_address(place.address)
     workers = WorkerSet(spec.job, options.role, logs)
@@ -65,7 +70,8 @@ def run_agent(spec: JobSpec) -> int:
     _handle_signals(agent)
     _start_probe(spec, agent, slots)
     ended: list[int] = []
-    # torch's process contexts set signal handlers when they are started from the main thread; ours stay this way.
+    # torch's process contexts set signal handlers when they are started from the main thread; ours
+    # stay this way.
     thread = threading.Thread(target=lambda: ended.append(agent.run()), name="agent")
     thread.start()
     while thread.is_alive():
@@ -79,7 +85,9 @@ def _handle_signals(agent: Agent) -> None:
     def handle(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if len(received) == 1:
-            log.info("event=signal %s: draining; a second signal stops now", signal.Signals(number).name)
+            log.info(
+                "event=signal %s: draining; a second signal stops now", signal.Signals(number).name
+            )
             agent.leave()
         else:
             agent.stop_now(128 + number)
@@ -89,7 +97,8 @@ def _handle_signals(agent: Agent) -> None:
 
 
 def _start_probe(spec: JobSpec, agent: Agent, most: int) -> None:
-    """Ask for the number of working devices now and then, in a thread of its own; never more than ``most`` count."""
+    """Ask for the number of working devices now and then, in a thread of its own; never more than
+    ``most`` count."""
     kind = spec.config.probe.kind
     if kind == "none" or (kind == "nvidia-smi" and not torch.cuda.is_available()):
         return  # without CUDA the workers use no device that the driver could tell of

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 PHASES = (
-    "detect", "drain", "deposit", "commit", "relaunch", "plan", "move", "restore", "proof", "first_step",
+    "detect", "drain", "deposit", "commit", "relaunch",
+    "plan", "move", "restore", "proof", "first_step",
 )  # fmt: skip
 
 
 class Timeline:
-    """Seconds of each phase of the resize under way. Phases may be set by whoever measured them; the rest stays 0."""
+    """Seconds of each phase of the resize under way. Phases may be set by whoever measured them;
+    the rest stays 0."""
 
     def __init__(self, folder: Path | None, say: "Any") -> None:
         self._folder = folder

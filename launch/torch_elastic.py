@@ -1,8 +1,11 @@
-"""The one place that touches torch.distributed.elastic's private hooks: a host's set of worker processes.
+"""The one place that touches torch.distributed.elastic's private hooks: a host's set of worker
+processes.
 
-``WorkerSet`` is torch's ``LocalElasticAgent`` whose rendezvous is an assignment that the coordinator made. Starting,
-environment, logs, error files and death of workers are torch's; when to start and to stop them is decided elsewhere.
-``self_check`` refuses a torch whose hooks look different; tests/launch/test_torch_elastic.py holds the same as a contract.
+``WorkerSet`` is torch's ``LocalElasticAgent`` whose rendezvous is an assignment that the
+coordinator made. Starting, environment, logs, error files and death of workers are torch's; when to
+start and to stop them is decided elsewhere.
+``self_check`` refuses a torch whose hooks look different; tests/launch/test_torch_elastic.py holds
+the same as a contract.
 """
 
 import importlib
@@ -16,7 +19,7 @@ from multiprocessing import forkserver, get_context
 from typing import Any
 
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in its __all__
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs
@@ -47,8 +50,10 @@ def self_check() -> None:
         found = tuple(inspect.signature(inspect.unwrap(method)).parameters) if method else None
         if found != parameters:
             raise RefusedError(
-                f"torch {torch.__version__}: LocalElasticAgent.{name} takes {found}, expected {parameters}. "
-                "This version of scalai-run was made for torch 2.13; install that or a newer scalai."
+                f"torch {torch.__version__}: LocalElasticAgent.{name} takes {found}, expected "
+                f"{parameters}. "
+                "This version of scalai-run was made for torch 2.13; install that or a newer "
+                "scalai."
             )
 
 
@@ -75,7 +80,8 @@ class Outcome:
 
 
 class _Assigned(RendezvousHandler):
-    """A rendezvous that is already decided. ``use_agent_store``: the coordinator hosts the workers' store."""
+    """A rendezvous that is already decided. ``use_agent_store``: the coordinator hosts the workers'
+    store."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -111,7 +117,8 @@ class _Assigned(RendezvousHandler):
 
 
 def run_forked(*arguments: str) -> None:
-    """Entry of a worker that was forked warm: the same module that a cold worker runs with ``python -m``."""
+    """Entry of a worker that was forked warm: the same module that a cold worker runs with ``python
+    -m``."""
     importlib.import_module(WORKER_MODULE).main(list(arguments))
 
 
@@ -150,7 +157,8 @@ class WorkerSet(LocalElasticAgent):
         self._is_up = True
 
     def poll(self) -> Outcome | None:
-        """Return how the workers ended, or None while any runs. A failed worker takes the others with it."""
+        """Return how the workers ended, or None while any runs. A failed worker takes the others
+        with it."""
         if not self._is_up:
             return None
         result: RunResult = self._monitor_workers(self._worker_group)
@@ -160,10 +168,13 @@ class WorkerSet(LocalElasticAgent):
         failures = tuple(
             f"rank {rank} {_ending(failure.exitcode)}" for rank, failure in result.failures.items()
         )
-        return Outcome(failures or (() if result.state is WorkerState.SUCCEEDED else (result.state.name,)))
+        return Outcome(
+            failures or (() if result.state is WorkerState.SUCCEEDED else (result.state.name,))
+        )
 
     def stop(self, timeout_s: int = 5) -> None:
-        """End whatever workers live: SIGTERM, then SIGKILL after ``timeout_s``. Blocks until they are gone."""
+        """End whatever workers live: SIGTERM, then SIGKILL after ``timeout_s``. Blocks until they
+        are gone."""
         if self._is_up:
             self._shutdown(signal.SIGTERM, timeout_s)
         self._is_up = False
@@ -179,7 +190,13 @@ class WorkerSet(LocalElasticAgent):
         assert place is not None
         ranks = range(place.local_world_size)
         return [
-            Worker(local, place.first_rank + local, place.first_rank + local, place.world_size, place.world_size)
+            Worker(
+                local,
+                place.first_rank + local,
+                place.first_rank + local,
+                place.world_size,
+                place.world_size,
+            )
             for local in ranks
         ]
 
@@ -195,7 +212,8 @@ class WorkerSet(LocalElasticAgent):
 
 
 def warm_up(preload_file: str) -> None:
-    """Start the fork server that imports what the file lists. Returns at once; the imports run beside.
+    """Start the fork server that imports what the file lists. Returns at once; the imports run
+    beside.
 
     The server of an earlier call is left to its children and a new one takes its place.
     """
@@ -203,9 +221,15 @@ def warm_up(preload_file: str) -> None:
     server = forkserver.ForkServer()
     server.set_forkserver_preload([PRELOAD_MODULE])
     server.ensure_running()
-    # The context's processes go through this module's singleton (CPython 3.11 to 3.13, forkserver.py, last lines).
-    forkserver._forkserver = server  # type: ignore[attr-defined]
-    for name in ("ensure_running", "get_inherited_fds", "connect_to_new_process", "set_forkserver_preload"):
+    # The context's processes go through this module's singleton (CPython 3.11 to 3.13,
+    # forkserver.py, last lines).
+    forkserver._forkserver = server
+    for name in (
+        "ensure_running",
+        "get_inherited_fds",
+        "connect_to_new_process",
+        "set_forkserver_preload",
+    ):
         setattr(forkserver, name, getattr(server, name))
     get_context("forkserver")
 

@@ -1,4 +1,5 @@
-"""What the fork server of later rounds imports, written down once the first workers have made a step."""
+"""What the fork server of later rounds imports, written down once the first workers have made a
+step."""
 
 import json
 import sys

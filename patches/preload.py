@@ -1,7 +1,8 @@
-"""What a fork server imports before it forks workers: the modules that the workers of the first round had imported.
+"""What a fork server imports before it forks workers: the modules that the workers of the first
+round had imported.
 
-Importing is all it does: no CUDA, no store, no thread. A module that cannot be imported is left to the worker, which then
-shows the error where the user expects it.
+Importing is all it does: no CUDA, no store, no thread. A module that cannot be imported is left to
+the worker, which then shows the error where the user expects it.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ from scalai.patches import hooks
 
 
 def preload(path: Path) -> None:
-    """Import what the file lists (``modules``), from where its workers imported it (``sys_path``)."""
+    """Import what the file lists (``modules``), from where its workers imported it
+    (``sys_path``)."""
     order = json.loads(path.read_text())
     sys.path[:0] = [entry for entry in order["sys_path"] if entry not in sys.path]
     hooks.install()

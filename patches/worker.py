@@ -1,7 +1,9 @@
-"""Entry point of a worker: ``python -m scalai.patches.worker [-m] SCRIPT ARGUMENTS``, or ``main`` in a warm fork.
+"""Entry point of a worker: ``python -m scalai.patches.worker [-m] SCRIPT ARGUMENTS``, or ``main``
+in a warm fork.
 
-It ties the worker's life to its agent's, hooks the frameworks that the script will import, and runs the script as
-``__main__``, as torchrun's workers run it. Without an agent that says so, nothing is hooked.
+It ties the worker's life to its agent's, hooks the frameworks that the script will import, and runs
+the script as ``__main__``, as torchrun's workers run it. Without an agent that says so, nothing is
+hooked.
 """
 
 import ctypes
@@ -55,10 +57,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def die_with_the_agent() -> None:
-    """Make sure that this process does not outlive its agent: training on as an orphan would corrupt the job.
+    """Make sure that this process does not outlive its agent: training on as an orphan would
+    corrupt the job.
 
-    The kernel's parent-death signal covers a worker that the agent started itself; one from the fork server has another
-    parent, so a thread waits on the agent's process too.
+    The kernel's parent-death signal covers a worker that the agent started itself; one from the
+    fork server has another parent, so a thread waits on the agent's process too.
     """
     agent = os.environ.get("SCALAI_AGENT_PID")
     if agent is None:

@@ -1,6 +1,7 @@
 """Scalai: change the parallel layout of a running Megatron-LM or DeepSpeed job.
 
-``import scalai`` needs neither torch nor a framework; ``elastic`` and ``current`` import torch when they are called.
+``import scalai`` needs neither torch nor a framework; ``elastic`` and ``current`` import torch when
+they are called.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +14,8 @@ __all__ = ["current", "elastic"]
 
 
 def elastic(**defaults: int) -> "Session":
-    """Return this worker's session, a context that hands out the degrees (``scalai.runtime.session.elastic``)."""
+    """Return this worker's session, a context that hands out the degrees
+    (``scalai.runtime.session.elastic``)."""
     from scalai.runtime import session
 
     return session.elastic(**defaults)

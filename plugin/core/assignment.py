@@ -30,9 +30,7 @@ def make_assign(
     The returned function gives None where too few hosts are there or no degrees are valid.
     """
 
-    def assign(
-        hosts: tuple[tuple[str, int], ...], present: Degrees | None
-    ) -> Assignment | None:
+    def assign(hosts: tuple[tuple[str, int], ...], present: Degrees | None) -> Assignment | None:
         if len(hosts) < min_hosts:
             return None
         used = hosts[:max_hosts]
@@ -42,12 +40,12 @@ def make_assign(
         if world < 1:
             return None
         try:
-            choice = planner(
-                world, limits, policy, present, excluded=excluded, requested=requested
-            )
+            choice = planner(world, limits, policy, present, excluded=excluded, requested=requested)
         except RefusedError:
             return None
-        workers = _fill(used, choice.degrees.world_size) + tuple((h, 0) for h, _ in hosts[max_hosts:])
+        workers = _fill(used, choice.degrees.world_size) + tuple(
+            (h, 0) for h, _ in hosts[max_hosts:]
+        )
         return Assignment(workers, choice.degrees, choice.micro_batch_size, choice.reason)
 
     return assign

@@ -1,7 +1,9 @@
-"""The parallelizable tensor collection (PTC): which tensors exist, how they are cut, and who holds what.
+"""The parallelizable tensor collection (PTC): which tensors exist, how they are cut, and who holds
+what.
 
-Source: Tenplex/Scalai, arXiv 2312.05181, section 3: slicing σ, partition φ, allocation α. Differs in: columns instead of
-sets of objects, because a million boxes as Python objects cost seconds and hundreds of megabytes.
+Source: Tenplex/Scalai, arXiv 2312.05181, section 3: slicing σ, partition φ, allocation α. Differs
+in: columns instead of sets of objects, because a million boxes as Python objects cost seconds and
+hundreds of megabytes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,10 +31,11 @@ Columns = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A logical global tensor. Its name does not depend on the layout: ``<kind>/<parameter's global name>``.
+    """A logical global tensor. Its name does not depend on the layout: ``<kind>/<parameter's global
+    name>``.
 
-    Kinds: ``param``, ``main`` (fp32 master weights), ``exp_avg``, ``exp_avg_sq``, ``step``, or whatever the optimizer
-    calls its state. ``dtype`` is a safetensors name (see ``ITEM_BYTES``).
+    Kinds: ``param``, ``main`` (fp32 master weights), ``exp_avg``, ``exp_avg_sq``, ``step``, or
+    whatever the optimizer calls its state. ``dtype`` is a safetensors name (see ``ITEM_BYTES``).
     """
 
     name: str
@@ -50,9 +53,11 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Collection:
-    """The sub-tensors of one holder (a rank, a host, a file set), as columns: row ``i`` is a box of one tensor.
+    """The sub-tensors of one holder (a rank, a host, a file set), as columns: row ``i`` is a box of
+    one tensor.
 
-    ``tensor`` [rows] indexes ``tensors``; ``offset`` and ``shape`` [rows, MAX_NDIM] are the box in elements, right-aligned:
+    ``tensor`` [rows] indexes ``tensors``; ``offset`` and ``shape`` [rows, MAX_NDIM] are the box in
+    elements, right-aligned:
     a tensor of fewer dims has leading offsets 0 and sizes 1.
     """
 
@@ -82,12 +87,14 @@ class Collection:
         return self.numel() * item[self.tensor] if len(self) else np.zeros(0, np.int64)
 
     def select(self, rows: npt.NDArray[Any]) -> "Collection":
-        """Return the collection of the chosen rows (indices or mask), with the same table of tensors."""
+        """Return the collection of the chosen rows (indices or mask), with the same table of
+        tensors."""
         return Collection(self.tensors, self.tensor[rows], self.offset[rows], self.shape[rows])
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Tensor, Box]]) -> "Collection":
-        """Build a collection from pairs. Equal names must be equal tensors, else ``LayoutError``."""
+        """Build a collection from pairs. Equal names must be equal tensors, else
+        ``LayoutError``."""
         table: dict[str, tuple[int, Tensor]] = {}
         index, offsets, shapes = [], [], []
         for tensor, box in rows:
@@ -100,7 +107,8 @@ class Collection:
             skip = MAX_NDIM - len(tensor.shape)
             if skip < 0:
                 raise LayoutError(
-                    f"{tensor.name!r} has {len(tensor.shape)} dims; at most {MAX_NDIM} are supported."
+                    f"{tensor.name!r} has {len(tensor.shape)} dims; at most {MAX_NDIM} are "
+                    f"supported."
                 )
             index.append(number)
             offsets.append((0,) * skip + box.offset)
@@ -123,7 +131,8 @@ class Collection:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Collection":
-        """Read what ``to_json`` wrote. Raises ``LayoutError`` where the columns do not fit together."""
+        """Read what ``to_json`` wrote. Raises ``LayoutError`` where the columns do not fit
+        together."""
         tensors = tuple(Tensor(n, tuple(s), d) for n, s, d in data["tensors"])
         tensor = np.array(data["tensor"], dtype=np.int64)
         offset = np.array(data["offset"], dtype=np.int64).reshape(-1, MAX_NDIM)

@@ -1,12 +1,15 @@
-"""Who takes part in a job, and what happens when that changes: state and event in, state and actions out.
+"""Who takes part in a job, and what happens when that changes: state and event in, state and
+actions out.
 
-This module has the values; ``resize.advance`` has the rules. The coordinator is the loop around ``advance``: it feeds events in (a host joined, every worker has deposited) and
-carries the actions out (send this command to these hosts). One pass through the phases is a resize:
+This module has the values; ``resize.advance`` has the rules. The coordinator is the loop around
+``advance``: it feeds events in (a host joined, every worker has deposited) and carries the actions
+out (send this command to these hosts). One pass through the phases is a resize:
 
     running -> preparing -> draining -> committing -> stopping -> starting -> running
 
-Source: the membership of torch.distributed.elastic 2.13 (rendezvous/dynamic_rendezvous.py). Differs in: the workers stop
-at one agreed step instead of where a signal finds them, and a change never takes a state away before the next one lives.
+Source: the membership of torch.distributed.elastic 2.13 (rendezvous/dynamic_rendezvous.py). Differs
+in: the workers stop at one agreed step instead of where a signal finds them, and a change never
+takes a state away before the next one lives.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +25,9 @@ class Phase(Enum):
     WAITING = "waiting"  # for enough hosts, or for a host whose store is needed
     STARTING = "starting"  # a round was assigned: relaunch, plan, move, restore, proof, first step
     RUNNING = "running"
-    PREPARING = "preparing"  # a stop was proposed; every agent says whether its workers are below it
+    PREPARING = (
+        "preparing"  # a stop was proposed; every agent says whether its workers are below it
+    )
     DRAINING = "draining"  # the stop was agreed; workers reach it and deposit
     COMMITTING = "committing"  # the deposits cover; every host renames its part
     STOPPING = "stopping"  # workers are made to exit
@@ -32,7 +37,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """An agent and its devices. ``order`` is the sequence number of its joining: survivors keep their relative order."""
+    """An agent and its devices. ``order`` is the sequence number of its joining: survivors keep
+    their relative order."""
 
     name: str
     slots: int
@@ -42,7 +48,8 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which hosts run how many workers at which degrees, and why. Hosts in rank order; 0 workers: idle, serves its store."""
+    """Which hosts run how many workers at which degrees, and why. Hosts in rank order; 0 workers:
+    idle, serves its store."""
 
     workers: tuple[tuple[str, int], ...]
     degrees: Degrees
@@ -65,7 +72,8 @@ class Generation:
 
 
 Assign = Callable[[tuple[tuple[str, int], ...], Degrees | None], Assignment | None]
-"""(hosts and their slots in rank order, present degrees) -> an assignment, or None where no world fits yet."""
+"""(hosts and their slots in rank order, present degrees) -> an assignment, or None where no world
+fits yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +116,15 @@ def replace_newest(job: Job, generation: Generation) -> Job:
     return replace(job, generations=(*job.generations[:-1], generation))
 
 
-# ------------------------------------------------------------------------------------------------ events
+# ------------------------------------------------------------------------------------------------
+# events
 
 
 @dataclass(frozen=True, slots=True)
 class HostJoined:
-    """An agent came. ``covered`` are the generations that the hosts now present hold wholly, oldest first;
-    ``has_parts``: it holds a part of some generation, so the job has a state that must not be lost."""
+    """An agent came. ``covered`` are the generations that the hosts now present hold wholly, oldest
+    first; ``has_parts``: it holds a part of some generation, so the job has a state that must not
+    be lost."""
 
     host: str
     slots: int
@@ -133,7 +143,8 @@ class HostLeaving:
 
 @dataclass(frozen=True, slots=True)
 class HostLost:
-    """The agent is gone without a word; its store counts as lost until it comes back. ``covered`` as in ``HostJoined``."""
+    """The agent is gone without a word; its store counts as lost until it comes back. ``covered``
+    as in ``HostJoined``."""
 
     host: str
     covered: tuple[Generation, ...]
@@ -159,7 +170,8 @@ class Rescaled:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time passes; only settling depends on it. ``newest`` is the furthest step that any agent has told of."""
+    """Time passes; only settling depends on it. ``newest`` is the furthest step that any agent has
+    told of."""
 
     at: float
     newest: int
@@ -184,7 +196,8 @@ class Deposited:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Whether the union of the deposits covers every tensor, their step and number (asked for by ``Judge``)."""
+    """Whether the union of the deposits covers every tensor, their step and number (asked for by
+    ``Judge``)."""
 
     is_covered: bool
     step: int
@@ -193,7 +206,8 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Snapshotted:
-    """A snapshot, or the state at the start, is sealed by every active host, without a stop, and covers."""
+    """A snapshot, or the state at the start, is sealed by every active host, without a stop, and
+    covers."""
 
     hosts: tuple[str, ...]
     step: int
@@ -245,11 +259,12 @@ class Saved:
 
 
 Event = (
-    HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Prepared | Deposited | Judged
-    | Snapshotted | Committed | Stopped | WorkersFailed | Stepped | Finished | Saved
+    HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Prepared | Deposited
+    | Judged | Snapshotted | Committed | Stopped | WorkersFailed | Stepped | Finished | Saved
 )  # fmt: skip
 
-# ------------------------------------------------------------------------------------------------ actions
+# ------------------------------------------------------------------------------------------------
+# actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +350,7 @@ class Say:
 
 
 Action = (
-    Prepare | Agree | Withdraw | Judge | Commit | StopWorkers | StartRound | Release | SaveDurable | Exit | Say
+    Prepare | Agree | Withdraw | Judge | Commit | StopWorkers | StartRound | Release
+    | SaveDurable | Exit | Say
 )  # fmt: skip
 Result = tuple[Job, tuple[Action, ...]]

@@ -1,7 +1,8 @@
 """Geometry: boxes of a global tensor, and where their elements lie in a flat local buffer.
 
-Source: the sub-tensors of slicing σ (Tenplex/Scalai, arXiv 2312.05181, section 3). Differs in: a sub-tensor is a list
-of boxes with strides rather than one contiguous range, so that fused, transposed and flat-range shards are the same case.
+Source: the sub-tensors of slicing σ (Tenplex/Scalai, arXiv 2312.05181, section 3). Differs in: a
+sub-tensor is a list of boxes with strides rather than one contiguous range, so that fused,
+transposed and flat-range shards are the same case.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,8 @@ class Box:
 class Piece:
     """A box and its place in a flat local buffer.
 
-    Element ``i`` of the box (relative to its offset) lies at ``start + sum(i * stride)`` of the buffer, in elements.
+    Element ``i`` of the box (relative to its offset) lies at ``start + sum(i * stride)`` of the
+    buffer, in elements.
     """
 
     box: Box
@@ -69,7 +71,8 @@ def row_major(shape: Sequence[int]) -> Index:
 
 
 def flat_range(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
-    """Yield elements ``[low, high)`` of a row-major tensor as at most ``2 * ndim - 1`` boxes, in order."""
+    """Yield elements ``[low, high)`` of a row-major tensor as at most ``2 * ndim - 1`` boxes, in
+    order."""
     if low >= high:
         return
     if len(shape) <= 1:
@@ -98,8 +101,8 @@ def flat_range(shape: Sequence[int], low: int, high: int) -> Iterator[Box]:
 def clip(piece: Piece, low: int, high: int) -> Iterator[Piece]:
     """Yield the parts of ``piece`` whose elements lie in ``[low, high)`` of the flat buffer.
 
-    ``start`` of what is returned counts from ``low``. Holds for a piece whose axes nest (a slice or a transpose of a
-    row-major buffer): sorted by stride, its elements are in lexicographic order.
+    ``start`` of what is returned counts from ``low``. Holds for a piece whose axes nest (a slice or
+    a transpose of a row-major buffer): sorted by stride, its elements are in lexicographic order.
     """
     shape = piece.box.shape
     axes = sorted(range(len(shape)), key=lambda axis: (shape[axis] > 1, -piece.stride[axis]))

@@ -1,7 +1,8 @@
-"""The rules of membership: ``advance(job, event)`` returns the next state of the job and what must be done.
+"""The rules of membership: ``advance(job, event)`` returns the next state of the job and what must
+be done.
 
-Nothing here waits, sends or reads a clock. Every rule keeps one promise: a committed generation stays until a newer one is
-committed and, after a resize, until every new rank has stepped.
+Nothing here waits, sends or reads a clock. Every rule keeps one promise: a committed generation
+stays until a newer one is committed and, after a resize, until every new rank has stepped.
 """
 
 from collections.abc import Iterable
@@ -9,28 +10,62 @@ from dataclasses import replace
 from functools import singledispatch
 
 from scalai.core.membership import (
-    Action, Agree, Assignment, Commit, Committed, Deposited, Event, Exit, Finished, Generation, Host,
-    HostJoined, HostLeaving, HostLost, Job, Judge, Judged, Phase, Prepare, Prepared, Release, Rescaled, Result,
-    SaveDurable, Saved, Say, SlotsChanged, Snapshotted, StartRound, Stepped, Stopped, StopWorkers, Ticked,
-    Withdraw, WorkersFailed,
+    Agree,
+    Assignment,
+    Commit,
+    Committed,
+    Deposited,
+    Event,
+    Exit,
+    Finished,
+    Generation,
+    Host,
+    HostJoined,
+    HostLeaving,
+    HostLost,
+    Job,
+    Judge,
+    Judged,
+    Phase,
+    Prepare,
+    Prepared,
+    Release,
+    Rescaled,
+    Result,
+    Saved,
+    SaveDurable,
+    Say,
+    SlotsChanged,
+    Snapshotted,
+    StartRound,
+    Stepped,
+    Stopped,
+    StopWorkers,
+    Ticked,
+    Withdraw,
+    WorkersFailed,
 )  # fmt: skip
 
 RESIZABLE = (Phase.WAITING, Phase.STARTING, Phase.RUNNING)
-"""Phases in which a change begins something new; in the others it is met when the next round is assigned."""
+"""Phases in which a change begins something new; in the others it is met when the next round is
+assigned."""
 
 
 def advance(job: Job, event: Event) -> Result:
-    """Return the job after ``event`` and the actions that the coordinator must carry out, in order."""
+    """Return the job after ``event`` and the actions that the coordinator must carry out, in
+    order."""
     if job.phase is Phase.ENDED:
         return job, ()
     return _on(event, job)
 
 
-# -------------------------------------------------------------------------------------- what is true of a job
+# -------------------------------------------------------------------------------------- what is
+# true of a job
 
 
 def staying(job: Job) -> tuple[tuple[str, int], ...]:
-    """Hosts that take part in the next round, with their slots: those of the current round keep their order."""
+    """Hosts that take part in the next round, with their slots: those of the current round keep
+    their order."""
     current = [name for name, _ in job.current.workers] if job.current else []
     hosts = [host for host in job.hosts.values() if not host.is_leaving]
     place = {name: number for number, name in enumerate(current)}
@@ -56,7 +91,8 @@ def _leaving(job: Job) -> tuple[str, ...]:
     return _sorted(host.name for host in job.hosts.values() if host.is_leaving)
 
 
-# -------------------------------------------------------------------------------------- the turns that a job takes
+# -------------------------------------------------------------------------------------- the turns
+# that a job takes
 
 
 def _consider(job: Job) -> Result:
@@ -67,7 +103,10 @@ def _consider(job: Job) -> Result:
     target, leaving = _assignment(job), _leaving(job)
     if target is None and staying(job) and not job.has_durable_dir:
         return job, (
-            Say("no allowed world fits the hosts that stay, and there is no --durable-dir to save to: going on"),
+            Say(
+                "no allowed world fits the hosts that stay, and there is no --durable-dir to save "
+                "to: going on"
+            ),
         )
     unchanged = (
         target is not None
@@ -128,11 +167,14 @@ def _start_round(job: Job) -> Result:
 
 
 def _save(job: Job) -> Result:
-    """Nobody can go on: the newest generation goes to the durable directory, and the job ends resumable."""
+    """Nobody can go on: the newest generation goes to the durable directory, and the job ends
+    resumable."""
     source = job.newest_generation
     if source is None or not job.has_durable_dir:
         if staying(job):
-            return replace(job, phase=Phase.WAITING, awaited=frozenset()), (Say("waiting for more hosts"),)
+            return replace(job, phase=Phase.WAITING, awaited=frozenset()), (
+                Say("waiting for more hosts"),
+            )
         return _end(job, 1, "the last host leaves and there is no --durable-dir: the state is lost")
     hosts = source.hosts & frozenset(job.hosts)
     job = replace(job, phase=Phase.SAVING, awaited=hosts)
@@ -150,14 +192,16 @@ def _answered(job: Job, host: str) -> Job:
 
 
 def _changed(job: Job, at: float) -> Result:
-    """Something changed that settles: at once where nobody else can come, else at the first tick after it."""
+    """Something changed that settles: at once where nobody else can come, else at the first tick
+    after it."""
     job = replace(job, changed_at=at)
     if job.phase in RESIZABLE and len(staying(job)) >= job.max_hosts:
         return _consider(job)
     return job, ()
 
 
-# -------------------------------------------------------------------------------------- one rule an event
+# -------------------------------------------------------------------------------------- one rule an
+# event
 
 
 @singledispatch
@@ -230,9 +274,7 @@ def _ticked(event: Ticked, job: Job) -> Result:
 def _prepared(event: Prepared, job: Job) -> Result:
     if job.phase is not Phase.PREPARING or event.stop != job.stop:
         return job, ()
-    return _next_phase(
-        replace(_answered(job, event.host), newest=max(job.newest, event.newest))
-    )
+    return _next_phase(replace(_answered(job, event.host), newest=max(job.newest, event.newest)))
 
 
 @_on.register

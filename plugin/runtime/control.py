@@ -1,8 +1,9 @@
 """The control page: one page of memory that a host's agent and its workers share, read once a step.
 
-A stop is agreed without a collective. The agent writes the step at which to stop, then reads how far every worker is; a
-worker writes how far it is, then reads where to stop. If every worker was below the stop when it was written, every
-worker will see it in time; otherwise the agent takes it back and tries a later one.
+A stop is agreed without a collective. The agent writes the step at which to stop, then reads how
+far every worker is; a worker writes how far it is, then reads where to stop. If every worker was
+below the stop when it was written, every worker will see it in time; otherwise the agent takes it
+back and tries a later one.
 """
 
 import mmap
@@ -20,7 +21,8 @@ MAX_WORKERS = PAGE_BYTES // 8 - FIRST_WORKER
 class ControlPage:
     """Eight-byte cells: the prepared stop, the agreed stop, and each worker's newest step.
 
-    Eight aligned bytes are written at once on every platform that torch supports, and every cell has one writer.
+    Eight aligned bytes are written at once on every platform that torch supports, and every cell
+    has one writer.
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
@@ -43,7 +45,8 @@ class ControlPage:
         """Agent: ask every worker to wait for the word at the end of step ``stop``."""
         self._cells[AGREED] = 0
         self._cells[STOP] = stop
-        # A processor may read the workers' cells before others see this write; by then it is long visible.
+        # A processor may read the workers' cells before others see this write; by then it is long
+        # visible.
         time.sleep(0.002)
 
     def agree(self, stop: int) -> None:
@@ -55,7 +58,8 @@ class ControlPage:
         self._cells[STOP] = 0
 
     def newest_step(self, workers: int) -> int:
-        """Agent: the highest step that any of the first ``workers`` workers has ended; -1 before attach."""
+        """Agent: the highest step that any of the first ``workers`` workers has ended; -1 before
+        attach."""
         return int(self._cells[FIRST_WORKER : FIRST_WORKER + workers].max(initial=-1))
 
     def has_reached_stop(self, local_rank: int) -> bool:
@@ -68,7 +72,8 @@ class ControlPage:
         self._cells[FIRST_WORKER + local_rank] = step
 
     def must_stop(self, step: int) -> bool:
-        """Worker, after ``report``: wait for the word where a stop is prepared; True to leave now."""
+        """Worker, after ``report``: wait for the word where a stop is prepared; True to leave
+        now."""
         stop = int(self._cells[STOP])
         while stop and step >= stop:
             if self._cells[AGREED] == stop:

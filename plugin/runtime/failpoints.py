@@ -1,7 +1,8 @@
 """Places at which a process can be made to die, to prove that nothing is lost there.
 
-``SCALAI_FAILPOINT=<place>:<rank or host>:<file>`` kills the first process of that rank or host that reaches the place,
-with SIGKILL; the file, made by the kill, keeps it from happening again. Without the variable nothing is looked at.
+``SCALAI_FAILPOINT=<place>:<rank or host>:<file>`` kills the first process of that rank or host that
+reaches the place, with SIGKILL; the file, made by the kill, keeps it from happening again. Without
+the variable nothing is looked at.
 """
 
 import os

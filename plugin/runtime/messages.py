@@ -1,6 +1,7 @@
 """Authenticated messages between the processes of a job: JSON over sockets, never a pickle.
 
-The connection and the mutual challenge are those of the standard library's ``multiprocessing.connection``.
+The connection and the mutual challenge are those of the standard library's
+``multiprocessing.connection``.
 """
 
 import json
@@ -22,7 +23,8 @@ MAX_MESSAGE_BYTES = 1 << 30
 class Channel:
     """A client's connection: one call at a time, each answered before the next.
 
-    Raises ``PeerError`` when nobody listens, the token is wrong, the peer is gone or it answers with an error.
+    Raises ``PeerError`` when nobody listens, the token is wrong, the peer is gone or it answers
+    with an error.
     """
 
     def __init__(self, address: Address, token: bytes) -> None:
@@ -55,7 +57,8 @@ class Channel:
 
 
 class Peer:
-    """A server's end of one connection, for the handler to keep state under and to name in its log."""
+    """A server's end of one connection, for the handler to keep state under and to name in its
+    log."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -80,7 +83,8 @@ class Peer:
 class Server:
     """Answers calls, each connection in its own thread.
 
-    ``handle(peer, method, arguments)`` returns the answer; a ``ScalaiError`` that it raises is sent to the caller.
+    ``handle(peer, method, arguments)`` returns the answer; a ``ScalaiError`` that it raises is sent
+    to the caller.
     ``gone(peer)`` is told when a connection ends, however it ends.
     """
 
@@ -112,7 +116,8 @@ class Server:
                 connection = self._listener.accept()
             except OSError:
                 return  # closed
-            # The challenge runs in the connection's thread: a silent client must not block the others.
+            # The challenge runs in the connection's thread: a silent client must not block the
+            # others.
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:

@@ -13,8 +13,8 @@ A dozen lines in a loop of one's own::
             if job.boundary(samples=global_batch_size):
                 break
 
-Outside ``scalai-run --elastic`` a session is inert: it hands out the degrees that it was given, restores nothing and never
-stops the loop.
+Outside ``scalai-run --elastic`` a session is inert: it hands out the degrees that it was given,
+restores nothing and never stops the loop.
 """
 
 import os
@@ -43,7 +43,8 @@ from scalai.runtime.staging import StagingRing, rings_for
 from scalai.store.orders import RankDeposit, ReadOrder, WriteOrder
 
 AGENT_DIRECTORY = "SCALAI_AGENT"
-"""Environment variable: the directory in which a worker finds its agent's socket, token and control page."""
+"""Environment variable: the directory in which a worker finds its agent's socket, token and control
+page."""
 
 Row = tuple[Slot, Piece]
 Get = Callable[[], Json | torch.Tensor]
@@ -85,8 +86,10 @@ class Session:
     Attributes:
         tp, pp, dp, vpp, cp, ep: Degrees of this round.
         micro_batch_size: Samples a forward pass and replica; None where nobody has decided on it.
-        step, consumed_samples: How far the training is: 0 on a fresh start, those of the generation after ``attach``.
-        restorable_step: Step of the generation that ``attach`` will restore; None where there is none.
+        step, consumed_samples: How far the training is: 0 on a fresh start, those of the generation
+        after ``attach``.
+        restorable_step: Step of the generation that ``attach`` will restore; None where there is
+        none.
     """
 
     def __init__(self, **defaults: int) -> None:
@@ -144,7 +147,8 @@ class Session:
             self.finish()
 
     def register_state(self, name: str, get: Get, set: Set) -> None:
-        """Carry what the job keeps beside model and optimizer. Call before ``attach``, on every rank alike.
+        """Carry what the job keeps beside model and optimizer. Call before ``attach``, on every
+        rank alike.
 
         Args:
             get: Returns JSON, or a tensor that is equal on all ranks; rank 0's is kept.
@@ -161,19 +165,22 @@ class Session:
         self._registered.append(_Registered(name, get, set))
 
     def report_facts(self, **facts: Json) -> None:
-        """Tell what later rounds must know and only the script knows, such as ``padded_vocab_size``."""
+        """Tell what later rounds must know and only the script knows, such as
+        ``padded_vocab_size``."""
         self._facts.update(facts)
 
     def attach(
         self, state: LiveState, *, step: int = 0, samples: int = 0, restore: bool = True
     ) -> bool:
-        """Take part: publish what this rank holds, restore it from the generation, or store the initial state.
+        """Take part: publish what this rank holds, restore it from the generation, or store the
+        initial state.
 
-        Call on every rank, once model, optimizer and scheduler are built. Blocks until every rank of the job has proven
-        its part.
+        Call on every rank, once model, optimizer and scheduler are built. Blocks until every rank
+        of the job has proven its part.
 
         Args:
-            step, samples: How far the built state is, where it comes from the framework's own checkpoint.
+            step, samples: How far the built state is, where it comes from the framework's own
+            checkpoint.
             restore: False: keep the built state although there is a generation, on all ranks alike.
 
         Returns:
@@ -208,7 +215,8 @@ class Session:
     ) -> bool:
         """Say that an optimizer step has ended. Call on every rank after each step.
 
-        Costs one read of shared memory. Where a stop is agreed for this step, the state is deposited.
+        Costs one read of shared memory. Where a stop is agreed for this step, the state is
+        deposited.
 
         Args:
             step: Optimizer steps done; None: one more than before.
@@ -225,7 +233,9 @@ class Session:
             return False
         if not self._has_stepped:
             self._has_stepped = True
-            self._agent.call("stepped", rank=self._rank, step=self.step, modules=_modules(self._local_rank))
+            self._agent.call(
+                "stepped", rank=self._rank, step=self.step, modules=_modules(self._local_rank)
+            )
         self._page.report(self._local_rank, self.step)
         if self._page.must_stop(self.step):
             self._deposit("stop")
@@ -242,9 +252,7 @@ class Session:
 
     def _deposit(self, reason: str) -> None:
         assert self._agent is not None and self._state is not None
-        order = self._agent.call(
-            "begin_deposit", rank=self._rank, reason=reason, step=self.step
-        )
+        order = self._agent.call("begin_deposit", rank=self._rank, reason=reason, step=self.step)
         began = time.monotonic()
         reached("deposit")
         self._refresh_user_slots()
@@ -303,7 +311,6 @@ class Session:
                 slots.append(Slot(tensor, value.detach().contiguous().view(-1), (piece,)))
         return slots
 
-
     def _refresh_user_slots(self) -> None:
         """A getter may return a new tensor each time: take its present value."""
         getters = {f"user/{entry.name}": entry.get for entry in self._registered}
@@ -314,7 +321,8 @@ class Session:
 
 
 def _modules(local_rank: int) -> list[str]:
-    """Name what this script has imported, for the fork server of later rounds. One worker a host tells."""
+    """Name what this script has imported, for the fork server of later rounds. One worker a host
+    tells."""
     if local_rank != 0:
         return []
     return [
@@ -322,4 +330,3 @@ def _modules(local_rank: int) -> list[str]:
         for name, module in list(sys.modules.items())
         if getattr(module, "__spec__", None) is not None and not name.startswith("__")
     ]
-
