@@ -1,5 +1,6 @@
 """What a fingerprint finds, and that every way of summing it gives the same number."""
 
+import re
 from math import prod
 
 import numpy as np
@@ -164,9 +165,8 @@ def test_replicas_that_differ_are_named() -> None:
 
 def test_states_that_differ_are_named() -> None:
     compare({"a": 1, "b": 2}, {"b": 2, "a": 1})
-    with pytest.raises(
-        ProofError, match="1 are missing afterwards: c; 1 were not.*: d; 1 differ: a"
-    ):
+    found = "1 are missing afterwards: c; 1 were not there before: d; 1 differ: a"
+    with pytest.raises(ProofError, match=re.escape(found)):
         compare({"a": 1, "b": 2, "c": 3}, {"a": 4, "b": 2, "d": 3})
     with pytest.raises(ProofError, match="and 3 more"):
         compare({f"t{n}": 0 for n in range(8)}, {f"t{n}": 1 for n in range(8)})
