@@ -39,10 +39,15 @@ def bits_dtype(tensor: Tensor) -> type[np.unsignedinteger[Any]]:
     return BITS[ITEM_BYTES[tensor.dtype]]
 
 
+def box_text(box: Box) -> str:
+    """Return a box as text, such as ``[0:4,2:8]``."""
+    ranges = (f"{low}:{low + size}" for low, size in zip(box.offset, box.shape, strict=True))
+    return f"[{','.join(ranges)}]"
+
+
 def entry_name(tensor: Tensor, box: Box) -> str:
     """Return the name of a box in a safetensors file, such as ``param/w[0:4,2:8]``."""
-    ranges = ",".join(f"{a}:{a + n}" for a, n in zip(box.offset, box.shape, strict=True))
-    return f"{tensor.name}[{ranges}]"
+    return tensor.name + box_text(box)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -27,7 +27,6 @@ from scalai.store.extension import empty_part, extended, fingerprints_of
 from scalai.store.files import lay_out
 from scalai.store.lock import StoreLock
 from scalai.store.manifest import (
-    MANIFEST,
     Generation,
     HostManifest,
     StoredFile,
@@ -37,6 +36,7 @@ from scalai.store.manifest import (
 )
 from scalai.store.orders import RankDeposit, WriteOrder
 from scalai.store.places import (
+    MANIFEST,
     NUMBERED,
     default_store_dir,
     generation_name,

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Columns
 from scalai.core.errors import LayoutError, StoreError
+from scalai.store.places import MANIFEST
 
-MANIFEST = "manifest.json"
 FORMAT = "scalai-generation"
 VERSION = 1
 UNNUMBERED = -1

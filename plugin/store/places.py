@@ -6,6 +6,7 @@ from pathlib import Path
 
 from scalai.core.errors import UsageError
 
+MANIFEST = "manifest.json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 NUMBERED = re.compile(r"(generation|deposit|dropped|fetched)-(\d+)")
 """Directories of a host that hold bytes: committed, being written or sealed, still read, of other
@@ -40,3 +41,24 @@ def host_directory(store_dir: Path, job: str, host: str) -> Path:
                 "most 200, a letter or digit first)."
             )
     return store_dir / job / host
+
+
+def find_generations(path: Path) -> dict[int, list[Path]]:
+    """Return the directories of committed parts below ``path`` by generation, hosts in order.
+
+    ``path`` is one part (a host's ``generation-<n>``), a host's directory, a job's directory of
+    several hosts, a durable directory, or a durable ``generation-<n>`` with its hosts below. Empty
+    where it is none of these. Nothing is read but names.
+    """
+    found: dict[int, list[Path]] = {}
+    for depth in range(3):
+        for manifest in sorted(path.glob("*/" * depth + MANIFEST)):
+            part = manifest.parent
+            # The number is in the name of the part (in a store) or of its parent (durable).
+            for directory in (part.absolute(), part.absolute().parent):
+                match = NUMBERED.fullmatch(directory.name)
+                if match:
+                    break
+            if match and match[1] == "generation" and not part.name.startswith("."):
+                found.setdefault(int(match[2]), []).append(part)
+    return dict(sorted(found.items()))

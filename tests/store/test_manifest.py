@@ -10,7 +10,6 @@ from store_states import Opener, generation
 from scalai.core.errors import LayoutError, StoreError
 from scalai.store.host import HostStore
 from scalai.store.manifest import (
-    MANIFEST,
     HostManifest,
     _digest,
     load_generation,
@@ -20,6 +19,7 @@ from scalai.store.manifest import (
     unite,
     unite_hosts,
 )
+from scalai.store.places import MANIFEST
 
 
 def test_a_manifest_survives_its_way_through_json(store: HostStore) -> None:

@@ -1,0 +1,139 @@
+"""Two hosts, one resize: planned, fetched over the data plane, restored, and proven equal."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from store_states import Opener
+
+from scalai.core.collection import Tensor
+from scalai.core.plan import plan
+from scalai.core.region import Box, Piece, row_major, whole
+from scalai.core.sources import Holder
+from scalai.launch.data_plane import DataPlaneServer, Peer
+from scalai.runtime.deposit import write_rows
+from scalai.runtime.live import Slot
+from scalai.runtime.restore import read_rows
+from scalai.runtime.rows import collection_of, held_rows, wanted_rows
+from scalai.store.host import HostStore
+from scalai.store.manifest import HostManifest, unite_hosts
+from scalai.store.moves import Fetched, fetch_lists, holders_of, read_orders
+from scalai.store.orders import RankDeposit, ReadOrder
+
+TOKEN = b"token"
+SHAPES = {"param/w": (12, 10), "main/w": (12, 10), "param/b": (9,), "step/w": ()}
+
+
+def full(name: str) -> torch.Tensor:
+    """Return the values of a whole tensor."""
+    count = int(np.prod(SHAPES[name]))
+    return torch.arange(count, dtype=torch.float32) + 1000 * len(name)
+
+
+def rows_of(name: str, low: int, high: int, *, is_empty: bool = False) -> Slot:
+    """Return a slot with rows ``[low, high)`` of a tensor; of a 0-d tensor, all of it."""
+    shape = SHAPES[name]
+    tensor = Tensor(name, shape, "F32")
+    box = Box((low, *[0] * (len(shape) - 1)), (high - low, *shape[1:])) if shape else whole(shape)
+    inner = int(np.prod(shape[1:]))
+    values = full(name)[low * inner : high * inner].clone() if shape else full(name)
+    buffer = torch.zeros_like(values) if is_empty else values
+    return Slot(tensor, buffer, (Piece(box, 0, row_major(box.shape)),))
+
+
+def shard(rank: int, degree: int, *, is_empty: bool = False) -> list[Slot]:
+    """Return what a rank of ``degree`` ranks has: its rows of every tensor."""
+    return [
+        rows_of(
+            name,
+            rank * max(shape[:1], default=1) // degree,
+            (rank + 1) * max(shape[:1], default=1) // degree,
+            is_empty=is_empty,
+        )
+        for name, shape in SHAPES.items()
+    ]
+
+
+def deposit(store: HostStore, rank: int, degree: int) -> HostManifest:
+    rows = held_rows(shard(rank, degree))
+    slot = store.reserve({rank: collection_of(rows)})
+    part = RankDeposit(tuple(write_rows(rows, slot.orders[rank])), f"tp{rank}", {"lr": 1}, rank)
+    store.seal(slot, step=4, about={}, parts={rank: part})
+    return store.commit(slot, 1)
+
+
+def fetch_all(store: HostStore, lists: list[Fetched], peers: dict[str, DataPlaneServer]) -> None:
+    for entry in lists:
+        asked = entry.asked
+        peer = Peer(peers[asked.host].address, TOKEN, timeout_s=5)
+        peer.fetch(1, asked.row, asked.pieces, entry.path, entry.begin)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 5])
+def test_a_host_restores_from_itself_and_from_others(open_store: Opener, degree: int) -> None:
+    stores = {host: open_store(host=host) for host in ("a", "b", "c")}
+    parts = [deposit(stores[host], rank, 2) for rank, host in enumerate(("a", "b"))]
+    servers = {host: DataPlaneServer(stores[host], TOKEN) for host in ("a", "b")}
+    for host in ("a", "c"):
+        store = stores[host]
+        new = [shard(rank, degree, is_empty=True) for rank in range(degree)]
+        targets = [Holder(host, collection_of(wanted_rows(s)), r) for r, s in enumerate(new)]
+        planned = plan(holders_of(parts), targets, ["a", "c"])
+        fetched = []
+        for asked in fetch_lists(planned, parts, host):
+            path, begins = store.stage(asked.pieces)
+            fetched.append(Fetched(asked, path, begins))
+        assert [entry.asked.host for entry in fetched] == (["b"] if host == "a" else ["a", "b"])
+        fetch_all(store, fetched, servers)
+        own = {"a": store.generation_directory(1)} if host == "a" else {}
+        orders = read_orders(planned, parts, own, fetched)
+        for rank, slots in enumerate(new):
+            message = json.loads(json.dumps(orders[rank].to_json()))
+            read_rows(wanted_rows(slots), ReadOrder.from_json(message))
+            for slot, expected in zip(slots, shard(rank, degree), strict=True):
+                assert torch.equal(slot.buffer, expected.buffer)
+        assert planned.bytes_remote == sum(int(e.asked.pieces.size_bytes().sum()) for e in fetched)
+    for server in servers.values():
+        server.close()
+
+
+def test_what_was_fetched_outlives_its_host(open_store: Opener) -> None:
+    stores = {host: open_store(host=host) for host in ("a", "b")}
+    parts = [deposit(stores[host], rank, 2) for rank, host in enumerate(("a", "b"))]
+    generation = unite_hosts(parts)
+    new = shard(0, 1, is_empty=True)
+    targets = [Holder("a", collection_of(wanted_rows(new)), 0)]
+    planned = plan(holders_of(parts), targets)
+    [asked] = fetch_lists(planned, parts, "a")
+    path, begins = stores["a"].stage(asked.pieces)
+    with DataPlaneServer(stores["b"], TOKEN) as server:
+        fetch_all(stores["a"], [Fetched(asked, path, begins)], {"b": server})
+    grown = stores["a"].extend(1, path, asked.pieces, begins, of=generation)
+    stores["b"].remove()
+    stores["a"].close()
+    again = open_store(host="a")
+    assert again.manifest(1).digest() == grown.digest()
+    assert grown.rank_state == {"tp0": 0, "tp1": 1}
+    alone = plan(holders_of([grown]), targets)
+    assert alone.bytes_remote == 0
+    orders = read_orders(alone, [grown], {"a": again.generation_directory(1)})
+    read_rows(wanted_rows(new), orders[0])
+    for slot, expected in zip(new, shard(0, 1), strict=True):
+        assert torch.equal(slot.buffer, expected.buffer)
+
+
+def test_a_durable_generation_is_read_without_its_hosts(open_store: Opener, tmp_path: Path) -> None:
+    stores = {host: open_store(host=host) for host in ("a", "b")}
+    parts = [deposit(stores[host], rank, 2) for rank, host in enumerate(("a", "b"))]
+    directories = {host: store.copy_to(1, tmp_path / "disk") for host, store in stores.items()}
+    for store in stores.values():
+        store.remove()
+    new = shard(0, 1, is_empty=True)
+    targets = [Holder("z", collection_of(wanted_rows(new)), 0)]
+    planned = plan(holders_of(parts, host="z", readable=directories), targets)
+    assert planned.bytes_remote == 0
+    read_rows(wanted_rows(new), read_orders(planned, parts, directories)[0])
+    for slot, expected in zip(new, shard(0, 1), strict=True):
+        assert torch.equal(slot.buffer, expected.buffer)
