@@ -28,7 +28,7 @@ from scalai.patches.megatron.progress import (
     put_progress,
     take_progress,
 )
-from scalai.patches.megatron.versions import check_version
+from scalai.patches.megatron.versions import ALLOW_UNKNOWN_VERSION, check_version
 from scalai.runtime.live import Json, LiveState
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,9 @@ SAMPLERS = ("megatron.training.datasets.data_samplers", "megatron.legacy.data.da
 """Where the samplers live: from 0.16 on, and before."""
 TRACKER = "latest_checkpointed_iteration.txt"
 """The file under ``--load`` that names the newest checkpoint."""
+LEDGER_DIR = "SCALAI_LEDGER_DIR"
+"""Environment variable: the folder where each rank writes what it consumed; unset: nothing."""
+CUDA_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 NO_CHECKPOINT = -1
 """Stands for "no checkpoint" where a number has to be agreed on."""
 
@@ -47,11 +50,6 @@ Kwargs = Mapping[str, Any]
 
 class ElasticSession(Protocol):
     """What the hooks need of ``scalai.runtime.session.Session``."""
-
-    @property
-    def settings(self) -> Mapping[str, Json]:
-        """Section ``[megatron]`` of the elastic config: ``allow_unknown_version`` (false) and
-        ``ledger_dir`` (none), the folder where each rank writes what it consumed."""
 
     @property
     def restorable_step(self) -> int | None:
@@ -85,6 +83,7 @@ def install(get_session: Callable[[], ElasticSession]) -> None:
     hooks = TrainingHooks(get_session)
     wrapt.register_post_import_hook(hooks.hook_training, "megatron.training.training")
     wrapt.register_post_import_hook(hooks.hook_global_vars, "megatron.training.global_vars")
+    wrapt.register_post_import_hook(_hook_arguments, "megatron.training.arguments")
     for name in SAMPLERS:
         wrapt.register_post_import_hook(_hook_samplers, name)
 
@@ -181,20 +180,16 @@ class TrainingHooks:
 
         from scalai.patches.megatron.refusals import refuse_arguments
 
-        settings = self._session.settings
-        warning = check_version(
-            megatron.core.__version__,
-            allow_unknown=bool(settings.get("allow_unknown_version", False)),
-        )
+        is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
+        warning = check_version(megatron.core.__version__, allow_unknown=is_allowed)
         refuse_arguments(job)
         script.refuse_script_arguments(job)
         if job.rank == 0:
             for line in (*filter(None, [warning]), *script.warnings_of(job)):
                 log.warning("event=hook detail=%r", line)
-        folder = settings.get("ledger_dir")
-        if folder:
+        if LEDGER_DIR in os.environ:
             round_number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-            self._ledger = Ledger(Path(folder), round_number)
+            self._ledger = Ledger(Path(os.environ[LEDGER_DIR]), round_number)
 
     def _is_generation_newer(self, job: Any) -> bool:
         """Whether to restore our generation. Called by all ranks: they agree on the checkpoint."""
@@ -246,6 +241,18 @@ def _leave(training: Any) -> None:
     training.ft_integration.shutdown()
     training.one_logger_utils.finish()
     raise SystemExit(0)
+
+
+def _hook_arguments(arguments: Any) -> None:
+    wrapt.wrap_function_wrapper(arguments, "validate_args", _validate_args)
+
+
+def _validate_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Before CUDA begins: Megatron refuses TP above 1 without this, and TP 1 may become more."""
+    if CUDA_CONNECTIONS not in os.environ:
+        log.info("event=hook %s=1, which tensor parallelism needs", CUDA_CONNECTIONS)
+        os.environ[CUDA_CONNECTIONS] = "1"
+    return wrapped(*args, **kwargs)
 
 
 def _hook_samplers(data_samplers: Any) -> None:

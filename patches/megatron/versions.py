@@ -7,6 +7,9 @@ from scalai.core.errors import RefusedError
 OLDEST, NEWEST = (0, 14), (0, 19)
 """Both included. The names that the hooks and the adapter rely on are the same in all of them."""
 
+ALLOW_UNKNOWN_VERSION = "SCALAI_ALLOW_UNKNOWN_VERSION"
+"""Environment variable: 1 to go on with a version that was never tried."""
+
 
 def check_version(version: str, *, allow_unknown: bool) -> str | None:
     """Accept a version of megatron-core, or say why not.
@@ -29,8 +32,8 @@ def check_version(version: str, *, allow_unknown: bool) -> str | None:
         return f"megatron-core {version} was never tried, {known} were; going on as allowed"
     raise RefusedError(
         f"megatron-core {version} was never tried; {known} were. Install one of them, or set "
-        "allow_unknown_version = true in the elastic config to go on anyway: wrong numbers would "
-        "then be caught by the fingerprints, other faults may not."
+        f"{ALLOW_UNKNOWN_VERSION}=1 to go on anyway: fingerprints still prove every move of the "
+        "state, but other faults may stay unseen."
     )
 
 

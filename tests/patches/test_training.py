@@ -11,6 +11,7 @@ import pytest
 from scalai.core.errors import RefusedError
 from scalai.patches.megatron import training
 from scalai.patches.megatron.training import TrainingHooks
+from scalai.patches.megatron.versions import ALLOW_UNKNOWN_VERSION
 
 
 class FakeSession:
@@ -19,7 +20,6 @@ class FakeSession:
     def __init__(self, restorable_step: int | None = None, stop: int | None = None) -> None:
         self.restorable_step = restorable_step
         self.stop = stop
-        self.settings: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self.boundaries: list[tuple[int | None, int | None]] = []
         self.registered: tuple[Callable[[], Any], Callable[[Any], None]] | None = None
@@ -202,7 +202,7 @@ def test_an_unknown_version_is_refused_when_the_model_is_built_not_when_it_is_im
     session = FakeSession()
     with pytest.raises(RefusedError, match=r"0\.99\.0"):
         hooked(session)
-    session.settings["allow_unknown_version"] = True
+    monkeypatch.setenv(ALLOW_UNKNOWN_VERSION, "1")
     hooked(session)
 
 

@@ -11,6 +11,6 @@ def test_known_versions_pass_without_a_word(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["0.13.1", "0.20.0", "1.14.0", "main"])
 def test_unknown_versions_are_refused_unless_allowed(version: str) -> None:
-    with pytest.raises(RefusedError, match=r"0\.14 to 0\.19.*allow_unknown_version"):
+    with pytest.raises(RefusedError, match=r"0\.14 to 0\.19.*SCALAI_ALLOW_UNKNOWN_VERSION=1"):
         check_version(version, allow_unknown=False)
     assert version in (check_version(version, allow_unknown=True) or "")
