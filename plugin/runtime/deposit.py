@@ -4,14 +4,13 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
 
-from scalai.core.collection import ITEM_BYTES
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.region import Piece
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Slot
+from scalai.runtime.mapping import MappedFile
 from scalai.runtime.rows import host_bits, piece_view
 from scalai.runtime.staging import RING_BUFFERS, RING_BYTES, StagingRing, rings_for
 from scalai.store.files import blocks, contiguous_chunks, slices
@@ -24,6 +23,7 @@ def write_rows(
     rows: Sequence[Row],
     order: WriteOrder,
     rings: Mapping[torch.device, StagingRing] | None = None,
+    mapped: MappedFile | None = None,
 ) -> list[int]:
     """Write the ordered rows of this rank and return their fingerprints, in the order's order.
 
@@ -33,6 +33,7 @@ def write_rows(
         rows: The held rows of this rank (``held_rows``).
         order: Which of them go where.
         rings: Pinned buffers by device; made here, slowly, where they are missing.
+        mapped: The order's file, mapped beforehand: twice as fast. One of another file is ignored.
 
     Raises:
         LayoutError: The order names rows that this rank does not have. Nothing is written.
@@ -48,23 +49,53 @@ def write_rows(
     chosen = [rows[row] for row in order.rows]
     views = [piece_view(slot, piece) for slot, piece in chosen]
     rings = rings or rings_for({view.device for view in views})
-    ends = [
-        begin + piece.box.numel * ITEM_BYTES[slot.tensor.dtype]
-        for begin, (slot, piece) in zip(order.begins, chosen, strict=True)
-    ]
+    _check_size(order, views)
+    if mapped is not None and mapped.is_current(order.path):
+        for view, begin in zip(views, order.begins, strict=True):
+            _copy_into(mapped, view, begin, rings)
+    else:
+        _write_file(order, views, rings)
+    return [int(value) for value in live_fingerprints(chosen)]
+
+
+def _check_size(order: WriteOrder, views: Sequence[torch.Tensor]) -> None:
+    """Raise ``StoreError`` unless all rows fit into the order's file."""
     try:
-        descriptor = os.open(order.path, os.O_RDWR)
+        size = os.stat(order.path).st_size
     except OSError as error:
         raise StoreError(
             f"{order.path} cannot be opened ({error.strerror}); the agent made it. Deposit again."
         ) from error
+    ends = [
+        begin + view.numel() * view.element_size()
+        for begin, view in zip(order.begins, views, strict=True)
+    ]
+    if size < max(ends):
+        raise StoreError(
+            f"{order.path} is {size} bytes long; this rank's rows end at {max(ends)}. Deposit "
+            "again."
+        )
+
+
+def _copy_into(
+    mapped: MappedFile, view: torch.Tensor, begin: int, rings: Mapping[torch.device, StagingRing]
+) -> None:
+    """Copy a piece to byte ``begin`` of a mapped file."""
+    if view.device.type == "cpu":
+        mapped.place(begin, view).copy_(view)
+        return
+    for chunk in _device_chunks(view, rings[view.device]):
+        mapped.place(begin, chunk).copy_(chunk)
+        begin += len(chunk)
+
+
+def _write_file(
+    order: WriteOrder, views: Sequence[torch.Tensor], rings: Mapping[torch.device, StagingRing]
+) -> None:
+    """Write all pieces by system calls, through a bounded buffer where they are not contiguous."""
+    descriptor = -1
     try:
-        size = os.fstat(descriptor).st_size
-        if size < max(ends):
-            raise StoreError(
-                f"{order.path} is {size} bytes long; this rank's rows end at {max(ends)}. Deposit "
-                "again."
-            )
+        descriptor = os.open(order.path, os.O_WRONLY)
         for view, begin in zip(views, order.begins, strict=True):
             for chunk in _chunks(view, rings):
                 _write_all(descriptor, chunk, begin)
@@ -74,8 +105,8 @@ def write_rows(
             f"{order.path} cannot be written ({error.strerror}). Deposit again."
         ) from error
     finally:
-        os.close(descriptor)
-    return [int(value) for value in live_fingerprints(chosen)]
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _write_all(descriptor: int, data: memoryview, begin: int) -> None:
@@ -90,10 +121,11 @@ def _chunks(view: torch.Tensor, rings: Mapping[torch.device, StagingRing]) -> It
     if view.device.type == "cpu":
         yield from contiguous_chunks(host_bits(view))
     else:
-        yield from _device_chunks(view, rings[view.device])
+        for chunk in _device_chunks(view, rings[view.device]):
+            yield chunk.numpy().data
 
 
-def _device_chunks(view: torch.Tensor, ring: StagingRing) -> Iterator[memoryview]:
+def _device_chunks(view: torch.Tensor, ring: StagingRing) -> Iterator[torch.Tensor]:
     """Yield the bytes of a device's piece through the ring, the next copies under way meanwhile."""
     under_way: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
     ring.begin()
@@ -111,7 +143,7 @@ def _device_chunks(view: torch.Tensor, ring: StagingRing) -> Iterator[memoryview
         yield _arrived(under_way)
 
 
-def _arrived(under_way: "deque[tuple[torch.Tensor, torch.cuda.Event]]") -> memoryview:
+def _arrived(under_way: "deque[tuple[torch.Tensor, torch.cuda.Event]]") -> torch.Tensor:
     flat, event = under_way.popleft()
     event.synchronize()
-    return flat.numpy().view(np.uint8).data
+    return flat

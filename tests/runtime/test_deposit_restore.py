@@ -17,6 +17,7 @@ from scalai.core.sources import Holder
 from scalai.runtime.deposit import write_rows
 from scalai.runtime.fingerprints import device_fingerprint, live_fingerprints
 from scalai.runtime.live import Slot
+from scalai.runtime.mapping import MappedFile
 from scalai.runtime.restore import read_rows
 from scalai.runtime.rows import collection_of, held_rows, piece_view, wanted_rows
 from scalai.store.host import HostStore
@@ -44,14 +45,17 @@ def emptied(slot: Slot) -> Slot:
     return Slot(slot.tensor, torch.zeros_like(slot.buffer), slot.pieces)
 
 
-def committed(store: HostStore, ranks: Sequence[Sequence[Slot]]) -> HostManifest:
+def committed(
+    store: HostStore, ranks: Sequence[Sequence[Slot]], *, is_mapped: bool = False
+) -> HostManifest:
     """Deposit what the ranks hold as generation 1, every message through JSON."""
     rows = [held_rows(slots) for slots in ranks]
     slot = store.reserve({rank: collection_of(of_rank) for rank, of_rank in enumerate(rows)})
     parts = {}
     for rank, of_rank in enumerate(rows):
         order = WriteOrder.from_json(json.loads(json.dumps(slot.orders[rank].to_json())))
-        parts[rank] = RankDeposit(tuple(write_rows(of_rank, order)), f"dp{rank}")
+        mapped = MappedFile(order) if is_mapped and order.rows else None
+        parts[rank] = RankDeposit(tuple(write_rows(of_rank, order, mapped=mapped)), f"dp{rank}")
     store.seal(slot, step=1, about={}, parts=parts)
     return store.commit(slot, 1)
 
@@ -70,13 +74,14 @@ def restore(store: HostStore, manifest: HostManifest, ranks: Sequence[Sequence[S
             read_rows(wanted_rows(slots), ReadOrder.from_json(message))
 
 
+@pytest.mark.parametrize("is_mapped", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 3), (2, 3, 4)])
 def test_every_dtype_and_shape_goes_out_and_in(
-    store: HostStore, dtype: str, shape: tuple[int, ...]
+    store: HostStore, dtype: str, shape: tuple[int, ...], is_mapped: bool
 ) -> None:
     slots = [whole_tensor("param/w", shape, dtype)]
-    manifest = committed(store, [slots])
+    manifest = committed(store, [slots], is_mapped=is_mapped)
     again = [emptied(slot) for slot in slots]
     restore(store, manifest, [again])
     bits = [slot.buffer.view(torch.uint8) for slot in (*slots, *again)]
@@ -99,9 +104,8 @@ def column_shard(full: Slot, rank: int, degree: int, *, transposed: bool = False
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 3), (3, 2)])
 def test_shards_are_cut_anew(store: HostStore, before: int, after: int, transposed: bool) -> None:
     full = whole_tensor("param/w", (13, 12), "F32")
-    manifest = committed(
-        store, [[column_shard(full, r, before, transposed=transposed)] for r in range(before)]
-    )
+    shards = [[column_shard(full, r, before, transposed=transposed)] for r in range(before)]
+    manifest = committed(store, shards, is_mapped=transposed)
     expected = [column_shard(full, rank, after) for rank in range(after)]
     found = [emptied(slot) for slot in expected]
     restore(store, manifest, [[slot] for slot in found])
@@ -170,6 +174,23 @@ def test_a_device_sums_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         [(slot, piece)] = held_rows([whole_tensor("param/w", (7, 40), dtype)])
         found = device_fingerprint(piece_view(slot, piece), piece.box, (7, 40))
         assert int(found) % (1 << 64) == int(live_fingerprints([(slot, piece)])[0])
+
+
+def test_a_mapping_is_known_by_its_file_not_by_its_name(store: HostStore) -> None:
+    rows = held_rows([whole_tensor("param/w", (4, 4), "F32")])
+    held = {0: collection_of(rows)}
+    first = store.reserve(held)
+    mapped = MappedFile(first.orders[0])
+    store.discard(first)
+    second = store.reserve(held)
+    # The second has the same pages under another name; only its own name may reach them.
+    assert not mapped.is_current(first.orders[0].path)
+    fingerprints = write_rows(rows, second.orders[0], mapped=mapped)
+    part = RankDeposit(tuple(fingerprints), "dp0")
+    store.seal(second, step=0, about={}, parts={0: part})
+    store.commit(second, 1)
+    with store.open_rows(1) as stored:
+        assert not list(stored.damage())
 
 
 def read_order(store: HostStore, manifest: HostManifest) -> ReadOrder:
