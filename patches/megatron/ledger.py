@@ -20,8 +20,12 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One step of a job. ``samples_hash`` is that of the global batch, ``lr`` the rate after it."""
+    """One step of a job, done in ``round``.
 
+    ``samples_hash`` is that of the global batch, ``lr`` the rate after the step.
+    """
+
+    round: int
     step: int
     consumed_samples: int
     samples_hash: int
@@ -111,7 +115,9 @@ def _entry(step: int, lines: list[Mapping[str, Any]]) -> Entry:
         return next((line[name] for line in kept if line[name] is not None), None)
 
     samples_hash = combine_hashes(*(line["hash"] for line in kept if line["hash"] is not None))
-    return Entry(step, kept[0]["consumed_samples"], samples_hash, first("loss"), first("lr"))
+    return Entry(
+        newest, step, kept[0]["consumed_samples"], samples_hash, first("loss"), first("lr")
+    )
 
 
 def _is_counting_rank() -> bool:

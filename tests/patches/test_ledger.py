@@ -24,7 +24,7 @@ def test_a_step_unites_what_replicas_and_stages_know() -> None:
             line(1, loss=2.5, lr=0.1),
         ]
     )
-    assert entries[1] == ledger.Entry(1, 8, samples_hash=2, loss=2.5, lr=0.1)
+    assert entries[1] == ledger.Entry(0, 1, 8, samples_hash=2, loss=2.5, lr=0.1)
 
 
 def test_of_a_step_done_twice_the_newest_round_counts() -> None:
@@ -68,4 +68,4 @@ def test_ranks_that_read_no_samples_write_none(
     book.keep_loss({})
     book.write(1, 4, SimpleNamespace(param_groups=[]))
     assert train.iterable == "untouched"
-    assert read_ledger(tmp_path)[1] == ledger.Entry(1, 4, samples_hash=0, loss=None, lr=None)
+    assert read_ledger(tmp_path)[1] == ledger.Entry(0, 1, 4, samples_hash=0, loss=None, lr=None)

@@ -1,0 +1,136 @@
+"""Runs an unmodified pretrain_gpt.py of a Megatron-LM checkout under ``scalai-run``, on the CPU."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from scalai.patches.megatron.ledger import Entry, read_ledger
+
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
+"""Folder of a Megatron-LM checkout: pretrain_gpt.py and megatron/ lie in it."""
+NEEDED = ("six", "regex", "yaml", "requests")
+"""What megatron.training imports beside megatron-core's own requirements."""
+DEADLINE_S = 400.0
+
+MODEL = """
+  --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+  --max-position-embeddings 32 --group-query-attention --num-query-groups 2 --swiglu
+  --attention-dropout 0 --hidden-dropout 0 --transformer-impl local --attention-backend unfused
+  --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+  --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
+  --distributed-backend gloo --seed 1234
+  --micro-batch-size 1 --global-batch-size 12 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
+  --lr-decay-iters 100 --log-interval 1 --eval-iters 1 --eval-interval 10 --num-workers 0
+  --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 16
+"""
+
+
+def skip_reason() -> str | None:
+    """Say why such jobs cannot run here, or None."""
+    if CHECKOUT is None:
+        return "MEGATRON_LM_PATH names no Megatron-LM checkout"
+    if not Path(CHECKOUT, "pretrain_gpt.py").is_file():
+        return f"MEGATRON_LM_PATH={CHECKOUT} holds no pretrain_gpt.py"
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    return f"megatron.training needs {', '.join(missing)}" if missing else None
+
+
+class Job:
+    """One elastic job on this machine, with as many ranks as ``nproc`` at first."""
+
+    def __init__(
+        self, folder: Path, nproc: int, degrees: Mapping[int, str], flags: Sequence[str]
+    ) -> None:
+        assert CHECKOUT is not None
+        folder.mkdir()
+        self._folder = folder
+        self._identity = ["--job", folder.name, "--store-dir", str(folder / "store")]
+        table = "\n".join(f'{world} = "{wish}"' for world, wish in degrees.items())
+        (folder / "elastic.toml").write_text(f"[degrees]\n{table}\n[probe]\nkind = 'none'\n")
+        launcher = [sys.executable, "-m", "scalai.launch.run", *self._identity]
+        elastic = ["--elastic", str(folder / "elastic.toml"), "--nproc-per-node", str(nproc)]
+        script = [str(Path(CHECKOUT, "pretrain_gpt.py")), *MODEL.split(), *flags]
+        environment = {**os.environ, "SCALAI_LEDGER_DIR": str(folder / "ledger")}
+        with (folder / "log").open("w") as log:
+            self._process = subprocess.Popen(
+                [*launcher, *elastic, *script],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=folder,
+            )
+
+    @property
+    def log(self) -> str:
+        return (self._folder / "log").read_text()
+
+    def ledger(self) -> Mapping[int, Entry]:
+        return read_ledger(self._folder / "ledger")
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until the job has done this step."""
+        deadline = time.monotonic() + DEADLINE_S
+        ledger = self._folder / "ledger" / "rank-0.jsonl"
+        while not ledger.is_file() or f'"step": {step},' not in ledger.read_text():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"step {step} never came:\n{self.log[-6000:]}")
+            time.sleep(0.2)
+
+    def scale(self, nproc: int) -> None:
+        """Ask for another number of ranks, as a person does."""
+        command = [sys.executable, "-m", "scalai.launch.cli", "scale", *self._identity]
+        subprocess.run([*command, "--nproc", str(nproc)], check=True, timeout=60)
+
+    def wait(self) -> None:
+        """Wait for the end of the training, which has to be a good one."""
+        try:
+            code = self._process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the job never ended:\n{self.log[-6000:]}")
+        if code != 0:
+            pytest.fail(f"the job ended with {code}:\n{self.log[-6000:]}")
+
+    def stop(self) -> None:
+        """End the job now, whatever it is doing."""
+        for _ in range(2):
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGINT)
+                time.sleep(0.5)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def make_dataset(prefix: Path) -> None:
+    """Write Python's own documentation as an indexed dataset of bytes (.bin, .idx)."""
+    subprocess.run([sys.executable, __file__, str(prefix)], check=True, timeout=120)
+
+
+def _write_dataset(prefix: str) -> None:
+    from scalai.patches.megatron import rehearsal
+
+    rehearsal.install()
+    import pydoc_data.topics
+
+    import numpy
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for _, text in sorted(pydoc_data.topics.topics.items()):
+        builder.add_item(torch.tensor(list(text.encode()), dtype=torch.int64))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+
+
+if __name__ == "__main__":
+    _write_dataset(sys.argv[1])
