@@ -336,11 +336,10 @@ class Coordinator:
         )
         began = time.monotonic()
         number = self._job.newest_generation.number
+        restored = concatenate([entry[0] for entry in told.values()])
         try:
             self._generations.prove(
-                number,
-                concatenate([entry[0] for entry in told.values()]),
-                np.concatenate([entry[1] for entry in told.values()]),
+                number, restored, np.concatenate([entry[1] for entry in told.values()])
             )
         except (ProofError, LayoutError) as error:
             self._feed(
@@ -350,7 +349,12 @@ class Coordinator:
             )
             return
         hashing = max(entry[2]["proof"] for entry in told.values())
-        self._timeline.phase("proof", hashing + time.monotonic() - began, generation=number)
+        self._timeline.phase(
+            "proof",
+            hashing + time.monotonic() - began,
+            generation=number,
+            proven=len(restored.tensors),
+        )
         self._timeline.mark("proven")
         self._command(active(self._job), command="proceed")
 
@@ -457,12 +461,14 @@ class Coordinator:
         self._timeline.note(
             round=action.round,
             generation=action.generation,
+            step=0 if action.generation is None else self._generations.step(action.generation),
             before=self._degrees_before,
             after=str(assignment.degrees),
             workers=dict(assignment.workers),
             why=assignment.reason,
         )
-        self._timeline.mark("committed")
+        # After a commit the old workers were stopped: their end is part of the relaunch.
+        self._timeline.mark_first("committed")
         self._degrees_before = str(assignment.degrees)
         self._log(f"event=round {assignment.reason!r} generation={action.generation}")
         # Workers are clients of this store (TORCHELASTIC_USE_AGENT_STORE); a new one a round, so

@@ -42,6 +42,10 @@ class Timeline:
         """Remember the time of a moment that phases are measured from."""
         self._marks[name] = time.monotonic()
 
+    def mark_first(self, name: str) -> None:
+        """Remember the time of a moment, unless it is remembered already."""
+        self._marks.setdefault(name, time.monotonic())
+
     def since(self, mark: str) -> float:
         """Return the seconds since ``mark``, 0 where it was not made."""
         return time.monotonic() - self._marks[mark] if mark in self._marks else 0.0
