@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scalai.core.errors import StoreError, UsageError
-from scalai.launch.places import read_card
+from scalai.launch.card import read_card
 from scalai.store.lock import LOCK, StoreLock, find_owner
 from scalai.store.places import NAME, default_store_dir
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from scalai.core.errors import PeerError, ScalaiError, UsageError
 from scalai.launch import clean, inspect
-from scalai.launch.options import DEFAULT_JOB
+from scalai.launch.card import TOKEN_VARIABLE, read_card, split_endpoint
+from scalai.runtime.messages import Channel
 from scalai.store.places import default_store_dir
 
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--job", default=DEFAULT_JOB, help="name of the job (default: %(default)s)")
+    parser.add_argument("--job", default="default", help="name of the job (default: %(default)s)")
     parser.add_argument(
         "--store-dir", type=Path, help="where the job's stores are, if not in /dev/shm"
     )
@@ -48,9 +49,6 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 def _call(arguments: argparse.Namespace, method: str, **values: Any) -> Any:
     """Ask the job's coordinator."""
-    from scalai.launch.places import TOKEN_VARIABLE, read_card, split_endpoint
-    from scalai.runtime.messages import Channel
-
     if arguments.coordinator is not None:
         token = os.environ.get(TOKEN_VARIABLE)
         if token is None:
@@ -141,7 +139,7 @@ def _coordinator(arguments: argparse.Namespace) -> int:
     from scalai.launch.coordinator_process import serve
     from scalai.launch.job import JobSpec
     from scalai.launch.logs import configure
-    from scalai.launch.places import TOKEN_VARIABLE, job_directory, split_endpoint
+    from scalai.launch.places import job_directory
 
     configure("coordinator")
     given = arguments.job_arguments

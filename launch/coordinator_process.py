@@ -8,10 +8,10 @@ import signal
 import sys
 from pathlib import Path
 
+from scalai.launch.card import CARD, TOKEN_VARIABLE, write_card
 from scalai.launch.coordinator import Coordinator
 from scalai.launch.job import JobSpec
 from scalai.launch.logs import configure
-from scalai.launch.places import CARD, TOKEN_VARIABLE, write_card
 
 log = logging.getLogger("scalai.coordinator")
 

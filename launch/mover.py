@@ -78,7 +78,7 @@ def prepare_restore(
             "step": generation.step,
             "consumed_samples": generation.about["consumed_samples"],
             "scalars": generation.scalars,
-            "rank_state": generation.rank_state,
+            "rank_state": _complete_rank_state(generation),
         },
         grown=grown,
         plan_s=moving - began,
@@ -86,6 +86,15 @@ def prepare_restore(
         bytes_local=planned.bytes_local,
         bytes_remote=planned.bytes_remote,
     )
+
+
+def _complete_rank_state(generation: Generation) -> Mapping[str, Json]:
+    """Return the states of all ranks, or none at all.
+
+    Some random streams must be equal on several ranks: where one rank's is lost, all begin anew.
+    """
+    states = generation.rank_state
+    return states if len(states) == generation.about["world_size"] else {}
 
 
 def _fetch_all(

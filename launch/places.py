@@ -1,4 +1,4 @@
-"""Where the processes of a job find each other: the coordinator's address and the job's token."""
+"""Finding a job's coordinator, or starting it beside the first agent."""
 
 import fcntl
 import json
@@ -8,19 +8,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from scalai.core.errors import PeerError, UsageError
+from scalai.launch.card import CARD, TOKEN_VARIABLE, read_card, split_endpoint
 from scalai.launch.job import JobSpec
 from scalai.runtime.messages import Channel
 from scalai.store.places import default_store_dir
 
-TOKEN_VARIABLE = "SCALAI_JOB_TOKEN"
-CARD = "coordinator.json"
 JOIN_TIMEOUT_S = 60.0
 
 
@@ -80,31 +78,6 @@ def find_coordinator(spec: JobSpec) -> Place:
             time.sleep(0.2)
 
 
-def read_card(folder: Path) -> tuple[tuple[str, int], bytes] | None:
-    """Return the address and token of a live coordinator that left its card in the job's folder,
-    else None."""
-    try:
-        card = json.loads((folder / CARD).read_text())
-    except (OSError, ValueError):
-        return None
-    address, token = (str(card["host"]), int(card["port"])), bytes.fromhex(card["token"])
-    try:
-        Channel(address, token).close()
-    except PeerError:
-        return None
-    return address, token
-
-
-def write_card(folder: Path, address: tuple[str, int], token: bytes) -> None:
-    """Leave the card, readable by this user alone."""
-    card: Mapping[str, Any] = {"host": address[0], "port": address[1], "token": token.hex()}
-    aside = folder / f".{CARD}.{os.getpid()}"
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(json.dumps(card))
-    os.replace(aside, folder / CARD)
-
-
 def _start_coordinator(
     spec: JobSpec, folder: Path, endpoint: str | None
 ) -> tuple[tuple[str, int], bytes]:
@@ -142,13 +115,6 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
     with open(folder / "coordinator.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UsageError(f"--coordinator {endpoint} is not HOST:PORT.")
-    return host, int(port)
 
 
 def _is_here(host: str) -> bool:
