@@ -64,7 +64,7 @@ class Agent:
         self._spec, self._host, self._slots, self._token = spec, host, slots, place.token
         self._events: queue.Queue[Callable[[], None]] = queue.Queue()
         self._background = ThreadPoolExecutor(4, thread_name_prefix="agent")
-        self._store = HostStore(spec.job, host, spec.store_dir)
+        self._store = HostStore(spec.job, host, spec.store_dir, spec.store_budget_bytes)
         self._directory = self._store.directory / "agent"
         self._directory.mkdir(mode=0o700, exist_ok=True)
         self._page = ControlPage(self._directory / "control", create=True)

@@ -19,9 +19,9 @@ def read_card(folder: Path) -> tuple[tuple[str, int], bytes] | None:
     else None."""
     try:
         card = json.loads((folder / CARD).read_text())
-    except (OSError, ValueError):
-        return None
-    address, token = (str(card["host"]), int(card["port"])), bytes.fromhex(card["token"])
+        address, token = (str(card["host"]), int(card["port"])), bytes.fromhex(card["token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # none, or being replaced
     try:
         Channel(address, token).close()
     except PeerError:

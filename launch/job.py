@@ -84,6 +84,11 @@ class JobSpec:
         return Path(folder) if folder else None
 
     @property
+    def store_budget_bytes(self) -> int | None:
+        budget = self.config.store.budget_gb
+        return None if budget is None else int(budget * 1e9)
+
+    @property
     def durable_dir(self) -> Path | None:
         folder = self.config.store.durable_dir
         return Path(folder) if folder else None

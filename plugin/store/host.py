@@ -64,7 +64,14 @@ class HostStore:
         StoreError: Another live process has it open, or the directory belongs to another user.
     """
 
-    def __init__(self, job: str, host: str, store_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        job: str,
+        host: str,
+        store_dir: Path | None = None,
+        budget_bytes: int | None = None,
+    ) -> None:
+        self._budget_bytes = budget_bytes
         root = default_store_dir() if store_dir is None else Path(store_dir)
         self.job, self.host = job, host
         self.directory = host_directory(root, job, host)
@@ -457,6 +464,12 @@ class HostStore:
             "reusable_bytes=%d free_bytes=%d",
             self.host, needed, budget, in_use, pooled, free,
         )  # fmt: skip
+        if self._budget_bytes is not None and budget > self._budget_bytes:
+            raise StoreError(
+                f"the pieces of host {self.host!r} are {needed} bytes and two generations of them "
+                f"need {budget}; the store may take {self._budget_bytes}. Raise "
+                "--store-budget-gb, or spread the job over more hosts."
+            )
         if needed > free + pooled or budget > free + pooled + in_use:
             raise StoreError(
                 f"the pieces of host {self.host!r} are {needed} bytes and two generations of them "

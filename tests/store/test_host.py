@@ -262,3 +262,11 @@ def test_empty_shards_and_ranks_without_anything_are_no_trouble(store: HostStore
     empty = Collection.of([(WEIGHT, Box((0, 0), (0, 8))), (WEIGHT, Box((0, 0), (6, 8)))])
     manifest = generation(store, 1, 1, {0: nothing, 1: empty})
     assert manifest.ranks == (0, 1) and len(manifest.collection) == 1
+
+
+def test_a_store_that_may_take_too_little_says_so_before_anything_is_made(tmp_path: Path) -> None:
+    held = {0: Collection.of([(Tensor("param/w", (64,), "F32"), Box((0,), (64,)))])}
+    with HostStore("job", "host", tmp_path, budget_bytes=100) as store:
+        with pytest.raises(StoreError, match="may take 100.*--store-budget-gb"):
+            store.reserve(held)
+        assert not list(store.directory.glob("deposit-*"))
