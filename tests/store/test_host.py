@@ -267,6 +267,6 @@ def test_empty_shards_and_ranks_without_anything_are_no_trouble(store: HostStore
 def test_a_store_that_may_take_too_little_says_so_before_anything_is_made(tmp_path: Path) -> None:
     held = {0: Collection.of([(Tensor("param/w", (64,), "F32"), Box((0,), (64,)))])}
     with HostStore("job", "host", tmp_path, budget_bytes=100) as store:
-        with pytest.raises(StoreError, match="may take 100.*--store-budget-gb"):
+        with pytest.raises(StoreError, match=r"may take 100.*--store-budget-gb"):
             store.reserve(held)
         assert not list(store.directory.glob("deposit-*"))
