@@ -25,7 +25,7 @@ from scalai.launch.durable import adopt, newest_durable
 from scalai.launch.job import JobSpec
 from scalai.launch.mover import Restore, prepare_restore
 from scalai.launch.places import Place
-from scalai.launch.round import DepositUnderWay, Published, Round, answers
+from scalai.launch.round import DepositUnderWay, Published, Round, answers, keep_longest
 from scalai.launch.torch_elastic import Outcome, Placement, WorkerSet, warm_up
 from scalai.launch.warm import write_preload
 from scalai.runtime.control import MAX_WORKERS, ControlPage
@@ -114,7 +114,7 @@ class Agent:
             self._workers.stop(1)
             self._data.close()
             self._server.close()
-            if self._exit in (0, RESUMABLE):
+            if self._exit in (0, RESUMABLE) or not self._store.generations():
                 # The job goes on elsewhere, is done, or lies in the durable directory.
                 self._store.remove()
             else:
@@ -310,6 +310,8 @@ class Agent:
                 while time.monotonic() < deadline and self._workers.poll() is None:
                     time.sleep(0.01)
             self._workers.stop(1)
+            for _, answer in current.slot_waiters:
+                answer.set_result(None)
             self._round = None
             if current.reserved is not None and current.deposit is None:
                 self._store.discard(current.reserved)
@@ -340,6 +342,7 @@ class Agent:
         calls: Mapping[str, Callable[..., None]] = {
             "hello": self._hello,
             "publish": self._publish,
+            "await_slot": self._await_slot,
             "begin_deposit": self._begin_deposit,
             "deposited": self._deposited,
             "restored": self._restored,
@@ -429,10 +432,8 @@ class Agent:
         if not current.is_complete(current.restored):
             return
         ranks = sorted(current.restored)
-        for phase in ("restore", "proof"):
-            current.seconds[phase] = max(
-                told["seconds"][phase] for told, _ in current.restored.values()
-            )
+        for told, _ in current.restored.values():
+            keep_longest(current.seconds, told["seconds"])
         rows = concatenate([current.published[rank].wanted for rank in ranks])
         self._tell(
             "restored",
@@ -506,11 +507,27 @@ class Agent:
 
         def reserved(deposit: Deposit) -> None:
             current.reserved, current.is_reserving = deposit, False
+            self._give_slots(current)
             self._give_orders()
 
         self._in_background(
             lambda: self._store.reserve(held), reserved, "making room for a deposit"
         )
+
+    def _await_slot(self, answer: "Future[Json]", rank: int) -> None:
+        """A worker wants to map its file of the next deposit, once it is there."""
+        if self._round is None or rank not in self._round.ranks:
+            answer.set_result(None)
+            return
+        self._round.slot_waiters.append((rank, answer))
+        self._give_slots(self._round)
+
+    @staticmethod
+    def _give_slots(current: Round) -> None:
+        if current.reserved is not None and current.deposit is None:
+            for rank, answer in current.slot_waiters:
+                answer.set_result(current.reserved.orders[rank].to_json())
+            current.slot_waiters.clear()
 
     def _begin_deposit(self, answer: "Future[Json]", rank: int, reason: str, step: int) -> None:
         current = self._round
@@ -534,13 +551,14 @@ class Agent:
             answer.set_result(current.reserved.orders[rank].to_json())
 
     def _deposited(
-        self, answer: "Future[Json]", rank: int, part: Json, consumed_samples: int, seconds: float
-    ) -> None:
+        self, answer: "Future[Json]", rank: int, part: Json, consumed_samples: int,
+        seconds: Mapping[str, float],
+    ) -> None:  # fmt: skip
         current = self._round
         assert current is not None and current.deposit is not None
         answer.set_result(None)
         current.deposit.parts[rank] = RankDeposit.from_json(part)
-        current.deposit.seconds = max(current.deposit.seconds, seconds)
+        keep_longest(current.deposit.seconds, seconds)
         current.deposit.consumed_samples = consumed_samples
         self._seal_if_complete()
 

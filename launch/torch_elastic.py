@@ -10,6 +10,7 @@ the same as a contract.
 
 import importlib
 import inspect
+import logging
 import os
 import signal
 import sys
@@ -41,6 +42,12 @@ _HOOKS: Mapping[str, tuple[str, ...]] = {
     "_monitor_workers": ("self", "worker_group"),
     "_shutdown": ("self", "death_sig", "timeout"),
 }
+
+
+# The agent's own handlers drain: torch must not, and need not, register its own.
+logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
+    lambda record: "Failed to register signal handlers" not in record.getMessage()
+)
 
 
 def self_check() -> None:
