@@ -22,14 +22,15 @@ from scalai.core.errors import PeerError, ScalaiError, UsageError
 from scalai.launch.arguments import worker_arguments
 from scalai.launch.data_plane import DataPlaneServer
 from scalai.launch.durable import adopt, newest_durable
+from scalai.launch.generations import deposit_name
 from scalai.launch.job import JobSpec
 from scalai.launch.mover import Restore, prepare_restore
 from scalai.launch.places import Place
 from scalai.launch.round import DepositUnderWay, Published, Round, answers, keep_longest
-from scalai.launch.torch_elastic import Outcome, Placement, WorkerSet, warm_up
+from scalai.launch.torch_elastic import Outcome, Placement, WorkerSet, wait_until_warm, warm_up
 from scalai.launch.warm import write_preload
 from scalai.runtime.control import MAX_WORKERS, ControlPage
-from scalai.runtime.failpoints import reached
+from scalai.runtime.failpoints import here, reached
 from scalai.runtime.messages import Channel, Peer, Server
 from scalai.store.deposit import Deposit
 from scalai.store.host import HostStore
@@ -78,16 +79,20 @@ class Agent:
         self._workers = workers
         self._round: Round | None = None
         self._exit: int | None = None
+        self._callers: dict[Peer, tuple[Round, int]] = {}
+        self._unanswered: set[Future[Json]] = set()
         self._leaving_at: float | None = None
+        self._is_told_to_exit = False
         self._is_warm = False
         self._calls = Channel(place.address, place.token)
         self._polls = Channel(place.address, place.token)
         if place.is_new:
             self._resume()
         parts = [manifest_message(self._store.manifest(n)) for n in self._store.generations()]
+        sealed = [manifest_message(manifest) for _, manifest in self._store.sealed()]
         self._calls.call(
             "join", host=host, slots=slots, address=list(self._data.address), parts=parts,
-            spec=spec.to_json(),
+            sealed=sealed, spec=spec.to_json(),
         )  # fmt: skip
         threading.Thread(target=self._poll, name="poll", daemon=True).start()
 
@@ -127,7 +132,8 @@ class Agent:
 
     def stop_now(self, code: int) -> None:
         """A second signal: end at once; the state stays in the store for a restarted agent."""
-        self._events.put(lambda: self._end(code))
+        self._exit = code  # now, because the loop may be waiting for workers to leave
+        self._events.put(lambda: None)
 
     def set_slots(self, slots: int) -> None:
         """The device probe reports another number."""
@@ -144,7 +150,12 @@ class Agent:
         if self._leaving_at is not None and time.monotonic() - self._leaving_at > timeout:
             log.error("event=drain_timeout after_s=%.0f: leaving without a goodbye", timeout)
             self._end(1)
-        if self._round is not None and not self._round.is_draining:
+        current = self._round
+        if current is None:
+            return
+        if current.give_up_at is not None and time.monotonic() > current.give_up_at:
+            self._fail("workers hang on their way to the stop, or in their deposit")
+        if not current.is_draining:
             outcome = self._workers.poll()
             if outcome is not None:
                 self._workers_ended(outcome)
@@ -162,16 +173,22 @@ class Agent:
         while self._exit is None:
             current = self._round
             newest = self._page.newest_step(len(current.ranks)) if current else 0
+            round = current.number if current else 0
             try:
-                commands = self._polls.call("poll", host=self._host, newest=max(newest, 0))
+                commands = self._polls.call(
+                    "poll", host=self._host, round=round, newest=max(newest, 0)
+                )
             except PeerError as error:
                 if self._exit is None:
                     self._events.put(lambda error=error: self._coordinator_gone(error))  # type: ignore[misc]
                 return
             for command in commands:
+                self._is_told_to_exit |= command["command"] == "exit"
                 self._events.put(lambda command=command: self._obey(command))  # type: ignore[misc]
 
     def _coordinator_gone(self, error: PeerError) -> None:
+        if self._is_told_to_exit:
+            return  # it went before this host had done all that it was told
         log.error(
             "event=coordinator_lost %s Workers stop; the state stays in %s: start the job again.",
             error, self._store.directory,
@@ -179,20 +196,27 @@ class Agent:
         self._end(1)
 
     def _tell(self, event: str, **facts: Json) -> None:
-        self._calls.call("tell", host=self._host, event=event, **facts)
+        try:
+            self._calls.call("tell", host=self._host, event=event, **facts)
+        except PeerError as error:
+            self._coordinator_gone(error)
 
     def _in_background(
-        self, work: Callable[[], Any], then: Callable[[Any], None], what: str
+        self,
+        work: Callable[[], Any],
+        then: Callable[[Any], None],
+        what: str,
+        too_late: Callable[[Any], None] = lambda result: None,
     ) -> None:
-        """Run ``work`` beside the loop and ``then`` in it. An error of ``work`` fails the round."""
+        """Run ``work`` beside the loop and ``then`` in it. An error of ``work`` fails the round;
+        ``too_late`` takes the result where the round has ended meanwhile."""
         current = self._round
 
         def done(result: "Future[Any]") -> None:
             def deliver() -> None:
                 error = result.exception()
                 if error is None:
-                    if current is self._round:
-                        then(result.result())
+                    (then if current is self._round else too_late)(result.result())
                 elif isinstance(error, ScalaiError | OSError):
                     if current is self._round:
                         self._fail(f"{what}: {error}")
@@ -229,6 +253,8 @@ class Agent:
             "proceed": self._proceed,
             "prepare": self._prepare,
             "agree": self._agree,
+            "hurry": self._hurry,
+            "discard": self._discard,
             "withdraw": self._page.withdraw,
             "commit": self._commit,
             "stop": self._stop,
@@ -254,6 +280,8 @@ class Agent:
         )
         arguments = worker_arguments(self._spec, command, self._facts_of(command))
         self._workers.start(place, arguments, warm=self._is_warm)
+        pids = {str(place.first_rank + local): pid for local, pid in self._workers.pids().items()}
+        here({self._host: os.getpid(), **pids})
         if not self._spec.is_elastic:
             self._tell("stepped", round=self._round.number)
 
@@ -278,7 +306,7 @@ class Agent:
 
     def _proceed(self) -> None:
         if self._round is not None:
-            for future in answers({r: f for r, (_, f) in self._round.restored.items()}):
+            for future in answers(future for _, future in self._round.restored.values()):
                 future.set_result(None)
 
     def _prepare(self, stop: int) -> None:
@@ -288,34 +316,66 @@ class Agent:
             self._tell("prepared", stop=stop, newest=newest)
 
     def _agree(self, stop: int) -> None:
-        if self._round is not None:
-            self._round.is_draining = True
+        current = self._round
+        if current is None:
+            return
+        # From here on only a connection that ends tells of a worker's death: look once more.
+        outcome = self._workers.poll()
+        if outcome is not None:
+            self._workers_ended(outcome)
+        elif current.lost - current.finished:
+            self._fail(f"ranks {sorted(current.lost - current.finished)} died before the stop")
+        else:
+            current.is_draining = True
             self._page.agree(stop)
 
-    def _commit(self, generation: int, step: int) -> None:
-        reached("commit", self._host)
-        for deposit, manifest in self._store.sealed():
-            if manifest.step == step:
-                self._store.commit(deposit, generation)
+    def _hurry(self) -> None:
+        """Other hosts have come to the stop: workers that do not come there hang."""
+        current = self._round
+        if current is not None and current.give_up_at is None and not current.has_sealed:
+            current.give_up_at = time.monotonic() + self._spec.config.resize.drain_timeout_s
+
+    def _commit(self, generation: int, deposit: str) -> None:
+        reached("commit")
+        for sealed, manifest in self._store.sealed():
+            if deposit_name(manifest) == deposit:
+                self._store.commit(sealed, generation)
+        reached("committed")
         self._tell("committed", generation=generation)
         self._reserve()
 
-    def _stop(self, round: int) -> None:
+    def _discard(self) -> None:
+        """Give up what was sealed and not committed: the job goes on without it."""
+        for sealed, _ in self._store.sealed():
+            self._store.discard(sealed)
+
+    def _stop(self, round: int, has_deposited: bool) -> None:
         """End the workers: after a drain they leave by themselves, and may say goodbye to their log
         writers."""
-        current = self._round
+        current, newest = self._round, 0
         if current is not None and current.number == round:
-            if current.is_draining and not current.has_failed:
-                deadline = time.monotonic() + EXIT_GRACE_S
-                while time.monotonic() < deadline and self._workers.poll() is None:
-                    time.sleep(0.01)
+            deadline = time.monotonic() + (EXIT_GRACE_S if has_deposited else 0.0)
+            while self._exit is None and time.monotonic() < deadline:
+                if self._workers.poll() is not None:
+                    break
+                time.sleep(0.01)
             self._workers.stop(1)
-            for _, answer in current.slot_waiters:
-                answer.set_result(None)
-            self._round = None
-            if current.reserved is not None and current.deposit is None:
-                self._store.discard(current.reserved)
-        self._tell("stopped", round=round)
+            newest = self._page.newest_step(len(current.ranks))
+            self._forget_round(current)
+        self._tell("stopped", round=round, newest=max(newest, 0))
+
+    def _forget_round(self, current: Round) -> None:
+        """The workers are gone: answer whoever still waits for them, give their files back."""
+        self._round = None
+        for _, answer in current.slot_waiters:
+            answer.set_result(None)
+        for answer in answers(self._unanswered):
+            answer.set_exception(PeerError("this round of workers has ended."))
+        self._unanswered.clear()
+        self._callers.clear()
+        is_sealing = current.deposit is not None and current.deposit.is_sealing
+        if current.reserved is not None and not is_sealing:
+            self._store.discard(current.reserved)
 
     def _drop(self, generation: int) -> None:
         if generation in self._store.generations():
@@ -325,11 +385,21 @@ class Agent:
     def _save(self, generation: int) -> None:
         folder = self._spec.durable_dir
         assert folder is not None
-        self._in_background(
-            lambda: self._store.copy_to(generation, folder / self._spec.job),
-            lambda path: self._tell("saved"),
-            "saving to the durable directory",
-        )
+
+        def save() -> str | None:
+            try:
+                self._store.copy_to(generation, folder / self._spec.job)
+            except (ScalaiError, OSError) as error:
+                return str(error)
+            return None
+
+        def saved(error: str | None) -> None:
+            if error is None:
+                self._tell("saved")
+            else:
+                self._tell("unsaved", reason=error)
+
+        self._in_background(save, saved, "saving to the durable directory", saved)
 
     def _on_exit(self, code: int, reason: str) -> None:
         log.info("event=exit host=%s code=%d reason=%r", self._host, code, reason)
@@ -340,7 +410,6 @@ class Agent:
     def _on_worker(self, peer: Peer, method: str, arguments: Mapping[str, Json]) -> Json:
         """Hand a worker's call to the loop and wait for the answer, in the connection's thread."""
         calls: Mapping[str, Callable[..., None]] = {
-            "hello": self._hello,
             "publish": self._publish,
             "await_slot": self._await_slot,
             "begin_deposit": self._begin_deposit,
@@ -349,21 +418,45 @@ class Agent:
             "stepped": self._stepped,
             "finished": self._finished,
         }
-        if method not in calls:
+        if method != "hello" and method not in calls:
             raise UsageError(f"{method!r} is not a call of the agent.")
-        if method == "hello":
-            peer.name = str(arguments["rank"])
         answer: Future[Json] = Future()
-        self._events.put(lambda: calls[method](answer, **arguments))
+
+        def deliver() -> None:
+            self._unanswered.add(answer)
+            answer.add_done_callback(self._unanswered.discard)
+            try:
+                if method == "hello":
+                    self._hello(peer, answer, **arguments)
+                elif method != "await_slot" and not self._is_current(peer):
+                    raise PeerError("this round of workers has ended.")
+                else:
+                    calls[method](answer, **arguments)
+            except ScalaiError as error:
+                if not answer.done():
+                    answer.set_exception(error)
+
+        self._events.put(deliver)
         return answer.result()
 
-    def _on_worker_gone(self, peer: Peer) -> None:
-        if peer.name is not None:
-            rank = int(peer.name)
-            self._events.put(lambda: self._worker_gone(rank))
+    def _is_current(self, peer: Peer) -> bool:
+        """Whether a worker of the present round is at the other end: words of earlier ones may
+        still be on their way when their round has ended."""
+        caller = self._callers.get(peer)
+        return caller is not None and caller[0] is self._round
 
-    def _hello(self, answer: "Future[Json]", rank: int, pid: int) -> None:
-        assert self._round is not None
+    def _on_worker_gone(self, peer: Peer) -> None:
+        def deliver() -> None:
+            caller = self._callers.pop(peer, None)
+            if caller is not None and caller[0] is self._round:
+                self._worker_gone(caller[1])
+
+        self._events.put(deliver)
+
+    def _hello(self, peer: Peer, answer: "Future[Json]", rank: int, round: int) -> None:
+        if self._round is None or self._round.number != round:
+            raise PeerError(f"round {round} of workers has ended.")
+        self._callers[peer] = (self._round, rank)
         command = self._round.command
         steps = {source["part"]["step"] for source in command["sources"].values()}
         answer.set_result(
@@ -391,7 +484,7 @@ class Agent:
         names = sorted({(tensor.name,) for table in tables for tensor in table})
         self._tell("published", round=current.number, tensors=names)
         if is_restoring and current.command["sources"]:
-            reached("plan", self._host)
+            reached("plan")
             self._prepare_restore(current)
         else:
             for entry in current.published.values():
@@ -404,15 +497,19 @@ class Agent:
             lambda: prepare_restore(self._store, current.command, wants, self._token),
             self._restore_prepared,
             "planning and moving",
+            self._tell_grown,
         )
+
+    def _tell_grown(self, restore: Restore) -> None:
+        if restore.grown is not None:
+            self._tell("grown", part=manifest_message(restore.grown))
 
     def _restore_prepared(self, restore: Restore) -> None:
         current = self._round
         assert current is not None
         current.seconds |= {"plan": restore.plan_s, "move": restore.move_s}
         current.bytes_local, current.bytes_remote = restore.bytes_local, restore.bytes_remote
-        if restore.grown is not None:
-            self._tell("grown", part=manifest_message(restore.grown))
+        self._tell_grown(restore)
         for rank, entry in current.published.items():
             entry.answer.set_result({**restore.common, "order": restore.orders[rank].to_json()})
 
@@ -454,9 +551,16 @@ class Agent:
             path = write_preload(self._directory / "preload.json", modules)
             warm_up(str(path))
             self._is_warm = True
+            self._background.submit(self._announce_warm)
         if current.is_complete(current.stepped):
             self._tell("stepped", round=current.number)
             self._reserve()
+
+    @staticmethod
+    def _announce_warm() -> None:
+        began = time.monotonic()
+        wait_until_warm()
+        log.info("event=warm took_s=%.1f: later workers start from here", time.monotonic() - began)
 
     def _finished(self, answer: "Future[Json]", rank: int, step: int) -> None:
         current = self._round
@@ -469,18 +573,18 @@ class Agent:
         if current is None or rank not in current.ranks:
             return
         current.lost.add(rank)
-        under_way = current.deposit
         if not current.is_draining:
             return
-        if under_way is None or rank not in under_way.parts:
-            if self._page.has_reached_stop(rank - current.ranks.start):
-                log.error("event=worker_lost rank=%d while it deposits", rank)
-            elif rank not in current.finished:
+        is_done = current.deposit is not None and rank in current.deposit.parts
+        if not is_done and rank not in current.finished:
+            if not self._page.has_reached_stop(rank - current.ranks.start):
                 self._fail(f"rank {rank} died on its way to the stop")
                 return
+            log.error("event=worker_lost rank=%d while it deposits", rank)
+            self._hurry()
         if current.is_complete(current.finished):
             self._tell("finished", round=current.number)
-        elif under_way is not None:
+        else:
             self._seal_if_complete()
 
     # ------------------------------------------------------------------ deposits
@@ -490,9 +594,7 @@ class Agent:
         current = self._round
         if current is None or not current.is_complete(current.published):
             return
-        is_first = (
-            not current.command["sources"] and current.deposit is None and not current.stepped
-        )
+        is_first = not current.is_restoring and current.deposit is None and not current.stepped
         if (
             current.reserved is not None
             or current.is_reserving
@@ -509,9 +611,13 @@ class Agent:
             current.reserved, current.is_reserving = deposit, False
             self._give_slots(current)
             self._give_orders()
+            self._seal_if_complete()
 
         self._in_background(
-            lambda: self._store.reserve(held), reserved, "making room for a deposit"
+            lambda: self._store.reserve(held),
+            reserved,
+            "making room for a deposit",
+            self._store.discard,
         )
 
     def _await_slot(self, answer: "Future[Json]", rank: int) -> None:
@@ -532,8 +638,12 @@ class Agent:
     def _begin_deposit(self, answer: "Future[Json]", rank: int, reason: str, step: int) -> None:
         current = self._round
         assert current is not None
-        if current.deposit is None or current.deposit.step != step:
+        if current.deposit is None:
             current.deposit = DepositUnderWay(reason, step)
+        elif current.deposit.step != step:
+            # The others still write what this rank has written: its next deposit comes after it.
+            current.postponed.append(lambda: self._begin_deposit(answer, rank, reason, step))
+            return
         current.deposit.waiting[rank] = answer
         self._reserve()
         self._give_orders()
@@ -556,22 +666,38 @@ class Agent:
     ) -> None:  # fmt: skip
         current = self._round
         assert current is not None and current.deposit is not None
-        answer.set_result(None)
-        current.deposit.parts[rank] = RankDeposit.from_json(part)
+        if current.is_draining and current.deposit.reason == "stop":
+            current.deposit.done[rank] = answer
+        else:
+            answer.set_result(None)
+        current.deposit.report(rank, RankDeposit.from_json(part))
         keep_longest(current.deposit.seconds, seconds)
         current.deposit.consumed_samples = consumed_samples
         self._seal_if_complete()
 
     def _seal_if_complete(self) -> None:
         current = self._round
-        assert current is not None and current.deposit is not None
+        assert current is not None
         under_way, deposit = current.deposit, current.reserved
-        if under_way.is_sealing or deposit is None:
+        written = set(under_way.parts) if under_way else set()
+        if not current.is_complete(written | current.lost):
             return
-        if not current.is_complete(set(under_way.parts) | current.lost):
+        if not written and current.is_draining:
+            self._tell_sealed(current, None)
+        if not written or under_way is None or under_way.is_sealing:
+            return
+        if under_way.reason != "stop" and current.lost - written:
+            return  # the round has failed
+        assert deposit is not None, "who has written had an order"
+        under_way.hand_over(current.lost, deposit)
+        if not under_way.is_handed_over:
             return
         under_way.is_sealing = True
+        for answer in under_way.done.values():
+            answer.set_result(None)
+        reached("seal")
         about = {
+            "deposit": f"{current.command['run']}-{current.number}-{under_way.step}",
             "consumed_samples": under_way.consumed_samples,
             "degrees": current.command["degrees"],
             "world_size": current.command["world_size"],
@@ -583,19 +709,38 @@ class Agent:
         def seal() -> Json:
             began = time.monotonic()
             manifest = self._store.seal(
-                deposit, step=under_way.step, about=about, parts=under_way.parts
+                deposit,
+                step=under_way.step,
+                about=about,
+                parts=under_way.parts,
+                taken_over=under_way.taken_over,
             )
             log.info("event=seal step=%d took_s=%.3f", under_way.step, time.monotonic() - began)
             return manifest_message(manifest)
 
         def sealed(part: Json) -> None:
+            reached("sealed")
+            self._tell_sealed(current, part)
             current.reserved, current.deposit = None, None
-            self._tell(
-                "sealed", round=current.number, reason=under_way.reason, part=part,
-                seconds=under_way.seconds,
-            )  # fmt: skip
+            postponed, current.postponed = current.postponed, []
+            for again in postponed:
+                again()
 
-        self._in_background(seal, sealed, "sealing the deposit")
+        self._in_background(
+            seal, sealed, "sealing the deposit", lambda part: self._store.discard(deposit)
+        )
+
+    def _tell_sealed(self, current: Round, part: Json) -> None:
+        """Tell of a deposit; ``part`` None: nobody lived to write."""
+        under_way = current.deposit or DepositUnderWay("stop", 0)
+        if current.has_sealed:
+            return
+        current.has_sealed = under_way.reason == "stop"
+        current.give_up_at = None
+        self._tell(
+            "sealed", round=current.number, reason=under_way.reason, part=part,
+            seconds=under_way.seconds,
+        )  # fmt: skip
 
 
 def _write_secret(path: Path, secret: bytes) -> None:

@@ -6,6 +6,7 @@ queue that its ``poll`` empties. Its host is the one that must not die; any agen
 first one too.
 """
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +24,7 @@ from scalai.core.collection import Collection, concatenate
 from scalai.core.degrees import parse_wish
 from scalai.core.errors import LayoutError, ProofError, UsageError
 from scalai.core.resize import active, advance, staying
-from scalai.launch.generations import Generations, check_whole
+from scalai.launch.generations import Generations, check_whole, deposit_name
 from scalai.launch.job import JobSpec
 from scalai.launch.timeline import Timeline
 from scalai.runtime.messages import Address, Peer, Server
@@ -66,6 +67,8 @@ class Coordinator:
         self._agents: dict[str, _Agent] = {}
         self._left: dict[str, _Agent] = {}
         self._generations = Generations()
+        self._run = secrets.token_hex(4)  # so that deposits of two runs have different names
+        self._source: int | None = None
         self._last_number = 0
         self._timeline = Timeline(spec.report_dir, self._log)
         self._workers: int | None = None
@@ -145,8 +148,9 @@ class Coordinator:
         return self._spec.to_json()
 
     def _join(
-        self, peer: Peer, host: str, slots: int, address: list[Json], parts: list[Json], spec: Json
-    ) -> Json:
+        self, peer: Peer, host: str, slots: int, address: list[Json], parts: list[Json],
+        sealed: list[Json], spec: Json,
+    ) -> Json:  # fmt: skip
         if host in self._agents:
             raise UsageError(
                 f"an agent of host {host!r} is already in job {self._spec.job!r}. "
@@ -159,23 +163,62 @@ class Coordinator:
             )
         if self._job.phase is m.Phase.ENDED:
             raise UsageError(f"job {self._spec.job!r} has ended. Start it anew.")
-        self._agents[host] = _Agent(peer, (str(address[0]), int(address[1])))
         manifests = [manifest_from_message(part, host) for part in parts]
-        for manifest in manifests:
-            self._generations.add(manifest)
+        obsolete = [part.generation for part in manifests if self._is_obsolete(part)]
+        self._agents[host] = _Agent(peer, (str(address[0]), int(address[1])))
         self._timeline.begin(f"host {host} joined")
         self._last_number = max([self._last_number, *(part.generation for part in manifests)])
         self._log(f"event=join host={host} slots={slots}")
+        for part in manifests:
+            if part.generation in obsolete or not self._generations.add(part):
+                self._command([host], command="drop", generation=part.generation)
+                manifests = [kept for kept in manifests if kept is not part]
+        self._take_sealed(host, [manifest_from_message(part, host) for part in sealed])
         covered = self._generations.covered()
-        self._feed(m.HostJoined(host, slots, covered, bool(manifests), time.monotonic()))
+        has_parts = bool(manifests or covered)
+        self._feed(m.HostJoined(host, slots, covered, has_parts, time.monotonic()))
         return {"round": self._job.round}
 
-    def _poll(self, peer: Peer, host: str, newest: int) -> Json:
+    def _is_obsolete(self, part: HostManifest) -> bool:
+        """Whether a joining host's part is of a state that the job has passed.
+
+        Raises:
+            UsageError: It is of another run of the job, and further than this one.
+        """
+        newest = self._job.newest_generation
+        if self._generations.is_known(part) or (
+            self._job.round == 0 and not self._generations.is_foreign(part)
+        ):
+            return False
+        if newest is not None and part.step <= newest.step:
+            return True
+        raise UsageError(
+            f"host {part.host!r} holds generation {part.generation} of step {part.step} of another "
+            f"run of job {self._spec.job!r}; this run has begun without it"
+            f"{f' and is at step {newest.step}' if newest else ''}. To go on from that state, stop "
+            "this run and start all hosts together; to give it up, run scalai clean on that host."
+        )
+
+    def _take_sealed(self, host: str, sealed: Iterable[HostManifest]) -> None:
+        """A host that comes back may bring what it had sealed, and not committed, when it died."""
+        for part in sealed:
+            self._generations.deposit(part)
+        for late, name, number in self._generations.late():
+            self._command([late], command="commit", generation=number, deposit=name)
+        found = self._generations.whole_deposit() if self._job.phase is m.Phase.WAITING else None
+        if found is not None:
+            number = self._commit(found)
+            self._log(f"event=recovered committed={number}")
+            hosts = self._generations.parts(number)
+            self._command(hosts, command="commit", generation=number, deposit=found)
+
+    def _poll(self, peer: Peer, host: str, round: int, newest: int) -> Json:
         agent = self._agents.get(host) or self._left.get(host)
         if agent is None:
             raise UsageError(f"host {host!r} is not in the job (any more).")
         agent.heard_at = time.monotonic()
-        agent.newest = newest
+        if round == self._job.round:
+            agent.newest = newest
         if not agent.commands:
             self._changed.wait(POLL_S)
         agent.heard_at = time.monotonic()
@@ -195,6 +238,7 @@ class Coordinator:
             "stepped": self._on_stepped,
             "finished": lambda host, round: self._feed(m.Finished(host, round)),
             "saved": lambda host: self._feed(m.Saved(host)),
+            "unsaved": lambda host, reason: self._feed(m.NotSaved(host, reason)),
             "leaving": self._on_leaving,
             "slots": self._on_slots,
         }
@@ -257,7 +301,9 @@ class Coordinator:
     def _on_prepared(self, host: str, stop: int, newest: int) -> None:
         self._feed(m.Prepared(host, stop, newest))
 
-    def _on_sealed(self, host: str, round: int, reason: str, part: Json, seconds: float) -> None:
+    def _on_sealed(
+        self, host: str, round: int, reason: str, part: Json, seconds: dict[str, float]
+    ) -> None:
         """A host's deposit is sealed; ``part`` None: it has nothing (its workers died before they
         wrote)."""
         parts: Mapping[str, HostManifest] = {}
@@ -268,14 +314,14 @@ class Coordinator:
             self._feed(m.Deposited(host, round))
             return
         hosts = tuple(sorted(active(self._job)))
-        if round == self._job.round and set(parts) >= set(hosts):
-            step = parts[host].step
+        if part is not None and round == self._job.round and set(parts) >= set(hosts):
+            step, name = parts[host].step, deposit_name(parts[host])
             try:
                 check_whole(parts.values())
             except LayoutError as error:
                 self._log(f"event={reason} step={step} refused: {error}")
                 return
-            number = self._commit(step)
+            number = self._commit(name)
             self._log(f"event={reason} committed={number} step={step}")
             self._feed(m.Snapshotted(hosts, step, number))
 
@@ -285,8 +331,8 @@ class Coordinator:
             self._timeline.phase("commit", self._timeline.since("sealed"), generation=generation)
             self._timeline.mark("committed")
 
-    def _on_stopped(self, host: str, round: int) -> None:
-        self._feed(m.Stopped(host, round))
+    def _on_stopped(self, host: str, round: int, newest: int) -> None:
+        self._feed(m.Stopped(host, round, newest))
 
     def _on_failed(self, host: str, round: int, reason: str, out_of_memory: bool = False) -> None:
         current = self._job.current
@@ -312,30 +358,28 @@ class Coordinator:
     def _on_grown(self, host: str, part: Json) -> None:
         """A host fetched what its workers need: it holds that from now on."""
         self._generations.add(manifest_from_message(part, host))
-        newest = self._job.newest_generation
-        if newest is not None:
-            grown = m.Generation(newest.number, newest.step, newest.hosts | {host})
-            self._job = m.replace_newest(self._job, grown)
+        self._job = m.replace_generations(self._job, self._generations.covered())
 
     def _on_restored(
         self, host: str, round: int, rows: Json, fingerprints: list[str], seconds: dict[str, float],
         bytes_local: int, bytes_remote: int,
     ) -> None:  # fmt: skip
-        if round != self._job.round or self._job.newest_generation is None:
+        if round != self._job.round or self._source is None:
             return
         told = self._told.setdefault("restored", {})
         values = np.array([int(value, 16) for value in fingerprints], dtype=np.uint64)
         told[host] = (Collection.from_json(rows), values, seconds, bytes_local, bytes_remote)
-        if set(told) < active(self._job):
+        if not set(told) >= active(self._job):
             return
         for name in ("plan", "move", "restore"):
             self._timeline.phase(name, max(entry[2][name] for entry in told.values()))
         self._timeline.note(
+            page_fault_s=max(entry[2].get("page_fault", 0.0) for entry in told.values()),
             bytes_local=sum(entry[3] for entry in told.values()),
             bytes_remote=sum(entry[4] for entry in told.values()),
         )
         began = time.monotonic()
-        number = self._job.newest_generation.number
+        number = self._source
         restored = concatenate([entry[0] for entry in told.values()])
         try:
             self._generations.prove(
@@ -388,12 +432,12 @@ class Coordinator:
         elif now is m.Phase.DRAINING:
             self._told["deposit"] = {}
         elif now is m.Phase.COMMITTING:
-            deposit = max(self._told.get("deposit", {}).values(), default=0.0)
+            told = self._told.get("deposit", {}).values()
+            deposit = max((seconds.get("deposit", 0.0) for seconds in told), default=0.0)
+            proof = max((seconds.get("deposit_proof", 0.0) for seconds in told), default=0.0)
             line.phase("drain", max(0.0, line.since("preparing") - deposit))
-            line.phase("deposit", deposit)
+            line.phase("deposit", deposit, deposit_proof_s=round(proof, 6))
             line.mark("sealed")
-        elif now is m.Phase.STARTING:
-            self._told["published"], self._told["restored"] = {}, {}
 
     def _perform(self, action: m.Action) -> None:
         match action:
@@ -406,11 +450,15 @@ class Coordinator:
             case m.Judge(hosts):
                 self._judge(hosts)
             case m.Commit(hosts, generation):
-                step = self._generations.step(generation)
-                self._command(hosts, command="commit", generation=generation, step=step)
-            case m.StopWorkers(hosts, reason):
+                name = self._generations.name(generation)
+                self._command(hosts, command="commit", generation=generation, deposit=name)
+            case m.Hurry(hosts):
+                self._command(hosts, command="hurry")
+            case m.StopWorkers(hosts, reason, has_deposited):
                 self._log(f"event=stop_workers reason={reason!r}")
-                self._command(hosts, command="stop", round=self._job.round)
+                self._command(
+                    hosts, command="stop", round=self._job.round, has_deposited=has_deposited
+                )
             case m.StartRound():
                 self._start(action)
             case m.Release():
@@ -425,28 +473,26 @@ class Coordinator:
                 self._log(f"event=note {text}")
 
     def _judge(self, hosts: Iterable[str]) -> None:
-        step, parts = self._generations.deposited(hosts)
-        newest = self._job.newest_generation
+        name = f"{self._run}-{self._job.round}-{self._job.stop}"
+        parts = self._generations.deposited(name, hosts)
         try:
-            if not parts or (newest is not None and step < newest.step):
+            if not parts:
                 raise LayoutError("no host has a deposit.")
             check_whole(parts.values())
         except LayoutError as error:
-            fallback = f"generation {newest.number} of step {newest.step}" if newest else "nothing"
-            lost = self._job.stop - newest.step if newest else self._job.stop
-            self._log(
-                f"event=deposit_incomplete {error} going_back_to={fallback!r} steps_lost={lost}"
-            )
-            self._timeline.note(steps_lost=lost)
-            self._feed(m.Judged(False, step, 0))
+            self._log(f"event=deposit_incomplete step={self._job.stop} {error}")
+            self._feed(m.Judged(False))
             return
-        self._feed(m.Judged(True, step, self._commit(step)))
+        number = self._commit(name)
+        self._feed(m.Judged(True, self._job.stop, number, frozenset(parts)))
 
-    def _commit(self, step: int) -> int:
-        """Number the deposits of a step: from now on they are a generation."""
+    def _commit(self, name: str) -> int:
+        """Number the parts of a deposit: from now on they are a generation."""
         self._last_number += 1
-        self._generations.commit(self._last_number, step)
-        self._learn(next(iter(self._generations.parts(self._last_number).values())).about)
+        self._generations.commit(self._last_number, name)
+        parts = self._generations.parts(self._last_number).values()
+        self._timeline.note(bytes_deposited=sum(part.size_bytes for part in parts))
+        self._learn(next(iter(parts)).about)
         return self._last_number
 
     def _learn(self, about: Mapping[str, Json]) -> None:
@@ -480,6 +526,7 @@ class Coordinator:
             wait_for_workers=False,
             timeout=timedelta(minutes=10),
         )
+        self._prepare_round(action)
         sources = {}
         if action.generation is not None:
             for host, part in self._generations.parts(action.generation).items():
@@ -494,6 +541,7 @@ class Coordinator:
                 self._command(
                     [host],
                     command="start",
+                    run=self._run,
                     round=action.round,
                     generation=action.generation,
                     sources=sources,
@@ -509,6 +557,21 @@ class Coordinator:
                     master_port=self._store.port,
                 )
                 first += count
+
+    def _prepare_round(self, action: m.StartRound) -> None:
+        """Leave behind what the earlier round left: its answers, steps, deposits and whatever was
+        newer than the generation that the job goes on from."""
+        self._source = action.generation
+        self._told["published"], self._told["restored"] = {}, {}
+        for agent in self._agents.values():
+            agent.newest = 0
+        self._command(self._agents, command="discard")
+        self._generations.forget_deposits()
+        for number in self._generations.go_back_to(action.generation):
+            self._command(self._agents, command="drop", generation=number)
+        if action.steps_lost:
+            self._timeline.note(steps_lost=action.steps_lost)
+            self._log(f"event=went_back steps_lost={action.steps_lost}")
 
     _degrees_before: str | None = None
 
@@ -528,6 +591,8 @@ class Coordinator:
             )
             self._left[host] = self._agents.pop(host)
             self._generations.forget(host)
+        if action.leaving:
+            self._job = m.replace_generations(self._job, self._generations.covered())
 
     def _command(self, hosts: Iterable[str], **command: Json) -> None:
         for host in hosts:

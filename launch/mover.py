@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scalai.core.collection import Collection, concatenate
-from scalai.core.errors import StoreError
+from scalai.core.errors import ScalaiError
 from scalai.core.plan import plan
 from scalai.core.sources import Holder
 from scalai.launch.data_plane import Peer
@@ -65,7 +65,7 @@ def prepare_restore(
     planned = plan(holders_of(parts), targets, command["group"])
     lists = fetch_lists(planned, parts, store.host)
     moving = time.monotonic()
-    reached("move", store.host)
+    reached("move")
     fetched, grown = _fetch_all(store, generation, command, lists, token)
     directories = {}
     if store.host in sources:
@@ -119,9 +119,10 @@ def _fetch_all(
         with ThreadPoolExecutor(len(lists), thread_name_prefix="fetch") as pool:
             for one in [pool.submit(_fetch_one, command, entry, token) for entry in fetched]:
                 one.result()
-    except StoreError:
+    except (ScalaiError, OSError):
         store.unstage(path)
         raise
+    reached("moved")
     store.adopt_empty(generation.hosts[0])
     grown = store.extend(number, path, pieces, begins, of=generation)
     kept = store.generation_directory(number) / grown.files[-1].name

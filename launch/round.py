@@ -1,14 +1,14 @@
 """What one host's agent keeps of the round under way: who has published, deposited, restored,
 stepped."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from scalai.core.collection import Collection
 from scalai.store.deposit import Deposit
-from scalai.store.orders import RankDeposit
+from scalai.store.orders import RankDeposit, WriteOrder
 
 Json = Any
 
@@ -41,10 +41,18 @@ class Round:
     reserved: Deposit | None = None
     is_reserving: bool = False
     deposit: "DepositUnderWay | None" = None
+    postponed: list[Callable[[], None]] = field(default_factory=list)
+    """Workers that begin a deposit while others still write the one before."""
+    slot_waiters: "list[tuple[int, Future[Json]]]" = field(default_factory=list)
+    """Workers that want to map the next deposit's files ahead of time."""
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_local: int = 0
     bytes_remote: int = 0
     is_draining: bool = False
+    has_sealed: bool = False
+    """Whether the deposit of the stop was told of."""
+    give_up_at: float | None = None
+    """When workers that have not come to the stop count as hung, by ``time.monotonic``."""
     has_failed: bool = False
 
     @property
@@ -61,6 +69,12 @@ class Round:
         """Whether every worker of this host is in ``ranks``."""
         return set(ranks) >= set(self.ranks)
 
+    @property
+    def is_restoring(self) -> bool:
+        """Whether the workers take their state from a generation."""
+        is_wished = all(entry.is_restoring for entry in self.published.values())
+        return bool(self.command["sources"]) and is_wished
+
     def held(self) -> dict[int, Collection]:
         return {rank: entry.held for rank, entry in self.published.items()}
 
@@ -74,11 +88,56 @@ class DepositUnderWay:
     waiting: dict[int, "Future[Json]"] = field(default_factory=dict)
     """Workers that wait for their order, because the files are not ready yet."""
     parts: dict[int, RankDeposit] = field(default_factory=dict)
-    seconds: float = 0.0
+    done: dict[int, "Future[Json]"] = field(default_factory=dict)
+    """Workers that have written at a stop: kept, because a replica of theirs may die."""
+    taken_over: list[tuple[WriteOrder, Sequence[int]]] = field(default_factory=list)
+    """What was written for workers that died, with its fingerprints."""
+    replaced: set[int] = field(default_factory=set)
+    """Workers that died, whose pieces were handed to others as far as others hold them."""
+    queued: dict[int, list[WriteOrder]] = field(default_factory=dict)
+    writing: dict[int, WriteOrder] = field(default_factory=dict)
+    """Heirs: what they will write, and what they write now."""
+    seconds: dict[str, float] = field(default_factory=dict)
     consumed_samples: int = 0
     is_sealing: bool = False
 
+    def report(self, rank: int, part: RankDeposit) -> None:
+        """A worker has written: its own share first, later what it took over."""
+        order = self.writing.pop(rank, None)
+        if order is None:
+            self.parts[rank] = part
+        else:
+            self.taken_over.append((order, part.fingerprints))
 
-def answers(futures: Mapping[int, "Future[Json]"]) -> Iterator["Future[Json]"]:
-    """Yield the futures that nobody has answered yet."""
-    return (future for future in futures.values() if not future.done())
+    def hand_over(self, lost: set[int], slot: Deposit) -> None:
+        """Give what dead workers should have written to replicas of theirs that live."""
+        alive = set(self.parts) - lost
+        for rank in lost:
+            # An heir that dies leaves a gap here; what others hold of it they hold anyway.
+            self.queued.pop(rank, None)
+            self.writing.pop(rank, None)
+        for rank in sorted(lost - set(self.parts) - self.replaced):
+            self.replaced.add(rank)
+            for heir, order in slot.take_over(rank, alive).items():
+                self.queued.setdefault(heir, []).append(order)
+        for heir in [rank for rank in self.queued if rank in self.done]:
+            self.writing[heir] = self.queued[heir].pop(0)
+            if not self.queued[heir]:
+                del self.queued[heir]
+            self.done.pop(heir).set_result(self.writing[heir].to_json())
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether no worker writes for another one any more."""
+        return not self.queued and not self.writing
+
+
+def keep_longest(kept: dict[str, float], told: Mapping[str, float]) -> None:
+    """Keep of each phase the longest time that any worker needed."""
+    for phase, seconds in told.items():
+        kept[phase] = max(kept.get(phase, 0.0), seconds)
+
+
+def answers(futures: Iterable["Future[Json]"]) -> list["Future[Json]"]:
+    """Return the futures that nobody has answered yet."""
+    return [future for future in futures if not future.done()]

@@ -241,6 +241,13 @@ def warm_up(preload_file: str) -> None:
     get_context("forkserver")
 
 
+def wait_until_warm() -> None:
+    """Return once the server of ``warm_up`` has imported everything and has forked a process."""
+    process = get_context("forkserver").Process(target=int)
+    process.start()
+    process.join()
+
+
 def _ending(exit_code: int) -> str:
     if exit_code < 0:
         return f"was killed by {signal.Signals(-exit_code).name}"

@@ -6,6 +6,7 @@ the worker, which then shows the error where the user expects it.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -32,3 +33,5 @@ def preload(path: Path) -> None:
 
 if "SCALAI_PRELOAD" in os.environ:
     preload(Path(os.environ["SCALAI_PRELOAD"]))
+    # What is imported stays: a collection in a fork would only copy the pages that it looks at.
+    gc.freeze()

@@ -61,6 +61,11 @@ class Assignment:
         """Hosts that have workers."""
         return tuple(name for name, count in self.workers if count)
 
+    def is_same_as(self, other: "Assignment") -> bool:
+        """Whether the same workers would run at the same degrees; idle hosts do not count."""
+        mine, its = ([entry for entry in a.workers if entry[1]] for a in (self, other))
+        return mine == its and self.degrees == other.degrees
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -100,6 +105,10 @@ class Job:
     newest: int = 0
     changed_at: float | None = None
     finished: frozenset[str] = frozenset()
+    committing: int | None = None
+    """Number of the generation whose parts hosts are renaming."""
+    uncommitted: frozenset[str] = frozenset()
+    """Hosts that have yet to rename their part of a snapshot; older generations stay until then."""
 
     @property
     def newest_generation(self) -> Generation | None:
@@ -111,9 +120,9 @@ def replace_assign(job: Job, assign: Assign) -> Job:
     return replace(job, assign=assign)
 
 
-def replace_newest(job: Job, generation: Generation) -> Job:
-    """Return the job with more hosts known to hold its newest generation."""
-    return replace(job, generations=(*job.generations[:-1], generation))
+def replace_generations(job: Job, covered: tuple[Generation, ...]) -> Job:
+    """Return the job with other generations known to be whole, oldest first."""
+    return replace(job, generations=covered)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -196,12 +205,13 @@ class Deposited:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Whether the union of the deposits covers every tensor, their step and number (asked for by
-    ``Judge``)."""
+    """Whether the union of the deposits covers every tensor, their step and number, and the hosts
+    that have a part (asked for by ``Judge``)."""
 
     is_covered: bool
-    step: int
-    number: int
+    step: int = 0
+    number: int = 0
+    hosts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +232,11 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """No worker of this host is alive."""
+    """No worker of this host is alive; ``newest`` is the step that they had come to."""
 
     host: str
     round: int
+    newest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +269,18 @@ class Saved:
     host: str
 
 
+@dataclass(frozen=True, slots=True)
+class NotSaved:
+    """This host's part could not be written to the durable directory."""
+
+    host: str
+    reason: str
+
+
 Event = (
     HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Prepared | Deposited
     | Judged | Snapshotted | Committed | Stopped | WorkersFailed | Stepped | Finished | Saved
+    | NotSaved
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------
@@ -289,6 +309,14 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
+class Hurry:
+    """Another host has deposited or is lost: workers of these that do not come to the stop in time
+    hang, and must be given up."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Judge:
     """Unite the deposits of these hosts and answer with ``Judged``."""
 
@@ -305,17 +333,22 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
+    """Make the workers exit. ``has_deposited``: they leave by themselves, and may say goodbye."""
+
     hosts: tuple[str, ...]
     reason: str
+    has_deposited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StartRound:
-    """Start these workers from this generation (None: from the script's own initial state)."""
+    """Start these workers from this generation (None: from the script's own initial state).
+    ``steps_lost``: steps that were made and are in no generation."""
 
     round: int
     assignment: Assignment
     generation: int | None
+    steps_lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +383,7 @@ class Say:
 
 
 Action = (
-    Prepare | Agree | Withdraw | Judge | Commit | StopWorkers | StartRound | Release
+    Prepare | Agree | Withdraw | Hurry | Judge | Commit | StopWorkers | StartRound | Release
     | SaveDurable | Exit | Say
 )  # fmt: skip
 Result = tuple[Job, tuple[Action, ...]]

@@ -23,9 +23,11 @@ from scalai.core.membership import (
     HostJoined,
     HostLeaving,
     HostLost,
+    Hurry,
     Job,
     Judge,
     Judged,
+    NotSaved,
     Phase,
     Prepare,
     Prepared,
@@ -49,6 +51,10 @@ from scalai.core.membership import (
 RESIZABLE = (Phase.WAITING, Phase.STARTING, Phase.RUNNING)
 """Phases in which a change begins something new; in the others it is met when the next round is
 assigned."""
+
+
+FALLIBLE = (Phase.STARTING, Phase.RUNNING, Phase.PREPARING, Phase.DRAINING)
+"""Phases that need the workers; in the others they have done their work or are being stopped."""
 
 
 def advance(job: Job, event: Event) -> Result:
@@ -87,8 +93,8 @@ def _assignment(job: Job) -> Assignment | None:
     return job.assign(hosts, job.current.degrees if job.current else None) if hosts else None
 
 
-def _leaving(job: Job) -> tuple[str, ...]:
-    return _sorted(host.name for host in job.hosts.values() if host.is_leaving)
+def _leaving(job: Job) -> frozenset[str]:
+    return frozenset(host.name for host in job.hosts.values() if host.is_leaving)
 
 
 # -------------------------------------------------------------------------------------- the turns
@@ -100,7 +106,7 @@ def _consider(job: Job) -> Result:
     job = replace(job, changed_at=None)
     if job.phase is Phase.WAITING:
         return _start_round(job)
-    target, leaving = _assignment(job), _leaving(job)
+    target = _assignment(job)
     if target is None and staying(job) and not job.has_durable_dir:
         return job, (
             Say(
@@ -108,13 +114,8 @@ def _consider(job: Job) -> Result:
                 "to: going on"
             ),
         )
-    unchanged = (
-        target is not None
-        and job.current is not None
-        and (target.workers, target.degrees) == (job.current.workers, job.current.degrees)
-    )
-    if unchanged and not leaving:
-        return job, (Say(f"the change leaves the job as it is: {target.reason if target else ''}"),)
+    if target is not None and job.current is not None and target.is_same_as(job.current):
+        return job, (Say(f"the change leaves the job as it is: {target.reason}"),)
     if job.phase is Phase.STARTING or not job.is_elastic:
         return _stop_workers(job, "the hosts changed")
     return _prepare(job)
@@ -126,12 +127,12 @@ def _prepare(job: Job) -> Result:
     return job, (Prepare(_sorted(hosts), stop),)
 
 
-def _stop_workers(job: Job, reason: str) -> Result:
+def _stop_workers(job: Job, reason: str, *, has_deposited: bool = False) -> Result:
     hosts = active(job)
     job = replace(job, phase=Phase.STOPPING, awaited=hosts, margin=1)
     if not hosts:
         return _start_round(job)
-    return job, (StopWorkers(_sorted(hosts), reason),)
+    return job, (StopWorkers(_sorted(hosts), reason, has_deposited),)
 
 
 def _fail(job: Job, reason: str) -> Result:
@@ -147,12 +148,14 @@ def _start_round(job: Job) -> Result:
     """No worker is alive: assign the next round, or wait, or save and leave."""
     target = _assignment(job)
     source = job.newest_generation
+    step = source.step if source else 0
     if target is None and job.current is not None:
         return _save(job)
     if target is None or (job.has_state and source is None):
         missing = "" if target is None else " for the hosts whose stores hold the newest generation"
         job = replace(job, phase=Phase.WAITING, awaited=frozenset())
         return job, (Say(f"waiting{missing or ' for hosts'}: {len(job.hosts)} present"),)
+    reached = job.newest
     job = replace(
         job,
         phase=Phase.STARTING,
@@ -161,9 +164,10 @@ def _start_round(job: Job) -> Result:
         awaited=frozenset(target.active),
         finished=frozenset(),
         changed_at=None,
-        newest=source.step if source else 0,
+        newest=step,
     )
-    return job, (StartRound(job.round, target, source.number if source else None),)
+    number = source.number if source else None
+    return job, (StartRound(job.round, target, number, max(0, reached - step)),)
 
 
 def _save(job: Job) -> Result:
@@ -175,7 +179,13 @@ def _save(job: Job) -> Result:
             return replace(job, phase=Phase.WAITING, awaited=frozenset()), (
                 Say("waiting for more hosts"),
             )
-        return _end(job, 1, "the last host leaves and there is no --durable-dir: the state is lost")
+        missing = "the newest generation is not whole" if source is None else "no --durable-dir"
+        return _end(
+            job,
+            1,
+            f"the last host leaves and there is nothing to save, or no place for it ({missing}); "
+            "what the stores hold stays there: start the same job again",
+        )
     hosts = source.hosts & frozenset(job.hosts)
     job = replace(job, phase=Phase.SAVING, awaited=hosts)
     return job, (SaveDurable(_sorted(hosts), source.number),)
@@ -228,11 +238,36 @@ def _host_leaving(event: HostLeaving, job: Job) -> Result:
         return job, ()
     host = replace(job.hosts[event.host], is_leaving=True)
     job = replace(job, hosts={**job.hosts, event.host: host})
-    if job.phase is Phase.WAITING and not staying(job):
-        return _save(job)
-    if job.phase is Phase.STARTING and event.host not in active(job):
-        return job, ()  # it serves its store until every rank has stepped, then it is released
+    if job.phase is Phase.WAITING:
+        return _leave_while_waiting(job, event.host)
+    if event.host not in active(job) and job.phase in RESIZABLE:
+        # In a start it serves its store until every rank has stepped; in a running job the hosts
+        # with workers hold all that it holds.
+        return _release_leaving(job) if job.phase is Phase.RUNNING else (job, ())
     return _consider(job) if job.phase in RESIZABLE else (job, ())
+
+
+def _leave_while_waiting(job: Job, host: str) -> Result:
+    """Nothing runs: let a host go unless the state may need it. Then it stays until its drain
+    timeout, and its part stays in its store."""
+    if not staying(job) and job.has_state:
+        return _save(job)
+    if not job.has_state:
+        hosts = {name: kept for name, kept in job.hosts.items() if name != host}
+        if not hosts:
+            return _end(job, 0, "the last host left before the job had begun")
+        return replace(job, hosts=hosts), (Release(job.round, None, (host,)),)
+    return _consider(job)
+
+
+def _release_leaving(job: Job) -> Result:
+    """Let the leaving hosts go that run no workers."""
+    leaving = _leaving(job) - active(job)
+    hosts = {name: host for name, host in job.hosts.items() if name not in leaving}
+    # Older generations stay while some host has yet to rename its part of the newest.
+    source = None if job.uncommitted else job.newest_generation
+    job = replace(job, hosts=hosts, generations=(source,) if source else job.generations)
+    return job, (Release(job.round, source.number if source else None, _sorted(leaving)),)
 
 
 @_on.register
@@ -241,9 +276,13 @@ def _host_lost(event: HostLost, job: Job) -> Result:
         return job, ()
     was_active = event.host in active(job)
     hosts = {name: host for name, host in job.hosts.items() if name != event.host}
-    job = replace(job, hosts=hosts, generations=event.covered)
+    job = replace(job, hosts=hosts, generations=event.covered, uncommitted=frozenset())
+    if job.phase is Phase.SAVING and event.host in job.awaited:
+        return _end(job, 1, f"host {event.host} is lost before its part was saved")
     if was_active and job.phase in (Phase.RUNNING, Phase.PREPARING, Phase.STARTING):
         return _fail(job, f"host {event.host} is lost")
+    if event.host in job.awaited and job.phase is Phase.DRAINING:
+        return _drained(job, event.host)
     if event.host in job.awaited:
         return _next_phase(_answered(job, event.host))
     return _changed(job, event.at) if job.phase in RESIZABLE else (job, ())
@@ -281,7 +320,13 @@ def _prepared(event: Prepared, job: Job) -> Result:
 def _deposited(event: Deposited, job: Job) -> Result:
     if job.phase is not Phase.DRAINING or event.round != job.round:
         return job, ()
-    return _next_phase(_answered(job, event.host))
+    return _drained(job, event.host)
+
+
+def _drained(job: Job, host: str) -> Result:
+    """A host has deposited or is lost in a drain."""
+    job = _answered(job, host)
+    return (job, (Hurry(_sorted(job.awaited)),)) if job.awaited else _next_phase(job)
 
 
 @_on.register
@@ -291,43 +336,55 @@ def _judged(event: Judged, job: Job) -> Result:
     if not event.is_covered:
         return _fail(job, "the deposits that survive do not cover the state")
     hosts = active(job)
-    generation = Generation(event.number, event.step, hosts)
-    job = _with_generation(replace(job, phase=Phase.COMMITTING, awaited=hosts), generation)
+    generation = Generation(event.number, event.step, event.hosts)
+    job = replace(job, phase=Phase.COMMITTING, awaited=hosts, uncommitted=frozenset())
+    job = _with_generation(job, generation)
     return job, (Commit(_sorted(hosts), generation.number),)
 
 
 @_on.register
 def _snapshotted(event: Snapshotted, job: Job) -> Result:
     generation = Generation(event.number, event.step, frozenset(event.hosts))
-    job = _with_generation(job, generation)
-    return job, (
-        Commit(event.hosts, generation.number),
-        Release(job.round, generation.number, ()),
-    )
+    job = _with_generation(replace(job, uncommitted=generation.hosts), generation)
+    return job, (Commit(event.hosts, generation.number),)
 
 
 def _with_generation(job: Job, generation: Generation) -> Job:
-    return replace(job, generations=(*job.generations, generation), has_state=True)
+    return replace(
+        job,
+        generations=(*job.generations, generation),
+        committing=generation.number,
+        has_state=True,
+    )
 
 
 @_on.register
 def _committed(event: Committed, job: Job) -> Result:
-    newest = job.newest_generation
-    if job.phase is not Phase.COMMITTING or newest is None or event.generation != newest.number:
+    if event.generation != job.committing:
         return job, ()
-    return _next_phase(_answered(job, event.host))
+    if job.phase is Phase.COMMITTING:
+        return _next_phase(_answered(job, event.host))
+    if event.host not in job.uncommitted:
+        return job, ()
+    # A snapshot. Once every host has it, older generations may go; a start keeps its source.
+    job = replace(job, uncommitted=job.uncommitted - {event.host})
+    newest = job.newest_generation
+    is_ready = not job.uncommitted and newest is not None and newest.number == event.generation
+    if not is_ready or job.phase is not Phase.RUNNING:
+        return job, ()
+    return _release_leaving(job)
 
 
 @_on.register
 def _stopped(event: Stopped, job: Job) -> Result:
     if job.phase is not Phase.STOPPING or event.round != job.round:
         return job, ()
-    return _next_phase(_answered(job, event.host))
+    return _next_phase(replace(_answered(job, event.host), newest=max(job.newest, event.newest)))
 
 
 @_on.register
 def _workers_failed(event: WorkersFailed, job: Job) -> Result:
-    if event.round != job.round or job.phase in (Phase.STOPPING, Phase.COMMITTING, Phase.SAVING):
+    if event.round != job.round or job.phase not in FALLIBLE:
         return job, ()
     return _fail(job, f"workers of host {event.host} failed: {event.reason}")
 
@@ -354,6 +411,13 @@ def _saved(event: Saved, job: Job) -> Result:
     return _next_phase(_answered(job, event.host))
 
 
+@_on.register
+def _not_saved(event: NotSaved, job: Job) -> Result:
+    if job.phase is not Phase.SAVING:
+        return job, ()
+    return _end(job, 1, f"host {event.host} could not save its part: {event.reason}")
+
+
 def _next_phase(job: Job) -> Result:
     """Go on once no host's answer is awaited any more."""
     if job.awaited:
@@ -368,14 +432,10 @@ def _next_phase(job: Job) -> Result:
     if job.phase is Phase.DRAINING:
         return job, (Judge(_sorted(active(job))),)
     if job.phase is Phase.COMMITTING:
-        return _stop_workers(job, "the state is committed")
+        return _stop_workers(job, "the state is committed", has_deposited=True)
     if job.phase is Phase.STOPPING:
         return _start_round(job)
     if job.phase is Phase.SAVING:
         return _end(job, 75, "saved to the durable directory; the same command resumes from there")
     assert job.phase is Phase.STARTING, job.phase
-    leaving = _leaving(job)
-    kept = {name: host for name, host in job.hosts.items() if not host.is_leaving}
-    source = job.newest_generation
-    job = replace(job, phase=Phase.RUNNING, hosts=kept)
-    return job, (Release(job.round, source.number if source else None, leaving),)
+    return _release_leaving(replace(job, phase=Phase.RUNNING))

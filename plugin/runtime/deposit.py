@@ -27,6 +27,25 @@ def write_rows(
 ) -> list[int]:
     """Write the ordered rows of this rank and return their fingerprints, in the order's order.
 
+    ``place_rows`` and ``ordered_fingerprints`` in one.
+    """
+    place_rows(rows, order, rings, mapped)
+    return ordered_fingerprints(rows, order)
+
+
+def ordered_fingerprints(rows: Sequence[Row], order: WriteOrder) -> list[int]:
+    """Return the fingerprints of the ordered rows of live memory, in the order's order."""
+    return [int(value) for value in live_fingerprints([rows[row] for row in order.rows])]
+
+
+def place_rows(
+    rows: Sequence[Row],
+    order: WriteOrder,
+    rings: Mapping[torch.device, StagingRing] | None = None,
+    mapped: MappedFile | None = None,
+) -> None:
+    """Write the ordered rows of this rank.
+
     Blocks. Call it between two optimizer steps: the memory must not change meanwhile.
 
     Args:
@@ -40,14 +59,13 @@ def write_rows(
         StoreError: The file is missing, too short, or cannot be written.
     """
     if not order.rows:
-        return []
+        return
     if min(order.rows) < 0 or max(order.rows) >= len(rows):
         raise LayoutError(
             f"the order names row {max(order.rows)}, but this rank holds {len(rows)}. The slots "
             "changed since they were published; publish them again."
         )
-    chosen = [rows[row] for row in order.rows]
-    views = [piece_view(slot, piece) for slot, piece in chosen]
+    views = [piece_view(slot, piece) for slot, piece in (rows[row] for row in order.rows)]
     rings = rings or rings_for({view.device for view in views})
     _check_size(order, views)
     if mapped is not None and mapped.is_current(order.path):
@@ -55,7 +73,6 @@ def write_rows(
             _copy_into(mapped, view, begin, rings)
     else:
         _write_file(order, views, rings)
-    return [int(value) for value in live_fingerprints(chosen)]
 
 
 def _check_size(order: WriteOrder, views: Sequence[torch.Tensor]) -> None:

@@ -19,6 +19,7 @@ restores nothing and never stops the loop.
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,15 +30,16 @@ from typing import Any
 import torch
 
 from scalai.core.collection import Tensor
-from scalai.core.errors import UsageError
+from scalai.core.errors import PeerError, StoreError, UsageError
 from scalai.core.region import Piece, row_major, whole
 from scalai.runtime.control import ControlPage
-from scalai.runtime.deposit import write_rows
-from scalai.runtime.failpoints import reached
+from scalai.runtime.deposit import ordered_fingerprints, place_rows
+from scalai.runtime.failpoints import here, reached
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Json, LiveState, Slot, dtype_name
+from scalai.runtime.mapping import MappedFile
 from scalai.runtime.messages import Channel
-from scalai.runtime.restore import read_rows
+from scalai.runtime.restore import map_sources, read_rows
 from scalai.runtime.rows import collection_of, held_rows, wanted_rows
 from scalai.runtime.staging import StagingRing, rings_for
 from scalai.store.orders import RankDeposit, ReadOrder, WriteOrder
@@ -108,14 +110,16 @@ class Session:
         self._is_stopped = False
         self._has_stepped = False
         self._snapshot_every = 0
+        self._mapped: MappedFile | None = None
         self._agent: Channel | None = None
         degrees = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, **defaults}
         directory = os.environ.get(AGENT_DIRECTORY)
         if directory is not None:
-            token = Path(directory, "token").read_bytes()
-            self._agent = Channel(str(Path(directory, "agent.sock")), token)
+            self._agent = _channel(directory)
             self._page = ControlPage(Path(directory, "control"))
-            welcome = self._agent.call("hello", rank=self._rank, pid=os.getpid())
+            host, agent = Path(directory).parent.name, int(os.environ["SCALAI_AGENT_PID"])
+            here({str(self._rank): os.getpid(), host: agent})
+            welcome = self._agent.call("hello", rank=self._rank, round=_round())
             degrees.update(welcome["degrees"])
             self.micro_batch_size = welcome["micro_batch_size"]
             self._snapshot_every = welcome["snapshot_every"]
@@ -236,12 +240,14 @@ class Session:
             self._agent.call(
                 "stepped", rank=self._rank, step=self.step, modules=_modules(self._local_rank)
             )
+            self._map_next_deposit()
         self._page.report(self._local_rank, self.step)
         if self._page.must_stop(self.step):
             self._deposit("stop")
             self._is_stopped = True
         elif self._snapshot_every and self.step % self._snapshot_every == 0:
             self._deposit("snapshot")
+            self._map_next_deposit()
         return self._is_stopped
 
     def finish(self) -> None:
@@ -252,13 +258,28 @@ class Session:
 
     def _deposit(self, reason: str) -> None:
         assert self._agent is not None and self._state is not None
+        if reason == "stop":
+            reached("drain")
         order = self._agent.call("begin_deposit", rank=self._rank, reason=reason, step=self.step)
-        began = time.monotonic()
-        reached("deposit")
+        reached("deposit" if reason == "stop" else reason)
         self._refresh_user_slots()
-        fingerprints = write_rows(self._held, WriteOrder.from_json(order), self._rings)
+        while order is not None:
+            # More than once where this rank writes for a replica that died.
+            order = self._write(WriteOrder.from_json(order))
+        reached("leave" if reason == "stop" else "train")
+
+    def _write(self, order: WriteOrder) -> Json:
+        """Write what the agent ordered and tell it. Returns the next order, or None."""
+        assert self._agent is not None and self._state is not None
+        began = time.monotonic()
+        place_rows(self._held, order, self._rings, self._mapped)
+        self._mapped = None
+        placed = time.monotonic()
+        fingerprints = ordered_fingerprints(self._held, order)
+        hashed = time.monotonic()
         user = {e.name: v for e in self._registered if not isinstance(v := e.get(), torch.Tensor)}
-        self._agent.call(
+        reached("deposited")
+        return self._agent.call(
             "deposited",
             rank=self._rank,
             part=RankDeposit(
@@ -268,14 +289,36 @@ class Session:
                 self._state.rank_state(),
             ).to_json(),
             consumed_samples=self.consumed_samples,
-            seconds=time.monotonic() - began,
+            seconds={"deposit": time.monotonic() - began, "deposit_proof": hashed - placed},
         )
+
+    def _map_next_deposit(self) -> None:
+        """Map the file of the next deposit beside the training, as soon as the agent has made it.
+
+        Then a copy into warm memory is all that a deposit has to do.
+        """
+        directory = os.environ[AGENT_DIRECTORY]
+
+        def work() -> None:
+            try:
+                channel = _channel(directory)
+                order = channel.call("await_slot", rank=self._rank)
+                channel.close()
+                if order is not None and order["rows"]:
+                    self._mapped = MappedFile(WriteOrder.from_json(order))
+            except (PeerError, StoreError):
+                return  # the round ends, or the file is in use: the deposit does without
+
+        threading.Thread(target=work, name="map-deposit", daemon=True).start()
 
     def _restore(self, wanted: Sequence[Row], source: Mapping[str, Json]) -> None:
         assert self._agent is not None and self._state is not None
         began = time.monotonic()
         reached("restore")
-        read_rows(wanted, ReadOrder.from_json(source["order"]), self._rings)
+        order = ReadOrder.from_json(source["order"])
+        sources = map_sources(wanted, order)
+        mapped = time.monotonic()
+        read_rows(wanted, order, self._rings, sources)
         self._state.load_scalars(source["scalars"])
         note = self._state.load_rank_state(
             source["rank_state"].get(self._state.coordinate), source["step"]
@@ -295,7 +338,11 @@ class Session:
             "restored",
             rank=self._rank,
             fingerprints=[f"{int(value):016x}" for value in fingerprints],
-            seconds={"restore": read - began, "proof": time.monotonic() - read},
+            seconds={
+                "restore": read - began,
+                "page_fault": mapped - began,
+                "proof": time.monotonic() - read,
+            },
             note=note,
         )
 
@@ -318,6 +365,16 @@ class Session:
             if slot.tensor.name in getters:
                 value = getters[slot.tensor.name]()
                 slot.buffer.copy_(value.detach().reshape(-1))
+
+
+def _channel(directory: str) -> Channel:
+    """Return a connection to the agent of this directory."""
+    return Channel(str(Path(directory, "agent.sock")), Path(directory, "token").read_bytes())
+
+
+def _round() -> int:
+    """Return the number of this round, as torchrun counts them, from 1."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
 
 
 def _modules(local_rank: int) -> list[str]:

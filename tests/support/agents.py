@@ -1,0 +1,235 @@
+"""Agents of one job on this machine, each as a host of its own, for tests of the whole line."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+DEADLINE_S = 90.0
+"""How long anything may take here; generous, because the machine may be busy."""
+TINY_JOB = Path(__file__).with_name("tiny_job.py")
+
+
+class Timeout(AssertionError):
+    """Something that should happen did not. The message has the logs' ends."""
+
+
+class Agents:
+    """The agents of one job. Use it as a context: at its end no process and no store is left.
+
+    Args:
+        folder: For logs, metrics and reports.
+        degrees: The ``[degrees]`` table, as TOML lines.
+        script: The script and its arguments.
+        settings: More lines of the elastic configuration, by table.
+        flags: More flags of ``scalai-run``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        degrees: str,
+        script: Sequence[str],
+        *,
+        slots: int = 2,
+        nodes: str = "1:2",
+        settings: Mapping[str, str] | None = None,
+        flags: Sequence[str] = (),
+    ) -> None:
+        self.folder = folder
+        self.metrics = folder / "metrics.jsonl"
+        self.reports = folder / "reports"
+        self.store = Path("/dev/shm") / f"scalai-test-{os.getpid()}-{folder.name}"
+        self.job = "tiny"
+        self._command = [
+            sys.executable, "-m", "scalai.launch.run", "--nnodes", nodes,
+            "--nproc-per-node", str(slots), "--job", self.job, "--report-dir", str(self.reports),
+            "--elastic", str(folder / "elastic.toml"), *flags,
+        ]  # fmt: skip
+        self._script = list(script)
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._all: list[subprocess.Popen[bytes]] = []
+        tables = {
+            "model": "global_batch_size = 12\nmicro_batch_size = 1\nnum_attention_heads = 12",
+            "store": f'dir = "{self.store}"',
+            "resize": "settle_s = 0.2",
+            "probe": 'kind = "none"',
+        }
+        for name, lines in (settings or {}).items():
+            tables[name] = f"{tables[name]}\n{lines}" if name != "resize" else lines
+        text = "".join(f"[{name}]\n{lines}\n" for name, lines in tables.items())
+        (folder / "elastic.toml").write_text(f"[degrees]\n{degrees}\n{text}")
+
+    def __enter__(self) -> "Agents":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for agent in self._all:
+            agent.wait(10)
+        shutil.rmtree(self.store, ignore_errors=True)
+
+    # ------------------------------------------------------------------ what to do
+
+    def start(self, host: str, *, failpoint: str | None = None, more: Sequence[str] = ()) -> None:
+        """Start the agent of a host; ``failpoint``: ``<place>:<rank or host>``."""
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "SCALAI_TEST_JOB": str(self.store),
+        }  # fmt: skip
+        if failpoint is not None:
+            environment["SCALAI_FAILPOINT"] = f"{failpoint}:{self.folder / 'failed'}"
+        with (self.folder / f"{host}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [*self._command, "--host-id", host, *more, *self._script],
+                stdout=log, stderr=subprocess.STDOUT, env=environment,
+            )  # fmt: skip
+        self._processes[host] = process
+        self._all.append(process)
+
+    def drain(self, host: str) -> None:
+        """Send the first signal."""
+        self._processes[host].send_signal(signal.SIGTERM)
+
+    def kill(self, host: str, *, with_its_memory: bool = False) -> None:
+        """Kill an agent process; ``with_its_memory``: its whole host dies, and its store with
+        it."""
+        self._processes[host].kill()
+        self._processes[host].wait(10)
+        if with_its_memory:
+            self.wait_until(lambda: not self.workers(host), f"workers of {host} are gone")
+            self.remove_store(host)
+
+    def remove_store(self, host: str) -> None:
+        """Take away the memory of a host that died."""
+        shutil.rmtree(self.store / self.job / host, ignore_errors=True)
+
+    def kill_worker(self, rank: int) -> None:
+        """Kill the worker of this rank."""
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                environment = process.environ()
+                if environment.get("RANK") == str(rank):
+                    process.kill()
+                    return
+        raise AssertionError(f"no worker of rank {rank}")
+
+    # ------------------------------------------------------------------ what to wait for
+
+    def wait_until(
+        self, is_so: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S
+    ) -> None:
+        """Return once ``is_so()``. Raises ``Timeout`` with the logs after the deadline."""
+        end = time.monotonic() + deadline_s
+        while not is_so():
+            if time.monotonic() > end:
+                raise Timeout(f"after {deadline_s:.0f} s still not: {what}\n{self.logs()}")
+            time.sleep(0.05)
+
+    def wait_for_step(self, step: int, world: int | None = None) -> None:
+        """Wait until a step from ``step`` on was made, by a job of ``world`` ranks."""
+
+        def is_made() -> bool:
+            lines = self.lines()
+            return any(
+                line["step"] >= step and world in (None, line["world"]) for line in lines[-20:]
+            )
+
+        self.wait_until(is_made, f"step {step} on {world or 'any number of'} ranks")
+
+    def wait_for_world(self, world: int) -> int:
+        """Wait until the newest step was made by ``world`` ranks. Returns that step."""
+        self.wait_until(
+            lambda: bool(self.lines()) and self.lines()[-1]["world"] == world,
+            f"a step on {world} ranks",
+        )
+        return int(self.lines()[-1]["step"])
+
+    def wait_for_death(self) -> None:
+        """Wait until the failpoint has killed its process."""
+        self.wait_until((self.folder / "failed").exists, "the failpoint is reached")
+
+    def exit_code(self, host: str, deadline_s: float = DEADLINE_S) -> int:
+        """Wait for an agent to end."""
+        self.wait_until(
+            lambda: self._processes[host].poll() is not None, f"agent {host} ends", deadline_s
+        )
+        return int(self._processes[host].returncode)
+
+    # ------------------------------------------------------------------ what is there
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the metrics so far, one entry a step that was made."""
+        if not self.metrics.exists():
+            return []
+        text = self.metrics.read_text()
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    def resizes(self) -> list[dict[str, Any]]:
+        """Return the reports of the resizes that have ended, in order."""
+        return [json.loads(path.read_text()) for path in sorted(self.reports.glob("*.json"))]
+
+    def family(self) -> list[psutil.Process]:
+        """Return every live process of this job: agents, workers, fork servers, coordinator."""
+        return [p for p in psutil.process_iter() if _is_of(p, str(self.store))]
+
+    def workers(self, host: str | None = None) -> list[int]:
+        """Return the live workers' process numbers, of one host or of all."""
+        found = []
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                agent = process.environ().get("SCALAI_AGENT", "")
+                if agent and (host is None or Path(agent).parent.name == host):
+                    found.append(process.pid)
+        return found
+
+    def generations(self, host: str) -> list[str]:
+        """Return the directories of a host's store that hold state, sorted."""
+        kinds = ("generation-", "deposit-", "dropped-", "fetched-")
+        folder = self.store / self.job / host
+        return sorted(p.name for p in folder.glob("*") if p.name.startswith(kinds))
+
+    def logs(self) -> str:
+        """Return the ends of all logs."""
+        texts = []
+        for path in sorted(self.folder.glob("*.log")):
+            texts.append(f"--- {path.name}\n" + "\n".join(path.read_text().splitlines()[-60:]))
+        return "\n".join(texts)
+
+
+def _is_of(process: psutil.Process, store: str) -> bool:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return process.environ().get("SCALAI_TEST_JOB") == store
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+@contextlib.contextmanager
+def tiny_agents(
+    folder: Path, degrees: str, *, steps: int = 100_000, step_s: float = 0.02, **settings: Any
+) -> Iterator[Agents]:
+    """Give agents that run the tiny job."""
+    script = [
+        str(TINY_JOB), "--steps", str(steps), "--step-s", str(step_s),
+        "--metrics", str(folder / "metrics.jsonl"),
+    ]  # fmt: skip
+    with Agents(folder, degrees, script, **settings) as agents:
+        yield agents

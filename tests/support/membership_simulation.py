@@ -1,0 +1,259 @@
+"""Simulated hosts around the rules of membership: they answer every action, in whatever order a
+test chooses, and keep what a real host would keep on disk."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from scalai.core import membership as m
+from scalai.core.degrees import Degrees
+from scalai.core.resize import active, advance
+
+PIECES = range(4)
+"""A state is whole when each of these pieces is somewhere."""
+
+
+@dataclass(slots=True)
+class SimulatedHost:
+    """An agent, its workers and its store. ``parts``: pieces of committed generations."""
+
+    name: str
+    slots: int
+    round: int | None = None
+    parts: dict[int, frozenset[int]] = field(default_factory=dict)
+    step: int = 0
+
+
+def assign_all(minimum: int = 1, allowed: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> m.Assign:
+    """Return an assignment that takes the largest allowed number of workers."""
+
+    def assign(hosts: tuple[tuple[str, int], ...], present: Degrees | None) -> m.Assignment | None:
+        world = max((n for n in allowed if n <= sum(s for _, s in hosts)), default=0)
+        if len(hosts) < minimum or not world:
+            return None
+        workers = []
+        left = world
+        for name, slots in hosts:
+            workers.append((name, min(slots, left)))
+            left -= workers[-1][1]
+        return m.Assignment(tuple(workers), Degrees(1, 1, world), 1, f"dp={world}")
+
+    return assign
+
+
+class Simulation:
+    """A coordinator and its hosts. ``inbox`` has the answers under way: a test picks which comes
+    next; answers of one host keep their order, as on one connection."""
+
+    def __init__(self, job: m.Job) -> None:
+        self.job = job
+        self.now = 0.0
+        self.hosts: dict[str, SimulatedHost] = {}
+        self.commands: dict[str, list[Callable[[], m.Event | None]]] = {}
+        self.said: list[m.Action] = []
+        self.numbers = 0
+        self.deposits: dict[str, tuple[int, int, frozenset[int]]] = {}
+        self.steps: dict[int, int] = {}
+        self.known: dict[int, dict[str, frozenset[int]]] = {}
+        self.abandoned: set[int] = set()
+        self.is_replicated = True
+        self.exits: list[m.Exit] = []
+
+    # ------------------------------------------------------------------ what is true
+
+    def covered(self) -> tuple[m.Generation, ...]:
+        """Return the generations that are whole by what the coordinator knows, oldest first: a part
+        counts from the moment that its deposit was judged, before its host has renamed it."""
+        found = [
+            m.Generation(number, self.steps[number], frozenset(parts))
+            for number, parts in self.known.items()
+            if {piece for pieces in parts.values() for piece in pieces} == set(PIECES)
+        ]
+        return tuple(sorted(found, key=lambda generation: (generation.step, generation.number)))
+
+    def is_on_disk(self, number: int) -> bool:
+        """Whether the hosts present have renamed parts that make this generation whole."""
+        pieces = {p for host in self.hosts.values() for p in host.parts.get(number, ())}
+        return pieces == set(PIECES)
+
+    def waiting(self) -> list[str]:
+        """Return the hosts that have a command to carry out."""
+        return sorted(name for name, queue in self.commands.items() if queue)
+
+    # ------------------------------------------------------------------ events
+
+    def feed(self, event: m.Event) -> None:
+        self.job, actions = advance(self.job, event)
+        for action in actions:
+            self.said.append(action)
+            self.perform(action)
+
+    def join(self, name: str, slots: int, parts: dict[int, frozenset[int]] | None = None) -> None:
+        kept = {n: p for n, p in (parts or {}).items() if n not in self.abandoned}
+        self.hosts[name] = SimulatedHost(name, slots, parts=kept)
+        self.commands[name] = []
+        for number, pieces in kept.items():
+            self.known.setdefault(number, {})[name] = pieces
+        self.feed(m.HostJoined(name, slots, self.covered(), bool(parts), self.now))
+
+    def lose(self, name: str) -> SimulatedHost:
+        """The agent dies. Return it with what lies in its store."""
+        host = self.hosts.pop(name)
+        del self.commands[name]
+        self.deposits.pop(name, None)
+        self.forget(name)
+        self.feed(m.HostLost(name, self.covered(), self.now))
+        return host
+
+    def forget(self, name: str) -> None:
+        for parts in self.known.values():
+            parts.pop(name, None)
+
+    def tick(self, seconds: float = 10.0) -> None:
+        self.now += seconds
+        self.feed(m.Ticked(self.now, max((h.step for h in self.hosts.values()), default=0)))
+
+    def train(self, steps: int) -> None:
+        """Make steps, where the workers run freely."""
+        if self.job.phase is m.Phase.RUNNING:
+            for name in active(self.job):
+                self.hosts[name].step += steps
+
+    def answer(self, name: str) -> None:
+        """One host carries out its oldest command and tells of it."""
+        event = self.commands[name].pop(0)()
+        if event is not None and name in self.hosts:
+            self.feed(event)
+
+    def settle(self) -> None:
+        """Carry out everything that is under way, and let time pass until nothing changes."""
+        for _ in range(200):
+            before = self.job
+            while self.waiting():
+                self.answer(self.waiting()[0])
+            self.tick()
+            if self.job == replace(before, newest=self.job.newest) and not self.waiting():
+                return
+        raise AssertionError(f"the job does not come to rest: {self.job}")
+
+    # ------------------------------------------------------------------ actions
+
+    def tell(self, hosts: tuple[str, ...], work: Callable[[SimulatedHost], m.Event | None]) -> None:
+        for name in hosts:
+            host = self.hosts.get(name)
+            if host is not None:
+                self.commands[name].append(lambda host=host: work(host))  # type: ignore[misc]
+
+    def perform(self, action: m.Action) -> None:
+        round = self.job.round
+        match action:
+            case m.Prepare(hosts, stop):
+                self.tell(hosts, lambda host: m.Prepared(host.name, stop, host.step))
+            case m.Agree(hosts, stop):
+                self.tell(hosts, lambda host: self.deposit(host, round, stop))
+            case m.Judge(hosts):
+                self.judge(hosts)
+            case m.Commit(hosts, generation):
+                self.tell(hosts, lambda host: self.commit(host, generation))
+            case m.StopWorkers(hosts):
+                self.tell(hosts, lambda host: self.stop(host, round))
+            case m.StartRound():
+                self.start(action)
+            case m.Release(_, keep, leaving):
+                self.release(keep, leaving)
+            case m.SaveDurable(hosts, generation):
+                self.tell(hosts, lambda host: m.Saved(host.name))
+            case m.Exit():
+                self.exits.append(action)
+
+    def deposit(self, host: SimulatedHost, round: int, stop: int) -> m.Event | None:
+        if host.round != round:
+            return None
+        host.step = stop
+        names = sorted(active(self.job))
+        own = (p for p in PIECES if names and names[p % len(names)] == host.name)
+        pieces = frozenset(PIECES) if self.is_replicated else frozenset(own)
+        self.deposits[host.name] = (round, stop, pieces)
+        return m.Deposited(host.name, round)
+
+    def judge(self, hosts: tuple[str, ...]) -> None:
+        mine = {h: self.deposits[h] for h in hosts if h in self.deposits}
+        mine = {h: d for h, d in mine.items() if d[:2] == (self.job.round, self.job.stop)}
+        is_covered = {p for _, _, pieces in mine.values() for p in pieces} == set(PIECES)
+        if is_covered:
+            self.numbers += 1
+            self.steps[self.numbers] = self.job.stop
+            self.known[self.numbers] = {h: pieces for h, (_, _, pieces) in mine.items()}
+        self.feed(m.Judged(is_covered, self.job.stop, self.numbers, frozenset(mine)))
+
+    def commit(self, host: SimulatedHost, generation: int) -> m.Event:
+        deposit = self.deposits.pop(host.name, None)
+        if deposit is not None:
+            host.parts[generation] = deposit[2]
+        return m.Committed(host.name, generation)
+
+    def stop(self, host: SimulatedHost, round: int) -> m.Event:
+        host.round = None
+        return m.Stopped(host.name, round, host.step)
+
+    def start(self, action: m.StartRound) -> None:
+        assert all(host.round is None for host in self.hosts.values()), "workers of two rounds"
+        if action.generation is None:
+            assert not self.covered(), "a state is there and is not used"
+        else:
+            assert action.generation == self.covered()[-1].number, "not the newest whole state"
+        self.abandoned |= {n for n in self.known if n > (action.generation or 0)}
+        for number in self.abandoned & set(self.known):
+            del self.known[number]
+        self.tell(
+            action.assignment.active,
+            lambda host: self.step(host, action.round, action.generation),
+        )
+
+    def step(self, host: SimulatedHost, round: int, source: int | None) -> m.Event:
+        """Relaunch, plan, move, restore and the first step, of one host."""
+        host.round = round
+        if source is None:
+            host.step = 1
+            return m.Stepped(host.name, round)
+        if source not in {generation.number for generation in self.covered()}:
+            return m.WorkersFailed(host.name, round, "nobody holds a piece")
+        names = sorted(active(self.job))
+        own = frozenset(p for p in PIECES if names and names[p % len(names)] == host.name)
+        fetched = frozenset(PIECES) if self.is_replicated else own
+        host.parts[source] = host.parts.get(source, frozenset()) | fetched
+        self.known[source][host.name] = host.parts[source]
+        self.job = m.replace_generations(self.job, self.covered())
+        host.step = self.steps[source] + 1
+        return m.Stepped(host.name, round)
+
+    def release(self, keep: int | None, leaving: tuple[str, ...]) -> None:
+        for name in leaving:
+            assert name not in active(self.job), "a host with workers is let go"
+            self.hosts.pop(name)
+            self.commands.pop(name)
+            self.forget(name)
+        if keep is None:
+            return
+        assert self.is_on_disk(keep), "older generations are dropped before the newest is whole"
+        for number in [n for n in self.known if n < keep]:
+            del self.known[number]
+        for host in self.hosts.values():
+            for number in [n for n in host.parts if n < keep]:
+                del host.parts[number]
+
+    def snapshot(self) -> None:
+        """Every active host seals a snapshot, and the coordinator commits it."""
+        hosts = tuple(sorted(active(self.job)))
+        step = max(self.hosts[name].step for name in hosts)
+        self.numbers += 1
+        self.steps[self.numbers] = step
+        for name in hosts:
+            self.deposit(self.hosts[name], self.job.round, step)
+        self.known[self.numbers] = {name: self.deposits[name][2] for name in hosts}
+        self.feed(m.Snapshotted(hosts, step, self.numbers))
+
+
+def job(**settings: Any) -> m.Job:
+    """Return a job as a coordinator makes it."""
+    return m.Job(**{"assign": assign_all(), "max_hosts": 3, "settle_s": 1.0, **settings})

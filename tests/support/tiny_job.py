@@ -1,0 +1,122 @@
+"""A job whose state is a few integers: what a resize does to it can be told exactly.
+
+Run by ``scalai-run``. The state is a matrix cut by rows over TP, a replicated vector, a scalar and
+what a user registered. Every step is integer arithmetic, so that the sum over the job is the same
+number in any layout; rank 0 writes one line a step.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import scalai
+from scalai.core.collection import Tensor
+from scalai.core.region import Box, Piece, row_major
+from scalai.runtime.live import Slot
+
+ROWS, COLUMNS = 12, 5
+MODULUS = 1_000_003
+
+
+def initial() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the whole matrix, [ROWS, COLUMNS], and the vector, [COLUMNS], at step 0."""
+    return torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS), torch.arange(COLUMNS) + 7
+
+
+def advance(matrix: torch.Tensor, vector: torch.Tensor, step: int) -> None:
+    """Make step ``step`` in place, on any rows of the matrix and the whole vector."""
+    matrix.mul_(31).add_(vector + step).remainder_(MODULUS)
+    vector.mul_(17).add_(step).remainder_(MODULUS)
+
+
+def sums(steps: int) -> list[int]:
+    """Return what an uninterrupted run writes: the sum of the matrix after each step, [steps]."""
+    matrix, vector = initial()
+    found = []
+    for step in range(1, steps + 1):
+        advance(matrix, vector, step)
+        found.append(int(matrix.sum()))
+    return found
+
+
+class TinyState:
+    """The live state of one rank, at ``tp_rank`` of ``tp``."""
+
+    def __init__(self, tp_rank: int, tp: int, dp_rank: int) -> None:
+        matrix, self.vector = initial()
+        self.first, rows = ROWS * tp_rank // tp, ROWS * (tp_rank + 1) // tp - ROWS * tp_rank // tp
+        self.matrix = matrix[self.first : self.first + rows].contiguous()
+        self.steps = torch.zeros((), dtype=torch.int64)
+        self.coordinate = f"tp{tp_rank}-dp{dp_rank}"
+
+    def slots(self) -> Sequence[Slot]:
+        tensors = [
+            (Tensor("param/matrix", (ROWS, COLUMNS), "I64"), self.matrix, (self.first, 0)),
+            (Tensor("param/vector", (COLUMNS,), "I64"), self.vector, (0,)),
+            (Tensor("step/matrix", (), "I64"), self.steps, ()),
+        ]
+        return [
+            Slot(
+                tensor,
+                buffer.view(-1),
+                (Piece(Box(offset, tuple(buffer.shape)), 0, row_major(tuple(buffer.shape))),),
+            )
+            for tensor, buffer, offset in tensors
+        ]
+
+    def scalars(self) -> Mapping[str, Any]:
+        return {"steps": int(self.steps)}
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        assert scalars["steps"] == int(self.steps), "scalars and tensors are of different steps"
+
+    def rank_state(self) -> Any:
+        return {"at": self.coordinate}
+
+    def load_rank_state(self, state: Any, step: int) -> str:
+        assert state is None or state["at"] == self.coordinate
+        return "random numbers: none"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--step-s", type=float, default=0.02)
+    parser.add_argument("--metrics", type=Path, required=True)
+    options = parser.parse_args()
+    with scalai.elastic() as job:
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        state = TinyState(rank % job.tp, job.tp, rank // job.tp)
+        samples: list[int] = []
+        job.register_state("samples", lambda: len(samples), lambda n: samples.extend(range(n)))
+        job.attach(state)
+        while job.step < options.steps:
+            time.sleep(options.step_s)  # what a model would compute
+            advance(state.matrix, state.vector, job.step + 1)
+            state.steps += 1
+            samples.append(job.step)
+            total = state.matrix.sum()
+            dist.all_reduce(total)
+            assert len(samples) == int(state.steps) == job.step + 1
+            if rank == 0:
+                line = {
+                    "step": job.step + 1, "sum": int(total) // job.dp, "world": job.world_size,
+                    "tp": job.tp, "pid": os.getpid(),
+                }  # fmt: skip
+                with options.metrics.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            if job.boundary(samples=3):
+                break
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
