@@ -172,9 +172,10 @@ class WorkerSet(LocalElasticAgent):
         if result.state is WorkerState.HEALTHY:
             return None
         self._is_up = False
-        failures = tuple(
-            f"rank {rank} {_ending(failure.exitcode)}" for rank, failure in result.failures.items()
-        )
+        codes = {rank: failure.exitcode for rank, failure in sorted(result.failures.items())}
+        # Torch ends the others by SIGTERM and then counts them among the failed.
+        first = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
+        failures = tuple(f"rank {rank} {_ending(code)}" for rank, code in first.items())
         return Outcome(
             failures or (() if result.state is WorkerState.SUCCEEDED else (result.state.name,))
         )

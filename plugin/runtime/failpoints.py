@@ -1,13 +1,15 @@
 """Places at which a process can be made to die, to prove that nothing is lost there.
 
-``SCALAI_FAILPOINT=<place>:<rank or host>:<file>`` kills the worker of that rank or the agent of
-that host, with SIGKILL, when it or its partner on the same host first reaches the place; the file,
-made by the kill, keeps it from happening again. Without the variable nothing is looked at.
+``SCALAI_FAILPOINT`` names a file. While that file says ``<place>:<rank or host>``, the worker of
+that rank or the agent of that host is killed with SIGKILL when it, or its partner on the same host,
+first reaches the place; the file is renamed to ``<file>.reached``, so that it happens once. Without
+the variable nothing is looked at.
 """
 
 import os
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 
 VARIABLE = "SCALAI_FAILPOINT"
 _processes: dict[str, int] = {}
@@ -22,14 +24,14 @@ def here(processes: Mapping[str, int]) -> None:
 
 def reached(place: str) -> None:
     """Kill the process that was named, if it is one of those that ``here`` named."""
-    order = os.environ.get(VARIABLE)
-    if order is None:
-        return
-    wanted, name, once = order.split(":", 2)
-    if wanted != place or name not in _processes:
+    path = os.environ.get(VARIABLE)
+    if path is None:
         return
     try:
-        os.close(os.open(once, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    except FileExistsError:
-        return
+        wanted, _, name = Path(path).read_text().strip().partition(":")
+        if wanted != place or name not in _processes:
+            return
+        os.rename(path, f"{path}.reached")
+    except FileNotFoundError:
+        return  # nothing is to happen, or it has just happened elsewhere
     os.kill(_processes[name], signal.SIGKILL)

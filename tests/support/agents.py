@@ -15,6 +15,12 @@ from typing import Any
 
 import psutil
 
+from scalai.launch.card import read_card
+from scalai.runtime.failpoints import VARIABLE
+from scalai.runtime.messages import Channel
+
+MARK = "SCALAI_TEST_JOB"
+"""Variable that all processes of a job inherit, by which they are found."""
 DEADLINE_S = 90.0
 """How long anything may take here; generous, because the machine may be busy."""
 TINY_JOB = Path(__file__).with_name("tiny_job.py")
@@ -88,13 +94,12 @@ class Agents:
 
     # ------------------------------------------------------------------ what to do
 
-    def start(self, host: str, *, failpoint: str | None = None, more: Sequence[str] = ()) -> None:
-        """Start the agent of a host; ``failpoint``: ``<place>:<rank or host>``."""
+    def start(self, host: str, *more: str) -> None:
+        """Start the agent of a host, with more flags of its own."""
         environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "SCALAI_TEST_JOB": str(self.store),
+            **os.environ, "OMP_NUM_THREADS": "1", MARK: str(self.store),
+            VARIABLE: str(self.folder / "failpoint"),
         }  # fmt: skip
-        if failpoint is not None:
-            environment["SCALAI_FAILPOINT"] = f"{failpoint}:{self.folder / 'failed'}"
         with (self.folder / f"{host}.log").open("ab") as log:
             process = subprocess.Popen(
                 [*self._command, "--host-id", host, *more, *self._script],
@@ -102,6 +107,22 @@ class Agents:
             )  # fmt: skip
         self._processes[host] = process
         self._all.append(process)
+
+    def scale(self, **wish: object) -> None:
+        """Ask for other resources or degrees: ``nproc``, ``nnodes``, ``degrees``."""
+        card = read_card(self.store / self.job)
+        assert card is not None, f"no coordinator\n{self.logs()}"
+        channel = Channel(*card)
+        nothing = {"nproc": None, "nnodes": None, "degrees": None, "dry_run": False}
+        channel.call("scale", **{**nothing, **wish})
+        channel.close()
+
+    def arm(self, place: str, victim: str) -> None:
+        """Have the worker of a rank or the agent of a host die at a place, once."""
+        (self.folder / "failpoint.reached").unlink(missing_ok=True)
+        aside = self.folder / "failpoint.new"
+        aside.write_text(f"{place}:{victim}")
+        aside.rename(self.folder / "failpoint")
 
     def drain(self, host: str) -> None:
         """Send the first signal."""
@@ -163,7 +184,7 @@ class Agents:
 
     def wait_for_death(self) -> None:
         """Wait until the failpoint has killed its process."""
-        self.wait_until((self.folder / "failed").exists, "the failpoint is reached")
+        self.wait_until((self.folder / "failpoint.reached").exists, "the failpoint is reached")
 
     def exit_code(self, host: str, deadline_s: float = DEADLINE_S) -> int:
         """Wait for an agent to end."""
@@ -217,7 +238,7 @@ def _is_of(process: psutil.Process, store: str) -> bool:
     try:
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
-        return process.environ().get("SCALAI_TEST_JOB") == store
+        return process.environ().get(MARK) == store
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 

@@ -46,6 +46,15 @@ def sums(steps: int) -> list[int]:
     return found
 
 
+def check_steps(lines: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Check every step that was written against an uninterrupted run. Returns the steps, in the
+    order in which they were made."""
+    expected = sums(max(line["step"] for line in lines))
+    wrong = [line for line in lines if line["sum"] != expected[line["step"] - 1]]
+    assert not wrong, f"{len(wrong)} steps differ from an uninterrupted run: {wrong[:3]}"
+    return [line["step"] for line in lines]
+
+
 class TinyState:
     """The live state of one rank, at ``tp_rank`` of ``tp``."""
 

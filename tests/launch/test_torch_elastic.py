@@ -1,0 +1,188 @@
+"""The contract with torch's private hooks, and a host's set of workers."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+from scalai.core.errors import RefusedError
+from scalai.launch.torch_elastic import (
+    Outcome,
+    Placement,
+    WorkerSet,
+    self_check,
+    wait_until_warm,
+    warm_up,
+)
+from scalai.launch.warm import write_preload
+
+DEADLINE_S = 120.0
+SCRIPT = """
+import os, sys, time
+folder, how = sys.argv[1:3]
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+         "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "MINE")
+with open(f"{folder}/{os.environ['RANK']}.new", "w") as file:
+    file.write("\\n".join([os.environ.get(name, "-") for name in names] + [str(os.getpid())]))
+os.rename(f"{folder}/{os.environ['RANK']}.new", f"{folder}/{os.environ['RANK']}")
+if how == "done":
+    sys.exit(0)
+if how == "fails" and os.environ["LOCAL_RANK"] == "1":
+    sys.exit(7)
+if how == "stubborn":
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(f"{folder}/{os.environ['RANK']}.ready", "w").close()
+time.sleep(600)
+"""
+
+
+# ------------------------------------------------------------------ the contract
+
+
+def test_the_installed_torch_has_the_hooks() -> None:
+    self_check()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_initialize_workers",
+        "_assign_worker_ranks",
+        "_set_local_rank_env",
+        "_monitor_workers",
+        "_shutdown",
+    ],
+)
+def test_a_torch_whose_hook_differs_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def other(self: object, something: int) -> None: ...
+
+    monkeypatch.setattr(LocalElasticAgent, name, other)
+    with pytest.raises(RefusedError, match=rf"Agent\.{name} takes .*something.*install that"):
+        self_check()
+
+
+def test_a_torch_without_a_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", None)
+    with pytest.raises(RefusedError, match="_monitor_workers takes None"):
+        self_check()
+
+
+# ------------------------------------------------------------------ workers
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[WorkerSet]:
+    workers = WorkerSet("job", "default", DefaultLogsSpecs(log_dir=str(tmp_path / "logs")))
+    yield workers
+    workers.stop(1)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def warm_server(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Start the fork server of warm workers."""
+    warm_up(str(write_preload(tmp_path_factory.mktemp("warm") / "preload.json", ["json"])))
+    wait_until_warm()
+
+
+def place(workers: int = 2, *, round: int = 1, first: int = 2) -> Placement:
+    """Return a placement as the second of two hosts."""
+    return Placement(
+        round=round, group_rank=1, group_world_size=2, first_rank=first, local_world_size=workers,
+        world_size=first + workers, master_addr="127.0.0.1", master_port=29876,
+        environment={"MINE": "yes", "SCALAI_AGENT_PID": str(os.getpid())},
+    )  # fmt: skip
+
+
+def told(folder: Path, rank: int) -> list[str]:
+    """Wait for what a worker wrote."""
+    end = time.monotonic() + DEADLINE_S
+    while not (folder / str(rank)).exists():
+        assert time.monotonic() < end, f"rank {rank} says nothing"
+        time.sleep(0.02)
+    return (folder / str(rank)).read_text().split("\n")
+
+
+def outcome(workers: WorkerSet) -> Outcome:
+    """Wait for the workers' end."""
+    end = time.monotonic() + DEADLINE_S
+    while (found := workers.poll()) is None:
+        assert time.monotonic() < end, "the workers do not end"
+        time.sleep(0.02)
+    return found
+
+
+def both(function: "pytest.MarkDecorator | object") -> object:
+    """Run a test with workers that are started anew, and with workers that are forked."""
+    return pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])(function)  # type: ignore[arg-type]
+
+
+@both
+def test_workers_know_their_place_and_leave(
+    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: None, warm: bool
+) -> None:
+    workers.start(place(round=3), [str(script), str(tmp_path), "done"], warm=warm)
+    for local, rank in enumerate((2, 3)):
+        assert told(tmp_path, rank)[:-1] == [
+            str(rank), str(local), "4", "2", "1", "127.0.0.1", "29876", "2", "True", "yes",
+        ]  # fmt: skip
+    assert outcome(workers) == Outcome(())
+    assert workers.poll() is None, "an end is told once"
+
+
+@both
+def test_a_worker_that_fails_takes_the_others_with_it(
+    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: None, warm: bool
+) -> None:
+    workers.start(place(), [str(script), str(tmp_path), "fails"], warm=warm)
+    pid = int(told(tmp_path, 2)[-1])
+    assert outcome(workers).failures == ("rank 3 exited with 7",)
+    assert not psutil.pid_exists(pid)
+
+
+@both
+def test_a_worker_that_is_killed_is_named_with_its_signal(
+    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: None, warm: bool
+) -> None:
+    workers.start(place(), [str(script), str(tmp_path), "stays"], warm=warm)
+    pids = {rank: int(told(tmp_path, rank)[-1]) for rank in (2, 3)}
+    assert workers.pids() == {0: pids[2], 1: pids[3]}
+    os.kill(pids[2], signal.SIGKILL)
+    assert outcome(workers).failures == ("rank 2 was killed by SIGKILL",)
+    assert workers.pids() == {}
+
+
+@both
+def test_stopping_ends_workers_that_do_not_listen_and_others_may_follow(
+    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: None, warm: bool
+) -> None:
+    workers.start(place(), [str(script), str(tmp_path), "stubborn"], warm=warm)
+    pids = [int(told(tmp_path, rank)[-1]) for rank in (2, 3)]
+    workers.stop(1)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert workers.poll() is None
+    for rank in (2, 3):
+        (tmp_path / str(rank)).unlink()
+    workers.start(place(1, round=2, first=0), [str(script), str(tmp_path), "done"], warm=warm)
+    assert told(tmp_path, 0)[2] == "1"
+    assert outcome(workers) == Outcome(())
+
+
+def test_stopping_nothing_is_nothing(workers: WorkerSet) -> None:
+    workers.stop()
+    assert workers.poll() is None and workers.pids() == {}

@@ -1,0 +1,112 @@
+"""The control page: a stop is seen by all workers or taken back."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from scalai.runtime.control import MAX_WORKERS, ControlPage
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> ControlPage:
+    page = ControlPage(tmp_path / "control", create=True)
+    page.clear()
+    return page
+
+
+@pytest.fixture
+def worker(agent: ControlPage, tmp_path: Path) -> ControlPage:
+    return ControlPage(tmp_path / "control")
+
+
+def test_nobody_has_made_a_step_and_there_is_no_stop(
+    agent: ControlPage, worker: ControlPage
+) -> None:
+    assert agent.newest_step(8) == -1
+    assert not worker.must_stop(0) and not worker.must_stop(10**9)
+
+
+def test_the_newest_step_is_that_of_the_furthest_worker_of_the_round(
+    agent: ControlPage, worker: ControlPage
+) -> None:
+    for local_rank, step in enumerate([4, 7, 5, 99]):
+        worker.report(local_rank, step)
+    assert agent.newest_step(3) == 7
+    assert agent.newest_step(0) == -1
+
+
+def test_the_last_possible_worker_has_a_cell(agent: ControlPage, worker: ControlPage) -> None:
+    worker.report(MAX_WORKERS - 1, 3)
+    assert agent.newest_step(MAX_WORKERS) == 3
+
+
+def test_a_worker_below_the_stop_goes_on(agent: ControlPage, worker: ControlPage) -> None:
+    agent.prepare(5)
+    assert not worker.must_stop(4)
+
+
+def test_a_worker_waits_at_a_prepared_stop_and_leaves_at_the_word(
+    agent: ControlPage, worker: ControlPage
+) -> None:
+    agent.prepare(5)
+    answers: list[bool] = []
+    waiting = threading.Thread(target=lambda: answers.append(worker.must_stop(5)))
+    waiting.start()
+    agent.agree(5)
+    waiting.join(30)
+    assert answers == [True]
+
+
+def test_a_stop_that_is_taken_back_lets_the_waiting_worker_go_on(
+    agent: ControlPage, worker: ControlPage
+) -> None:
+    agent.prepare(5)
+    answers: list[bool] = []
+    waiting = threading.Thread(target=lambda: answers.append(worker.must_stop(5)))
+    waiting.start()
+    agent.withdraw()
+    waiting.join(30)
+    assert answers == [False]
+
+
+def test_a_later_stop_takes_the_place_of_an_earlier_one(
+    agent: ControlPage, worker: ControlPage
+) -> None:
+    agent.prepare(5)
+    answers: list[bool] = []
+    waiting = threading.Thread(target=lambda: answers.append(worker.must_stop(5)))
+    waiting.start()
+    agent.withdraw()
+    agent.prepare(7)
+    waiting.join(30)
+    assert answers == [False], "step 5 is below the new stop"
+    agent.agree(7)
+    assert worker.must_stop(7)
+
+
+def test_the_word_of_an_earlier_stop_does_not_hold_for_a_later_one(
+    agent: ControlPage, worker: ControlPage
+) -> None:
+    agent.prepare(5)
+    agent.agree(5)
+    agent.prepare(9)
+    assert not worker.must_stop(8)
+    assert not agent.has_reached_stop(0)
+
+
+def test_who_has_reached_the_stop_is_known(agent: ControlPage, worker: ControlPage) -> None:
+    agent.prepare(5)
+    worker.report(0, 5)
+    assert not agent.has_reached_stop(0), "nobody has agreed on it yet"
+    agent.agree(5)
+    worker.report(1, 4)
+    assert agent.has_reached_stop(0) and not agent.has_reached_stop(1)
+
+
+def test_a_new_round_knows_nothing_of_the_old_one(agent: ControlPage, worker: ControlPage) -> None:
+    agent.prepare(5)
+    agent.agree(5)
+    worker.report(0, 5)
+    agent.clear()
+    assert agent.newest_step(1) == -1 and not worker.must_stop(5)
