@@ -542,13 +542,13 @@ class Agent:
             bytes_remote=current.bytes_remote,
         )
 
-    def _stepped(self, answer: "Future[Json]", rank: int, step: int, modules: list[str]) -> None:
+    def _stepped(self, answer: "Future[Json]", rank: int, step: int, imports: Json) -> None:
         current = self._round
         assert current is not None
         answer.set_result(None)
         current.stepped.add(rank)
-        if modules and not self._is_warm:
-            path = write_preload(self._directory / "preload.json", modules)
+        if imports is not None and not self._is_warm:
+            path = write_preload(self._directory / "preload.json", imports)
             warm_up(str(path))
             self._is_warm = True
             self._background.submit(self._announce_warm)

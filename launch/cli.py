@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import secrets
 import sys
@@ -149,7 +150,8 @@ def _coordinator(arguments: argparse.Namespace) -> int:
         token = secrets.token_hex(32)
         print(f"export {TOKEN_VARIABLE}={token}   # on every host, before scalai-run", flush=True)
     host, port = split_endpoint(arguments.listen)
-    return serve(spec, job_directory(spec), host, port, token.encode())
+    # Started by hand, before its agents: it waits for them as long as it takes.
+    return serve(spec, job_directory(spec), host, port, token.encode(), math.inf)
 
 
 if __name__ == "__main__":

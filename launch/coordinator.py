@@ -10,41 +10,25 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
 from scalai.core import membership as m
-from scalai.core.assignment import make_assign
-from scalai.core.choice import Choice, choose
-from scalai.core.collection import Collection, concatenate
-from scalai.core.degrees import parse_wish
 from scalai.core.errors import LayoutError, ProofError, UsageError
 from scalai.core.resize import active, advance, staying
+from scalai.launch.gathering import Gathering, Restored
 from scalai.launch.generations import Generations, check_whole, deposit_name
 from scalai.launch.job import JobSpec
+from scalai.launch.roster import Agent, Roster
+from scalai.launch.sizing import Sizing
 from scalai.launch.timeline import Timeline
 from scalai.runtime.messages import Address, Peer, Server
 from scalai.store.manifest import HostManifest, manifest_from_message, manifest_message
 
 POLL_S = 1.0
-LOST_AFTER_S = 15.0
 Json = Any
-
-
-class _Agent:
-    """What the coordinator keeps of one connected agent."""
-
-    def __init__(self, peer: Peer, address: tuple[str, int]) -> None:
-        self.peer = peer
-        self.address = address
-        self.commands: list[dict[str, Json]] = []
-        self.sent = 0
-        self.heard_at = time.monotonic()
-        self.newest = 0
 
 
 class Coordinator:
@@ -55,34 +39,39 @@ class Coordinator:
         address: Where to listen: (interface, port), port 0 for a free one.
         token: The job's secret; who does not have it is not listened to.
         say: Takes log lines.
+        alone_s: How long it waits for a first or another agent before it ends.
     """
 
     def __init__(
-        self, spec: JobSpec, address: tuple[str, int], token: bytes, say: Callable[[str], None]
+        self,
+        spec: JobSpec,
+        address: tuple[str, int],
+        token: bytes,
+        say: Callable[[str], None],
+        alone_s: float = 60.0,
     ) -> None:
+        self._alone_s = alone_s
         self._spec = spec
-        self._limits, self._policy = spec.script.limits, spec.script.policy
+        self._sizing = Sizing(spec)
         self._say = say
         self._changed = threading.Condition()
-        self._agents: dict[str, _Agent] = {}
-        self._left: dict[str, _Agent] = {}
+        self._roster = Roster()
         self._generations = Generations()
         self._run = secrets.token_hex(4)  # so that deposits of two runs have different names
         self._source: int | None = None
         self._last_number = 0
         self._timeline = Timeline(spec.report_dir, self._log)
-        self._workers: int | None = None
-        self._wish: str | None = None
-        self._excluded: list[Choice] = []
         self._job = m.Job(
-            assign=self._assign(),
+            assign=self._sizing.assign(),
             settle_s=spec.settle_s,
             max_hosts=spec.max_hosts,
             failures_left=spec.max_restarts,
             has_durable_dir=spec.durable_dir is not None,
             is_elastic=spec.is_elastic,
         )
-        self._told: dict[str, dict[str, Json]] = {}
+        self._told = Gathering()
+        self._exit_code = 0
+        self._degrees_before: str | None = None
         self._store: TCPStore | None = None
         self._interface = address[0]
         self._server = Server(address, token, self._handle, self._gone)
@@ -92,25 +81,27 @@ class Coordinator:
         return self._server.address
 
     def run(self) -> int:
-        """Serve until the job has ended and every agent has been told. Returns the job's exit
-        code."""
+        """Serve until the job has ended and every agent has been told, or until nobody has been
+        there for long. Returns the job's exit code."""
+        alone_since = time.monotonic()
         while True:
             with self._changed:
                 self._changed.wait(0.1)
+                for host in self._roster.silent():
+                    self._lose(host)
                 now = time.monotonic()
-                for name, agent in list(self._agents.items()):
-                    if now - agent.heard_at > LOST_AFTER_S:
-                        self._lose(name, agent)
-                newest = max((a.newest for a in self._agents.values()), default=0)
-                self._feed(m.Ticked(now, newest))
-                waiting = [*self._agents.values(), *self._left.values()]
-                if self._job.phase is m.Phase.ENDED and not any(a.commands for a in waiting):
+                self._feed(m.Ticked(now, self._roster.newest()))
+                if self._job.phase is m.Phase.ENDED and not self._roster.has_commands():
+                    break
+                if self._roster.hosts():
+                    alone_since = now
+                elif now - alone_since > self._alone_s:
+                    self._exit_code = 1
+                    self._log(f"event=exit code=1 reason='no agent for {self._alone_s:.0f} s'")
                     break
         time.sleep(0.2)  # the last answers are on their way
         self._server.close()
         return self._exit_code
-
-    _exit_code = 0
 
     # ------------------------------------------------------------------ calls
 
@@ -132,17 +123,15 @@ class Coordinator:
 
     def _gone(self, peer: Peer) -> None:
         with self._changed:
-            for name, agent in list(self._agents.items()):
-                if agent.peer is peer:
-                    self._lose(name, agent)
-            self._left = {n: a for n, a in self._left.items() if a.peer is not peer}
+            for host in self._roster.left(peer):
+                self._lose(host)
             self._changed.notify_all()
 
-    def _lose(self, name: str, agent: _Agent) -> None:
-        del self._agents[name]
-        self._generations.forget(name)
-        self._timeline.begin(f"host {name} is lost")
-        self._feed(m.HostLost(name, self._generations.covered(), time.monotonic()))
+    def _lose(self, host: str) -> None:
+        self._roster.remove(host)
+        self._generations.forget(host)
+        self._timeline.begin(f"host {host} is lost")
+        self._feed(m.HostLost(host, self._generations.covered(), time.monotonic()))
 
     def _read_spec(self, peer: Peer) -> Json:
         return self._spec.to_json()
@@ -151,7 +140,7 @@ class Coordinator:
         self, peer: Peer, host: str, slots: int, address: list[Json], parts: list[Json],
         sealed: list[Json], spec: Json,
     ) -> Json:  # fmt: skip
-        if host in self._agents:
+        if host in self._roster:
             raise UsageError(
                 f"an agent of host {host!r} is already in job {self._spec.job!r}. "
                 "Give this one another --host-id, or stop the other."
@@ -165,15 +154,17 @@ class Coordinator:
             raise UsageError(f"job {self._spec.job!r} has ended. Start it anew.")
         manifests = [manifest_from_message(part, host) for part in parts]
         obsolete = [part.generation for part in manifests if self._is_obsolete(part)]
-        self._agents[host] = _Agent(peer, (str(address[0]), int(address[1])))
+        self._roster.add(host, Agent(peer, (str(address[0]), int(address[1]))))
         self._timeline.begin(f"host {host} joined")
         self._last_number = max([self._last_number, *(part.generation for part in manifests)])
         self._log(f"event=join host={host} slots={slots}")
         for part in manifests:
+            self._sizing.learn(part.about)
             if part.generation in obsolete or not self._generations.add(part):
                 self._command([host], command="drop", generation=part.generation)
                 manifests = [kept for kept in manifests if kept is not part]
         self._take_sealed(host, [manifest_from_message(part, host) for part in sealed])
+        self._job = m.replace_assign(self._job, self._sizing.assign())
         covered = self._generations.covered()
         has_parts = bool(manifests or covered)
         self._feed(m.HostJoined(host, slots, covered, has_parts, time.monotonic()))
@@ -213,17 +204,16 @@ class Coordinator:
             self._command(hosts, command="commit", generation=number, deposit=found)
 
     def _poll(self, peer: Peer, host: str, round: int, newest: int) -> Json:
-        agent = self._agents.get(host) or self._left.get(host)
+        agent = self._roster.find(host)
         if agent is None:
             raise UsageError(f"host {host!r} is not in the job (any more).")
-        agent.heard_at = time.monotonic()
+        agent.heard()
         if round == self._job.round:
             agent.newest = newest
-        if not agent.commands:
+        if not agent.has_commands:
             self._changed.wait(POLL_S)
-        agent.heard_at = time.monotonic()
-        commands, agent.commands = agent.commands, []
-        return commands
+        agent.heard()
+        return agent.take()
 
     def _tell(self, peer: Peer, host: str, event: str, **facts: Json) -> Json:
         handlers: Mapping[str, Callable[..., None]] = {
@@ -242,7 +232,7 @@ class Coordinator:
             "leaving": self._on_leaving,
             "slots": self._on_slots,
         }
-        if host not in self._agents:
+        if host not in self._roster:
             return None  # it was released or lost in between
         handlers[event](host, **facts)
         return None
@@ -261,7 +251,7 @@ class Coordinator:
             "workers": dict(job.current.workers) if job.current else {},
             "generation": newest.number if newest else None,
             "generation_step": newest.step if newest else None,
-            "step": max((a.newest for a in self._agents.values()), default=0),
+            "step": self._roster.newest(),
             "restarts_left": job.failures_left,
             "last_resize": self._timeline.reports[-1] if self._timeline.reports else None,
         }
@@ -269,27 +259,19 @@ class Coordinator:
     def _scale(
         self, peer: Peer, nproc: int | None, nnodes: int | None, degrees: str | None, dry_run: bool
     ) -> Json:
-        before = (self._workers, self._spec, self._wish)
-        self._workers = nproc
-        if nnodes is not None:
-            self._spec = self._spec.with_max_hosts(nnodes)
-        self._wish = degrees
-        assign = self._assign()
-        target = assign(
-            staying(self._job), self._job.current.degrees if self._job.current else None
-        )
-        if target is None or dry_run:
-            self._workers, self._spec, self._wish = before
+        assign = self._sizing.scaled(nproc, nnodes, degrees)
+        hosts = staying(self._job)
+        target = assign(hosts, self._job.current.degrees if self._job.current else None)
         if target is None:
             raise UsageError(
                 f"no valid degrees for --nproc {nproc} --nnodes {nnodes} --degrees {degrees} on "
-                f"the hosts "
-                f"{dict(staying(self._job))}. Run scalai-run --check-elastic for the worlds that "
-                f"are valid."
+                f"the hosts {dict(hosts)}. Run scalai-run --check-elastic for the worlds that are "
+                "valid."
             )
         if not dry_run:
+            self._sizing.rescale(nproc, nnodes, degrees)
             self._timeline.begin("scale")
-            self._feed(m.Rescaled(assign, time.monotonic()))
+            self._feed(m.Rescaled(assign, time.monotonic(), nnodes))
         return {
             "degrees": str(target.degrees),
             "workers": dict(target.workers),
@@ -310,7 +292,7 @@ class Coordinator:
         if part is not None:
             parts = self._generations.deposit(manifest_from_message(part, host))
         if reason == "stop":
-            self._told.setdefault("deposit", {})[host] = seconds
+            self._told.deposits[host] = seconds
             self._feed(m.Deposited(host, round))
             return
         hosts = tuple(sorted(active(self._job)))
@@ -337,68 +319,54 @@ class Coordinator:
     def _on_failed(self, host: str, round: int, reason: str, out_of_memory: bool = False) -> None:
         current = self._job.current
         if out_of_memory and current is not None and self._job.phase is m.Phase.STARTING:
-            failed = Choice(current.degrees, (), current.reason, current.micro_batch_size)
-            self._excluded.append(failed)
-            self._job = m.replace_assign(self._job, self._assign())
+            self._sizing.exclude(current)
+            self._job = m.replace_assign(self._job, self._sizing.assign())
             reason += f"; {current.degrees} is not tried again"
         self._timeline.begin(reason)
         self._feed(m.WorkersFailed(host, round, reason))
 
     def _on_published(self, host: str, round: int, tensors: list[Json]) -> None:
         """A host's workers have built their models and said what they hold."""
-        published = self._told.setdefault("published", {})
         if round != self._job.round:
             return
-        published[host] = tensors
-        if set(published) >= active(self._job):
-            names = {name for table in published.values() for name, *_ in table}
-            self._timeline.phase("relaunch", self._timeline.since("committed"), tensors=len(names))
-            self._command(active(self._job), command="expect", tensors=len(names))
+        self._told.tensors[host] = frozenset(name for name, *_ in tensors)
+        if set(self._told.tensors) >= active(self._job):
+            count = len(self._told.names())
+            self._timeline.phase("relaunch", self._timeline.since("committed"), tensors=count)
+            self._command(active(self._job), command="expect", tensors=count)
 
     def _on_grown(self, host: str, part: Json) -> None:
         """A host fetched what its workers need: it holds that from now on."""
         self._generations.add(manifest_from_message(part, host))
         self._job = m.replace_generations(self._job, self._generations.covered())
 
-    def _on_restored(
-        self, host: str, round: int, rows: Json, fingerprints: list[str], seconds: dict[str, float],
-        bytes_local: int, bytes_remote: int,
-    ) -> None:  # fmt: skip
+    def _on_restored(self, host: str, round: int, **told: Json) -> None:
         if round != self._job.round or self._source is None:
             return
-        told = self._told.setdefault("restored", {})
-        values = np.array([int(value, 16) for value in fingerprints], dtype=np.uint64)
-        told[host] = (Collection.from_json(rows), values, seconds, bytes_local, bytes_remote)
-        if not set(told) >= active(self._job):
+        self._told.restored[host] = Restored.from_json(**told)
+        if not set(self._told.restored) >= active(self._job):
             return
         for name in ("plan", "move", "restore"):
-            self._timeline.phase(name, max(entry[2][name] for entry in told.values()))
+            self._timeline.phase(name, self._told.slowest(name))
         self._timeline.note(
-            page_fault_s=max(entry[2].get("page_fault", 0.0) for entry in told.values()),
-            bytes_local=sum(entry[3] for entry in told.values()),
-            bytes_remote=sum(entry[4] for entry in told.values()),
+            page_fault_s=self._told.slowest("page_fault"),
+            bytes_local=sum(entry.bytes_local for entry in self._told.restored.values()),
+            bytes_remote=sum(entry.bytes_remote for entry in self._told.restored.values()),
         )
+        self._prove(self._source)
+
+    def _prove(self, number: int) -> None:
+        """Compare what was restored with what was deposited, and let the workers go on."""
         began = time.monotonic()
-        number = self._source
-        restored = concatenate([entry[0] for entry in told.values()])
+        rows, fingerprints = self._told.rows()
         try:
-            self._generations.prove(
-                number, restored, np.concatenate([entry[1] for entry in told.values()])
-            )
+            self._generations.prove(number, rows, fingerprints)
         except (ProofError, LayoutError) as error:
-            self._feed(
-                m.WorkersFailed(
-                    host, round, f"the restored state is not the deposited one: {error}"
-                )
-            )
+            reason = f"the restored state is not the deposited one: {error}"
+            self._feed(m.WorkersFailed("any", self._job.round, reason))
             return
-        hashing = max(entry[2]["proof"] for entry in told.values())
-        self._timeline.phase(
-            "proof",
-            hashing + time.monotonic() - began,
-            generation=number,
-            proven=len(restored.tensors),
-        )
+        took = self._told.slowest("proof") + time.monotonic() - began
+        self._timeline.phase("proof", took, generation=number, proven=len(rows.tensors))
         self._timeline.mark("proven")
         self._command(active(self._job), command="proceed")
 
@@ -430,11 +398,10 @@ class Coordinator:
             line.phase("detect", line.since("event"))
             line.mark("preparing")
         elif now is m.Phase.DRAINING:
-            self._told["deposit"] = {}
+            self._told.deposits.clear()
         elif now is m.Phase.COMMITTING:
-            told = self._told.get("deposit", {}).values()
-            deposit = max((seconds.get("deposit", 0.0) for seconds in told), default=0.0)
-            proof = max((seconds.get("deposit_proof", 0.0) for seconds in told), default=0.0)
+            deposit = self._told.slowest_deposit("deposit")
+            proof = self._told.slowest_deposit("deposit_proof")
             line.phase("drain", max(0.0, line.since("preparing") - deposit))
             line.phase("deposit", deposit, deposit_proof_s=round(proof, 6))
             line.mark("sealed")
@@ -492,15 +459,9 @@ class Coordinator:
         self._generations.commit(self._last_number, name)
         parts = self._generations.parts(self._last_number).values()
         self._timeline.note(bytes_deposited=sum(part.size_bytes for part in parts))
-        self._learn(next(iter(parts)).about)
+        self._sizing.learn(next(iter(parts)).about)
+        self._job = m.replace_assign(self._job, self._sizing.assign())
         return self._last_number
-
-    def _learn(self, about: Mapping[str, Json]) -> None:
-        """Take over limits that only the running script knew."""
-        padded = about.get("facts", {}).get("padded_vocab_size")
-        if padded is not None and padded != self._limits.padded_vocab_size:
-            self._limits = replace(self._limits, padded_vocab_size=padded)
-            self._job = m.replace_assign(self._job, self._assign())
 
     def _start(self, action: m.StartRound) -> None:
         assignment = action.assignment
@@ -531,7 +492,7 @@ class Coordinator:
         if action.generation is not None:
             for host, part in self._generations.parts(action.generation).items():
                 sources[host] = {
-                    "address": self._agents[host].address,
+                    "address": self._roster[host].address,
                     "part": manifest_message(part),
                 }
         first = 0
@@ -562,18 +523,19 @@ class Coordinator:
         """Leave behind what the earlier round left: its answers, steps, deposits and whatever was
         newer than the generation that the job goes on from."""
         self._source = action.generation
-        self._told["published"], self._told["restored"] = {}, {}
-        for agent in self._agents.values():
-            agent.newest = 0
-        self._command(self._agents, command="discard")
+        self._told = Gathering()
+        self._sizing.fulfil_wish()
+        self._job = m.replace_assign(self._job, self._sizing.assign())
+        everyone = self._roster.hosts()
+        for host in everyone:
+            self._roster[host].newest = 0
+        self._command(everyone, command="discard")
         self._generations.forget_deposits()
         for number in self._generations.go_back_to(action.generation):
-            self._command(self._agents, command="drop", generation=number)
+            self._command(self._roster.hosts(), command="drop", generation=number)
         if action.steps_lost:
             self._timeline.note(steps_lost=action.steps_lost)
             self._log(f"event=went_back steps_lost={action.steps_lost}")
-
-    _degrees_before: str | None = None
 
     def _release(self, action: m.Release) -> None:
         if self._job.phase is m.Phase.RUNNING and self._timeline.is_open:
@@ -584,33 +546,19 @@ class Coordinator:
             )
         if action.keep is not None:
             for number in self._generations.keep(action.keep):
-                self._command(self._agents, command="drop", generation=number)
+                self._command(self._roster.hosts(), command="drop", generation=number)
         for host in action.leaving:
             self._command(
                 [host], command="exit", code=0, reason="drained: the job goes on without this host"
             )
-            self._left[host] = self._agents.pop(host)
+            self._roster.release(host)
             self._generations.forget(host)
         if action.leaving:
             self._job = m.replace_generations(self._job, self._generations.covered())
 
     def _command(self, hosts: Iterable[str], **command: Json) -> None:
-        for host in hosts:
-            if host in self._agents:
-                self._agents[host].commands.append(command)
+        self._roster.command(hosts, command)
         self._changed.notify_all()
-
-    def _assign(self) -> m.Assign:
-        return make_assign(
-            choose,
-            self._limits,
-            self._policy,
-            min_hosts=self._spec.min_hosts,
-            max_hosts=self._spec.max_hosts,
-            max_workers=self._workers,
-            excluded=self._excluded,
-            requested=parse_wish(self._wish) if self._wish else None,
-        )
 
     def _log(self, text: str) -> None:
         newest = self._job.newest_generation

@@ -16,12 +16,15 @@ from scalai.launch.logs import configure
 log = logging.getLogger("scalai.coordinator")
 
 
-def serve(spec: JobSpec, folder: Path, host: str, port: int, token: bytes) -> int:
-    """Be the coordinator of a job until it ends. Returns the job's exit code."""
+def serve(
+    spec: JobSpec, folder: Path, host: str, port: int, token: bytes, alone_s: float = 60.0
+) -> int:
+    """Be the coordinator of a job until it ends, or nobody has been there for ``alone_s``. Returns
+    the job's exit code."""
     # Whoever stops an agent by a signal to its group must not end the job's coordinator with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    coordinator = Coordinator(spec, (host, port), token, log.info)
+    coordinator = Coordinator(spec, (host, port), token, log.info, alone_s)
     address = coordinator.address
     assert not isinstance(address, str)
     write_card(folder, (host, address[1]), token)

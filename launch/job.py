@@ -1,7 +1,7 @@
 """What a job is: the same for all its agents, and what the coordinator decides by."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +109,6 @@ class JobSpec:
         if not self.is_elastic:
             return ScriptFacts(self.config.model, self.config.policy())
         return read_script(self.options, self.config)
-
-    def with_max_hosts(self, hosts: int) -> "JobSpec":
-        return replace(self, options=replace(self.options, max_nodes=hosts))
 
     def difference(self, other: "JobSpec") -> str | None:
         """Say in what another agent's job differs from this one, None where it is the same."""

@@ -84,7 +84,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         job=DEFAULT_JOB if flags.rdzv_id == _TORCH_NO_JOB else flags.rdzv_id,
-        coordinator=_coordinator(flags, max_nodes),
+        coordinator=_coordinator(flags),
         is_module=flags.module,
         elastic=flags.elastic if elastic_in_script is None else elastic_in_script,
         is_check=flags.check_elastic,
@@ -209,13 +209,15 @@ def _node_range(nnodes: str) -> tuple[int, int]:
     return least, most
 
 
-def _coordinator(flags: argparse.Namespace, max_nodes: int) -> str | None:
+def _coordinator(flags: argparse.Namespace) -> str | None:
     if flags.standalone:
         return None
     if flags.rdzv_endpoint:
         return str(flags.rdzv_endpoint)
     # torchrun's static rendezvous: node 0 is at --master-addr, and here it runs the coordinator.
-    if max_nodes > 1 or flags.master_port is not None:
+    # Without either flag all agents are on this machine, and find it by the job's name.
+    is_named = flags.master_addr not in ("127.0.0.1", "localhost")
+    if is_named or flags.master_port is not None:
         return f"{flags.master_addr}:{flags.master_port or DEFAULT_MASTER_PORT}"
     return None
 

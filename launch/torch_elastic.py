@@ -186,6 +186,8 @@ class WorkerSet(LocalElasticAgent):
         if self._is_up:
             self._shutdown(signal.SIGTERM, timeout_s)
         self._is_up = False
+        # Its queues hold named semaphores, which go with the last reference and not with _exit.
+        self._pcontext = None
 
     def pids(self) -> dict[int, int]:
         """Process numbers by local rank."""

@@ -21,7 +21,9 @@ def preload(path: Path) -> None:
     """Import what the file lists (``modules``), from where its workers imported it
     (``sys_path``)."""
     order = json.loads(path.read_text())
-    sys.path[:0] = [entry for entry in order["sys_path"] if entry not in sys.path]
+    # The order matters: a framework may lie beside the script and be installed as well.
+    others = [entry for entry in sys.path if entry not in order["sys_path"]]
+    sys.path[:] = [*order["sys_path"], *others]
     hooks.install()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -171,10 +171,12 @@ class SlotsChanged:
 
 @dataclass(frozen=True, slots=True)
 class Rescaled:
-    """A person said ``scalai scale``: the limits inside ``assign`` changed."""
+    """A person said ``scalai scale``: the limits inside ``assign`` changed, and perhaps how many
+    hosts there may be (None: as before)."""
 
     assign: Assign
     at: float
+    max_hosts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,7 +298,7 @@ def _slots_changed(event: SlotsChanged, job: Job) -> Result:
 
 @_on.register
 def _rescaled(event: Rescaled, job: Job) -> Result:
-    job = replace(job, assign=event.assign)
+    job = replace(job, assign=event.assign, max_hosts=event.max_hosts or job.max_hosts)
     return _consider(job) if job.phase in RESIZABLE else (job, ())
 
 

@@ -238,7 +238,7 @@ class Session:
         if not self._has_stepped:
             self._has_stepped = True
             self._agent.call(
-                "stepped", rank=self._rank, step=self.step, modules=_modules(self._local_rank)
+                "stepped", rank=self._rank, step=self.step, imports=_imports(self._local_rank)
             )
             self._map_next_deposit()
         self._page.report(self._local_rank, self.step)
@@ -377,13 +377,14 @@ def _round() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
 
 
-def _modules(local_rank: int) -> list[str]:
-    """Name what this script has imported, for the fork server of later rounds. One worker a host
-    tells."""
+def _imports(local_rank: int) -> Mapping[str, Sequence[str]] | None:
+    """Tell what this script has imported and from where, for the fork server of later rounds. One
+    worker a host tells."""
     if local_rank != 0:
-        return []
-    return [
+        return None
+    modules = [
         name
         for name, module in list(sys.modules.items())
         if getattr(module, "__spec__", None) is not None and not name.startswith("__")
     ]
+    return {"modules": modules, "sys_path": sys.path}
