@@ -1,0 +1,262 @@
+"""A GPT that changes its layout four times while it trains, beside one that never does.
+
+    python examples/demo.py [--data FILE]
+
+Two hosts start, one leaves, another joins, then the job is scaled to 3 ranks and to 1. Every change
+takes other degrees of tensor, pipeline and data parallelism; the state goes from memory to memory.
+The losses must be those of a run that nobody interrupts. Hosts are agents on this machine.
+
+Exit codes: 0 all checks hold, 1 the demonstration failed, 4 a check does not hold.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+
+from demo_hosts import DemoError, Hosts, no_process_left
+from demo_picture import draw
+from demo_story import ORDINARY_STEPS, STORY, Change, Resize, Run, check, read_resize, read_run
+from demo_words import (
+    change_line,
+    check_lines,
+    end_line,
+    introduction,
+    phase_table,
+)
+
+from scalai.core.errors import ScalaiError
+from scalai.launch.generations import fingerprints
+from scalai.store.manifest import load_generation
+from scalai.store.places import find_generations
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+STEPS_BETWEEN = 20
+"""Steps to train before the next change."""
+MOST_STEPS = 1000
+"""The schedule of the learning rate is made for so many; the story ends long before."""
+SETTLE_S = (3.0, 15.0, 60.0)
+"""Hosts that start within this time start together. On a loaded machine it may take another try."""
+RESUMABLE = 75
+
+
+class StartedApart(Exception):
+    """One host was ready long before the other, so that the job began without it."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="text to train on (default: Python's own docs)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "build" / "demo",
+        help="folder for everything, emptied first (default: %(default)s)",
+    )
+    options = parser.parse_args()
+    if options.data is not None and not options.data.is_file():
+        parser.error(f"--data {options.data} is not a file.")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    try:
+        return demonstrate(options.data, options.out)
+    except (DemoError, ScalaiError) as error:
+        print(f"\nThe demonstration failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nStopped; every process is ended and the store removed.", file=sys.stderr)
+        return 1
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def demonstrate(data: Path | None, out: Path) -> int:
+    """Train twice, compare, print and draw. Returns the exit code."""
+    began = time.monotonic()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    memory = Path("/dev/shm")
+    store = Path(tempfile.mkdtemp(prefix="scalai-demo-", dir=memory if memory.is_dir() else None))
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, store, ignore_errors=True)
+        stack.enter_context(no_process_left())
+        print(introduction(data), flush=True)
+        elastic = _elastic(store, out, data)
+        print(f"\n  Now {elastic.run.last_step} steps without any change ...\n", flush=True)
+        reference = Training("reference", store, out, data, steps=elastic.run.last_step)
+        reference.train_to_the_end()
+    resizes = elastic.resizes()
+    checks = check(
+        elastic.run, reference.run, resizes, (elastic.first, reference.first), elastic.saved_step()
+    )
+    picture = draw(elastic.run, reference.run, resizes, STORY, out / "scalai-demo.png")
+    print(phase_table(elastic.run, resizes, STORY))
+    print(check_lines(checks))
+    print(f"\n  picture   {picture}\n  took      {time.monotonic() - began:.0f} s")
+    return 0 if all(one.is_kept for one in checks) else 4
+
+
+class Training:
+    """One training: its job, its hosts and what it writes down."""
+
+    def __init__(
+        self,
+        name: str,
+        store: Path,
+        out: Path,
+        data: Path | None,
+        *,
+        steps: int = MOST_STEPS,
+        workers_per_host: int = 4,
+        settle_s: float = 0.0,
+    ) -> None:
+        self._name, self._store, self._folder = name, store, out / name
+        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(store / name, ignore_errors=True)
+        (self._folder / "metrics").mkdir(parents=True)
+        self._script = [
+            str(ROOT / "examples" / "train_gpt.py"),
+            *("--steps", str(steps), "--lr-decay-steps", str(MOST_STEPS)),
+            *("--metrics", str(self._folder / "metrics")),
+            *(("--data", str(data.resolve())) if data else ()),
+        ]
+        self._flags = [
+            *("--nnodes", "1:2", "--nproc-per-node", str(workers_per_host), "--job", name),
+            # Port 0: any free one; agents on one machine find their coordinator by the job's name.
+            *("--coordinator", "127.0.0.1:0", "--max-restarts", "0"),
+            *("--store-dir", str(store), "--durable-dir", str(self._folder / "saved")),
+            *("--report-dir", str(self._folder / "reports"), "--settle-s", str(settle_s)),
+            *("--elastic", str(ROOT / "configs" / "elastic_gpt_tiny.toml")),
+        ]
+        self.hosts = Hosts(self._agent, self._folder / "logs")
+        self.first: Mapping[str, int] = {}
+
+    def _agent(self, host: str) -> Sequence[str]:
+        return [str(SCRIPTS / "scalai-run"), "--host-id", host, *self._flags, *self._script]
+
+    @property
+    def run(self) -> Run:
+        """What the training has written down by now."""
+        metrics = self._folder / "metrics"
+        return read_run(_text(metrics / "loss.jsonl"), _text(metrics / "samples.jsonl"))
+
+    def resizes(self) -> list[Resize]:
+        """Return the reports of all rounds by now, in order."""
+        paths = sorted((self._folder / "reports").glob("*.json"))
+        reports = [json.loads(path.read_text()) for path in paths]
+        return [read_resize(report) for report in reports if "after" in report]
+
+    def wait_for_round(self, number: int) -> Resize:
+        """Wait until the round that follows ``number`` - 1 changes has made its first step."""
+
+        def look() -> Resize | None:
+            resizes = self.resizes()
+            return resizes[number - 1] if len(resizes) >= number else None
+
+        return self.hosts.wait_for(f"round {number} of the {self._name} run", look)
+
+    def wait_for_step(self, step: int) -> None:
+        self.hosts.wait_for(
+            f"step {step} of the {self._name} run",
+            lambda: True if self.run.last_step >= step else None,
+        )
+
+    def keep_first_generation(self, hosts: int) -> None:
+        """Read what the store of each host says of the state at the start."""
+
+        def look() -> Mapping[str, int] | None:
+            parts = find_generations(self._store / self._name).get(1, [])
+            return fingerprints(load_generation(parts).hosts) if len(parts) == hosts else None
+
+        self.first = self.hosts.wait_for("the state at the start", look)
+
+    def scale(self, workers: int) -> None:
+        """Run ``scalai scale``."""
+        command = [str(SCRIPTS / "scalai"), "scale", "--job", self._name]
+        command += ["--store-dir", str(self._store), "--nproc", str(workers)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise DemoError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+
+    def saved_step(self) -> int:
+        """Return the step of the newest state in the durable directory, -1 where there is none."""
+        saved = find_generations(self._folder / "saved" / self._name)
+        return load_generation(saved[max(saved)]).step if saved else -1
+
+    def train_to_the_end(self) -> None:
+        """Train on one host, without any change, until the script ends."""
+        self.hosts.start("r")
+        self.wait_for_round(1)
+        self.keep_first_generation(hosts=1)
+        self.hosts.wait_for_end("r", 0)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _elastic(store: Path, out: Path, data: Path | None) -> Training:
+    """Carry out the story; return the training when its last host has left."""
+    for settle_s in SETTLE_S:
+        with no_process_left():
+            training = Training("elastic", store, out, data, workers_per_host=2, settle_s=settle_s)
+            try:
+                _tell(training)
+            except StartedApart:
+                print("  The hosts did not start together: once more, with more patience.")
+                continue
+            return training
+    raise DemoError(f"the two hosts did not start within {SETTLE_S[-1]:.0f} s of each other.")
+
+
+def _tell(training: Training) -> None:
+    for number, change in enumerate(STORY, start=1):
+        _begin(change, training)
+        resize = training.wait_for_round(number)
+        if change.kind == "start":
+            if resize.degrees != change.degrees:
+                raise StartedApart
+            training.keep_first_generation(hosts=2)
+        if change.kind == "leave":
+            training.hosts.wait_for_end(change.host, 0)
+        # How long the training stood still is known once some ordinary steps are done.
+        training.wait_for_step(resize.step + ORDINARY_STEPS + 1)
+        print(change_line(change, resize, training.run), flush=True)
+        training.wait_for_step(resize.step + STEPS_BETWEEN)
+    # Hosts that have no workers just go; the last one leaves the state on disk.
+    for host in sorted(training.hosts.names, key=lambda host: host in resize.workers):
+        training.hosts.tell_to_leave(host)
+        training.hosts.wait_for_end(host, RESUMABLE if host in resize.workers else 0)
+    print(end_line(training.run), flush=True)
+
+
+def _begin(change: Change, training: Training) -> None:
+    """Make the change happen; it goes on while this returns."""
+    match change.kind:
+        case "start":
+            training.hosts.start("a")
+            training.hosts.start("b")
+        case "leave":
+            training.hosts.tell_to_leave(change.host)
+        case "join":
+            training.hosts.start(change.host)
+        case "scale":
+            training.scale(change.workers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""What the demonstration prints: values in, text out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from demo_story import NO_PAUSE, PHASES, Change, Check, Resize, Run, pause_s
+
+_WIDTH = 12
+
+
+def introduction(data: Path | None) -> str:
+    """Return what is about to happen, and the head of the lines that follow."""
+    text = "the documentation texts of Python itself" if data is None else str(data)
+    return f"""\
+Scalai: a GPT changes its layout while it trains
+
+  text      {text}, a token a byte
+  model     4 layers, 4 heads, fp32, no dropout; global batch 12
+  hosts     a and b, later c: three agents on this machine
+  state     in memory from the first step to the last
+
+   step  change                       degrees                  training paused"""
+
+
+def change_line(change: Change, resize: Resize, run: Run) -> str:
+    """Return one line of the story, after the change."""
+    paused = f"{pause_s(run, resize):5.1f} s" if resize.step else ""
+    degrees = f"{resize.degrees} on {resize.world}"
+    return f"{resize.step:>7}  {change!s:27}  {degrees:25}{paused}".rstrip()
+
+
+def end_line(run: Run) -> str:
+    return f"{run.last_step:>7}  all hosts leave              the state is saved to disk"
+
+
+def phase_table(run: Run, resizes: Sequence[Resize], story: Sequence[Change]) -> str:
+    """Return the seconds of each phase, a column a change."""
+    columns = list(zip(story, resizes, strict=False))[1:]
+    lines = [_row("  seconds", [change.label for change, _ in columns])]
+    for phase in PHASES:
+        mark = " *" if phase in NO_PAUSE else ""
+        values = [f"{resize.seconds[phase]:.3f}" for _, resize in columns]
+        lines.append(_row("    " + phase.replace("_", " ") + mark, values))
+    paused = [f"{pause_s(run, resize):.3f}" for _, resize in columns]
+    moved = [f"{resize.bytes_moved / 1e6:.1f}" for _, resize in columns]
+    lines += [_row("  training paused", paused), _row("  state moved, MB", moved)]
+    return "\n".join([*lines, "  * the old workers still train\n"])
+
+
+def _row(name: str, values: Sequence[str]) -> str:
+    return f"{name:22}" + "".join(f"{value:>{_WIDTH}}" for value in values)
+
+
+def check_lines(checks: Sequence[Check]) -> str:
+    """Return the verdicts, a line each."""
+    width = max(len(one.promise) for one in checks)
+    return "\n".join(
+        f"  {'✓' if one.is_kept else '✗'} {one.promise:{width}}  {one.found}" for one in checks
+    )
