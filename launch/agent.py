@@ -21,21 +21,20 @@ from scalai.core.collection import Collection, concatenate
 from scalai.core.errors import PeerError, ScalaiError, UsageError
 from scalai.launch.arguments import worker_arguments
 from scalai.launch.data_plane import DataPlaneServer
+from scalai.launch.deposits import Deposits
 from scalai.launch.durable import adopt, newest_durable
 from scalai.launch.generations import deposit_name
 from scalai.launch.job import JobSpec
 from scalai.launch.mover import Restore, prepare_restore
 from scalai.launch.places import Place
-from scalai.launch.round import DepositUnderWay, Published, Round, answers, keep_longest
+from scalai.launch.round import Published, Round, answers, keep_longest
 from scalai.launch.torch_elastic import Outcome, Placement, WorkerSet, wait_until_warm, warm_up
 from scalai.launch.warm import write_preload
 from scalai.runtime.control import MAX_WORKERS, ControlPage
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.messages import Channel, Peer, Server
-from scalai.store.deposit import Deposit
 from scalai.store.host import HostStore
 from scalai.store.manifest import manifest_message
-from scalai.store.orders import RankDeposit
 
 Json = Any
 TICK_S = 0.1
@@ -79,6 +78,7 @@ class Agent:
         self._workers = workers
         self._round: Round | None = None
         self._exit: int | None = None
+        self._deposits = Deposits(self._store, self._tell, self._in_background)
         self._callers: dict[Peer, tuple[Round, int]] = {}
         self._unanswered: set[Future[Json]] = set()
         self._leaving_at: float | None = None
@@ -302,7 +302,7 @@ class Agent:
     def _expect(self, tensors: int) -> None:
         if self._round is not None:
             self._round.tensors = tensors
-            self._give_orders()
+            self._deposits.give_orders(self._round)
 
     def _proceed(self) -> None:
         if self._round is not None:
@@ -342,7 +342,7 @@ class Agent:
                 self._store.commit(sealed, generation)
         reached("committed")
         self._tell("committed", generation=generation)
-        self._reserve()
+        self._deposits.reserve(self._round)
 
     def _discard(self) -> None:
         """Give up what was sealed and not committed: the job goes on without it."""
@@ -380,7 +380,7 @@ class Agent:
     def _drop(self, generation: int) -> None:
         if generation in self._store.generations():
             self._store.drop(generation)
-        self._reserve()
+        self._deposits.reserve(self._round)
 
     def _save(self, generation: int) -> None:
         folder = self._spec.durable_dir
@@ -409,11 +409,12 @@ class Agent:
 
     def _on_worker(self, peer: Peer, method: str, arguments: Mapping[str, Json]) -> Json:
         """Hand a worker's call to the loop and wait for the answer, in the connection's thread."""
+        deposits = self._deposits
         calls: Mapping[str, Callable[..., None]] = {
             "publish": self._publish,
-            "await_slot": self._await_slot,
-            "begin_deposit": self._begin_deposit,
-            "deposited": self._deposited,
+            "await_slot": lambda answer, rank: deposits.await_slot(self._round, answer, rank),
+            "begin_deposit": lambda answer, **told: deposits.begin(self._now(), answer, **told),
+            "deposited": lambda answer, **told: deposits.deposited(self._now(), answer, **told),
             "restored": self._restored,
             "stepped": self._stepped,
             "finished": self._finished,
@@ -438,6 +439,11 @@ class Agent:
 
         self._events.put(deliver)
         return answer.result()
+
+    def _now(self) -> Round:
+        """Return the round that a worker speaks of: ``_is_current`` was asked."""
+        assert self._round is not None
+        return self._round
 
     def _is_current(self, peer: Peer) -> bool:
         """Whether a worker of the present round is at the other end: words of earlier ones may
@@ -472,8 +478,7 @@ class Agent:
         self, answer: "Future[Json]", rank: int, is_restoring: bool, held: Json, wanted: Json,
         facts: Mapping[str, Json],
     ) -> None:  # fmt: skip
-        current = self._round
-        assert current is not None
+        current = self._now()
         current.published[rank] = Published(
             Collection.from_json(held), Collection.from_json(wanted), is_restoring, answer
         )
@@ -489,7 +494,7 @@ class Agent:
         else:
             for entry in current.published.values():
                 entry.answer.set_result(None)
-            self._reserve()
+            self._deposits.reserve(self._round)
 
     def _prepare_restore(self, current: Round) -> None:
         wants = {rank: entry.wanted for rank, entry in current.published.items()}
@@ -505,8 +510,7 @@ class Agent:
             self._tell("grown", part=manifest_message(restore.grown))
 
     def _restore_prepared(self, restore: Restore) -> None:
-        current = self._round
-        assert current is not None
+        current = self._now()
         current.seconds |= {"plan": restore.plan_s, "move": restore.move_s}
         current.bytes_local, current.bytes_remote = restore.bytes_local, restore.bytes_remote
         self._tell_grown(restore)
@@ -521,8 +525,7 @@ class Agent:
         seconds: Mapping[str, float],
         note: str,
     ) -> None:
-        current = self._round
-        assert current is not None
+        current = self._now()
         if rank == current.command["first_rank"]:
             log.info("round=%d %s", current.number, note)
         current.restored[rank] = ({"fingerprints": fingerprints, "seconds": seconds}, answer)
@@ -543,8 +546,7 @@ class Agent:
         )
 
     def _stepped(self, answer: "Future[Json]", rank: int, step: int, imports: Json) -> None:
-        current = self._round
-        assert current is not None
+        current = self._now()
         answer.set_result(None)
         current.stepped.add(rank)
         if imports is not None and not self._is_warm:
@@ -554,7 +556,7 @@ class Agent:
             self._background.submit(self._announce_warm)
         if current.is_complete(current.stepped):
             self._tell("stepped", round=current.number)
-            self._reserve()
+            self._deposits.reserve(self._round)
 
     @staticmethod
     def _announce_warm() -> None:
@@ -563,8 +565,7 @@ class Agent:
         log.info("event=warm took_s=%.1f: later workers start from here", time.monotonic() - began)
 
     def _finished(self, answer: "Future[Json]", rank: int, step: int) -> None:
-        current = self._round
-        assert current is not None
+        current = self._now()
         answer.set_result(None)
         current.finished.add(rank)
 
@@ -585,162 +586,7 @@ class Agent:
         if current.is_complete(current.finished):
             self._tell("finished", round=current.number)
         else:
-            self._seal_if_complete()
-
-    # ------------------------------------------------------------------ deposits
-
-    def _reserve(self) -> None:
-        """Make the next deposit's files beside the training, once the store has room for them."""
-        current = self._round
-        if current is None or not current.is_complete(current.published):
-            return
-        is_first = not current.is_restoring and current.deposit is None and not current.stepped
-        if (
-            current.reserved is not None
-            or current.is_reserving
-            or (
-                not is_first
-                and (not current.is_complete(current.stepped) or len(self._store.generations()) > 1)
-            )
-        ):
-            return
-        current.is_reserving = True
-        held = current.held()
-
-        def reserved(deposit: Deposit) -> None:
-            current.reserved, current.is_reserving = deposit, False
-            self._give_slots(current)
-            self._give_orders()
-            self._seal_if_complete()
-
-        self._in_background(
-            lambda: self._store.reserve(held),
-            reserved,
-            "making room for a deposit",
-            self._store.discard,
-        )
-
-    def _await_slot(self, answer: "Future[Json]", rank: int) -> None:
-        """A worker wants to map its file of the next deposit, once it is there."""
-        if self._round is None or rank not in self._round.ranks:
-            answer.set_result(None)
-            return
-        self._round.slot_waiters.append((rank, answer))
-        self._give_slots(self._round)
-
-    @staticmethod
-    def _give_slots(current: Round) -> None:
-        if current.reserved is not None and current.deposit is None:
-            for rank, answer in current.slot_waiters:
-                answer.set_result(current.reserved.orders[rank].to_json())
-            current.slot_waiters.clear()
-
-    def _begin_deposit(self, answer: "Future[Json]", rank: int, reason: str, step: int) -> None:
-        current = self._round
-        assert current is not None
-        if current.deposit is None:
-            current.deposit = DepositUnderWay(reason, step)
-        elif current.deposit.step != step:
-            # The others still write what this rank has written: its next deposit comes after it.
-            current.postponed.append(lambda: self._begin_deposit(answer, rank, reason, step))
-            return
-        current.deposit.waiting[rank] = answer
-        self._reserve()
-        self._give_orders()
-
-    def _give_orders(self) -> None:
-        """Answer the workers that wait for their order, once the files and the job's tensor count
-        are there."""
-        current = self._round
-        if current is None or current.deposit is None:
-            return
-        if current.reserved is None or current.tensors is None:
-            return
-        for rank, answer in list(current.deposit.waiting.items()):
-            del current.deposit.waiting[rank]
-            answer.set_result(current.reserved.orders[rank].to_json())
-
-    def _deposited(
-        self, answer: "Future[Json]", rank: int, part: Json, consumed_samples: int,
-        seconds: Mapping[str, float],
-    ) -> None:  # fmt: skip
-        current = self._round
-        assert current is not None and current.deposit is not None
-        if current.is_draining and current.deposit.reason == "stop":
-            current.deposit.done[rank] = answer
-        else:
-            answer.set_result(None)
-        current.deposit.report(rank, RankDeposit.from_json(part))
-        keep_longest(current.deposit.seconds, seconds)
-        current.deposit.consumed_samples = consumed_samples
-        self._seal_if_complete()
-
-    def _seal_if_complete(self) -> None:
-        current = self._round
-        assert current is not None
-        under_way, deposit = current.deposit, current.reserved
-        written = set(under_way.parts) if under_way else set()
-        if not current.is_complete(written | current.lost):
-            return
-        if not written and current.is_draining:
-            self._tell_sealed(current, None)
-        if not written or under_way is None or under_way.is_sealing:
-            return
-        if under_way.reason != "stop" and current.lost - written:
-            return  # the round has failed
-        assert deposit is not None, "who has written had an order"
-        under_way.hand_over(current.lost, deposit)
-        if not under_way.is_handed_over:
-            return
-        under_way.is_sealing = True
-        for answer in under_way.done.values():
-            answer.set_result(None)
-        reached("seal")
-        about = {
-            "deposit": f"{current.command['run']}-{current.number}-{under_way.step}",
-            "consumed_samples": under_way.consumed_samples,
-            "degrees": current.command["degrees"],
-            "world_size": current.command["world_size"],
-            "tensors": current.tensors,
-            "facts": current.facts,
-            "time": time.time(),
-        }
-
-        def seal() -> Json:
-            began = time.monotonic()
-            manifest = self._store.seal(
-                deposit,
-                step=under_way.step,
-                about=about,
-                parts=under_way.parts,
-                taken_over=under_way.taken_over,
-            )
-            log.info("event=seal step=%d took_s=%.3f", under_way.step, time.monotonic() - began)
-            return manifest_message(manifest)
-
-        def sealed(part: Json) -> None:
-            reached("sealed")
-            self._tell_sealed(current, part)
-            current.reserved, current.deposit = None, None
-            postponed, current.postponed = current.postponed, []
-            for again in postponed:
-                again()
-
-        self._in_background(
-            seal, sealed, "sealing the deposit", lambda part: self._store.discard(deposit)
-        )
-
-    def _tell_sealed(self, current: Round, part: Json) -> None:
-        """Tell of a deposit; ``part`` None: nobody lived to write."""
-        under_way = current.deposit or DepositUnderWay("stop", 0)
-        if current.has_sealed:
-            return
-        current.has_sealed = under_way.reason == "stop"
-        current.give_up_at = None
-        self._tell(
-            "sealed", round=current.number, reason=under_way.reason, part=part,
-            seconds=under_way.seconds,
-        )  # fmt: skip
+            self._deposits.seal_if_complete(current)
 
 
 def _write_secret(path: Path, secret: bytes) -> None:

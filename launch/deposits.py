@@ -1,0 +1,194 @@
+"""The agent's part in a deposit: room for it beside the training, who writes what, and the seal."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from scalai.launch.round import DepositUnderWay, Round, keep_longest
+from scalai.runtime.failpoints import reached
+from scalai.store.deposit import Deposit
+from scalai.store.host import HostStore
+from scalai.store.manifest import manifest_message
+from scalai.store.orders import RankDeposit
+
+Json = Any
+
+log = logging.getLogger(__name__)
+
+
+class Background(Protocol):
+    """Runs work beside the agent's loop; see ``Agent``."""
+
+    def __call__(
+        self,
+        work: Callable[[], Any],
+        then: Callable[[Any], None],
+        what: str,
+        too_late: Callable[[Any], None] = ...,
+    ) -> None: ...
+
+
+class Deposits:
+    """Deposits of one host's workers, of any round. Only the agent's own thread calls it.
+
+    Args:
+        store: This host's.
+        tell: Tells the coordinator of an event.
+        in_background: Runs what blocks.
+    """
+
+    def __init__(
+        self, store: HostStore, tell: Callable[..., None], in_background: Background
+    ) -> None:
+        self._store, self._tell, self._in_background = store, tell, in_background
+
+    def reserve(self, current: Round | None) -> None:
+        """Make the next deposit's files beside the training, once the store has room for them."""
+        if current is None or not current.is_complete(current.published):
+            return
+        is_first = not current.is_restoring and current.deposit is None and not current.stepped
+        if (
+            current.reserved is not None
+            or current.is_reserving
+            or (
+                not is_first
+                and (not current.is_complete(current.stepped) or len(self._store.generations()) > 1)
+            )
+        ):
+            return
+        current.is_reserving = True
+        held = current.held()
+
+        def reserved(deposit: Deposit) -> None:
+            current.reserved, current.is_reserving = deposit, False
+            self._give_slots(current)
+            self.give_orders(current)
+            self.seal_if_complete(current)
+
+        self._in_background(
+            lambda: self._store.reserve(held),
+            reserved,
+            "making room for a deposit",
+            self._store.discard,
+        )
+
+    def await_slot(self, current: Round | None, answer: "Future[Json]", rank: int) -> None:
+        """A worker wants to map its file of the next deposit, once it is there."""
+        if current is None or rank not in current.ranks:
+            answer.set_result(None)
+            return
+        current.slot_waiters.append((rank, answer))
+        self._give_slots(current)
+
+    @staticmethod
+    def _give_slots(current: Round) -> None:
+        if current.reserved is not None and current.deposit is None:
+            for rank, answer in current.slot_waiters:
+                answer.set_result(current.reserved.orders[rank].to_json())
+            current.slot_waiters.clear()
+
+    def begin(
+        self, current: Round, answer: "Future[Json]", rank: int, reason: str, step: int
+    ) -> None:
+        """A worker has come to a step at which it deposits: ``stop``, ``snapshot`` or ``start``."""
+        if current.deposit is None:
+            current.deposit = DepositUnderWay(reason, step)
+        elif current.deposit.step != step:
+            # The others still write what this rank has written: its next deposit comes after it.
+            current.postponed.append(lambda: self.begin(current, answer, rank, reason, step))
+            return
+        current.deposit.waiting[rank] = answer
+        self.reserve(current)
+        self.give_orders(current)
+
+    def give_orders(self, current: Round) -> None:
+        """Answer the workers that wait for their order, once the files and the job's tensor count
+        are there."""
+        if current.deposit is None or current.reserved is None or current.tensors is None:
+            return
+        for rank, answer in list(current.deposit.waiting.items()):
+            del current.deposit.waiting[rank]
+            answer.set_result(current.reserved.orders[rank].to_json())
+
+    def deposited(
+        self, current: Round, answer: "Future[Json]", rank: int, part: Json,
+        consumed_samples: int, seconds: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        """A worker has written its share, or what it took over from one that died."""
+        assert current.deposit is not None
+        if current.is_draining and current.deposit.reason == "stop":
+            current.deposit.done[rank] = answer
+        else:
+            answer.set_result(None)
+        current.deposit.report(rank, RankDeposit.from_json(part))
+        keep_longest(current.deposit.seconds, seconds)
+        current.deposit.consumed_samples = consumed_samples
+        self.seal_if_complete(current)
+
+    def seal_if_complete(self, current: Round) -> None:
+        """Seal the deposit once every worker that lives has written, and tell of it."""
+        under_way, deposit = current.deposit, current.reserved
+        written = set(under_way.parts) if under_way else set()
+        if not current.is_complete(written | current.lost):
+            return
+        if not written and current.is_draining:
+            self._tell_sealed(current, None)
+        if not written or under_way is None or under_way.is_sealing:
+            return
+        if under_way.reason != "stop" and current.lost - written:
+            return  # the round has failed
+        assert deposit is not None, "who has written had an order"
+        under_way.hand_over(current.lost, deposit)
+        if not under_way.is_handed_over:
+            return
+        under_way.is_sealing = True
+        for answer in under_way.done.values():
+            answer.set_result(None)
+        reached("seal")
+        about = {
+            "deposit": f"{current.command['run']}-{current.number}-{under_way.step}",
+            "consumed_samples": under_way.consumed_samples,
+            "degrees": current.command["degrees"],
+            "world_size": current.command["world_size"],
+            "tensors": current.tensors,
+            "facts": current.facts,
+            "time": time.time(),
+        }
+
+        def seal() -> Json:
+            began = time.monotonic()
+            manifest = self._store.seal(
+                deposit,
+                step=under_way.step,
+                about=about,
+                parts=under_way.parts,
+                taken_over=under_way.taken_over,
+            )
+            log.info("event=seal step=%d took_s=%.3f", under_way.step, time.monotonic() - began)
+            return manifest_message(manifest)
+
+        def sealed(part: Json) -> None:
+            reached("sealed")
+            self._tell_sealed(current, part)
+            current.reserved, current.deposit = None, None
+            postponed, current.postponed = current.postponed, []
+            for again in postponed:
+                again()
+
+        self._in_background(
+            seal, sealed, "sealing the deposit", lambda part: self._store.discard(deposit)
+        )
+
+    def _tell_sealed(self, current: Round, part: Json) -> None:
+        """Tell of a deposit; ``part`` None: nobody lived to write."""
+        under_way = current.deposit or DepositUnderWay("stop", 0)
+        if current.has_sealed:
+            return
+        current.has_sealed = under_way.reason == "stop"
+        current.give_up_at = None
+        self._tell(
+            "sealed", round=current.number, reason=under_way.reason, part=part,
+            seconds=under_way.seconds,
+        )  # fmt: skip
