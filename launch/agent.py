@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from scalai.core.collection import Collection, concatenate
 from scalai.core.errors import PeerError, ScalaiError, UsageError
 from scalai.launch.arguments import worker_arguments
 from scalai.launch.data_plane import DataPlaneServer
@@ -25,9 +24,9 @@ from scalai.launch.deposits import Deposits
 from scalai.launch.durable import adopt, newest_durable
 from scalai.launch.generations import deposit_name
 from scalai.launch.job import JobSpec
-from scalai.launch.mover import Restore, prepare_restore
 from scalai.launch.places import Place
-from scalai.launch.round import Published, Round, answers, keep_longest
+from scalai.launch.restores import Restores
+from scalai.launch.round import Round, answers
 from scalai.launch.torch_elastic import Outcome, Placement, WorkerSet, wait_until_warm, warm_up
 from scalai.launch.warm import write_preload
 from scalai.runtime.control import MAX_WORKERS, ControlPage
@@ -61,7 +60,7 @@ class Agent:
     ) -> None:
         if slots > MAX_WORKERS:
             raise UsageError(f"{slots} workers on one host; at most {MAX_WORKERS} are supported.")
-        self._spec, self._host, self._slots, self._token = spec, host, slots, place.token
+        self._spec, self._host, self._slots = spec, host, slots
         self._events: queue.Queue[Callable[[], None]] = queue.Queue()
         self._background = ThreadPoolExecutor(4, thread_name_prefix="agent")
         self._store = HostStore(spec.job, host, spec.store_dir, spec.store_budget_bytes)
@@ -78,6 +77,7 @@ class Agent:
         self._workers = workers
         self._round: Round | None = None
         self._exit: int | None = None
+        self._restores = Restores(self._store, place.token, self._tell, self._in_background)
         self._deposits = Deposits(self._store, self._tell, self._in_background)
         self._callers: dict[Peer, tuple[Round, int]] = {}
         self._unanswered: set[Future[Json]] = set()
@@ -306,8 +306,7 @@ class Agent:
 
     def _proceed(self) -> None:
         if self._round is not None:
-            for future in answers(future for _, future in self._round.restored.values()):
-                future.set_result(None)
+            self._restores.proceed(self._round)
 
     def _prepare(self, stop: int) -> None:
         if self._round is not None:
@@ -409,13 +408,13 @@ class Agent:
 
     def _on_worker(self, peer: Peer, method: str, arguments: Mapping[str, Json]) -> Json:
         """Hand a worker's call to the loop and wait for the answer, in the connection's thread."""
-        deposits = self._deposits
+        deposits, restores = self._deposits, self._restores
         calls: Mapping[str, Callable[..., None]] = {
             "publish": self._publish,
             "await_slot": lambda answer, rank: deposits.await_slot(self._round, answer, rank),
             "begin_deposit": lambda answer, **told: deposits.begin(self._now(), answer, **told),
             "deposited": lambda answer, **told: deposits.deposited(self._now(), answer, **told),
-            "restored": self._restored,
+            "restored": lambda answer, **told: restores.restored(self._now(), answer, **told),
             "stepped": self._stepped,
             "finished": self._finished,
         }
@@ -474,76 +473,9 @@ class Agent:
             }
         )
 
-    def _publish(
-        self, answer: "Future[Json]", rank: int, is_restoring: bool, held: Json, wanted: Json,
-        facts: Mapping[str, Json],
-    ) -> None:  # fmt: skip
-        current = self._now()
-        current.published[rank] = Published(
-            Collection.from_json(held), Collection.from_json(wanted), is_restoring, answer
-        )
-        current.facts.update(facts)
-        if not current.is_complete(current.published):
-            return
-        tables = [entry.held.tensors for entry in current.published.values()]
-        names = sorted({(tensor.name,) for table in tables for tensor in table})
-        self._tell("published", round=current.number, tensors=names)
-        if is_restoring and current.command["sources"]:
-            reached("plan")
-            self._prepare_restore(current)
-        else:
-            for entry in current.published.values():
-                entry.answer.set_result(None)
+    def _publish(self, answer: "Future[Json]", **told: Json) -> None:
+        if self._restores.publish(self._now(), answer, **told):
             self._deposits.reserve(self._round)
-
-    def _prepare_restore(self, current: Round) -> None:
-        wants = {rank: entry.wanted for rank, entry in current.published.items()}
-        self._in_background(
-            lambda: prepare_restore(self._store, current.command, wants, self._token),
-            self._restore_prepared,
-            "planning and moving",
-            self._tell_grown,
-        )
-
-    def _tell_grown(self, restore: Restore) -> None:
-        if restore.grown is not None:
-            self._tell("grown", part=manifest_message(restore.grown))
-
-    def _restore_prepared(self, restore: Restore) -> None:
-        current = self._now()
-        current.seconds |= {"plan": restore.plan_s, "move": restore.move_s}
-        current.bytes_local, current.bytes_remote = restore.bytes_local, restore.bytes_remote
-        self._tell_grown(restore)
-        for rank, entry in current.published.items():
-            entry.answer.set_result({**restore.common, "order": restore.orders[rank].to_json()})
-
-    def _restored(
-        self,
-        answer: "Future[Json]",
-        rank: int,
-        fingerprints: list[str],
-        seconds: Mapping[str, float],
-        note: str,
-    ) -> None:
-        current = self._now()
-        if rank == current.command["first_rank"]:
-            log.info("round=%d %s", current.number, note)
-        current.restored[rank] = ({"fingerprints": fingerprints, "seconds": seconds}, answer)
-        if not current.is_complete(current.restored):
-            return
-        ranks = sorted(current.restored)
-        for told, _ in current.restored.values():
-            keep_longest(current.seconds, told["seconds"])
-        rows = concatenate([current.published[rank].wanted for rank in ranks])
-        self._tell(
-            "restored",
-            round=current.number,
-            rows=rows.to_json(),
-            fingerprints=[v for rank in ranks for v in current.restored[rank][0]["fingerprints"]],
-            seconds=current.seconds,
-            bytes_local=current.bytes_local,
-            bytes_remote=current.bytes_remote,
-        )
 
     def _stepped(self, answer: "Future[Json]", rank: int, step: int, imports: Json) -> None:
         current = self._now()
