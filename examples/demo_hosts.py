@@ -75,8 +75,10 @@ class Hosts:
             if found is not None:
                 return found
             if ended:
-                codes = ", ".join(f"host {host} with code {code}" for host, code in ended.items())
-                raise DemoError(f"{codes} ended, while {what} was expected.\n{self._tails()}")
+                codes = ", ".join(
+                    f"host {host} ended with code {code}" for host, code in ended.items()
+                )
+                raise DemoError(f"{codes}, while {what} was expected.\n{self._tails()}")
             if time.monotonic() > deadline:
                 raise DemoError(
                     f"{what}: nothing after {DEADLINE_S:.0f} s. Is the machine overloaded? Its "

@@ -39,7 +39,7 @@ STYLE: Any = {
     "axes.spines.right": False, "axes.titlesize": 10.5, "axes.titleweight": "bold",
     "axes.titlelocation": "left",
 }  # fmt: skip
-BIT_EQUAL = 1e-12
+BIT_EQUAL = 1e-18
 """Where differences of exactly zero are drawn on a logarithmic axis."""
 
 
@@ -142,9 +142,11 @@ def _differences(axes: Axes, elastic: Run, reference: Run) -> None:
     )
     axes.set_yscale("log")
     largest = max((value for _, value in points), default=0.0)
-    axes.set_ylim(BIT_EQUAL / 4, max(3e-5, largest * 3))
+    axes.set_ylim(BIT_EQUAL / 10, max(2e-3, largest * 3))
+    powers = (-15, -12, -9, -6)
     axes.set_yticks(
-        [BIT_EQUAL, 1e-10, 1e-8, LOSS_LIMIT], ["equal", "$10^{-10}$", "$10^{-8}$", "$10^{-6}$"]
+        [BIT_EQUAL, *(10.0**power for power in powers)],
+        ["equal", *(f"$10^{{{power}}}$" for power in powers)],
     )
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_title("Relative difference of the losses", pad=5)

@@ -391,6 +391,8 @@ class Coordinator:
             self._entered(was, self._job.phase)
         for action in actions:
             self._perform(action)
+        if self._job.phase is m.Phase.RUNNING and self._job.changed_at is None:
+            self._timeline.forget()
 
     def _entered(self, was: m.Phase, now: m.Phase) -> None:
         line = self._timeline
@@ -538,7 +540,7 @@ class Coordinator:
             self._log(f"event=went_back steps_lost={action.steps_lost}")
 
     def _release(self, action: m.Release) -> None:
-        if self._job.phase is m.Phase.RUNNING and self._timeline.is_open:
+        if self._job.phase is m.Phase.RUNNING and self._timeline.has_round:
             self._timeline.phase("first_step", self._timeline.since("proven"))
             report = self._timeline.close()
             self._log(

@@ -38,6 +38,15 @@ class Timeline:
     def is_open(self) -> bool:
         return bool(self._marks)
 
+    @property
+    def has_round(self) -> bool:
+        """Whether the change under way has led to a round."""
+        return self.is_open and "round" in self._facts
+
+    def forget(self) -> None:
+        """Nothing came of what was noticed: the next change begins its own time."""
+        self._marks = {}
+
     def mark(self, name: str) -> None:
         """Remember the time of a moment that phases are measured from."""
         self._marks[name] = time.monotonic()

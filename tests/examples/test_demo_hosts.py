@@ -25,7 +25,7 @@ def hosts(folder: Path, script: str) -> Hosts:
 def test_a_host_that_ends_too_early_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     some = hosts(tmp_path, "import sys; print('UserWarning: old'); print('bad luck'); sys.exit(3)")
     some.start("a")
-    with pytest.raises(DemoError, match="host a with code 3 ended, while the end") as error:
+    with pytest.raises(DemoError, match="host a ended with code 3, while the end") as error:
         some.wait_for("the end", lambda: None)
     assert "bad luck" in str(error.value)
     assert "UserWarning" not in str(error.value)

@@ -1,0 +1,43 @@
+"""What is noticed and what comes of it: one report a change."""
+
+import json
+from pathlib import Path
+
+from scalai.launch.timeline import Timeline
+
+
+def finish_start(timeline: Timeline) -> None:
+    timeline.note(round=1)
+    timeline.close()
+
+
+def test_the_first_reason_stands_while_a_change_is_under_way(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, lambda line: None)
+    finish_start(timeline)
+    timeline.begin("host b drains")
+    timeline.begin("host c joined")
+    timeline.note(round=2)
+    timeline.close()
+    report = json.loads((tmp_path / "resize-0002.json").read_text())
+    assert report["reason"] == "host b drains"
+
+
+def test_what_led_to_nothing_is_not_the_reason_of_the_next_change() -> None:
+    timeline = Timeline(None, lambda line: None)
+    finish_start(timeline)
+    timeline.begin("host c joined")
+    assert timeline.is_open and not timeline.has_round
+    timeline.forget()
+    timeline.begin("scale")
+    timeline.note(round=2)
+    assert timeline.has_round
+    assert timeline.close()["reason"] == "scale"
+
+
+def test_the_relaunch_counts_from_the_first_commit() -> None:
+    timeline = Timeline(None, lambda line: None)
+    timeline.mark("committed")
+    before = timeline.since("committed")
+    timeline.mark_first("committed")
+    assert timeline.since("committed") >= before
+    assert timeline.since("never") == 0.0
