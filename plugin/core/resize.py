@@ -163,6 +163,7 @@ def _start_round(job: Job) -> Result:
         current=target,
         awaited=frozenset(target.active),
         finished=frozenset(),
+        uncommitted=frozenset(),
         changed_at=None,
         newest=step,
     )
@@ -276,7 +277,8 @@ def _host_lost(event: HostLost, job: Job) -> Result:
         return job, ()
     was_active = event.host in active(job)
     hosts = {name: host for name, host in job.hosts.items() if name != event.host}
-    job = replace(job, hosts=hosts, generations=event.covered, uncommitted=frozenset())
+    uncommitted = job.uncommitted - {event.host}
+    job = replace(job, hosts=hosts, generations=event.covered, uncommitted=uncommitted)
     if job.phase is Phase.SAVING and event.host in job.awaited:
         return _end(job, 1, f"host {event.host} is lost before its part was saved")
     if was_active and job.phase in (Phase.RUNNING, Phase.PREPARING, Phase.STARTING):
@@ -366,13 +368,14 @@ def _committed(event: Committed, job: Job) -> Result:
         return _next_phase(_answered(job, event.host))
     if event.host not in job.uncommitted:
         return job, ()
-    # A snapshot. Once every host has it, older generations may go; a start keeps its source.
+    # A snapshot. Once every host has it, older generations may go, also during a drain: its deposit
+    # needs their room. A start keeps its source.
     job = replace(job, uncommitted=job.uncommitted - {event.host})
     newest = job.newest_generation
     is_ready = not job.uncommitted and newest is not None and newest.number == event.generation
-    if not is_ready or job.phase is not Phase.RUNNING:
+    if not is_ready or newest is None or job.phase in (Phase.STARTING, Phase.STOPPING):
         return job, ()
-    return _release_leaving(job)
+    return replace(job, generations=(newest,)), (Release(job.round, newest.number, ()),)
 
 
 @_on.register

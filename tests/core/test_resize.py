@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from membership_simulation import Simulation, assign_all, job
 
 from scalai.core import membership as m
@@ -267,6 +267,28 @@ def test_a_snapshot_replaces_the_older_generation_only_once_every_host_has_it() 
     assert simulation.said[-1] == m.Release(1, number, ())
 
 
+@pytest.mark.parametrize("phase", [m.Phase.PREPARING, m.Phase.DRAINING])
+def test_a_snapshot_during_a_drain_makes_room_for_the_deposit_after_it(phase: m.Phase) -> None:
+    simulation = two_hosts()
+    simulation.train(4)
+    simulation.feed(m.HostLeaving("b", simulation.now))
+    until(simulation, phase)
+    simulation.snapshot()
+    simulation.settle()
+    assert simulation.job.phase is m.Phase.RUNNING and set(simulation.hosts) == {"a"}
+
+
+def test_an_idle_host_that_goes_during_a_snapshot_does_not_keep_older_generations() -> None:
+    simulation = two_hosts(max_hosts=3, assign=assign_all(allowed=(4,)))
+    simulation.join("c", 2)
+    simulation.settle()
+    simulation.train(4)
+    simulation.snapshot()
+    simulation.lose("c")
+    simulation.settle()
+    assert [len(host.parts) for host in simulation.hosts.values()] == [1, 1]
+
+
 def test_a_host_that_comes_back_brings_the_state_that_the_job_waits_for() -> None:
     simulation = two_hosts()
     simulation.is_replicated = False
@@ -378,14 +400,14 @@ class Histories(RuleBasedStateMachine):
     def train(self, steps: int) -> None:
         self.simulation.train(steps)
 
-    @precondition(
-        lambda self: (
-            self.simulation.job.phase is m.Phase.RUNNING and not self.simulation.job.uncommitted
-        )
-    )
     @rule()
     def snapshot(self) -> None:
-        self.simulation.snapshot()
+        job = self.simulation.job
+        is_early = job.phase in (m.Phase.RUNNING, m.Phase.PREPARING, m.Phase.DRAINING)
+        hosts = self.simulation.hosts
+        has_room = all(len(hosts[name].parts) < 2 for name in active(job) if is_early)
+        if is_early and has_room and not self.simulation.deposits and not job.uncommitted:
+            self.simulation.snapshot()
 
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:

@@ -128,9 +128,11 @@ class Simulation:
     def settle(self) -> None:
         """Carry out everything that is under way, and let time pass until nothing changes."""
         for _ in range(200):
-            before = self.job
+            before, answers = self.job, 0
             while self.waiting():
-                self.answer(self.waiting()[0])
+                answers += 1
+                assert answers < 1000, f"hosts wait for each other for ever: {self.job}"
+                self.answer(self.waiting()[answers % len(self.waiting())])
             self.tick()
             if self.job == replace(before, newest=self.job.newest) and not self.waiting():
                 return
@@ -169,12 +171,18 @@ class Simulation:
     def deposit(self, host: SimulatedHost, round: int, stop: int) -> m.Event | None:
         if host.round != round:
             return None
+        if host.name in self.deposits or len(host.parts) > 1:  # no room yet: it waits
+            self.commands[host.name].append(lambda: self.deposit(host, round, stop))
+            return None
         host.step = stop
-        names = sorted(active(self.job))
-        own = (p for p in PIECES if names and names[p % len(names)] == host.name)
-        pieces = frozenset(PIECES) if self.is_replicated else frozenset(own)
-        self.deposits[host.name] = (round, stop, pieces)
+        self.deposits[host.name] = (round, stop, self.pieces(host.name))
         return m.Deposited(host.name, round)
+
+    def pieces(self, name: str) -> frozenset[int]:
+        """Return what the workers of a host hold in the present round."""
+        names = sorted(active(self.job))
+        own = (p for p in PIECES if names and names[p % len(names)] == name)
+        return frozenset(PIECES) if self.is_replicated else frozenset(own)
 
     def judge(self, hosts: tuple[str, ...]) -> None:
         mine = {h: self.deposits[h] for h in hosts if h in self.deposits}
@@ -189,6 +197,7 @@ class Simulation:
     def commit(self, host: SimulatedHost, generation: int) -> m.Event:
         deposit = self.deposits.pop(host.name, None)
         if deposit is not None:
+            assert len(host.parts) < 2, "more than two generations on a host"
             host.parts[generation] = deposit[2]
         return m.Committed(host.name, generation)
 
@@ -202,6 +211,7 @@ class Simulation:
             assert not self.covered(), "a state is there and is not used"
         else:
             assert action.generation == self.covered()[-1].number, "not the newest whole state"
+        self.deposits.clear()
         self.abandoned |= {n for n in self.known if n > (action.generation or 0)}
         for number in self.abandoned & set(self.known):
             del self.known[number]
@@ -218,10 +228,7 @@ class Simulation:
             return m.Stepped(host.name, round)
         if source not in {generation.number for generation in self.covered()}:
             return m.WorkersFailed(host.name, round, "nobody holds a piece")
-        names = sorted(active(self.job))
-        own = frozenset(p for p in PIECES if names and names[p % len(names)] == host.name)
-        fetched = frozenset(PIECES) if self.is_replicated else own
-        host.parts[source] = host.parts.get(source, frozenset()) | fetched
+        host.parts[source] = host.parts.get(source, frozenset()) | self.pieces(host.name)
         self.known[source][host.name] = host.parts[source]
         self.job = m.replace_generations(self.job, self.covered())
         host.step = self.steps[source] + 1
@@ -249,8 +256,8 @@ class Simulation:
         self.numbers += 1
         self.steps[self.numbers] = step
         for name in hosts:
-            self.deposit(self.hosts[name], self.job.round, step)
-        self.known[self.numbers] = {name: self.deposits[name][2] for name in hosts}
+            self.deposits[name] = (self.job.round, step, self.pieces(name))
+        self.known[self.numbers] = {name: self.pieces(name) for name in hosts}
         self.feed(m.Snapshotted(hosts, step, self.numbers))
 
 
