@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
 from scalai.core import membership as m
+from scalai.core.assignment import place_ranks
 from scalai.core.errors import LayoutError, ProofError, UsageError
 from scalai.core.resize import active, advance, staying
 from scalai.launch.gathering import Gathering, Restored
@@ -493,33 +494,22 @@ class Coordinator:
         sources = {}
         if action.generation is not None:
             for host, part in self._generations.parts(action.generation).items():
-                sources[host] = {
-                    "address": self._roster[host].address,
-                    "part": manifest_message(part),
-                }
-        first = 0
-        hosts = assignment.active
-        for host, count in assignment.workers:
-            if count:
-                self._command(
-                    [host],
-                    command="start",
-                    run=self._run,
-                    round=action.round,
-                    generation=action.generation,
-                    sources=sources,
-                    group=hosts,
-                    world_size=assignment.degrees.world_size,
-                    degrees=assignment.degrees.to_json(),
-                    micro_batch_size=assignment.micro_batch_size,
-                    group_rank=hosts.index(host),
-                    group_world_size=len(hosts),
-                    first_rank=first,
-                    local_world_size=count,
-                    master_addr=self._interface,
-                    master_port=self._store.port,
-                )
-                first += count
+                address = self._roster[host].address
+                sources[host] = {"address": address, "part": manifest_message(part)}
+        for host, place in place_ranks(assignment).items():
+            self._command(
+                [host],
+                command="start",
+                run=self._run,
+                round=action.round,
+                generation=action.generation,
+                sources=sources,
+                degrees=assignment.degrees.to_json(),
+                micro_batch_size=assignment.micro_batch_size,
+                master_addr=self._interface,
+                master_port=self._store.port,
+                **place,
+            )
 
     def _prepare_round(self, action: m.StartRound) -> None:
         """Leave behind what the earlier round left: its answers, steps, deposits and whatever was

@@ -1,6 +1,7 @@
 """From hosts with free devices to workers with degrees."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from scalai.core.choice import Choice, DegreePlanner, DegreePolicy
 from scalai.core.degrees import Degrees, ModelLimits, Wish
@@ -49,6 +50,27 @@ def make_assign(
         return Assignment(workers, choice.degrees, choice.micro_batch_size, choice.reason)
 
     return assign
+
+
+def place_ranks(assignment: Assignment) -> dict[str, dict[str, Any]]:
+    """Return where each host with workers stands in the world: names as in torchrun's environment
+    (``group_rank`` counts hosts), ``first_rank`` its lowest global rank, ``group`` all hosts in
+    rank order."""
+    group, first = assignment.active, 0
+    places: dict[str, dict[str, Any]] = {}
+    for host, count in assignment.workers:
+        if not count:
+            continue
+        places[host] = {
+            "group": group,
+            "group_rank": group.index(host),
+            "group_world_size": len(group),
+            "first_rank": first,
+            "local_world_size": count,
+            "world_size": assignment.degrees.world_size,
+        }
+        first += count
+    return places
 
 
 def _fill(hosts: tuple[tuple[str, int], ...], world: int) -> tuple[tuple[str, int], ...]:
