@@ -1,9 +1,9 @@
 """Places at which a process can be made to die, to prove that nothing is lost there.
 
-``SCALAI_FAILPOINT`` names a file. While that file says ``<place>:<rank or host>``, the worker of
-that rank or the agent of that host is killed with SIGKILL when it, or its partner on the same host,
-first reaches the place; the file is renamed to ``<file>.reached``, so that it happens once. Without
-the variable nothing is looked at.
+``SCALAI_FAILPOINT`` names a file. While that file says ``<place>:<rank or host>:<signal>``, the
+worker of that rank or the agent of that host gets the signal (SIGKILL: it dies, SIGSTOP: it hangs)
+when it, or its partner on the same host, first reaches the place; the file is renamed to
+``<file>.reached``, so that it happens once. Without the variable nothing is looked at.
 """
 
 import os
@@ -23,15 +23,15 @@ def here(processes: Mapping[str, int]) -> None:
 
 
 def reached(place: str) -> None:
-    """Kill the process that was named, if it is one of those that ``here`` named."""
+    """Signal the process that was named, if it is one of those that ``here`` named."""
     path = os.environ.get(VARIABLE)
     if path is None:
         return
     try:
-        wanted, _, name = Path(path).read_text().strip().partition(":")
+        wanted, name, number = Path(path).read_text().split(":")
         if wanted != place or name not in _processes:
             return
         os.rename(path, f"{path}.reached")
     except FileNotFoundError:
         return  # nothing is to happen, or it has just happened elsewhere
-    os.kill(_processes[name], signal.SIGKILL)
+    os.kill(_processes[name], signal.Signals[number])

@@ -86,3 +86,107 @@ def test_hosts_may_die_at_every_place(agents: Agents, host: str, with_its_memory
         lambda: all(len(agents.generations(name)) == 2 for name in "ab"),
         "each host holds one generation and the files of the next deposit",
     )
+
+
+# ------------------------------------------------------------------ without replicas elsewhere
+
+
+def test_a_replica_on_the_same_host_writes_for_a_worker_that_dies(tmp_path: Path) -> None:
+    with tiny_agents(tmp_path, '3 = "tp1"\n2 = "tp1"', slots=3, nodes="1", flags=FLAGS) as agents:
+        agents.start("a")
+        agents.wait_for_step(3, world=3)
+        agents.arm("deposited", "1")
+        agents.scale(nproc=2)
+        agents.wait_for_death()
+        agents.wait_for_world(2)
+        check_steps(agents.lines())
+        assert not any(steps_lost(agents)), agents.logs()
+
+
+def test_an_agent_that_comes_back_brings_what_it_had_sealed(tmp_path: Path) -> None:
+    """Its worker's pieces are nowhere else: the job waits for them, and loses no step."""
+    with tiny_agents(tmp_path, '4 = "tp4"\n3 = "tp3"', nodes="2", flags=FLAGS) as agents:
+        agents.start("a")
+        agents.start("b")
+        agents.wait_for_step(3, world=4)
+        for place in ("commit", "sealed", "committed"):
+            agents.arm(place, "b")
+            changes = len(agents.resizes())
+            world = 7 - agents.lines()[-1]["world"]
+            agents.scale(nproc=world)
+            agents.wait_for_death()
+            agents.exit_code("b")
+            agents.start("b")
+            agents.wait_for_world(world)
+            agents.wait_until(lambda: len(agents.resizes()) > changes, "the report")  # noqa: B023
+            assert not any(steps_lost(agents)), f"{place}: {agents.logs()}"
+        steps = check_steps(agents.lines())
+        assert steps == sorted(set(steps)), "no step was made twice"
+
+
+# ------------------------------------------------------------------ in the middle of training
+
+
+def test_no_worker_outlives_its_agent_and_a_new_agent_finds_the_state(tmp_path: Path) -> None:
+    settings = {"store": "snapshot_every = 5"}
+    with tiny_agents(tmp_path, '2 = "tp2"', nodes="1", settings=settings) as agents:
+        agents.start("a")
+        agents.wait_for_step(12)
+        agents.kill("a")
+        agents.wait_until(lambda: not agents.family(), "nothing of the job is left")
+        made = agents.lines()[-1]["step"]
+        agents.start("a")
+        agents.wait_for_step(made + 1)
+        steps = check_steps(agents.lines())
+        again = [step for step in steps if steps.count(step) > 1]
+        assert min(again, default=made) > 5 and len(again) <= 2 * 10, steps
+
+
+def test_a_second_signal_stops_now_and_the_state_stays(tmp_path: Path) -> None:
+    with tiny_agents(tmp_path, '2 = "tp2"', nodes="1", step_s=20.0) as agents:
+        agents.start("a")
+        agents.wait_until(lambda: "event=start committed" in agents.logs(), "the first state")
+        agents.drain("a")
+        agents.wait_until(lambda: "event=leaving" in agents.logs(), "the first signal is heard")
+        agents.drain("a")
+        assert agents.exit_code("a", deadline_s=15) == 128 + 15, agents.logs()
+        agents.wait_until(lambda: not agents.family(), "nothing of the job is left")
+        assert "generation-1" in agents.generations("a")
+
+
+def test_workers_that_fail_in_training_go_back_to_the_newest_snapshot(tmp_path: Path) -> None:
+    settings = {"store": "snapshot_every = 7"}
+    with tiny_agents(tmp_path, '2 = "tp2"', nodes="1", settings=settings, flags=FLAGS) as agents:
+        agents.start("a")
+        agents.wait_for_step(16)
+        agents.kill_worker(1)
+        agents.wait_until(lambda: len(agents.resizes()) == 2, "the workers are started again")
+        lost = steps_lost(agents)[-1]
+        steps = check_steps(agents.lines())
+        again = [step for step in set(steps) if steps.count(step) > 1]
+        assert len(again) - 1 <= lost <= 14
+
+
+def test_a_worker_that_hangs_in_a_drain_is_given_up(tmp_path: Path) -> None:
+    """The other host has deposited all: what hangs is not waited for longer than told."""
+    settings = {"resize": "settle_s = 0.2\ndrain_timeout_s = 5"}
+    with tiny_agents(tmp_path, '4 = "tp2"', settings=settings, flags=FLAGS) as agents:
+        agents.start("a")
+        agents.start("b")
+        agents.wait_for_step(3, world=4)
+        agents.arm("drain", "3", "SIGSTOP")
+        agents.scale(degrees="tp1")
+        agents.wait_for_death()
+        agents.wait_until(lambda: agents.lines()[-1]["tp"] == 1, "the degrees are changed")
+        check_steps(agents.lines())
+
+
+def test_a_second_change_during_a_resize_begins_again_from_the_same_state(agents: Agents) -> None:
+    agents.arm("relaunch", "3", "SIGSTOP")
+    agents.scale(degrees="tp1")
+    agents.wait_for_death()
+    agents.scale(degrees="tp4")
+    agents.wait_until(lambda: agents.lines()[-1]["tp"] == 4, "TP 4")
+    steps = check_steps(agents.lines())
+    assert steps == sorted(set(steps)) and {line["tp"] for line in agents.lines()} == {2, 4}
+    assert not any(steps_lost(agents))

@@ -85,9 +85,14 @@ class Agents:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for process in self.family():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        # A resource tracker removes what its process left, and ends: it is killed only if it hangs.
+        for is_tracker in (False, True):
+            for process in self.family():
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+                    if is_tracker:
+                        process.wait(10)
+                    if is_tracker or not any("resource_tracker" in p for p in process.cmdline()):
+                        process.kill()
         for agent in self._all:
             agent.wait(10)
         shutil.rmtree(self.store, ignore_errors=True)
@@ -117,11 +122,11 @@ class Agents:
         channel.call("scale", **{**nothing, **wish})
         channel.close()
 
-    def arm(self, place: str, victim: str) -> None:
-        """Have the worker of a rank or the agent of a host die at a place, once."""
+    def arm(self, place: str, victim: str, signal_name: str = "SIGKILL") -> None:
+        """Have the worker of a rank or the agent of a host die or hang at a place, once."""
         (self.folder / "failpoint.reached").unlink(missing_ok=True)
         aside = self.folder / "failpoint.new"
-        aside.write_text(f"{place}:{victim}")
+        aside.write_text(f"{place}:{victim}:{signal_name}")
         aside.rename(self.folder / "failpoint")
 
     def drain(self, host: str) -> None:
