@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,7 +97,8 @@ def script(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def warm_server(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Start the fork server of warm workers."""
-    warm_up(str(write_preload(tmp_path_factory.mktemp("warm") / "preload.json", ["json"])))
+    order = tmp_path_factory.mktemp("warm") / "preload.json"
+    warm_up(str(write_preload(order, {"modules": ["json"], "sys_path": sys.path})))
     wait_until_warm()
 
 
