@@ -29,7 +29,7 @@ from scalai.launch.restores import Restores
 from scalai.launch.round import Round, answers
 from scalai.launch.torch_elastic import Outcome, Placement, WorkerSet, wait_until_warm, warm_up
 from scalai.launch.warm import write_preload
-from scalai.runtime.control import MAX_WORKERS, ControlPage
+from scalai.runtime.control import MAX_WORKERS, OUT_OF_MEMORY_EXIT, ControlPage
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.messages import Channel, Peer, Server
 from scalai.store.host import HostStore
@@ -38,7 +38,6 @@ from scalai.store.manifest import manifest_message
 Json = Any
 TICK_S = 0.1
 EXIT_GRACE_S = 10.0
-OUT_OF_MEMORY_EXIT = 12
 RESUMABLE = 75
 
 log = logging.getLogger(__name__)

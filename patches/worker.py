@@ -7,7 +7,6 @@ hooked.
 """
 
 import ctypes
-import errno
 import os
 import runpy
 import signal
@@ -20,10 +19,9 @@ from select import POLLIN, poll
 
 from scalai.patches import hooks
 from scalai.runtime import session
+from scalai.runtime.control import OUT_OF_MEMORY_EXIT
 
 PR_SET_PDEATHSIG = 1
-OUT_OF_MEMORY_EXIT = errno.ENOMEM
-"""Tells the agent that these degrees do not fit, so that the next candidate is tried."""
 
 
 def main(arguments: Sequence[str]) -> None:

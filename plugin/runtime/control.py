@@ -6,6 +6,7 @@ below the stop when it was written, every worker will see it in time; otherwise 
 back and tries a later one.
 """
 
+import errno
 import mmap
 import os
 import time
@@ -15,6 +16,8 @@ import numpy as np
 
 STOP, AGREED, FIRST_WORKER = 0, 1, 8
 PAGE_BYTES = 4096
+OUT_OF_MEMORY_EXIT = errno.ENOMEM
+"""Exit code by which a worker tells its agent that these degrees do not fit into its device."""
 MAX_WORKERS = PAGE_BYTES // 8 - FIRST_WORKER
 
 
