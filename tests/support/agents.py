@@ -161,11 +161,14 @@ class Agents:
     def wait_until(
         self, is_so: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S
     ) -> None:
-        """Return once ``is_so()``. Raises ``Timeout`` with the logs after the deadline."""
+        """Return once ``is_so()``. Raises ``Timeout`` with the logs after the deadline, and sooner
+        where no agent is left that could bring it about."""
         end = time.monotonic() + deadline_s
         while not is_so():
+            if all(agent.poll() is not None for agent in self._all):
+                end = min(end, time.monotonic() + 20.0)
             if time.monotonic() > end:
-                raise Timeout(f"after {deadline_s:.0f} s still not: {what}\n{self.logs()}")
+                raise Timeout(f"still not: {what}\n{self.logs()}")
             time.sleep(0.05)
 
     def wait_for_step(self, step: int, world: int | None = None) -> None:

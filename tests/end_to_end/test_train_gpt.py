@@ -1,0 +1,112 @@
+"""A GPT on megatron-core changes its layout, and somebody dies on the way: losses, samples and
+learning rates are those of an uninterrupted run."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from agents import Agents
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+MODEL = ["--layers", "4", "--hidden", "32", "--seq-length", "32", "--micro-batch-size", "1"]
+STEPS = 400
+"""The schedule ends here; no test trains so far."""
+DEGREES = '4 = "tp1 pp1"\n2 = "tp2 pp1"\n"2->4" = "tp2 pp2"'
+FLAGS = ("--max-restarts", "9")
+SETTINGS = {"model": "num_layers = 4\npadded_vocab_size = 256"}
+
+
+def command(metrics: Path, steps: int) -> list[str]:
+    return [
+        str(EXAMPLE), *MODEL, "--steps", str(steps), "--lr-decay-steps", str(STEPS),
+        "--metrics", str(metrics),
+    ]  # fmt: skip
+
+
+def uninterrupted(folder: Path, steps: int) -> Path:
+    """Train in one process, outside of any launcher. Returns its metrics."""
+    folder.mkdir()
+    environment = {
+        **os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+    }  # fmt: skip
+    subprocess.run(
+        [sys.executable, *command(folder, steps)], env=environment, check=True, timeout=280
+    )
+    return folder
+
+
+def table(folder: Path, name: str) -> Mapping[int, tuple[float, float]]:
+    """Return value and learning rate by step; a step that was made again must say the same."""
+    found: dict[int, tuple[float, float]] = {}
+    for line in (folder / f"{name}.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        value = (entry[name], entry.get("lr", 0.0))
+        assert found.setdefault(entry["step"], value) == pytest.approx(value, rel=1e-6)
+    return found
+
+
+def check_same(metrics: Path, folder: Path) -> None:
+    """Compare every step with an uninterrupted run."""
+    loss, samples = table(metrics, "loss"), table(metrics, "samples")
+    steps = max(loss)
+    assert list(loss) == list(samples) == list(range(1, steps + 1))
+    expected = uninterrupted(folder, steps)
+    assert samples == table(expected, "samples")
+    assert loss == {
+        step: pytest.approx(value, rel=1e-6) for step, value in table(expected, "loss").items()
+    }
+
+
+def last_step(metrics: Path) -> int:
+    path = metrics / "loss.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for_change(agents: Agents, count: int) -> None:
+    agents.wait_until(
+        lambda: len(agents.resizes()) >= count, f"{count} starts or changes", deadline_s=200
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "victim"),
+    [
+        pytest.param("restore", "1", id="a worker dies"),
+        pytest.param("commit", "b", id="a host dies", marks=pytest.mark.campaign),
+        pytest.param("deposit", "2", id="a worker dies at its deposit", marks=pytest.mark.campaign),
+    ],
+)
+def test_losses_are_those_of_an_uninterrupted_run(tmp_path: Path, place: str, victim: str) -> None:
+    """DP4 on two hosts; one drains while somebody dies: TP2; a third joins: TP2 PP2."""
+    metrics = tmp_path / "metrics"
+    metrics.mkdir()
+    script = command(metrics, STEPS)
+    with Agents(tmp_path, DEGREES, script, settings=SETTINGS, flags=FLAGS) as agents:
+        agents.start("a")
+        agents.start("b")
+        wait_for_change(agents, 1)
+        agents.wait_until(lambda: last_step(metrics) >= 4, "four steps", deadline_s=200)
+        agents.arm(place, victim)
+        agents.drain("b")
+        agents.wait_for_death()
+        wait_for_change(agents, 2)
+        agents.exit_code("b")
+        agents.remove_store("b")
+        made = last_step(metrics)
+        agents.start("c")
+        wait_for_change(agents, 3)
+        agents.wait_until(lambda: last_step(metrics) >= made + 4, "more steps", deadline_s=200)
+        assert [report["after"] for report in agents.resizes()][1:] == [
+            "TP2·PP1·DP1",
+            "TP2·PP2·DP1",
+        ]
+        assert not any(report.get("steps_lost", 0) for report in agents.resizes())
+        agents.drain("c")
+        wait_for_change(agents, 4)
+        agents.exit_code("c")
+    check_same(metrics, tmp_path / "uninterrupted")
