@@ -169,7 +169,7 @@ def test_workers_that_fail_in_training_go_back_to_the_newest_snapshot(tmp_path: 
 
 def test_a_worker_that_hangs_in_a_drain_is_given_up(tmp_path: Path) -> None:
     """The other host has deposited all: what hangs is not waited for longer than told."""
-    settings = {"resize": "settle_s = 0.2\ndrain_timeout_s = 5"}
+    settings = {"resize": "drain_timeout_s = 5"}
     with tiny_agents(tmp_path, '4 = "tp2"', settings=settings, flags=FLAGS) as agents:
         agents.start("a")
         agents.start("b")
@@ -190,3 +190,18 @@ def test_a_second_change_during_a_resize_begins_again_from_the_same_state(agents
     steps = check_steps(agents.lines())
     assert steps == sorted(set(steps)) and {line["tp"] for line in agents.lines()} == {2, 4}
     assert not any(steps_lost(agents))
+
+
+def test_without_its_coordinator_a_job_stops_and_can_be_started_again(tmp_path: Path) -> None:
+    settings = {"store": "snapshot_every = 5"}
+    with tiny_agents(tmp_path, '2 = "tp2"', nodes="1", settings=settings) as agents:
+        agents.start("a")
+        agents.wait_for_step(7)
+        agents.kill_coordinator()
+        assert agents.exit_code("a") == 1
+        agents.wait_until(lambda: not agents.family(), "nothing of the job is left")
+        made = agents.lines()[-1]["step"]
+        agents.start("a")
+        agents.wait_for_step(made + 1)
+        steps = check_steps(agents.lines())
+        assert steps.count(1) == 1, "the second run did not begin anew"

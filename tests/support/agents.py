@@ -35,7 +35,7 @@ class Agents:
 
     Args:
         folder: For logs, metrics and reports.
-        degrees: The ``[degrees]`` table, as TOML lines.
+        degrees: The ``[degrees]`` table, as TOML lines; None: a plain job, not an elastic one.
         script: The script and its arguments.
         settings: More lines of the elastic configuration, by table.
         flags: More flags of ``scalai-run``.
@@ -44,7 +44,7 @@ class Agents:
     def __init__(
         self,
         folder: Path,
-        degrees: str,
+        degrees: str | None,
         script: Sequence[str],
         *,
         slots: int = 2,
@@ -60,21 +60,22 @@ class Agents:
         self._command = [
             sys.executable, "-m", "scalai.launch.run", "--nnodes", nodes,
             "--nproc-per-node", str(slots), "--job", self.job, "--report-dir", str(self.reports),
-            "--elastic", str(folder / "elastic.toml"), *flags,
+            "--store-dir", str(self.store), "--probe", "none", "--settle-s", "0.2", *flags,
         ]  # fmt: skip
+        if degrees is not None:
+            self._command += ["--elastic", str(self._configure(degrees, settings or {}))]
         self._script = list(script)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._all: list[subprocess.Popen[bytes]] = []
-        tables = {
-            "model": "global_batch_size = 12\nmicro_batch_size = 1\nnum_attention_heads = 12",
-            "store": f'dir = "{self.store}"',
-            "resize": "settle_s = 0.2",
-            "probe": 'kind = "none"',
-        }
-        for name, lines in (settings or {}).items():
-            tables[name] = f"{tables[name]}\n{lines}" if name != "resize" else lines
+
+    def _configure(self, degrees: str, settings: Mapping[str, str]) -> Path:
+        """Write the elastic configuration and return where."""
+        model = "global_batch_size = 12\nmicro_batch_size = 1\nnum_attention_heads = 12"
+        tables = {**settings, "model": f"{model}\n{settings.get('model', '')}"}
         text = "".join(f"[{name}]\n{lines}\n" for name, lines in tables.items())
-        (folder / "elastic.toml").write_text(f"[degrees]\n{degrees}\n{text}")
+        path = self.folder / "elastic.toml"
+        path.write_text(f"[degrees]\n{degrees}\n{text}")
+        return path
 
     def __enter__(self) -> "Agents":
         return self
@@ -145,6 +146,12 @@ class Agents:
     def remove_store(self, host: str) -> None:
         """Take away the memory of a host that died."""
         shutil.rmtree(self.store / self.job / host, ignore_errors=True)
+
+    def kill_coordinator(self) -> None:
+        """Kill the process that lives as long as the job."""
+        name = "scalai.launch.coordinator_process"
+        (process,) = [p for p in self.family() if name in p.cmdline()]
+        process.kill()
 
     def kill_worker(self, rank: int) -> None:
         """Kill the worker of this rank."""
