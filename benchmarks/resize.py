@@ -14,7 +14,8 @@ optimizer, one bucket) changes from TP2 DP1 to TP1 DP2 and back, two ranks on on
 * ``overhead_ratio``: a step with ``boundary`` over one without, in pairs of alternating order.
 
 ``ours_s`` has the phases of the launcher's reports, ``ours_worker_s`` and ``stock_s`` what passes
-between the moments that workers note. ``--small`` tries all of it with a small model.
+between the moments that workers note; ``..._cpu_s`` are the same as processor time of a worker.
+``--small`` tries all of it with a small model.
 """
 
 import argparse
@@ -67,6 +68,7 @@ def add_ours(report: Report, changes: Sequence[Change]) -> float:
     report.add("step_s", median(change.step_s for change in forth), "s")
     report.add("ours_s", medians([change.report["seconds"] for change in forth]))
     report.add("ours_worker_s", medians([change.stages for change in forth]))
+    report.add("ours_worker_cpu_s", medians([change.cpu for change in forth]))
     return downtime
 
 
@@ -77,6 +79,7 @@ def add_stock(report: Report, changes: Sequence[Change]) -> float:
     report.add("stock_downtime_s", downtime, "s")
     report.add("stock_downtimes_s", [round(change.downtime_s, 3) for change in changes])
     report.add("stock_s", medians([change.stages for change in forth]))
+    report.add("stock_cpu_s", medians([change.cpu for change in forth]))
     return downtime
 
 

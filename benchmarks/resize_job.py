@@ -2,8 +2,8 @@
 
 Under scalai-run it goes on through the session. Under torchrun it does what a Megatron job does
 without Scalai: it saves by Megatron's own torch_dist format and exits, is started anew with other
-degrees, and loads. Model, data and steps are the same. Every rank notes when what ended (seconds of
-the system's monotonic clock) in ``--marks``, one JSON line an event.
+degrees, and loads. Model, data and steps are the same. Every rank notes in ``--marks`` when what
+ended, by the system's monotonic clock and by its own processor time: one JSON line an event.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-STARTED = time.monotonic()
+STARTED = time.monotonic(), time.process_time()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -50,7 +50,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from scalai.patches.megatron.state import MegatronState  # noqa: E402
 
-IMPORTED = time.monotonic()
+IMPORTED = time.monotonic(), time.process_time()
 LAST_STEP = "last_step"
 SEED = 1234
 WHOLE_MODEL = 10**10
@@ -63,8 +63,10 @@ class Marks:
     def __init__(self, folder: Path, round_number: str) -> None:
         self._file = open(folder / f"round-{round_number}-{dist.get_rank()}.jsonl", "a")
 
-    def note(self, event: str, at: float | None = None, **facts: Any) -> None:
-        line = {"event": event, "at": time.monotonic() if at is None else at, **facts}
+    def note(self, event: str, moment: tuple[float, float] | None = None, **facts: Any) -> None:
+        """Note an event: now, or at a moment (monotonic clock, processor time)."""
+        at, cpu = moment or (time.monotonic(), time.process_time())
+        line = {"event": event, "at": at, "cpu": cpu, **facts}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
@@ -243,7 +245,7 @@ def compare_pairs(options: argparse.Namespace, session: Session, job: Job, marks
 def main() -> None:
     options = arguments()
     with scalai.elastic(tp=options.tp) as session:
-        entered = time.monotonic()
+        entered = time.monotonic(), time.process_time()
         dist.init_process_group("gloo")
         mpu.initialize_model_parallel(session.tp, session.pp)
         torch.manual_seed(SEED)

@@ -55,13 +55,15 @@ class Change:
     """One change of the degrees.
 
     ``downtime_s``: end of the last old step to end of the first new one, minus a median new step.
-    ``stages`` are seconds between what the workers noted, in order; ``report`` is the launcher's.
+    ``stages`` are seconds between what the workers noted, in order, ``cpu`` their processor time
+    (of the busiest rank), which a busy machine changes less; ``report`` is the launcher's.
     """
 
     layout: str
     downtime_s: float
     step_s: float
     stages: Mapping[str, float]
+    cpu: Mapping[str, float]
     report: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -90,9 +92,9 @@ class Round:
     def _all(self, event: str) -> list[dict[str, Any]]:
         return [entry for rank in self._ranks for entry in rank if entry["event"] == event]
 
-    def last(self, event: str) -> float:
-        """Return when the last rank was there for the first time."""
-        return max(next(e["at"] for e in rank if e["event"] == event) for rank in self._ranks)
+    def last(self, event: str, clock: str = "at") -> float:
+        """Return when the last rank was there for the first time; ``cpu``: its processor time."""
+        return max(next(e[clock] for e in rank if e["event"] == event) for rank in self._ranks)
 
     def has(self, event: str) -> bool:
         """Whether all ranks were there."""
@@ -104,9 +106,9 @@ class Round:
         """Return how many steps the slowest rank has made."""
         return len(self._all("step")) // WORKERS if len(self._ranks) == WORKERS else 0
 
-    def end(self) -> float:
-        """Return when the last step had ended on all ranks."""
-        return max(entry["at"] for entry in self._all("step"))
+    def end(self, clock: str = "at") -> float:
+        """Return when the last step had ended on all ranks; ``cpu``: their processor time then."""
+        return max(float(entry[clock]) for entry in self._all("step"))
 
     def newest_step(self) -> int:
         return max(int(entry["step"]) for entry in self._all("step"))
@@ -129,9 +131,14 @@ def change_between(old: Round, new: Round, before: str, report: Mapping[str, Any
     """Return the change from one round to the next. ``before``: what the old workers do last."""
     moments = [("", old.end()), (before, old.last(before))]
     moments += [(stage, new.last(stage)) for stage in STAGES]
-    stages = {name: round(at - since, 4) for (_, since), (name, at) in pairwise(moments)}
+    processor = [("", 0.0), *((stage, new.last(stage, "cpu")) for stage in STAGES)]
+    cpu = {before: round(old.last(before, "cpu") - old.end("cpu"), 4), **_differences(processor)}
     downtime = new.last("step") - old.end() - new.step_s()
-    return Change(new.layout, downtime, new.step_s(), stages, report)
+    return Change(new.layout, downtime, new.step_s(), _differences(moments), cpu, report)
+
+
+def _differences(moments: Sequence[tuple[str, float]]) -> dict[str, float]:
+    return {name: round(at - since, 4) for (_, since), (name, at) in pairwise(moments)}
 
 
 def layouts(changes: int) -> list[int]:
