@@ -272,7 +272,7 @@ class Coordinator:
         if not dry_run:
             self._sizing.rescale(nproc, nnodes, degrees)
             self._timeline.begin("scale")
-            self._feed(m.Rescaled(assign, time.monotonic(), nnodes))
+            self._feed(m.Rescaled(self._sizing.assign(), time.monotonic(), nnodes))
         return {
             "degrees": str(target.degrees),
             "workers": dict(target.workers),
@@ -516,8 +516,6 @@ class Coordinator:
         newer than the generation that the job goes on from."""
         self._source = action.generation
         self._told = Gathering()
-        self._sizing.fulfil_wish()
-        self._job = m.replace_assign(self._job, self._sizing.assign())
         everyone = self._roster.hosts()
         for host in everyone:
             self._roster[host].newest = 0

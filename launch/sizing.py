@@ -24,21 +24,24 @@ class Sizing:
         self._excluded: tuple[Choice, ...] = ()
 
     def assign(self) -> Assign:
-        """Return the function that assigns workers to hosts, as things are now."""
-        return self._with(self._max_workers, self._max_hosts, self._wish)
+        """Return the function that assigns workers to hosts, as things are now.
+
+        Degrees that a person asked for hold until the next ``rescale``, wherever they fit; where
+        they do not, the job goes on as if nobody had asked.
+        """
+        as_wished = self._with(self._max_workers, self._max_hosts, self._wish)
+        otherwise = self._with(self._max_workers, self._max_hosts, None)
+        return lambda hosts, present: as_wished(hosts, present) or otherwise(hosts, present)
 
     def scaled(self, nproc: int | None, nnodes: int | None, degrees: str | None) -> Assign:
-        """Return what ``rescale`` with the same arguments would make of ``assign``."""
+        """Return what ``rescale`` with the same arguments would lead to; None for a wish that does
+        not fit."""
         return self._with(nproc, nnodes or self._max_hosts, degrees)
 
     def rescale(self, nproc: int | None, nnodes: int | None, degrees: str | None) -> None:
-        """A person wants so many workers in total, hosts at most, and degrees for this change."""
+        """A person wants so many workers in total, hosts at most, and these degrees."""
         self._max_workers, self._wish = nproc, degrees
         self._max_hosts = nnodes or self._max_hosts
-
-    def fulfil_wish(self) -> None:
-        """The change that degrees were asked for is made: later ones are decided as before."""
-        self._wish = None
 
     def exclude(self, assignment: Assignment) -> None:
         """These degrees ran out of memory in their first step."""
