@@ -143,9 +143,10 @@ def test_no_worker_outlives_its_agent_and_a_new_agent_finds_the_state(tmp_path: 
 
 
 def test_a_second_signal_stops_now_and_the_state_stays(tmp_path: Path) -> None:
-    with tiny_agents(tmp_path, '2 = "tp2"', nodes="1", step_s=20.0) as agents:
+    # A step is long enough for the second signal to come before the stop of the first.
+    with tiny_agents(tmp_path, '2 = "tp2"', nodes="1", step_s=6.0) as agents:
         agents.start("a")
-        agents.wait_until(lambda: "event=start committed" in agents.logs(), "the first state")
+        agents.wait_until(lambda: "event=resized" in agents.logs(), "the first step")
         agents.drain("a")
         agents.wait_until(lambda: "event=leaving" in agents.logs(), "the first signal is heard")
         agents.drain("a")
