@@ -8,6 +8,7 @@ start and to stop them is decided elsewhere.
 the same as a contract.
 """
 
+import atexit
 import importlib
 import inspect
 import logging
@@ -126,7 +127,12 @@ class _Assigned(RendezvousHandler):
 def run_forked(*arguments: str) -> None:
     """Entry of a worker that was forked warm: the same module that a cold worker runs with ``python
     -m``."""
-    importlib.import_module(WORKER_MODULE).main(list(arguments))
+    try:
+        importlib.import_module(WORKER_MODULE).main(list(arguments))
+    finally:
+        # multiprocessing leaves by _exit: what the script registered, such as the end of a log
+        # writer's run, would never be called.
+        atexit._run_exitfuncs()
 
 
 class WorkerSet(LocalElasticAgent):
