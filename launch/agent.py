@@ -517,6 +517,7 @@ class Agent:
         if current.is_complete(current.finished):
             self._tell("finished", round=current.number)
         else:
+            self._deposits.give_orders(current)
             self._deposits.seal_if_complete(current)
 
 

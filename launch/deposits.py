@@ -105,11 +105,16 @@ class Deposits:
 
     def give_orders(self, current: Round) -> None:
         """Answer the workers that wait for their order, once the files and the job's tensor count
-        are there."""
-        if current.deposit is None or current.reserved is None or current.tensors is None:
+        are there; at a stop, once all workers of this host that live have ended the step: who dies
+        from then on leaves no other rank waiting for it in a collective."""
+        under_way = current.deposit
+        if under_way is None or current.reserved is None or current.tensors is None:
             return
-        for rank, answer in list(current.deposit.waiting.items()):
-            del current.deposit.waiting[rank]
+        arrived = {*under_way.waiting, *under_way.parts}
+        if under_way.reason == "stop" and not current.is_complete(arrived | current.lost):
+            return
+        for rank, answer in list(under_way.waiting.items()):
+            del under_way.waiting[rank]
             answer.set_result(current.reserved.orders[rank].to_json())
 
     def deposited(
