@@ -130,7 +130,7 @@ class Session:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether an agent stands behind this session."""
+        """Whether an agent stands behind this worker."""
         return self._agent is not None
 
     @property
