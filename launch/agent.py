@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import PeerError, ScalaiError, UsageError
-from scalai.launch.ahead import obstacle
+from scalai.launch.ahead import obstacle, offer
 from scalai.launch.crew import Crew, Crews
 from scalai.launch.data_plane import DataPlaneServer
 from scalai.launch.deposits import Deposits
@@ -283,7 +283,9 @@ class Agent:
         policy = self._spec.config.resize.build_ahead
         reason = obstacle(policy, command["local_world_size"], pids, on_devices=on_devices)
         if reason is None:
-            self._ahead = Round(command), self._crews.start(command)
+            crew = self._crews.start(command)
+            offer(crew.pids().values(), is_ahead=True)
+            self._ahead = Round(command), crew
         else:
             self._tell("not_built", round=command["round"], reason=reason)
 
@@ -306,6 +308,7 @@ class Agent:
         if self._ahead is not None and self._ahead[0].number == command["round"]:
             (self._round, self._crew), self._ahead = self._ahead, None
             self._round.command = command
+            offer(self._crew.pids().values(), is_ahead=False)
         else:
             self._give_up()
             self._round, self._crew = Round(command), None

@@ -1,9 +1,15 @@
-"""Whether this host can build the next round's model beside the one that trains."""
+"""Whether this host can build the next round's model beside the one that trains, and that the
+training is not what pays where that was a mistake."""
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from scalai.store.pool import available_memory
+
+FIRST_TO_GO, AS_OTHERS = 1000, 0
+"""Adjustments of the kernel's choice of a process to kill when memory runs out (proc(5))."""
 MEMORY_RESERVE = 1.25
 """Private memory that a worker to come may take, over what the largest present one takes."""
 
@@ -24,10 +30,19 @@ def obstacle(policy: str, workers: int, present: Iterable[int], *, on_devices: b
         return None
     if on_devices:
         return "device memory holds one model ([resize] build_ahead = 'always' builds all the same)"
-    needed, free = int(workers * used * MEMORY_RESERVE), available_bytes()
+    needed, free = int(workers * used * MEMORY_RESERVE), available_memory()
     if needed > free:
         return f"{workers} workers may take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
     return None
+
+
+def offer(processes: Iterable[int], *, is_ahead: bool) -> None:
+    """Have the kernel kill these processes before any other when memory runs out, or no longer."""
+    for pid in processes:
+        with contextlib.suppress(OSError):  # it is gone
+            Path(f"/proc/{pid}/oom_score_adj").write_text(
+                str(FIRST_TO_GO if is_ahead else AS_OTHERS)
+            )
 
 
 def private_bytes(pid: int) -> int:
@@ -37,11 +52,3 @@ def private_bytes(pid: int) -> int:
     except OSError:
         return 0
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
-
-
-def available_bytes() -> int:
-    """Return the memory that new processes of this host can take, in bytes."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 1 << 62

@@ -405,8 +405,9 @@ class Coordinator:
         if was is m.Phase.RUNNING and now in (m.Phase.BUILDING, m.Phase.PREPARING):
             line.phase("detect", line.since("event"))
             line.mark("detected")
-        if now is m.Phase.PREPARING:
+        if was is m.Phase.BUILDING:
             line.phase("build", line.since("detected"))
+        if now is m.Phase.PREPARING:
             line.mark("preparing")
         elif now is m.Phase.DRAINING:
             self._told.deposits.clear()
