@@ -88,7 +88,6 @@ class Agent:
         self._callers: dict[Peer, tuple[Round, int]] = {}
         self._leaving_at: float | None = None
         self._is_told_to_exit = False
-        self._is_warm = False
         self._calls = Channel(place.address, place.token)
         self._polls = Channel(place.address, place.token)
         if place.is_new:
