@@ -25,6 +25,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -47,6 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="a small model: only to try it")
     parser.add_argument("--changes", type=int, default=5, help="there, back, there, ...")
     parser.add_argument("--pairs", type=int, default=400)
+    parser.add_argument("--build-ahead", default="auto", choices=("auto", "never"))
     parser.add_argument("--only", choices=("downtime", "ours", "move", "overhead"))
     return parser.parse_args()
 
@@ -142,7 +144,7 @@ def check_losses(report: Report, ours: Run, stock: Run) -> None:
 def main() -> None:
     options = arguments()
     report = Report("resize")
-    size = SMALL if options.small else FULL
+    size = replace(SMALL if options.small else FULL, build_ahead=options.build_ahead)
     wanted = {options.only} if options.only else {"downtime", "ours", "move", "overhead"}
     folder = Path(tempfile.mkdtemp(prefix="scalai-benchmark-", dir=MEMORY_DISK))
     try:

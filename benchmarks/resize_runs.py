@@ -27,12 +27,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model is, and how many steps lie between two changes."""
+    """How large the model is, how many steps lie between two changes, and whether its next workers
+    are built ahead."""
 
     hidden: int
     layers: int
     steps: int
     vocabulary: int = 1024
+    build_ahead: str = "auto"
 
     def flags(self) -> list[str]:
         return [
@@ -46,7 +48,8 @@ class Size:
             f'[degrees]\n{WORKERS} = "tp{WORKERS} pp1"\n1 = "tp1 pp1"\n'
             f"[model]\nnum_attention_heads = {self.hidden // 64}\nnum_layers = {self.layers}\n"
             f"padded_vocab_size = {self.vocabulary}\nglobal_batch_size = {WORKERS}\n"
-            'micro_batch_size = 1\n[resize]\nsettle_s = 0.0\n[probe]\nkind = "none"\n'
+            f'micro_batch_size = 1\n[resize]\nsettle_s = 0.0\nbuild_ahead = "{self.build_ahead}"\n'
+            '[probe]\nkind = "none"\n'
         )
 
 
