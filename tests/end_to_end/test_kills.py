@@ -233,7 +233,7 @@ def test_workers_that_hang_while_they_build_are_given_up(tmp_path: Path) -> None
         agents.wait_for_world(1)
         assert check_steps(agents.lines()) == [line["step"] for line in agents.lines()]
         assert "not built within 4 s" in agents.logs()
-        assert len(agents.workers()) == 1
+        agents.wait_until(lambda: len(agents.workers()) == 1, "nothing else is left")
 
 
 def test_a_second_change_during_a_resize_begins_again_from_the_same_state(agents: Agents) -> None:

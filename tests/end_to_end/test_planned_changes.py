@@ -59,3 +59,18 @@ def test_a_person_may_forbid_it(tmp_path: Path) -> None:
         agents.wait_for_world(1)
         assert "event=build" not in agents.logs()
         check_steps(agents.lines())
+
+
+def test_the_job_follows_the_number_of_devices_that_work(tmp_path: Path) -> None:
+    devices = tmp_path / "devices"
+    devices.write_text("2")
+    settings = {"probe": "interval_s = 0.2"}
+    flags = ("--probe", f"file:{devices}")
+    with tiny_agents(tmp_path, DEGREES, nodes="1", settings=settings, flags=flags) as agents:
+        agents.start("a")
+        agents.wait_for_step(3, world=2)
+        for count in (1, 2, 1):
+            devices.write_text(str(count))
+            agents.wait_for_world(count)
+        assert check_steps(agents.lines()) == [line["step"] for line in agents.lines()]
+        assert [report.get("steps_lost", 0) for report in agents.resizes()] in ([0] * 3, [0] * 4)
