@@ -223,16 +223,16 @@ def test_a_worker_that_hangs_in_a_drain_is_given_up(tmp_path: Path) -> None:
 
 
 def test_workers_that_hang_while_they_build_are_given_up(tmp_path: Path) -> None:
-    settings = {"resize": "build_timeout_s = 4"}
+    settings = {"resize": "build_timeout_s = 10"}
     with tiny_agents(tmp_path, '2 = "tp2"\n1 = "tp1"', nodes="1", settings=settings) as agents:
         agents.start("a")
-        agents.wait_for_step(3, world=2)
+        agents.wait_until(lambda: "event=warm" in agents.logs(), "workers can be forked")
         agents.arm("build", "0", "SIGSTOP")
         agents.scale(nproc=1)
         agents.wait_for_death()
         agents.wait_for_world(1)
         assert check_steps(agents.lines()) == [line["step"] for line in agents.lines()]
-        assert "not built within 4 s" in agents.logs()
+        assert "not built within 10 s" in agents.logs()
         agents.wait_until(lambda: len(agents.workers()) == 1, "nothing else is left")
 
 
