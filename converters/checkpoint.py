@@ -129,6 +129,7 @@ class Values:
         arguments: The framework's arguments. May hold stand-ins (``pickles.Foreign``).
         counters: ``consumed_train_samples`` and the like, as far as they are known.
         rank_state: Random streams by coordinate, for a target of the same degrees.
+        extra: What else a layout keeps, for a target of the same layout (Megatron's extra state).
     """
 
     step: int
@@ -141,6 +142,7 @@ class Values:
     arguments: Mapping[str, Any] | None = None
     counters: Mapping[str, Any] = field(default_factory=dict)
     rank_state: Mapping[str, Json] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -202,10 +204,12 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """What to write: target degrees by axis (those not named stay), and a mapping file."""
+    """What to write: target degrees by axis (those not named stay), a mapping file, and whether the
+    optimizer's state is to be split over data-parallel ranks (None: as in the source)."""
 
     degrees: Mapping[str, int]
     mapping: Path | None = None
+    is_split: bool | None = None
 
 
 class Layout(Protocol):

@@ -1,0 +1,357 @@
+"""Lays out a ``torch_dist`` checkpoint that megatron-core loads at any degrees.
+
+The optimizer's state is written as whole tensors: for the distributed optimizer that is
+``fully_reshardable``, whose loader (other than its writer) is right in every release. The degrees
+decide no more than how tensors are cut into chunks, so that a rank reads what it needs.
+
+Source: megatron/core/dist_checkpointing of 0.16.1; ``save_checkpoint`` of
+megatron/training/checkpointing.py. Differs in: no common state of other ranks, no RNG state where
+the degrees change (Megatron ignores it there).
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scalai.converters.checkpoint import (
+    MAIN,
+    PARAM,
+    STEP,
+    Checkpoint,
+    CheckpointFile,
+    Piece,
+    Target,
+    WriteOptions,
+    place,
+)
+from scalai.converters.megatron_names import (
+    expert_of,
+    fold,
+    layer_of,
+    tensor_parallel_axis,
+)
+from scalai.converters.megatron_values import optimizer_tree, with_degrees
+from scalai.converters.scalars import read_steps
+from scalai.converters.torch_archive import Archive, NewTensor, lay_out_archive
+from scalai.converters.torch_dist_metadata import Chunk, Extent, StoredKey, write_metadata
+from scalai.core.collection import ITEM_BYTES, Columns, Tensor
+from scalai.core.errors import RefusedError
+from scalai.core.region import Box
+from scalai.store.manifest import sync_directory
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A tensor to be stored: where it comes from, under which key and index on leading axes."""
+
+    tensor: Tensor
+    key: str
+    index: tuple[int, ...]
+
+
+def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
+    """Lay out a checkpoint of ``source`` at other degrees.
+
+    Raises:
+        RefusedError: Masters are missing, layers are, or parameters made unequally many steps.
+    """
+    degrees = {**source.values.degrees, **options.degrees}
+    is_split = _is_split(source, options)
+    tensors = {tensor.name: tensor for tensor in source.placed.collection.tensors}
+    keys = _stacked(list(_items(tensors, is_split, _is_homogeneous(source, tensors))))
+    notes = list(source.notes)
+    objects = _objects(source, tensors, degrees, notes)
+    folder = f"iter_{source.values.step:07d}"
+    layout = _Files(folder, max(degrees.get("tp", 1) * degrees.get("pp", 1), 1))
+    total = sum(item.tensor.size_bytes for _, items in keys for item in items)
+    extents = {key: layout.add_object(data) for key, data in objects.items()}
+    stored = [layout.add(key, items, degrees, total) for key, items in keys]
+    placed = place(layout.pieces, layout.files())
+    common = _common(source, tensors, degrees, is_split, notes)
+    metadata = write_metadata(stored, extents)
+    marker = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+
+    def finish(directory: Path, _: Columns) -> None:
+        here = directory / folder
+        here.mkdir(exist_ok=True)
+        _write(here / "common.pt", _content(lay_out_archive(common, "common")))
+        _write(here / ".metadata", metadata)
+        _write(here / "metadata.json", json.dumps(marker).encode())
+        sync_directory(here)
+        _write(directory / TRACKER, str(source.values.step).encode())
+
+    return Target("torch_dist", placed, layout.fixed, finish, tuple(notes))
+
+
+def _is_split(source: Checkpoint, options: WriteOptions) -> bool | None:
+    """Tell whether the optimizer is to be the distributed one; None: there is no state of one."""
+    kinds = {tensor.name.partition("/")[0] for tensor in source.placed.collection.tensors}
+    if kinds <= {PARAM, MAIN, STEP}:
+        return None
+    wished = options.is_split if options.is_split is not None else source.values.is_split
+    return True if wished is None else wished
+
+
+def _is_homogeneous(source: Checkpoint, tensors: Mapping[str, Tensor]) -> bool:
+    """Tell whether the layers are one axis of the tensors: if they are alike."""
+    stated = source.values.extra.get("is_homogeneous")
+    if stated is not None:
+        return bool(stated)
+    by_layer: dict[int, set[tuple[str, Tensor]]] = {}
+    for tensor in tensors.values():
+        kind, _, name = tensor.name.partition("/")
+        layer = layer_of(name)
+        if kind == PARAM and layer is not None:
+            alike = Tensor(fold(name, True)[0], tensor.shape, tensor.dtype)
+            by_layer.setdefault(layer, set()).add((str(expert_of(name)), alike))
+    return len({frozenset(parameters) for parameters in by_layer.values()}) == 1
+
+
+def _items(
+    tensors: Mapping[str, Tensor], is_split: bool | None, is_homogeneous: bool
+) -> Iterator[_Item]:
+    """Yield what is stored, parameters first."""
+    names = sorted(tensors, key=_in_order)
+    for name in names:
+        kind, _, parameter = name.partition("/")
+        if kind == PARAM:
+            yield _Item(tensors[name], *fold(parameter, is_homogeneous))
+    for name in names:
+        kind, _, parameter = name.partition("/")
+        if kind in (PARAM, MAIN, STEP) or is_split is None:
+            continue
+        key, index = fold(parameter, is_homogeneous)
+        yield _Item(tensors[name], f"optimizer.state.{kind}.{key}", index)
+    for parameter in sorted(_trained(tensors), key=_in_order):
+        weight, main = tensors[f"{PARAM}/{parameter}"], tensors.get(f"{MAIN}/{parameter}")
+        if main is None and weight.dtype != "F32":
+            raise RefusedError(
+                f"there is no fp32 master of {parameter} ({weight.dtype}) beside its optimizer "
+                "state. Use a checkpoint that was saved with its optimizer."
+            )
+        key, index = fold(parameter, is_homogeneous)
+        if is_split:
+            yield _Item(main or weight, f"optimizer.state.param.{key}", index)
+        elif main is not None:
+            yield _Item(main, f"optimizer.state.fp32_param.{key}", index)
+
+
+def _trained(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return the parameters that have an optimizer state."""
+    pairs = (name.partition("/")[::2] for name in tensors)
+    return {parameter for kind, parameter in pairs if kind not in (PARAM, MAIN, STEP)}
+
+
+def _in_order(name: str) -> tuple[Any, ...]:
+    """Order names by their numbers, not by their digits."""
+    return tuple(
+        (0, int(part), "") if part.isdigit() else (1, 0, part)
+        for part in name.replace("/", ".").split(".")
+    )
+
+
+def _stacked(items: Sequence[_Item]) -> list[tuple[str, list[_Item]]]:
+    """Group items by key; refuse keys of which a layer or an expert is missing."""
+    by_key: dict[str, list[_Item]] = {}
+    for item in items:
+        by_key.setdefault(item.key, []).append(item)
+    for key, group in by_key.items():
+        sizes = tuple(max(index) + 1 for index in zip(*(i.index for i in group), strict=True))
+        alike = {(item.tensor.shape, item.tensor.dtype) for item in group}
+        if len(group) != int(np.prod(sizes, dtype=np.int64)) or len(alike) != 1:
+            raise RefusedError(
+                f"{key} has {len(group)} tensors for layers and experts {list(sizes)}, of "
+                f"{len(alike)} shapes. The source is incomplete: run scalai verify on it."
+            )
+    return list(by_key.items())
+
+
+class _Files:
+    """Lays archives one behind the other into files of about equal size."""
+
+    def __init__(self, folder: str, count: int) -> None:
+        self._folder, self._count = folder, count
+        self._sizes = [0]
+        self._done = 0
+        self.pieces: list[Piece] = []
+        self.fixed: dict[int, list[tuple[int, bytes]]] = {0: []}
+
+    def files(self) -> list[CheckpointFile]:
+        return [CheckpointFile(self._path(n), size) for n, size in enumerate(self._sizes)]
+
+    def add_object(self, data: bytes) -> Extent:
+        """Store an archive whose bytes are known."""
+        begin = self._sizes[-1]
+        self.fixed[len(self._sizes) - 1].append((begin, data))
+        self._sizes[-1] += len(data)
+        return Extent(self._name(), begin, len(data))
+
+    def add(
+        self, key: str, items: Sequence[_Item], degrees: Mapping[str, int], total: int
+    ) -> StoredKey:
+        """Store all tensors of a key, cut as tensor parallelism will."""
+        chunks = []
+        for item in items:
+            for box in _cut(item, degrees):
+                extent = self._add_chunk(item, box, total)
+                offset, shape = (*item.index, *box.offset), (*[1] * len(item.index), *box.shape)
+                chunks.append(Chunk(Box(offset, shape), extent))
+        tensor = items[0].tensor
+        sizes = tuple(max(index) + 1 for index in zip(*(i.index for i in items), strict=True))
+        return StoredKey(key, (*sizes, *tensor.shape), tensor.dtype, tuple(chunks))
+
+    def _add_chunk(self, item: _Item, box: Box, total: int) -> Extent:
+        if self._done * self._count > total * len(self._sizes) and self._sizes[-1]:
+            self._sizes.append(0)
+            self.fixed[len(self._sizes) - 1] = []
+        archive = _archive(item.tensor.dtype, (*[1] * len(item.index), *box.shape))
+        begin = self._sizes[-1]
+        self.fixed[len(self._sizes) - 1] += [(begin + at, data) for at, data in archive.fixed]
+        self.pieces.append(Piece(item.tensor, box, self._path(), begin + archive.begin[0]))
+        self._sizes[-1] += archive.size_bytes
+        self._done += box.numel * ITEM_BYTES[item.tensor.dtype]
+        return Extent(self._name(), begin, archive.size_bytes)
+
+    def _name(self, number: int | None = None) -> str:
+        return f"__{len(self._sizes) - 1 if number is None else number}_0.distcp"
+
+    def _path(self, number: int | None = None) -> str:
+        return f"{self._folder}/{self._name(number)}"
+
+
+@cache
+def _archive(dtype: str, shape: tuple[int, ...]) -> Archive:
+    return lay_out_archive(NewTensor(dtype, shape))
+
+
+def _cut(item: _Item, degrees: Mapping[str, int]) -> Iterator[Box]:
+    """Yield the boxes of a tensor that ranks will ask for."""
+    name, shape = item.tensor.name, item.tensor.shape
+    axis = tensor_parallel_axis(name)
+    tp = degrees.get("tp", 1)
+    parts = degrees.get("etp", tp) if expert_of(name) is not None else tp
+    if "linear_fc1." in name:
+        parts *= 2  # a gate and an up projection are cut each on its own
+    if axis is None or axis >= len(shape) or parts < 2 or shape[axis] % parts:
+        yield Box((0,) * len(shape), shape)
+        return
+    size = shape[axis] // parts
+    for part in range(parts):
+        yield Box(
+            tuple(part * size if at == axis else 0 for at in range(len(shape))),
+            tuple(size if at == axis else full for at, full in enumerate(shape)),
+        )
+
+
+def _objects(
+    source: Checkpoint,
+    tensors: Mapping[str, Tensor],
+    degrees: Mapping[str, int],
+    notes: list[str],
+) -> dict[str, bytes]:
+    """Return the objects to store: extra state by layer; others where no degree changes."""
+    objects: Mapping[str, bytes] | None = source.values.extra.get("objects")
+    if objects is None:
+        notes.append("_extra_state of the layers is invented as None: the source has none")
+        none = _content(lay_out_archive([None]))
+        return {key: none for key in sorted(_extra_states(source, tensors))}
+    is_same = all(degrees.get(axis, 1) == size for axis, size in source.values.degrees.items())
+    kept = {}
+    for key, data in objects.items():
+        if "_extra_state/" in key or is_same:
+            kept[key] = data
+        else:
+            notes.append(f"{key} belongs to the old degrees and is left out")
+    return kept
+
+
+def _extra_states(source: Checkpoint, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield the keys of the extra state that every linear layer of Megatron asks for."""
+    is_homogeneous = _is_homogeneous(source, tensors)
+    weights = [
+        fold(tensor.name.partition("/")[2], is_homogeneous)
+        for tensor in tensors.values()
+        if tensor.name.startswith(f"{PARAM}/") and tensor.name.endswith(".weight")
+    ]
+    linear = [(key, index) for key, index in weights if ".linear_" in key or "output_layer" in key]
+    sizes: dict[str, tuple[int, ...]] = {}
+    for key, index in linear:
+        known = sizes.get(key, index)
+        sizes[key] = tuple(max(a, b) for a, b in zip(known, index, strict=True))
+    for key, index in linear:
+        shape = [size + 1 for size in sizes[key]] or [1]
+        place_ = ".".join(map(str, index or (0,)))
+        base = key.removesuffix(".weight")
+        yield f"{base}._extra_state/shard_{place_}_{'.'.join(map(str, shape))}"
+
+
+def _common(
+    source: Checkpoint,
+    tensors: Mapping[str, Tensor],
+    degrees: Mapping[str, int],
+    is_split: bool | None,
+    notes: list[str],
+) -> dict[str, Any]:
+    values = source.values
+    common: dict[str, Any] = {"iteration": values.step}
+    if values.arguments is not None:
+        common["args"] = argparse.Namespace(**with_degrees(values.arguments, degrees))
+    else:
+        notes.append("the source has no Megatron arguments: give all model flags when loading")
+    common["checkpoint_version"] = values.extra.get("checkpoint_version", 3.0)
+    flops = "num_floating_point_operations_so_far"
+    if flops in values.extra:
+        common[flops] = values.extra[flops]
+    if values.scheduler is not None:
+        common["opt_param_scheduler"] = values.scheduler
+    if is_split is not None:
+        is_mixed = any(name.startswith(f"{MAIN}/") for name in tensors)
+        common["optimizer"] = optimizer_tree(
+            values.param_groups,
+            read_steps(source),
+            values.grad_scaler,
+            is_split=is_split,
+            is_mixed=is_mixed,
+            is_chained=degrees.get("ep", 1) > 1
+            and any(expert_of(name) is not None for name in tensors),
+        )
+    common["content_metadata"] = {
+        **values.extra.get("content_metadata", {}),
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    return common
+
+
+def _content(archive: Archive) -> bytes:
+    """Return the bytes of an archive that has no open tensors."""
+    assert not archive.tensors
+    data = bytearray(archive.size_bytes)
+    for at, part in archive.fixed:
+        data[at : at + len(part)] = part
+    return bytes(data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a small file aside, bring it to disk and rename it."""
+    aside = path.with_name(f".{path.name}.partial")
+    with open(aside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
