@@ -30,7 +30,7 @@ from scalai.core.region import Box, row_major
 ALIGNMENT = 64
 """Elements at whose multiples a parameter begins."""
 CHECKED = 256
-"""Elements at the start of every parameter that are compared with the weights."""
+"""Elements at each end of a parameter that are compared with the weights."""
 
 _BUCKET = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
@@ -270,19 +270,31 @@ class _Rescue:
         return placed
 
     def _is_equal(self, buckets: Sequence[Kinds], found: _Found) -> bool:
-        """Tell whether the masters at the start of a parameter round to its weights."""
+        """Tell whether the masters at both ends of a parameter round to its weights."""
         stored = buckets[found.bucket]["param"]
-        part = found.parameter.parts[0]
+        for part in found.parameter.parts:
+            count = min(CHECKED, part.piece.box.numel)
+            for first in {0, part.piece.box.numel - count}:
+                if not self._is_equal_at(stored, found, part, first, count):
+                    return False
+        return True
+
+    def _is_equal_at(
+        self, stored: StoredKey, found: _Found, part: _Part, first: int, count: int
+    ) -> bool:
+        """Compare ``count`` elements from the ``first`` of a part on, or those in one chunk."""
+        at = found.start + part.piece.start + first
         chunk = next(
             chunk
             for chunk in stored.chunks
-            if chunk.box.offset[0] <= found.start < chunk.box.offset[0] + chunk.box.shape[0]
+            if chunk.box.offset[0] <= at < chunk.box.offset[0] + chunk.box.shape[0]
         )
-        into = found.start - chunk.box.offset[0]
-        count = min(CHECKED, part.piece.box.numel, chunk.box.shape[0] - into)
+        into = at - chunk.box.offset[0]
+        count = min(count, chunk.box.shape[0] - into)
         begin, _, item = self._chunk_begin(stored, chunk)
         masters = self._bytes(chunk.extent.file, begin + into * item, count * item)
-        weights = self._bytes(part.file, part.begin, count * ITEM_BYTES[found.parameter.dtype])
+        width = ITEM_BYTES[found.parameter.dtype]
+        weights = self._bytes(part.file, part.begin + first * width, count * width)
         return rounds_to(masters, stored.dtype, weights, found.parameter.dtype)
 
     def _bytes(self, file: str, begin: int, size: int) -> bytes:
