@@ -204,12 +204,21 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """What to write: target degrees by axis (those not named stay), a mapping file, and whether the
-    optimizer's state is to be split over data-parallel ranks (None: as in the source)."""
+    """What to write.
+
+    Attributes:
+        degrees: Target degrees by axis; those not named stay.
+        mapping: A mapping file, for layouts with other names.
+        is_split: Whether the optimizer's state is to be split over data-parallel ranks; None: as
+            in the source.
+        reference: Values of another checkpoint of the same job, for what the source lacks
+            (arguments, hyperparameters of the parameter groups).
+    """
 
     degrees: Mapping[str, int]
     mapping: Path | None = None
     is_split: bool | None = None
+    reference: Values | None = None
 
 
 class Layout(Protocol):

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalai.converters.checkpoint import Checkpoint, Layout, ReadOptions
+from scalai.converters.generation import GenerationLayout
 from scalai.converters.torch_dist import TorchDistLayout
 from scalai.core.errors import RefusedError, UsageError
 
-LAYOUTS: Sequence[Layout] = (TorchDistLayout(),)
+LAYOUTS: Sequence[Layout] = (GenerationLayout(), TorchDistLayout())
 """In the order in which they are asked."""
 
 

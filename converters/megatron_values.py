@@ -77,6 +77,12 @@ def find_param_groups(common: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...
     return tuple(found)
 
 
+def is_same_group(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell whether megatron would match two parameter groups, of any EP degree."""
+    keys = "wd_mult", "lr_mult", "is_decoupled_lr"
+    return all(one.get(k, one.get(f"pre_{k}")) == other.get(k, other.get(f"pre_{k}")) for k in keys)
+
+
 def find_scaler(common: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the state of the fp16 loss scale."""
     for tree in _optimizers(common):

@@ -28,6 +28,7 @@ from scalai.converters.checkpoint import (
     CheckpointFile,
     Piece,
     Target,
+    Values,
     WriteOptions,
     place,
 )
@@ -37,7 +38,7 @@ from scalai.converters.megatron_names import (
     layer_of,
     tensor_parallel_axis,
 )
-from scalai.converters.megatron_values import optimizer_tree, with_degrees
+from scalai.converters.megatron_values import is_same_group, optimizer_tree, with_degrees
 from scalai.converters.scalars import read_steps
 from scalai.converters.torch_archive import Archive, NewTensor, lay_out_archive
 from scalai.converters.torch_dist_metadata import Chunk, Extent, StoredKey, write_metadata
@@ -76,7 +77,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     extents = {key: layout.add_object(data) for key, data in objects.items()}
     stored = [layout.add(key, items, degrees, total) for key, items in keys]
     placed = place(layout.pieces, layout.files())
-    common = _common(source, tensors, degrees, is_split, notes)
+    common = _common(source, tensors, degrees, is_split, options.reference, notes)
     metadata = write_metadata(stored, extents)
     marker = {
         "sharded_backend": "torch_dist",
@@ -304,12 +305,17 @@ def _common(
     tensors: Mapping[str, Tensor],
     degrees: Mapping[str, int],
     is_split: bool | None,
+    reference: Values | None,
     notes: list[str],
 ) -> dict[str, Any]:
     values = source.values
     common: dict[str, Any] = {"iteration": values.step}
-    if values.arguments is not None:
-        common["args"] = argparse.Namespace(**with_degrees(values.arguments, degrees))
+    arguments = values.arguments
+    if arguments is None and reference is not None and reference.arguments is not None:
+        arguments = {**reference.arguments, **values.counters, "iteration": values.step}
+        notes.append("Megatron's arguments are those of --args-from")
+    if arguments is not None:
+        common["args"] = argparse.Namespace(**with_degrees(arguments, degrees))
     else:
         notes.append("the source has no Megatron arguments: give all model flags when loading")
     common["checkpoint_version"] = values.extra.get("checkpoint_version", 3.0)
@@ -321,7 +327,7 @@ def _common(
     if is_split is not None:
         is_mixed = any(name.startswith(f"{MAIN}/") for name in tensors)
         common["optimizer"] = optimizer_tree(
-            values.param_groups,
+            _groups(source, reference, notes),
             read_steps(source),
             values.grad_scaler,
             is_split=is_split,
@@ -336,6 +342,32 @@ def _common(
         "chained_optim_avoid_prefix": True,
     }
     return common
+
+
+def _groups(
+    source: Checkpoint, reference: Values | None, notes: list[str]
+) -> list[Mapping[str, Any]]:
+    """Return whole parameter groups; what the source lacks is the reference's.
+
+    Raises:
+        RefusedError: Hyperparameters that the optimizer needs are nowhere: it would go on with
+            others.
+    """
+    groups = []
+    for group in source.values.param_groups:
+        given = (g for g in reference.param_groups if is_same_group(g, group)) if reference else ()
+        base = next(iter(given), {})
+        added = sorted(set(base) - set(group) - {"step"})
+        if added:
+            notes.append(f"parameter groups take {', '.join(added)} from --args-from")
+        groups.append({**{name: base[name] for name in added}, **group})
+    if not groups or any("betas" not in group and "momentum" not in group for group in groups):
+        raise RefusedError(
+            f"{source.directory} keeps no betas and eps of its optimizer's parameter groups, and "
+            "the optimizer must not go on with others. Pass --args-from with a torch_dist "
+            "checkpoint of the same job."
+        )
+    return groups
 
 
 def _content(archive: Archive) -> bytes:
