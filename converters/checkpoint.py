@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor, concatenate
 from scalai.core.region import Box, Index, row_major
@@ -167,18 +168,15 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
 
 
-Fingerprints = Mapping[str, int]
-"""Fingerprints by tensor (``scalai.core.fingerprint``)."""
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class Target:
     """A checkpoint that is to be written.
 
     Attributes:
         layout: The layout's name.
-        placed: The rows to be filled. Rows may name a tensor several times, where the layout keeps
-            replicas. Every wanted element must be held by the source.
+        placed: The rows to be filled, each row-major and without gaps. Rows may name a tensor
+            several times, where the layout keeps replicas. Every wanted element must be held by
+            the source.
         fixed: By file number, (offset, bytes) of what is known: headers, directories, pickles.
         finish: Called once all files are whole, with the directory (under its temporary name) and
             the fingerprint of each row [rows]: writes the small files that complete the
@@ -189,7 +187,7 @@ class Target:
     layout: str
     placed: Placed
     fixed: Mapping[int, Sequence[tuple[int, bytes]]]
-    finish: Callable[[Path, Columns], None]
+    finish: Callable[[Path, npt.NDArray[np.uint64]], None]
     notes: tuple[str, ...] = ()
 
 
@@ -224,7 +222,10 @@ class WriteOptions:
 class Layout(Protocol):
     """One layout: found by looking at files, read, written. A module each; see ``layouts``."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What ``--to`` calls it."""
+        ...
 
     def find(self, path: Path) -> bool:
         """Tell whether ``path`` is, or holds, a checkpoint of this layout. Looks at names and, at

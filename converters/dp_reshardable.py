@@ -148,6 +148,8 @@ class _Rescue:
         self._directory, self._buffers = directory, buffers
         self._model, self._chunk_begin = _Model.of(model, chunk_begin), chunk_begin
         self._rescued = Rescued([], [])
+        self._unequal: str | None = None
+        """A parameter that would fit, but whose masters do not round to its weights."""
 
     def run(self) -> Rescued:
         chains = sorted({chain for chain, _, _ in self._buffers})
@@ -207,7 +209,7 @@ class _Rescue:
             else:
                 raise self._misfit(
                     f"the buckets of pipeline stage {stage % pp}, chunk {stage // pp}, fit no "
-                    f"number of layers from layer {layer} on"
+                    f"number of layers from layer {layer} on{self._stale_text()}"
                 )
             for rank, place in enumerate(places):
                 self._give(chain, pp_rank * tp + rank, chunk, place or {})
@@ -264,7 +266,12 @@ class _Rescue:
         for dtype, of_dtype in buckets.items():
             mine = [parameter for parameter in reversed(parameters) if parameter.dtype == dtype]
             found = _lay([kinds["param"].shape[0] for kinds in of_dtype], mine)
-            if found is None or not all(self._is_equal(of_dtype, entry) for entry in found):
+            if found is None:
+                return None
+            unequal = (f.parameter.name for f in found if not self._is_equal(of_dtype, f))
+            name = next(unequal, None)
+            if name is not None:
+                self._unequal = name
                 return None
             placed[dtype] = found
         return placed
@@ -330,6 +337,14 @@ class _Rescue:
                     yield Piece(
                         tensor, cut.box, chunk.extent.file, begin + cut.start * item, cut.stride
                     )
+
+    def _stale_text(self) -> str:
+        if self._unequal is None:
+            return ""
+        return (
+            f". By size some do, but then the masters of {self._unequal} are not its weights: the "
+            "parameters may have been saved before the ranks had exchanged them"
+        )
 
     def _misfit(self, what: str) -> RefusedError:
         return RefusedError(

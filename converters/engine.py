@@ -7,13 +7,10 @@ where a killed one stopped.
 
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +20,11 @@ import numpy.typing as npt
 
 import scalai
 from scalai.converters.checkpoint import Checkpoint, Placed, Target
+from scalai.converters.forked import map_forked
 from scalai.converters.journal import Journal
 from scalai.converters.streaming import Job, run_task
 from scalai.converters.work import Task, Work, plan_work, unused
-from scalai.core.errors import PeerError, RefusedError, StoreError, UsageError
+from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.core.fingerprint import MODULUS, tensor_fingerprints
 from scalai.store.manifest import sync_directory
 
@@ -203,47 +201,26 @@ def _prepare(partial: Path, target: Target, *, is_fresh: bool) -> None:
             os.close(descriptor)
 
 
-_job: Job | None = None
-"""What a worker process inherits by the fork: plans are not sent to it."""
-
-
-def _run_inherited(task: Task) -> dict[int, int]:
-    assert _job is not None
-    return run_task(_job, task)
-
-
 def _run(job: Job, journal: Journal, workers: int, progress: Progress) -> None:
     """Do the tasks that the journal does not know."""
-    global _job
     open_ = [task for task in job.work.tasks if task.number not in journal.done]
     total = sum(task.size_bytes for task in job.work.tasks)
     done = total - sum(task.size_bytes for task in open_)
     progress(done, total)
-    _job = job
-    context = multiprocessing.get_context("fork")
+
+    def run(task: Task) -> dict[int, int]:
+        return run_task(job, task)
+
     try:
-        with ProcessPoolExecutor(min(workers, max(len(open_), 1)), context) as pool:
-            pending = {pool.submit(_run_inherited, task): task for task in open_}
-            try:
-                for future in as_completed(pending):
-                    journal.add(pending[future].number, future.result())
-                    done += pending[future].size_bytes
-                    progress(done, total)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-    except BrokenProcessPool as error:
-        raise PeerError(
-            "a worker process died (killed, or out of memory). Run the same command again to go "
-            "on, with a smaller --memory or fewer --workers if memory was short."
-        ) from error
+        for task, rows in map_forked(run, open_, workers):
+            journal.add(task.number, rows)
+            done += task.size_bytes
+            progress(done, total)
     except OSError as error:
         raise RefusedError(
             f"{job.destination} cannot be written, or {job.source} not be read "
             f"({error.strerror}). Mend that and run the same command again to go on."
         ) from error
-    finally:
-        _job = None
 
 
 def _row_fingerprints(journal: Journal, rows: int) -> npt.NDArray[np.uint64]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from scalai.converters.checkpoint import (
     Checkpoint,
@@ -25,7 +26,7 @@ from scalai.converters.checkpoint import (
     unite,
 )
 from scalai.converters.torch_archive import DTYPE_NAMES, TORCH_DTYPES, NewTensor
-from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor
+from scalai.core.collection import MAX_NDIM, Collection, Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import whole
 from scalai.store.files import FileLayout, lay_out
@@ -106,7 +107,7 @@ class GenerationLayout:
         if source.values.rank_state and not is_same:
             notes.append("random streams are left out: the degrees change, so new ones begin")
 
-        def finish(directory: Path, rows: Columns) -> None:
+        def finish(directory: Path, rows: npt.NDArray[np.uint64]) -> None:
             manifest = HostManifest(
                 generation=NUMBER,
                 step=source.values.step,
@@ -116,7 +117,7 @@ class GenerationLayout:
                 collection=collection,
                 file=placed.file,
                 begin=placed.begin,
-                fingerprint=rows.astype(np.uint64),
+                fingerprint=rows,
                 files=files,
                 scalars=scalars,
                 rank_state=rank_state,
@@ -266,7 +267,9 @@ def _is_plain(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     """Return values as JSON; a tensor as live state writes it."""
     if isinstance(value, NewTensor):
-        numbers = np.frombuffer(value.content or b"", dtype=NUMPY_DTYPES[value.dtype])
+        numbers: npt.NDArray[Any] = np.frombuffer(
+            value.content or b"", dtype=NUMPY_DTYPES[value.dtype]
+        )
         plain = numbers.reshape(value.shape).tolist()
         return {"tensor": plain, "dtype": DTYPE_NAMES[value.dtype]}
     if isinstance(value, Mapping):
@@ -281,7 +284,7 @@ def _live(value: Any) -> Any:
     if isinstance(value, Mapping):
         if set(value) == {"tensor", "dtype"}:
             dtype = TORCH_DTYPES[value["dtype"]]
-            numbers = np.array(value["tensor"], dtype=NUMPY_DTYPES[dtype])
+            numbers: npt.NDArray[Any] = np.array(value["tensor"], dtype=NUMPY_DTYPES[dtype])
             return NewTensor(dtype, numbers.shape, numbers.tobytes())
         return {
             # JSON has no tuples; torch's optimizers have this one.

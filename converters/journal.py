@@ -8,9 +8,10 @@ import fcntl
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from scalai.core.errors import PeerError
 
@@ -77,17 +78,14 @@ class Journal:
         os.fsync(self._file.fileno())
 
 
-def _whole_lines(text: bytes) -> tuple[list[dict[str, object]], int]:
+def _whole_lines(text: bytes) -> tuple[list[dict[str, Any]], int]:
     """Return the content of the lines up to the first damaged one, and where that begins."""
-    found, end = [], 0
-    for line in _split(text):
+    found: list[dict[str, Any]] = []
+    end = 0
+    for line in text.splitlines(keepends=True):
         content = line[9:-1]
         if line[-1:] != b"\n" or line[:9] != b"%08x " % zlib.crc32(content):
             break
         found.append(json.loads(content))
         end += len(line)
     return found, end
-
-
-def _split(text: bytes) -> Iterator[bytes]:
-    yield from text.splitlines(keepends=True)

@@ -222,7 +222,7 @@ class _Writer(pickle._Pickler):
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if isinstance(obj, type) and issubclass(obj, Foreign):
             module, qualified = obj.path
-            self.write(pickle.GLOBAL + f"{module}\n{qualified}\n".encode())
-            self.memoize(obj)
+            self.write(pickle.GLOBAL + f"{module}\n{qualified}\n".encode())  # type: ignore[attr-defined]
+            self.memoize(obj)  # type: ignore[attr-defined]
         else:
-            super().save_global(obj, name)
+            super().save_global(obj, name)  # type: ignore[misc]

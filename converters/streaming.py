@@ -15,11 +15,10 @@ import numpy as np
 from scalai.converters.checkpoint import Placed
 from scalai.converters.work import Task, Unit, Work, copies_into
 from scalai.core.collection import MAX_NDIM
-from scalai.core.coverage import box_text
 from scalai.core.errors import ProofError
 from scalai.core.fingerprint import combine, piece_fingerprint
 from scalai.core.region import Box, row_major
-from scalai.store.files import Bits, bits_dtype, map_file, slices
+from scalai.store.files import Bits, bits_dtype, box_text, map_file, slices
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -147,7 +147,7 @@ class _Window(io.RawIOBase):
 
 
 def _read(window: _Window, path: Path, begin: int, trust: bool) -> Any:
-    with zipfile.ZipFile(window) as archive:  # type: ignore[arg-type]
+    with zipfile.ZipFile(window) as archive:
         members = {name.filename.partition("/")[2]: name for name in archive.infolist()}
         for member in members.values():
             if member.compress_type != zipfile.ZIP_STORED:

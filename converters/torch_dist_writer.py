@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from scalai.converters.checkpoint import (
     MAIN,
@@ -42,7 +43,7 @@ from scalai.converters.megatron_values import is_same_group, optimizer_tree, wit
 from scalai.converters.scalars import read_steps
 from scalai.converters.torch_archive import Archive, NewTensor, lay_out_archive
 from scalai.converters.torch_dist_metadata import Chunk, Extent, StoredKey, write_metadata
-from scalai.core.collection import ITEM_BYTES, Columns, Tensor
+from scalai.core.collection import ITEM_BYTES, Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box
 from scalai.store.manifest import sync_directory
@@ -86,7 +87,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
         "common_backend_version": 1,
     }
 
-    def finish(directory: Path, _: Columns) -> None:
+    def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
         here = directory / folder
         here.mkdir(exist_ok=True)
         _write(here / "common.pt", _content(lay_out_archive(common, "common")))
@@ -353,7 +354,7 @@ def _groups(
         RefusedError: Hyperparameters that the optimizer needs are nowhere: it would go on with
             others.
     """
-    groups = []
+    groups: list[Mapping[str, Any]] = []
     for group in source.values.param_groups:
         given = (g for g in reference.param_groups if is_same_group(g, group)) if reference else ()
         base = next(iter(given), {})
