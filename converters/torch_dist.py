@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archiv
 from scalai.converters.torch_dist_metadata import Chunk, Extent, Metadata, StoredKey, read_metadata
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box, whole
+from scalai.core.region import Box, flat_range, whole
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STEP_FILE = "(step)"
@@ -220,6 +221,9 @@ class _Reader:
     def _chunk_pieces(
         self, kind: str, key: str, stored: StoredKey, chunk: Chunk
     ) -> Iterator[Piece]:
+        if stored.key in self.metadata.flat:
+            yield from self._flat_pieces(kind, key, stored, chunk)
+            return
         axes = leading_axes(key)
         begin, stride, item = self._chunk_begin(stored, chunk)
         shape = stored.shape[axes:]
@@ -229,6 +233,24 @@ class _Reader:
             tensor = Tensor(f"{kind}/{name_at(key, layer)}", shape, stored.dtype)
             box = Box(chunk.box.offset[axes:], chunk.box.shape[axes:])
             yield Piece(tensor, box, chunk.extent.file, begin + shift * item, stride[axes:])
+
+    def _flat_pieces(self, kind: str, key: str, stored: StoredKey, chunk: Chunk) -> Iterator[Piece]:
+        """Yield the boxes of a flat range of one shard (``fully_sharded_model_space``)."""
+        axes, shape = leading_axes(key), self.metadata.flat[stored.key]
+        grid, (*at, low), count = stored.shape[:-1], chunk.box.offset, chunk.box.shape[-1]
+        shard = tuple(size // parts for size, parts in zip(shape, grid, strict=True))
+        origin = tuple(index * size for index, size in zip(at, shard, strict=True))
+        if low + count > prod(shard):
+            raise RefusedError(
+                f"{self.directory}: a range of {stored.key} ends at element {low + count} of a "
+                f"shard of {prod(shard)}. The checkpoint is damaged: use another one."
+            )
+        begin, _, item = self._chunk_begin(stored, chunk)
+        tensor = Tensor(f"{kind}/{name_at(key, origin[:axes])}", shape[axes:], stored.dtype)
+        for box in flat_range(shard[axes:], low, low + count):
+            offset = tuple(a + b for a, b in zip(origin[axes:], box.offset, strict=True))
+            yield Piece(tensor, Box(offset, box.shape), chunk.extent.file, begin)
+            begin += box.numel * item
 
     def _chunk_begin(self, stored: StoredKey, chunk: Chunk) -> tuple[int, tuple[int, ...], int]:
         """Return where a chunk's first element lies in its file, its strides and item size."""

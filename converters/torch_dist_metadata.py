@@ -50,10 +50,16 @@ class StoredKey:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What ``.metadata`` says: tensors in the file's order, and objects by key."""
+    """What ``.metadata`` says: tensors in the file's order, and objects by key.
+
+    ``flat``: keys whose tensors are stored as flat ranges of a grid of shards, with their shapes
+    (``mcore_data`` of megatron-core up to 0.15). Such a key's own shape is the grid's, with the
+    elements of a shard as a last axis.
+    """
 
     tensors: tuple[StoredKey, ...]
     objects: Mapping[str, Extent]
+    flat: Mapping[str, Index]
 
 
 class _Place:
@@ -125,7 +131,12 @@ def _metadata(value: Any, directory: Path) -> Metadata:
             offset, extent = _sizes(chunk.state["offsets"]), _sizes(chunk.state["sizes"])
             chunks.append(Chunk(Box(offset, extent), _stored(stored, key, offset, directory)))
         tensors.append(StoredKey(key, shape, dtype, tuple(chunks)))
-    return Metadata(tuple(tensors), objects)
+    flat = {
+        key: _sizes_of(data["nd_reformulated_orig_global_shape"])
+        for key, data in (value.state.get("mcore_data") or {}).items()
+        if data.get("nd_reformulated_orig_global_shape")
+    }
+    return Metadata(tuple(tensors), objects, flat)
 
 
 def _stored(
@@ -180,6 +191,11 @@ def _dtype(properties: Any, key: str, directory: Path) -> str:
     if name not in TORCH_DTYPES:
         raise RefusedError(f"{directory}/.metadata: {key} is of dtype {cls!r}, which is not known.")
     return TORCH_DTYPES[name]
+
+
+def _sizes_of(value: Any) -> Index:
+    """Return a plain tuple for a shape of any kind."""
+    return _sizes(value) if isinstance(value, Foreign) else tuple(int(size) for size in value)
 
 
 def _sizes(value: Any) -> Index:
