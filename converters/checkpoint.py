@@ -34,6 +34,10 @@ PARAM, MAIN, STEP = "param", "main", "step"
 """Kinds of tensors; the others are the optimizer's own names, as ``exp_avg``."""
 
 
+REPORT = "scalai.json"
+"""The proof that a conversion leaves in its destination."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
     """A file in which pieces lie.

@@ -19,17 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 import scalai
-from scalai.converters.checkpoint import Checkpoint, Placed, Target
+from scalai.converters.checkpoint import REPORT, Checkpoint, Placed, Target
 from scalai.converters.forked import map_forked
 from scalai.converters.journal import Journal
 from scalai.converters.streaming import Job, run_task
+from scalai.converters.verify import check_report, check_samples
 from scalai.converters.work import Task, Work, plan_work, unused
 from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.core.fingerprint import MODULUS, tensor_fingerprints
 from scalai.store.manifest import sync_directory
-
-REPORT = "scalai.json"
-"""The proof that a conversion leaves in its destination."""
 
 MAX_BUFFER_BYTES = 16 << 20
 MIN_BUFFER_BYTES = 1 << 20
@@ -112,12 +110,14 @@ def reshard(
     Raises:
         UsageError: The destination exists and ``overwrite`` is not given, or lies in the source.
         RefusedError: Too little room; the source is not whole.
-        ProofError: What was read back is not what was read.
+        ProofError: What was read back is not what was read; or the source contradicts itself or the
+            proof that a conversion left beside it.
         PeerError: A worker died, or another process writes this destination.
     """
     began = time.monotonic()
     _check_place(source, destination, overwrite)
     work, outlook = look_ahead(source, target, limits)
+    check_samples(source)
     partial = destination.parent / f".{destination.name}.partial"
     destination.parent.mkdir(parents=True, exist_ok=True)
     _check_room(partial, outlook.write_bytes)
@@ -134,6 +134,7 @@ def reshard(
             "seconds": round(time.monotonic() - began, 3),
             "resumed_tasks": resumed,
         }
+        check_report(source, {n: int(v, 16) for n, v in report["fingerprints"].items()})
         _complete(partial, target, rows, report)
         journal.path.unlink()
         _publish(partial, destination, overwrite)

@@ -48,7 +48,7 @@ from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archiv
 from scalai.converters.torch_dist_metadata import Chunk, Extent, Metadata, StoredKey, read_metadata
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box, flat_range, whole
+from scalai.core.region import Box, Index, flat_range, whole
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STEP_FILE = "(step)"
@@ -161,7 +161,7 @@ class _Reader:
     common: Mapping[str, Any]
     objects: Mapping[str, bytes]
     trust: bool
-    begins: dict[Extent, tuple[int, tuple[int, ...], int]] = field(default_factory=dict)
+    begins: dict[tuple[Extent, str, Index], tuple[int, Index, int]] = field(default_factory=dict)
 
     def read(self) -> Checkpoint:
         groups = find_param_groups(self.common) or self._bucket_groups()
@@ -254,10 +254,10 @@ class _Reader:
 
     def _chunk_begin(self, stored: StoredKey, chunk: Chunk) -> tuple[int, tuple[int, ...], int]:
         """Return where a chunk's first element lies in its file, its strides and item size."""
-        extent = chunk.extent
-        if extent not in self.begins:
-            self.begins[extent] = self._archive_begin(stored, chunk)
-        return self.begins[extent]
+        place = chunk.extent, stored.dtype, chunk.box.shape
+        if place not in self.begins:
+            self.begins[place] = self._archive_begin(stored, chunk)
+        return self.begins[place]
 
     def _archive_begin(self, stored: StoredKey, chunk: Chunk) -> tuple[int, tuple[int, ...], int]:
         extent = chunk.extent

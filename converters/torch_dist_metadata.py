@@ -7,6 +7,7 @@ torch.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,7 +15,7 @@ from scalai.converters import pickles
 from scalai.converters.pickles import Foreign, foreign
 from scalai.converters.torch_archive import DTYPE_NAMES, TORCH_DTYPES
 from scalai.core.collection import MAX_NDIM
-from scalai.core.errors import RefusedError
+from scalai.core.errors import LayoutError, RefusedError
 from scalai.core.region import Box, Index
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -130,6 +131,13 @@ def _metadata(value: Any, directory: Path) -> Metadata:
         for chunk in state["chunks"]:
             offset, extent = _sizes(chunk.state["offsets"]), _sizes(chunk.state["sizes"])
             chunks.append(Chunk(Box(offset, extent), _stored(stored, key, offset, directory)))
+        # A layer that is missing would be no hole: its tensors would not exist.
+        held = sum(chunk.box.numel for chunk in chunks)
+        if held < prod(shape):
+            raise LayoutError(
+                f"{directory}/.metadata: nobody holds {prod(shape) - held} of the {prod(shape)} "
+                f"elements of {key}. The checkpoint is incomplete: use another one."
+            )
         tensors.append(StoredKey(key, shape, dtype, tuple(chunks)))
     flat = {
         key: _sizes_of(data["nd_reformulated_orig_global_shape"])

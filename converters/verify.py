@@ -6,14 +6,13 @@ mixed ones.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Placed
-from scalai.converters.engine import REPORT
+from scalai.converters.checkpoint import MAIN, PARAM, REPORT, Checkpoint, Placed
 from scalai.converters.forked import map_forked
 from scalai.converters.rounding import rounds_to
 from scalai.converters.streaming import source_view
@@ -29,6 +28,8 @@ from scalai.store.files import Bits, blocks, box_text
 
 PART_ELEMENTS = 1 << 22
 """Elements that are compared at a time."""
+SAMPLED = 256
+"""Elements of a row that a sample compares."""
 BATCH = 64
 """Rows that one process takes at a time."""
 
@@ -76,18 +77,47 @@ def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
         ProofError: Something in it differs from something else; names tensors and index ranges.
     """
     found = fingerprints(checkpoint, workers)
-    problems = [str(d) for d in _twin_differences(checkpoint, workers)]
-    problems += [str(d) for d in _master_differences(checkpoint, workers)]
+    _refuse(checkpoint, _twin_differences(checkpoint, workers))
+    _refuse(checkpoint, _master_differences(checkpoint, workers))
+    check_report(checkpoint, found)
+    return found
+
+
+def check_samples(checkpoint: Checkpoint) -> None:
+    """Compare second copies with their tensors, and masters with weights, at the start of every
+    piece: so that a checkpoint that was mixed or saved wrongly is found before it is converted.
+
+    Raises:
+        ProofError: They differ; names tensors and index ranges.
+    """
+    placed = checkpoint.placed
+    sample = replace(
+        checkpoint, twins=None if checkpoint.twins is None else _starts(checkpoint.twins)
+    )
+    _refuse(checkpoint, _twin_differences(sample, workers=0))
+    _refuse(checkpoint, _master_differences(checkpoint, workers=0, masters=_starts(placed)))
+
+
+def check_report(checkpoint: Checkpoint, found: Mapping[str, int]) -> None:
+    """Compare fingerprints with those that a conversion left beside a checkpoint.
+
+    Raises:
+        ProofError: They differ; names the tensors.
+    """
+    for folder in (checkpoint.directory, *checkpoint.directory.parents[:2]):
+        _check_report(folder / REPORT, found)
+
+
+def _refuse(checkpoint: Checkpoint, differences: Iterable[Difference]) -> None:
+    problems = [str(difference) for difference in differences]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ProofError(
             f"{checkpoint.directory} contradicts itself: {'; '.join(problems[:5])}{more}. Masters "
-            "that are not the weights mean that the checkpoint was saved wrongly (Megatron's "
-            "fully_reshardable with several buckets, 0.15.3 to 0.19.0) or damaged: use another."
+            "that are not the weights mean that files of two checkpoints are mixed, that it is "
+            "damaged, or was saved wrongly (Megatron's fully_reshardable with several buckets, "
+            "0.15.3 to 0.19.0): use another."
         )
-    for folder in (checkpoint.directory, *checkpoint.directory.parents[:2]):
-        _check_report(folder / REPORT, found)
-    return found
 
 
 def compare(one: Checkpoint, two: Checkpoint, workers: int) -> Iterator[str]:
@@ -142,14 +172,24 @@ def _only(placed: Placed, names: Iterable[str]) -> Placed:
     )  # fmt: skip
 
 
+def _starts(placed: Placed) -> Placed:
+    """Return the rows cut to the first elements of their first line."""
+    shape = np.minimum(placed.collection.shape, 1)
+    shape[:, -1] = np.minimum(placed.collection.shape[:, -1], SAMPLED)
+    collection = replace(placed.collection, shape=shape)
+    return replace(placed, collection=collection)
+
+
 def _twin_differences(checkpoint: Checkpoint, workers: int) -> Iterator[Difference]:
     """Yield where second copies differ from the tensors that they are copies of."""
     if checkpoint.twins is not None:
         yield from _differences(checkpoint, checkpoint.directory, checkpoint.twins, workers)
 
 
-def _master_differences(checkpoint: Checkpoint, workers: int) -> Iterator[Difference]:
-    """Yield where masters do not round to the weights."""
+def _master_differences(
+    checkpoint: Checkpoint, workers: int, masters: Placed | None = None
+) -> Iterator[Difference]:
+    """Yield where masters (of these rows, or all) do not round to the weights."""
     collection = checkpoint.placed.collection
     weights = {t.name: t for t in collection.tensors if t.name.startswith(f"{PARAM}/")}
     names = {
@@ -157,7 +197,7 @@ def _master_differences(checkpoint: Checkpoint, workers: int) -> Iterator[Differ
         for tensor in collection.tensors
         if tensor.name.startswith(f"{MAIN}/") and _weight(tensor.name) in weights
     }
-    masters = _only(checkpoint.placed, names)
+    masters = _only(masters or checkpoint.placed, names)
     as_weights = [
         (weights[_weight(tensor.name)], box)
         for tensor, box in map(masters.collection.box, range(len(masters.collection)))
