@@ -197,11 +197,17 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How to read. ``trust_pickle``: let pickles name classes of unknown packages."""
+    """How to read.
+
+    Attributes:
+        trust_pickle: Let pickles name classes of unknown packages.
+        iteration: Of several iterations or generations below a directory this one, not the newest.
+        mapping: A mapping file, for layouts with other names.
+    """
 
     trust_pickle: bool = False
     iteration: int | None = None
-    """Of several iterations or generations below a directory this one, not the newest."""
+    mapping: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

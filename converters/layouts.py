@@ -5,10 +5,11 @@ from pathlib import Path
 
 from scalai.converters.checkpoint import Checkpoint, Layout, ReadOptions
 from scalai.converters.generation import GenerationLayout
+from scalai.converters.safetensors_index import SafetensorsLayout
 from scalai.converters.torch_dist import TorchDistLayout
 from scalai.core.errors import RefusedError, UsageError
 
-LAYOUTS: Sequence[Layout] = (GenerationLayout(), TorchDistLayout())
+LAYOUTS: Sequence[Layout] = (GenerationLayout(), TorchDistLayout(), SafetensorsLayout())
 """In the order in which they are asked."""
 
 

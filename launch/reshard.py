@@ -65,7 +65,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Reshard. Raises ``ScalaiError`` where it cannot be done."""
-    options = ReadOptions(args.trust_pickle, args.iteration)
+    options = ReadOptions(args.trust_pickle, args.iteration, args.mapping)
     source = open_checkpoint(args.source, options)
     reference = open_checkpoint(args.args_from, options).values if args.args_from else None
     degrees = _degrees(source, args)
