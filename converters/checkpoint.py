@@ -161,6 +161,8 @@ class Checkpoint:
         values: What is no tensor.
         twins: Second copies under another name (fp32 masters beside fp32 parameters): the rows
             name the tensor that they must be equal to. ``scalai verify`` compares them.
+        may_overlap: Whether equal elements may lie in boxes that are cut differently, as the
+            pieces that hosts have fetched from each other.
         notes: What was noticed, one line each: what cannot be carried and why.
     """
 
@@ -169,6 +171,7 @@ class Checkpoint:
     placed: Placed
     values: Values
     twins: Placed | None = None
+    may_overlap: bool = False
     notes: tuple[str, ...] = ()
 
 

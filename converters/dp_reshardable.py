@@ -486,6 +486,11 @@ class _Model:
             (chunk for chunk in stored.chunks if chunk.box.offset[:axes] == index[:axes]),
             key=lambda chunk: chunk.box.offset,
         )
+        if not chunks:
+            raise RefusedError(
+                f"{stored.key} has no chunk of layer and expert {list(index)} alone. Load the "
+                "checkpoint in Megatron and save it with --dist-ckpt-optim-fully-reshardable."
+            )
         mine = chunks
         if len(chunks) == tp:
             mine = [chunks[rank]]

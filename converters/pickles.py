@@ -14,7 +14,9 @@ import io
 import logging
 import pathlib
 import pickle
-from collections.abc import Callable, Mapping
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -40,6 +42,9 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 _NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _ROOTS = frozenset({"apex", "deepspeed", "megatron", "torch", "transformer_engine"})
 """Packages whose classes become stand-ins."""
+
+MEMORY_BYTES, MEMORY_FACTOR = 256 << 20, 100
+"""Memory that reading a pickle may take: so much, and so many times its size."""
 
 Classes = Mapping[tuple[str, str], Any]
 """What stands in for the class of a module and a name."""
@@ -117,7 +122,8 @@ def loads(
         RefusedError: A class that is not allowed, or a damaged pickle; names ``where``.
     """
     try:
-        return _Reader(io.BytesIO(data), where, classes or {}, persistent, trust).load()
+        with _bounded_memory(MEMORY_BYTES + MEMORY_FACTOR * len(data)):
+            return _Reader(io.BytesIO(data), where, classes or {}, persistent, trust).load()
     except RefusedError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
@@ -125,6 +131,28 @@ def loads(
             f"{where} holds a damaged pickle ({type(error).__name__}: {error}). Use another "
             "checkpoint."
         ) from error
+
+
+@contextmanager
+def _bounded_memory(size_bytes: int) -> Iterator[None]:
+    """Let this process take so much more memory at most, where the system can say what it has.
+
+    A few bytes of a pickle can ask for any amount (a memo index, a ``bytearray``): a MemoryError
+    is better than the end of the machine.
+    """
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            used = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+    except (OSError, StopIteration):
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [used + size_bytes, *(limit for limit in (soft, hard) if limit >= 0)]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def dumps(

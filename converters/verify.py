@@ -17,12 +17,12 @@ from scalai.converters.forked import map_forked
 from scalai.converters.rounding import rounds_to
 from scalai.converters.streaming import source_view
 from scalai.converters.work import HERE
-from scalai.core.collection import MAX_NDIM, Collection, Tensor
+from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Tensor
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import ProofError, RefusedError
 from scalai.core.fingerprint import combine, piece_fingerprint, tensor_fingerprints
 from scalai.core.plan import Copies, plan
-from scalai.core.region import Box
+from scalai.core.region import Box, whole
 from scalai.core.sources import Holder
 from scalai.store.files import Bits, blocks, box_text
 
@@ -54,7 +54,10 @@ def fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
         ProofError: Replicas of a shard differ.
     """
     placed = checkpoint.placed
-    check_coverage(placed.collection)
+    check_coverage(placed.collection, exact_partition=not checkpoint.may_overlap)
+    if checkpoint.may_overlap:
+        placed = _without_overlaps(placed)
+        checkpoint = replace(checkpoint, placed=placed)
     values = np.zeros(len(placed.collection), dtype=np.uint64)
 
     def compute(rows: range) -> list[int]:
@@ -139,6 +142,22 @@ def compare(one: Checkpoint, two: Checkpoint, workers: int) -> Iterator[str]:
     differing = {name for name in alike if prints[0][name] != prints[1][name]}
     placed = _only(two.placed, differing)
     yield from map(str, _differences(one, two.directory, placed, workers))
+
+
+def _without_overlaps(placed: Placed) -> Placed:
+    """Return rows that hold every element once."""
+    tensors = placed.collection.tensors
+    wanted = Collection.of((tensor, whole(tensor.shape)) for tensor in tensors)
+    copies = plan([Holder(HERE, placed.collection)], [Holder(HERE, wanted)]).copies
+    row = copies.source_row
+    items = np.array([ITEM_BYTES[t.dtype] for t in tensors], dtype=np.int64)
+    number = placed.collection.tensor[row]
+    shift = ((copies.offset - placed.collection.offset[row]) * placed.stride[row]).sum(axis=1)
+    return Placed(
+        Collection(tensors, number, copies.offset, copies.shape),
+        placed.file[row], placed.begin[row] + shift * items[number], placed.stride[row],
+        placed.files,
+    )  # fmt: skip
 
 
 def _row_fingerprint(checkpoint: Checkpoint, row: int) -> int:
@@ -254,10 +273,10 @@ def _compare_copy(
     row = int(copies.target_row[number])
     tensor, box = two.collection.box(row)
     skip = MAX_NDIM - len(box.shape)
-    whole = Box(
+    copied = Box(
         tuple(copies.offset[number, skip:].tolist()), tuple(copies.shape[number, skip:].tolist())
     )
-    for part in _parts(whole):
+    for part in _parts(copied):
         left = source_view(one.directory, one.placed, int(copies.source_row[number]), part)
         if masters is None:
             right = source_view(directory, two, row, part)
