@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_memory_that_is_too_little_names_what_is_needed(tmp_path: Path) -> None:
         _ = Limits(memory_bytes=1 << 20, workers=1).buffer_bytes
 
 
-BIG = {"embedding.word_embeddings.weight": (4096, 1024), "decoder.final_layernorm.weight": (1024,)}
+BIG = {"embedding.word_embeddings.weight": (2048, 1024), "decoder.final_layernorm.weight": (1024,)}
 
 
 def start(source: Path, destination: Path) -> "subprocess.Popen[bytes]":
@@ -213,3 +214,23 @@ def test_a_source_without_hyperparameters_is_refused_with_the_way_out(tmp_path: 
         layout.lay_out(poor, WriteOptions({}))
     target = layout.lay_out(poor, WriteOptions({}, reference=source.values))
     assert any("betas" in note and "--args-from" in note for note in target.notes)
+
+
+def test_a_conversion_stays_within_its_memory(tmp_path: Path) -> None:
+    large = {**BIG, "embedding.word_embeddings.weight": (12288, 1024)}
+    write(tmp_path / "source", source=state(shapes=large))
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*.distcp"))
+    limit = 100 << 20  # of which the interpreter and numpy take some 40
+
+    def bound() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    arguments = ["--tp", "4", "--workers", "1", "--memory", "36MB"]
+    done = subprocess.run(
+        [sys.executable, "-m", "scalai.launch.cli", "reshard", tmp_path / "source",
+         tmp_path / "new", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        preexec_fn=bound, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert size > 1.9 * limit
