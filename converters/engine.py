@@ -21,6 +21,7 @@ import numpy.typing as npt
 import scalai
 from scalai.converters.checkpoint import REPORT, Checkpoint, Placed, Target
 from scalai.converters.forked import map_forked
+from scalai.converters.journal import NAME as JOURNAL
 from scalai.converters.journal import Journal
 from scalai.converters.streaming import Job, run_task
 from scalai.converters.verify import check_report, check_samples
@@ -121,10 +122,12 @@ def reshard(
     partial = destination.parent / f".{destination.name}.partial"
     destination.parent.mkdir(parents=True, exist_ok=True)
     _check_room(partial, outlook.write_bytes)
-    partial.mkdir(exist_ok=True)
+    _check_ours(partial)
     with Journal(partial, _identity(source, target, limits.buffer_bytes)) as journal:
         resumed = len(journal.done)
-        _prepare(partial, target, is_fresh=not journal.is_resumed)
+        if not journal.is_resumed:
+            _empty(partial, journal.path)
+        _prepare(partial, target)
         job = Job(work, source.directory, partial)
         _run(job, journal, limits.workers, progress)
         rows = _row_fingerprints(journal, len(target.placed.collection))
@@ -136,8 +139,8 @@ def reshard(
         }
         check_report(source, {n: int(v, 16) for n, v in report["fingerprints"].items()})
         _complete(partial, target, rows, report)
-        journal.path.unlink()
         _publish(partial, destination, overwrite)
+        (destination / journal.path.name).unlink()
     return report
 
 
@@ -186,12 +189,29 @@ def _add_placed(digest: Any, placed: Placed) -> None:
         digest.update(np.ascontiguousarray(column).tobytes())
 
 
-def _prepare(partial: Path, target: Target, *, is_fresh: bool) -> None:
+def _check_ours(partial: Path) -> None:
+    """Make the directory to write in; one that is there is ours if it has a journal."""
+    partial.mkdir(exist_ok=True)
+    if any(partial.iterdir()) and not (partial / JOURNAL).is_file():
+        raise UsageError(
+            f"{partial}, where the destination would grow, is in the way: it has no journal of "
+            "ours. Remove it, or name another destination."
+        )
+
+
+def _empty(partial: Path, journal: Path) -> None:
+    """Remove what a run of another source or target left."""
+    for path in partial.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path != journal:
+            path.unlink()
+
+
+def _prepare(partial: Path, target: Target) -> None:
     """Make the files in their sizes, with the bytes that are known."""
     for number, file in enumerate(target.placed.files):
         path = partial / file.path
-        if is_fresh:
-            path.unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:

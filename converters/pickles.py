@@ -6,6 +6,7 @@ nothing, and goes out again as an object of the class of that qualified name. So
 code but that of the few plain classes below, and needs no framework.
 """
 
+import _compat_pickle
 import argparse
 import collections
 import copyreg
@@ -30,7 +31,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
         bool, bytearray, bytes, complex, dict, float, frozenset, int, list, object, range, set,
         slice, str, tuple,
     ),
-    "collections": (collections.OrderedDict, collections.deque),
+    "collections": (collections.OrderedDict, collections.defaultdict, collections.deque),
     "argparse": (argparse.Namespace,),
     "datetime": (datetime.date, datetime.datetime, datetime.timedelta, datetime.timezone),
     "pathlib": (pathlib.PosixPath, pathlib.PurePosixPath),
@@ -40,6 +41,8 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 """Classes that are what they say: to build one runs nothing but itself."""
 
 _NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
+_INERT = frozenset({("signal", "Signals"), ("uuid", "UUID"), ("decimal", "Decimal")})
+"""Classes of the standard library that Megatron's arguments may hold; they too stay stand-ins."""
 _ROOTS = frozenset({"apex", "deepspeed", "megatron", "torch", "transformer_engine"})
 """Packages whose classes become stand-ins."""
 
@@ -187,6 +190,10 @@ class _Reader(pickle.Unpickler):
         self._trust = trust
 
     def find_class(self, module: str, name: str) -> Any:
+        # Protocol 2, torch's, has the names of Python 2.
+        module, name = _compat_pickle.NAME_MAPPING.get(
+            (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
+        )
         if (module, name) in self._classes:
             return self._classes[module, name]
         plain = {cls.__name__: cls for cls in _PLAIN.get(module, ())}
@@ -196,7 +203,7 @@ class _Reader(pickle.Unpickler):
             return _numpy_function(name)
         if (module, name) == ("_codecs", "encode"):
             return _encode
-        if module.partition(".")[0] in _ROOTS:
+        if module.partition(".")[0] in _ROOTS or (module, name) in _INERT:
             return foreign(module, name)
         if self._trust:
             log.warning("event=trusted-pickle class=%s.%s file=%s", module, name, self._where)

@@ -161,15 +161,23 @@ def test_a_started_run_of_another_source_is_not_continued(tmp_path: Path) -> Non
     target = layout_named("torch_dist").lay_out(second, WriteOptions({}))
     report = reshard(second, target, tmp_path / "new", LIMITS)
     assert report["resumed_tasks"] == 0
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "iter_0000005", "latest_checkpointed_iteration.txt", "scalai.json",
+    ]  # fmt: skip
     assert verify(open_checkpoint(tmp_path / "new"), 1) != verify(first, 1)
 
 
 def test_two_runs_into_one_destination_do_not_mix(tmp_path: Path) -> None:
     source = write(tmp_path / "source")
     (tmp_path / ".new.partial").mkdir()
+    (tmp_path / ".new.partial" / "precious").write_text("data")
     target = layout_named("torch_dist").lay_out(source, WriteOptions({}))
     with Journal(tmp_path / ".new.partial", "other"), pytest.raises(PeerError, match="another"):
         reshard(source, target, tmp_path / "new", LIMITS)
+    (tmp_path / ".new.partial" / ".scalai-journal").unlink()
+    with pytest.raises(UsageError, match="in the way"):
+        reshard(source, target, tmp_path / "new", LIMITS)
+    assert (tmp_path / ".new.partial" / "precious").read_text() == "data"
 
 
 def test_what_differs_is_named_with_its_place(
