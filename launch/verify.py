@@ -24,6 +24,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("one", type=Path, metavar="A")
     parser.add_argument("two", type=Path, metavar="B", nargs="?")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8), metavar="N")
+    parser.add_argument("--mapping", type=Path, metavar="TOML", help="names of another framework")
     parser.add_argument("--trust-pickle", action="store_true", help="as for scalai reshard")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
@@ -31,7 +32,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Verify. Raises ``ScalaiError`` where a checkpoint cannot be read or contradicts itself."""
-    options = ReadOptions(args.trust_pickle)
+    options = ReadOptions(args.trust_pickle, mapping=args.mapping)
     one = open_checkpoint(args.one, options)
     if args.two is None:
         prints = verify(one, args.workers)
