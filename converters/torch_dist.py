@@ -326,7 +326,7 @@ class _Reader:
                     for key, data in self.objects.items()
                     if "optimizer.distributed." not in key
                 },
-                "is_homogeneous": any(leading_axes(stored.key) for stored in model),
+                "keys": frozenset(stored.key for stored in model),
             },
         )
 

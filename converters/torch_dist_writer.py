@@ -69,9 +69,10 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     degrees = {**source.values.degrees, **options.degrees}
     is_split = _is_split(source, options)
     tensors = {tensor.name: tensor for tensor in source.placed.collection.tensors}
-    keys = _stacked(list(_items(tensors, is_split, _is_homogeneous(source, tensors))))
+    names = _Keys(source, tensors)
+    keys = _stacked(list(_items(tensors, is_split, names)))
     notes = list(source.notes)
-    objects = _objects(source, tensors, degrees, notes)
+    objects = _objects(source, tensors, names, degrees, notes)
     folder = f"iter_{source.values.step:07d}"
     layout = _Files(folder, max(degrees.get("tp", 1) * degrees.get("pp", 1), 1))
     total = sum(item.tensor.size_bytes for _, items in keys for item in items)
@@ -108,35 +109,40 @@ def _is_split(source: Checkpoint, options: WriteOptions) -> bool | None:
     return True if wished is None else wished
 
 
-def _is_homogeneous(source: Checkpoint, tensors: Mapping[str, Tensor]) -> bool:
-    """Tell whether the layers are one axis of the tensors: if they are alike."""
-    stated = source.values.extra.get("is_homogeneous")
-    if stated is not None:
-        return bool(stated)
-    by_layer: dict[int, set[tuple[str, Tensor]]] = {}
-    for tensor in tensors.values():
-        kind, _, name = tensor.name.partition("/")
-        layer = layer_of(name)
-        if kind == PARAM and layer is not None:
-            alike = Tensor(fold(name, True)[0], tensor.shape, tensor.dtype)
-            by_layer.setdefault(layer, set()).add((str(expert_of(name)), alike))
-    return len({frozenset(parameters) for parameters in by_layer.values()}) == 1
+class _Keys:
+    """Under which key a parameter is stored: that of the source, if it was a torch_dist checkpoint;
+    else with the layer as an axis, if the layers are alike."""
+
+    def __init__(self, source: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
+        self._known: frozenset[str] = source.values.extra.get("keys", frozenset())
+        by_layer: dict[int, set[tuple[str, Tensor]]] = {}
+        for tensor in tensors.values():
+            kind, _, name = tensor.name.partition("/")
+            layer = layer_of(name)
+            if kind == PARAM and layer is not None:
+                alike = Tensor(fold(name, True)[0], tensor.shape, tensor.dtype)
+                by_layer.setdefault(layer, set()).add((str(expert_of(name)), alike))
+        self._is_homogeneous = len({frozenset(alike) for alike in by_layer.values()}) == 1
+
+    def of(self, parameter: str) -> tuple[str, tuple[int, ...]]:
+        """Return the key and the index on its leading axes."""
+        forms = fold(parameter, True), fold(parameter, False), (parameter, ())
+        known = (form for form in forms if form[0] in self._known)
+        return next(known, fold(parameter, self._is_homogeneous))
 
 
-def _items(
-    tensors: Mapping[str, Tensor], is_split: bool | None, is_homogeneous: bool
-) -> Iterator[_Item]:
+def _items(tensors: Mapping[str, Tensor], is_split: bool | None, names: _Keys) -> Iterator[_Item]:
     """Yield what is stored, parameters first."""
-    names = sorted(tensors, key=_in_order)
-    for name in names:
+    ordered = sorted(tensors, key=_in_order)
+    for name in ordered:
         kind, _, parameter = name.partition("/")
         if kind == PARAM:
-            yield _Item(tensors[name], *fold(parameter, is_homogeneous))
-    for name in names:
+            yield _Item(tensors[name], *names.of(parameter))
+    for name in ordered:
         kind, _, parameter = name.partition("/")
         if kind in (PARAM, MAIN, STEP) or is_split is None:
             continue
-        key, index = fold(parameter, is_homogeneous)
+        key, index = names.of(parameter)
         yield _Item(tensors[name], f"optimizer.state.{kind}.{key}", index)
     for parameter in sorted(_trained(tensors), key=_in_order):
         weight, main = tensors[f"{PARAM}/{parameter}"], tensors.get(f"{MAIN}/{parameter}")
@@ -145,7 +151,7 @@ def _items(
                 f"there is no fp32 master of {parameter} ({weight.dtype}) beside its optimizer "
                 "state. Use a checkpoint that was saved with its optimizer."
             )
-        key, index = fold(parameter, is_homogeneous)
+        key, index = names.of(parameter)
         if is_split:
             yield _Item(main or weight, f"optimizer.state.param.{key}", index)
         elif main is not None:
@@ -262,6 +268,7 @@ def _cut(item: _Item, degrees: Mapping[str, int]) -> Iterator[Box]:
 def _objects(
     source: Checkpoint,
     tensors: Mapping[str, Tensor],
+    names: _Keys,
     degrees: Mapping[str, int],
     notes: list[str],
 ) -> dict[str, bytes]:
@@ -270,7 +277,7 @@ def _objects(
     if objects is None:
         notes.append("_extra_state of the layers is invented as None: the source has none")
         none = _content(lay_out_archive([None]))
-        return {key: none for key in sorted(_extra_states(source, tensors))}
+        return {key: none for key in sorted(_extra_states(tensors, names))}
     is_same = all(degrees.get(axis, 1) == size for axis, size in source.values.degrees.items())
     kept = {}
     for key, data in objects.items():
@@ -281,11 +288,10 @@ def _objects(
     return kept
 
 
-def _extra_states(source: Checkpoint, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _extra_states(tensors: Mapping[str, Tensor], names: _Keys) -> Iterator[str]:
     """Yield the keys of the extra state that every linear layer of Megatron asks for."""
-    is_homogeneous = _is_homogeneous(source, tensors)
     weights = [
-        fold(tensor.name.partition("/")[2], is_homogeneous)
+        names.of(tensor.name.partition("/")[2])
         for tensor in tensors.values()
         if tensor.name.startswith(f"{PARAM}/") and tensor.name.endswith(".weight")
     ]

@@ -11,7 +11,9 @@ from worker_pool import WorkerPool
 from scalai.converters.checkpoint import ReadOptions, Values, WriteOptions
 from scalai.converters.engine import Limits, reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.core.errors import ProofError
+from scalai.converters.torch_archive import read_archive
+from scalai.converters.torch_dist_metadata import read_metadata
+from scalai.core.errors import ProofError, RefusedError
 from scalai.core.plan import plan
 from scalai.core.sources import Holder
 from scalai.store.host import HostStore
@@ -104,6 +106,22 @@ def test_megatron_goes_on_from_a_live_jobs_generation(pool: WorkerPool, tmp_path
     losses = mean_losses([run[0] for run in answers])
     assert losses == pytest.approx(uninterrupted.losses, rel=FP32)
     assert answers[0][1] == uninterrupted.learning_rate
+
+
+def test_buckets_whose_masters_are_not_the_weights_are_not_converted(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    job = Job(**{**BUCKETS, **DP2})
+    save(pool, job, tmp_path / "saved", FLAT)
+    directory = tmp_path / "saved" / f"iter_{AFTER.start:07d}"
+    by_key = {stored.key: stored for stored in read_metadata(directory).tensors}
+    extent = by_key["decoder.layers.self_attention.linear_qkv.weight"].chunks[2].extent
+    tensor = read_archive(directory / extent.file, extent.begin, extent.size_bytes)
+    data = bytearray((directory / extent.file).read_bytes())
+    data[tensor.begin + 5] ^= 1
+    (directory / extent.file).write_bytes(data)
+    with pytest.raises(RefusedError, match=r"masters of decoder\.layers\.\d\.self_attention"):
+        convert(tmp_path / "saved", tmp_path / "converted", job)
 
 
 def test_what_megatron_saved_wrongly_is_not_converted(pool: WorkerPool, tmp_path: Path) -> None:
