@@ -46,11 +46,11 @@ from scalai.converters.megatron_values import (
 )
 from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive
 from scalai.converters.torch_dist_metadata import Chunk, Extent, Metadata, StoredKey, read_metadata
+from scalai.converters.torch_dist_writer import TRACKER
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box, Index, flat_range, whole
 
-TRACKER = "latest_checkpointed_iteration.txt"
 STEP_FILE = "(step)"
 """The file in memory that holds the optimizer's step."""
 
