@@ -4,8 +4,8 @@ The optimizer's state is written as whole tensors: for the distributed optimizer
 ``fully_reshardable``, whose loader (other than its writer) is right in every release. The degrees
 decide no more than how tensors are cut into chunks, so that a rank reads what it needs.
 
-Source: megatron/core/dist_checkpointing of 0.16.1. Differs in: chunks need not be those of one rank,
-and files not those of a writing one.
+Source: megatron/core/dist_checkpointing of 0.16.1. Differs in: chunks need not be those of a rank,
+and files not those of a writer.
 """
 
 import json
