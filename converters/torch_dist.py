@@ -76,7 +76,9 @@ class TorchDistLayout:
         """Read the metadata of a checkpoint, or of the newest below a save directory."""
         directory = find_iteration(path, options.iteration)
         if directory is None:
-            raise RefusedError(f"{path} holds no iteration {options.iteration}.")
+            raise RefusedError(
+                f"{path} holds no iteration {options.iteration}. Name one that is there."
+            )
         if _backend(directory) != self.name:
             raise RefusedError(
                 f"{directory} has no metadata.json that names torch_dist: Megatron writes it last, "
@@ -337,6 +339,11 @@ class _Reader:
         }  # fmt: skip
         for key in sorted(set(self.common) - known):
             yield f"common.pt holds {key!r}, which is not carried"
+        named = {extent.file for extent in self.metadata.objects.values()}
+        named |= {file.path for file in self._files()}
+        for path in sorted(self.directory.glob("*.distcp")):
+            if path.name not in named:
+                yield f"{path.name} is left over from another save: .metadata places nothing in it"
 
 
 def _steps(pieces: Sequence[Piece], file: str) -> list[Piece]:

@@ -38,10 +38,13 @@ def run(args: argparse.Namespace) -> int:
         prints = verify(one, args.workers)
         texts = {name: f"{value:016x}" for name, value in sorted(prints.items())}
         if args.json:
-            print(json.dumps({"layout": one.layout, "fingerprints": texts}))
+            content = {"layout": one.layout, "notes": list(one.notes), "fingerprints": texts}
+            print(json.dumps(content))
         else:
             print(f"{one.directory} ({one.layout}) is whole: {len(texts)} tensors at step "
                   f"{one.values.step}, replicas and second copies equal.")  # fmt: skip
+            for note in one.notes:
+                print(f"note: {note}")
         return 0
     two = open_checkpoint(args.two, options)
     lines = list(compare(one, two, args.workers))

@@ -12,8 +12,10 @@ import pytest
 from checkpoints import state, write
 
 from scalai.converters import pickles
-from scalai.converters.checkpoint import Checkpoint
+from scalai.converters.checkpoint import Checkpoint, ReadOptions
+from scalai.converters.layouts import open_checkpoint
 from scalai.converters.torch_dist_metadata import StoredKey, read_metadata, write_metadata
+from scalai.core.errors import RefusedError
 from scalai.core.region import Box
 from scalai.launch import cli
 
@@ -194,6 +196,27 @@ def test_a_directory_without_a_checkpoint_says_what_it_has(
     code, text = run(capsys, "verify", tmp_path / "nowhere")
     assert code == 2
     assert "does not exist" in text
+
+
+def test_a_file_of_another_save_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "source", tp=2)
+    (tmp_path / "source" / ITERATION / "__7_0.distcp").write_bytes(b"old")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["verify", str(tmp_path / "source")])
+    assert not ended.value.code
+    assert "__7_0.distcp is left over from another save" in capsys.readouterr().out
+
+
+def test_of_several_iterations_the_tracker_or_the_user_chooses(tmp_path: Path) -> None:
+    write(tmp_path / "source", source=state(step=3))
+    write(tmp_path / "other", source=state(step=5))
+    shutil.move(tmp_path / "other" / "iter_0000005", tmp_path / "source")
+    assert open_checkpoint(tmp_path / "source").values.step == 3
+    assert open_checkpoint(tmp_path / "source", ReadOptions(iteration=5)).values.step == 5
+    with pytest.raises(RefusedError, match="holds no iteration 4"):
+        open_checkpoint(tmp_path / "source", ReadOptions(iteration=4))
 
 
 def test_trusted_classes_stay_stand_ins_and_are_named_in_the_log(
