@@ -68,7 +68,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a run would do."""
+    """What a run would do.
+
+    ``unused`` counts the source's tensors, by kind, that are no tensors of the target: steps that
+    it keeps among its scalars, or what it does not carry.
+    """
 
     tensors: int
     read_bytes: int

@@ -132,7 +132,14 @@ def _quarter_of_free() -> int:
 
 def _outlook(outlook: Outlook, limits: Limits) -> dict[str, Any]:
     seconds = outlook.write_bytes * TIME_PER_BYTE_S / limits.workers
-    return {**asdict(outlook), "workers": limits.workers, "about_seconds": round(seconds, 1)}
+    values = {key: value for key, value in asdict(outlook).items() if key != "unused"}
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(outlook.unused.items()))
+    return {
+        **values,
+        "workers": limits.workers,
+        "about_seconds": round(seconds, 1),
+        "no_tensors_there": kinds or "none",
+    }
 
 
 def _tell(event: str, values: dict[str, Any]) -> None:
