@@ -30,7 +30,7 @@ from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.core.fingerprint import MODULUS, tensor_fingerprints
 from scalai.store.manifest import sync_directory
 
-MAX_BUFFER_BYTES = 16 << 20
+MAX_BUFFER_BYTES = 4 << 20
 MIN_BUFFER_BYTES = 1 << 20
 WORKER_BYTES = 24 << 20
 """Anonymous memory of a worker beside its buffers, after the fork: measured, rounded up."""
