@@ -1,4 +1,4 @@
-"""``scalai``: the commands around a job: its state, its size, its store."""
+"""``scalai``: the commands around a job: its state, its size, its store, its checkpoints."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import PeerError, ScalaiError, UsageError
-from scalai.launch import clean, inspect
+from scalai.launch import clean, inspect, reshard, verify
 from scalai.launch.card import TOKEN_VARIABLE, read_card, split_endpoint
 from scalai.runtime.messages import Channel
 from scalai.store.places import default_store_dir
@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     _add_scale(commands)
     _add_coordinator(commands)
     inspect.add_parser(commands)
+    reshard.add_parser(commands)
+    verify.add_parser(commands)
     clean.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:

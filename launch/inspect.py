@@ -1,4 +1,4 @@
-"""``scalai inspect``: what a generation holds, from its files alone."""
+"""``scalai inspect``: what a generation or a checkpoint of any layout holds, from its files."""
 
 import argparse
 import json
@@ -6,8 +6,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
+
+from scalai.converters import describe as checkpoints
+from scalai.converters.checkpoint import ReadOptions
+from scalai.converters.layouts import find_layout, open_checkpoint
+from scalai.converters.verify import verify as verify_checkpoint
+from scalai.core.collection import Tensor
 from scalai.core.region import Box
 from scalai.launch.generation_report import describe, open_generation, read_tensor, verify
+from scalai.launch.sizes import size_text
 from scalai.store.files import box_text
 
 Json = Any
@@ -19,12 +27,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the command's parser."""
     parser = subparsers.add_parser(
         "inspect",
-        help="show the tensors, layout, step and fingerprints of a generation",
-        description="Show what a generation holds. PATH is a generation's directory, a host's or a "
-        "job's directory in a store, or a durable directory; of several generations the newest.",
+        help="show the tensors, layout and step of a generation or a checkpoint",
+        description="Show what a generation or a checkpoint holds. PATH is a generation's "
+        "directory, a host's or a job's directory in a store, a durable directory, or a "
+        "framework's checkpoint; of several the newest.",
     )
     parser.add_argument("path", type=Path, metavar="PATH")
-    parser.add_argument("--generation", type=int, metavar="N", help="this one, not the newest")
+    parser.add_argument(
+        "--generation", "--iteration", type=int, metavar="N", help="this one, not the newest"
+    )
     parser.add_argument("--tensor", metavar="NAME", help="print the values of one tensor")
     parser.add_argument(
         "--verify",
@@ -37,17 +48,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Print what was asked for. Raises ``ScalaiError`` where it cannot be read."""
+    layout = find_layout(args.path)
+    if layout is not None and layout.name != "scalai":
+        return _show_checkpoint(args)
     generation, numbers = open_generation(args.path, args.generation)
     if args.verify:
         verify(generation)
     if args.tensor is not None:
-        tensor, values = read_tensor(generation, args.tensor)
-        if args.json:
-            content = {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
-            print(json.dumps({**content, "values": values.tolist()}))
-        else:
-            print(f"{tensor.name}  {tensor.dtype}{list(tensor.shape)}  step {generation.step}")
-            print(values)
+        _show_tensor(*read_tensor(generation, args.tensor), generation.step, as_json=args.json)
         return 0
     report = {**describe(generation), "generations": numbers, "is_verified": args.verify}
     if args.json:
@@ -55,6 +63,47 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(report)))
     return 0
+
+
+def _show_tensor(tensor: Tensor, values: npt.NDArray[Any], step: int, *, as_json: bool) -> None:
+    if as_json:
+        content = {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
+        print(json.dumps({**content, "values": values.tolist()}))
+    else:
+        print(f"{tensor.name}  {tensor.dtype}{list(tensor.shape)}  step {step}")
+        print(values)
+
+
+def _show_checkpoint(args: argparse.Namespace) -> int:
+    """Print a checkpoint of another layout than a generation."""
+    checkpoint = open_checkpoint(args.path, ReadOptions(iteration=args.generation))
+    if args.verify:
+        verify_checkpoint(checkpoint, workers=1)
+    if args.tensor is not None:
+        tensor, values = checkpoints.read_tensor(checkpoint, args.tensor)
+        _show_tensor(tensor, values, checkpoint.values.step, as_json=args.json)
+        return 0
+    report = {**checkpoints.describe(checkpoint), "is_verified": args.verify}
+    print(json.dumps(report) if args.json else "\n".join(_checkpoint_lines(report)))
+    return 0
+
+
+def _checkpoint_lines(report: dict[str, Json]) -> Iterator[str]:
+    """Yield a checkpoint's report as text."""
+    yield f"layout     {report['layout']}  step {report['step']}  {report['directory']}"
+    yield "degrees    " + " ".join(f"{axis}={size}" for axis, size in report["degrees"].items())
+    yield f"optimizer  {report['optimizer'] or 'none'}"
+    for key, value in report["counters"].items():
+        yield f"{key} {value}"
+    state = "whole" if report["is_whole"] else f"not whole, {len(report['missing'])} holes"
+    yield f"state      {state}, {size_text(report['size_bytes'])} in {report['files']} files"
+    yield from (f"note       {note}" for note in report["notes"])
+    yield ""
+    width = max((len(tensor["name"]) for tensor in report["tensors"]), default=0)
+    for tensor in report["tensors"]:
+        kind = f"{tensor['dtype']}{tensor['shape']}"
+        size, pieces = size_text(tensor["size_bytes"]), tensor["pieces"]
+        yield f"{tensor['name']:{width}}  {size:>10}  {pieces:>4} pieces  {kind}"
 
 
 def _lines(report: dict[str, Json]) -> Iterator[str]:
@@ -70,12 +119,12 @@ def _lines(report: dict[str, Json]) -> Iterator[str]:
         yield f"{key:10} {value if isinstance(value, str) else json.dumps(value)}"
     state = "whole" if report["is_whole"] else f"not whole: {_missing(report['missing'])}"
     proof = ", fingerprints computed again and equal" if report["is_verified"] else ""
-    yield f"state      {state}, {_bytes(report['size_bytes'])}{proof}"
+    yield f"state      {state}, {size_text(report['size_bytes'])}{proof}"
     for host in report["hosts"]:
         ranks = ",".join(map(str, host["ranks"])) or "-"
         yield (
             f"host       {host['host']}  ranks {ranks}  {host['pieces']} pieces  "
-            f"{_bytes(host['size_bytes'])}  {host['directory']}"
+            f"{size_text(host['size_bytes'])}  {host['directory']}"
         )
     yield f"scalars    {', '.join(sorted(report['scalars'])) or '-'}"
     yield f"rank state {', '.join(report['rank_state']) or '-'}"
@@ -89,7 +138,7 @@ def _table(tensors: Sequence[dict[str, Json]]) -> Iterator[str]:
     for tensor in tensors:
         kind = f"{tensor['dtype']}{tensor['shape']}"
         print_ = tensor["fingerprint"] or "-" * 16
-        yield f"{tensor['name']:{width}}  {print_}  {_bytes(tensor['size_bytes']):>10}  {kind}"
+        yield f"{tensor['name']:{width}}  {print_}  {size_text(tensor['size_bytes']):>10}  {kind}"
         holders: dict[str, list[str]] = {}
         for piece in tensor["pieces"]:
             box = Box(tuple(piece["offset"]), tuple(piece["shape"]))
@@ -105,13 +154,3 @@ def _missing(missing: Sequence[dict[str, Json]]) -> str:
     first = missing[0]
     box = box_text(Box(tuple(first["offset"]), tuple(first["shape"])))
     return f"{len(missing)} boxes are on none of these hosts, first {first['tensor']}{box}"
-
-
-def _bytes(size_bytes: int) -> str:
-    """Return a size for people, in powers of ten."""
-    size, unit = float(size_bytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"

@@ -1,0 +1,81 @@
+"""What a checkpoint of any layout holds, as plain values: for people and for ``--json``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.converters.checkpoint import Checkpoint
+from scalai.converters.streaming import source_view
+from scalai.core.collection import Tensor
+from scalai.core.coverage import find_gaps
+from scalai.core.errors import LayoutError, UsageError
+from scalai.store.files import bits_dtype, slices
+from scalai.store.values import decode
+
+Json = Any
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, Json]:
+    """Return all of a checkpoint that is not its values."""
+    collection, values = checkpoint.placed.collection, checkpoint.values
+    gaps = find_gaps(collection)
+    rows = np.bincount(collection.tensor, minlength=len(collection.tensors))
+    return {
+        "layout": checkpoint.layout,
+        "directory": str(checkpoint.directory),
+        "framework": values.framework,
+        "step": values.step,
+        "degrees": dict(values.degrees),
+        "optimizer": {None: None, True: "split over data-parallel ranks", False: "whole"}[
+            values.is_split
+        ],
+        "counters": dict(values.counters),
+        "param_groups": len(values.param_groups),
+        "has_scheduler": values.scheduler is not None,
+        "has_grad_scaler": values.grad_scaler is not None,
+        "has_arguments": values.arguments is not None,
+        "size_bytes": sum(tensor.size_bytes for tensor in collection.tensors),
+        "files": len(checkpoint.placed.files),
+        "is_whole": not gaps,
+        "missing": [
+            {"tensor": tensor.name, "offset": list(box.offset), "shape": list(box.shape)}
+            for tensor, box in gaps
+        ],
+        "notes": list(checkpoint.notes),
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "size_bytes": tensor.size_bytes,
+                "pieces": int(count),
+            }
+            for tensor, count in zip(collection.tensors, rows, strict=True)
+        ],
+    }
+
+
+def read_tensor(checkpoint: Checkpoint, name: str) -> tuple[Tensor, npt.NDArray[Any]]:
+    """Return a tensor's values, put together from its pieces.
+
+    Raises:
+        UsageError: No tensor has this name.
+        LayoutError: A part of it is nowhere.
+    """
+    placed = checkpoint.placed
+    tensors: Mapping[str, Tensor] = {t.name: t for t in placed.collection.tensors}
+    if name not in tensors:
+        similar = [known for known in tensors if name in known][:5] or list(tensors)[:5]
+        raise UsageError(f"there is no tensor {name!r} among {len(tensors)}, but {similar}.")
+    gaps = [box for tensor, box in find_gaps(placed.collection) if tensor.name == name]
+    if gaps:
+        raise LayoutError(f"{len(gaps)} boxes of {name!r} are in no file, first {gaps[0]}.")
+    tensor = tensors[name]
+    bits = np.zeros(tensor.shape, dtype=bits_dtype(tensor))
+    for row in range(len(placed.collection)):
+        held, box = placed.collection.box(row)
+        if held.name == name:
+            bits[slices(box)] = source_view(checkpoint.directory, placed, row, box)
+    return tensor, decode(bits, tensor.dtype)

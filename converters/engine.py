@@ -1,0 +1,300 @@
+"""Fills a target from a source: streams in bounded memory, survives kills, proves what it wrote.
+
+Everything is written in a directory beside the destination, ``.<name>.partial``, with a journal of
+the tasks that are on disk; a rename at the end makes it the destination. The same command goes on
+where a killed one stopped.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import scalai
+from scalai.converters.checkpoint import REPORT, Checkpoint, Placed, Target
+from scalai.converters.forked import map_forked
+from scalai.converters.journal import NAME as JOURNAL
+from scalai.converters.journal import Journal
+from scalai.converters.streaming import Job, run_task
+from scalai.converters.verify import check_report, check_samples
+from scalai.converters.work import Task, Work, plan_work, unused
+from scalai.core.errors import RefusedError, StoreError, UsageError
+from scalai.core.fingerprint import MODULUS, tensor_fingerprints
+from scalai.store.manifest import sync_directory
+
+MAX_BUFFER_BYTES = 4 << 20
+MIN_BUFFER_BYTES = 1 << 20
+WORKER_BYTES = 24 << 20
+"""Anonymous memory of a worker beside its buffers, after the fork: measured, rounded up."""
+BUFFERS = 3
+"""Buffers of a worker: what is gathered, what is read back, what a fingerprint widens."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are on disk and all bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a run may use: bytes of memory, and processes."""
+
+    memory_bytes: int
+    workers: int
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of one buffer of a worker.
+
+        Raises:
+            UsageError: Memory is too little for that many workers.
+        """
+        each = (self.memory_bytes // self.workers - WORKER_BYTES) // BUFFERS
+        if each < MIN_BUFFER_BYTES:
+            least = self.workers * (WORKER_BYTES + BUFFERS * MIN_BUFFER_BYTES)
+            raise UsageError(
+                f"--memory of {self.memory_bytes} bytes is too little for {self.workers} workers. "
+                f"Give at least {least}, or fewer --workers."
+            )
+        # A power of two, so that a little more or less free memory does not undo a started run.
+        return min(1 << (each.bit_length() - 1), MAX_BUFFER_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a run would do.
+
+    ``unused`` counts the source's tensors, by kind, that are no tensors of the target: steps that
+    it keeps among its scalars, or what it does not carry.
+    """
+
+    tensors: int
+    read_bytes: int
+    write_bytes: int
+    peak_bytes: int
+    tasks: int
+    files: int
+    unused: Mapping[str, int]
+
+
+def look_ahead(source: Checkpoint, target: Target, limits: Limits) -> tuple[Work, Outlook]:
+    """Plan a run and say what it would do. Raises as ``plan_work`` does."""
+    work = plan_work(source, target, limits.buffer_bytes)
+    return work, Outlook(
+        tensors=len(target.placed.collection.tensors),
+        read_bytes=work.size_bytes,
+        write_bytes=sum(file.size_bytes for file in target.placed.files),
+        peak_bytes=limits.workers * (WORKER_BYTES + BUFFERS * limits.buffer_bytes),
+        tasks=len(work.tasks),
+        files=len(target.placed.files),
+        unused={kind: len(names) for kind, names in unused(source, target).items()},
+    )
+
+
+def reshard(
+    source: Checkpoint,
+    target: Target,
+    destination: Path,
+    limits: Limits,
+    *,
+    overwrite: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Mapping[str, Any]:
+    """Write ``target`` to ``destination``.
+
+    Returns:
+        The report that is also left in the destination as ``scalai.json``: fingerprints of all
+        tensors, sizes, seconds.
+
+    Raises:
+        UsageError: The destination exists and ``overwrite`` is not given, or lies in the source.
+        RefusedError: Too little room; the source is not whole.
+        ProofError: What was read back is not what was read; or the source contradicts itself or the
+            proof that a conversion left beside it.
+        PeerError: A worker died, or another process writes this destination.
+    """
+    began = time.monotonic()
+    _check_place(source, destination, overwrite)
+    work, outlook = look_ahead(source, target, limits)
+    check_samples(source)
+    partial = destination.parent / f".{destination.name}.partial"
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    _check_room(partial, outlook.write_bytes)
+    _check_ours(partial)
+    with Journal(partial, _identity(source, target, limits.buffer_bytes)) as journal:
+        resumed = len(journal.done)
+        if not journal.is_resumed:
+            _empty(partial, journal.path)
+        _prepare(partial, target)
+        job = Job(work, source.directory, partial)
+        _run(job, journal, limits.workers, progress)
+        rows = _row_fingerprints(journal, len(target.placed.collection))
+        report = {
+            **_report(source, target, rows),
+            "bytes": outlook.write_bytes,
+            "seconds": round(time.monotonic() - began, 3),
+            "resumed_tasks": resumed,
+        }
+        check_report(source, {n: int(v, 16) for n, v in report["fingerprints"].items()})
+        _complete(partial, target, rows, report)
+        _publish(partial, destination, overwrite)
+        (destination / journal.path.name).unlink()
+    return report
+
+
+def _check_place(source: Checkpoint, destination: Path, overwrite: bool) -> None:
+    here, there = source.directory.resolve(), destination.resolve()
+    if here.is_relative_to(there) or there.is_relative_to(here):
+        raise UsageError(
+            f"the destination {destination} and the source {source.directory} lie in each other. "
+            "Name another destination."
+        )
+    is_taken = destination.exists() and (destination.is_file() or any(destination.iterdir()))
+    if is_taken and not overwrite:
+        raise UsageError(f"{destination} exists. Name another one, or pass --overwrite.")
+
+
+def _check_room(partial: Path, needed: int) -> None:
+    have = sum(file.stat().st_blocks * 512 for file in partial.rglob("*") if file.is_file())
+    free = shutil.disk_usage(partial.parent).free
+    if needed - have > free:
+        raise StoreError(
+            f"{partial.parent} has {free} bytes free, and {needed - have} are needed. Make room, "
+            "or name a destination on another disk."
+        )
+
+
+def _identity(source: Checkpoint, target: Target, buffer_bytes: int) -> str:
+    """Return a digest of all that decides which bytes go where."""
+    digest = hashlib.sha256(str(buffer_bytes).encode())
+    for file in source.placed.files:
+        stat = None if file.content is not None else (source.directory / file.path).stat()
+        when = (stat.st_size, stat.st_mtime_ns) if stat else file.content
+        digest.update(repr((file.path, when)).encode())
+    for placed in (source.placed, target.placed):
+        _add_placed(digest, placed)
+    for number in sorted(target.fixed):
+        for at, data in target.fixed[number]:
+            digest.update(repr((number, at)).encode() + data)
+    return digest.hexdigest()
+
+
+def _add_placed(digest: Any, placed: Placed) -> None:
+    digest.update(repr([(file.path, file.size_bytes) for file in placed.files]).encode())
+    digest.update(repr(placed.collection.tensors).encode())
+    columns = placed.collection.tensor, placed.collection.offset, placed.collection.shape
+    for column in (*columns, placed.file, placed.begin, placed.stride):
+        digest.update(np.ascontiguousarray(column).tobytes())
+
+
+def _check_ours(partial: Path) -> None:
+    """Make the directory to write in; one that is there is ours if it has a journal."""
+    partial.mkdir(exist_ok=True)
+    if any(partial.iterdir()) and not (partial / JOURNAL).is_file():
+        raise UsageError(
+            f"{partial}, where the destination would grow, is in the way: it has no journal of "
+            "ours. Remove it, or name another destination."
+        )
+
+
+def _empty(partial: Path, journal: Path) -> None:
+    """Remove what a run of another source or target left."""
+    for path in partial.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path != journal:
+            path.unlink()
+
+
+def _prepare(partial: Path, target: Target) -> None:
+    """Make the files in their sizes, with the bytes that are known."""
+    for number, file in enumerate(target.placed.files):
+        path = partial / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            os.ftruncate(descriptor, file.size_bytes)
+            for at, data in target.fixed.get(number, ()):
+                os.pwrite(descriptor, data, at)
+        finally:
+            os.close(descriptor)
+
+
+def _run(job: Job, journal: Journal, workers: int, progress: Progress) -> None:
+    """Do the tasks that the journal does not know."""
+    open_ = [task for task in job.work.tasks if task.number not in journal.done]
+    total = sum(task.size_bytes for task in job.work.tasks)
+    done = total - sum(task.size_bytes for task in open_)
+    progress(done, total)
+
+    def run(task: Task) -> dict[int, int]:
+        return run_task(job, task)
+
+    try:
+        for task, rows in map_forked(run, open_, workers):
+            journal.add(task.number, rows)
+            done += task.size_bytes
+            progress(done, total)
+    except OSError as error:
+        raise RefusedError(
+            f"{job.destination} cannot be written, or {job.source} not be read "
+            f"({error.strerror}). Mend that and run the same command again to go on."
+        ) from error
+
+
+def _row_fingerprints(journal: Journal, rows: int) -> npt.NDArray[np.uint64]:
+    totals = [0] * rows
+    for task in journal.done.values():
+        for row, value in task.items():
+            totals[row] = (totals[row] + value) % MODULUS
+    return np.array(totals, dtype=np.uint64)
+
+
+def _report(source: Checkpoint, target: Target, rows: npt.NDArray[np.uint64]) -> dict[str, Any]:
+    prints = tensor_fingerprints(target.placed.collection, rows)
+    return {
+        "format": "scalai-reshard",
+        "version": 1,
+        "scalai": scalai.__version__,
+        "source": {"path": str(source.directory), "layout": source.layout},
+        "layout": target.layout,
+        "step": source.values.step,
+        "notes": list(target.notes),
+        "fingerprints": {name: f"{value:016x}" for name, value in sorted(prints.items())},
+    }
+
+
+def _complete(
+    partial: Path, target: Target, rows: npt.NDArray[np.uint64], report: Mapping[str, Any]
+) -> None:
+    """Write what ends a checkpoint, and bring all to disk."""
+    aside = partial / f".{REPORT}.partial"
+    aside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    os.replace(aside, partial / REPORT)
+    for path in [partial / REPORT, *(partial / file.path for file in target.placed.files)]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    target.finish(partial, rows)
+    for directory in sorted({(partial / file.path).parent for file in target.placed.files}):
+        sync_directory(directory)
+    sync_directory(partial)
+
+
+def _publish(partial: Path, destination: Path, overwrite: bool) -> None:
+    """Rename the finished directory; what was there before goes last."""
+    replaced = destination.parent / f".{destination.name}.replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    if overwrite and destination.exists():
+        os.rename(destination, replaced)
+    os.rename(partial, destination)
+    sync_directory(destination.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

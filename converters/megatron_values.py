@@ -1,0 +1,165 @@
+"""What Megatron's checkpoints hold beside tensors: where it is in their trees, and new degrees.
+
+Source: ``generate_state_dict`` and ``save_checkpoint`` of megatron/training/checkpointing.py and
+the optimizers' ``state_dict`` in megatron/core/optimizer (0.16.1).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scalai.converters.torch_archive import NewTensor
+
+DEGREE_ARGUMENTS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "dp": "data_parallel_size",
+}
+"""Axes and the arguments of Megatron that are their sizes."""
+
+_COUNTERS = (
+    "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples",
+    "padded_vocab_size",
+)  # fmt: skip
+
+
+def argument_degrees(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Return the degrees that Megatron's arguments state."""
+    return {
+        axis: int(arguments[name])
+        for axis, name in DEGREE_ARGUMENTS.items()
+        if arguments.get(name) is not None
+    }
+
+
+def counters_of(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Return what Megatron counts in its arguments."""
+    return {name: arguments[name] for name in _COUNTERS if arguments.get(name) is not None}
+
+
+def with_degrees(arguments: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, Any]:
+    """Return Megatron's arguments at other degrees; those that are not among them stay out."""
+    changed = dict(arguments)
+    for axis, name in DEGREE_ARGUMENTS.items():
+        if axis in degrees and name in changed:
+            is_off = axis == "vpp" and degrees[axis] == 1
+            changed[name] = None if is_off else degrees[axis]
+    if "world_size" in changed:
+        changed["world_size"] = (
+            degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1) * degrees["dp"]
+            if "dp" in degrees
+            else changed["world_size"]
+        )
+    return changed
+
+
+def _optimizers(common: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the optimizers' trees: one, or one for each link of a chain."""
+    tree = common.get("optimizer")
+    if not isinstance(tree, Mapping):
+        return
+    links = [tree[key] for key in sorted(key for key in tree if isinstance(key, int))]
+    yield from links or [tree]
+
+
+def find_param_groups(common: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Return the parameter groups of all optimizers, without their lists of parameters."""
+    found: list[Mapping[str, Any]] = []
+    for tree in _optimizers(common):
+        inner = tree.get("optimizer", tree)
+        for group in inner.get("param_groups", ()) if isinstance(inner, Mapping) else ():
+            found.append({key: value for key, value in group.items() if key != "params"})
+    return tuple(found)
+
+
+def is_same_group(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell whether megatron would match two parameter groups, of any EP degree."""
+    keys = "wd_mult", "lr_mult", "is_decoupled_lr"
+    return all(one.get(k, one.get(f"pre_{k}")) == other.get(k, other.get(f"pre_{k}")) for k in keys)
+
+
+def find_scaler(common: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the state of the fp16 loss scale."""
+    for tree in _optimizers(common):
+        if isinstance(tree.get("grad_scaler"), Mapping):
+            scaler: Mapping[str, Any] = tree["grad_scaler"]
+            return scaler
+    return None
+
+
+def find_step(common: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return how many steps the optimizer has done: of the parameter groups, or ``common_step``."""
+    steps = [_number(group["step"]) for group in groups if group.get("step") is not None]
+    for tree in _optimizers(common):
+        inner = tree.get("optimizer", tree)
+        state = inner.get("state") if isinstance(inner, Mapping) else None
+        if isinstance(state, Mapping) and "common_step" in state:
+            steps.append(_number(state["common_step"]))
+    return max(steps) if steps else None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, NewTensor):
+        dtype = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "I32": np.int32}
+        return float(np.frombuffer(value.content or b"", dtype=dtype[value.dtype])[0])
+    return float(value)
+
+
+def optimizer_tree(
+    groups: Sequence[Mapping[str, Any]],
+    step: float | None,
+    scaler: Mapping[str, Any] | None,
+    *,
+    is_split: bool,
+    is_mixed: bool,
+    is_chained: bool,
+) -> dict[Any, Any]:
+    """Return the optimizer's part of ``common.pt``.
+
+    Args:
+        groups: Parameter groups of the source.
+        step: Steps that the optimizer has done.
+        scaler: State of the fp16 loss scale.
+        is_split: For the distributed optimizer.
+        is_mixed: Whether there are 16-bit parameters.
+        is_chained: Whether expert parameters have an optimizer of their own: from EP 2 on.
+    """
+    dense = [group for group in groups if not group.get("is_expert_parallel")]
+    experts = [group for group in groups if group.get("is_expert_parallel")]
+    links = [dense or [{**group, "is_expert_parallel": False} for group in experts]]
+    if is_chained:
+        links.append(experts or [{**group, "is_expert_parallel": True} for group in dense])
+    trees = [
+        _link(link, step, scaler, is_split=is_split, is_mixed=is_mixed or scaler is not None)
+        for link in links
+    ]
+    return trees[0] if len(trees) == 1 else dict(enumerate(trees))
+
+
+def _link(
+    groups: Sequence[Mapping[str, Any]],
+    step: float | None,
+    scaler: Mapping[str, Any] | None,
+    *,
+    is_split: bool,
+    is_mixed: bool,
+) -> dict[str, Any]:
+    bare = [{key: value for key, value in group.items() if key != "step"} for group in groups]
+    if is_split:
+        counted = [{**group, "step": step} if step is not None else group for group in bare]
+        tree: dict[str, Any] = {
+            "optimizer": {"param_groups": counted},
+            "param_state_sharding_type": "fully_reshardable",
+        }
+    else:
+        content = np.float32(step if step is not None else 0).tobytes()
+        inner = {"state": {"common_step": NewTensor("F32", (), content)}, "param_groups": bare}
+        tree = {"optimizer": inner} if is_mixed else inner
+    if scaler is not None:
+        tree["grad_scaler"] = scaler
+    return tree

@@ -1,0 +1,263 @@
+"""Pickles without their classes: read to inert stand-ins, written back under the same names.
+
+A framework's checkpoint names classes of torch, megatron or deepspeed. They are never imported
+here: an object of such a class becomes a ``Foreign``, which holds what the pickle says and does
+nothing, and goes out again as an object of the class of that qualified name. So reading runs no
+code but that of the few plain classes below, and needs no framework.
+"""
+
+import _compat_pickle
+import argparse
+import collections
+import copyreg
+import datetime
+import io
+import logging
+import pathlib
+import pickle
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
+
+import numpy as np
+
+from scalai.core.errors import RefusedError
+
+log = logging.getLogger("scalai.converters")
+
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "builtins": (
+        bool, bytearray, bytes, complex, dict, float, frozenset, int, list, object, range, set,
+        slice, str, tuple,
+    ),
+    "collections": (collections.OrderedDict, collections.defaultdict, collections.deque),
+    "argparse": (argparse.Namespace,),
+    "datetime": (datetime.date, datetime.datetime, datetime.timedelta, datetime.timezone),
+    "pathlib": (pathlib.PosixPath, pathlib.PurePosixPath),
+    "_io": (io.BytesIO,),
+    "numpy": (np.ndarray, np.dtype),
+}  # fmt: skip
+"""Classes that are what they say: to build one runs nothing but itself."""
+
+_NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
+_INERT = frozenset({("signal", "Signals"), ("uuid", "UUID"), ("decimal", "Decimal")})
+"""Classes of the standard library that Megatron's arguments may hold; they too stay stand-ins."""
+_ROOTS = frozenset({"apex", "deepspeed", "megatron", "torch", "transformer_engine"})
+"""Packages whose classes become stand-ins."""
+
+MEMORY_BYTES, MEMORY_FACTOR = 256 << 20, 100
+"""Memory that reading a pickle may take: so much, and so many times its size."""
+
+Classes = Mapping[tuple[str, str], Any]
+"""What stands in for the class of a module and a name."""
+
+
+class Foreign:
+    """An object of a class that is not imported: its arguments, its state and its items.
+
+    The class object itself stands for the framework's class or function, where a pickle names it
+    as a value (``torch.float32``).
+    """
+
+    path: ClassVar[tuple[str, str]] = ("", "")
+
+    args: tuple[Any, ...]
+    state: Any
+    is_called: bool
+    """Made by a call; else by ``__new__`` alone, as dataclasses are."""
+
+    def __new__(cls, *args: Any, **_: Any) -> "Foreign":
+        self = object.__new__(cls)
+        self.args, self.state, self.is_called = args, None, False
+        return self
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.is_called = True
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Foreign):
+            return NotImplemented
+        mine, theirs = (self.path, self.args, self.state), (other.path, other.args, other.state)
+        return mine == theirs
+
+    def __hash__(self) -> int:
+        return hash((self.path, self.args))
+
+    def __repr__(self) -> str:
+        inside = ", ".join(map(repr, self.args)) or ("" if self.state is None else repr(self.state))
+        return f"{'.'.join(self.path)}({inside})"
+
+
+_made: dict[tuple[str, str], type[Foreign]] = {}
+
+
+def foreign(module: str, name: str) -> type[Foreign]:
+    """Return the stand-in for a class or function; the same object for the same names."""
+    path = module, name
+    if path not in _made:
+        _made[path] = cast(type[Foreign], type(name.rpartition(".")[2], (Foreign,), {"path": path}))
+    return _made[path]
+
+
+def loads(
+    data: bytes,
+    where: str,
+    *,
+    classes: Classes | None = None,
+    persistent: Callable[[Any], Any] | None = None,
+    trust: bool = False,
+) -> Any:
+    """Read a pickle.
+
+    Args:
+        data: The pickle.
+        where: The file, for errors.
+        classes: What to build instead of stand-ins, by module and name.
+        persistent: What to put in for a persistent id (torch: a storage).
+        trust: Let classes pass that are of no known package. They too become stand-ins, and each
+            is named in the log; nothing of them is run here, but who loads what is written runs it.
+
+    Raises:
+        RefusedError: A class that is not allowed, or a damaged pickle; names ``where``.
+    """
+    try:
+        with _bounded_memory(MEMORY_BYTES + MEMORY_FACTOR * len(data)):
+            return _Reader(io.BytesIO(data), where, classes or {}, persistent, trust).load()
+    except RefusedError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise RefusedError(
+            f"{where} holds a damaged pickle ({type(error).__name__}: {error}). Use another "
+            "checkpoint."
+        ) from error
+
+
+@contextmanager
+def _bounded_memory(size_bytes: int) -> Iterator[None]:
+    """Let this process take so much more memory at most, where the system can say what it has.
+
+    A few bytes of a pickle can ask for any amount (a memo index, a ``bytearray``): a MemoryError
+    is better than the end of the machine.
+    """
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            used = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+    except (OSError, StopIteration):
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [used + size_bytes, *(limit for limit in (soft, hard) if limit >= 0)]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def dumps(
+    value: Any,
+    *,
+    reduce: Callable[[Any], Any] | None = None,
+    persistent: Callable[[Any], Any] | None = None,
+) -> bytes:
+    """Write a pickle (protocol 2, as torch does), stand-ins under the names that they stand for.
+
+    Args:
+        value: Plain values, numpy arrays, stand-ins.
+        reduce: Returns a (stand-in, arguments) pair for an object of its own kind, else None.
+        persistent: Returns the persistent id of an object, else None.
+    """
+    buffer = io.BytesIO()
+    _Writer(buffer, reduce, persistent).dump(value)
+    return buffer.getvalue()
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(
+        self,
+        file: io.BytesIO,
+        where: str,
+        classes: Classes,
+        persistent: Callable[[Any], Any] | None,
+        trust: bool,
+    ) -> None:
+        super().__init__(file, encoding="utf-8")
+        self._where, self._classes, self._persistent = where, classes, persistent
+        self._trust = trust
+
+    def find_class(self, module: str, name: str) -> Any:
+        # Protocol 2, torch's, has the names of Python 2.
+        module, name = _compat_pickle.NAME_MAPPING.get(
+            (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
+        )
+        if (module, name) in self._classes:
+            return self._classes[module, name]
+        plain = {cls.__name__: cls for cls in _PLAIN.get(module, ())}
+        if name in plain:
+            return plain[name]
+        if module in _NUMPY_MODULES and name in ("_reconstruct", "scalar"):
+            return _numpy_function(name)
+        if (module, name) == ("_codecs", "encode"):
+            return _encode
+        if module.partition(".")[0] in _ROOTS or (module, name) in _INERT:
+            return foreign(module, name)
+        if self._trust:
+            log.warning("event=trusted-pickle class=%s.%s file=%s", module, name, self._where)
+            return foreign(module, name)
+        raise RefusedError(
+            f"{self._where} names {module}.{name}, which no checkpoint of a known framework needs. "
+            "If you know where the file comes from and what this class does, pass --trust-pickle."
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise RefusedError(f"{self._where} refers to data outside of itself: {pid!r}.")
+        return self._persistent(pid)
+
+
+def _numpy_function(name: str) -> Any:
+    from numpy._core import multiarray
+
+    return getattr(multiarray, name)
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    """Return bytes that protocol 2 had to write as text."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"bytes encoded as {encoding}")
+    return text.encode("latin1")
+
+
+# The C pickler checks that a name leads to the object; stand-ins lead elsewhere.
+class _Writer(pickle._Pickler):
+    def __init__(
+        self,
+        file: io.BytesIO,
+        reduce: Callable[[Any], Any] | None,
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        super().__init__(file, protocol=2)
+        self._reduce, self._persistent = reduce, persistent
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self._persistent(obj) if self._persistent is not None else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Foreign):
+            if obj.is_called:
+                return type(obj), obj.args, obj.state
+            return copyreg.__newobj__, (type(obj), *obj.args), obj.state  # type: ignore[attr-defined]
+        reduced = self._reduce(obj) if self._reduce is not None else None
+        return NotImplemented if reduced is None else reduced
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if isinstance(obj, type) and issubclass(obj, Foreign):
+            module, qualified = obj.path
+            self.write(pickle.GLOBAL + f"{module}\n{qualified}\n".encode())  # type: ignore[attr-defined]
+            self.memoize(obj)  # type: ignore[attr-defined]
+        else:
+            super().save_global(obj, name)  # type: ignore[misc]

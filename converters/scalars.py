@@ -1,0 +1,34 @@
+"""Single values that lie among a source's tensors."""
+
+import numpy as np
+
+from scalai.converters.checkpoint import STEP, Checkpoint
+from scalai.core.errors import RefusedError
+
+
+def read_steps(source: Checkpoint) -> float | None:
+    """Return how many steps the optimizer has made for every parameter; None: no tensor says.
+
+    Raises:
+        RefusedError: Parameters made unequally many; most layouts keep one number for all.
+    """
+    placed, found = source.placed, {}
+    for row in range(len(placed.collection)):
+        tensor, _ = placed.collection.box(row)
+        if not tensor.name.startswith(f"{STEP}/") or tensor.dtype != "F32":
+            continue
+        file, begin = placed.files[placed.file[row]], int(placed.begin[row])
+        if file.content is not None:
+            data = file.content[begin : begin + 4]
+        else:
+            with open(source.directory / file.path, "rb") as opened:
+                opened.seek(begin)
+                data = opened.read(4)
+        found[float(np.frombuffer(data, dtype=np.float32)[0])] = tensor.name
+    if len(found) > 1:
+        few = ", ".join(f"{name}: {step:g}" for step, name in list(found.items())[:3])
+        raise RefusedError(
+            f"parameters have made unequally many optimizer steps ({few}), and this layout keeps "
+            "one number for all. Convert to scalai's own layout instead."
+        )
+    return next(iter(found), None)

@@ -1,0 +1,178 @@
+"""One task: copy, bring to disk, read back. Runs in a worker process.
+
+The fingerprint of what is read is taken where it lies in the source, by the source's own boxes and
+strides; that of what was written from the destination's file, by the destination's. They are equal
+only if every element is at its place.
+"""
+
+import errno
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+
+from scalai.converters.checkpoint import Placed
+from scalai.converters.work import Task, Unit, Work, copies_into
+from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
+from scalai.core.errors import ProofError
+from scalai.core.fingerprint import combine, piece_fingerprint
+from scalai.core.region import Box, row_major
+from scalai.store.files import Bits, bits_dtype, box_text, map_file, slices
+
+OPEN_FILES = 64
+"""Source files that a worker keeps open."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Job:
+    """What all tasks share: the work, where the source lies, where the destination grows."""
+
+    work: Work
+    source: Path
+    destination: Path
+
+
+def run_task(job: Job, task: Task) -> dict[int, int]:
+    """Copy a task's units, bring them to disk, read them back.
+
+    Returns:
+        The fingerprint of what was written of each row.
+
+    Raises:
+        ProofError: What was read back is not what was read.
+    """
+    target = job.work.target
+    path = job.destination / target.files[task.file].path
+    left: list[int] = []
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        for unit in task.units:
+            buffer, fingerprint = _gather(job, unit)
+            left.append(fingerprint)
+            _write_all(descriptor, buffer, _begin(target, unit))
+        os.fdatasync(descriptor)
+        arrived = [_read_back(target, unit, descriptor) for unit in task.units]
+    finally:
+        os.close(descriptor)
+    rows: dict[int, int] = {}
+    for unit, before, after in zip(task.units, left, arrived, strict=True):
+        if before != after:
+            tensor, box = target.collection.box(unit.row)
+            raise ProofError(
+                f"{box_text(_wanted(box, unit))} of {tensor.name!r} has fingerprint {after:016x} "
+                f"in {path}, and {before:016x} in the source. The disk or the memory is not "
+                "sound: check them and run again."
+            )
+        rows[unit.row] = combine((rows.get(unit.row, 0), after))
+    return rows
+
+
+def source_view(directory: Path, placed: Placed, row: int, part: Box) -> Bits:
+    """Return the part of a source row that covers the box ``part``, as bits, without a copy."""
+    tensor, _ = placed.collection.box(row)
+    begin, stride = _place(placed, row, part)
+    file = placed.files[placed.file[row]]
+    data = memoryview(file.content) if file.content is not None else _map(directory / file.path)
+    view: Bits = np.ndarray(part.shape, np.dtype(bits_dtype(tensor)), data, begin, stride)
+    return view
+
+
+def _place(placed: Placed, row: int, part: Box) -> tuple[int, list[int]]:
+    """Return where a part of a row begins in its file, and its strides, in bytes."""
+    tensor, box = placed.collection.box(row)
+    item = ITEM_BYTES[tensor.dtype]
+    stride = [item * step for step in placed.stride[row, MAX_NDIM - len(box.shape) :].tolist()]
+    inside = zip(part.offset, box.offset, stride, strict=True)
+    return int(placed.begin[row]) + sum((low - at) * step for low, at, step in inside), stride
+
+
+@lru_cache(maxsize=64)
+def _map(path: Path) -> memoryview:
+    return map_file(path)
+
+
+def _gather(job: Job, unit: Unit) -> tuple[Bits, int]:
+    """Return the elements of a unit, put together from the source, and their fingerprint."""
+    work = job.work
+    tensor, box = work.target.collection.box(unit.row)
+    wanted = _wanted(box, unit)
+    buffer = _scratch("gathered", unit, wanted.shape, tensor)
+    fingerprints = []
+    for row, part in copies_into(work, unit.row, wanted):
+        inside = tuple(low - at for low, at in zip(part.offset, wanted.offset, strict=True))
+        values = buffer[slices(Box(inside, part.shape))]
+        _read_into(values, job.source, work.source, row, part)
+        fingerprints.append(piece_fingerprint(values, part, tensor.shape))
+    return buffer, combine(fingerprints)
+
+
+def _read_into(values: Bits, directory: Path, placed: Placed, row: int, part: Box) -> None:
+    """Copy a part of a source row. What is one run of bytes at both ends is read without a mapping,
+    whose page faults cost more than the copy."""
+    view = source_view(directory, placed, row, part)
+    file = placed.files[placed.file[row]]
+    if file.content is not None or not (view.flags.c_contiguous and values.flags.c_contiguous):
+        np.copyto(values, view)
+        return
+    begin, _ = _place(placed, row, part)
+    _read_all(_open(directory / file.path).fileno(), values, begin)
+
+
+def _read_all(descriptor: int, values: Bits, begin: int) -> None:
+    """Fill contiguous values from a file."""
+    data = values.reshape(-1).view(np.uint8).data
+    while data:
+        count = os.preadv(descriptor, [data], begin)
+        if not count:
+            raise OSError(errno.EIO, f"the file ends at byte {begin}")
+        data, begin = data[count:], begin + count
+
+
+_buffers: dict[str, Bits] = {}
+"""Memory of this process that is used again: the first touch of fresh pages is slow."""
+
+
+def _scratch(use: str, unit: Unit, shape: tuple[int, ...], tensor: Tensor) -> Bits:
+    """Return an array of this shape in memory that the next call for the same use overwrites."""
+    if use not in _buffers or _buffers[use].nbytes < unit.size_bytes:
+        _buffers[use] = np.empty(unit.size_bytes, dtype=np.uint8)
+    values: Bits = _buffers[use][: unit.size_bytes].view(bits_dtype(tensor)).reshape(shape)
+    return values
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _open(path: Path) -> FileIO:
+    """Open a source file; the last ones stay open."""
+    return FileIO(path)
+
+
+def _wanted(box: Box, unit: Unit) -> Box:
+    """Return a unit's box in the tensor."""
+    offset = tuple(a + b for a, b in zip(box.offset, unit.block.offset, strict=True))
+    return Box(offset, unit.block.shape)
+
+
+def _begin(target: Placed, unit: Unit) -> int:
+    """Return where a unit begins in its file. Rows of a target are contiguous."""
+    tensor, box = target.collection.box(unit.row)
+    steps = row_major(box.shape)
+    at = sum(low * step for low, step in zip(unit.block.offset, steps, strict=True))
+    return int(target.begin[unit.row]) + at * np.dtype(bits_dtype(tensor)).itemsize
+
+
+def _write_all(descriptor: int, buffer: Bits, begin: int) -> None:
+    data = buffer.reshape(-1).view(np.uint8).data
+    while data:
+        written = os.pwrite(descriptor, data, begin)
+        data, begin = data[written:], begin + written
+
+
+def _read_back(target: Placed, unit: Unit, descriptor: int) -> int:
+    """Return the fingerprint of what lies in the destination's file."""
+    tensor, box = target.collection.box(unit.row)
+    values = _scratch("read back", unit, unit.block.shape, tensor)
+    _read_all(descriptor, values, _begin(target, unit))
+    return piece_fingerprint(values, _wanted(box, unit), tensor.shape)

@@ -1,0 +1,322 @@
+"""Torch's file format, read and written without torch: a ZIP of a pickle and raw storages.
+
+Members are stored, not compressed, so a tensor's elements lie at a known byte of the file and are
+never read here.
+
+Source: torch/serialization.py and caffe2/serialize/inline_container.cc of torch 2.13. Differs in:
+checksums of storages are written as 0, as torch does under ``set_crc32_options(False)``; its reader
+does not look at them.
+"""
+
+import io
+import struct
+import sys
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from scalai.converters import pickles
+from scalai.converters.pickles import Foreign, foreign
+from scalai.core.collection import ITEM_BYTES
+from scalai.core.errors import RefusedError
+from scalai.core.region import Index, row_major
+
+ALIGNMENT = 64
+MAX_PICKLE_BYTES = 1 << 30
+
+STORAGE_DTYPES: Mapping[str, str] = {
+    "BoolStorage": "BOOL", "ByteStorage": "U8", "CharStorage": "I8",
+    "ShortStorage": "I16", "HalfStorage": "F16", "BFloat16Storage": "BF16",
+    "IntStorage": "I32", "FloatStorage": "F32",
+    "LongStorage": "I64", "DoubleStorage": "F64",
+}  # fmt: skip
+"""Torch's storage classes -> dtypes by the names of the safetensors format."""
+STORAGES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
+
+TORCH_DTYPES: Mapping[str, str] = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "float16": "F16",
+    "bfloat16": "BF16", "int32": "I32", "float32": "F32", "int64": "I64", "float64": "F64",
+    "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+"""Names in the module torch -> dtypes by the names of the safetensors format."""
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file: element ``i`` lies at byte ``begin + sum(i * stride) * item size``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: Index
+    begin: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class NewTensor:
+    """A tensor to be written, contiguous. ``content`` are its bytes; None: filled in later."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: bytes | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    dtype: str
+    begin: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Archive:
+    """A file that is laid out: what is known of its bytes, and where the rest goes.
+
+    ``fixed`` are (offset, bytes) in order, ``begin`` [tensors] the offset of each tensor without
+    content, in the order of the pickle.
+    """
+
+    fixed: tuple[tuple[int, bytes], ...]
+    tensors: tuple[NewTensor, ...]
+    begin: tuple[int, ...]
+    size_bytes: int
+
+
+def read_archive(
+    path: Path, begin: int = 0, size_bytes: int | None = None, *, trust: bool = False
+) -> Any:
+    """Return what a file, or a part of it, holds: tensors as ``StoredTensor``, classes inert.
+
+    Args:
+        path: The file.
+        begin, size_bytes: The part; offsets of what is returned count from the file's start.
+        trust: As for ``pickles.loads``.
+
+    Raises:
+        RefusedError: Not torch's format, damaged, truncated, or with a class that is not allowed.
+    """
+    try:
+        with open(path, "rb") as file:
+            window = _Window(file, begin, size_bytes)
+            return _read(window, path, begin, trust)
+    except (OSError, zipfile.BadZipFile, struct.error, KeyError, NotImplementedError) as error:
+        raise RefusedError(
+            f"{path} is damaged or truncated: no whole torch archive at byte {begin} "
+            f"({type(error).__name__}: {error}). Use another checkpoint."
+        ) from error
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: io.BufferedIOBase, begin: int, size_bytes: int | None) -> None:
+        self._file, self._begin = file, begin
+        self._size = file.seek(0, 2) - begin if size_bytes is None else size_bytes
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._size - self._at, 0)
+        size = left if size < 0 else min(size, left)
+        self._file.seek(self._begin + self._at)
+        data = self._file.read(size)
+        self._at += len(data)
+        return data
+
+
+def _read(window: _Window, path: Path, begin: int, trust: bool) -> Any:
+    with zipfile.ZipFile(window) as archive:
+        members = {name.filename.partition("/")[2]: name for name in archive.infolist()}
+        for member in members.values():
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise RefusedError(
+                    f"{path}: {member.filename} is compressed; torch stores plainly."
+                )
+        byteorder = members.get("byteorder")
+        if byteorder is not None and archive.read(byteorder) != b"little":
+            raise RefusedError(f"{path} is big-endian, which is not supported.")
+        if members["data.pkl"].file_size > MAX_PICKLE_BYTES:
+            raise RefusedError(f"{path} has a pickle of {members['data.pkl'].file_size} bytes.")
+        data = archive.read(members["data.pkl"])
+
+    def storage(pid: Any) -> _Storage:
+        kind, cls, key, _, numel = pid
+        name = cls.path[1] if isinstance(cls, type) and issubclass(cls, Foreign) else str(cls)
+        if kind != "storage" or name not in STORAGE_DTYPES:
+            raise RefusedError(f"{path} holds a storage {pid!r} of an unknown kind.")
+        member, dtype = members[f"data/{key}"], STORAGE_DTYPES[name]
+        start = _member_begin(window, member)
+        if member.file_size < numel * ITEM_BYTES[dtype]:
+            raise RefusedError(
+                f"{path}: storage {key} has {member.file_size} bytes for {numel} elements of "
+                f"{dtype}. Use another checkpoint."
+            )
+        return _Storage(dtype, begin + start, member.file_size)
+
+    return pickles.loads(data, str(path), classes=_REBUILDERS, persistent=storage, trust=trust)
+
+
+def _member_begin(window: _Window, member: zipfile.ZipInfo) -> int:
+    """Return where the bytes of a member begin, behind its local header."""
+    window.seek(member.header_offset)
+    header = window.read(30)
+    if header[:4] != b"PK\x03\x04":
+        raise zipfile.BadZipFile(f"no local header of {member.filename}")
+    name, extra = struct.unpack("<HH", header[26:30])
+    return member.header_offset + 30 + int(name) + int(extra)
+
+
+def _tensor(storage: _Storage, offset: int, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+    """Stand in for ``torch._utils._rebuild_tensor_v2``."""
+    item = ITEM_BYTES[storage.dtype]
+    shape, stride = _sizes(shape), _sizes(stride)
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    is_inside = min((offset, *shape, *stride)) >= 0 and (last + 1) * item <= storage.size_bytes
+    if prod(shape) and not is_inside:
+        raise RefusedError(f"a tensor {list(shape)} reaches beyond its storage")
+    return StoredTensor(storage.dtype, shape, stride, storage.begin + offset * item)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """Return a plain tuple for one or for a ``torch.Size``."""
+    return tuple(value.args[0]) if isinstance(value, Foreign) else tuple(value)
+
+
+_REBUILDERS: Mapping[tuple[str, str], Callable[..., Any]] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+    ("torch", "Size"): lambda sizes=(): tuple(sizes),
+}
+
+
+def lay_out_archive(value: Any, name: str = "archive") -> Archive:
+    """Lay out a file that torch reads as ``value``, in which a ``NewTensor`` is a tensor."""
+    tensors: list[NewTensor] = []
+
+    def reduce(obj: Any) -> Any:
+        if not isinstance(obj, NewTensor):
+            return None
+        tensors.append(obj)
+        key = _Key(len(tensors) - 1, obj.dtype, prod(obj.shape))
+        shape = tuple(obj.shape), row_major(obj.shape)
+        return foreign("torch._utils", "_rebuild_tensor_v2"), (
+            key, 0, *shape, False, OrderedDict(),
+        )  # fmt: skip
+
+    def persistent(obj: Any) -> Any:
+        if not isinstance(obj, _Key):
+            return None
+        storage = foreign("torch", STORAGES[obj.dtype])
+        return "storage", storage, str(obj.number), "cpu", obj.numel
+
+    data = pickles.dumps(value, reduce=reduce, persistent=persistent)
+    writer = _Zip(name)
+    writer.add("data.pkl", data)
+    writer.add("byteorder", sys.byteorder.encode())
+    begin = [writer.reserve(f"data/{n}", tensor) for n, tensor in enumerate(tensors)]
+    writer.add("version", b"3\n")
+    size_bytes = writer.close()
+    open_ = [number for number, tensor in enumerate(tensors) if tensor.content is None]
+    return Archive(
+        tuple(writer.fixed),
+        tuple(tensors[number] for number in open_),
+        tuple(begin[number] for number in open_),
+        size_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """A storage that is to be written."""
+
+    number: int
+    dtype: str
+    numel: int
+
+
+class _Zip:
+    """Lays out a ZIP file with ZIP64 fields where they are needed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._at = 0
+        self._members: list[tuple[bytes, int, int, int]] = []
+        self.fixed: list[tuple[int, bytes]] = []
+
+    def add(self, name: str, data: bytes) -> None:
+        """Add a member whose bytes are known."""
+        begin = self._begin(name, len(data), zlib.crc32(data))
+        self.fixed.append((begin, data))
+
+    def reserve(self, name: str, tensor: NewTensor) -> int:
+        """Add a tensor's member; returns where its bytes begin."""
+        if tensor.content is not None:
+            self.add(name, tensor.content)
+            return self._at - len(tensor.content)
+        return self._begin(name, tensor.size_bytes, 0)
+
+    def _begin(self, name: str, size: int, crc: int) -> int:
+        path = f"{self._name}/{name}".encode()
+        # As torch does: padded in an extra field "FB", so that the data are aligned.
+        fields = b"" if size < 0xFFFFFFFF else struct.pack("<HHQQ", 1, 16, size, size)
+        bare = self._at + 30 + len(path) + len(fields) + 4
+        padding = -bare % ALIGNMENT
+        extra = fields + b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        short = min(size, 0xFFFFFFFF)
+        header = struct.pack(
+            "<4sHHHHHIIIHH", b"PK\x03\x04", 45 if fields else 20, 0, 0, 0, 0, crc, short, short,
+            len(path), len(extra),
+        )  # fmt: skip
+        self._members.append((path, self._at, size, crc))
+        self.fixed.append((self._at, header + path + extra))
+        begin = self._at + len(header) + len(path) + len(extra)
+        self._at = begin + size
+        return begin
+
+    def close(self) -> int:
+        """Add the directory at the end; returns the size of the file."""
+        directory = b"".join(self._entry(*member) for member in self._members)
+        count, at, size = len(self._members), self._at, len(directory)
+        end = struct.pack(
+            "<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, at
+        ) + struct.pack("<4sIQI", b"PK\x06\x07", 0, at + size, 1)
+        short = struct.pack(
+            "<4sHHHHIIH", b"PK\x05\x06", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF),
+            min(size, 0xFFFFFFFF), min(at, 0xFFFFFFFF), 0,
+        )  # fmt: skip
+        is_large = count >= 0xFFFF or at + size >= 0xFFFFFFFF
+        tail = directory + (end if is_large else b"") + short
+        self.fixed.append((at, tail))
+        return at + len(tail)
+
+    def _entry(self, path: bytes, offset: int, size: int, crc: int) -> bytes:
+        values = [size, size] * (size >= 0xFFFFFFFF) + [offset] * (offset >= 0xFFFFFFFF)
+        extra = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+        short = min(size, 0xFFFFFFFF)
+        version = 45 if values else 20
+        return struct.pack(
+            "<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", version, version, 0, 0, 0, 0, crc, short, short,
+            len(path), len(extra), 0, 0, 0, 0, min(offset, 0xFFFFFFFF),
+        ) + path + extra  # fmt: skip

@@ -1,0 +1,288 @@
+"""The ``.metadata`` of torch.distributed.checkpoint: which chunk of which key lies where.
+
+Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.13. The file is a
+pickle; it is read by the restricted reader and written under the same names, so that neither needs
+torch.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from scalai.converters import pickles
+from scalai.converters.pickles import Foreign, foreign
+from scalai.converters.torch_archive import DTYPE_NAMES, TORCH_DTYPES
+from scalai.core.collection import MAX_NDIM
+from scalai.core.errors import LayoutError, RefusedError
+from scalai.core.region import Box, Index
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILES = "torch.distributed.checkpoint.filesystem"
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes ``[begin, begin + size_bytes)`` of a file: one archive of torch's."""
+
+    file: str
+    begin: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a key's tensor and the archive that it lies in."""
+
+    box: Box
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """A tensor of a checkpoint under its own key, with the leading axes that it has there."""
+
+    key: str
+    shape: Index
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What ``.metadata`` says: tensors in the file's order, and objects by key.
+
+    ``flat``: keys whose tensors are stored as flat ranges of a grid of shards, with their shapes
+    (``mcore_data`` of megatron-core up to 0.15). Such a key's own shape is the grid's, with the
+    elements of a shard as a last axis.
+    """
+
+    tensors: tuple[StoredKey, ...]
+    objects: Mapping[str, Extent]
+    flat: Mapping[str, Index]
+
+
+class _Place:
+    """``MetadataIndex``: a key and an offset, to look up where something is stored."""
+
+    __slots__ = ("key", "offset")
+
+    key: str
+    offset: Index | None
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.key = str(state["fqn"])
+        offset = state.get("offset")
+        self.offset = None if offset is None else _sizes(offset)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Place):
+            return NotImplemented
+        return (self.key, self.offset) == (other.key, other.offset)
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.offset))
+
+
+def read_metadata(directory: Path, *, trust: bool = False) -> Metadata:
+    """Read ``.metadata``.
+
+    Raises:
+        RefusedError: It is missing or damaged, or something is stored nowhere, twice, outside of
+            the directory or beyond the end of a file.
+    """
+    path = directory / ".metadata"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RefusedError(
+            f"{path} cannot be read ({error.strerror}); a torch_dist checkpoint has one. The save "
+            "was interrupted: use an older checkpoint."
+        ) from error
+    classes = {(_METADATA, "MetadataIndex"): _Place}
+    value = pickles.loads(data, str(path), classes=classes, trust=trust)
+    try:
+        return _metadata(value, directory)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise RefusedError(
+            f"{path} is not the metadata of a torch checkpoint ({type(error).__name__}: {error}). "
+            "Use another checkpoint."
+        ) from error
+
+
+def _metadata(value: Any, directory: Path) -> Metadata:
+    sizes: dict[str, int] = {}
+    stored = {
+        (place.key, place.offset): _extent(info.state, directory, sizes)
+        for place, info in value.state["storage_data"].items()
+    }
+    tensors, objects = [], {}
+    for key, entry in value.state["state_dict_metadata"].items():
+        if entry.path[1] == "BytesStorageMetadata":
+            objects[key] = _stored(stored, key, None, directory)
+            continue
+        state = entry.state
+        shape = _sizes(state["size"])
+        dtype = _dtype(state["properties"].state, key, directory)
+        if len(shape) > MAX_NDIM or min(shape, default=0) < 0:
+            raise RefusedError(f"{directory}/.metadata: {key} has shape {list(shape)}.")
+        chunks = []
+        for chunk in state["chunks"]:
+            offset, extent = _sizes(chunk.state["offsets"]), _sizes(chunk.state["sizes"])
+            chunks.append(Chunk(Box(offset, extent), _stored(stored, key, offset, directory)))
+        # A layer that is missing would be no hole: its tensors would not exist.
+        held = sum(chunk.box.numel for chunk in chunks)
+        if held < prod(shape):
+            raise LayoutError(
+                f"{directory}/.metadata: nobody holds {prod(shape) - held} of the {prod(shape)} "
+                f"elements of {key}. The checkpoint is incomplete: use another one."
+            )
+        tensors.append(StoredKey(key, shape, dtype, tuple(chunks)))
+    flat = {
+        key: _sizes_of(data["nd_reformulated_orig_global_shape"])
+        for key, data in (value.state.get("mcore_data") or {}).items()
+        if data.get("nd_reformulated_orig_global_shape")
+    }
+    return Metadata(tuple(tensors), objects, flat)
+
+
+def _stored(
+    stored: Mapping[tuple[str, Index | None], Extent],
+    key: str,
+    offset: Index | None,
+    directory: Path,
+) -> Extent:
+    if (key, offset) not in stored:
+        raise RefusedError(
+            f"{directory}/.metadata names {key} at {offset}, but no file holds it. The save was "
+            "interrupted: use an older checkpoint."
+        )
+    return stored[key, offset]
+
+
+def _extent(state: Mapping[str, Any], directory: Path, sizes: dict[str, int]) -> Extent:
+    name, begin, length = str(state["relative_path"]), int(state["offset"]), int(state["length"])
+    if state.get("transform_descriptors"):
+        raise RefusedError(
+            f"{directory}/{name} is transformed by {state['transform_descriptors']}, which cannot "
+            "be streamed. Save without transforms."
+        )
+    if name not in sizes:
+        sizes[name] = _size_of(directory, name)
+    if begin < 0 or length < 0 or begin + length > sizes[name]:
+        raise RefusedError(
+            f"{directory / name} is truncated: it has {sizes[name]} bytes, and .metadata places "
+            f"{length} bytes at {begin}. Copy it again, or use another checkpoint."
+        )
+    return Extent(name, begin, length)
+
+
+def _size_of(directory: Path, name: str) -> int:
+    path = directory / name
+    parts = PurePosixPath(name).parts
+    if PurePosixPath(name).is_absolute() or ".." in parts or not parts:
+        raise RefusedError(f"{directory}/.metadata names {name!r}, outside of the checkpoint.")
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise RefusedError(f"{path} is a link to outside of the checkpoint. Copy the file there.")
+    if not path.is_file():
+        raise RefusedError(
+            f"{path} is missing; .metadata places tensors in it. Copy it too, or use another "
+            "checkpoint."
+        )
+    return path.stat().st_size
+
+
+def _dtype(properties: Any, key: str, directory: Path) -> str:
+    cls = properties[0]
+    name = cls.path[1] if isinstance(cls, type) and issubclass(cls, Foreign) else ""
+    if name not in TORCH_DTYPES:
+        raise RefusedError(f"{directory}/.metadata: {key} is of dtype {cls!r}, which is not known.")
+    return TORCH_DTYPES[name]
+
+
+def _sizes_of(value: Any) -> Index:
+    """Return a plain tuple for a shape of any kind."""
+    return _sizes(value) if isinstance(value, Foreign) else tuple(int(size) for size in value)
+
+
+def _sizes(value: Any) -> Index:
+    """Return a plain tuple for a ``torch.Size``."""
+    return tuple(int(size) for size in value.args[0]) if value.args else ()
+
+
+def write_metadata(tensors: Iterable[StoredKey], objects: Mapping[str, Extent]) -> bytes:
+    """Return the content of ``.metadata``: the pickle of a ``Metadata`` of torch 2."""
+    entries: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    for tensor in tensors:
+        chunks = [
+            _object(_METADATA, "ChunkStorageMetadata",
+                    {"offsets": _size(chunk.box.offset), "sizes": _size(chunk.box.shape)})
+            for chunk in tensor.chunks
+        ]  # fmt: skip
+        entries[tensor.key] = _object(
+            _METADATA, "TensorStorageMetadata",
+            {"properties": _properties(tensor.dtype), "size": _size(tensor.shape),
+             "chunks": chunks},
+        )  # fmt: skip
+        for chunk in tensor.chunks:
+            stored[_index(tensor.key, chunk.box.offset)] = _info(chunk.extent)
+    for key, extent in objects.items():
+        entries[key] = _object(_METADATA, "BytesStorageMetadata", {})
+        stored[_index(key, None)] = _info(extent)
+    state = {
+        "state_dict_metadata": entries,
+        "planner_data": None,
+        "storage_data": stored,
+        "storage_meta": None,
+        "version": "1.0.0",
+    }
+    return pickles.dumps(_object(_METADATA, "Metadata", state))
+
+
+def _object(module: str, name: str, state: Any) -> Foreign:
+    cls = foreign(module, name)
+    made = cls.__new__(cls)
+    made.state = state
+    return made
+
+
+class _NewIndex(Foreign):
+    """``MetadataIndex``, as a key of a dictionary."""
+
+    path = (_METADATA, "MetadataIndex")
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def _index(key: str, offset: Index | None) -> Foreign:
+    made = _NewIndex.__new__(_NewIndex)
+    made.state = {"fqn": key, "index": None}
+    if offset is not None:
+        made.state["offset"] = _size(offset)
+    return made
+
+
+def _info(extent: Extent) -> Foreign:
+    state = {
+        "relative_path": extent.file,
+        "offset": extent.begin,
+        "length": extent.size_bytes,
+    }
+    return _object(_FILES, "_StorageInfo", state)
+
+
+def _size(sizes: Sequence[int]) -> Foreign:
+    return foreign("torch", "Size")(tuple(sizes))
+
+
+def _properties(dtype: str) -> Foreign:
+    layout = foreign("torch.serialization", "_get_layout")("torch.strided")
+    memory = foreign(_METADATA, "_MEM_FORMAT_ENCODING")(0)
+    state = (foreign("torch", DTYPE_NAMES[dtype]), layout, False, memory, False)
+    return _object(_METADATA, "TensorProperties", state)

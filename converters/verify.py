@@ -1,0 +1,335 @@
+"""Is a checkpoint whole and in agreement with itself; and where do two differ?
+
+Readers have refused already what does not fit together as files: missing, truncated, foreign or
+mixed ones.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.converters.checkpoint import MAIN, PARAM, REPORT, Checkpoint, Placed
+from scalai.converters.forked import map_forked
+from scalai.converters.rounding import rounds_to
+from scalai.converters.streaming import source_view
+from scalai.converters.work import HERE
+from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Tensor
+from scalai.core.coverage import check_coverage
+from scalai.core.errors import ProofError, RefusedError
+from scalai.core.fingerprint import combine, piece_fingerprint, tensor_fingerprints
+from scalai.core.plan import Copies, plan
+from scalai.core.region import Box, whole
+from scalai.core.sources import Holder
+from scalai.store.files import Bits, blocks, box_text
+
+PART_ELEMENTS = 1 << 22
+"""Elements that are compared at a time."""
+SAMPLED = 256
+"""Elements of a row that a sample compares."""
+BATCH = 64
+"""Rows that one process takes at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Elements of a tensor that are not equal, within a box of it."""
+
+    tensor: str
+    box: Box
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.tensor}{box_text(self.box)}: {self.count} elements differ"
+
+
+def fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
+    """Return the fingerprint of every tensor.
+
+    Raises:
+        LayoutError: Holes, or shards that overlap without being replicas.
+        ProofError: Replicas of a shard differ.
+    """
+    placed = checkpoint.placed
+    check_coverage(placed.collection, exact_partition=not checkpoint.may_overlap)
+    if checkpoint.may_overlap:
+        placed = _without_overlaps(placed)
+        checkpoint = replace(checkpoint, placed=placed)
+    values = np.zeros(len(placed.collection), dtype=np.uint64)
+
+    def compute(rows: range) -> list[int]:
+        return [_row_fingerprint(checkpoint, row) for row in rows]
+
+    for rows, found in map_forked(compute, _batches(len(placed.collection)), workers):
+        values[rows.start : rows.stop] = found
+    return tensor_fingerprints(placed.collection, values)
+
+
+def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
+    """Check one checkpoint: coverage, replicas, second copies, masters against weights, and the
+    fingerprints that a conversion left beside it.
+
+    Returns:
+        The fingerprints of its tensors.
+
+    Raises:
+        LayoutError: It is not whole.
+        ProofError: Something in it differs from something else; names tensors and index ranges.
+    """
+    found = fingerprints(checkpoint, workers)
+    _refuse(checkpoint, _twin_differences(checkpoint, workers))
+    _refuse(checkpoint, _master_differences(checkpoint, workers))
+    check_report(checkpoint, found)
+    return found
+
+
+def check_samples(checkpoint: Checkpoint) -> None:
+    """Compare second copies with their tensors, and masters with weights, at the start of every
+    piece: so that a checkpoint that was mixed or saved wrongly is found before it is converted.
+
+    Raises:
+        ProofError: They differ; names tensors and index ranges.
+    """
+    placed = checkpoint.placed
+    sample = replace(
+        checkpoint, twins=None if checkpoint.twins is None else _starts(checkpoint.twins)
+    )
+    _refuse(checkpoint, _twin_differences(sample, workers=0))
+    _refuse(checkpoint, _master_differences(checkpoint, workers=0, masters=_starts(placed)))
+
+
+def check_report(checkpoint: Checkpoint, found: Mapping[str, int]) -> None:
+    """Compare fingerprints with those that a conversion left beside a checkpoint.
+
+    Raises:
+        ProofError: They differ; names the tensors.
+    """
+    for folder in (checkpoint.directory, *checkpoint.directory.parents[:2]):
+        _check_report(folder / REPORT, found)
+
+
+def _refuse(checkpoint: Checkpoint, differences: Iterable[Difference]) -> None:
+    problems = [str(difference) for difference in differences]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ProofError(
+            f"{checkpoint.directory} contradicts itself: {'; '.join(problems[:5])}{more}. Masters "
+            "that are not the weights mean that files of two checkpoints are mixed, that it is "
+            "damaged, or was saved wrongly (Megatron's fully_reshardable with several buckets, "
+            "0.15.3 to 0.19.0): use another."
+        )
+
+
+def compare(one: Checkpoint, two: Checkpoint, workers: int) -> Iterator[str]:
+    """Yield a line for each tensor that differs: by name, dtype, shape, or index ranges."""
+    left = {tensor.name: tensor for tensor in one.placed.collection.tensors}
+    right = {tensor.name: tensor for tensor in two.placed.collection.tensors}
+    for name in sorted(left.keys() ^ right.keys()):
+        where = one.directory if name in left else two.directory
+        yield f"{name} is in {where} only"
+    both = sorted(left.keys() & right.keys())
+    for name in both:
+        if left[name] != right[name]:
+            yield (
+                f"{name} is {left[name].dtype}{list(left[name].shape)} and "
+                f"{right[name].dtype}{list(right[name].shape)}"
+            )
+    alike = {name for name in both if left[name] == right[name]}
+    prints = fingerprints(one, workers), fingerprints(two, workers)
+    differing = {name for name in alike if prints[0][name] != prints[1][name]}
+    placed = _only(two.placed, differing)
+    yield from map(str, _differences(one, two.directory, placed, workers))
+
+
+def _without_overlaps(placed: Placed) -> Placed:
+    """Return rows that hold every element once."""
+    tensors = placed.collection.tensors
+    wanted = Collection.of((tensor, whole(tensor.shape)) for tensor in tensors)
+    copies = plan([Holder(HERE, placed.collection)], [Holder(HERE, wanted)]).copies
+    row = copies.source_row
+    items = np.array([ITEM_BYTES[t.dtype] for t in tensors], dtype=np.int64)
+    number = placed.collection.tensor[row]
+    shift = ((copies.offset - placed.collection.offset[row]) * placed.stride[row]).sum(axis=1)
+    return Placed(
+        Collection(tensors, number, copies.offset, copies.shape),
+        placed.file[row], placed.begin[row] + shift * items[number], placed.stride[row],
+        placed.files,
+    )  # fmt: skip
+
+
+def _row_fingerprint(checkpoint: Checkpoint, row: int) -> int:
+    placed = checkpoint.placed
+    tensor, box = placed.collection.box(row)
+    return combine(
+        piece_fingerprint(source_view(checkpoint.directory, placed, row, part), part, tensor.shape)
+        for part in _parts(box)
+    )
+
+
+def _parts(box: Box) -> Iterator[Box]:
+    """Yield a box in parts of a bounded number of elements."""
+    for block in blocks(box.shape, PART_ELEMENTS):
+        yield Box(tuple(a + b for a, b in zip(box.offset, block.offset, strict=True)), block.shape)
+
+
+def _batches(count: int) -> list[range]:
+    return [range(low, min(low + BATCH, count)) for low in range(0, count, BATCH)]
+
+
+def _only(placed: Placed, names: Iterable[str]) -> Placed:
+    """Return the rows of the named tensors."""
+    wanted = set(names)
+    collection = placed.collection
+    is_wanted = np.array([tensor.name in wanted for tensor in collection.tensors], dtype=bool)
+    rows = np.flatnonzero(is_wanted[collection.tensor]) if len(collection) else collection.tensor
+    return Placed(
+        collection.select(rows), placed.file[rows], placed.begin[rows], placed.stride[rows],
+        placed.files,
+    )  # fmt: skip
+
+
+def _starts(placed: Placed) -> Placed:
+    """Return the rows cut to the first elements of their first line."""
+    shape = np.minimum(placed.collection.shape, 1)
+    shape[:, -1] = np.minimum(placed.collection.shape[:, -1], SAMPLED)
+    collection = replace(placed.collection, shape=shape)
+    return replace(placed, collection=collection)
+
+
+def _twin_differences(checkpoint: Checkpoint, workers: int) -> Iterator[Difference]:
+    """Yield where second copies differ from the tensors that they are copies of."""
+    if checkpoint.twins is not None:
+        yield from _differences(checkpoint, checkpoint.directory, checkpoint.twins, workers)
+
+
+def _master_differences(
+    checkpoint: Checkpoint, workers: int, masters: Placed | None = None
+) -> Iterator[Difference]:
+    """Yield where masters (of these rows, or all) do not round to the weights."""
+    collection = checkpoint.placed.collection
+    weights = {t.name: t for t in collection.tensors if t.name.startswith(f"{PARAM}/")}
+    names = {
+        tensor.name
+        for tensor in collection.tensors
+        if tensor.name.startswith(f"{MAIN}/") and _weight(tensor.name) in weights
+    }
+    masters = _only(masters or checkpoint.placed, names)
+    as_weights = [
+        (weights[_weight(tensor.name)], box)
+        for tensor, box in map(masters.collection.box, range(len(masters.collection)))
+    ]
+    renamed = Placed(
+        Collection.of(as_weights), masters.file, masters.begin, masters.stride, masters.files
+    )
+    yield from _differences(checkpoint, checkpoint.directory, renamed, workers, masters=masters)
+
+
+def _weight(name: str) -> str:
+    return f"{PARAM}/{name.partition('/')[2]}"
+
+
+def _differences(
+    one: Checkpoint,
+    directory: Path,
+    two: Placed,
+    workers: int,
+    *,
+    masters: Placed | None = None,
+) -> Iterator[Difference]:
+    """Yield where the rows of ``two`` differ from what ``one`` holds there.
+
+    ``masters``: the same rows with the masters' dtype; they must round to what ``one`` holds.
+    """
+    if not len(two.collection):
+        return
+    copies = plan([Holder(HERE, one.placed.collection)], [Holder(HERE, two.collection)]).copies
+
+    def compare_copies(numbers: range) -> list[Difference]:
+        return [
+            difference
+            for number in numbers
+            for difference in _compare_copy(one, directory, two, masters, copies, number)
+        ]
+
+    found: dict[str, list[Difference]] = {}
+    for _, differences in map_forked(compare_copies, _batches(len(copies)), workers):
+        for difference in differences:
+            found.setdefault(difference.tensor, []).append(difference)
+    for name in sorted(found):
+        yield _united(found[name])
+
+
+def _compare_copy(
+    one: Checkpoint,
+    directory: Path,
+    two: Placed,
+    masters: Placed | None,
+    copies: Copies,
+    number: int,
+) -> Iterator[Difference]:
+    row = int(copies.target_row[number])
+    tensor, box = two.collection.box(row)
+    skip = MAX_NDIM - len(box.shape)
+    copied = Box(
+        tuple(copies.offset[number, skip:].tolist()), tuple(copies.shape[number, skip:].tolist())
+    )
+    for part in _parts(copied):
+        left = source_view(one.directory, one.placed, int(copies.source_row[number]), part)
+        if masters is None:
+            right = source_view(directory, two, row, part)
+            unequal = np.asarray(left != right)
+        else:
+            right = source_view(directory, masters, row, part)
+            unequal = _unrounded(left, tensor, right, masters.collection.box(row)[0])
+        if unequal.any():
+            yield Difference(tensor.name, _bounds(unequal, part), int(unequal.sum()))
+
+
+def _unrounded(
+    weights: Bits, tensor: Tensor, masters: Bits, master: Tensor
+) -> npt.NDArray[np.bool_]:
+    """Return where masters do not round to weights, [weights.shape]; all of it where some do
+    not."""
+    is_equal = rounds_to(masters.tobytes(), master.dtype, weights.tobytes(), tensor.dtype)
+    return np.full(weights.shape, not is_equal)
+
+
+def _bounds(unequal: npt.NDArray[np.bool_], part: Box) -> Box:
+    """Return the smallest box that holds all unequal elements."""
+    low, high = [], []
+    for axis in range(unequal.ndim):
+        others = tuple(other for other in range(unequal.ndim) if other != axis)
+        hits = np.flatnonzero(unequal.any(axis=others))
+        low.append(part.offset[axis] + int(hits[0]))
+        high.append(part.offset[axis] + int(hits[-1]) + 1)
+    return Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))
+
+
+def _united(differences: Sequence[Difference]) -> Difference:
+    """Return one difference for a tensor: the box around all, and their count."""
+    boxes = [difference.box for difference in differences]
+    low = tuple(min(at) for at in zip(*(box.offset for box in boxes), strict=True))
+    ends = ([a + n for a, n in zip(box.offset, box.shape, strict=True)] for box in boxes)
+    high = tuple(max(at) for at in zip(*ends, strict=True))
+    extent = tuple(b - a for a, b in zip(low, high, strict=True))
+    return Difference(differences[0].tensor, Box(low, extent), sum(d.count for d in differences))
+
+
+def _check_report(path: Path, found: Mapping[str, int]) -> None:
+    """Compare with the fingerprints that a conversion left."""
+    if not path.is_file():
+        return
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        noted = {name: int(value, 16) for name, value in report["fingerprints"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RefusedError(f"{path} is damaged ({error}). Remove it, or convert again.") from error
+    differing = [name for name in sorted(noted) if name in found and noted[name] != found[name]]
+    if differing:
+        raise ProofError(
+            f"{len(differing)} tensors are not what {path} says was written: "
+            f"{', '.join(differing[:5])}. The files were damaged or changed: convert again."
+        )

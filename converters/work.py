@@ -1,0 +1,127 @@
+"""What there is to do: the plan between two placed collections, cut into tasks of bounded size.
+
+A *unit* is a part of one target row that is contiguous in its file and fits the buffer; a *task* is
+some units of one file. Both follow from the input alone, so that an interrupted run finds its tasks
+again.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scalai.converters.checkpoint import Checkpoint, Placed, Target
+from scalai.core.collection import MAX_NDIM, Columns
+from scalai.core.coverage import check_coverage
+from scalai.core.plan import Copies, plan
+from scalai.core.region import Box
+from scalai.core.sources import Holder
+from scalai.store.files import blocks
+
+TASK_BYTES = 128 << 20
+"""Bytes after which a task is brought to disk, read back and noted in the journal."""
+
+HERE = "here"
+"""The one host of these plans."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of a target row; ``block`` counts from the start of the row's box."""
+
+    row: int
+    block: Box
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Units of one target file."""
+
+    number: int
+    file: int
+    units: tuple[Unit, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(unit.size_bytes for unit in self.units)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Work:
+    """A checked plan and its tasks.
+
+    ``first`` [rows + 1] is the first copy of each target row: copies are ordered by it.
+    """
+
+    source: Placed
+    target: Placed
+    copies: Copies
+    first: Columns
+    tasks: tuple[Task, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of tensors that are written."""
+        return int(self.target.collection.size_bytes().sum())
+
+
+def plan_work(source: Checkpoint, target: Target, buffer_bytes: int) -> Work:
+    """Plan what fills ``target``, and cut it into tasks.
+
+    Raises:
+        LayoutError: The source has holes, or shards that overlap without being replicas; or the
+            target wants what it does not hold.
+    """
+    check_coverage(source.placed.collection, exact_partition=not source.may_overlap)
+    holders = [Holder(HERE, source.placed.collection)], [Holder(HERE, target.placed.collection)]
+    copies = plan(*holders).copies
+    rows = len(target.placed.collection)
+    first = np.searchsorted(copies.target_row, np.arange(rows + 1))
+    tasks = tuple(_tasks(target.placed, buffer_bytes))
+    return Work(source.placed, target.placed, copies, first, tasks)
+
+
+def copies_into(work: Work, row: int, wanted: Box) -> Iterator[tuple[int, Box]]:
+    """Yield (source row, box) of what lies in ``wanted``, a part of a target row's box."""
+    skip = MAX_NDIM - len(wanted.shape)
+    copies = work.copies
+    for copy in range(int(work.first[row]), int(work.first[row + 1])):
+        box = Box(
+            tuple(copies.offset[copy, skip:].tolist()), tuple(copies.shape[copy, skip:].tolist())
+        )
+        common = box.intersect(wanted)
+        if common is not None:
+            yield int(copies.source_row[copy]), common
+
+
+def unused(source: Checkpoint, target: Target) -> Mapping[str, Sequence[str]]:
+    """Return the source's tensors that the target does not have, by kind."""
+    wanted = {tensor.name for tensor in target.placed.collection.tensors}
+    found: dict[str, list[str]] = {}
+    for tensor in source.placed.collection.tensors:
+        if tensor.name not in wanted:
+            found.setdefault(tensor.name.partition("/")[0], []).append(tensor.name)
+    return found
+
+
+def _tasks(target: Placed, buffer_bytes: int) -> Iterator[Task]:
+    number = 0
+    sizes = target.collection.size_bytes()
+    for file in range(len(target.files)):
+        rows = np.flatnonzero((target.file == file) & (sizes > 0))
+        rows = rows[np.argsort(target.begin[rows], kind="stable")]
+        units: list[Unit] = []
+        filled = 0
+        for row in rows.tolist():
+            _, box = target.collection.box(row)
+            item = int(sizes[row]) // box.numel
+            for block in blocks(box.shape, max(buffer_bytes // item, 1)):
+                units.append(Unit(row, block, block.numel * item))
+                filled += block.numel * item
+                if filled >= TASK_BYTES:
+                    yield Task(number, file, tuple(units))
+                    number, units, filled = number + 1, [], 0
+        if units:
+            yield Task(number, file, tuple(units))
+            number += 1

@@ -1,0 +1,57 @@
+"""``scalai verify``: is a checkpoint whole, and are two the same state?"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from scalai.converters.checkpoint import ReadOptions
+from scalai.converters.layouts import open_checkpoint
+from scalai.converters.verify import compare, verify
+
+DIFFERS = 4
+"""Exit code where two checkpoints differ, as of ``ProofError``."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="check a checkpoint, or compare two of any layouts",
+        description="Check that A is whole and agrees with itself; with B, that both are the same "
+        "state. Exit code 4 where something differs.",
+    )
+    parser.add_argument("one", type=Path, metavar="A")
+    parser.add_argument("two", type=Path, metavar="B", nargs="?")
+    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8), metavar="N")
+    parser.add_argument("--mapping", type=Path, metavar="TOML", help="names of another framework")
+    parser.add_argument("--trust-pickle", action="store_true", help="as for scalai reshard")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify. Raises ``ScalaiError`` where a checkpoint cannot be read or contradicts itself."""
+    options = ReadOptions(args.trust_pickle, mapping=args.mapping)
+    one = open_checkpoint(args.one, options)
+    if args.two is None:
+        prints = verify(one, args.workers)
+        texts = {name: f"{value:016x}" for name, value in sorted(prints.items())}
+        if args.json:
+            content = {"layout": one.layout, "notes": list(one.notes), "fingerprints": texts}
+            print(json.dumps(content))
+        else:
+            print(f"{one.directory} ({one.layout}) is whole: {len(texts)} tensors at step "
+                  f"{one.values.step}, replicas and second copies equal.")  # fmt: skip
+            for note in one.notes:
+                print(f"note: {note}")
+        return 0
+    two = open_checkpoint(args.two, options)
+    lines = list(compare(one, two, args.workers))
+    if one.values.step != two.values.step:
+        lines.insert(0, f"steps {one.values.step} and {two.values.step}")
+    if args.json:
+        print(json.dumps({"is_equal": not lines, "differences": lines}))
+    else:
+        print("\n".join(lines) if lines else f"equal: {len(one.placed.collection.tensors)} tensors")
+    return DIFFERS if lines else 0
