@@ -115,7 +115,7 @@ def common_of(
     if is_split is not None:
         is_mixed = any(name.startswith(f"{MAIN}/") for name in tensors)
         common["optimizer"] = optimizer_tree(
-            _groups(source, reference, notes),
+            whole_groups(source, reference, notes),
             read_steps(source),
             values.grad_scaler,
             is_split=is_split,
@@ -132,7 +132,7 @@ def common_of(
     return common
 
 
-def _groups(
+def whole_groups(
     source: Checkpoint, reference: Values | None, notes: list[str]
 ) -> list[Mapping[str, Any]]:
     """Return whole parameter groups; what the source lacks is the reference's.
