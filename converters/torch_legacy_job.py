@@ -140,6 +140,13 @@ class Job:
             )
         elif self.is_split:
             yield "distrib_optim.pt has one bucket: load it without --overlap-grad-reduce"
+        embedding, tp = self.tensors.get(f"{PARAM}/{EMBEDDING}"), self.degrees["tp"]
+        if embedding is not None and tp != self.source.values.degrees.get("tp", tp):
+            rows = embedding.shape[0]
+            yield (
+                f"the vocabulary stays padded to {rows} rows: load with "
+                f"--make-vocab-size-divisible-by {rows // tp}, or Megatron may pad otherwise"
+            )
 
     @property
     def kinds(self) -> list[str]:

@@ -271,3 +271,8 @@ def test_foreign_values_of_the_arguments_stay_what_they_are(tmp_path: Path) -> N
     arguments = legacy.values.arguments or {}
     assert arguments["attention_backend"] == enum
     assert (arguments["tensor_model_parallel_size"], arguments["world_size"]) == (2, 6)
+
+
+def test_a_note_says_how_the_vocabulary_keeps_its_rows() -> None:
+    target = layout_named("torch").lay_out(gpt(), WriteOptions({"tp": 4}))
+    assert any("16 rows: load with --make-vocab-size-divisible-by 4" in n for n in target.notes)
