@@ -29,6 +29,7 @@ from scalai.converters.checkpoint import (
     place,
 )
 from scalai.converters.megatron_modules import has_extra_state
+from scalai.converters.rank_streams import streams_of
 from scalai.converters.torch_archive import lay_out_archive
 from scalai.converters.torch_legacy_job import Coordinate, Job, Local, folder_name
 from scalai.converters.torch_legacy_state import (
@@ -38,7 +39,6 @@ from scalai.converters.torch_legacy_state import (
     groups_of,
     link_of,
 )
-from scalai.converters.torch_legacy_streams import streams_of
 from scalai.store.manifest import sync_directory
 
 TRACKER = "latest_checkpointed_iteration.txt"

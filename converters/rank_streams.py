@@ -1,7 +1,7 @@
-"""Random streams of a legacy checkpoint's ranks: the source's own, or new ones.
+"""Random streams of a Megatron checkpoint's ranks: the source's own, or new ones.
 
 They are kept where tensor, pipeline and expert parallelism stay as they are. Else new ones begin,
-for Megatron ends with an error where a legacy checkpoint has none.
+for Megatron ends with an error where a checkpoint that says the job's own degrees has none.
 """
 
 from collections.abc import Mapping, Sequence
