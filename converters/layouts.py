@@ -7,9 +7,15 @@ from scalai.converters.checkpoint import Checkpoint, Layout, ReadOptions
 from scalai.converters.generation import GenerationLayout
 from scalai.converters.safetensors_index import SafetensorsLayout
 from scalai.converters.torch_dist import TorchDistLayout
+from scalai.converters.torch_legacy import TorchLegacyLayout
 from scalai.core.errors import RefusedError, UsageError
 
-LAYOUTS: Sequence[Layout] = (GenerationLayout(), TorchDistLayout(), SafetensorsLayout())
+LAYOUTS: Sequence[Layout] = (
+    GenerationLayout(),
+    TorchDistLayout(),
+    TorchLegacyLayout(),
+    SafetensorsLayout(),
+)
 """In the order in which they are asked."""
 
 
