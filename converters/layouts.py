@@ -4,11 +4,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalai.converters.checkpoint import Checkpoint, Layout, ReadOptions
+from scalai.converters.deepspeed_plain import DeepSpeedPlainLayout
+from scalai.converters.deepspeed_universal import DeepSpeedUniversalLayout
+from scalai.converters.deepspeed_zero import DeepSpeedZeroLayout
 from scalai.converters.generation import GenerationLayout
 from scalai.converters.torch_dist import TorchDistLayout
 from scalai.core.errors import RefusedError, UsageError
 
-LAYOUTS: Sequence[Layout] = (GenerationLayout(), TorchDistLayout())
+LAYOUTS: Sequence[Layout] = (
+    GenerationLayout(),
+    TorchDistLayout(),
+    *(DeepSpeedZeroLayout(stage) for stage in (1, 2, 3)),
+    DeepSpeedPlainLayout(),
+    DeepSpeedUniversalLayout(),
+)
 """In the order in which they are asked."""
 
 

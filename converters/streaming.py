@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from scalai.converters.checkpoint import Placed
+from scalai.converters.rounding import rounded
 from scalai.converters.work import Task, Unit, Work, copies_into
 from scalai.core.collection import MAX_NDIM
 from scalai.core.errors import ProofError
@@ -66,9 +67,11 @@ def run_task(job: Job, task: Task) -> dict[int, int]:
 
 
 def source_view(directory: Path, placed: Placed, row: int, part: Box) -> Bits:
-    """Return the part of a source row that covers the box ``part``, as bits, without a copy."""
+    """Return the part of a source row that covers the box ``part``, as bits; a copy only where it
+    has to be rounded."""
     tensor, box = placed.collection.box(row)
-    dtype = np.dtype(bits_dtype(tensor))
+    is_rounded = placed.is_rounded is not None and bool(placed.is_rounded[row])
+    dtype = np.dtype(np.float32 if is_rounded else bits_dtype(tensor))
     stride = placed.stride[row, MAX_NDIM - len(box.shape) :].tolist()
     shift = sum(
         (low - start) * step
@@ -83,7 +86,7 @@ def source_view(directory: Path, placed: Placed, row: int, part: Box) -> Bits:
         int(placed.begin[row]) + shift * dtype.itemsize,
         [step * dtype.itemsize for step in stride],
     )
-    return view
+    return rounded(view.view(np.float32), tensor.dtype) if is_rounded else view
 
 
 @lru_cache(maxsize=64)
