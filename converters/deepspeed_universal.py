@@ -37,7 +37,6 @@ from scalai.converters.checkpoint import (
 )
 from scalai.converters.deepspeed_archives import Archives, Filled, write_tag
 from scalai.converters.deepspeed_files import carried, read_dictionary, scalar_of
-from scalai.converters.deepspeed_flat import undo_round_robin
 from scalai.converters.deepspeed_job import DeepSpeedJob, round_robins
 from scalai.converters.deepspeed_model import ModelStates
 from scalai.converters.deepspeed_writer import Buffer, Writer, job_of
@@ -103,6 +102,12 @@ def _open(directory: Path, trust: bool) -> "_Reader":
     if not names:
         raise RefusedError(f"{directory} has no model_states.pt. Use another checkpoint.")
     model = ModelStates.read(directory, names, is_stage_3=not whole_names, trust=trust)
+    if whole_names and model.dp > 1 and round_robins(model.config):
+        raise RefusedError(
+            f"{directory} was made by ds_to_universal of a job with round_robin_gradients, which "
+            "mixes up its parameters (deepspeed 0.19.8). Convert the checkpoint that it was made "
+            "of instead."
+        )
     state = read_dictionary(directory / GLOBAL_STATE, trust=trust)
     return _Reader(directory, model, state, trust)
 
@@ -208,8 +213,6 @@ class _Reader:
         if self.model.is_stage_3:
             parts = [group["params"] for group in self._param_groups()]
             names = [tuple(name for part in group for name in names[part]) for group in parts]
-        elif round_robins(self.model.config):
-            names = [undo_round_robin(group, self.model.dp) for group in names]
         kept = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
         path = self.directory / GLOBAL_STATE
         rest = carried({key: self.state[key] for key in kept if key in self.state}, path)
