@@ -34,6 +34,10 @@ PARAM, MAIN, STEP = "param", "main", "step"
 """Kinds of tensors; the others are the optimizer's own names, as ``exp_avg``."""
 
 
+REPORT = "scalai.json"
+"""The proof that a conversion leaves in its destination."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
     """A file in which pieces lie.
@@ -66,6 +70,10 @@ class Placed:
     stride: Columns
     files: tuple[CheckpointFile, ...]
     is_rounded: npt.NDArray[np.bool_] | None = None
+
+    def is_rounded_at(self, row: int) -> bool:
+        """Return ``is_rounded`` of a row."""
+        return self.is_rounded is not None and bool(self.is_rounded[row])
 
     def rounded(self) -> npt.NDArray[np.bool_]:
         """Return ``is_rounded`` for all rows."""
@@ -169,6 +177,8 @@ class Checkpoint:
         values: What is no tensor.
         twins: Second copies under another name (fp32 masters beside fp32 parameters): the rows
             name the tensor that they must be equal to. ``scalai verify`` compares them.
+        may_overlap: Whether equal elements may lie in boxes that are cut differently, as the
+            pieces that hosts have fetched from each other.
         notes: What was noticed, one line each: what cannot be carried and why.
     """
 
@@ -177,6 +187,7 @@ class Checkpoint:
     placed: Placed
     values: Values
     twins: Placed | None = None
+    may_overlap: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -205,11 +216,17 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How to read. ``trust_pickle``: let pickles name classes of unknown packages."""
+    """How to read.
+
+    Attributes:
+        trust_pickle: Let pickles name classes of unknown packages.
+        iteration: Of several iterations or generations below a directory this one, not the newest.
+        mapping: A mapping file, for layouts with other names.
+    """
 
     trust_pickle: bool = False
     iteration: int | None = None
-    """Of several iterations or generations below a directory this one, not the newest."""
+    mapping: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,19 +13,17 @@ Source: ``_ParamAndGradBuffer`` in megatron/core/distributed/param_and_grad_buff
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from scalai.converters.checkpoint import MAIN, PARAM, Piece
-from scalai.converters.megatron_names import layer_of, leading_axes, name_at
+from scalai.converters.rank_parameters import ChunkBegin, Model, Parameter, Part
 from scalai.converters.rounding import rounds_to
-from scalai.converters.torch_dist_metadata import Chunk, StoredKey
+from scalai.converters.torch_dist_metadata import StoredKey
 from scalai.core import region
 from scalai.core.collection import ITEM_BYTES, Tensor
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box, row_major
 
 ALIGNMENT = 64
 """Elements at whose multiples a parameter begins."""
@@ -38,8 +36,6 @@ _BUCKET = re.compile(
 )
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
-ChunkBegin = Callable[[StoredKey, Chunk], tuple[int, tuple[int, ...], int]]
-
 
 @dataclass(frozen=True, slots=True)
 class Rescued:
@@ -50,35 +46,10 @@ class Rescued:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A box of a parameter in the flat memory of a rank, and the file that holds its weights."""
-
-    piece: region.Piece
-    file: str
-    begin: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """A parameter as one rank has it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    parts: tuple[_Part, ...]
-    is_copy: bool = False
-    """Another stage has it too: the tied embedding of the last one."""
-
-    @property
-    def numel(self) -> int:
-        return sum(part.piece.box.numel for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True)
 class _Found:
     """Where a parameter begins: in which bucket, at which element."""
 
-    parameter: _Parameter
+    parameter: Parameter
     bucket: int
     start: int
 
@@ -146,7 +117,7 @@ class _Rescue:
         chunk_begin: ChunkBegin,
     ) -> None:
         self._directory, self._buffers = directory, buffers
-        self._model, self._chunk_begin = _Model.of(model, chunk_begin), chunk_begin
+        self._model, self._chunk_begin = Model.of(model, chunk_begin), chunk_begin
         self._rescued = Rescued([], [])
         self._unequal: str | None = None
         """A parameter that would fit, but whose masters do not round to its weights."""
@@ -256,7 +227,7 @@ class _Rescue:
         return found
 
     def _fit(
-        self, chain: int, group: int, chunk: int, parameters: Sequence[_Parameter]
+        self, chain: int, group: int, chunk: int, parameters: Sequence[Parameter]
     ) -> Mapping[str, list[_Found]] | None:
         """Lay the parameters into the buckets of a chunk; None where they do not fit exactly."""
         placed: dict[str, list[_Found]] = {}
@@ -287,7 +258,7 @@ class _Rescue:
         return True
 
     def _is_equal_at(
-        self, stored: StoredKey, found: _Found, part: _Part, first: int, count: int
+        self, stored: StoredKey, found: _Found, part: Part, first: int, count: int
     ) -> bool:
         """Compare ``count`` elements from the ``first`` of a part on, or those in one chunk."""
         at = found.start + part.piece.start + first
@@ -354,7 +325,7 @@ class _Rescue:
         )
 
 
-def _lay(sizes: Sequence[int], parameters: Sequence[_Parameter]) -> list[_Found] | None:
+def _lay(sizes: Sequence[int], parameters: Sequence[Parameter]) -> list[_Found] | None:
     """Lay parameters into buckets of these sizes; None where they do not fill them exactly."""
     found: list[_Found] = []
     bucket = end = 0
@@ -367,148 +338,3 @@ def _lay(sizes: Sequence[int], parameters: Sequence[_Parameter]) -> list[_Found]
             return None
         found.append(_Found(parameter, bucket, start))
     return found if bucket == len(sizes) - 1 and end == sizes[-1] else None
-
-
-@dataclass(frozen=True, eq=False)
-class _Model:
-    """The model's parameters in its own order, as its keys tell."""
-
-    before: tuple[StoredKey, ...]
-    inside: tuple[StoredKey, ...]
-    behind: tuple[StoredKey, ...]
-    chunk_begin: ChunkBegin
-
-    @classmethod
-    def of(cls, model: Sequence[StoredKey], chunk_begin: ChunkBegin) -> "_Model":
-        inside = [at for at, key in enumerate(model) if _is_layer(key.key)]
-        first = min(inside, default=len(model))
-        return cls(
-            tuple(key for key in model[:first]),
-            tuple(model[at] for at in inside),
-            tuple(key for key in model[first:] if not _is_layer(key.key)),
-            chunk_begin,
-        )
-
-    @cached_property
-    def layers(self) -> int:
-        counts = [stored.shape[0] for stored in self.inside if leading_axes(stored.key)]
-        counts += [(layer_of(stored.key) or 0) + 1 for stored in self.inside]
-        return max(counts, default=0)
-
-    @cached_property
-    def tp(self) -> int:
-        """Into how many shards the parameters are cut."""
-        keys = (*self.before, *self.inside, *self.behind)
-        return max(
-            (self._shards(key) for key in keys if not _is_expert(key.key) and not _is_gate(key)),
-            default=1,
-        )
-
-    @cached_property
-    def expert_tp(self) -> int:
-        keys = [key for key in self.inside if _is_expert(key.key) and not _is_gate(key)]
-        return max((self._shards(key) for key in keys), default=1)
-
-    @cached_property
-    def experts(self) -> int:
-        return max((key.shape[1] for key in self.inside if _is_expert(key.key)), default=1)
-
-    @cached_property
-    def has_experts(self) -> bool:
-        return any(_is_expert(key.key) for key in self.inside)
-
-    def _shards(self, stored: StoredKey) -> int:
-        first = stored.chunks[0].box.offset[: leading_axes(stored.key)]
-        return sum(chunk.box.offset[: len(first)] == first for chunk in stored.chunks)
-
-    def head(self, rank: int) -> Iterator[_Parameter]:
-        """Yield what lies before the first layer, as a TP rank has it."""
-        for stored in self.before:
-            yield self._parameter(stored, (), rank, self.tp)
-
-    def body(self, layers: range, rank: int, *, with_experts: bool) -> Iterator[_Parameter]:
-        """Yield the parameters of these layers."""
-        for layer in layers:
-            keys = [key for key in self.inside if layer_of(key.key) in (None, layer)]
-            dense = [key for key in keys if not _is_expert(key.key)]
-            first = next((at for at, key in enumerate(keys) if _is_expert(key.key)), len(keys))
-            for stored in dense[:first]:
-                yield self._parameter(stored, self._index(stored, layer), rank, self.tp)
-            if with_experts:
-                yield from self.expert_body(
-                    range(layer, layer + 1), rank, range(self.experts), is_grouped=False
-                )
-            for stored in dense[first:]:
-                yield self._parameter(stored, self._index(stored, layer), rank, self.tp)
-
-    def expert_body(
-        self, layers: range, rank: int, experts: range, *, is_grouped: bool
-    ) -> Iterator[_Parameter]:
-        """Yield the parameters of these experts; grouped: all experts of a key together."""
-        for layer in layers:
-            keys = [
-                key
-                for key in self.inside
-                if _is_expert(key.key) and layer_of(key.key) in (None, layer)
-            ]
-            pairs = [(key, expert) for expert in experts for key in keys]
-            if is_grouped:
-                pairs = [(key, expert) for key in keys for expert in experts]
-            for key, expert in pairs:
-                index = (*self._index(key, layer)[:1], expert)
-                yield self._parameter(key, index[-leading_axes(key.key) :], rank, self.expert_tp)
-
-    def tail(self, rank: int, *, is_copied: bool) -> Iterator[_Parameter]:
-        """Yield what lies behind the last layer; where the embedding is tied, its copy too."""
-        for stored in self.behind:
-            yield self._parameter(stored, (), rank, self.tp)
-        is_tied = not any(key.key == "output_layer.weight" for key in self.behind)
-        for stored in self.before if is_copied and is_tied else ():
-            if stored.key.endswith("word_embeddings.weight"):
-                yield self._parameter(stored, (), rank, self.tp, is_copy=True)
-
-    def _index(self, stored: StoredKey, layer: int) -> tuple[int, ...]:
-        return (layer,) if leading_axes(stored.key) else ()
-
-    def _parameter(
-        self,
-        stored: StoredKey,
-        index: tuple[int, ...],
-        rank: int,
-        tp: int,
-        *,
-        is_copy: bool = False,
-    ) -> _Parameter:
-        """Return a parameter as a TP rank has it: by its chunks, of which each rank wrote its
-        own."""
-        axes = leading_axes(stored.key)
-        chunks = sorted(
-            (chunk for chunk in stored.chunks if chunk.box.offset[:axes] == index[:axes]),
-            key=lambda chunk: chunk.box.offset,
-        )
-        mine = chunks
-        if len(chunks) == tp:
-            mine = [chunks[rank]]
-        elif len(chunks) == 2 * tp:  # gate and up projection: one half of the tensor each
-            mine = [chunks[rank], chunks[tp + rank]]
-        parts, start = [], 0
-        for chunk in mine:
-            box = Box(chunk.box.offset[axes:], chunk.box.shape[axes:])
-            begin, _, _ = self.chunk_begin(stored, chunk)
-            piece = region.Piece(box, start, row_major(box.shape))
-            parts.append(_Part(piece, chunk.extent.file, begin))
-            start += box.numel
-        name = name_at(stored.key, index)
-        return _Parameter(name, stored.shape[axes:], stored.dtype, tuple(parts), is_copy)
-
-
-def _is_layer(key: str) -> bool:
-    return ".layers." in key
-
-
-def _is_expert(key: str) -> bool:
-    return ".experts.experts." in key
-
-
-def _is_gate(stored: StoredKey) -> bool:
-    return "linear_fc1." in stored.key

@@ -19,20 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 import scalai
-from scalai.converters.checkpoint import Checkpoint, Placed, Target
+from scalai.converters.checkpoint import REPORT, Checkpoint, Placed, Target
 from scalai.converters.forked import map_forked
+from scalai.converters.journal import NAME as JOURNAL
 from scalai.converters.journal import Journal
 from scalai.converters.streaming import Job, run_task
+from scalai.converters.verify import check_report, check_samples
 from scalai.converters.work import Task, Work, plan_work, unused
 from scalai.core.collection import Collection
 from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.core.fingerprint import MODULUS, tensor_fingerprints
 from scalai.store.manifest import sync_directory
 
-REPORT = "scalai.json"
-"""The proof that a conversion leaves in its destination."""
-
-MAX_BUFFER_BYTES = 16 << 20
+MAX_BUFFER_BYTES = 4 << 20
 MIN_BUFFER_BYTES = 1 << 20
 WORKER_BYTES = 24 << 20
 """Anonymous memory of a worker beside its buffers, after the fork: measured, rounded up."""
@@ -70,7 +69,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a run would do."""
+    """What a run would do.
+
+    ``unused`` counts the source's tensors, by kind, that are no tensors of the target: steps that
+    it keeps among its scalars, or what it does not carry.
+    """
 
     tensors: int
     read_bytes: int
@@ -113,19 +116,23 @@ def reshard(
     Raises:
         UsageError: The destination exists and ``overwrite`` is not given, or lies in the source.
         RefusedError: Too little room; the source is not whole.
-        ProofError: What was read back is not what was read.
+        ProofError: What was read back is not what was read; or the source contradicts itself or the
+            proof that a conversion left beside it.
         PeerError: A worker died, or another process writes this destination.
     """
     began = time.monotonic()
     _check_place(source, destination, overwrite)
     work, outlook = look_ahead(source, target, limits)
+    check_samples(source)
     partial = destination.parent / f".{destination.name}.partial"
     destination.parent.mkdir(parents=True, exist_ok=True)
     _check_room(partial, outlook.write_bytes)
-    partial.mkdir(exist_ok=True)
+    _check_ours(partial)
     with Journal(partial, _identity(source, target, limits.buffer_bytes)) as journal:
         resumed = len(journal.done)
-        _prepare(partial, target, is_fresh=not journal.is_resumed)
+        if not journal.is_resumed:
+            _empty(partial, journal.path)
+        _prepare(partial, target)
         job = Job(work, source.directory, partial)
         _run(job, journal, limits.workers, progress)
         rows = _row_fingerprints(journal, len(target.placed.collection))
@@ -135,9 +142,10 @@ def reshard(
             "seconds": round(time.monotonic() - began, 3),
             "resumed_tasks": resumed,
         }
+        check_report(source, {n: int(v, 16) for n, v in report["fingerprints"].items()})
         _complete(partial, target, rows, report)
-        journal.path.unlink()
         _publish(partial, destination, overwrite)
+        (destination / journal.path.name).unlink()
     return report
 
 
@@ -186,12 +194,29 @@ def _add_placed(digest: Any, placed: Placed) -> None:
         digest.update(np.ascontiguousarray(column).tobytes())
 
 
-def _prepare(partial: Path, target: Target, *, is_fresh: bool) -> None:
+def _check_ours(partial: Path) -> None:
+    """Make the directory to write in; one that is there is ours if it has a journal."""
+    partial.mkdir(exist_ok=True)
+    if any(partial.iterdir()) and not (partial / JOURNAL).is_file():
+        raise UsageError(
+            f"{partial}, where the destination would grow, is in the way: it has no journal of "
+            "ours. Remove it, or name another destination."
+        )
+
+
+def _empty(partial: Path, journal: Path) -> None:
+    """Remove what a run of another source or target left."""
+    for path in partial.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path != journal:
+            path.unlink()
+
+
+def _prepare(partial: Path, target: Target) -> None:
     """Make the files in their sizes, with the bytes that are known."""
     for number, file in enumerate(target.placed.files):
         path = partial / file.path
-        if is_fresh:
-            path.unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:

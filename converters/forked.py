@@ -24,11 +24,14 @@ def map_forked(
 ) -> Iterator[tuple[Item, Result]]:
     """Yield each item with its result, as they get ready. ``function`` may be a closure.
 
+    ``workers`` 0: in this process.
+
     Raises:
         PeerError: A process died. And whatever ``function`` raises.
     """
     global _inherited
-    if not items:
+    if not items or not workers:
+        yield from ((item, function(item)) for item in items)
         return
     _inherited = function
     try:

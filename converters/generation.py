@@ -70,7 +70,7 @@ class GenerationLayout:
         base = Path(*_common_parts(found[number]))
         parts = [
             _placed(part, directory.absolute().relative_to(base))
-            for part, directory in zip(generation.hosts, found[number], strict=False)
+            for part, directory in zip(generation.hosts, generation.directories, strict=True)
             if directory is not None
         ]
         return Checkpoint(
@@ -78,6 +78,7 @@ class GenerationLayout:
             base,
             unite(parts),
             _values(generation.step, generation.about, generation.scalars, generation.rank_state),
+            may_overlap=True,
         )
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:

@@ -8,6 +8,7 @@ from scalai.converters.deepspeed_plain import DeepSpeedPlainLayout
 from scalai.converters.deepspeed_universal import DeepSpeedUniversalLayout
 from scalai.converters.deepspeed_zero import DeepSpeedZeroLayout
 from scalai.converters.generation import GenerationLayout
+from scalai.converters.safetensors_index import SafetensorsLayout
 from scalai.converters.torch_dist import TorchDistLayout
 from scalai.core.errors import RefusedError, UsageError
 
@@ -17,6 +18,7 @@ LAYOUTS: Sequence[Layout] = (
     *(DeepSpeedZeroLayout(stage) for stage in (1, 2, 3)),
     DeepSpeedPlainLayout(),
     DeepSpeedUniversalLayout(),
+    SafetensorsLayout(),
 )
 """In the order in which they are asked."""
 
@@ -30,6 +32,11 @@ def layout_named(name: str) -> Layout:
     raise UsageError(f"there is no layout {name!r}. Use one of: {names}.")
 
 
+def find_layout(path: Path) -> Layout | None:
+    """Return the layout of what ``path`` holds; None where it is of none."""
+    return next((layout for layout in LAYOUTS if layout.find(path)), None)
+
+
 def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoint:
     """Find out by the files which layout ``path`` holds, and read its metadata.
 
@@ -39,9 +46,9 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist. Name a checkpoint's directory.")
-    for layout in LAYOUTS:
-        if layout.find(path):
-            return layout.read(path, options or ReadOptions())
+    layout = find_layout(path)
+    if layout is not None:
+        return layout.read(path, options or ReadOptions())
     inside = sorted(entry.name for entry in path.iterdir())[:5] if path.is_dir() else []
     names = ", ".join(layout.name for layout in LAYOUTS)
     raise RefusedError(

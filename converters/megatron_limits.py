@@ -1,10 +1,11 @@
 """What a Megatron checkpoint's model allows, from its arguments and tensors."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from scalai.converters.checkpoint import PARAM, Values
+from scalai.converters.mapping import Heads
 from scalai.converters.megatron_names import expert_of, layer_of
 from scalai.core.collection import Tensor
 from scalai.core.degrees import ModelLimits
@@ -37,6 +38,13 @@ def limits_of(values: Values, tensors: Iterable[Tensor]) -> ModelLimits:
         ffn_hidden_size=_number(arguments.get("ffn_hidden_size")),
         expert_tp=_number(arguments.get("expert_tensor_parallel_size")),
     )
+
+
+def argument_heads(arguments: Mapping[str, Any]) -> Heads:
+    """Return the attention heads and query groups of a model."""
+    heads = _number(arguments.get("num_attention_heads"))
+    is_grouped = bool(arguments.get("group_query_attention"))
+    return Heads(heads, _number(arguments.get("num_query_groups")) if is_grouped else heads)
 
 
 def _number(value: Any) -> int | None:

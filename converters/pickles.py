@@ -6,6 +6,7 @@ nothing, and goes out again as an object of the class of that qualified name. So
 code but that of the few plain classes below, and needs no framework.
 """
 
+import _compat_pickle
 import argparse
 import collections
 import copyreg
@@ -14,7 +15,9 @@ import io
 import logging
 import pathlib
 import pickle
-from collections.abc import Callable, Mapping
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -28,7 +31,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
         bool, bytearray, bytes, complex, dict, float, frozenset, int, list, object, range, set,
         slice, str, tuple,
     ),
-    "collections": (collections.OrderedDict, collections.deque),
+    "collections": (collections.OrderedDict, collections.defaultdict, collections.deque),
     "argparse": (argparse.Namespace,),
     "datetime": (datetime.date, datetime.datetime, datetime.timedelta, datetime.timezone),
     "pathlib": (pathlib.PosixPath, pathlib.PurePosixPath),
@@ -38,8 +41,13 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 """Classes that are what they say: to build one runs nothing but itself."""
 
 _NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
+_INERT = frozenset({("signal", "Signals"), ("uuid", "UUID"), ("decimal", "Decimal")})
+"""Classes of the standard library that Megatron's arguments may hold; they too stay stand-ins."""
 _ROOTS = frozenset({"apex", "deepspeed", "megatron", "torch", "transformer_engine"})
 """Packages whose classes become stand-ins."""
+
+MEMORY_BYTES, MEMORY_FACTOR = 256 << 20, 100
+"""Memory that reading a pickle may take: so much, and so many times its size."""
 
 Classes = Mapping[tuple[str, str], Any]
 """What stands in for the class of a module and a name."""
@@ -117,7 +125,8 @@ def loads(
         RefusedError: A class that is not allowed, or a damaged pickle; names ``where``.
     """
     try:
-        return _Reader(io.BytesIO(data), where, classes or {}, persistent, trust).load()
+        with _bounded_memory(MEMORY_BYTES + MEMORY_FACTOR * len(data)):
+            return _Reader(io.BytesIO(data), where, classes or {}, persistent, trust).load()
     except RefusedError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
@@ -125,6 +134,28 @@ def loads(
             f"{where} holds a damaged pickle ({type(error).__name__}: {error}). Use another "
             "checkpoint."
         ) from error
+
+
+@contextmanager
+def _bounded_memory(size_bytes: int) -> Iterator[None]:
+    """Let this process take so much more memory at most, where the system can say what it has.
+
+    A few bytes of a pickle can ask for any amount (a memo index, a ``bytearray``): a MemoryError
+    is better than the end of the machine.
+    """
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            used = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+    except (OSError, StopIteration):
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [used + size_bytes, *(limit for limit in (soft, hard) if limit >= 0)]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def dumps(
@@ -159,6 +190,10 @@ class _Reader(pickle.Unpickler):
         self._trust = trust
 
     def find_class(self, module: str, name: str) -> Any:
+        # Protocol 2, torch's, has the names of Python 2.
+        module, name = _compat_pickle.NAME_MAPPING.get(
+            (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
+        )
         if (module, name) in self._classes:
             return self._classes[module, name]
         plain = {cls.__name__: cls for cls in _PLAIN.get(module, ())}
@@ -168,7 +203,7 @@ class _Reader(pickle.Unpickler):
             return _numpy_function(name)
         if (module, name) == ("_codecs", "encode"):
             return _encode
-        if module.partition(".")[0] in _ROOTS:
+        if module.partition(".")[0] in _ROOTS or (module, name) in _INERT:
             return foreign(module, name)
         if self._trust:
             log.warning("event=trusted-pickle class=%s.%s file=%s", module, name, self._where)

@@ -5,9 +5,11 @@ strides; that of what was written from the destination's file, by the destinatio
 only if every element is at its place.
 """
 
+import errno
 import os
 from dataclasses import dataclass
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +17,14 @@ import numpy as np
 from scalai.converters.checkpoint import Placed
 from scalai.converters.rounding import rounded
 from scalai.converters.work import Task, Unit, Work, copies_into
-from scalai.core.collection import MAX_NDIM
+from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
 from scalai.core.errors import ProofError
 from scalai.core.fingerprint import combine, piece_fingerprint
 from scalai.core.region import Box, row_major
 from scalai.store.files import Bits, bits_dtype, box_text, map_file, slices
+
+OPEN_FILES = 64
+"""Source files that a worker keeps open."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -69,24 +74,24 @@ def run_task(job: Job, task: Task) -> dict[int, int]:
 def source_view(directory: Path, placed: Placed, row: int, part: Box) -> Bits:
     """Return the part of a source row that covers the box ``part``, as bits; a copy only where it
     has to be rounded."""
-    tensor, box = placed.collection.box(row)
-    is_rounded = placed.is_rounded is not None and bool(placed.is_rounded[row])
-    dtype = np.dtype(np.float32 if is_rounded else bits_dtype(tensor))
-    stride = placed.stride[row, MAX_NDIM - len(box.shape) :].tolist()
-    shift = sum(
-        (low - start) * step
-        for low, start, step in zip(part.offset, box.offset, stride, strict=True)
-    )
+    tensor, _ = placed.collection.box(row)
+    begin, stride = _place(placed, row, part)
     file = placed.files[placed.file[row]]
     data = memoryview(file.content) if file.content is not None else _map(directory / file.path)
-    view: Bits = np.ndarray(
-        part.shape,
-        dtype,
-        data,
-        int(placed.begin[row]) + shift * dtype.itemsize,
-        [step * dtype.itemsize for step in stride],
-    )
-    return rounded(view.view(np.float32), tensor.dtype) if is_rounded else view
+    if placed.is_rounded_at(row):
+        masters = np.ndarray(part.shape, np.dtype(np.float32), data, begin, stride)
+        return rounded(masters, tensor.dtype)
+    view: Bits = np.ndarray(part.shape, np.dtype(bits_dtype(tensor)), data, begin, stride)
+    return view
+
+
+def _place(placed: Placed, row: int, part: Box) -> tuple[int, list[int]]:
+    """Return where a part of a row begins in its file, and its strides, in bytes."""
+    tensor, box = placed.collection.box(row)
+    item = ITEM_BYTES["F32" if placed.is_rounded_at(row) else tensor.dtype]
+    stride = [item * step for step in placed.stride[row, MAX_NDIM - len(box.shape) :].tolist()]
+    inside = zip(part.offset, box.offset, stride, strict=True)
+    return int(placed.begin[row]) + sum((low - at) * step for low, at, step in inside), stride
 
 
 @lru_cache(maxsize=64)
@@ -99,14 +104,55 @@ def _gather(job: Job, unit: Unit) -> tuple[Bits, int]:
     work = job.work
     tensor, box = work.target.collection.box(unit.row)
     wanted = _wanted(box, unit)
-    buffer: Bits = np.empty(wanted.shape, dtype=bits_dtype(tensor))
+    buffer = _scratch("gathered", unit, wanted.shape, tensor)
     fingerprints = []
     for row, part in copies_into(work, unit.row, wanted):
-        view = source_view(job.source, work.source, row, part)
         inside = tuple(low - at for low, at in zip(part.offset, wanted.offset, strict=True))
-        np.copyto(buffer[slices(Box(inside, part.shape))], view)
-        fingerprints.append(piece_fingerprint(view, part, tensor.shape))
+        values = buffer[slices(Box(inside, part.shape))]
+        _read_into(values, job.source, work.source, row, part)
+        fingerprints.append(piece_fingerprint(values, part, tensor.shape))
     return buffer, combine(fingerprints)
+
+
+def _read_into(values: Bits, directory: Path, placed: Placed, row: int, part: Box) -> None:
+    """Copy a part of a source row. What is one run of bytes at both ends is read without a mapping,
+    whose page faults cost more than the copy."""
+    view = source_view(directory, placed, row, part)
+    file = placed.files[placed.file[row]]
+    is_run = view.flags.c_contiguous and values.flags.c_contiguous
+    if file.content is not None or placed.is_rounded_at(row) or not is_run:
+        np.copyto(values, view)
+        return
+    begin, _ = _place(placed, row, part)
+    _read_all(_open(directory / file.path).fileno(), values, begin)
+
+
+def _read_all(descriptor: int, values: Bits, begin: int) -> None:
+    """Fill contiguous values from a file."""
+    data = values.reshape(-1).view(np.uint8).data
+    while data:
+        count = os.preadv(descriptor, [data], begin)
+        if not count:
+            raise OSError(errno.EIO, f"the file ends at byte {begin}")
+        data, begin = data[count:], begin + count
+
+
+_buffers: dict[str, Bits] = {}
+"""Memory of this process that is used again: the first touch of fresh pages is slow."""
+
+
+def _scratch(use: str, unit: Unit, shape: tuple[int, ...], tensor: Tensor) -> Bits:
+    """Return an array of this shape in memory that the next call for the same use overwrites."""
+    if use not in _buffers or _buffers[use].nbytes < unit.size_bytes:
+        _buffers[use] = np.empty(unit.size_bytes, dtype=np.uint8)
+    values: Bits = _buffers[use][: unit.size_bytes].view(bits_dtype(tensor)).reshape(shape)
+    return values
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _open(path: Path) -> FileIO:
+    """Open a source file; the last ones stay open."""
+    return FileIO(path)
 
 
 def _wanted(box: Box, unit: Unit) -> Box:
@@ -133,6 +179,6 @@ def _write_all(descriptor: int, buffer: Bits, begin: int) -> None:
 def _read_back(target: Placed, unit: Unit, descriptor: int) -> int:
     """Return the fingerprint of what lies in the destination's file."""
     tensor, box = target.collection.box(unit.row)
-    data = os.pread(descriptor, unit.size_bytes, _begin(target, unit))
-    values: Bits = np.frombuffer(data, dtype=bits_dtype(tensor)).reshape(unit.block.shape)
+    values = _scratch("read back", unit, unit.block.shape, tensor)
+    _read_all(descriptor, values, _begin(target, unit))
     return piece_fingerprint(values, _wanted(box, unit), tensor.shape)

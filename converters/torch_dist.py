@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,11 @@ from scalai.converters.megatron_values import (
 )
 from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive
 from scalai.converters.torch_dist_metadata import Chunk, Extent, Metadata, StoredKey, read_metadata
+from scalai.converters.torch_dist_writer import TRACKER
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
-from scalai.core.region import Box, whole
+from scalai.core.region import Box, Index, flat_range, whole
 
-TRACKER = "latest_checkpointed_iteration.txt"
 STEP_FILE = "(step)"
 """The file in memory that holds the optimizer's step."""
 
@@ -75,7 +76,9 @@ class TorchDistLayout:
         """Read the metadata of a checkpoint, or of the newest below a save directory."""
         directory = find_iteration(path, options.iteration)
         if directory is None:
-            raise RefusedError(f"{path} holds no iteration {options.iteration}.")
+            raise RefusedError(
+                f"{path} holds no iteration {options.iteration}. Name one that is there."
+            )
         if _backend(directory) != self.name:
             raise RefusedError(
                 f"{directory} has no metadata.json that names torch_dist: Megatron writes it last, "
@@ -160,7 +163,7 @@ class _Reader:
     common: Mapping[str, Any]
     objects: Mapping[str, bytes]
     trust: bool
-    begins: dict[Extent, tuple[int, tuple[int, ...], int]] = field(default_factory=dict)
+    begins: dict[tuple[Extent, str, Index], tuple[int, Index, int]] = field(default_factory=dict)
 
     def read(self) -> Checkpoint:
         groups = find_param_groups(self.common) or self._bucket_groups()
@@ -220,6 +223,9 @@ class _Reader:
     def _chunk_pieces(
         self, kind: str, key: str, stored: StoredKey, chunk: Chunk
     ) -> Iterator[Piece]:
+        if stored.key in self.metadata.flat:
+            yield from self._flat_pieces(kind, key, stored, chunk)
+            return
         axes = leading_axes(key)
         begin, stride, item = self._chunk_begin(stored, chunk)
         shape = stored.shape[axes:]
@@ -230,12 +236,30 @@ class _Reader:
             box = Box(chunk.box.offset[axes:], chunk.box.shape[axes:])
             yield Piece(tensor, box, chunk.extent.file, begin + shift * item, stride[axes:])
 
+    def _flat_pieces(self, kind: str, key: str, stored: StoredKey, chunk: Chunk) -> Iterator[Piece]:
+        """Yield the boxes of a flat range of one shard (``fully_sharded_model_space``)."""
+        axes, shape = leading_axes(key), self.metadata.flat[stored.key]
+        grid, (*at, low), count = stored.shape[:-1], chunk.box.offset, chunk.box.shape[-1]
+        shard = tuple(size // parts for size, parts in zip(shape, grid, strict=True))
+        origin = tuple(index * size for index, size in zip(at, shard, strict=True))
+        if low + count > prod(shard):
+            raise RefusedError(
+                f"{self.directory}: a range of {stored.key} ends at element {low + count} of a "
+                f"shard of {prod(shard)}. The checkpoint is damaged: use another one."
+            )
+        begin, _, item = self._chunk_begin(stored, chunk)
+        tensor = Tensor(f"{kind}/{name_at(key, origin[:axes])}", shape[axes:], stored.dtype)
+        for box in flat_range(shard[axes:], low, low + count):
+            offset = tuple(a + b for a, b in zip(origin[axes:], box.offset, strict=True))
+            yield Piece(tensor, Box(offset, box.shape), chunk.extent.file, begin)
+            begin += box.numel * item
+
     def _chunk_begin(self, stored: StoredKey, chunk: Chunk) -> tuple[int, tuple[int, ...], int]:
         """Return where a chunk's first element lies in its file, its strides and item size."""
-        extent = chunk.extent
-        if extent not in self.begins:
-            self.begins[extent] = self._archive_begin(stored, chunk)
-        return self.begins[extent]
+        place = chunk.extent, stored.dtype, chunk.box.shape
+        if place not in self.begins:
+            self.begins[place] = self._archive_begin(stored, chunk)
+        return self.begins[place]
 
     def _archive_begin(self, stored: StoredKey, chunk: Chunk) -> tuple[int, tuple[int, ...], int]:
         extent = chunk.extent
@@ -304,7 +328,7 @@ class _Reader:
                     for key, data in self.objects.items()
                     if "optimizer.distributed." not in key
                 },
-                "is_homogeneous": any(leading_axes(stored.key) for stored in model),
+                "keys": frozenset(stored.key for stored in model),
             },
         )
 
@@ -315,6 +339,11 @@ class _Reader:
         }  # fmt: skip
         for key in sorted(set(self.common) - known):
             yield f"common.pt holds {key!r}, which is not carried"
+        named = {extent.file for extent in self.metadata.objects.values()}
+        named |= {file.path for file in self._files()}
+        for path in sorted(self.directory.glob("*.distcp")):
+            if path.name not in named:
+                yield f"{path.name} is left over from another save: .metadata places nothing in it"
 
 
 def _steps(pieces: Sequence[Piece], file: str) -> list[Piece]:

@@ -7,6 +7,7 @@ torch.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,7 +15,7 @@ from scalai.converters import pickles
 from scalai.converters.pickles import Foreign, foreign
 from scalai.converters.torch_archive import DTYPE_NAMES, TORCH_DTYPES
 from scalai.core.collection import MAX_NDIM
-from scalai.core.errors import RefusedError
+from scalai.core.errors import LayoutError, RefusedError
 from scalai.core.region import Box, Index
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -50,10 +51,16 @@ class StoredKey:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What ``.metadata`` says: tensors in the file's order, and objects by key."""
+    """What ``.metadata`` says: tensors in the file's order, and objects by key.
+
+    ``flat``: keys whose tensors are stored as flat ranges of a grid of shards, with their shapes
+    (``mcore_data`` of megatron-core up to 0.15). Such a key's own shape is the grid's, with the
+    elements of a shard as a last axis.
+    """
 
     tensors: tuple[StoredKey, ...]
     objects: Mapping[str, Extent]
+    flat: Mapping[str, Index]
 
 
 class _Place:
@@ -124,8 +131,20 @@ def _metadata(value: Any, directory: Path) -> Metadata:
         for chunk in state["chunks"]:
             offset, extent = _sizes(chunk.state["offsets"]), _sizes(chunk.state["sizes"])
             chunks.append(Chunk(Box(offset, extent), _stored(stored, key, offset, directory)))
+        # A layer that is missing would be no hole: its tensors would not exist.
+        held = sum(chunk.box.numel for chunk in chunks)
+        if held < prod(shape):
+            raise LayoutError(
+                f"{directory}/.metadata: nobody holds {prod(shape) - held} of the {prod(shape)} "
+                f"elements of {key}. The checkpoint is incomplete: use another one."
+            )
         tensors.append(StoredKey(key, shape, dtype, tuple(chunks)))
-    return Metadata(tuple(tensors), objects)
+    flat = {
+        key: _sizes_of(data["nd_reformulated_orig_global_shape"])
+        for key, data in (value.state.get("mcore_data") or {}).items()
+        if data.get("nd_reformulated_orig_global_shape")
+    }
+    return Metadata(tuple(tensors), objects, flat)
 
 
 def _stored(
@@ -180,6 +199,11 @@ def _dtype(properties: Any, key: str, directory: Path) -> str:
     if name not in TORCH_DTYPES:
         raise RefusedError(f"{directory}/.metadata: {key} is of dtype {cls!r}, which is not known.")
     return TORCH_DTYPES[name]
+
+
+def _sizes_of(value: Any) -> Index:
+    """Return a plain tuple for a shape of any kind."""
+    return _sizes(value) if isinstance(value, Foreign) else tuple(int(size) for size in value)
 
 
 def _sizes(value: Any) -> Index:

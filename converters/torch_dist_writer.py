@@ -4,12 +4,10 @@ The optimizer's state is written as whole tensors: for the distributed optimizer
 ``fully_reshardable``, whose loader (other than its writer) is right in every release. The degrees
 decide no more than how tensors are cut into chunks, so that a rank reads what it needs.
 
-Source: megatron/core/dist_checkpointing of 0.16.1; ``save_checkpoint`` of
-megatron/training/checkpointing.py. Differs in: no common state of other ranks, no RNG state where
-the degrees change (Megatron ignores it there).
+Source: megatron/core/dist_checkpointing of 0.16.1. Differs in: chunks need not be those of a rank,
+and files not those of a writer.
 """
 
-import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,19 +27,15 @@ from scalai.converters.checkpoint import (
     CheckpointFile,
     Piece,
     Target,
-    Values,
     WriteOptions,
     place,
 )
 from scalai.converters.megatron_names import (
     expert_of,
-    fold,
-    layer_of,
     tensor_parallel_axis,
 )
-from scalai.converters.megatron_values import is_same_group, optimizer_tree, with_degrees
-from scalai.converters.scalars import read_steps
 from scalai.converters.torch_archive import Archive, NewTensor, lay_out_archive
+from scalai.converters.torch_dist_common import Keys, common_of, content_of, objects_of
 from scalai.converters.torch_dist_metadata import Chunk, Extent, StoredKey, write_metadata
 from scalai.core.collection import ITEM_BYTES, Tensor
 from scalai.core.errors import RefusedError
@@ -69,16 +63,17 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     degrees = {**source.values.degrees, **options.degrees}
     is_split = _is_split(source, options)
     tensors = {tensor.name: tensor for tensor in source.placed.collection.tensors}
-    keys = _stacked(list(_items(tensors, is_split, _is_homogeneous(source, tensors))))
+    names = Keys(source, tensors)
+    keys = _stacked(list(_items(tensors, is_split, names)))
     notes = list(source.notes)
-    objects = _objects(source, tensors, degrees, notes)
+    objects = objects_of(source, tensors, names, degrees, notes)
     folder = f"iter_{source.values.step:07d}"
     layout = _Files(folder, max(degrees.get("tp", 1) * degrees.get("pp", 1), 1))
     total = sum(item.tensor.size_bytes for _, items in keys for item in items)
     extents = {key: layout.add_object(data) for key, data in objects.items()}
     stored = [layout.add(key, items, degrees, total) for key, items in keys]
     placed = place(layout.pieces, layout.files())
-    common = _common(source, tensors, degrees, is_split, options.reference, notes)
+    common = common_of(source, tensors, degrees, is_split, options.reference, notes)
     metadata = write_metadata(stored, extents)
     marker = {
         "sharded_backend": "torch_dist",
@@ -90,7 +85,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
         here = directory / folder
         here.mkdir(exist_ok=True)
-        _write(here / "common.pt", _content(lay_out_archive(common, "common")))
+        _write(here / "common.pt", content_of(lay_out_archive(common, "common")))
         _write(here / ".metadata", metadata)
         _write(here / "metadata.json", json.dumps(marker).encode())
         sync_directory(here)
@@ -108,35 +103,18 @@ def _is_split(source: Checkpoint, options: WriteOptions) -> bool | None:
     return True if wished is None else wished
 
 
-def _is_homogeneous(source: Checkpoint, tensors: Mapping[str, Tensor]) -> bool:
-    """Tell whether the layers are one axis of the tensors: if they are alike."""
-    stated = source.values.extra.get("is_homogeneous")
-    if stated is not None:
-        return bool(stated)
-    by_layer: dict[int, set[tuple[str, Tensor]]] = {}
-    for tensor in tensors.values():
-        kind, _, name = tensor.name.partition("/")
-        layer = layer_of(name)
-        if kind == PARAM and layer is not None:
-            alike = Tensor(fold(name, True)[0], tensor.shape, tensor.dtype)
-            by_layer.setdefault(layer, set()).add((str(expert_of(name)), alike))
-    return len({frozenset(parameters) for parameters in by_layer.values()}) == 1
-
-
-def _items(
-    tensors: Mapping[str, Tensor], is_split: bool | None, is_homogeneous: bool
-) -> Iterator[_Item]:
+def _items(tensors: Mapping[str, Tensor], is_split: bool | None, names: Keys) -> Iterator[_Item]:
     """Yield what is stored, parameters first."""
-    names = sorted(tensors, key=_in_order)
-    for name in names:
+    ordered = sorted(tensors, key=_in_order)
+    for name in ordered:
         kind, _, parameter = name.partition("/")
         if kind == PARAM:
-            yield _Item(tensors[name], *fold(parameter, is_homogeneous))
-    for name in names:
+            yield _Item(tensors[name], *names.of(parameter))
+    for name in ordered:
         kind, _, parameter = name.partition("/")
         if kind in (PARAM, MAIN, STEP) or is_split is None:
             continue
-        key, index = fold(parameter, is_homogeneous)
+        key, index = names.of(parameter)
         yield _Item(tensors[name], f"optimizer.state.{kind}.{key}", index)
     for parameter in sorted(_trained(tensors), key=_in_order):
         weight, main = tensors[f"{PARAM}/{parameter}"], tensors.get(f"{MAIN}/{parameter}")
@@ -145,7 +123,7 @@ def _items(
                 f"there is no fp32 master of {parameter} ({weight.dtype}) beside its optimizer "
                 "state. Use a checkpoint that was saved with its optimizer."
             )
-        key, index = fold(parameter, is_homogeneous)
+        key, index = names.of(parameter)
         if is_split:
             yield _Item(main or weight, f"optimizer.state.param.{key}", index)
         elif main is not None:
@@ -257,127 +235,6 @@ def _cut(item: _Item, degrees: Mapping[str, int]) -> Iterator[Box]:
             tuple(part * size if at == axis else 0 for at in range(len(shape))),
             tuple(size if at == axis else full for at, full in enumerate(shape)),
         )
-
-
-def _objects(
-    source: Checkpoint,
-    tensors: Mapping[str, Tensor],
-    degrees: Mapping[str, int],
-    notes: list[str],
-) -> dict[str, bytes]:
-    """Return the objects to store: extra state by layer; others where no degree changes."""
-    objects: Mapping[str, bytes] | None = source.values.extra.get("objects")
-    if objects is None:
-        notes.append("_extra_state of the layers is invented as None: the source has none")
-        none = _content(lay_out_archive([None]))
-        return {key: none for key in sorted(_extra_states(source, tensors))}
-    is_same = all(degrees.get(axis, 1) == size for axis, size in source.values.degrees.items())
-    kept = {}
-    for key, data in objects.items():
-        if "_extra_state/" in key or is_same:
-            kept[key] = data
-        else:
-            notes.append(f"{key} belongs to the old degrees and is left out")
-    return kept
-
-
-def _extra_states(source: Checkpoint, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the keys of the extra state that every linear layer of Megatron asks for."""
-    is_homogeneous = _is_homogeneous(source, tensors)
-    weights = [
-        fold(tensor.name.partition("/")[2], is_homogeneous)
-        for tensor in tensors.values()
-        if tensor.name.startswith(f"{PARAM}/") and tensor.name.endswith(".weight")
-    ]
-    linear = [(key, index) for key, index in weights if ".linear_" in key or "output_layer" in key]
-    sizes: dict[str, tuple[int, ...]] = {}
-    for key, index in linear:
-        known = sizes.get(key, index)
-        sizes[key] = tuple(max(a, b) for a, b in zip(known, index, strict=True))
-    for key, index in linear:
-        shape = [size + 1 for size in sizes[key]] or [1]
-        place_ = ".".join(map(str, index or (0,)))
-        base = key.removesuffix(".weight")
-        yield f"{base}._extra_state/shard_{place_}_{'.'.join(map(str, shape))}"
-
-
-def _common(
-    source: Checkpoint,
-    tensors: Mapping[str, Tensor],
-    degrees: Mapping[str, int],
-    is_split: bool | None,
-    reference: Values | None,
-    notes: list[str],
-) -> dict[str, Any]:
-    values = source.values
-    common: dict[str, Any] = {"iteration": values.step}
-    arguments = values.arguments
-    if arguments is None and reference is not None and reference.arguments is not None:
-        arguments = {**reference.arguments, **values.counters, "iteration": values.step}
-        notes.append("Megatron's arguments are those of --args-from")
-    if arguments is not None:
-        common["args"] = argparse.Namespace(**with_degrees(arguments, degrees))
-    else:
-        notes.append("the source has no Megatron arguments: give all model flags when loading")
-    common["checkpoint_version"] = values.extra.get("checkpoint_version", 3.0)
-    flops = "num_floating_point_operations_so_far"
-    if flops in values.extra:
-        common[flops] = values.extra[flops]
-    if values.scheduler is not None:
-        common["opt_param_scheduler"] = values.scheduler
-    if is_split is not None:
-        is_mixed = any(name.startswith(f"{MAIN}/") for name in tensors)
-        common["optimizer"] = optimizer_tree(
-            _groups(source, reference, notes),
-            read_steps(source),
-            values.grad_scaler,
-            is_split=is_split,
-            is_mixed=is_mixed,
-            is_chained=degrees.get("ep", 1) > 1
-            and any(expert_of(name) is not None for name in tensors),
-        )
-    common["content_metadata"] = {
-        **values.extra.get("content_metadata", {}),
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-    }
-    return common
-
-
-def _groups(
-    source: Checkpoint, reference: Values | None, notes: list[str]
-) -> list[Mapping[str, Any]]:
-    """Return whole parameter groups; what the source lacks is the reference's.
-
-    Raises:
-        RefusedError: Hyperparameters that the optimizer needs are nowhere: it would go on with
-            others.
-    """
-    groups: list[Mapping[str, Any]] = []
-    for group in source.values.param_groups:
-        given = (g for g in reference.param_groups if is_same_group(g, group)) if reference else ()
-        base = next(iter(given), {})
-        added = sorted(set(base) - set(group) - {"step"})
-        if added:
-            notes.append(f"parameter groups take {', '.join(added)} from --args-from")
-        groups.append({**{name: base[name] for name in added}, **group})
-    if not groups or any("betas" not in group and "momentum" not in group for group in groups):
-        raise RefusedError(
-            f"{source.directory} keeps no betas and eps of its optimizer's parameter groups, and "
-            "the optimizer must not go on with others. Pass --args-from with a torch_dist "
-            "checkpoint of the same job."
-        )
-    return groups
-
-
-def _content(archive: Archive) -> bytes:
-    """Return the bytes of an archive that has no open tensors."""
-    assert not archive.tensors
-    data = bytearray(archive.size_bytes)
-    for at, part in archive.fixed:
-        data[at : at + len(part)] = part
-    return bytes(data)
 
 
 def _write(path: Path, data: bytes) -> None:

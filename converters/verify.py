@@ -6,29 +6,30 @@ mixed ones.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Placed
-from scalai.converters.engine import REPORT
+from scalai.converters.checkpoint import MAIN, PARAM, REPORT, Checkpoint, Placed
 from scalai.converters.forked import map_forked
 from scalai.converters.rounding import rounds_to
 from scalai.converters.streaming import source_view
 from scalai.converters.work import HERE
-from scalai.core.collection import MAX_NDIM, Collection, Tensor
+from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Tensor
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import ProofError, RefusedError
 from scalai.core.fingerprint import combine, piece_fingerprint, tensor_fingerprints
 from scalai.core.plan import Copies, plan
-from scalai.core.region import Box
+from scalai.core.region import Box, whole
 from scalai.core.sources import Holder
 from scalai.store.files import Bits, blocks, box_text
 
 PART_ELEMENTS = 1 << 22
 """Elements that are compared at a time."""
+SAMPLED = 256
+"""Elements of a row that a sample compares."""
 BATCH = 64
 """Rows that one process takes at a time."""
 
@@ -53,7 +54,10 @@ def fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
         ProofError: Replicas of a shard differ.
     """
     placed = checkpoint.placed
-    check_coverage(placed.collection)
+    check_coverage(placed.collection, exact_partition=not checkpoint.may_overlap)
+    if checkpoint.may_overlap:
+        placed = _without_overlaps(placed)
+        checkpoint = replace(checkpoint, placed=placed)
     values = np.zeros(len(placed.collection), dtype=np.uint64)
 
     def compute(rows: range) -> list[int]:
@@ -76,18 +80,47 @@ def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
         ProofError: Something in it differs from something else; names tensors and index ranges.
     """
     found = fingerprints(checkpoint, workers)
-    problems = [str(d) for d in _twin_differences(checkpoint, workers)]
-    problems += [str(d) for d in _master_differences(checkpoint, workers)]
+    _refuse(checkpoint, _twin_differences(checkpoint, workers))
+    _refuse(checkpoint, _master_differences(checkpoint, workers))
+    check_report(checkpoint, found)
+    return found
+
+
+def check_samples(checkpoint: Checkpoint) -> None:
+    """Compare second copies with their tensors, and masters with weights, at the start of every
+    piece: so that a checkpoint that was mixed or saved wrongly is found before it is converted.
+
+    Raises:
+        ProofError: They differ; names tensors and index ranges.
+    """
+    placed = checkpoint.placed
+    sample = replace(
+        checkpoint, twins=None if checkpoint.twins is None else _starts(checkpoint.twins)
+    )
+    _refuse(checkpoint, _twin_differences(sample, workers=0))
+    _refuse(checkpoint, _master_differences(checkpoint, workers=0, masters=_starts(placed)))
+
+
+def check_report(checkpoint: Checkpoint, found: Mapping[str, int]) -> None:
+    """Compare fingerprints with those that a conversion left beside a checkpoint.
+
+    Raises:
+        ProofError: They differ; names the tensors.
+    """
+    for folder in (checkpoint.directory, *checkpoint.directory.parents[:2]):
+        _check_report(folder / REPORT, found)
+
+
+def _refuse(checkpoint: Checkpoint, differences: Iterable[Difference]) -> None:
+    problems = [str(difference) for difference in differences]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ProofError(
             f"{checkpoint.directory} contradicts itself: {'; '.join(problems[:5])}{more}. Masters "
-            "that are not the weights mean that the checkpoint was saved wrongly (Megatron's "
-            "fully_reshardable with several buckets, 0.15.3 to 0.19.0) or damaged: use another."
+            "that are not the weights mean that files of two checkpoints are mixed, that it is "
+            "damaged, or was saved wrongly (Megatron's fully_reshardable with several buckets, "
+            "0.15.3 to 0.19.0): use another."
         )
-    for folder in (checkpoint.directory, *checkpoint.directory.parents[:2]):
-        _check_report(folder / REPORT, found)
-    return found
 
 
 def compare(one: Checkpoint, two: Checkpoint, workers: int) -> Iterator[str]:
@@ -109,6 +142,22 @@ def compare(one: Checkpoint, two: Checkpoint, workers: int) -> Iterator[str]:
     differing = {name for name in alike if prints[0][name] != prints[1][name]}
     placed = _only(two.placed, differing)
     yield from map(str, _differences(one, two.directory, placed, workers))
+
+
+def _without_overlaps(placed: Placed) -> Placed:
+    """Return rows that hold every element once."""
+    tensors = placed.collection.tensors
+    wanted = Collection.of((tensor, whole(tensor.shape)) for tensor in tensors)
+    copies = plan([Holder(HERE, placed.collection)], [Holder(HERE, wanted)]).copies
+    row = copies.source_row
+    items = np.array([ITEM_BYTES[t.dtype] for t in tensors], dtype=np.int64)
+    number = placed.collection.tensor[row]
+    shift = ((copies.offset - placed.collection.offset[row]) * placed.stride[row]).sum(axis=1)
+    return Placed(
+        Collection(tensors, number, copies.offset, copies.shape),
+        placed.file[row], placed.begin[row] + shift * items[number], placed.stride[row],
+        placed.files,
+    )  # fmt: skip
 
 
 def _row_fingerprint(checkpoint: Checkpoint, row: int) -> int:
@@ -142,14 +191,24 @@ def _only(placed: Placed, names: Iterable[str]) -> Placed:
     )  # fmt: skip
 
 
+def _starts(placed: Placed) -> Placed:
+    """Return the rows cut to the first elements of their first line."""
+    shape = np.minimum(placed.collection.shape, 1)
+    shape[:, -1] = np.minimum(placed.collection.shape[:, -1], SAMPLED)
+    collection = replace(placed.collection, shape=shape)
+    return replace(placed, collection=collection)
+
+
 def _twin_differences(checkpoint: Checkpoint, workers: int) -> Iterator[Difference]:
     """Yield where second copies differ from the tensors that they are copies of."""
     if checkpoint.twins is not None:
         yield from _differences(checkpoint, checkpoint.directory, checkpoint.twins, workers)
 
 
-def _master_differences(checkpoint: Checkpoint, workers: int) -> Iterator[Difference]:
-    """Yield where masters do not round to the weights."""
+def _master_differences(
+    checkpoint: Checkpoint, workers: int, masters: Placed | None = None
+) -> Iterator[Difference]:
+    """Yield where masters (of these rows, or all) do not round to the weights."""
     collection = checkpoint.placed.collection
     weights = {t.name: t for t in collection.tensors if t.name.startswith(f"{PARAM}/")}
     names = {
@@ -157,7 +216,7 @@ def _master_differences(checkpoint: Checkpoint, workers: int) -> Iterator[Differ
         for tensor in collection.tensors
         if tensor.name.startswith(f"{MAIN}/") and _weight(tensor.name) in weights
     }
-    masters = _only(checkpoint.placed, names)
+    masters = _only(masters or checkpoint.placed, names)
     as_weights = [
         (weights[_weight(tensor.name)], box)
         for tensor, box in map(masters.collection.box, range(len(masters.collection)))
@@ -214,10 +273,10 @@ def _compare_copy(
     row = int(copies.target_row[number])
     tensor, box = two.collection.box(row)
     skip = MAX_NDIM - len(box.shape)
-    whole = Box(
+    copied = Box(
         tuple(copies.offset[number, skip:].tolist()), tuple(copies.shape[number, skip:].tolist())
     )
-    for part in _parts(whole):
+    for part in _parts(copied):
         left = source_view(one.directory, one.placed, int(copies.source_row[number]), part)
         if masters is None:
             right = source_view(directory, two, row, part)

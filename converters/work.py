@@ -73,7 +73,7 @@ def plan_work(source: Checkpoint, target: Target, buffer_bytes: int) -> Work:
         LayoutError: The source has holes, or shards that overlap without being replicas; or the
             target wants what it does not hold.
     """
-    check_coverage(source.placed.collection)
+    check_coverage(source.placed.collection, exact_partition=not source.may_overlap)
     holders = [Holder(HERE, source.placed.collection)], [Holder(HERE, target.placed.collection)]
     copies = plan(*holders).copies
     rows = len(target.placed.collection)

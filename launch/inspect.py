@@ -10,14 +10,13 @@ import numpy.typing as npt
 
 from scalai.converters import describe as checkpoints
 from scalai.converters.checkpoint import ReadOptions
-from scalai.converters.layouts import open_checkpoint
+from scalai.converters.layouts import find_layout, open_checkpoint
 from scalai.converters.verify import verify as verify_checkpoint
 from scalai.core.collection import Tensor
 from scalai.core.region import Box
 from scalai.launch.generation_report import describe, open_generation, read_tensor, verify
 from scalai.launch.sizes import size_text
 from scalai.store.files import box_text
-from scalai.store.places import find_generations
 
 Json = Any
 
@@ -49,7 +48,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Print what was asked for. Raises ``ScalaiError`` where it cannot be read."""
-    if args.path.is_dir() and not find_generations(args.path):
+    layout = find_layout(args.path)
+    if layout is not None and layout.name != "scalai":
         return _show_checkpoint(args)
     generation, numbers = open_generation(args.path, args.generation)
     if args.verify:

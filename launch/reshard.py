@@ -65,7 +65,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Reshard. Raises ``ScalaiError`` where it cannot be done."""
-    options = ReadOptions(args.trust_pickle, args.iteration)
+    options = ReadOptions(args.trust_pickle, args.iteration, args.mapping)
     source = open_checkpoint(args.source, options)
     reference = open_checkpoint(args.args_from, options).values if args.args_from else None
     degrees = _degrees(source, args)
@@ -132,7 +132,14 @@ def _quarter_of_free() -> int:
 
 def _outlook(outlook: Outlook, limits: Limits) -> dict[str, Any]:
     seconds = outlook.write_bytes * TIME_PER_BYTE_S / limits.workers
-    return {**asdict(outlook), "workers": limits.workers, "about_seconds": round(seconds, 1)}
+    values = {key: value for key, value in asdict(outlook).items() if key != "unused"}
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(outlook.unused.items()))
+    return {
+        **values,
+        "workers": limits.workers,
+        "about_seconds": round(seconds, 1),
+        "no_tensors_there": kinds or "none",
+    }
 
 
 def _tell(event: str, values: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("one", type=Path, metavar="A")
     parser.add_argument("two", type=Path, metavar="B", nargs="?")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8), metavar="N")
+    parser.add_argument("--mapping", type=Path, metavar="TOML", help="names of another framework")
     parser.add_argument("--trust-pickle", action="store_true", help="as for scalai reshard")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
@@ -31,16 +32,19 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Verify. Raises ``ScalaiError`` where a checkpoint cannot be read or contradicts itself."""
-    options = ReadOptions(args.trust_pickle)
+    options = ReadOptions(args.trust_pickle, mapping=args.mapping)
     one = open_checkpoint(args.one, options)
     if args.two is None:
         prints = verify(one, args.workers)
         texts = {name: f"{value:016x}" for name, value in sorted(prints.items())}
         if args.json:
-            print(json.dumps({"layout": one.layout, "fingerprints": texts}))
+            content = {"layout": one.layout, "notes": list(one.notes), "fingerprints": texts}
+            print(json.dumps(content))
         else:
             print(f"{one.directory} ({one.layout}) is whole: {len(texts)} tensors at step "
                   f"{one.values.step}, replicas and second copies equal.")  # fmt: skip
+            for note in one.notes:
+                print(f"note: {note}")
         return 0
     two = open_checkpoint(args.two, options)
     lines = list(compare(one, two, args.workers))

@@ -43,6 +43,7 @@ def modules_after(statement: str) -> set[str]:
         "import scalai.store.host",
         "import scalai.converters.megatron_arguments",
         "import scalai.launch.inspect, scalai.launch.clean",
+        "import scalai.launch.cli, scalai.launch.reshard, scalai.launch.verify",
     ],
 )
 def test_what_works_offline_needs_no_torch_and_no_framework(statement: str) -> None:

@@ -10,6 +10,7 @@ import queue
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from jobs import AFTER, BEFORE, OTHER_SEED, SEED, Job
 from megatron.core import dist_checkpointing
@@ -20,6 +21,9 @@ from scalai.patches.megatron.shapes import unwrap
 
 # The writer's results would come through a spawned manager, which imports the main module again.
 filesystem_async._get_write_results_queue = lambda *args, **kwargs: queue.Queue()
+
+if not hasattr(np, "product"):
+    np.product = np.prod  # type: ignore[attr-defined]  # megatron-core 0.15 and numpy 2
 
 Run = tuple[list[dict[int, float]], float, list[int]]
 """Losses of the steps behind the save by sample, the last learning rate, skipped steps."""

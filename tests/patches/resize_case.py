@@ -51,11 +51,12 @@ def resize(pool: WorkerPool, before: Job, after: Job, directory: Path) -> Result
         ProofError: A tensor has another fingerprint after the restore than at the deposit.
     """
     with HostStore("case", "here", directory) as store:
-        uninterrupted = _train_and_deposit(pool, before, store)
+        uninterrupted = train_and_deposit(pool, before, store)
         return _restore_and_train(pool, after, store, uninterrupted)
 
 
-def _train_and_deposit(pool: WorkerPool, job: Job, store: HostStore) -> Run:
+def train_and_deposit(pool: WorkerPool, job: Job, store: HostStore) -> Run:
+    """Deposit generation 1 between the steps of a job that goes on."""
     held = pool.run("resize_worker:build", [(job, SEED, "held")] * job.world)
     deposit = store.reserve(dict(enumerate(held)))
     orders = [(deposit.orders[rank],) for rank in range(job.world)]

@@ -4,12 +4,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import AFTER, Job, mean_losses
+from jobs import AFTER, OTHER_SEED, Job, mean_losses
+from resize_case import train_and_deposit
 from worker_pool import WorkerPool
 
-from scalai.converters.checkpoint import ReadOptions, WriteOptions
+from scalai.converters.checkpoint import ReadOptions, Values, WriteOptions
 from scalai.converters.engine import Limits, reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.torch_archive import read_archive
+from scalai.converters.torch_dist_metadata import read_metadata
+from scalai.core.errors import ProofError, RefusedError
+from scalai.core.plan import plan
+from scalai.core.sources import Holder
+from scalai.store.host import HostStore
+from scalai.store.manifest import read_manifest
+from scalai.store.moves import holders_of, read_orders
 
 FP32 = 1e-6
 BF16 = 2e-4
@@ -69,6 +78,61 @@ def test_a_resharded_checkpoint_goes_on_as_the_run_that_never_stopped(
     check(uninterrupted, load(pool, new, tmp_path / "converted"), tolerance)
 
 
+def test_a_live_job_goes_on_from_a_converted_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    old, new = Job(**{**BUCKETS, **DP2, "precision": "bf16"}), Job(**TP2, precision="bf16")
+    uninterrupted = save(pool, old, tmp_path / "saved", FLAT)
+    convert(tmp_path / "saved", tmp_path / "converted", new, "scalai")
+    directory = tmp_path / "converted" / "generation-1" / "offline"
+    manifest = read_manifest(directory)
+    wanted = pool.run("resize_worker:build", [(new, OTHER_SEED, "wanted")] * new.world)
+    moves = plan(holders_of([manifest]), [Holder("offline", held) for held in wanted])
+    orders = read_orders(moves, [manifest], {"offline": directory})
+    answers = pool.run(
+        "resize_worker:restore",
+        [(orders[rank], manifest.scalars, manifest.rank_state) for rank in range(new.world)],
+    )
+    check(uninterrupted, [run for run, _, _ in answers], BF16)
+
+
+def test_megatron_goes_on_from_a_live_jobs_generation(pool: WorkerPool, tmp_path: Path) -> None:
+    old, new = Job(**{**BUCKETS, **TP2DP2}), Job(**{**SPLIT, **PP2})
+    with HostStore("case", "here", tmp_path / "store") as store:
+        uninterrupted = train_and_deposit(pool, old, store)
+        generation = store.generation_directory(1)
+        save(pool, Job(), tmp_path / "other", WHOLE)
+        reference = open_checkpoint(tmp_path / "other").values
+        convert(generation, tmp_path / "converted", new, reference=reference)
+    answers = load(pool, new, tmp_path / "converted")
+    losses = mean_losses([run[0] for run in answers])
+    assert losses == pytest.approx(uninterrupted.losses, rel=FP32)
+    assert answers[0][1] == uninterrupted.learning_rate
+
+
+def test_buckets_whose_masters_are_not_the_weights_are_not_converted(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    job = Job(**{**BUCKETS, **DP2})
+    save(pool, job, tmp_path / "saved", FLAT)
+    directory = tmp_path / "saved" / f"iter_{AFTER.start:07d}"
+    by_key = {stored.key: stored for stored in read_metadata(directory).tensors}
+    extent = by_key["decoder.layers.self_attention.linear_qkv.weight"].chunks[2].extent
+    tensor = read_archive(directory / extent.file, extent.begin, extent.size_bytes)
+    data = bytearray((directory / extent.file).read_bytes())
+    data[tensor.begin + 5] ^= 1
+    (directory / extent.file).write_bytes(data)
+    with pytest.raises(RefusedError, match=r"masters of decoder\.layers\.\d\.self_attention"):
+        convert(tmp_path / "saved", tmp_path / "converted", job)
+
+
+def test_what_megatron_saved_wrongly_is_not_converted(pool: WorkerPool, tmp_path: Path) -> None:
+    # fully_reshardable with several buckets: megatron-core 0.15.3 to 0.19.0 mix up the masters.
+    job = Job(**{**BUCKETS, **DP2})
+    save(pool, job, tmp_path / "saved", FULL)
+    with pytest.raises(ProofError, match="Masters that are not the weights"):
+        convert(tmp_path / "saved", tmp_path / "converted", job)
+    assert not (tmp_path / "converted").exists()
+
+
 def save(pool: WorkerPool, job: Job, directory: Path, sharding: str) -> Any:
     """Train, save below ``directory`` as Megatron-LM would, train on; return what each rank saw."""
     iteration = directory / f"iter_{AFTER.start:07d}"
@@ -78,13 +142,19 @@ def save(pool: WorkerPool, job: Job, directory: Path, sharding: str) -> Any:
     return runs
 
 
-def convert(source: Path, destination: Path, job: Job, layout: str = "torch_dist") -> None:
+def convert(
+    source: Path,
+    destination: Path,
+    job: Job,
+    layout: str = "torch_dist",
+    reference: Values | None = None,
+) -> None:
     """Reshard a checkpoint to the degrees of a job."""
     degrees = {"tp": job.tp, "pp": job.pp, "vpp": job.vpp or 1, "ep": job.ep}
     degrees["dp"] = job.world // (job.tp * job.pp)
     checkpoint = open_checkpoint(source, ReadOptions())
     target = layout_named(layout).lay_out(
-        checkpoint, WriteOptions(degrees, is_split=job.distributed)
+        checkpoint, WriteOptions(degrees, is_split=job.distributed, reference=reference)
     )
     reshard(checkpoint, target, destination, LIMITS)
 

@@ -21,8 +21,10 @@ class WorkerFailed(Exception):
 class WorkerPool:
     """Runs one function on ranks ``0 .. n-1`` at a time; the others stay idle."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, megatron: Path | None = None) -> None:
+        """``megatron``: a directory with another release of megatron-core than the installed."""
         self._size = size
+        self._path = [Path(__file__).parent, *([megatron] if megatron else [])]
         self._calls = 0
         self._workers: list[tuple[Any, Connection]] = []
         self._store: dist.TCPStore | None = None
@@ -64,7 +66,7 @@ class WorkerPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tiny_gpt"])
         before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-        os.environ.update(PYTHONPATH=str(Path(__file__).parent), OMP_NUM_THREADS="1")
+        os.environ.update(PYTHONPATH=os.pathsep.join(map(str, self._path)), OMP_NUM_THREADS="1")
         try:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             for rank in range(self._size):

@@ -1,0 +1,247 @@
+"""safetensors with an index: parameters only, in the file layout of Hugging Face.
+
+    model.safetensors.index.json  model-00001-of-00002.safetensors ...   or   model.safetensors
+
+Names and fused tensors are translated by a mapping file (``scalai.converters.mapping``); without
+one the names are our own.
+
+Source: the safetensors format (https://github.com/huggingface/safetensors) and the index that
+``save_pretrained`` of transformers writes.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.converters.checkpoint import (
+    PARAM,
+    Checkpoint,
+    CheckpointFile,
+    Piece,
+    ReadOptions,
+    Target,
+    Values,
+    WriteOptions,
+    place,
+)
+from scalai.converters.mapping import Heads, Mapped, read_mapping
+from scalai.converters.megatron_limits import argument_heads
+from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
+from scalai.core.errors import RefusedError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FILE_BYTES = 5_000_000_000
+"""Bytes of tensors after which another file begins, as in transformers."""
+MAX_HEADER_BYTES = 100_000_000
+"""As in the safetensors library."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of a file."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsLayout:
+    """The layout ``safetensors``."""
+
+    name: str = "safetensors"
+
+    def find(self, path: Path) -> bool:
+        """Tell whether there is an index, or the one file without."""
+        return (path / INDEX).is_file() or (path / SINGLE).is_file()
+
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        """Read the headers of all files that the index names."""
+        entries, files = _read_entries(path)
+        mapping = read_mapping(options.mapping)
+        shapes = {name: entry.shape for name, entry in entries.items()}
+        mapped, left = mapping.from_theirs(shapes, _config_heads(path))
+        pieces = []
+        for part in mapped:
+            entry = entries[part.theirs]
+            tensor = Tensor(f"{PARAM}/{part.ours}", part.shape, entry.dtype)
+            begin = entry.begin + part.start * ITEM_BYTES[entry.dtype]
+            pieces.append(Piece(tensor, part.box, entry.file, begin))
+        notes = [f"no name in the mapping: {name}" for name in left]
+        values = Values(step=0, degrees={}, framework="")
+        return Checkpoint(self.name, path, place(pieces, files), values, notes=tuple(notes))
+
+    def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
+        """Lay out the parameters in files of at most 5 GB and their index."""
+        shapes, dtypes, others = {}, {}, 0
+        for tensor in source.placed.collection.tensors:
+            kind, _, name = tensor.name.partition("/")
+            if kind == PARAM:
+                shapes[name], dtypes[name] = tensor.shape, tensor.dtype
+            else:
+                others += 1
+        mapped, left = read_mapping(options.mapping).from_ours(
+            shapes, argument_heads(source.values.arguments or {})
+        )
+        if left:
+            raise RefusedError(
+                f"{len(left)} parameters have no name in the mapping: {', '.join(left[:5])}. Add "
+                "them to the --mapping file."
+            )
+        notes = [*source.notes, f"weights only: {others} tensors of the optimizer are left out"]
+        files, fixed, pieces, weight_map = _lay_out(mapped, dtypes, shapes)
+        total = sum(prod(shape) * ITEM_BYTES[dtypes[name]] for name, shape in shapes.items())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+        def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
+            if len(files) > 1:
+                aside = directory / f".{INDEX}.partial"
+                with open(aside, "w", encoding="utf-8") as file:
+                    json.dump(index, file, indent=1)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(aside, directory / INDEX)
+
+        return Target(self.name, place(pieces, files), fixed, finish, tuple(notes))
+
+
+def _lay_out(
+    mapped: list[Mapped], dtypes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[CheckpointFile], dict[int, list[tuple[int, bytes]]], list[Piece], dict[str, str]]:
+    """Return files, their headers, the rows that fill them and which tensor is in which file."""
+    by_name: dict[str, list[Mapped]] = {}
+    for part in mapped:
+        by_name.setdefault(part.theirs, []).append(part)
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, parts in by_name.items():
+        size = sum(part.box.numel for part in parts) * ITEM_BYTES[dtypes[parts[0].ours]]
+        if groups[-1] and filled + size > FILE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    files: list[CheckpointFile] = []
+    fixed: dict[int, list[tuple[int, bytes]]] = {}
+    pieces: list[Piece] = []
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(groups):
+        file = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
+        file = file if len(groups) > 1 else SINGLE
+        # Wide elements first, so that each lies at a multiple of its size.
+        names.sort(key=lambda name: -ITEM_BYTES[dtypes[by_name[name][0].ours]])
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name in names:
+            parts = by_name[name]
+            dtype = dtypes[parts[0].ours]
+            size = sum(part.box.numel for part in parts) * ITEM_BYTES[dtype]
+            shape = list(parts[0].their_shape)
+            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+            weight_map[name] = file
+            at += size
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        for name in names:
+            begin = len(header) + entries[name]["data_offsets"][0]
+            for part in by_name[name]:
+                dtype = dtypes[part.ours]
+                tensor = Tensor(f"{PARAM}/{part.ours}", shapes[part.ours], dtype)
+                pieces.append(Piece(tensor, part.box, file, begin + part.start * ITEM_BYTES[dtype]))
+        files.append(CheckpointFile(file, len(header) + at))
+        fixed[number] = [(0, header)]
+    return files, fixed, pieces, weight_map
+
+
+def _read_entries(path: Path) -> tuple[dict[str, _Entry], list[CheckpointFile]]:
+    """Return all tensors by name, and the files.
+
+    Raises:
+        RefusedError: A file is missing or damaged, or the index names another tensor.
+    """
+    names, weight_map = [SINGLE], None
+    if (path / INDEX).is_file():
+        try:
+            weight_map = dict(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"])
+            names = sorted(set(weight_map.values()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RefusedError(f"{path / INDEX} is damaged ({error}). Copy it again.") from error
+    entries: dict[str, _Entry] = {}
+    files = []
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise RefusedError(f"{path / INDEX} names {name!r}, which is no file beside it.")
+        size = (path / name).stat().st_size if (path / name).is_file() else None
+        if size is None:
+            raise RefusedError(f"{path / name} is missing; the index names it. Copy it too.")
+        files.append(CheckpointFile(name, size))
+        for key, entry in _read_header(path / name, size):
+            if key in entries:
+                raise RefusedError(
+                    f"{key} is in {path / name} and in {entries[key].file}. Files of two "
+                    "checkpoints are mixed: copy them again."
+                )
+            entries[key] = entry
+    if weight_map is not None:
+        wrong = [
+            key
+            for key in sorted(weight_map.keys() | entries.keys())
+            if key not in entries or entries[key].file != weight_map.get(key)
+        ]
+        if wrong:
+            raise RefusedError(
+                f"{path / INDEX} and the files disagree about {', '.join(wrong[:5])}. Files of two "
+                "checkpoints are mixed, or one is not whole: copy them again."
+            )
+    return entries, files
+
+
+def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
+    """Yield the tensors of one file, checked: no gaps, no overlaps, exact sizes."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(file.read(length), object_pairs_hook=_distinct)
+        at = 0
+        items = ((name, of) for name, of in header.items() if name != "__metadata__")
+        for name, of in sorted(items, key=lambda item: item[1]["data_offsets"]):
+            shape, (low, high) = tuple(map(int, of["shape"])), of["data_offsets"]
+            if len(shape) > MAX_NDIM or min(shape, default=0) < 0:
+                raise ValueError(f"{name} has shape {list(shape)}")
+            if low != at or high - low != prod(shape) * ITEM_BYTES[of["dtype"]]:
+                raise ValueError(f"{name} lies at {low}:{high}")
+            yield name, _Entry(path.name, of["dtype"], shape, 8 + length + low)
+            at = high
+        if 8 + length + at != size:
+            raise ValueError(f"{size} bytes, {8 + length + at} by its header")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RefusedError(
+            f"{path} is damaged or truncated ({type(error).__name__}: {error}). Copy it again."
+        ) from error
+
+
+def _config_heads(path: Path) -> Heads:
+    """Return what ``config.json`` beside the files says."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return Heads(config.get("num_attention_heads"), config.get("num_key_value_heads"))
+    except (OSError, ValueError, AttributeError):
+        return Heads()
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name comes twice")
+    return found

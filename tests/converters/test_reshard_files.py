@@ -1,0 +1,244 @@
+"""Conversions of small checkpoints, without a framework: equal states, kills, room, memory."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import LIMITS, SHAPES, state, write
+
+from scalai.converters import engine
+from scalai.converters.checkpoint import WriteOptions
+from scalai.converters.engine import Limits, reshard
+from scalai.converters.journal import Journal
+from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.verify import compare, verify
+from scalai.core.errors import PeerError, RefusedError, StoreError, UsageError
+from scalai.launch import cli
+
+
+def run(*arguments: object) -> int:
+    """Run ``scalai`` and return its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*map(str, arguments)])
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("layout", ["torch_dist", "scalai"])
+def test_a_state_is_the_same_in_every_layout_and_at_all_degrees(
+    tmp_path: Path, layout: str
+) -> None:
+    one = write(tmp_path / "one", layout, tp=2)
+    two = write(tmp_path / "two", "torch_dist", one, tp=4, pp=2)
+    three = write(tmp_path / "three", "scalai", two)
+    four = write(tmp_path / "four", "torch_dist", three)
+    for other in (two, three, four):
+        assert verify(other, 1) == verify(one, 1)
+        assert list(compare(one, other, 1)) == []
+        assert other.values.scheduler == one.values.scheduler
+        assert other.values.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+def test_an_existing_destination_is_left_alone_and_replaced_on_demand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "source")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "precious").write_text("data")
+    assert run("reshard", tmp_path / "source", tmp_path / "there") == 2
+    assert "exists" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["precious"]
+    assert run("reshard", tmp_path / "source", tmp_path / "there", "--overwrite") == 0
+    assert run("verify", tmp_path / "source", tmp_path / "there") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "there"]
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "source")
+    arguments = ["reshard", tmp_path / "source", tmp_path / "new" / "place", "--tp", 2]
+    assert run(*arguments, "--dry-run", "--json") == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    outlook = next(event for event in events if event["event"] == "outlook")
+    assert outlook["tensors"] == 3 * len(SHAPES)
+    # Megatron keeps an fp32 parameter twice: in the model and in the optimizer.
+    assert outlook["read_bytes"] == 4 * 4 * sum(int(np.prod(s)) for s in SHAPES.values())
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_degrees_that_do_not_divide_the_model_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "source")
+    assert run("reshard", tmp_path / "source", tmp_path / "new", "--tp", 3) == 3
+    assert "does not divide the padded vocabulary of 8 rows" in capsys.readouterr().err
+    assert run("reshard", tmp_path / "source", tmp_path / "new", "--pp", 4) == 3
+    assert "does not divide num_layers=2" in capsys.readouterr().err
+
+
+def test_too_little_room_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "source")
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(engine.shutil, "disk_usage", lambda path: usage)
+    target = layout_named("torch_dist").lay_out(source, WriteOptions({}))
+    with pytest.raises(StoreError, match=r"1000 bytes free, and \d+ are needed"):
+        reshard(source, target, tmp_path / "new", LIMITS)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_memory_that_is_too_little_names_what_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Give at least"):
+        _ = Limits(memory_bytes=1 << 20, workers=1).buffer_bytes
+
+
+BIG = {"embedding.word_embeddings.weight": (2048, 1024), "decoder.final_layernorm.weight": (1024,)}
+
+
+def start(source: Path, destination: Path) -> "subprocess.Popen[bytes]":
+    arguments = [source, destination, "--tp", 2, "--workers", 1, "--json"]
+    command = [sys.executable, "-m", "scalai.launch.cli", "reshard", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+
+
+def test_a_killed_run_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "source", source=state(shapes=BIG))
+    monkeypatch.setattr("scalai.converters.work.TASK_BYTES", 1 << 20)
+    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
+    stopped_at = []
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            stopped_at.append(done)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reshard(source, target, tmp_path / "new", LIMITS, progress=stop)
+    assert not (tmp_path / "new").exists()
+    journal = tmp_path / ".new.partial" / ".scalai-journal"
+    journal.write_bytes(journal.read_bytes()[:-7])  # as a kill in the middle of a line leaves it
+    seen = []
+    report = reshard(
+        source, target, tmp_path / "new", LIMITS, progress=lambda done, _: seen.append(done)
+    )
+    assert report["resumed_tasks"] > 3
+    assert 0 < seen[0] < stopped_at[0]
+    assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
+
+
+@pytest.mark.parametrize("delay_s", [0.3, 0.5])
+def test_a_kill_at_any_time_leaves_nothing_or_all(tmp_path: Path, delay_s: float) -> None:
+    source = write(tmp_path / "source", source=state(shapes=BIG))
+    process = start(tmp_path / "source", tmp_path / "new")
+    time.sleep(delay_s)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    if (tmp_path / "new").exists():
+        assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
+        return
+    process = start(tmp_path / "source", tmp_path / "new")
+    process.communicate()
+    assert process.returncode == 0
+    assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
+
+
+def test_a_started_run_of_another_source_is_not_continued(tmp_path: Path) -> None:
+    first = write(tmp_path / "first")
+    second = write(tmp_path / "second", source=state(step=5))
+    partial = tmp_path / ".new.partial"
+    partial.mkdir()
+    Journal(partial, "of the first").close()
+    (partial / "stray").write_text("")
+    target = layout_named("torch_dist").lay_out(second, WriteOptions({}))
+    report = reshard(second, target, tmp_path / "new", LIMITS)
+    assert report["resumed_tasks"] == 0
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "iter_0000005", "latest_checkpointed_iteration.txt", "scalai.json",
+    ]  # fmt: skip
+    assert verify(open_checkpoint(tmp_path / "new"), 1) != verify(first, 1)
+
+
+def test_two_runs_into_one_destination_do_not_mix(tmp_path: Path) -> None:
+    source = write(tmp_path / "source")
+    (tmp_path / ".new.partial").mkdir()
+    (tmp_path / ".new.partial" / "precious").write_text("data")
+    target = layout_named("torch_dist").lay_out(source, WriteOptions({}))
+    with Journal(tmp_path / ".new.partial", "other"), pytest.raises(PeerError, match="another"):
+        reshard(source, target, tmp_path / "new", LIMITS)
+    (tmp_path / ".new.partial" / ".scalai-journal").unlink()
+    with pytest.raises(UsageError, match="in the way"):
+        reshard(source, target, tmp_path / "new", LIMITS)
+    assert (tmp_path / ".new.partial" / "precious").read_text() == "data"
+
+
+def test_what_differs_is_named_with_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "one")
+    two = write(tmp_path / "two")
+    rows = [two.placed.collection.box(row)[0].name for row in range(len(two.placed.collection))]
+    row = rows.index("exp_avg/decoder.layers.1.mlp.linear_fc2.weight")
+    path = two.directory / two.placed.files[two.placed.file[row]].path
+    data = bytearray(path.read_bytes())
+    data[int(two.placed.begin[row]) + 4 * 17 + 1] ^= 1  # row 1, column 1 of [4, 16]
+    path.write_bytes(data)
+    assert run("verify", tmp_path / "one", tmp_path / "two") == 4
+    expected = "exp_avg/decoder.layers.1.mlp.linear_fc2.weight[1:2,1:2]: 1 elements differ"
+    assert expected in capsys.readouterr().out
+    assert run("verify", tmp_path / "two") == 4
+    assert "scalai.json says was written" in capsys.readouterr().err
+
+
+def test_inspect_shows_any_layout_and_prints_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = write(tmp_path / "one")
+    assert run("inspect", tmp_path / "one", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["layout"], report["step"], report["is_whole"]) == ("torch_dist", 3, True)
+    name = "param/decoder.final_layernorm.weight"
+    assert run("inspect", tmp_path / "one", "--tensor", name, "--json") == 0
+    values = json.loads(capsys.readouterr().out)["values"]
+    expected = next(f.content for f in state().placed.files if f.path == name)
+    assert values == np.frombuffer(expected or b"", np.float32).tolist()
+    assert checkpoint.values.counters == {}
+
+
+def test_a_source_without_hyperparameters_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    source = state()
+    bare = tuple({k: v for k, v in g.items() if k != "betas"} for g in source.values.param_groups)
+    poor = replace(source, values=replace(source.values, param_groups=bare))
+    layout = layout_named("torch_dist")
+    with pytest.raises(RefusedError, match="--args-from"):
+        layout.lay_out(poor, WriteOptions({}))
+    target = layout.lay_out(poor, WriteOptions({}, reference=source.values))
+    assert any("betas" in note and "--args-from" in note for note in target.notes)
+
+
+def test_a_conversion_stays_within_its_memory(tmp_path: Path) -> None:
+    large = {**BIG, "embedding.word_embeddings.weight": (8192, 1024)}
+    write(tmp_path / "source", source=state(shapes=large))
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*.distcp"))
+    limit = 100 << 20  # of which the interpreter and numpy take some 40
+
+    def bound() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    arguments = ["--tp", "4", "--workers", "1", "--memory", "36MB"]
+    done = subprocess.run(
+        [sys.executable, "-m", "scalai.launch.cli", "reshard", tmp_path / "source",
+         tmp_path / "new", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        preexec_fn=bound, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert size > 1.25 * limit

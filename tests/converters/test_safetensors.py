@@ -1,0 +1,116 @@
+"""Weights in Hugging Face's files: the safetensors library reads them, and they come back."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import LIMITS, state, write
+from safetensors.numpy import load_file
+
+from scalai.converters import safetensors_index
+from scalai.converters.checkpoint import Checkpoint, ReadOptions, WriteOptions
+from scalai.converters.describe import read_tensor
+from scalai.converters.engine import reshard
+from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.verify import fingerprints
+from scalai.core.errors import RefusedError, UsageError
+
+LLAMA = Path(__file__).parents[2] / "configs" / "names_llama.toml"
+HEADS, GROUPS, WIDTH, HIDDEN, FFN = 4, 2, 3, 12, 10
+LAYER = {
+    "self_attention.linear_qkv.layer_norm_weight": (HIDDEN,),
+    "self_attention.linear_qkv.weight": ((HEADS + 2 * GROUPS) * WIDTH, HIDDEN),
+    "self_attention.linear_proj.weight": (HIDDEN, HEADS * WIDTH),
+    "mlp.linear_fc1.layer_norm_weight": (HIDDEN,),
+    "mlp.linear_fc1.weight": (2 * FFN, HIDDEN),
+    "mlp.linear_fc2.weight": (HIDDEN, FFN),
+}
+SHAPES = {
+    "embedding.word_embeddings.weight": (16, HIDDEN),
+    **{f"decoder.layers.{n}.{name}": shape for n in range(2) for name, shape in LAYER.items()},
+    "decoder.final_layernorm.weight": (HIDDEN,),
+    "output_layer.weight": (16, HIDDEN),
+}
+ARGUMENTS = {
+    "num_attention_heads": HEADS, "num_query_groups": GROUPS, "group_query_attention": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def llama() -> Checkpoint:
+    source = state(shapes=SHAPES)
+    return replace(source, values=replace(source.values, arguments=ARGUMENTS))
+
+
+def export(source: Checkpoint, directory: Path, mapping: Path | None = LLAMA) -> None:
+    target = layout_named("safetensors").lay_out(source, WriteOptions({}, mapping))
+    reshard(source, target, directory, LIMITS)
+
+
+def test_fused_tensors_are_cut_as_hugging_face_names_them(
+    tmp_path: Path, llama: Checkpoint
+) -> None:
+    export(llama, tmp_path / "weights")
+    found = load_file(tmp_path / "weights" / "model.safetensors")
+    assert len(found) == 3 + 2 * 9
+    name = "param/decoder.layers.1.self_attention.linear_qkv.weight"
+    rows = read_tensor(llama, name)[1].reshape(GROUPS, -1, WIDTH, HIDDEN)
+    queries = HEADS // GROUPS
+    attention = "model.layers.1.self_attn"
+    for part, expected in {
+        "q_proj": rows[:, :queries], "k_proj": rows[:, queries], "v_proj": rows[:, queries + 1],
+    }.items():  # fmt: skip
+        weight = found[f"{attention}.{part}.weight"]
+        np.testing.assert_array_equal(weight, expected.reshape(-1, HIDDEN))
+    gate_up = read_tensor(llama, "param/decoder.layers.0.mlp.linear_fc1.weight")[1]
+    np.testing.assert_array_equal(found["model.layers.0.mlp.gate_proj.weight"], gate_up[:FFN])
+    np.testing.assert_array_equal(found["model.layers.0.mlp.up_proj.weight"], gate_up[FFN:])
+
+
+def test_weights_come_back_from_several_files(
+    tmp_path: Path, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_index, "FILE_BYTES", 2000)
+    export(llama, tmp_path / "weights")
+    assert len(list((tmp_path / "weights").glob("model-*.safetensors"))) > 2
+    (tmp_path / "weights" / "config.json").write_text(
+        f'{{"num_attention_heads": {HEADS}, "num_key_value_heads": {GROUPS}}}'
+    )
+    back = open_checkpoint(tmp_path / "weights", ReadOptions(mapping=LLAMA))
+    expected = {n: v for n, v in fingerprints(llama, 1).items() if n.startswith("param/")}
+    assert fingerprints(back, 1) == expected
+
+
+def test_without_a_mapping_names_stay(tmp_path: Path) -> None:
+    source = write(tmp_path / "source")
+    export(source, tmp_path / "weights", None)
+    back = open_checkpoint(tmp_path / "weights")
+    expected = {n: v for n, v in fingerprints(source, 1).items() if n.startswith("param/")}
+    assert fingerprints(back, 1) == expected
+
+
+def test_what_the_mapping_lacks_is_named(tmp_path: Path, llama: Checkpoint) -> None:
+    source = state(shapes={**SHAPES, "decoder.layers.0.mlp.router.weight": (4, HIDDEN)})
+    with pytest.raises(RefusedError, match=r"decoder\.layers\.0\.mlp\.router\.weight"):
+        export(replace(source, values=llama.values), tmp_path / "weights")
+    with pytest.raises(UsageError, match=r"Add \[attention\] num_attention_heads"):
+        export(state(shapes=SHAPES), tmp_path / "weights")
+
+
+def test_a_truncated_file_and_an_index_of_other_files_are_refused(
+    tmp_path: Path, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_index, "FILE_BYTES", 2000)
+    export(llama, tmp_path / "weights")
+    first, second, *_ = sorted((tmp_path / "weights").glob("model-*.safetensors"))
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-1])
+    with pytest.raises(RefusedError, match="damaged or truncated"):
+        open_checkpoint(tmp_path / "weights")
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(RefusedError, match="and in model-00001"):
+        open_checkpoint(tmp_path / "weights")
+    second.unlink()
+    with pytest.raises(RefusedError, match="is missing; the index names it"):
+        open_checkpoint(tmp_path / "weights")

@@ -1,0 +1,68 @@
+"""Small checkpoints of two layers of a GPT, made without a framework."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from scalai.converters.checkpoint import (
+    Checkpoint,
+    CheckpointFile,
+    Piece,
+    ReadOptions,
+    Values,
+    WriteOptions,
+    place,
+)
+from scalai.converters.engine import Limits, reshard
+from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.core.collection import Tensor
+from scalai.core.region import whole
+
+LIMITS = Limits(memory_bytes=64 << 20, workers=1)
+SHAPES = {
+    "embedding.word_embeddings.weight": (8, 4),
+    "decoder.layers.0.self_attention.linear_qkv.weight": (12, 4),
+    "decoder.layers.0.mlp.linear_fc2.weight": (4, 16),
+    "decoder.layers.0.mlp.linear_fc2.bias": (4,),
+    "decoder.layers.1.self_attention.linear_qkv.weight": (12, 4),
+    "decoder.layers.1.mlp.linear_fc2.weight": (4, 16),
+    "decoder.layers.1.mlp.linear_fc2.bias": (4,),
+    "decoder.final_layernorm.weight": (4,),
+}
+GROUP = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False}
+
+
+def state(step: int = 3, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Checkpoint:
+    """Return a state in memory: fp32 parameters with both moments, after some steps."""
+    random = np.random.default_rng(step)
+    pieces, files = [], []
+    for name, shape in shapes.items():
+        for kind in ("param", "exp_avg", "exp_avg_sq"):
+            content = random.standard_normal(shape).astype(np.float32).tobytes()
+            files.append(CheckpointFile(f"{kind}/{name}", len(content), content))
+            tensor = Tensor(f"{kind}/{name}", shape, "F32")
+            pieces.append(Piece(tensor, whole(shape), files[-1].path, 0))
+        pieces.append(Piece(Tensor(f"step/{name}", (), "F32"), whole(()), "(step)", 0))
+    content = np.float32(step).tobytes()
+    files.append(CheckpointFile("(step)", len(content), content))
+    group = {**GROUP, "lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    values = Values(
+        step=step,
+        degrees={"tp": 1, "pp": 1},
+        framework="megatron",
+        is_split=True,
+        scheduler={"num_steps": step},
+        param_groups=(group,),
+        counters={"consumed_train_samples": 4 * step},
+    )
+    return Checkpoint("memory", Path("/nonexistent/memory"), place(pieces, files), values)
+
+
+def write(
+    directory: Path, layout: str = "torch_dist", source: Checkpoint | None = None, **degrees: int
+) -> Checkpoint:
+    """Write a state as a checkpoint and open it."""
+    source = source or state()
+    reshard(source, layout_named(layout).lay_out(source, WriteOptions(degrees)), directory, LIMITS)
+    return open_checkpoint(directory, ReadOptions())
