@@ -7,10 +7,12 @@ optimizer, one bucket) changes from TP2 DP1 to TP1 DP2 and back, two ranks on on
 * ``downtime_ratio``: the downtime of a change by Megatron's own torch_dist checkpoint (saved fully
   reshardable to memory, torchrun anew, loaded) over that by scalai-run. A downtime is from the end
   of the last old step to the end of the first new step, minus one median step. In both ways the
-  weights that are about to be loaded are not initialised first.
-* ``move_ratio``: deposit, move and restore over two copies of the same bytes between memory that
-  was touched before, by as many processes. Not in it: the fingerprints (``fingerprint_s``) and the
-  first touch of memory (``page_fault_s``).
+  weights that are about to be loaded are not initialised first. ``slowed_s`` is not in it: what
+  the old steps lose while the new workers build their models on the same cores. ``lost_ratio``
+  counts that too.
+* ``move_ratio``: deposit, move and restore over two copies of the same bytes, from memory into
+  shared memory and back, all touched before, by as many processes. Not in it: the fingerprints
+  (``fingerprint_s``) and the first touch of memory (``page_fault_s``).
 * ``overhead_ratio``: a step with ``boundary`` over one without, in pairs of alternating order.
 
 ``ours_s`` has the phases of the launcher's reports, ``ours_worker_s`` and ``stock_s`` what passes
@@ -23,6 +25,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -45,6 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="a small model: only to try it")
     parser.add_argument("--changes", type=int, default=5, help="there, back, there, ...")
     parser.add_argument("--pairs", type=int, default=400)
+    parser.add_argument("--build-ahead", default="auto", choices=("auto", "never"))
     parser.add_argument("--only", choices=("downtime", "ours", "move", "overhead"))
     return parser.parse_args()
 
@@ -59,28 +63,30 @@ def there(changes: Sequence[Change]) -> list[Change]:
     return list(changes[::2])
 
 
-def add_ours(report: Report, changes: Sequence[Change]) -> float:
-    """Add the figures of our changes; return the median downtime."""
+def add_ours(report: Report, changes: Sequence[Change]) -> None:
+    """Add the figures of our changes."""
     forth = there(changes)
     downtime = median(change.downtime_s for change in forth)
     report.add("downtime_s", downtime, "s")
     report.add("downtimes_s", [round(change.downtime_s, 3) for change in changes])
+    report.add("slowed_s", median(change.slowed_s for change in forth), "s")
     report.add("step_s", median(change.step_s for change in forth), "s")
     report.add("ours_s", medians([change.report["seconds"] for change in forth]))
     report.add("ours_worker_s", medians([change.stages for change in forth]))
     report.add("ours_worker_cpu_s", medians([change.cpu for change in forth]))
-    return downtime
 
 
-def add_stock(report: Report, changes: Sequence[Change]) -> float:
-    """Add the figures of the changes by checkpoint; return the median downtime."""
+def add_stock(report: Report, changes: Sequence[Change], ours: Sequence[Change]) -> None:
+    """Add the figures of the changes by checkpoint, and the ratios to ours."""
     forth = there(changes)
     downtime = median(change.downtime_s for change in forth)
     report.add("stock_downtime_s", downtime, "s")
     report.add("stock_downtimes_s", [round(change.downtime_s, 3) for change in changes])
     report.add("stock_s", medians([change.stages for change in forth]))
     report.add("stock_cpu_s", medians([change.cpu for change in forth]))
-    return downtime
+    lost = median(change.downtime_s + max(0.0, change.slowed_s) for change in there(ours))
+    report.add("lost_ratio", downtime / lost)
+    report.add("downtime_ratio", downtime / median(change.downtime_s for change in there(ours)))
 
 
 def add_moves(report: Report, changes: Sequence[Change], runs: int) -> None:
@@ -90,8 +96,8 @@ def add_moves(report: Report, changes: Sequence[Change], runs: int) -> None:
     deposited, restored = told[0]["bytes_deposited"], told[0]["bytes_local"]
     report.add("state_gb", deposited / 1e9, "GB")
     report.add("restored_gb", restored / 1e9, "GB")
-    per_byte = median(copy_seconds(deposited, WORKERS, runs)) / deposited
-    copies = per_byte * (deposited + restored)
+    shares = deposited // WORKERS, restored // WORKERS
+    copies = median(copy_seconds(*shares, WORKERS, runs))
     for entry in told:
         phases = entry["seconds"]
         fault, hashed = entry["page_fault_s"], entry["deposit_proof_s"]
@@ -101,7 +107,7 @@ def add_moves(report: Report, changes: Sequence[Change], runs: int) -> None:
         prints.append(hashed + phases["proof"])
         ratios.append(moved / copies)
     report.add("warm_copies_s", copies, "s")
-    report.add("warm_copy_gb_s", 1e-9 / per_byte, "GB/s")
+    report.add("warm_copy_gb_s", 1e-9 * (deposited + restored) / copies, "GB/s")
     report.add("move_s", median(seconds), "s")
     report.add("page_fault_s", median(faults), "s")
     report.add("fingerprint_s", median(prints), "s")
@@ -138,17 +144,17 @@ def check_losses(report: Report, ours: Run, stock: Run) -> None:
 def main() -> None:
     options = arguments()
     report = Report("resize")
-    size = SMALL if options.small else FULL
+    size = replace(SMALL if options.small else FULL, build_ahead=options.build_ahead)
     wanted = {options.only} if options.only else {"downtime", "ours", "move", "overhead"}
     folder = Path(tempfile.mkdtemp(prefix="scalai-benchmark-", dir=MEMORY_DISK))
     try:
         if wanted & {"downtime", "ours", "move"}:
             ours = run_by_scalai(folder, size, options.changes, report.say)
-            downtime = add_ours(report, ours.changes)
+            add_ours(report, ours.changes)
             add_moves(report, ours.changes, runs=5)
         if "downtime" in wanted:
             stock = run_by_checkpoint(folder, size, ours.steps, report.say)
-            report.add("downtime_ratio", add_stock(report, stock.changes) / downtime)
+            add_stock(report, stock.changes, ours.changes)
             check_losses(report, ours, stock)
         if "overhead" in wanted:
             add_overhead(report, folder, options.pairs)

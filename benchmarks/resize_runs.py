@@ -27,12 +27,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model is, and how many steps lie between two changes."""
+    """How large the model is, how many steps lie between two changes, and whether its next workers
+    are built ahead."""
 
     hidden: int
     layers: int
     steps: int
     vocabulary: int = 1024
+    build_ahead: str = "auto"
 
     def flags(self) -> list[str]:
         return [
@@ -46,7 +48,8 @@ class Size:
             f'[degrees]\n{WORKERS} = "tp{WORKERS} pp1"\n1 = "tp1 pp1"\n'
             f"[model]\nnum_attention_heads = {self.hidden // 64}\nnum_layers = {self.layers}\n"
             f"padded_vocab_size = {self.vocabulary}\nglobal_batch_size = {WORKERS}\n"
-            'micro_batch_size = 1\n[resize]\nsettle_s = 0.0\n[probe]\nkind = "none"\n'
+            f'micro_batch_size = 1\n[resize]\nsettle_s = 0.0\nbuild_ahead = "{self.build_ahead}"\n'
+            '[probe]\nkind = "none"\n'
         )
 
 
@@ -55,12 +58,15 @@ class Change:
     """One change of the degrees.
 
     ``downtime_s``: end of the last old step to end of the first new one, minus a median new step.
+    ``slowed_s``: how much longer the old steps took once the change was asked for, together, than
+    as many median ones.
     ``stages`` are seconds between what the workers noted, in order, ``cpu`` their processor time
     (of the busiest rank), which a busy machine changes less; ``report`` is the launcher's.
     """
 
     layout: str
     downtime_s: float
+    slowed_s: float
     step_s: float
     stages: Mapping[str, float]
     cpu: Mapping[str, float]
@@ -118,6 +124,19 @@ class Round:
         first = min(entry["step"] for entry in self._all("step"))
         return median(e["took_s"] for e in self._all("step") if e["step"] > first)
 
+    def slowed_s(self, since: float) -> float:
+        """Return by how much the steps that ended after ``since`` took longer than median ones of
+        before, added up."""
+        first = min(entry["step"] for entry in self._all("step"))
+        usual: float = median(
+            e["took_s"] for e in self._all("step") if e["step"] > first and e["at"] < since
+        )
+        slow = (
+            [e["took_s"] - usual for e in rank if e["event"] == "step" and e["at"] > since]
+            for rank in self._ranks
+        )
+        return float(max(map(sum, slow)))
+
     def losses(self) -> dict[int, float]:
         """Return the loss of each step, equal on all ranks."""
         return {int(entry["step"]): float(entry["loss"]) for entry in self._all("step")}
@@ -127,14 +146,18 @@ STAGES = ("script", "imported", "entered", "connected", "built", "restored", "st
 """What a new worker notes on its way, in order."""
 
 
-def change_between(old: Round, new: Round, before: str, report: Mapping[str, Any]) -> Change:
-    """Return the change from one round to the next. ``before``: what the old workers do last."""
+def change_between(
+    old: Round, new: Round, before: str, asked: float, report: Mapping[str, Any]
+) -> Change:
+    """Return the change from one round to the next. ``before``: what the old workers do last;
+    ``asked``: when the change was asked for."""
     moments = [("", old.end()), (before, old.last(before))]
     moments += [(stage, new.last(stage)) for stage in STAGES]
     processor = [("", 0.0), *((stage, new.last(stage, "cpu")) for stage in STAGES)]
     cpu = {before: round(old.last(before, "cpu") - old.end("cpu"), 4), **_differences(processor)}
     downtime = new.last("step") - old.end() - new.step_s()
-    return Change(new.layout, downtime, new.step_s(), _differences(moments), cpu, report)
+    slowed = old.slowed_s(asked)
+    return Change(new.layout, downtime, slowed, new.step_s(), _differences(moments), cpu, report)
 
 
 def _differences(moments: Sequence[tuple[str, float]]) -> dict[str, float]:
@@ -168,7 +191,8 @@ def run_by_checkpoint(folder: Path, size: Size, steps: Sequence[int], say: Say) 
             shutil.rmtree(loaded, ignore_errors=True)
         rounds.append(Round(marks, number))
         if number:
-            found.append(change_between(rounds[-2], rounds[-1], "saved", {}))
+            asked = rounds[-2].end()  # it ends by itself
+            found.append(change_between(rounds[-2], rounds[-1], "saved", asked, {}))
             say(f"checkpoint -> {rounds[-1].layout}: {found[-1].downtime_s:.2f} s")
             say(f"    {found[-1].stages}")
     return Run.of(rounds, found)
@@ -183,13 +207,14 @@ def run_by_scalai(folder: Path, size: Size, changes: int, say: Say) -> Run:
     with elastic_job(folder, size, name, flags, marks, reports=reports) as running:
         running.wait_for(lambda: "event=warm" in running.log(), "warm fork server")
         for number, tp in enumerate(layouts(changes)):
+            asked = time.monotonic()
             if number:
                 _scale(folder / "store" / name, f"tp{tp} pp1")
             running.wait_for(lambda n=number: Round(marks, n).steps() > size.steps, "steps")
             if number:
                 report = json.loads((reports / f"resize-{number + 1:04d}.json").read_text())
                 old, new = Round(marks, number - 1), Round(marks, number)
-                found.append(change_between(old, new, "deposited", report))
+                found.append(change_between(old, new, "deposited", asked, report))
                 say(f"scalai -> {new.layout}: {found[-1].downtime_s:.2f} s {found[-1].stages}")
                 say(f"    {report['seconds']}")
         aside = marks / "last_step.new"

@@ -10,11 +10,13 @@ from scalai.converters.deepspeed_zero import DeepSpeedZeroLayout
 from scalai.converters.generation import GenerationLayout
 from scalai.converters.safetensors_index import SafetensorsLayout
 from scalai.converters.torch_dist import TorchDistLayout
+from scalai.converters.torch_legacy import TorchLegacyLayout
 from scalai.core.errors import RefusedError, UsageError
 
 LAYOUTS: Sequence[Layout] = (
     GenerationLayout(),
     TorchDistLayout(),
+    TorchLegacyLayout(),
     *(DeepSpeedZeroLayout(stage) for stage in (1, 2, 3)),
     DeepSpeedPlainLayout(),
     DeepSpeedUniversalLayout(),

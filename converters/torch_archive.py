@@ -116,6 +116,24 @@ def read_archive(
         ) from error
 
 
+def with_content(value: Any, data: memoryview) -> Any:
+    """Return a tree whose tensors have their bytes: for few and small ones.
+
+    Args:
+        value: What ``read_archive`` returned.
+        data: The file's bytes.
+    """
+    if isinstance(value, StoredTensor):
+        size_bytes = prod(value.shape) * ITEM_BYTES[value.dtype]
+        content = bytes(data[value.begin : value.begin + size_bytes])
+        return NewTensor(value.dtype, value.shape, content)
+    if isinstance(value, dict):
+        return {key: with_content(entry, data) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(with_content(entry, data) for entry in value)
+    return value
+
+
 class _Window(io.RawIOBase):
     """A part of a file as a file."""
 
@@ -206,7 +224,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 def _with_attributes(rebuild: Callable[..., Any], _: Any, args: Any, __: Any) -> Any:
     """Stand in for ``torch._tensor._rebuild_from_type_v2``: a tensor with Python attributes, as
-    DeepSpeed's buffers of stage 3 have them."""
+    DeepSpeed's buffers of stage 3 and Megatron's masters have them."""
     return rebuild(*args)
 
 
@@ -214,6 +232,7 @@ _REBUILDERS: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
     ("torch", "Size"): lambda sizes=(): tuple(sizes),
 }
 

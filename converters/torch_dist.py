@@ -44,7 +44,12 @@ from scalai.converters.megatron_values import (
     find_scaler,
     find_step,
 )
-from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive
+from scalai.converters.torch_archive import (
+    NewTensor,
+    StoredTensor,
+    read_archive,
+    with_content,
+)
 from scalai.converters.torch_dist_metadata import Chunk, Extent, Metadata, StoredKey, read_metadata
 from scalai.converters.torch_dist_writer import TRACKER
 from scalai.core.collection import Tensor
@@ -127,21 +132,7 @@ def read_common(directory: Path, *, trust: bool = False) -> dict[str, Any]:
         raise RefusedError(f"{path} holds a {type(value).__name__}, not a dictionary.")
     with open(path, "rb") as file:
         data = memoryview(file.read())
-    return {key: _with_bytes(entry, data) for key, entry in value.items()}
-
-
-def _with_bytes(value: Any, data: memoryview) -> Any:
-    """Return a tree with the bytes of its tensors, which are small here."""
-    if isinstance(value, StoredTensor):
-        tensor = NewTensor(value.dtype, value.shape)
-        return NewTensor(
-            value.dtype, value.shape, bytes(data[value.begin : value.begin + tensor.size_bytes])
-        )
-    if isinstance(value, dict):
-        return {key: _with_bytes(entry, data) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_with_bytes(entry, data) for entry in value)
-    return value
+    return {key: with_content(entry, data) for key, entry in value.items()}
 
 
 def _read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, bytes]:
@@ -293,7 +284,7 @@ class _Reader:
         with open(path, "rb") as file:
             file.seek(extent.begin)
             data = memoryview(bytes(extent.begin) + file.read(extent.size_bytes))
-        value = _with_bytes(value, data)
+        value = with_content(value, data)
         return value[0] if isinstance(value, list) else value
 
     def _values(self, groups: Sequence[Mapping[str, Any]], model: Sequence[StoredKey]) -> Values:

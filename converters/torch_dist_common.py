@@ -1,16 +1,19 @@
 """What a ``torch_dist`` checkpoint has beside tensors: keys, objects of the layers, ``common.pt``.
 
 Source: ``save_checkpoint`` of megatron/training/checkpointing.py (core_v0.16.1). Differs in: no
-common state of other ranks, no RNG state where the degrees change (Megatron ignores it there).
+common state of other ranks; new random streams where the degrees change.
 """
 
 import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Values
 from scalai.converters.megatron_names import expert_of, fold, layer_of
 from scalai.converters.megatron_values import is_same_group, optimizer_tree, with_degrees
+from scalai.converters.rank_streams import streams_of
 from scalai.converters.scalars import read_steps
 from scalai.converters.torch_archive import Archive, lay_out_archive
 from scalai.core.collection import Tensor
@@ -51,15 +54,35 @@ def objects_of(
     if objects is None:
         notes.append("_extra_state of the layers is invented as None: the source has none")
         none = content_of(lay_out_archive([None]))
-        return {key: none for key in sorted(_extra_states(tensors, names))}
+        extra = {key: none for key in sorted(_extra_states(tensors, names))}
+        return {**extra, **_random_streams(source, degrees, notes)}
     is_same = all(degrees.get(axis, 1) == size for axis, size in source.values.degrees.items())
     kept = {}
     for key, data in objects.items():
         if "_extra_state/" in key or is_same:
             kept[key] = data
-        else:
+        elif not key.startswith("rng_state/"):
             notes.append(f"{key} belongs to the old degrees and is left out")
-    return kept
+    return kept if is_same else {**kept, **_random_streams(source, degrees, notes)}
+
+
+def _random_streams(
+    source: Checkpoint, degrees: Mapping[str, int], notes: list[str]
+) -> dict[str, bytes]:
+    """Return the objects of ``rng_state``, which Megatron asks for at the arguments' degrees: one
+    for each PP and TP rank, and with expert parallelism for each data-parallel rank too."""
+    if source.values.arguments is None:
+        return {}
+    pp, tp, ep = (degrees.get(axis, 1) for axis in ("pp", "tp", "ep"))
+    sizes = (pp, tp) if ep == 1 else (pp, tp, degrees.get("dp", 1) * degrees.get("cp", 1))
+    shape = ".".join(map(str, sizes))
+    found = {}
+    for at in np.ndindex(*sizes):
+        coordinate = at[1], at[0], at[2] % ep if ep > 1 else 0
+        streams = streams_of(source, degrees, coordinate, notes)
+        key = f"rng_state/shard_{'.'.join(map(str, at))}_{shape}"
+        found[key] = content_of(lay_out_archive([streams]))
+    return found
 
 
 def _extra_states(tensors: Mapping[str, Tensor], names: Keys) -> Iterator[str]:
@@ -115,7 +138,7 @@ def common_of(
     if is_split is not None:
         is_mixed = any(name.startswith(f"{MAIN}/") for name in tensors)
         common["optimizer"] = optimizer_tree(
-            _groups(source, reference, notes),
+            whole_groups(source, reference, notes),
             read_steps(source),
             values.grad_scaler,
             is_split=is_split,
@@ -132,7 +155,7 @@ def common_of(
     return common
 
 
-def _groups(
+def whole_groups(
     source: Checkpoint, reference: Values | None, notes: list[str]
 ) -> list[Mapping[str, Any]]:
     """Return whole parameter groups; what the source lacks is the reference's.

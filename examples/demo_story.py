@@ -17,12 +17,12 @@ LOSS_LIMIT = 1e-6
 ORDINARY_STEPS = 5
 """Steps after a change that tell how long a step of the new layout takes."""
 
-NO_PAUSE = ("detect", "drain")
+NO_PAUSE = ("detect", "build", "drain")
 """Phases in which the old round still trains, up to the agreed step."""
 
 PHASES = (
-    "detect", "drain", "deposit", "commit", "relaunch", "plan", "move", "restore", "proof",
-    "first_step",
+    "detect", "build", "drain", "deposit", "commit", "relaunch", "plan", "move", "restore",
+    "proof", "first_step",
 )  # fmt: skip
 
 

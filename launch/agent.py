@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import PeerError, ScalaiError, UsageError
-from scalai.launch.arguments import worker_arguments
+from scalai.launch.ahead import obstacle, offer
+from scalai.launch.crew import Crew, Crews
 from scalai.launch.data_plane import DataPlaneServer
 from scalai.launch.deposits import Deposits
 from scalai.launch.durable import adopt, newest_durable
@@ -26,10 +27,9 @@ from scalai.launch.generations import deposit_name
 from scalai.launch.job import JobSpec
 from scalai.launch.places import Place
 from scalai.launch.restores import Restores
-from scalai.launch.round import Round, answers
-from scalai.launch.torch_elastic import Outcome, Placement, WorkerSet, wait_until_warm, warm_up
-from scalai.launch.warm import write_preload
-from scalai.runtime.control import MAX_WORKERS, OUT_OF_MEMORY_EXIT, ControlPage
+from scalai.launch.round import Round
+from scalai.launch.torch_elastic import Outcome, WorkerSet
+from scalai.runtime.control import MAX_WORKERS, OUT_OF_MEMORY_EXIT
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.messages import Channel, Peer, Server
 from scalai.store.host import HostStore
@@ -52,10 +52,17 @@ class Agent:
         slots: Workers that this host can run.
         place: Where the coordinator is.
         interface: Address that other hosts reach this one by.
+        make_workers: Returns an empty set of workers.
     """
 
     def __init__(
-        self, spec: JobSpec, host: str, slots: int, place: Place, interface: str, workers: WorkerSet
+        self,
+        spec: JobSpec,
+        host: str,
+        slots: int,
+        place: Place,
+        interface: str,
+        make_workers: Callable[[], WorkerSet],
     ) -> None:
         if slots > MAX_WORKERS:
             raise UsageError(f"{slots} workers on one host; at most {MAX_WORKERS} are supported.")
@@ -65,24 +72,22 @@ class Agent:
         self._store = HostStore(spec.job, host, spec.store_dir, spec.store_budget_bytes)
         self._directory = self._store.directory / "agent"
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        self._page = ControlPage(self._directory / "control", create=True)
-        self._page.clear()
         worker_token = secrets.token_bytes(32)
         _write_secret(self._directory / "token", worker_token)
         socket_path = self._directory / "agent.sock"
         socket_path.unlink(missing_ok=True)
         self._server = Server(str(socket_path), worker_token, self._on_worker, self._on_worker_gone)
         self._data = DataPlaneServer(self._store, place.token, interface)
-        self._workers = workers
+        self._crews = Crews(spec, self._directory, make_workers)
+        self._crew: Crew | None = None
         self._round: Round | None = None
+        self._ahead: tuple[Round, Crew] | None = None
         self._exit: int | None = None
         self._restores = Restores(self._store, place.token, self._tell, self._in_background)
         self._deposits = Deposits(self._store, self._tell, self._in_background)
         self._callers: dict[Peer, tuple[Round, int]] = {}
-        self._unanswered: set[Future[Json]] = set()
         self._leaving_at: float | None = None
         self._is_told_to_exit = False
-        self._is_warm = False
         self._calls = Channel(place.address, place.token)
         self._polls = Channel(place.address, place.token)
         if place.is_new:
@@ -115,7 +120,9 @@ class Agent:
                 except queue.Empty:
                     self._tick()
         finally:
-            self._workers.stop(1)
+            self._give_up()
+            if self._crew is not None:
+                self._crew.end()
             self._data.close()
             self._server.close()
             if self._exit in (0, RESUMABLE) or not self._store.generations():
@@ -149,13 +156,17 @@ class Agent:
         if self._leaving_at is not None and time.monotonic() - self._leaving_at > timeout:
             log.error("event=drain_timeout after_s=%.0f: leaving without a goodbye", timeout)
             self._end(1)
-        current = self._round
-        if current is None:
+        if self._ahead is not None:
+            outcome = self._ahead[1].poll()
+            if outcome is not None:
+                self._not_built("; ".join(outcome.failures) or "the script has ended")
+        current, crew = self._round, self._crew
+        if current is None or crew is None:
             return
         if current.give_up_at is not None and time.monotonic() > current.give_up_at:
             self._fail("workers hang on their way to the stop, or in their deposit")
         if not current.is_draining:
-            outcome = self._workers.poll()
+            outcome = crew.poll()
             if outcome is not None:
                 self._workers_ended(outcome)
 
@@ -170,13 +181,11 @@ class Agent:
     def _poll(self) -> None:
         """Fetch commands and queue them, in a thread of its own."""
         while self._exit is None:
-            current = self._round
-            newest = self._page.newest_step(len(current.ranks)) if current else 0
+            current, crew = self._round, self._crew
+            newest = crew.newest_step() if crew else 0
             round = current.number if current else 0
             try:
-                commands = self._polls.call(
-                    "poll", host=self._host, round=round, newest=max(newest, 0)
-                )
+                commands = self._polls.call("poll", host=self._host, round=round, newest=newest)
             except PeerError as error:
                 if self._exit is None:
                     self._events.put(lambda error=error: self._coordinator_gone(error))  # type: ignore[misc]
@@ -247,6 +256,8 @@ class Agent:
     def _obey(self, command: Mapping[str, Json]) -> None:
         arguments = {key: value for key, value in command.items() if key != "command"}
         obey: Mapping[str, Callable[..., None]] = {
+            "build": lambda **place: self._build(command),
+            "give_up": self._give_up,
             "start": lambda **place: self._start(command),
             "expect": self._expect,
             "proceed": self._proceed,
@@ -254,7 +265,7 @@ class Agent:
             "agree": self._agree,
             "hurry": self._hurry,
             "discard": self._discard,
-            "withdraw": self._page.withdraw,
+            "withdraw": self._withdraw,
             "commit": self._commit,
             "stop": self._stop,
             "drop": self._drop,
@@ -263,40 +274,54 @@ class Agent:
         }
         obey[command["command"]](**arguments)
 
+    def _build(self, command: Mapping[str, Json]) -> None:
+        """Start the next round's workers beside the present ones."""
+        self._give_up()
+        pids = self._crew.pids().values() if self._crew else ()
+        on_devices = self._round is not None and self._round.uses_devices
+        policy = self._spec.config.resize.build_ahead
+        reason = obstacle(policy, command["local_world_size"], pids, on_devices=on_devices)
+        if reason is None:
+            crew = self._crews.start(command)
+            offer(crew.pids().values(), is_ahead=True)
+            self._ahead = Round(command), crew
+        else:
+            self._tell("not_built", round=command["round"], reason=reason)
+
+    def _not_built(self, reason: str) -> None:
+        assert self._ahead is not None
+        round = self._ahead[0].number
+        self._give_up()
+        self._tell("not_built", round=round, reason=reason)
+
+    def _give_up(self, round: int | None = None) -> None:
+        """End what was built ahead: any round, or this one."""
+        if self._ahead is not None and round in (None, self._ahead[0].number):
+            ahead, crew = self._ahead
+            self._ahead = None
+            crew.end()
+            self._dismiss(ahead)
+
     def _start(self, command: Mapping[str, Json]) -> None:
-        self._page.clear()
-        self._round = Round(command)
-        place = Placement(
-            round=command["round"],
-            group_rank=command["group_rank"],
-            group_world_size=command["group_world_size"],
-            first_rank=command["first_rank"],
-            local_world_size=command["local_world_size"],
-            world_size=command["world_size"],
-            master_addr=command["master_addr"],
-            master_port=command["master_port"],
-            environment=self._worker_environment(),
-        )
-        arguments = worker_arguments(self._spec, command, self._facts_of(command))
-        self._workers.start(place, arguments, warm=self._is_warm)
-        pids = {str(place.first_rank + local): pid for local, pid in self._workers.pids().items()}
-        here({self._host: os.getpid(), **pids})
+        """Begin a round, with the workers that were built for it where there are any."""
+        if self._ahead is not None and self._ahead[0].number == command["round"]:
+            (self._round, self._crew), self._ahead = self._ahead, None
+            self._round.command = command
+            offer(self._crew.pids().values(), is_ahead=False)
+        else:
+            self._give_up()
+            self._round, self._crew = Round(command), None
+            if command["is_built"]:
+                self._fail("what was built ahead is gone")
+                return
+            self._crew = self._crews.start(command)
+        here({self._host: os.getpid(), **self._crew.pids()})
+        if command["is_built"]:
+            reached("relaunch")
+        if self._round.is_complete(self._round.published):
+            self._begin_restore(self._round)
         if not self._spec.is_elastic:
             self._tell("stepped", round=self._round.number)
-
-    def _worker_environment(self) -> dict[str, str]:
-        environment = {"SCALAI_AGENT_PID": str(os.getpid())}
-        if self._spec.is_elastic:
-            environment |= {"SCALAI_ELASTIC": "1", "SCALAI_AGENT": str(self._directory)}
-        return environment
-
-    @staticmethod
-    def _facts_of(command: Mapping[str, Json]) -> Mapping[str, Json]:
-        """Return what the workers of the source generation told about the script."""
-        facts: dict[str, Json] = {}
-        for source in command["sources"].values():
-            facts.update(source["part"]["about"].get("facts", {}))
-        return facts
 
     def _expect(self, tensors: int) -> None:
         if self._round is not None:
@@ -308,24 +333,27 @@ class Agent:
             self._restores.proceed(self._round)
 
     def _prepare(self, stop: int) -> None:
-        if self._round is not None:
-            self._page.prepare(stop)
-            newest = self._page.newest_step(len(self._round.ranks))
-            self._tell("prepared", stop=stop, newest=newest)
+        if self._crew is not None:
+            self._crew.page.prepare(stop)
+            self._tell("prepared", stop=stop, newest=self._crew.newest_step())
+
+    def _withdraw(self) -> None:
+        if self._crew is not None:
+            self._crew.page.withdraw()
 
     def _agree(self, stop: int) -> None:
-        current = self._round
-        if current is None:
+        current, crew = self._round, self._crew
+        if current is None or crew is None:
             return
         # From here on only a connection that ends tells of a worker's death: look once more.
-        outcome = self._workers.poll()
+        outcome = crew.poll()
         if outcome is not None:
             self._workers_ended(outcome)
         elif current.lost - current.finished:
             self._fail(f"ranks {sorted(current.lost - current.finished)} died before the stop")
         else:
             current.is_draining = True
-            self._page.agree(stop)
+            crew.page.agree(stop)
 
     def _hurry(self) -> None:
         """Other hosts have come to the stop: workers that do not come there hang."""
@@ -350,30 +378,30 @@ class Agent:
     def _stop(self, round: int, has_deposited: bool) -> None:
         """End the workers: after a drain they leave by themselves, and may say goodbye to their log
         writers."""
-        current, newest = self._round, 0
+        current, crew, newest = self._round, self._crew, 0
         if current is not None and current.number == round:
             deadline = time.monotonic() + (EXIT_GRACE_S if has_deposited else 0.0)
-            while self._exit is None and time.monotonic() < deadline:
-                if self._workers.poll() is not None:
+            while crew is not None and self._exit is None and time.monotonic() < deadline:
+                if crew.poll() is not None:
                     break
                 time.sleep(0.01)
-            self._workers.stop(1)
-            newest = self._page.newest_step(len(current.ranks))
+            if crew is not None:
+                crew.end()
+                newest = crew.newest_step()
             self._forget_round(current)
-        self._tell("stopped", round=round, newest=max(newest, 0))
+        self._tell("stopped", round=round, newest=newest)
 
     def _forget_round(self, current: Round) -> None:
         """The workers are gone: answer whoever still waits for them, give their files back."""
-        self._round = None
-        for _, answer in current.slot_waiters:
-            answer.set_result(None)
-        for answer in answers(self._unanswered):
-            answer.set_exception(PeerError("this round of workers has ended."))
-        self._unanswered.clear()
-        self._callers.clear()
+        self._round = self._crew = None
+        self._dismiss(current)
         is_sealing = current.deposit is not None and current.deposit.is_sealing
         if current.reserved is not None and not is_sealing:
             self._store.discard(current.reserved)
+
+    def _dismiss(self, ended: Round) -> None:
+        ended.dismiss()
+        self._callers = {p: call for p, call in self._callers.items() if call[0] is not ended}
 
     def _drop(self, generation: int) -> None:
         if generation in self._store.generations():
@@ -409,28 +437,25 @@ class Agent:
         """Hand a worker's call to the loop and wait for the answer, in the connection's thread."""
         deposits, restores = self._deposits, self._restores
         calls: Mapping[str, Callable[..., None]] = {
+            "hello": self._hello,
             "publish": self._publish,
-            "await_slot": lambda answer, rank: deposits.await_slot(self._round, answer, rank),
-            "begin_deposit": lambda answer, **told: deposits.begin(self._now(), answer, **told),
-            "deposited": lambda answer, **told: deposits.deposited(self._now(), answer, **told),
-            "restored": lambda answer, **told: restores.restored(self._now(), answer, **told),
+            "await_slot": deposits.await_slot,
+            "begin_deposit": deposits.begin,
+            "deposited": deposits.deposited,
+            "restored": restores.restored,
             "stepped": self._stepped,
             "finished": self._finished,
         }
-        if method != "hello" and method not in calls:
+        if method not in calls:
             raise UsageError(f"{method!r} is not a call of the agent.")
         answer: Future[Json] = Future()
 
         def deliver() -> None:
-            self._unanswered.add(answer)
-            answer.add_done_callback(self._unanswered.discard)
             try:
-                if method == "hello":
-                    self._hello(peer, answer, **arguments)
-                elif method != "await_slot" and not self._is_current(peer):
-                    raise PeerError("this round of workers has ended.")
-                else:
-                    calls[method](answer, **arguments)
+                round = self._round_of(peer, method, arguments)
+                round.unanswered.add(answer)
+                answer.add_done_callback(round.unanswered.discard)
+                calls[method](round, answer, **arguments)
             except ScalaiError as error:
                 if not answer.done():
                     answer.set_exception(error)
@@ -438,16 +463,26 @@ class Agent:
         self._events.put(deliver)
         return answer.result()
 
-    def _now(self) -> Round:
-        """Return the round that a worker speaks of: ``_is_current`` was asked."""
-        assert self._round is not None
-        return self._round
+    def _round_of(self, peer: Peer, method: str, arguments: Mapping[str, Json]) -> Round:
+        """Return the round that a worker speaks of, the present one or the one ahead.
 
-    def _is_current(self, peer: Peer) -> bool:
-        """Whether a worker of the present round is at the other end: words of earlier ones may
-        still be on their way when their round has ended."""
-        caller = self._callers.get(peer)
-        return caller is not None and caller[0] is self._round
+        Raises:
+            PeerError: It has ended: words of its workers may still be on their way.
+        """
+        ahead = self._ahead[0] if self._ahead else None
+        rounds = [round for round in (self._round, ahead) if round is not None]
+        if method == "await_slot":  # on a connection of its own
+            found = self._round
+        elif method == "hello":
+            found = next((r for r in rounds if r.number == arguments["round"]), None)
+            if found is not None:
+                self._callers[peer] = (found, arguments["rank"])
+        else:
+            caller = self._callers.get(peer)
+            found = caller[0] if caller is not None and caller[0] in rounds else None
+        if found is None:
+            raise PeerError("this round of workers has ended.")
+        return found
 
     def _on_worker_gone(self, peer: Peer) -> None:
         def deliver() -> None:
@@ -457,59 +492,55 @@ class Agent:
 
         self._events.put(deliver)
 
-    def _hello(self, peer: Peer, answer: "Future[Json]", rank: int, round: int) -> None:
-        if self._round is None or self._round.number != round:
-            raise PeerError(f"round {round} of workers has ended.")
-        self._callers[peer] = (self._round, rank)
-        command = self._round.command
-        steps = {source["part"]["step"] for source in command["sources"].values()}
+    def _hello(self, current: Round, answer: "Future[Json]", rank: int, round: int) -> None:
+        command = current.command
         answer.set_result(
             {
                 "degrees": command["degrees"],
                 "micro_batch_size": command["micro_batch_size"],
                 "snapshot_every": self._spec.config.store.snapshot_every,
-                "restorable_step": max(steps) if steps else None,
+                "restorable_step": command["restorable_step"],
+                "is_ahead": current is not self._round,
             }
         )
 
-    def _publish(self, answer: "Future[Json]", **told: Json) -> None:
-        if self._restores.publish(self._now(), answer, **told):
-            self._deposits.reserve(self._round)
+    def _publish(self, current: Round, answer: "Future[Json]", **told: Json) -> None:
+        if self._restores.publish(current, answer, **told):
+            if current is self._round:
+                self._begin_restore(current)
+            else:
+                self._tell("built", round=current.number)
 
-    def _stepped(self, answer: "Future[Json]", rank: int, step: int, imports: Json) -> None:
-        current = self._now()
+    def _begin_restore(self, current: Round) -> None:
+        if not self._restores.begin(current):
+            self._deposits.reserve(current)
+
+    def _stepped(
+        self, current: Round, answer: "Future[Json]", rank: int, step: int, imports: Json
+    ) -> None:
         answer.set_result(None)
         current.stepped.add(rank)
-        if imports is not None and not self._is_warm:
-            path = write_preload(self._directory / "preload.json", imports)
-            warm_up(str(path))
-            self._is_warm = True
-            self._background.submit(self._announce_warm)
+        if imports is not None:
+            self._crews.warm_up(imports, self._background.submit)
         if current.is_complete(current.stepped):
             self._tell("stepped", round=current.number)
-            self._deposits.reserve(self._round)
+            self._deposits.reserve(current)
 
     @staticmethod
-    def _announce_warm() -> None:
-        began = time.monotonic()
-        wait_until_warm()
-        log.info("event=warm took_s=%.1f: later workers start from here", time.monotonic() - began)
-
-    def _finished(self, answer: "Future[Json]", rank: int, step: int) -> None:
-        current = self._now()
+    def _finished(current: Round, answer: "Future[Json]", rank: int, step: int) -> None:
         answer.set_result(None)
         current.finished.add(rank)
 
     def _worker_gone(self, rank: int) -> None:
-        current = self._round
-        if current is None or rank not in current.ranks:
+        current, crew = self._round, self._crew
+        if current is None or crew is None or rank not in current.ranks:
             return
         current.lost.add(rank)
         if not current.is_draining:
             return
         is_done = current.deposit is not None and rank in current.deposit.parts
         if not is_done and rank not in current.finished:
-            if not self._page.has_reached_stop(rank - current.ranks.start):
+            if not crew.page.has_reached_stop(rank - current.ranks.start):
                 self._fail(f"rank {rank} died on its way to the stop")
                 return
             log.error("event=worker_lost rank=%d while it deposits", rank)

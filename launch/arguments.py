@@ -14,15 +14,13 @@ Json = Any
 log = logging.getLogger(__name__)
 
 
-def worker_arguments(
-    spec: JobSpec, command: Mapping[str, Json], facts: Mapping[str, Json]
-) -> list[str]:
+def worker_arguments(spec: JobSpec, command: Mapping[str, Json]) -> list[str]:
     """Return the arguments of ``scalai.patches.worker`` for one round.
 
     Args:
         spec: The job.
-        command: The coordinator's ``start``: degrees and micro-batch size.
-        facts: What workers of earlier rounds told, such as ``padded_vocab_size``.
+        command: The coordinator's ``start`` or ``build``: degrees, micro-batch size, and ``facts``
+            that workers of earlier rounds told, such as ``padded_vocab_size``.
     """
     options, known = spec.options, spec.script.arguments
     assert options.script is not None
@@ -32,7 +30,7 @@ def worker_arguments(
     flags, notes = derived_flags(
         known,
         Degrees.from_json(command["degrees"]),
-        facts.get("padded_vocab_size"),
+        command["facts"].get("padded_vocab_size"),
         command["micro_batch_size"],
     )
     for note in notes:

@@ -62,6 +62,7 @@ class Coordinator:
         self._source: int | None = None
         self._last_number = 0
         self._timeline = Timeline(spec.report_dir, self._log)
+        resize = spec.config.resize
         self._job = m.Job(
             assign=self._sizing.assign(),
             settle_s=spec.settle_s,
@@ -69,11 +70,13 @@ class Coordinator:
             failures_left=spec.max_restarts,
             has_durable_dir=spec.durable_dir is not None,
             is_elastic=spec.is_elastic,
+            build_timeout_s=0.0 if resize.build_ahead == "never" else resize.build_timeout_s,
         )
         self._told = Gathering()
         self._exit_code = 0
         self._degrees_before: str | None = None
         self._store: TCPStore | None = None
+        self._store_ahead: TCPStore | None = None
         self._interface = address[0]
         self._server = Server(address, token, self._handle, self._gone)
 
@@ -218,6 +221,8 @@ class Coordinator:
 
     def _tell(self, peer: Peer, host: str, event: str, **facts: Json) -> Json:
         handlers: Mapping[str, Callable[..., None]] = {
+            "built": lambda host, round: self._feed(m.Built(host, round)),
+            "not_built": lambda host, round, reason: self._feed(m.NotBuilt(host, round, reason)),
             "prepared": self._on_prepared,
             "sealed": self._on_sealed,
             "committed": self._on_committed,
@@ -397,8 +402,12 @@ class Coordinator:
 
     def _entered(self, was: m.Phase, now: m.Phase) -> None:
         line = self._timeline
-        if now is m.Phase.PREPARING:
+        if was is m.Phase.RUNNING and now in (m.Phase.BUILDING, m.Phase.PREPARING):
             line.phase("detect", line.since("event"))
+            line.mark("detected")
+        if was is m.Phase.BUILDING:
+            line.phase("build", line.since("detected"))
+        if now is m.Phase.PREPARING:
             line.mark("preparing")
         elif now is m.Phase.DRAINING:
             self._told.deposits.clear()
@@ -411,6 +420,11 @@ class Coordinator:
 
     def _perform(self, action: m.Action) -> None:
         match action:
+            case m.Build(ahead):
+                self._build(ahead)
+            case m.GiveUp(round):
+                self._store_ahead = None
+                self._command(self._roster.hosts(), command="give_up", round=round)
             case m.Prepare(hosts, stop):
                 self._command(hosts, command="prepare", stop=stop)
             case m.Agree(hosts, stop):
@@ -481,34 +495,70 @@ class Coordinator:
         self._timeline.mark_first("committed")
         self._degrees_before = str(assignment.degrees)
         self._log(f"event=round {assignment.reason!r} generation={action.generation}")
-        # Workers are clients of this store (TORCHELASTIC_USE_AGENT_STORE); a new one a round, so
-        # that no key is stale.
-        self._store = TCPStore(
-            self._interface,
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(minutes=10),
-        )
+        self._store, self._store_ahead = self._store_ahead or self._new_store(), None
         self._prepare_round(action)
         sources = {}
         if action.generation is not None:
             for host, part in self._generations.parts(action.generation).items():
                 address = self._roster[host].address
                 sources[host] = {"address": address, "part": manifest_message(part)}
+        self._start_workers(
+            "start",
+            action.round,
+            assignment,
+            self._store,
+            action.generation,
+            sources=sources,
+            is_built=action.is_built,
+        )
+
+    def _build(self, ahead: m.Ahead) -> None:
+        """Start the next round's workers beside the present ones."""
+        self._log(f"event=build {ahead.assignment.reason!r} round_ahead={ahead.round}")
+        self._store_ahead = self._new_store()
+        newest = self._job.newest_generation
+        number = newest.number if newest else None
+        self._start_workers("build", ahead.round, ahead.assignment, self._store_ahead, number)
+
+    def _new_store(self) -> TCPStore:
+        """Return what the workers of a round meet at (TORCHELASTIC_USE_AGENT_STORE): a new one a
+        round, so that no key is stale."""
+        return TCPStore(
+            self._interface,
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=10),
+        )
+
+    def _start_workers(
+        self,
+        command: str,
+        round: int,
+        assignment: m.Assignment,
+        store: TCPStore,
+        generation: int | None,
+        **more: Json,
+    ) -> None:
+        """Tell each host of an assignment which workers to start, and what is known of the newest
+        generation."""
+        step = None if generation is None else self._generations.step(generation)
+        facts = {} if generation is None else self._generations.facts(generation)
         for host, place in place_ranks(assignment).items():
             self._command(
                 [host],
-                command="start",
+                command=command,
                 run=self._run,
-                round=action.round,
-                generation=action.generation,
-                sources=sources,
+                round=round,
+                generation=generation,
+                restorable_step=step,
+                facts=facts,
                 degrees=assignment.degrees.to_json(),
                 micro_batch_size=assignment.micro_batch_size,
                 master_addr=self._interface,
-                master_port=self._store.port,
+                master_port=store.port,
                 **place,
+                **more,
             )
 
     def _prepare_round(self, action: m.StartRound) -> None:

@@ -74,9 +74,9 @@ class Deposits:
             self._store.discard,
         )
 
-    def await_slot(self, current: Round | None, answer: "Future[Json]", rank: int) -> None:
+    def await_slot(self, current: Round, answer: "Future[Json]", rank: int) -> None:
         """A worker wants to map its file of the next deposit, once it is there."""
-        if current is None or rank not in current.ranks:
+        if rank not in current.ranks:
             answer.set_result(None)
             return
         current.slot_waiters.append((rank, answer))

@@ -31,6 +31,7 @@ from scalai.core.choice import DegreePolicy, Rule
 from scalai.core.degrees import ModelLimits, Wish, parse_wish
 from scalai.core.errors import UsageError
 
+BUILD_AHEAD = ("auto", "always", "never")
 PROBE_KINDS = ("nvidia-smi", "command", "file", "none")
 
 
@@ -65,14 +66,22 @@ class ResizeConfig:
         drain_timeout_s: How long a leaving host serves its shards at most.
         allowed_sizes: World sizes that may be used, ascending; empty: any.
         min_model_parallel: Smallest TP·PP that memory is known to hold; None: the present one.
+        build_ahead: Whether the next round's workers build their models while the present ones
+        train on: ``auto`` where host memory holds both, ``always``, ``never``.
+        build_timeout_s: How long the training goes on for that, at most, before the change.
     """
 
     settle_s: float = 2.0
     drain_timeout_s: float = 120.0
     allowed_sizes: tuple[int, ...] = ()
     min_model_parallel: int | None = None
+    build_ahead: str = "auto"
+    build_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
+        policies = "one of " + ", ".join(BUILD_AHEAD)
+        _expect(self.build_ahead in BUILD_AHEAD, "build_ahead", self.build_ahead, policies)
+        _expect(self.build_timeout_s > 0, "build_timeout_s", self.build_timeout_s, "> 0 seconds")
         _expect(self.settle_s >= 0, "settle_s", self.settle_s, "0 or more seconds")
         _expect(self.drain_timeout_s > 0, "drain_timeout_s", self.drain_timeout_s, "> 0 seconds")
         sizes = self.allowed_sizes

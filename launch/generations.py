@@ -3,6 +3,7 @@ and the proof."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -111,6 +112,13 @@ class Generations:
     def step(self, number: int) -> int:
         """Return the step of a committed generation."""
         return next(iter(self._committed[number].values())).step
+
+    def facts(self, number: int) -> Mapping[str, Any]:
+        """Return what the workers of a generation told about the script."""
+        told: dict[str, Any] = {}
+        for part in self._committed[number].values():
+            told.update(part.about.get("facts", {}))
+        return told
 
     def add(self, part: HostManifest) -> bool:
         """A host holds this part of a committed generation (it was re-adopted, or grew by what was

@@ -38,31 +38,39 @@ class Restores:
         self._store, self._token = store, token
         self._tell, self._in_background = tell, in_background
 
+    @staticmethod
     def publish(
-        self, current: Round, answer: "Future[Json]", rank: int, is_restoring: bool, held: Json,
-        wanted: Json, facts: Mapping[str, Json],
+        current: Round, answer: "Future[Json]", rank: int, is_restoring: bool, held: Json,
+        wanted: Json, facts: Mapping[str, Json], uses_devices: bool,
     ) -> bool:  # fmt: skip
         """A worker has built its model and says what it holds and wants.
 
         Returns:
-            True once all have said so, and none of them takes its state from a generation.
+            True once all workers of the round have said so.
         """
         current.published[rank] = Published(
             Collection.from_json(held), Collection.from_json(wanted), is_restoring, answer
         )
         current.facts.update(facts)
-        if not current.is_complete(current.published):
-            return False
+        current.uses_devices |= uses_devices
+        return current.is_complete(current.published)
+
+    def begin(self, current: Round) -> bool:
+        """Plan and fetch for a round whose workers have all published.
+
+        Returns:
+            False where none of them takes its state from a generation: they go on at once.
+        """
         tables = [entry.held.tensors for entry in current.published.values()]
         names = sorted({(tensor.name,) for table in tables for tensor in table})
         self._tell("published", round=current.number, tensors=names)
-        if is_restoring and current.command["sources"]:
+        if current.is_restoring:
             reached("plan")
             self._prepare(current)
-            return False
+            return True
         for entry in current.published.values():
             entry.answer.set_result(None)
-        return True
+        return False
 
     def _prepare(self, current: Round) -> None:
         wants = {rank: entry.wanted for rank, entry in current.published.items()}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scalai.core.collection import Collection
+from scalai.core.errors import PeerError
 from scalai.store.deposit import Deposit
 from scalai.store.orders import RankDeposit, WriteOrder
 
@@ -28,7 +29,7 @@ class Round:
     """One incarnation of this host's workers. Only the agent's own thread changes it."""
 
     command: Mapping[str, Json]
-    """The coordinator's ``start`` command."""
+    """The coordinator's ``start`` command; ``build`` where it was built ahead and has not begun."""
     published: dict[int, Published] = field(default_factory=dict)
     restored: dict[int, tuple[Mapping[str, Json], "Future[Json]"]] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
@@ -54,6 +55,10 @@ class Round:
     give_up_at: float | None = None
     """When workers that have not come to the stop count as hung, by ``time.monotonic``."""
     has_failed: bool = False
+    uses_devices: bool = False
+    """Whether workers keep their state in device memory."""
+    unanswered: "set[Future[Json]]" = field(default_factory=set)
+    """What workers wait for."""
 
     @property
     def number(self) -> int:
@@ -74,6 +79,14 @@ class Round:
         """Whether the workers take their state from a generation."""
         is_wished = all(entry.is_restoring for entry in self.published.values())
         return bool(self.command["sources"]) and is_wished
+
+    def dismiss(self) -> None:
+        """The workers are gone: whoever still waits for an answer to them gets an error."""
+        for _, answer in self.slot_waiters:
+            answer.set_result(None)
+        for answer in answers(self.unanswered):
+            answer.set_exception(PeerError("this round of workers has ended."))
+        self.unanswered.clear()
 
     def held(self) -> dict[int, Collection]:
         return {rank: entry.held for rank, entry in self.published.items()}

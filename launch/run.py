@@ -65,8 +65,9 @@ def run_agent(spec: JobSpec) -> int:
         tee=Std.from_str(options.tee),
     )
     interface = options.local_addr or _own_address(place.address)
-    workers = WorkerSet(spec.job, options.role, logs)
-    agent = Agent(spec, host, slots, place, interface, workers)
+    agent = Agent(
+        spec, host, slots, place, interface, lambda: WorkerSet(spec.job, options.role, logs)
+    )
     _handle_signals(agent)
     _start_probe(spec, agent, slots)
     ended: list[int] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 PHASES = (
-    "detect", "drain", "deposit", "commit", "relaunch",
+    "detect", "build", "drain", "deposit", "commit", "relaunch",
     "plan", "move", "restore", "proof", "first_step",
 )  # fmt: skip
 

@@ -95,5 +95,9 @@ def leave() -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except SystemExit as ending:
+        if ending.code:
+            raise
     leave()

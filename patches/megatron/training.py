@@ -55,6 +55,10 @@ class ElasticSession(Protocol):
     def restorable_step(self) -> int | None:
         """Step of the generation that ``attach`` would restore; None on a fresh start."""
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the training goes on elsewhere until ``attach`` restores a newer generation."""
+
     def report_facts(self, **facts: Json) -> None:
         """Tell what the launcher has to know for the degrees of later rounds."""
 
@@ -196,6 +200,8 @@ class TrainingHooks:
         generation = self._session.restorable_step
         if generation is None:
             return False
+        if self._session.is_ahead:
+            return True  # the training that still runs will deposit after any checkpoint of its own
         checkpoint = _agreed_checkpoint_step(job)
         source = choose_source(generation, checkpoint)
         if job.rank == 0:

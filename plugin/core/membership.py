@@ -25,6 +25,7 @@ class Phase(Enum):
     WAITING = "waiting"  # for enough hosts, or for a host whose store is needed
     STARTING = "starting"  # a round was assigned: relaunch, plan, move, restore, proof, first step
     RUNNING = "running"
+    BUILDING = "building"  # the next round's workers build their models; the present ones train on
     PREPARING = (
         "preparing"  # a stop was proposed; every agent says whether its workers are below it
     )
@@ -68,6 +69,14 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """A round whose workers are started before the present ones stop."""
+
+    round: int
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """A committed state: its number, the optimizer step, and the hosts that hold parts of it."""
 
@@ -92,12 +101,20 @@ class Job:
     has_durable_dir: bool = False
     is_elastic: bool = True
     """False: a plain job, whose workers are stopped and started anew as under torchrun."""
+    build_timeout_s: float = 0.0
+    """How long the next round's workers may build beside the present ones; 0: they never do."""
     has_state: bool = False
     phase: Phase = Phase.WAITING
     hosts: Mapping[str, Host] = field(default_factory=dict)
     joined: int = 0
     round: int = 0
+    last_round: int = 0
+    """The highest number given to a round, also to one that was built ahead and given up."""
     current: Assignment | None = None
+    ahead: Ahead | None = None
+    building_since: float | None = None
+    was_built_ahead: bool = False
+    """The present round was, so its first failure may come from that and is not counted."""
     generations: tuple[Generation, ...] = ()
     awaited: frozenset[str] = frozenset()
     stop: int = 0
@@ -186,6 +203,23 @@ class Ticked:
 
     at: float
     newest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Every worker of this host has built its model for the round ahead."""
+
+    host: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotBuilt:
+    """This host cannot build a round beside the present one, or failed to."""
+
+    host: str
+    round: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,13 +314,27 @@ class NotSaved:
 
 
 Event = (
-    HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Prepared | Deposited
-    | Judged | Snapshotted | Committed | Stopped | WorkersFailed | Stepped | Finished | Saved
-    | NotSaved
+    HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Built | NotBuilt
+    | Prepared | Deposited | Judged | Snapshotted | Committed | Stopped | WorkersFailed | Stepped
+    | Finished | Saved | NotSaved
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------
 # actions
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Start these workers beside the present ones; they build their models and wait."""
+
+    ahead: Ahead
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the workers that were built ahead for this round."""
+
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,12 +393,14 @@ class StopWorkers:
 @dataclass(frozen=True, slots=True)
 class StartRound:
     """Start these workers from this generation (None: from the script's own initial state).
-    ``steps_lost``: steps that were made and are in no generation."""
+    ``steps_lost``: steps that were made and are in no generation; ``is_built``: the workers were
+    started by ``Build``."""
 
     round: int
     assignment: Assignment
     generation: int | None
     steps_lost: int = 0
+    is_built: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +435,7 @@ class Say:
 
 
 Action = (
-    Prepare | Agree | Withdraw | Hurry | Judge | Commit | StopWorkers | StartRound | Release
-    | SaveDurable | Exit | Say
+    Build | GiveUp | Prepare | Agree | Withdraw | Hurry | Judge | Commit | StopWorkers | StartRound
+    | Release | SaveDurable | Exit | Say
 )  # fmt: skip
 Result = tuple[Job, tuple[Action, ...]]

@@ -10,8 +10,12 @@ from dataclasses import replace
 from functools import singledispatch
 
 from scalai.core.membership import (
+    Action,
     Agree,
+    Ahead,
     Assignment,
+    Build,
+    Built,
     Commit,
     Committed,
     Deposited,
@@ -19,6 +23,7 @@ from scalai.core.membership import (
     Exit,
     Finished,
     Generation,
+    GiveUp,
     Host,
     HostJoined,
     HostLeaving,
@@ -27,6 +32,7 @@ from scalai.core.membership import (
     Job,
     Judge,
     Judged,
+    NotBuilt,
     NotSaved,
     Phase,
     Prepare,
@@ -48,12 +54,14 @@ from scalai.core.membership import (
     WorkersFailed,
 )  # fmt: skip
 
-RESIZABLE = (Phase.WAITING, Phase.STARTING, Phase.RUNNING)
+RESIZABLE = (Phase.WAITING, Phase.STARTING, Phase.RUNNING, Phase.BUILDING)
 """Phases in which a change begins something new; in the others it is met when the next round is
 assigned."""
 
+TRAINING = (Phase.RUNNING, Phase.BUILDING)
+"""Phases in which the workers train and no stop is under way."""
 
-FALLIBLE = (Phase.STARTING, Phase.RUNNING, Phase.PREPARING, Phase.DRAINING)
+FALLIBLE = (Phase.STARTING, *TRAINING, Phase.PREPARING, Phase.DRAINING)
 """Phases that need the workers; in the others they have done their work or are being stopped."""
 
 
@@ -108,17 +116,61 @@ def _consider(job: Job) -> Result:
         return _start_round(job)
     target = _assignment(job)
     if target is None and staying(job) and not job.has_durable_dir:
-        return job, (
-            Say(
-                "no allowed world fits the hosts that stay, and there is no --durable-dir to save "
-                "to: going on"
-            ),
+        reason = (
+            "no allowed world fits the hosts that stay, and there is no --durable-dir to save to: "
+            "going on"
         )
+        return _stay(job, reason)
     if target is not None and job.current is not None and target.is_same_as(job.current):
-        return job, (Say(f"the change leaves the job as it is: {target.reason}"),)
+        return _stay(job, f"the change leaves the job as it is: {target.reason}")
     if job.phase is Phase.STARTING or not job.is_elastic:
         return _stop_workers(job, "the hosts changed")
-    return _prepare(job)
+    return _build(job, target)
+
+
+def _stay(job: Job, reason: str) -> Result:
+    """The job goes on as it is."""
+    job, given_up = _without_ahead(job)
+    phase = Phase.RUNNING if job.phase is Phase.BUILDING else job.phase
+    awaited = frozenset[str]() if job.phase is Phase.BUILDING else job.awaited
+    return replace(job, phase=phase, awaited=awaited), (*given_up, Say(reason))
+
+
+def _build(job: Job, target: Assignment | None) -> Result:
+    """Start the next round's workers beside the present ones; stop those once they have built, or
+    at once where a host wants to leave."""
+    if _is_built_for(job, target):
+        return _prepare(job) if _leaving(job) else (job, ())
+    job, given_up = _without_ahead(job)
+    if target is None or not job.build_timeout_s:
+        job, actions = _prepare(job)
+        return job, (*given_up, *actions)
+    ahead = Ahead(job.last_round + 1, target)
+    job = replace(
+        job,
+        phase=Phase.BUILDING,
+        awaited=frozenset(target.active),
+        ahead=ahead,
+        last_round=ahead.round,
+        building_since=None,
+    )
+    job, actions = _prepare(job) if _leaving(job) else (job, ())
+    return job, (*given_up, Build(ahead), *actions)
+
+
+def _is_built_for(job: Job, target: Assignment | None) -> bool:
+    """Whether the workers that build ahead are those of this assignment."""
+    if job.ahead is None or target is None:
+        return False
+    its = job.ahead.assignment
+    return target.is_same_as(its) and target.micro_batch_size == its.micro_batch_size
+
+
+def _without_ahead(job: Job) -> Result:
+    """Give up what was built ahead, if anything was."""
+    if job.ahead is None:
+        return job, ()
+    return replace(job, ahead=None), (GiveUp(job.ahead.round),)
 
 
 def _prepare(job: Job) -> Result:
@@ -136,12 +188,17 @@ def _stop_workers(job: Job, reason: str, *, has_deposited: bool = False) -> Resu
 
 
 def _fail(job: Job, reason: str) -> Result:
-    """A failure, not a change: it counts against the restart budget."""
-    if job.failures_left <= 0:
+    """A failure, not a change: it counts against the restart budget.
+
+    What was built ahead expected the state of the stop that does not come now.
+    """
+    is_free = job.was_built_ahead and job.phase is Phase.STARTING
+    if job.failures_left <= 0 and not is_free:
         return _end(job, 1, f"{reason}; the restart budget (--max-restarts) is used up")
-    job = replace(job, failures_left=job.failures_left - 1)
+    job, given_up = _without_ahead(job)
+    job = replace(job, failures_left=job.failures_left - (not is_free), was_built_ahead=False)
     job, actions = _stop_workers(job, reason)
-    return job, (Say(f"{reason}; {job.failures_left} restarts left"), *actions)
+    return job, (*given_up, Say(f"{reason}; {job.failures_left} restarts left"), *actions)
 
 
 def _start_round(job: Job) -> Result:
@@ -150,16 +207,25 @@ def _start_round(job: Job) -> Result:
     source = job.newest_generation
     step = source.step if source else 0
     if target is None and job.current is not None:
-        return _save(job)
+        job, given_up = _without_ahead(job)
+        job, actions = _save(job)
+        return job, (*given_up, *actions)
     if target is None or (job.has_state and source is None):
+        job, given_up = _without_ahead(job)
         missing = "" if target is None else " for the hosts whose stores hold the newest generation"
         job = replace(job, phase=Phase.WAITING, awaited=frozenset())
-        return job, (Say(f"waiting{missing or ' for hosts'}: {len(job.hosts)} present"),)
+        return job, (*given_up, Say(f"waiting{missing or ' for hosts'}: {len(job.hosts)} present"))
     reached = job.newest
+    is_built = source is not None and _is_built_for(job, target)
+    job, given_up = (job, ()) if is_built else _without_ahead(job)
+    number = job.ahead.round if job.ahead else job.last_round + 1
     job = replace(
         job,
         phase=Phase.STARTING,
-        round=job.round + 1,
+        round=number,
+        last_round=max(number, job.last_round),
+        ahead=None,
+        was_built_ahead=is_built,
         current=target,
         awaited=frozenset(target.active),
         finished=frozenset(),
@@ -167,8 +233,9 @@ def _start_round(job: Job) -> Result:
         changed_at=None,
         newest=step,
     )
-    number = source.number if source else None
-    return job, (StartRound(job.round, target, number, max(0, reached - step)),)
+    generation = source.number if source else None
+    start = StartRound(job.round, target, generation, max(0, reached - step), is_built)
+    return job, (*given_up, start)
 
 
 def _save(job: Job) -> Result:
@@ -244,7 +311,9 @@ def _host_leaving(event: HostLeaving, job: Job) -> Result:
     if event.host not in active(job) and job.phase in RESIZABLE:
         # In a start it serves its store until every rank has stepped; in a running job the hosts
         # with workers hold all that it holds.
-        return _release_leaving(job) if job.phase is Phase.RUNNING else (job, ())
+        if job.ahead is not None and event.host in job.ahead.assignment.active:
+            return _consider(job)
+        return _release_leaving(job) if job.phase in TRAINING else (job, ())
     return _consider(job) if job.phase in RESIZABLE else (job, ())
 
 
@@ -279,10 +348,21 @@ def _host_lost(event: HostLost, job: Job) -> Result:
     hosts = {name: host for name, host in job.hosts.items() if name != event.host}
     uncommitted = job.uncommitted - {event.host}
     job = replace(job, hosts=hosts, generations=event.covered, uncommitted=uncommitted)
+    given_up: tuple[Action, ...] = ()
+    if job.ahead is not None and event.host in job.ahead.assignment.active:
+        job, given_up = _without_ahead(job)
+    job, actions = _lost(job, event, was_active)
+    return job, (*given_up, *actions)
+
+
+def _lost(job: Job, event: HostLost, was_active: bool) -> Result:
+    """Go on without a host that is gone already."""
     if job.phase is Phase.SAVING and event.host in job.awaited:
         return _end(job, 1, f"host {event.host} is lost before its part was saved")
-    if was_active and job.phase in (Phase.RUNNING, Phase.PREPARING, Phase.STARTING):
+    if was_active and job.phase in (*TRAINING, Phase.PREPARING, Phase.STARTING):
         return _fail(job, f"host {event.host} is lost")
+    if job.phase is Phase.BUILDING:
+        return _consider(job)
     if event.host in job.awaited and job.phase is Phase.DRAINING:
         return _drained(job, event.host)
     if event.host in job.awaited:
@@ -308,7 +388,37 @@ def _rescaled(event: Rescaled, job: Job) -> Result:
 def _ticked(event: Ticked, job: Job) -> Result:
     job = replace(job, newest=max(job.newest, event.newest))
     is_settled = job.changed_at is not None and event.at - job.changed_at >= job.settle_s
-    return _consider(job) if is_settled and job.phase in RESIZABLE else (job, ())
+    if is_settled and job.phase in RESIZABLE:
+        return _consider(job)
+    if job.phase is not Phase.BUILDING:
+        return job, ()
+    since = event.at if job.building_since is None else job.building_since
+    job = replace(job, building_since=since)
+    if event.at - since > job.build_timeout_s:
+        return _stop_unbuilt(job, f"not built within {job.build_timeout_s:.0f} s")
+    return job, ()
+
+
+@_on.register
+def _built(event: Built, job: Job) -> Result:
+    if job.phase is not Phase.BUILDING or job.ahead is None or event.round != job.ahead.round:
+        return job, ()
+    return _next_phase(_answered(job, event.host))
+
+
+@_on.register
+def _not_built(event: NotBuilt, job: Job) -> Result:
+    if job.ahead is None or event.round != job.ahead.round:
+        return job, ()
+    return _stop_unbuilt(job, f"host {event.host}: {event.reason}")
+
+
+def _stop_unbuilt(job: Job, reason: str) -> Result:
+    """The next round's workers will start when the present ones have stopped."""
+    job, given_up = _without_ahead(job)
+    said = Say(f"the next workers are not built beside the present ones: {reason}")
+    job, actions = _prepare(job) if job.phase is Phase.BUILDING else (job, ())
+    return job, (*given_up, said, *actions)
 
 
 @_on.register
@@ -425,6 +535,8 @@ def _next_phase(job: Job) -> Result:
     """Go on once no host's answer is awaited any more."""
     if job.awaited:
         return job, ()
+    if job.phase is Phase.BUILDING:
+        return _prepare(job)
     if job.phase is Phase.PREPARING:
         hosts = _sorted(active(job))
         if job.newest < job.stop:

@@ -21,6 +21,11 @@ OUT_OF_MEMORY_EXIT = errno.ENOMEM
 MAX_WORKERS = PAGE_BYTES // 8 - FIRST_WORKER
 
 
+def control_path(directory: Path, round: int) -> Path:
+    """Return where the page of a round lies in an agent's directory."""
+    return directory / f"control-{round}"
+
+
 class ControlPage:
     """Eight-byte cells: the prepared stop, the agreed stop, and each worker's newest step.
 

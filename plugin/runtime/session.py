@@ -32,7 +32,7 @@ import torch
 from scalai.core.collection import Tensor
 from scalai.core.errors import PeerError, StoreError, UsageError
 from scalai.core.region import Piece, row_major, whole
-from scalai.runtime.control import ControlPage
+from scalai.runtime.control import ControlPage, control_path
 from scalai.runtime.deposit import ordered_fingerprints, place_rows
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.fingerprints import live_fingerprints
@@ -91,7 +91,9 @@ class Session:
         step, consumed_samples: How far the training is: 0 on a fresh start, those of the generation
         after ``attach``.
         restorable_step: Step of the generation that ``attach`` will restore; None where there is
-        none.
+        none. A worker that ``is_ahead`` will find a later one.
+        is_ahead: Whether this worker was started while those of the round before still train.
+        ``attach`` returns once they have stopped.
     """
 
     def __init__(self, **defaults: int) -> None:
@@ -99,6 +101,7 @@ class Session:
         self.consumed_samples = 0
         self.micro_batch_size: int | None = None
         self.restorable_step: int | None = None
+        self.is_ahead = False
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._rank = int(os.environ.get("RANK", "0"))
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -116,7 +119,7 @@ class Session:
         directory = os.environ.get(AGENT_DIRECTORY)
         if directory is not None:
             self._agent = _channel(directory)
-            self._page = ControlPage(Path(directory, "control"))
+            self._page = ControlPage(control_path(Path(directory), _round()))
             host, agent = Path(directory).parent.name, int(os.environ["SCALAI_AGENT_PID"])
             here({str(self._rank): os.getpid(), host: agent})
             welcome = self._agent.call("hello", rank=self._rank, round=_round())
@@ -124,6 +127,7 @@ class Session:
             self.micro_batch_size = welcome["micro_batch_size"]
             self._snapshot_every = welcome["snapshot_every"]
             self.restorable_step = welcome["restorable_step"]
+            self.is_ahead = welcome["is_ahead"]
         self.tp, self.pp, self.vpp = degrees["tp"], degrees["pp"], degrees["vpp"]
         self.cp, self.ep = degrees["cp"], degrees["ep"]
         self.dp = self.world_size // (self.tp * self.pp * self.cp)
@@ -180,7 +184,8 @@ class Session:
         initial state.
 
         Call on every rank, once model, optimizer and scheduler are built. Blocks until every rank
-        of the job has proven its part.
+        of the job has proven its part; before that, where this worker ``is_ahead``, until the
+        training has stopped.
 
         Args:
             step, samples: How far the built state is, where it comes from the framework's own
@@ -198,7 +203,7 @@ class Session:
         self._held, wanted = held_rows(slots), wanted_rows(slots)
         # Before the first step, because pinning memory is slow and may wait for the device.
         self._rings = rings_for({slot.buffer.device for slot in slots})
-        reached("relaunch")
+        reached("build" if self.is_ahead else "relaunch")
         source = self._agent.call(
             "publish",
             rank=self._rank,
@@ -206,6 +211,7 @@ class Session:
             held=collection_of(self._held).to_json(),
             wanted=collection_of(wanted).to_json(),
             facts=self._facts,
+            uses_devices=any(slot.buffer.device.type != "cpu" for slot in slots),
         )
         if source is None:
             self._deposit("start")

@@ -96,7 +96,7 @@ def free_bytes(directory: Path) -> int:
     no more than there is."""
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
-    return min(free, _available_memory()) if _is_in_memory(directory) else free
+    return min(free, available_memory()) if _is_in_memory(directory) else free
 
 
 def _is_in_memory(directory: Path) -> bool:
@@ -111,7 +111,8 @@ def _is_in_memory(directory: Path) -> bool:
     return kind in {"tmpfs", "ramfs"}
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
+    """Return the bytes that new processes and files of this host can take before it swaps."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10

@@ -43,6 +43,8 @@ def mutate(data: bytes, choice: random.Random) -> bytes:
         ("torch_dist", "iter_0000003/metadata.json"),
         ("torch_dist", "iter_0000003/__0_0.distcp"),
         ("torch_dist", "latest_checkpointed_iteration.txt"),
+        ("torch", "iter_0000003/mp_rank_00/model_optim_rng.pt"),
+        ("torch", "iter_0000003/mp_rank_01/distrib_optim.pt"),
         ("scalai", "generation-1/offline/manifest.json"),
         ("safetensors", "model.safetensors"),
     ],

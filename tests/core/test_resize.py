@@ -11,7 +11,7 @@ from membership_simulation import Simulation, assign_all, job
 
 from scalai.core import membership as m
 from scalai.core.degrees import Degrees
-from scalai.core.resize import active, advance, staying
+from scalai.core.resize import TRAINING, active, advance, staying
 
 RESTING = (m.Phase.WAITING, m.Phase.RUNNING, m.Phase.ENDED)
 
@@ -329,6 +329,112 @@ def test_idle_hosts_do_not_make_an_assignment_another_one() -> None:
     assert not small.is_same_as(m.Assignment((("a", 2),), Degrees(2, 1, 1), 1, ""))
 
 
+# ------------------------------------------------------------------ workers that are built ahead
+
+
+def building(**settings: object) -> Simulation:
+    """Return a job on a and b that has begun to build for c as well."""
+    simulation = two_hosts(**{"max_hosts": 3, "build_timeout_s": 30.0, **settings})
+    simulation.train(5)
+    simulation.join("c", 2)
+    simulation.tick(1.0)
+    assert simulation.job.phase is m.Phase.BUILDING
+    return simulation
+
+
+def test_workers_train_on_while_the_next_ones_build_and_stop_once_all_have_built() -> None:
+    simulation = building()
+    for name in "abc":
+        assert not any(isinstance(action, m.Prepare) for action in simulation.said)
+        simulation.train(2)
+        simulation.answer(name)
+    assert simulation.job.phase is m.Phase.PREPARING
+    simulation.settle()
+    last = rounds(simulation)[-1]
+    assert last.is_built and last.steps_lost == 0
+    assert last.assignment.active == ("a", "b", "c")
+    assert simulation.steps[last.generation or 0] > 10  # of the stop, not of the start
+
+
+def test_a_host_that_leaves_is_not_kept_by_what_is_built() -> None:
+    simulation = two_hosts(build_timeout_s=30.0)
+    simulation.feed(m.HostLeaving("a", simulation.now))
+    assert [type(action) for action in simulation.said[-2:]] == [m.Build, m.Prepare]
+    assert simulation.job.phase is m.Phase.PREPARING
+    simulation.settle()
+    assert rounds(simulation)[-1].is_built and set(simulation.hosts) == {"b"}
+
+
+def test_where_a_host_cannot_build_the_workers_start_after_the_stop() -> None:
+    simulation = two_hosts(max_hosts=3, build_timeout_s=30.0, failures_left=0)
+    simulation.cannot_build.add("b")
+    simulation.join("c", 2)
+    simulation.settle()
+    first, last = rounds(simulation)
+    assert not last.is_built and last.assignment.active == ("a", "b", "c")
+    assert last.round == first.round + 2, "the number of what was given up is not used again"
+
+
+def test_what_takes_too_long_to_build_is_given_up() -> None:
+    simulation = building()
+    simulation.tick(29.0)
+    assert simulation.job.phase is m.Phase.BUILDING
+    simulation.tick(2.0)
+    assert [type(action) for action in simulation.said[-3:]] == [m.GiveUp, m.Say, m.Prepare]
+
+
+def test_another_change_while_they_build_builds_anew() -> None:
+    simulation = building(max_hosts=4)
+    simulation.join("d", 2)
+    assert [type(action) for action in simulation.said[-2:]] == [m.GiveUp, m.Build]
+    simulation.settle()
+    assert len(rounds(simulation)) == 2 and rounds(simulation)[-1].is_built
+    assert rounds(simulation)[-1].assignment.degrees.world_size == 8
+
+
+def test_a_change_that_is_taken_back_leaves_the_job_as_it_is() -> None:
+    simulation = building()
+    simulation.feed(m.Rescaled(assign_all(allowed=(4,)), simulation.now))
+    assert simulation.job.phase is m.Phase.RUNNING
+    simulation.settle()
+    assert len(rounds(simulation)) == 1 and simulation.hosts["a"].built is None
+
+
+@pytest.mark.parametrize("victim", ["a", "c"])
+def test_a_host_that_is_lost_takes_what_was_built_with_it(victim: str) -> None:
+    simulation = building()
+    simulation.answer("a")
+    lives = {"a", "b", "c"} - {victim}
+    simulation.lose(victim)
+    simulation.settle()
+    assert simulation.job.phase is m.Phase.RUNNING and active(simulation.job) == lives
+    # The host of training workers is a failure, the newcomer is none.
+    assert simulation.job.failures_left == (2 if victim == "a" else 3)
+    assert rounds(simulation)[-1].steps_lost == (0 if victim == "c" else 5)
+
+
+def test_workers_that_fail_while_others_build_start_again_without_what_was_built() -> None:
+    """It expected a state that is newer than any checkpoint."""
+    simulation = building()
+    simulation.answer("a")
+    simulation.feed(m.WorkersFailed("b", simulation.job.round, "rank 3 died"))
+    simulation.settle()
+    last = rounds(simulation)[-1]
+    assert not last.is_built and last.steps_lost == 5 and simulation.job.failures_left == 2
+
+
+def test_what_was_built_may_fail_once_and_is_not_counted() -> None:
+    simulation = building(failures_left=0)
+    until(simulation, m.Phase.STARTING)
+    simulation.feed(m.WorkersFailed("c", simulation.job.round, "rank 4 died"))
+    assert simulation.job.phase is m.Phase.STOPPING
+    simulation.settle()
+    assert simulation.job.phase is m.Phase.RUNNING and not rounds(simulation)[-1].is_built
+    until_again = replace(simulation.job, phase=m.Phase.STARTING)
+    ended, _ = advance(until_again, m.WorkersFailed("c", until_again.round, "rank 4 died"))
+    assert ended.phase is m.Phase.ENDED
+
+
 # ------------------------------------------------------------------ random histories
 
 
@@ -341,9 +447,16 @@ class Histories(RuleBasedStateMachine):
     @initialize(
         max_hosts=st.integers(1, 4), is_durable=st.booleans(), is_replicated=st.booleans(),
         minimum=st.integers(1, 2), failures=st.integers(0, 4),
+        build_timeout_s=st.sampled_from([0.0, 8.0, 60.0]),
     )  # fmt: skip
     def begin(
-        self, max_hosts: int, is_durable: bool, is_replicated: bool, minimum: int, failures: int
+        self,
+        max_hosts: int,
+        is_durable: bool,
+        is_replicated: bool,
+        minimum: int,
+        failures: int,
+        build_timeout_s: float,
     ) -> None:
         self.simulation = Simulation(
             job(
@@ -351,6 +464,7 @@ class Histories(RuleBasedStateMachine):
                 has_durable_dir=is_durable,
                 assign=assign_all(minimum),
                 failures_left=failures,
+                build_timeout_s=build_timeout_s,
             )
         )
         self.simulation.is_replicated = is_replicated
@@ -382,6 +496,19 @@ class Histories(RuleBasedStateMachine):
             simulation.feed(m.WorkersFailed(name, simulation.job.round, "died"))
         assert simulation.job.failures_left in (left, left - 1)
 
+    @rule(name=NAMES)
+    def fill_memory(self, name: str) -> None:
+        self.simulation.cannot_build ^= {name}
+
+    @rule(name=NAMES)
+    def lose_what_was_built(self, name: str) -> None:
+        host = self.simulation.hosts.get(name)
+        left = self.simulation.job.failures_left
+        if host is not None and host.built is not None:
+            round, host.built = host.built, None
+            self.simulation.feed(m.NotBuilt(name, round, "died"))
+        assert self.simulation.job.failures_left == left
+
     @rule(name=NAMES, slots=st.integers(1, 3))
     def probe(self, name: str, slots: int) -> None:
         self.simulation.feed(m.SlotsChanged(name, slots, self.simulation.now))
@@ -403,7 +530,7 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def snapshot(self) -> None:
         job = self.simulation.job
-        is_early = job.phase in (m.Phase.RUNNING, m.Phase.PREPARING, m.Phase.DRAINING)
+        is_early = job.phase in (*TRAINING, m.Phase.PREPARING, m.Phase.DRAINING)
         hosts = self.simulation.hosts
         has_room = all(len(hosts[name].parts) < 2 for name in active(job) if is_early)
         if is_early and has_room and not self.simulation.deposits and not job.uncommitted:

@@ -13,7 +13,7 @@ from agents import Agents, tiny_agents
 from tiny_job import check_steps
 
 FLAGS = ("--max-restarts", "100")
-PLACES = ("deposit", "commit", "relaunch", "plan", "move", "restore")
+PLACES = ("build", "deposit", "commit", "relaunch", "plan", "move", "restore")
 WITHIN_A_RESIZE = ("drain", *PLACES, "deposited", "seal", "sealed", "committed", "leave", "moved")
 
 
@@ -100,7 +100,7 @@ def agent_dies(agents: Agents, place: str, host: str, *, with_its_memory: bool) 
         agents.remove_store(host)
     agents.wait_for_world(2)
     agents.wait_until(lambda: not agents.workers(host), f"no worker of {host} trains on alone")
-    if place != "drain":  # there, others may still need the dead to end the step
+    if place not in ("build", "drain"):  # there, others may still need the dead to end a step
         lost = steps_lost(agents)[before:]
         assert not any(lost), f"{place}: {lost}\n{agents.logs()}"
     agents.start(host)
@@ -220,6 +220,20 @@ def test_a_worker_that_hangs_in_a_drain_is_given_up(tmp_path: Path) -> None:
         agents.wait_for_death()
         agents.wait_until(lambda: agents.lines()[-1]["tp"] == 1, "the degrees are changed")
         check_steps(agents.lines())
+
+
+def test_workers_that_hang_while_they_build_are_given_up(tmp_path: Path) -> None:
+    settings = {"resize": "build_timeout_s = 10"}
+    with tiny_agents(tmp_path, '2 = "tp2"\n1 = "tp1"', nodes="1", settings=settings) as agents:
+        agents.start("a")
+        agents.wait_until(lambda: "event=warm" in agents.logs(), "workers can be forked")
+        agents.arm("build", "0", "SIGSTOP")
+        agents.scale(nproc=1)
+        agents.wait_for_death()
+        agents.wait_for_world(1)
+        assert check_steps(agents.lines()) == [line["step"] for line in agents.lines()]
+        assert "not built within 10 s" in agents.logs()
+        agents.wait_until(lambda: len(agents.workers()) == 1, "nothing else is left")
 
 
 def test_a_second_change_during_a_resize_begins_again_from_the_same_state(agents: Agents) -> None:

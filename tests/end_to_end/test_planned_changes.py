@@ -29,3 +29,48 @@ def test_hosts_drain_and_join_the_first_one_too_and_no_step_is_lost(tmp_path: Pa
         changes = agents.resizes()
         assert [change.get("steps_lost", 0) for change in changes] == [0] * 4
         assert not agents.workers()
+
+
+def test_training_goes_on_while_the_next_workers_build(tmp_path: Path) -> None:
+    with tiny_agents(tmp_path, DEGREES, steps=600, build_s=2.0) as agents:
+        agents.start("a")
+        agents.wait_for_step(3, world=2)
+        agents.start("b")
+        agents.wait_until(lambda: "event=build " in agents.logs(), "the change is begun")
+        begun = agents.lines()[-1]["step"]
+        step = agents.wait_for_world(4)
+        assert step > begun + 20  # two seconds are a hundred steps
+        agents.scale(nproc=3)
+        agents.wait_for_world(3)
+        agents.wait_until(lambda: len(agents.resizes()) == 3, "every rank has stepped")
+        agents.drain("a")
+        agents.drain("b")
+        agents.exit_code("b")
+        assert check_steps(agents.lines()) == [line["step"] for line in agents.lines()]
+        assert "are not built" not in agents.logs()
+
+
+def test_a_person_may_forbid_it(tmp_path: Path) -> None:
+    settings = {"resize": 'build_ahead = "never"'}
+    with tiny_agents(tmp_path, DEGREES, nodes="1", settings=settings) as agents:
+        agents.start("a")
+        agents.wait_for_step(3, world=2)
+        agents.scale(nproc=1)
+        agents.wait_for_world(1)
+        assert "event=build" not in agents.logs()
+        check_steps(agents.lines())
+
+
+def test_the_job_follows_the_number_of_devices_that_work(tmp_path: Path) -> None:
+    devices = tmp_path / "devices"
+    devices.write_text("2")
+    settings = {"probe": "interval_s = 0.2"}
+    flags = ("--probe", f"file:{devices}")
+    with tiny_agents(tmp_path, DEGREES, nodes="1", settings=settings, flags=flags) as agents:
+        agents.start("a")
+        agents.wait_for_step(3, world=2)
+        for count in (1, 2, 1):
+            devices.write_text(str(count))
+            agents.wait_for_world(count)
+        assert check_steps(agents.lines()) == [line["step"] for line in agents.lines()]
+        assert [report.get("steps_lost", 0) for report in agents.resizes()] in ([0] * 3, [0] * 4)

@@ -7,8 +7,9 @@ import megatron_lm_job
 import pytest
 from megatron_lm_job import Job, make_dataset
 
-STEPS, BEFORE = 40, 4
-"""Steps of a job, and the steps that it has done at least before it is changed."""
+STEPS, BEFORE = 120, 4
+"""Steps of a job, and the steps that it has done at least before it is changed. It trains on while
+the workers of the change are built."""
 
 pytestmark = [
     pytest.mark.skipif(

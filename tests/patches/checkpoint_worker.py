@@ -15,7 +15,7 @@ import torch.distributed as dist
 from jobs import AFTER, BEFORE, OTHER_SEED, SEED, Job
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from tiny_gpt import Training
+from tiny_gpt import SEVERAL_BUCKETS, Training
 
 from scalai.patches.megatron.shapes import unwrap
 
@@ -53,14 +53,14 @@ def train_save_train(rank: int, store: dist.Store, job: Job, directory: str, sha
                 "opt_param_scheduler": training.scheduler.state_dict(),
                 "iteration": AFTER.start,
                 "checkpoint_version": 3.0,
-                "args": _arguments(job),
+                "args": arguments_of(job),
             },
             directory,
             content_metadata=metadata,
         )
     finally:
         process._config["daemon"] = True
-    return _train_to_the_end(training)
+    return train_to_the_end(training)
 
 
 def load_train(rank: int, store: dist.Store, job: Job, directory: str) -> Run:
@@ -70,17 +70,17 @@ def load_train(rank: int, store: dist.Store, job: Job, directory: str) -> Run:
     tree = _sharded(training, metadata, is_loading=True)
     state = dist_checkpointing.load(tree, directory)
     for number, chunk in enumerate(training.chunks):
-        unwrap(chunk).load_state_dict(state[_name(number, training)])
+        unwrap(chunk).load_state_dict(state[chunk_name(number, training)])
     training.optimizer.load_state_dict(state["optimizer"])
     training.scheduler.num_steps = 0  # a fresh one; it adds what it loads
     training.scheduler.load_state_dict(state["opt_param_scheduler"])
     assert state["iteration"] == AFTER.start
-    return _train_to_the_end(training)
+    return train_to_the_end(training)
 
 
 def _sharded(training: Training, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
     models = {
-        _name(number, training): unwrap(chunk).sharded_state_dict(metadata=metadata)
+        chunk_name(number, training): unwrap(chunk).sharded_state_dict(metadata=metadata)
         for number, chunk in enumerate(training.chunks)
     }
     optimizer = training.optimizer.sharded_state_dict(
@@ -89,11 +89,11 @@ def _sharded(training: Training, metadata: dict[str, Any], *, is_loading: bool) 
     return {**models, "optimizer": optimizer}
 
 
-def _name(number: int, training: Training) -> str:
+def chunk_name(number: int, training: Training) -> str:
     return "model" if len(training.chunks) == 1 else f"model{number}"
 
 
-def _arguments(job: Job) -> argparse.Namespace:
+def arguments_of(job: Job) -> argparse.Namespace:
     """Return the arguments of Megatron-LM that a conversion looks at."""
     return argparse.Namespace(
         tensor_model_parallel_size=job.tp,
@@ -104,10 +104,17 @@ def _arguments(job: Job) -> argparse.Namespace:
         world_size=job.world,
         consumed_train_samples=AFTER.start * job.global_batch_size,
         padded_vocab_size=job.padded_vocabulary,
+        seed=SEED,
+        transformer_impl="local",
+        distributed_backend="gloo",
+        untie_embeddings_and_output_weights=not job.is_tied,
+        accumulate_allreduce_grads_in_fp32=True,
+        overlap_grad_reduce=job.overlap,
+        ddp_bucket_size=SEVERAL_BUCKETS if job.overlap else None,
     )
 
 
-def _train_to_the_end(training: Training) -> Run:
+def train_to_the_end(training: Training) -> Run:
     losses = training.train(AFTER)
     answer = losses, training.learning_rate(), training.skipped
     training.close()

@@ -17,8 +17,15 @@ from scalai.patches.megatron.versions import ALLOW_UNKNOWN_VERSION
 class FakeSession:
     """Restores the counters of step ``restorable_step``, and drains at ``stop``."""
 
-    def __init__(self, restorable_step: int | None = None, stop: int | None = None) -> None:
+    def __init__(
+        self,
+        restorable_step: int | None = None,
+        stop: int | None = None,
+        *,
+        is_ahead: bool = False,
+    ) -> None:
         self.restorable_step = restorable_step
+        self.is_ahead = is_ahead
         self.stop = stop
         self.facts: dict[str, Any] = {}
         self.boundaries: list[tuple[int | None, int | None]] = []

@@ -3,6 +3,7 @@
 import importlib
 import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -24,7 +25,7 @@ class WorkerPool:
     def __init__(self, size: int, megatron: Path | None = None) -> None:
         """``megatron``: a directory with another release of megatron-core than the installed."""
         self._size = size
-        self._path = [Path(__file__).parent, *([megatron] if megatron else [])]
+        self._megatron = megatron
         self._calls = 0
         self._workers: list[tuple[Any, Connection]] = []
         self._store: dist.TCPStore | None = None
@@ -62,17 +63,21 @@ class WorkerPool:
         self._store = None
 
     def _start(self) -> None:
-        # The fork server imports torch and megatron once; the workers are its children.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tiny_gpt"])
+        # The fork server imports torch and megatron once; the workers are its children. There is
+        # one server a process, so that another release needs processes of their own.
+        context: Any = multiprocessing.get_context("spawn" if self._megatron else "forkserver")
+        if self._megatron is None:
+            context.set_forkserver_preload(["tiny_gpt"])
         before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-        os.environ.update(PYTHONPATH=os.pathsep.join(map(str, self._path)), OMP_NUM_THREADS="1")
+        os.environ.update(PYTHONPATH=str(Path(__file__).parent), OMP_NUM_THREADS="1")
         try:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             for rank in range(self._size):
                 here, there = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(rank, self._store.port, there), daemon=True
+                    target=_serve,
+                    args=(rank, self._store.port, there, self._megatron),
+                    daemon=True,
                 )
                 process.start()
                 there.close()
@@ -96,7 +101,10 @@ class WorkerPool:
         return f"no answer within {TIMEOUT_S} s", None
 
 
-def _serve(rank: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, port: int, pipe: Connection, megatron: Path | None) -> None:
+    if megatron is not None:
+        sys.path.insert(0, str(megatron))
+        importlib.import_module("tiny_gpt")  # as the fork server: rehearsal comes before megatron
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:

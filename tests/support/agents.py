@@ -230,8 +230,8 @@ class Agents:
         found = []
         for process in self.family():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                agent = process.environ().get("SCALAI_AGENT", "")
-                if agent and (host is None or Path(agent).parent.name == host):
+                home = _worker_home(process)
+                if home is not None and host in (None, home.parent.name):
                     found.append(process.pid)
         return found
 
@@ -249,6 +249,19 @@ class Agents:
         return "\n".join(texts)
 
 
+def _worker_home(process: psutil.Process) -> Path | None:
+    """Return its agent's directory if this is a worker: one that the agent started, or one that the
+    agent's fork server forked, whose environment is still the server's."""
+    environment = process.environ()
+    if "SCALAI_AGENT" in environment:
+        return Path(environment["SCALAI_AGENT"])
+    parent = process.parent()
+    order = environment.get("SCALAI_PRELOAD")
+    if order is None or parent is None or parent.environ().get("SCALAI_PRELOAD") != order:
+        return None
+    return Path(order).parent
+
+
 def _is_of(process: psutil.Process, store: str) -> bool:
     try:
         if process.status() == psutil.STATUS_ZOMBIE:
@@ -260,11 +273,17 @@ def _is_of(process: psutil.Process, store: str) -> bool:
 
 @contextlib.contextmanager
 def tiny_agents(
-    folder: Path, degrees: str, *, steps: int = 100_000, step_s: float = 0.02, **settings: Any
+    folder: Path,
+    degrees: str,
+    *,
+    steps: int = 100_000,
+    step_s: float = 0.02,
+    build_s: float = 0.0,
+    **settings: Any,
 ) -> Iterator[Agents]:
     """Give agents that run the tiny job."""
     script = [
-        str(TINY_JOB), "--steps", str(steps), "--step-s", str(step_s),
+        str(TINY_JOB), "--steps", str(steps), "--step-s", str(step_s), "--build-s", str(build_s),
         "--metrics", str(folder / "metrics.jsonl"),
     ]  # fmt: skip
     with Agents(folder, degrees, script, **settings) as agents:

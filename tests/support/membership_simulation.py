@@ -7,7 +7,7 @@ from typing import Any
 
 from scalai.core import membership as m
 from scalai.core.degrees import Degrees
-from scalai.core.resize import active, advance
+from scalai.core.resize import TRAINING, active, advance
 
 PIECES = range(4)
 """A state is whole when each of these pieces is somewhere."""
@@ -15,13 +15,15 @@ PIECES = range(4)
 
 @dataclass(slots=True)
 class SimulatedHost:
-    """An agent, its workers and its store. ``parts``: pieces of committed generations."""
+    """An agent, its workers and its store. ``parts``: pieces of committed generations; ``built``:
+    the round whose workers wait beside the present ones."""
 
     name: str
     slots: int
     round: int | None = None
     parts: dict[int, frozenset[int]] = field(default_factory=dict)
     step: int = 0
+    built: int | None = None
 
 
 def assign_all(minimum: int = 1, allowed: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> m.Assign:
@@ -58,6 +60,7 @@ class Simulation:
         self.abandoned: set[int] = set()
         self.is_replicated = True
         self.exits: list[m.Exit] = []
+        self.cannot_build: set[str] = set()
 
     # ------------------------------------------------------------------ what is true
 
@@ -115,7 +118,7 @@ class Simulation:
 
     def train(self, steps: int) -> None:
         """Make steps, where the workers run freely."""
-        if self.job.phase is m.Phase.RUNNING:
+        if self.job.phase in TRAINING:
             for name in active(self.job):
                 self.hosts[name].step += steps
 
@@ -149,6 +152,10 @@ class Simulation:
     def perform(self, action: m.Action) -> None:
         round = self.job.round
         match action:
+            case m.Build(ahead):
+                self.tell(ahead.assignment.active, lambda host: self.build(host, ahead.round))
+            case m.GiveUp():
+                self.tell(tuple(self.hosts), self.give_up)
             case m.Prepare(hosts, stop):
                 self.tell(hosts, lambda host: m.Prepared(host.name, stop, host.step))
             case m.Agree(hosts, stop):
@@ -167,6 +174,17 @@ class Simulation:
                 self.tell(hosts, lambda host: m.Saved(host.name))
             case m.Exit():
                 self.exits.append(action)
+
+    def build(self, host: SimulatedHost, round: int) -> m.Event:
+        assert host.built is None, "two rounds are built ahead"
+        if host.name in self.cannot_build:
+            return m.NotBuilt(host.name, round, "no room")
+        host.built = round
+        return m.Built(host.name, round)
+
+    @staticmethod
+    def give_up(host: SimulatedHost) -> None:
+        host.built = None
 
     def deposit(self, host: SimulatedHost, round: int, stop: int) -> m.Event | None:
         if host.round != round:
@@ -217,12 +235,17 @@ class Simulation:
             del self.known[number]
         self.tell(
             action.assignment.active,
-            lambda host: self.step(host, action.round, action.generation),
+            lambda host: self.step(host, action),
         )
 
-    def step(self, host: SimulatedHost, round: int, source: int | None) -> m.Event:
+    def step(self, host: SimulatedHost, start: m.StartRound) -> m.Event:
         """Relaunch, plan, move, restore and the first step, of one host."""
-        host.round = round
+        round, source = start.round, start.generation
+        assert host.built in (None, round), "workers of a round that was given up"
+        if start.is_built and host.built is None:
+            host.round = round
+            return m.WorkersFailed(host.name, round, "what was built is gone")
+        host.round, host.built = round, None
         if source is None:
             host.step = 1
             return m.Stepped(host.name, round)

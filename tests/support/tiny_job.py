@@ -98,11 +98,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--step-s", type=float, default=0.02)
+    parser.add_argument("--build-s", type=float, default=0.0)
     parser.add_argument("--metrics", type=Path, required=True)
     options = parser.parse_args()
     with scalai.elastic() as job:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
+        time.sleep(options.build_s)  # what a model would take to build
         state = TinyState(rank % job.tp, job.tp, rank // job.tp)
         samples: list[int] = []
         job.register_state("samples", lambda: len(samples), lambda n: samples.extend(range(n)))

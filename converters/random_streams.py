@@ -1,0 +1,68 @@
+"""Random streams of Megatron's ranks: new ones, by its own rule, for ranks that had none.
+
+Where tensor, pipeline or expert parallelism changes, streams cannot be carried: those that ranks
+share must stay equal, the others different. So new ones begin at every rank, seeded as Megatron
+seeds them, from the job's seed and the iteration.
+
+Source: ``_set_random_seed`` of megatron/training/initialize.py, ``model_parallel_cuda_manual_seed``
+of megatron/core/tensor_parallel/random.py (0.16.1), ``CPUGeneratorImplState`` of ATen and
+``CUDAGeneratorImpl::get_state`` of torch 2.13.
+"""
+
+import random
+import struct
+from typing import Any
+
+import numpy as np
+
+from scalai.converters.torch_archive import NewTensor
+
+CUDA_BYTES = 16
+"""Bytes of a CUDA generator's state: seed and offset."""
+
+_MODEL_PARALLEL, _EXPERT_PARALLEL, _EXPERT_RANK, _STAGE = 2718, 1024, 100, 100
+
+
+def new_streams(
+    seed: int, *, tp_rank: int, pp_rank: int, ep_rank: int, is_cuda: bool = True
+) -> dict[str, Any]:
+    """Return the entry of ``rng_state`` of one rank.
+
+    Args:
+        seed: Of the job; another one a checkpoint, so that no stream begins anew.
+        is_cuda: Whether the ranks' device is one; else its streams are of the CPU's kind.
+    """
+    seed += _STAGE * pp_rank
+    device = _cuda_state if is_cuda else _cpu_state
+    experts = seed + _EXPERT_PARALLEL + _EXPERT_RANK * ep_rank + tp_rank
+    return {
+        "random_rng_state": random.Random(seed).getstate(),
+        "np_rng_state": np.random.RandomState(seed % 2**32).get_state(),
+        "torch_rng_state": _cpu_state(seed),
+        "cuda_rng_state": device(seed),
+        "rng_tracker_states": {
+            "data-parallel-rng": device(seed),
+            "model-parallel-rng": device(seed + _MODEL_PARALLEL + tp_rank),
+            "expert-parallel-rng": device(experts),
+        },
+    }
+
+
+def _cuda_state(seed: int) -> NewTensor:
+    return NewTensor("U8", (CUDA_BYTES,), struct.pack("<Qq", seed % 2**64, 0))
+
+
+def _cpu_state(seed: int) -> NewTensor:
+    """Return the state of a CPU generator behind ``manual_seed(seed)``."""
+    words = _mersenne_twister(seed % 2**32)
+    engine = struct.pack(f"<QiiQ{len(words)}Q", seed, 1, 1, 0, *words)
+    content = engine + bytes(3 * 8 + 8) + bytes(8)
+    return NewTensor("U8", (len(content),), content)
+
+
+def _mersenne_twister(seed: int) -> list[int]:
+    """Return the 624 words of a Mersenne Twister that was seeded by one word."""
+    words = [seed]
+    for at in range(1, 624):
+        words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + at) % 2**32)
+    return words

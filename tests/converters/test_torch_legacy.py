@@ -1,0 +1,278 @@
+"""Megatron's legacy layout without a framework: round trips, flat buffers, what is refused."""
+
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import GROUP, LIMITS, state
+
+from scalai.converters import pickles
+from scalai.converters.checkpoint import REPORT, Checkpoint, WriteOptions
+from scalai.converters.engine import reshard
+from scalai.converters.grad_buffers import Member, bucket_numel, lay_buffer
+from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.verify import verify
+from scalai.core.errors import RefusedError
+from scalai.launch import cli
+
+ITERATION = "iter_0000003"
+LAYERS = 4
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "embedding.word_embeddings.weight": (16, 8),
+    "embedding.position_embeddings.weight": (4, 8),
+    **{
+        f"decoder.layers.{layer}.{name}": shape
+        for layer in range(LAYERS)
+        for name, shape in {
+            "self_attention.linear_qkv.layer_norm_weight": (8,),
+            "self_attention.linear_qkv.weight": (16, 8),
+            "self_attention.linear_qkv.bias": (16,),
+            "self_attention.linear_proj.weight": (8, 8),
+            "mlp.linear_fc1.layer_norm_weight": (8,),
+            "mlp.linear_fc1.weight": (24, 8),
+            "mlp.linear_fc2.weight": (8, 12),
+        }.items()
+    },
+    "decoder.final_layernorm.weight": (8,),
+}
+BASE = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+GROUPS = {**GROUP, **BASE}, {**GROUP, **BASE, "wd_mult": 0.0}
+ARGUMENTS = {
+    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "world_size": 1,
+    "expert_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None, "data_parallel_size": 1, "seed": 7,
+    "transformer_impl": "local", "untie_embeddings_and_output_weights": False,
+    "overlap_grad_reduce": False, "ddp_bucket_size": None,
+}  # fmt: skip
+SHARED = {"tp": 2, "pp": 2}
+
+
+def gpt(shapes: Mapping[str, tuple[int, ...]] = SHAPES, **arguments: Any) -> Checkpoint:
+    """Return a GPT with gated units, whose layers are alike."""
+    made = state(shapes=shapes)
+    values = replace(
+        made.values,
+        param_groups=GROUPS,
+        arguments={**ARGUMENTS, **arguments},
+        grad_scaler=None,
+    )
+    return replace(made, values=values)
+
+
+def convert(
+    source: Checkpoint,
+    directory: Path,
+    layout: str = "torch",
+    is_split: bool | None = None,
+    **degrees: int,
+) -> Checkpoint:
+    """Write a checkpoint and open it."""
+    target = layout_named(layout).lay_out(source, WriteOptions(degrees, is_split=is_split))
+    reshard(source, target, directory, LIMITS)
+    return open_checkpoint(directory)
+
+
+def fingerprints(directory: Path) -> Any:
+    return json.loads((directory / REPORT).read_text())["fingerprints"]
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+@pytest.mark.parametrize(
+    "degrees",
+    [{}, {"tp": 2}, {"pp": 2}, {"tp": 4, "pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 4, "tp": 2}],
+    ids=str,
+)
+def test_every_element_survives_any_degrees(
+    tmp_path: Path, degrees: dict[str, int], is_split: bool
+) -> None:
+    arguments = {"overlap_grad_reduce": True, "ddp_bucket_size": 300}
+    legacy = convert(gpt(**arguments), tmp_path / "legacy", is_split=is_split, **degrees)
+    assert {axis: legacy.values.degrees[axis] for axis in degrees} == degrees
+    assert legacy.values.is_split is is_split
+    verify(legacy, workers=0)
+    convert(legacy, tmp_path / "again", "scalai")
+    convert(gpt(), tmp_path / "straight", "scalai")
+    assert fingerprints(tmp_path / "again") == fingerprints(tmp_path / "straight")
+
+
+def test_experts_are_found_under_their_own_numbers(tmp_path: Path) -> None:
+    shapes = {name: shape for name, shape in SHAPES.items() if "mlp.linear_fc" not in name}
+    for layer in range(LAYERS):
+        mlp = f"decoder.layers.{layer}.mlp"
+        shapes[f"{mlp}.router.weight"] = (4, 8)
+        for expert in range(4):
+            shapes[f"{mlp}.experts.experts.{expert}.linear_fc1.weight"] = (8, 8)
+            shapes[f"{mlp}.experts.experts.{expert}.linear_fc2.weight"] = (8, 4)
+    source = gpt(shapes)
+    groups = [{**g, "is_expert_parallel": flag} for flag in (False, True) for g in GROUPS]
+    source = replace(source, values=replace(source.values, param_groups=tuple(groups)))
+    convert(source, tmp_path / "straight", "scalai")
+    for is_split in (True, False):
+        folder = tmp_path / f"split-{is_split}"
+        legacy = convert(source, folder, is_split=is_split, tp=2, ep=2)
+        assert (folder / ITERATION / "mp_rank_01_001").is_dir()
+        convert(legacy, tmp_path / f"again-{is_split}", "scalai")
+        again, straight = tmp_path / f"again-{is_split}", tmp_path / "straight"
+        assert fingerprints(again) == fingerprints(straight)
+
+
+def test_parameters_lie_in_reverse_order_and_buckets_lose_their_padding() -> None:
+    members = [Member(100), Member(70), Member(10), Member(200)]
+    assert lay_buffer(members, None) == ([448, 320, 256, 0], 548)
+    # The first bucket ends behind 200 elements, and the second begins there, unaligned.
+    assert lay_buffer(members, 200) == ([392, 264, 200, 0], 492)
+    # A tied parameter is alone, behind the padding that was meant for it.
+    tied = [Member(100, is_shared=True), *members[1:], Member(10, is_shared=True)]
+    assert lay_buffer(tied, None) == ([458, 330, 266, 10, 0], 558)
+
+
+@pytest.mark.parametrize(
+    ("given", "pp_rank", "chunk", "expected"),
+    [
+        ({}, 0, 0, None),
+        ({"overlap_grad_reduce": True}, 0, 0, 40_000_000),
+        ({"overlap_grad_reduce": True}, 1, 0, None),
+        ({"overlap_grad_reduce": True}, 0, 1, None),
+        ({"overlap_grad_reduce": True, "ddp_bucket_size": 5}, 0, 0, 5),
+        ({"overlap_grad_reduce": True, "ddp_num_buckets": 4}, 0, 0, 25),
+    ],
+)
+def test_buckets_are_as_large_as_megatrons_arguments_say(
+    given: dict[str, Any], pp_rank: int, chunk: int, expected: int | None
+) -> None:
+    assert bucket_numel(given, dp=2, pp_rank=pp_rank, chunk=chunk, numel=100) == expected
+
+
+def lose_a_rank(directory: Path) -> None:
+    shutil.rmtree(directory / ITERATION / "mp_rank_01_001")
+
+
+def lose_a_file(directory: Path) -> None:
+    (directory / ITERATION / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
+
+
+def lose_the_buffers(directory: Path) -> None:
+    (directory / ITERATION / "mp_rank_01_001" / "distrib_optim.pt").unlink()
+
+
+def truncate(directory: Path) -> None:
+    path = directory / ITERATION / "mp_rank_01_001" / "model_optim_rng.pt"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def mix_iterations(directory: Path) -> None:
+    other = directory.parent / "other"
+    made = gpt()
+    convert(replace(made, values=replace(made.values, step=5)), other, **SHARED)
+    copy(other / "iter_0000005", directory / ITERATION, "model_optim_rng.pt")
+
+
+def mix_degrees(directory: Path) -> None:
+    other = directory.parent / "other"
+    convert(gpt(), other, **SHARED, dp=4)
+    copy(other / ITERATION, directory / ITERATION, "model_optim_rng.pt")
+
+
+def mix_buffers(directory: Path) -> None:
+    other = directory.parent / "other"
+    made = state(step=9, shapes=SHAPES)
+    values = replace(gpt().values, step=3)
+    convert(replace(made, values=values), other, **SHARED)
+    copy(other / ITERATION, directory / ITERATION, "distrib_optim.pt")
+
+
+def copy(source: Path, destination: Path, file: str) -> None:
+    shutil.copy(source / "mp_rank_01_001" / file, destination / "mp_rank_01_001" / file)
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.system, ("true",)
+
+
+def plant_a_class(directory: Path) -> None:
+    path = directory / ITERATION / "mp_rank_01_001" / "model_optim_rng.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({"model": Attack()}, protocol=2))
+        archive.writestr("archive/version", "3\n")
+
+
+def write_nonsense(directory: Path) -> None:
+    shutil.rmtree(directory / ITERATION)
+    path = directory / ITERATION / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        tree = {"model": {"weight": None}, "optimizer": 7, "iteration": 3}
+        archive.writestr("archive/data.pkl", pickle.dumps(tree, protocol=2))
+        archive.writestr("archive/version", "3\n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lose_a_rank, "the files of 1 ranks are missing (mp_rank_01_001); the job had tp=2 pp=2"),
+        (lose_a_file, "mp_rank_01_001/model_optim_rng.pt is missing"),
+        (lose_the_buffers, "no whole distrib_optim.pt: the save or a copy was interrupted"),
+        (truncate, "is damaged or truncated"),
+        (mix_iterations, "is of iteration 5, not 3. Files of two checkpoints are mixed"),
+        (mix_degrees, "Files of two checkpoints are mixed"),
+        (mix_buffers, "are not its weights"),
+        (write_nonsense, "does not hold what a legacy Megatron checkpoint does"),
+        (plant_a_class, "names posix.system, which no checkpoint of a known framework needs"),
+    ],
+)
+def test_a_bad_checkpoint_is_refused_by_name(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
+    words: str,
+) -> None:
+    convert(gpt(), tmp_path / "legacy", **SHARED)
+    damage(tmp_path / "legacy")
+    command = ["reshard", str(tmp_path / "legacy"), str(tmp_path / "out"), "--tp", "1", "--pp", "1"]
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(command)
+    assert exit_.value.code == RefusedError.exit_code
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_modules_whose_order_is_unknown_are_not_written_by_order(tmp_path: Path) -> None:
+    source = gpt({**SHAPES, "decoder.layers.0.mixer.weight": (8,)})
+    with pytest.raises(RefusedError, match=r"mixer\.weight.*order.*torch_dist"):
+        layout_named("torch").lay_out(source, WriteOptions({}))
+
+
+def test_new_streams_are_those_of_torch_behind_a_seed() -> None:
+    import torch
+
+    from scalai.converters.random_streams import new_streams
+
+    streams = new_streams(77, tp_rank=1, pp_rank=2, ep_rank=0, is_cuda=False)
+    for stream, seed in (
+        (streams["torch_rng_state"], 277),
+        (streams["rng_tracker_states"]["data-parallel-rng"], 277),
+        (streams["rng_tracker_states"]["model-parallel-rng"], 277 + 2718 + 1),
+    ):
+        expected = torch.Generator().manual_seed(seed).get_state()
+        assert stream.content == expected.numpy().tobytes()
+
+
+def test_foreign_values_of_the_arguments_stay_what_they_are(tmp_path: Path) -> None:
+    enum = pickles.foreign("megatron.core.transformer.enums", "AttnBackend")(3)
+    legacy = convert(gpt(attention_backend=enum), tmp_path / "legacy", tp=2, dp=3)
+    arguments = legacy.values.arguments or {}
+    assert arguments["attention_backend"] == enum
+    assert (arguments["tensor_model_parallel_size"], arguments["world_size"]) == (2, 6)
+
+
+def test_a_note_says_how_the_vocabulary_keeps_its_rows() -> None:
+    target = layout_named("torch").lay_out(gpt(), WriteOptions({"tp": 4}))
+    assert any("16 rows: load with --make-vocab-size-divisible-by 4" in n for n in target.notes)

@@ -1,0 +1,58 @@
+"""When the next round's workers may be built beside the present ones."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scalai.launch.ahead import obstacle, offer, private_bytes
+from scalai.store.pool import available_memory
+
+MEGABYTES = 200
+
+
+@pytest.fixture
+def worker() -> Iterator[int]:
+    """Give a process that has some memory of its own."""
+    script = f"block = bytearray(b'1') * ({MEGABYTES} << 20); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process.pid
+        process.kill()
+
+
+def test_workers_are_built_where_memory_holds_them_beside_the_present_ones(worker: int) -> None:
+    used = private_bytes(worker)
+    assert MEGABYTES << 20 <= used < (MEGABYTES + 50) << 20
+    assert obstacle("auto", 2, [worker, os.getpid()], on_devices=False) is None
+    many = available_memory() // used + 1
+    found = obstacle("auto", many, [worker], on_devices=False)
+    assert found is not None and f"{many} workers may take" in found and "GB are free" in found
+    assert obstacle("always", many, [worker], on_devices=False) is None
+
+
+def test_device_memory_is_not_asked_to_hold_two_models_unless_somebody_says_so(worker: int) -> None:
+    found = obstacle("auto", 1, [worker], on_devices=True)
+    assert found is not None and "build_ahead = 'always'" in found
+    assert obstacle("always", 1, [worker], on_devices=True) is None
+
+
+def test_a_host_on_which_nothing_trains_has_nothing_to_lose() -> None:
+    assert obstacle("auto", 10**9, [], on_devices=False) is None
+    assert obstacle("auto", 10**9, [2**22 + 1], on_devices=False) is None  # it has just died
+    assert obstacle("never", 1, [], on_devices=False) is not None
+
+
+def test_what_is_built_ahead_is_the_first_to_go_when_memory_runs_out(worker: int) -> None:
+    adjustment = Path(f"/proc/{worker}/oom_score_adj")
+    before = adjustment.read_text()
+    offer([worker, 2**22 + 1], is_ahead=True)
+    assert adjustment.read_text().strip() == "1000" and before.strip() != "1000"
+    offer([worker], is_ahead=False)
+    assert adjustment.read_text().strip() == "0"
