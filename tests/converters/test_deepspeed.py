@@ -51,7 +51,7 @@ LONG_CASES = [
     ("bf16-stage-2-dp3-to-stage-0-dp2", {**BF, **TRAINED}, (2, 3), (0, 2), BF16),
     ("bf16-stage-0-dp2-to-stage-3-dp3", {**BF, **TRAINED}, (0, 2), (3, 3), BF16),
 ]
-UNIVERSAL_CASES = [((3, 3), (2, 2)), ((1, 2), (1, 3)), ((1, 2), (3, 2))]
+UNIVERSAL_CASES = [((3, 3), (2, 2)), ((1, 2), (1, 3))]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_without_zero_ambiguous_names_are_refused(save: Saver) -> None:
         *(pytest.param(*case, marks=pytest.mark.campaign) for case in UNIVERSAL_CASES[1:]),
     ],
 )
-def test_a_universal_checkpoint_goes_on_at_any_degree_and_stage(
+def test_a_universal_checkpoint_goes_on_at_other_degrees_and_stages(
     run_deepspeed: Runner,
     save: Saver,
     tmp_path: Path,
