@@ -3,6 +3,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/*.py)))
 export OMP_NUM_THREADS := 1
+export DS_BUILD_OPS := 0
 
 .PHONY: demo test campaign check bench clean
 
@@ -34,5 +35,5 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet --upgrade pip
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt torch
-	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[megatron,dev]'
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[megatron,deepspeed,dev]'
 	touch $@

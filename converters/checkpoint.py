@@ -58,6 +58,10 @@ class Placed:
     Element ``i`` of row ``r`` (relative to its box) lies in ``files[file[r]]`` at byte
     ``begin[r] + sum(i * stride[r]) * item size``. ``stride`` [rows, MAX_NDIM] counts elements,
     right-aligned as ``Collection`` is.
+
+    ``is_rounded`` [rows], None for nowhere: whether a row lies there as fp32, and is rounded to its
+    tensor's dtype when it is read. So are weights of which a layout keeps masters alone. Rows of a
+    target never are.
     """
 
     collection: Collection
@@ -65,6 +69,15 @@ class Placed:
     begin: Columns
     stride: Columns
     files: tuple[CheckpointFile, ...]
+    is_rounded: npt.NDArray[np.bool_] | None = None
+
+    def is_rounded_at(self, row: int) -> bool:
+        """Return ``is_rounded`` of a row."""
+        return self.is_rounded is not None and bool(self.is_rounded[row])
+
+    def rounded(self) -> npt.NDArray[np.bool_]:
+        """Return ``is_rounded`` for all rows."""
+        return np.zeros(len(self.file), np.bool_) if self.is_rounded is None else self.is_rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +89,7 @@ class Piece:
     file: str
     begin: int
     stride: Index | None = None
+    is_rounded: bool = False
 
 
 def place(pieces: Sequence[Piece], files: Sequence[CheckpointFile]) -> Placed:
@@ -95,6 +109,7 @@ def place(pieces: Sequence[Piece], files: Sequence[CheckpointFile]) -> Placed:
         np.array([piece.begin for piece in pieces], dtype=np.int64),
         stride,
         tuple(files),
+        np.array([piece.is_rounded for piece in pieces], dtype=np.bool_),
     )
 
 
@@ -115,6 +130,7 @@ def unite(parts: Sequence[Placed]) -> Placed:
         np.concatenate([flat, *(part.begin for part in parts)]),
         np.concatenate([none, *(part.stride for part in parts)]),
         tuple(files.values()),
+        np.concatenate([np.zeros(0, np.bool_), *(part.rounded() for part in parts)]),
     )
 
 

@@ -26,6 +26,7 @@ from scalai.converters.journal import Journal
 from scalai.converters.streaming import Job, run_task
 from scalai.converters.verify import check_report, check_samples
 from scalai.converters.work import Task, Work, plan_work, unused
+from scalai.core.collection import Collection
 from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.core.fingerprint import MODULUS, tensor_fingerprints
 from scalai.store.manifest import sync_directory
@@ -189,7 +190,7 @@ def _add_placed(digest: Any, placed: Placed) -> None:
     digest.update(repr([(file.path, file.size_bytes) for file in placed.files]).encode())
     digest.update(repr(placed.collection.tensors).encode())
     columns = placed.collection.tensor, placed.collection.offset, placed.collection.shape
-    for column in (*columns, placed.file, placed.begin, placed.stride):
+    for column in (*columns, placed.file, placed.begin, placed.stride, placed.rounded()):
         digest.update(np.ascontiguousarray(column).tobytes())
 
 
@@ -257,7 +258,8 @@ def _row_fingerprints(journal: Journal, rows: int) -> npt.NDArray[np.uint64]:
 
 
 def _report(source: Checkpoint, target: Target, rows: npt.NDArray[np.uint64]) -> dict[str, Any]:
-    prints = tensor_fingerprints(target.placed.collection, rows)
+    once = _once(target.placed.collection)
+    prints = tensor_fingerprints(target.placed.collection.select(once), rows[once])
     return {
         "format": "scalai-reshard",
         "version": 1,
@@ -268,6 +270,15 @@ def _report(source: Checkpoint, target: Target, rows: npt.NDArray[np.uint64]) ->
         "notes": list(target.notes),
         "fingerprints": {name: f"{value:016x}" for name, value in sorted(prints.items())},
     }
+
+
+def _once(collection: Collection) -> npt.NDArray[np.intp]:
+    """Return the rows that hold every tensor once: its whole, where a layout keeps that beside
+    parts of it (ZeRO's fp32 weights)."""
+    numel = np.array([tensor.numel for tensor in collection.tensors], dtype=np.int64)
+    is_whole = collection.numel() == numel[collection.tensor]
+    has_whole = np.bincount(collection.tensor[is_whole], minlength=len(numel)) > 0
+    return np.flatnonzero(is_whole | ~has_whole[collection.tensor])
 
 
 def _complete(

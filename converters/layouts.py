@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalai.converters.checkpoint import Checkpoint, Layout, ReadOptions
+from scalai.converters.deepspeed_plain import DeepSpeedPlainLayout
+from scalai.converters.deepspeed_universal import DeepSpeedUniversalLayout
+from scalai.converters.deepspeed_zero import DeepSpeedZeroLayout
 from scalai.converters.generation import GenerationLayout
 from scalai.converters.safetensors_index import SafetensorsLayout
 from scalai.converters.torch_dist import TorchDistLayout
@@ -14,6 +17,9 @@ LAYOUTS: Sequence[Layout] = (
     GenerationLayout(),
     TorchDistLayout(),
     TorchLegacyLayout(),
+    *(DeepSpeedZeroLayout(stage) for stage in (1, 2, 3)),
+    DeepSpeedPlainLayout(),
+    DeepSpeedUniversalLayout(),
     SafetensorsLayout(),
 )
 """In the order in which they are asked."""

@@ -1,11 +1,12 @@
-"""Does a master round to its weight?"""
+"""How a master rounds to its weight."""
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from scalai.store.files import Bits
+from scalai.core.collection import ITEM_BYTES
+from scalai.store.files import BITS, Bits
 from scalai.store.values import NUMPY_DTYPES
 
 
@@ -17,14 +18,20 @@ def rounds_to(masters: bytes, master_dtype: str, weights: bytes, dtype: str) -> 
     if master_dtype == dtype:
         return masters == weights
     values: npt.NDArray[Any] = np.frombuffer(masters, dtype=NUMPY_DTYPES[master_dtype])
+    return rounded(values.astype(np.float32), dtype).tobytes() == weights
+
+
+def rounded(values: npt.NDArray[np.float32], dtype: str) -> Bits:
+    """Return fp32 numbers [...] as bits [...] of a 16-bit dtype, by its safetensors name."""
     if dtype == "BF16":
-        return bytes(to_bf16(values.astype(np.float32)).tobytes()) == weights
+        return to_bf16(values)
     with np.errstate(over="ignore"):
-        return values.astype(NUMPY_DTYPES[dtype]).tobytes() == weights
+        halves: Bits = values.astype(NUMPY_DTYPES[dtype]).view(BITS[ITEM_BYTES[dtype]])
+    return halves
 
 
 def to_bf16(values: npt.NDArray[np.float32]) -> Bits:
     """Return fp32 numbers as bf16 bits, rounded to the nearest, ties to even."""
-    bits = values.view(np.uint32)
+    bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return np.asarray(rounded >> np.uint32(16), dtype=np.uint16)

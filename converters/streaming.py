@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from scalai.converters.checkpoint import Placed
+from scalai.converters.rounding import rounded
 from scalai.converters.work import Task, Unit, Work, copies_into
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
 from scalai.core.errors import ProofError
@@ -71,11 +72,15 @@ def run_task(job: Job, task: Task) -> dict[int, int]:
 
 
 def source_view(directory: Path, placed: Placed, row: int, part: Box) -> Bits:
-    """Return the part of a source row that covers the box ``part``, as bits, without a copy."""
+    """Return the part of a source row that covers the box ``part``, as bits; a copy only where it
+    has to be rounded."""
     tensor, _ = placed.collection.box(row)
     begin, stride = _place(placed, row, part)
     file = placed.files[placed.file[row]]
     data = memoryview(file.content) if file.content is not None else _map(directory / file.path)
+    if placed.is_rounded_at(row):
+        masters = np.ndarray(part.shape, np.dtype(np.float32), data, begin, stride)
+        return rounded(masters, tensor.dtype)
     view: Bits = np.ndarray(part.shape, np.dtype(bits_dtype(tensor)), data, begin, stride)
     return view
 
@@ -83,7 +88,7 @@ def source_view(directory: Path, placed: Placed, row: int, part: Box) -> Bits:
 def _place(placed: Placed, row: int, part: Box) -> tuple[int, list[int]]:
     """Return where a part of a row begins in its file, and its strides, in bytes."""
     tensor, box = placed.collection.box(row)
-    item = ITEM_BYTES[tensor.dtype]
+    item = ITEM_BYTES["F32" if placed.is_rounded_at(row) else tensor.dtype]
     stride = [item * step for step in placed.stride[row, MAX_NDIM - len(box.shape) :].tolist()]
     inside = zip(part.offset, box.offset, stride, strict=True)
     return int(placed.begin[row]) + sum((low - at) * step for low, at, step in inside), stride
@@ -114,7 +119,8 @@ def _read_into(values: Bits, directory: Path, placed: Placed, row: int, part: Bo
     whose page faults cost more than the copy."""
     view = source_view(directory, placed, row, part)
     file = placed.files[placed.file[row]]
-    if file.content is not None or not (view.flags.c_contiguous and values.flags.c_contiguous):
+    is_run = view.flags.c_contiguous and values.flags.c_contiguous
+    if file.content is not None or placed.is_rounded_at(row) or not is_run:
         np.copyto(values, view)
         return
     begin, _ = _place(placed, row, part)

@@ -222,11 +222,17 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return tuple(value.args[0]) if isinstance(value, Foreign) else tuple(value)
 
 
+def _with_attributes(rebuild: Callable[..., Any], _: Any, args: Any, __: Any) -> Any:
+    """Stand in for ``torch._tensor._rebuild_from_type_v2``: a tensor with Python attributes, as
+    DeepSpeed's buffers of stage 3 and Megatron's masters have them."""
+    return rebuild(*args)
+
+
 _REBUILDERS: Mapping[tuple[str, str], Callable[..., Any]] = {
+    ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
     ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
-    ("torch._tensor", "_rebuild_from_type_v2"): lambda rebuild, _, args, *__: rebuild(*args),
     ("torch", "Size"): lambda sizes=(): tuple(sizes),
 }
 

@@ -187,7 +187,7 @@ def _only(placed: Placed, names: Iterable[str]) -> Placed:
     rows = np.flatnonzero(is_wanted[collection.tensor]) if len(collection) else collection.tensor
     return Placed(
         collection.select(rows), placed.file[rows], placed.begin[rows], placed.stride[rows],
-        placed.files,
+        placed.files, placed.rounded()[rows],
     )  # fmt: skip
 
 

@@ -1,0 +1,182 @@
+"""A DeepSpeed checkpoint's directory: which tag, which files of which ranks.
+
+    <save directory>/latest    the newest tag, as text
+    <save directory>/<tag>/
+        mp_rank_<m>_model_states.pt                         stages 0 to 2
+        zero_pp_rank_<d>_mp_rank_<m>_model_states.pt        stage 3
+        [bf16_]zero_pp_rank_<d>_mp_rank_<m>_optim_states.pt stages 1 to 3
+
+``d`` is a data-parallel rank, whatever DeepSpeed calls it; ``m`` a model-parallel one.
+
+Source: ``_get_ckpt_name`` and ``_get_zero_ckpt_name`` of deepspeed/runtime/engine.py, 0.19.8.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive
+from scalai.core.collection import ITEM_BYTES
+from scalai.core.errors import RefusedError
+from scalai.store.files import BITS
+
+LATEST = "latest"
+MAX_VALUE_BYTES = 64 << 20
+"""The most bytes of a tensor among what is carried as a value, not as a tensor."""
+
+_FILE = re.compile(
+    r"(?P<bf16>bf16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_"
+    r"(?P<kind>model|optim)_states\.pt"
+)
+_EXPERTS = re.compile(r"(layer_\d+_expert_\d+_mp_rank_|expp_rank_)")
+
+
+@dataclass(frozen=True, slots=True)
+class TagFiles:
+    """The files of one tag, by data-parallel rank. ``model`` has one where ranks share it."""
+
+    directory: Path
+    model: tuple[str, ...]
+    optimizer: tuple[str, ...]
+    is_stage_3: bool
+    is_bf16: bool
+
+
+def find_tag(path: Path, step: int | None) -> Path | None:
+    """Return the directory of a tag: ``path`` itself, or the one that ``latest`` names."""
+    if step is None and _has_states(path):
+        return path
+    if step is None:
+        try:
+            tag = (path / LATEST).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            return None
+    else:
+        tag = f"global_step{step}"
+    if not tag or "/" in tag or tag.startswith("."):
+        return None
+    return path / tag if (path / tag).is_dir() else None
+
+
+def _has_states(path: Path) -> bool:
+    return path.is_dir() and any(_FILE.fullmatch(entry.name) for entry in path.iterdir())
+
+
+def list_files(directory: Path) -> TagFiles:
+    """Sort a tag's files by rank.
+
+    Raises:
+        RefusedError: A rank's file is missing, or there are ranks of a kind that is not read.
+    """
+    found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
+    whole: list[str] = []
+    prefixes = set()
+    for name in sorted(entry.name for entry in directory.iterdir()):
+        match = _FILE.fullmatch(name)
+        if _EXPERTS.match(name):
+            raise RefusedError(f"{directory} holds experts ({name}), which are not read yet.")
+        if match is None:
+            continue
+        if int(match["mp"]):
+            raise RefusedError(
+                f"{directory} has model-parallel ranks ({name}), which are not read yet: only "
+                "checkpoints of data parallelism are."
+            )
+        if match["dp"] is None:
+            whole.append(name)
+            continue
+        rank = int(match["dp"])
+        if rank in found[match["kind"]]:
+            raise RefusedError(
+                f"{directory} has {found[match['kind']][rank]} and {name}: files of two "
+                "checkpoints are mixed. Remove those of one."
+            )
+        found[match["kind"]][rank] = name
+        if match["kind"] == "optim":
+            prefixes.add(match["bf16"] or "")
+    for names in found.values():
+        _check_ranks(directory, names)
+    model, optimizer = found["model"], found["optim"]
+    if bool(model) == bool(whole) or (model and len(model) != len(optimizer)):
+        raise RefusedError(
+            f"{directory} has {len(whole)} mp_rank_*, {len(model)} zero_pp_rank_*_model_states.pt "
+            f"and {len(optimizer)} optim_states.pt: a rank's file is missing, or files of two "
+            "checkpoints are mixed. Use another checkpoint."
+        )
+    return TagFiles(
+        directory,
+        tuple(model[rank] for rank in sorted(model)) or tuple(whole),
+        tuple(optimizer[rank] for rank in sorted(optimizer)),
+        is_stage_3=bool(model),
+        is_bf16=prefixes == {"bf16_"},
+    )
+
+
+def _check_ranks(directory: Path, names: Mapping[int, str]) -> None:
+    missing = sorted(set(range(max(names, default=-1) + 1)) - set(names))
+    if missing:
+        like = next(iter(names.values()))
+        raise RefusedError(
+            f"{directory} has no file of data-parallel rank {missing[0]} (of {max(names) + 1}, "
+            f"as {like}). Copy the missing files of the same save, or use another checkpoint."
+        )
+
+
+def read_dictionary(path: Path, *, trust: bool) -> dict[str, Any]:
+    """Return what a file holds, tensors as ``StoredTensor``. Raises as ``read_archive``."""
+    value = read_archive(path, trust=trust)
+    if not isinstance(value, dict):
+        raise RefusedError(f"{path} holds a {type(value).__name__}, not a dictionary.")
+    return value
+
+
+def carried(value: Any, path: Path) -> Any:
+    """Return a tree of values with the bytes of its tensors, which are small.
+
+    Raises:
+        RefusedError: One is not.
+    """
+    if isinstance(value, StoredTensor):
+        return _with_bytes(value, path)
+    if isinstance(value, dict):
+        new = type(value)((key, carried(entry, path)) for key, entry in value.items())
+        if getattr(value, "__dict__", None):  # a module's state_dict has versions beside its items
+            new.__dict__.update(value.__dict__)
+        return new
+    if isinstance(value, list | tuple):
+        return type(value)(carried(entry, path) for entry in value)
+    return value
+
+
+def _with_bytes(tensor: StoredTensor, path: Path) -> NewTensor:
+    item = ITEM_BYTES[tensor.dtype]
+    size = int(np.prod(tensor.shape, dtype=np.int64)) * item
+    if size > MAX_VALUE_BYTES:
+        raise RefusedError(
+            f"{path} keeps a tensor of {size} bytes where no parameter belongs (client_state?), "
+            f"and at most {MAX_VALUE_BYTES} are carried. Save it elsewhere."
+        )
+    bits: npt.NDArray[Any] = np.memmap(path, dtype=np.uint8, mode="r")
+    view: npt.NDArray[Any] = np.ndarray(
+        tensor.shape, BITS[item], bits, tensor.begin, [step * item for step in tensor.stride]
+    )
+    return NewTensor(tensor.dtype, tensor.shape, view.tobytes())
+
+
+def scalar_of(value: Any, path: Path) -> float | None:
+    """Return a number that a file holds as such or as a tensor; None: it is neither."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, StoredTensor) and value.shape in ((), (1,)):
+        content = _with_bytes(value, path).content or b""
+        dtypes = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "I32": np.int32}
+        if value.dtype in dtypes:
+            return float(np.frombuffer(content, dtype=dtypes[value.dtype])[0])
+    return None

@@ -1,0 +1,45 @@
+"""Support for the tests of converters: one server of DeepSpeed jobs for all."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from deepspeed_jobs import Job, as_line
+
+Runner = Callable[[Job], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def run_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """Run a job; return what each rank saw."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed: pip install -c constraints.txt deepspeed")
+    log = tmp_path_factory.mktemp("deepspeed") / "log"
+    script = Path(__file__).parent / "deepspeed_jobs.py"
+    with open(log, "w") as errors:
+        server = subprocess.Popen(
+            [sys.executable, script], stdin=-1, stdout=-1, stderr=errors, text=True
+        )
+
+    def run(job: Job) -> list[dict[str, Any]]:
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(as_line(job))
+        server.stdin.flush()
+        line = server.stdout.readline()
+        assert line, f"the server ended:\n{log.read_text()[-3000:]}"
+        ranks: list[dict[str, Any]] = json.loads(line)
+        for rank, seen in enumerate(ranks):
+            assert "error" not in seen, f"rank {rank}:\n{seen['error']}"
+        return ranks
+
+    yield run
+    server.terminate()
+    server.wait()

@@ -1,0 +1,216 @@
+"""Runs tiny DeepSpeed jobs: reads one as JSON a line, answers with what each rank saw.
+
+DeepSpeed is imported once; the ranks of a job are forks, so that each job begins afresh.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+STEPS = 6
+SAVED_AFTER = 3
+VOCABULARY, HIDDEN, LAYERS, SAMPLES, LENGTH = 31, 17, 2, 12, 5
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job: its engine, and what it does. Without ``load`` it trains ``STEPS`` steps and, if
+    asked, saves in between and, as a tag that is not the latest, at the end; with it, it trains
+    those that are left."""
+
+    world: int = 1
+    stage: int = 1
+    precision: str = "fp32"
+    frozen: bool = True
+    decay: tuple[float, float] = (0.1, 0.0)
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    save: str | None = None
+    load: str | None = None
+
+
+def serve() -> None:
+    """Answer jobs until the input ends."""
+    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # DeepSpeed prints
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__.clear()  # nothing is compiled
+
+    context = multiprocessing.get_context("fork")
+    for line in sys.stdin:
+        job = Job(**json.loads(line))
+        with tempfile.NamedTemporaryFile() as meeting:
+            pipes, ranks = [], []
+            for rank in range(job.world):
+                here, there = context.Pipe(duplex=False)
+                process = context.Process(target=answer, args=(job, rank, meeting.name, there))
+                process.start()
+                there.close()
+                pipes.append(here)
+                ranks.append(process)
+            answers = [receive(pipe) for pipe in pipes]
+            for process in ranks:
+                process.join()
+        print(json.dumps(answers), file=output, flush=True)
+
+
+def receive(pipe: Any) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return {"error": "the process died"}
+
+
+def answer(job: Job, rank: int, meeting: str, pipe: Any) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world))
+    try:
+        pipe.send(run(job, meeting))
+    except BaseException:
+        pipe.send({"error": traceback.format_exc()})
+
+
+def run(job: Job, meeting: str) -> dict[str, Any]:
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    deepspeed.init_distributed(
+        dist_backend="gloo",
+        init_method=f"file://{meeting}.meet",
+        rank=int(os.environ["RANK"]),
+        world_size=job.world,
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+    torch.manual_seed(1 if job.load is None else 2)
+    engine = make_engine(job)
+    seen: dict[str, Any] = {"losses": [], "rates": []}
+    first = 0
+    if job.load is not None:
+        path, client_state = engine.load_checkpoint(job.load)
+        assert path is not None, f"nothing was loaded from {job.load}"
+        seen["client_state"] = client_state["note"]
+        first = engine.global_steps
+        assert first == SAVED_AFTER
+        seen["loaded"] = describe(engine)
+    for step in range(first, STEPS):
+        inputs, labels = batch(step, dist.get_rank(), job.world)
+        loss = engine(inputs, labels)
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().float().clone()
+        dist.all_reduce(total)
+        seen["losses"].append(total.item() / job.world)
+        seen["rates"].append([group["lr"] for group in engine.optimizer.param_groups])
+        if step + 1 == SAVED_AFTER and job.save is not None:
+            engine.save_checkpoint(job.save, client_state={"note": {"text": "kept", "n": 7}})
+            seen["saved"] = describe(engine)
+    if job.save is not None:
+        engine.save_checkpoint(job.save, client_state={"note": {}}, save_latest=False)
+    dist.barrier()
+    dist.destroy_process_group()
+    return seen
+
+
+def describe(engine: Any) -> dict[str, Any]:
+    """Return what is no parameter and must have travelled."""
+    return {
+        "buffers": {name: value.tolist() for name, value in engine.module.named_buffers()},
+        "decay": [group["weight_decay"] for group in engine.optimizer.param_groups],
+        "samples": engine.global_samples,
+    }
+
+
+def make_engine(job: Job) -> Any:
+    import deepspeed
+    import torch
+
+    model = make_model(job.frozen)
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [
+        {"params": members, "weight_decay": decay}
+        for members, decay in zip((decayed, others), job.decay, strict=True)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES // job.world,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": job.stage, **job.zero},
+        **({"bf16": {"enabled": True}} if job.precision == "bf16" else {}),
+        **job.config,
+    }
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
+    )
+    return engine
+
+
+def make_model(is_partly_frozen: bool) -> Any:
+    """Return a model with sizes that nothing divides, frozen and shared parameters, one of a single
+    element (DeepSpeed trains none without dims), and buffers, one of them without dims."""
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(HIDDEN)
+            self.up = nn.Linear(HIDDEN, 3 * HIDDEN + 1)
+            self.down = nn.Linear(3 * HIDDEN + 1, HIDDEN)
+            self.down.bias.requires_grad_(not is_partly_frozen)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+            self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
+            self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+            self.head.weight = self.embedding.weight
+            self.scale = nn.Parameter(torch.tensor([0.5]))
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("average", torch.zeros(3))
+
+        def forward(self, tokens: Any, labels: Any) -> Any:
+            self.calls += 1
+            self.average.mul_(0.5).add_(1)
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+            logits = self.head(x) * self.scale
+            return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+    return Model()
+
+
+def batch(step: int, rank: int, world: int) -> Any:
+    """Return a rank's part of a step's samples: the whole does not depend on the world."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
+    own = tokens.chunk(world)[rank]
+    return own[:, :-1].contiguous(), own[:, 1:].contiguous()
+
+
+def as_line(job: Job) -> str:
+    """Return a job as ``serve`` reads it."""
+    return json.dumps(asdict(job)) + "\n"
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,104 @@
+"""Damaged DeepSpeed checkpoints are refused, by words that name the file and the way out."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed_jobs import Job
+
+from scalai.launch import cli
+
+Runner = Callable[[Job], list[dict[str, Any]]]
+Damage = Callable[[Path], None]
+
+FIRST = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+SECOND = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+LATER = "global_step6"
+
+
+@pytest.fixture(scope="module")
+def saved(run_deepspeed: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of stage 1 on two ranks, with a later tag beside it."""
+    directory = tmp_path_factory.mktemp("saved")
+    run_deepspeed(Job(stage=1, world=2, save=str(directory)))
+    return directory
+
+
+def remove_a_rank(tag: Path) -> None:
+    (tag / SECOND).unlink()
+
+
+def remove_the_first_rank(tag: Path) -> None:
+    (tag / FIRST).unlink()
+
+
+def remove_the_model(tag: Path) -> None:
+    (tag / "mp_rank_00_model_states.pt").unlink()
+
+
+def mix_tags(tag: Path) -> None:
+    shutil.copy(tag.parent / LATER / SECOND, tag / SECOND)
+
+
+def truncate(tag: Path) -> None:
+    data = (tag / SECOND).read_bytes()
+    (tag / SECOND).write_bytes(data[: len(data) // 2])
+
+
+def plant_a_class(tag: Path) -> None:
+    import os
+
+    import torch
+
+    class Planted:
+        def __reduce__(self) -> Any:
+            return os.system, ("false",)
+
+    torch.save({"optimizer_state_dict": Planted()}, tag / SECOND)
+
+
+def add_a_model_parallel_rank(tag: Path) -> None:
+    shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "mp_rank_01_model_states.pt")
+
+
+def empty_a_file(tag: Path) -> None:
+    (tag / "mp_rank_00_model_states.pt").write_bytes(b"")
+
+
+DAMAGES: list[tuple[Damage, str]] = [
+    (remove_a_rank, "was saved by 2 data-parallel ranks, and has optim_states.pt of 1"),
+    (remove_the_first_rank, "has no file of data-parallel rank 0 (of 2"),
+    (remove_the_model, "a rank's file is missing"),
+    (mix_tags, f"{SECOND} has made 6.0 optimizer steps"),
+    (truncate, f"{SECOND} is damaged or truncated"),
+    (plant_a_class, "system, which no checkpoint of a known framework needs"),
+    (add_a_model_parallel_rank, "has model-parallel ranks (mp_rank_01_model_states.pt)"),
+    (empty_a_file, "mp_rank_00_model_states.pt is damaged or truncated"),
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES]
+)
+def test_damage_is_refused_with_words_and_exit_code_3(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Damage, words: str
+) -> None:
+    source = tmp_path / "damaged"
+    shutil.copytree(saved, source)
+    damage(source / "global_step3")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["reshard", str(source), str(tmp_path / "out"), "--dp", "3"])
+    assert ended.value.code == 3
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_axes_than_dp_are_refused(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["reshard", str(saved), str(tmp_path / "out"), "--tp", "2"])
+    assert ended.value.code == 3
+    assert "only dp can be changed so far" in capsys.readouterr().err
