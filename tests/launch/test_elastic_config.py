@@ -100,7 +100,9 @@ def test_a_missing_file_is_named() -> None:
         load_config("nowhere.toml")
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("elastic_*.toml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(EXAMPLES.glob("elastic_*.toml")), ids=lambda path: path.name
+)
 def test_the_examples_are_valid(path: Path) -> None:
     load_config(str(path))
 
