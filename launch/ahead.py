@@ -8,8 +8,8 @@ from pathlib import Path
 
 from scalai.store.pool import available_memory
 
-FIRST_TO_GO, AS_OTHERS = 1000, 0
-"""Adjustments of the kernel's choice of a process to kill when memory runs out (proc(5))."""
+FIRST_TO_GO = "1000"
+"""Adjustment of the kernel's choice of a process to kill when memory runs out (proc(5))."""
 MEMORY_RESERVE = 1.25
 """Private memory that a worker to come may take, over what the largest present one takes."""
 
