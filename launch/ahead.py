@@ -37,12 +37,12 @@ def obstacle(policy: str, workers: int, present: Iterable[int], *, on_devices: b
 
 
 def offer(processes: Iterable[int], *, is_ahead: bool) -> None:
-    """Have the kernel kill these processes before any other when memory runs out, or no longer."""
+    """Have the kernel kill these processes before any other when memory runs out, or as readily as
+    this one, which started them."""
+    adjustment = FIRST_TO_GO if is_ahead else Path("/proc/self/oom_score_adj").read_text()
     for pid in processes:
         with contextlib.suppress(OSError):  # it is gone
-            Path(f"/proc/{pid}/oom_score_adj").write_text(
-                str(FIRST_TO_GO if is_ahead else AS_OTHERS)
-            )
+            Path(f"/proc/{pid}/oom_score_adj").write_text(adjustment)
 
 
 def private_bytes(pid: int) -> int:
