@@ -29,9 +29,10 @@ from scalai.converters.checkpoint import (
     place,
 )
 from scalai.converters.deepspeed_archives import Archives, Filled, write_tag
+from scalai.converters.deepspeed_draft import Draft, dp_of, job_of
 from scalai.converters.deepspeed_files import LATEST, carried, find_tag, scalar_of
 from scalai.converters.deepspeed_model import ModelStates
-from scalai.converters.deepspeed_writer import Writer, dp_of, job_of
+from scalai.converters.deepspeed_model_writer import add_model
 from scalai.converters.torch_archive import NewTensor, StoredTensor
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
@@ -75,14 +76,14 @@ class DeepSpeedPlainLayout:
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
         """Lay out a tag and ``latest``, as ``engine.load_checkpoint`` finds them."""
         job, archives = job_of(source, options), Archives()
-        writer = Writer(source, job, 0, dp_of(source, options), archives, job.tag)
+        draft = Draft(source, job, 0, dp_of(source, options), archives, job.tag)
         filled = Filled()
-        writer.add_model(0, [], _optimizer(writer, filled), filled)
+        add_model(draft, 0, [], _optimizer(draft, filled), filled)
 
         def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
             write_tag(directory / LATEST, job.tag)
 
-        notes = [*source.notes, *writer.notes()]
+        notes = [*source.notes, *draft.notes()]
         return Target(self.name, archives.placed(), archives.fixed, finish, tuple(notes))
 
 
@@ -214,9 +215,9 @@ def match_names(
     ]
 
 
-def _optimizer(writer: Writer, filled: Filled) -> dict[str, Any]:
+def _optimizer(draft: Draft, filled: Filled) -> dict[str, Any]:
     """Return the optimizer's tree; what its tensors are filled with goes to ``filled``."""
-    job = writer.job
+    job = draft.job
     if job.optimizer.get("dynamic_loss_scale"):
         raise RefusedError(
             "a dynamic fp16 loss scale cannot be written as stage 0 keeps it. Convert to stage 1."
@@ -232,16 +233,16 @@ def _optimizer(writer: Writer, filled: Filled) -> dict[str, Any]:
     for names in job.groups:
         numbers.append(list(range(len(state), len(state) + len(names))))
         for number, name in zip(numbers[-1], names, strict=True):
-            kinds = writer.keys([name])
-            moments = {kind: new(writer.stored(kind, name)) for kind in kinds}
-            state[number] = {**writer.step(name, filled), **moments}
-    inner = {"state": state, "param_groups": writer.param_groups(numbers)}
-    if not any(f"{MAIN}/{name}" in writer.tensors for names in job.groups for name in names):
+            kinds = draft.kinds([name])
+            moments = {kind: new(draft.stored(kind, name)) for kind in kinds}
+            state[number] = {**draft.step(name, filled), **moments}
+    inner = {"state": state, "param_groups": draft.param_groups(numbers)}
+    if not any(f"{MAIN}/{name}" in draft.tensors for names in job.groups for name in names):
         return inner
     return {
         "dynamic_loss_scale": False,
         "cur_scale": 1.0,
         "cur_iter": 0,
         "optimizer_state_dict": inner,
-        "fp32_groups": [[new(writer.stored(None, name)) for name in names] for names in job.groups],
+        "fp32_groups": [[new(draft.stored(None, name)) for name in names] for names in job.groups],
     }

@@ -36,10 +36,13 @@ from scalai.converters.checkpoint import (
     place,
 )
 from scalai.converters.deepspeed_archives import Archives, Filled, write_tag
+from scalai.converters.deepspeed_buffers import Buffer, buffers_of, members
+from scalai.converters.deepspeed_draft import Draft, job_of
 from scalai.converters.deepspeed_files import carried, read_dictionary, scalar_of
 from scalai.converters.deepspeed_job import DeepSpeedJob, round_robins
 from scalai.converters.deepspeed_model import ModelStates
-from scalai.converters.deepspeed_writer import Buffer, Writer, job_of
+from scalai.converters.deepspeed_model_writer import add_model
+from scalai.converters.deepspeed_optimizer_writer import global_state
 from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
@@ -226,16 +229,16 @@ def _lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     job, archives = job_of(source, options), Archives()
     folder = f"{job.tag}{SUFFIX}"
     for stage in (2, 3):
-        writer = Writer(source, job, stage, 1, archives, folder)
-        groups = list(writer.groups())
-        writer.add_model(0, groups)
-    writer = Writer(source, job, 2, 1, archives, folder)
-    groups = list(writer.groups())
-    _add_global_state(writer, groups)
-    for group in groups:
-        kinds = writer.keys(list(group.shapes))
-        for name in group.shapes:
-            _add_parameter(writer, name, kinds)
+        draft = Draft(source, job, stage, 1, archives, folder)
+        buffers = list(buffers_of(draft))
+        add_model(draft, 0, buffers)
+    draft = Draft(source, job, 2, 1, archives, folder)
+    buffers = list(buffers_of(draft))
+    _add_global_state(draft, buffers)
+    for buffer in buffers:
+        kinds = draft.kinds(list(buffer.shapes))
+        for name in buffer.shapes:
+            _add_parameter(draft, name, kinds)
 
     def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
         write_tag(directory / LATEST, folder)
@@ -245,12 +248,12 @@ def _lay_out(source: Checkpoint, options: WriteOptions) -> Target:
         archives.placed(),
         archives.fixed,
         finish,
-        (*source.notes, *_notes(writer)),
+        (*source.notes, *_notes(draft)),
     )
 
 
-def _notes(writer: Writer) -> Iterator[str]:
-    job = writer.job
+def _notes(draft: Draft) -> Iterator[str]:
+    job = draft.job
     if job.buffers:
         yield f"DeepSpeed does not restore {len(job.buffers)} buffers from universal checkpoints"
     if job.frozen:
@@ -265,28 +268,28 @@ def _notes(writer: Writer) -> Iterator[str]:
     )
 
 
-def _add_global_state(writer: Writer, groups: Sequence[Buffer]) -> None:
+def _add_global_state(draft: Draft, buffers: Sequence[Buffer]) -> None:
     filled = Filled()
-    param_groups = writer.param_groups(writer.members(groups))
+    param_groups = draft.param_groups(members(draft, buffers))
     state: Mapping[str, Any] = {
-        **writer.global_state(),
+        **global_state(draft),
         "param_groups": param_groups,
         "optimizer_state_dict": {
-            "state": {0: writer.step(next(iter(groups[0].shapes)), filled)},
+            "state": {0: draft.step(next(iter(buffers[0].shapes)), filled)},
             "param_groups": param_groups,
         },
     }
-    writer.archives.add(f"{writer.folder}/{GLOBAL_STATE}", state, filled)
+    draft.archives.add(f"{draft.folder}/{GLOBAL_STATE}", state, filled)
 
 
-def _add_parameter(writer: Writer, name: str, kinds: Sequence[str]) -> None:
+def _add_parameter(draft: Draft, name: str, kinds: Sequence[str]) -> None:
     for kind in (None, *kinds):
-        tensor = writer.stored(kind, name)
+        tensor = draft.stored(kind, name)
         new = NewTensor(tensor.dtype, tensor.shape)
         filled: Filled = {new: [Piece(tensor, whole(tensor.shape), "", 0)]}
         value = {"cat_dim": 0, "param": new}
-        writer.archives.add(f"{writer.folder}/zero/{name}/{kind or MASTERS}.pt", value, filled)
+        draft.archives.add(f"{draft.folder}/zero/{name}/{kind or MASTERS}.pt", value, filled)
     steps = Filled()
-    step = writer.step(name, steps)
+    step = draft.step(name, steps)
     if step:
-        writer.archives.add(f"{writer.folder}/zero/{name}/{STEPS}.pt", step["step"], steps)
+        draft.archives.add(f"{draft.folder}/zero/{name}/{STEPS}.pt", step["step"], steps)
