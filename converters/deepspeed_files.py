@@ -5,14 +5,18 @@
         mp_rank_<m>_model_states.pt                         stages 0 to 2
         zero_pp_rank_<d>_mp_rank_<m>_model_states.pt        stage 3
         [bf16_]zero_pp_rank_<d>_mp_rank_<m>_optim_states.pt stages 1 to 3
+        layer_<l>[-model_<t>]-model_states.pt               a pipeline's weights
 
-``d`` is a data-parallel rank, whatever DeepSpeed calls it; ``m`` a model-parallel one.
+``d`` is a data-parallel rank, whatever DeepSpeed calls it; ``m`` a model-parallel one: the number
+of the pipeline's stage times the tensor-parallel ranks, plus ``t``. ``l`` is the place of a layer
+in the whole model.
 
-Source: ``_get_ckpt_name`` and ``_get_zero_ckpt_name`` of deepspeed/runtime/engine.py, 0.19.8.
+Source: ``_get_ckpt_name`` and ``_get_zero_ckpt_name`` of deepspeed/runtime/engine.py,
+``ckpt_layer_path`` of runtime/pipe/module.py, 0.19.8.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +37,14 @@ _FILE = re.compile(
     r"(?P<bf16>bf16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_"
     r"(?P<kind>model|optim)_states\.pt"
 )
+_LAYER = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<tp>\d+))?-model_states\.pt")
 _EXPERTS = re.compile(r"(layer_\d+_expert_\d+_mp_rank_|expp_rank_)")
 
 
 @dataclass(frozen=True, slots=True)
 class TagFiles:
-    """The files of one tag, by data-parallel rank. ``model`` has one where ranks share it."""
+    """The files of one model-parallel rank, by data-parallel rank. ``model`` has one where ranks
+    share it."""
 
     directory: Path
     model: tuple[str, ...]
@@ -67,26 +73,59 @@ def _has_states(path: Path) -> bool:
     return path.is_dir() and any(_FILE.fullmatch(entry.name) for entry in path.iterdir())
 
 
-def list_files(directory: Path) -> TagFiles:
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """The files of one tag.
+
+    Attributes:
+        directory: Where they lie.
+        ranks: By model-parallel rank.
+        layers: A pipeline's files of layers, by tensor-parallel rank and place.
+    """
+
+    directory: Path
+    ranks: tuple[TagFiles, ...]
+    layers: tuple[Mapping[int, str], ...]
+
+
+def list_files(directory: Path) -> Tag:
     """Sort a tag's files by rank.
 
     Raises:
         RefusedError: A rank's file is missing, or there are ranks of a kind that is not read.
     """
+    names: dict[int, list[tuple[re.Match[str], str]]] = {}
+    layers: dict[int, dict[int, str]] = {}
+    for name in sorted(entry.name for entry in directory.iterdir()):
+        if _EXPERTS.match(name):
+            raise RefusedError(
+                f"{directory} holds experts ({name}), which are not read: their ranks are others "
+                "than those of the rest. Load it in DeepSpeed at the degrees that saved it."
+            )
+        if match := _LAYER.fullmatch(name):
+            layers.setdefault(int(match["tp"] or 0), {})[int(match["layer"])] = name
+        elif match := _FILE.fullmatch(name):
+            names.setdefault(int(match["mp"]), []).append((match, name))
+    _check_numbers(directory, "model-parallel rank", {mp: of[0][1] for mp, of in names.items()})
+    _check_layers(directory, layers)
+    ranks = tuple(_rank_files(directory, names[mp]) for mp in sorted(names))
+    for rank in ranks:
+        first = ranks[0]
+        if (rank.is_stage_3, len(rank.optimizer)) != (first.is_stage_3, len(first.optimizer)):
+            raise RefusedError(
+                f"{directory} has {len(first.optimizer)} optim_states.pt beside {first.model[0]}, "
+                f"and {len(rank.optimizer)} beside {rank.model[0]}: a rank's file is missing, or "
+                "files of two checkpoints are mixed. Use another checkpoint."
+            )
+    return Tag(directory, ranks, tuple(layers[tp] for tp in sorted(layers)))
+
+
+def _rank_files(directory: Path, names: Sequence[tuple[re.Match[str], str]]) -> TagFiles:
+    """Sort the files of one model-parallel rank."""
     found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
     whole: list[str] = []
     prefixes = set()
-    for name in sorted(entry.name for entry in directory.iterdir()):
-        match = _FILE.fullmatch(name)
-        if _EXPERTS.match(name):
-            raise RefusedError(f"{directory} holds experts ({name}), which are not read yet.")
-        if match is None:
-            continue
-        if int(match["mp"]):
-            raise RefusedError(
-                f"{directory} has model-parallel ranks ({name}), which are not read yet: only "
-                "checkpoints of data parallelism are."
-            )
+    for match, name in names:
         if match["dp"] is None:
             whole.append(name)
             continue
@@ -99,8 +138,8 @@ def list_files(directory: Path) -> TagFiles:
         found[match["kind"]][rank] = name
         if match["kind"] == "optim":
             prefixes.add(match["bf16"] or "")
-    for names in found.values():
-        _check_ranks(directory, names)
+    for files in found.values():
+        _check_numbers(directory, "data-parallel rank", files)
     model, optimizer = found["model"], found["optim"]
     if bool(model) == bool(whole) or (model and len(model) != len(optimizer)):
         raise RefusedError(
@@ -117,13 +156,26 @@ def list_files(directory: Path) -> TagFiles:
     )
 
 
-def _check_ranks(directory: Path, names: Mapping[int, str]) -> None:
+def _check_layers(directory: Path, layers: Mapping[int, Mapping[int, str]]) -> None:
+    """Refuse tensor-parallel ranks that have not the same layers."""
+    for tp, files in sorted(layers.items()):
+        first = layers[min(layers)]
+        missing = sorted(first.keys() ^ files.keys())
+        if missing or tp >= len(layers):
+            raise RefusedError(
+                f"{directory} has files of {len(layers)} tensor-parallel ranks of its layers, and "
+                f"rank {tp} has not those of rank 0 (layers {missing[:5]}). Copy the missing files "
+                "of the same save, or use another checkpoint."
+            )
+
+
+def _check_numbers(directory: Path, what: str, names: Mapping[int, str]) -> None:
     missing = sorted(set(range(max(names, default=-1) + 1)) - set(names))
     if missing:
         like = next(iter(names.values()))
         raise RefusedError(
-            f"{directory} has no file of data-parallel rank {missing[0]} (of {max(names) + 1}, "
-            f"as {like}). Copy the missing files of the same save, or use another checkpoint."
+            f"{directory} has no file of {what} {missing[0]} (of {max(names) + 1}, as {like}). "
+            "Copy the missing files of the same save, or use another checkpoint."
         )
 
 

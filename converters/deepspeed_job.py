@@ -1,8 +1,11 @@
 """What a DeepSpeed job's checkpoint says that is no tensor and no other framework's."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from scalai.converters.deepspeed_cuts import Cut
+from scalai.converters.deepspeed_pipeline import Pipeline
 
 STATE = "deepspeed"
 """The key of a ``DeepSpeedJob`` in ``Values.extra``."""
@@ -29,6 +32,9 @@ class DeepSpeedJob:
         optimizer: The other entries of a rank's optimizer state: loss scaler, clip_grad.
         has_number_steps: Whether the optimizer keeps its step as a number, not as a tensor.
         is_bf16: Whether the engine trains in bf16: its files have a prefix.
+        cuts: How tensor-parallel ranks cut parameters; without such ranks none.
+        of_ranks: ``model`` by model-parallel rank, where it is not the same for all.
+        pipeline: The layers of a pipeline engine; None: of another one.
     """
 
     tag: str
@@ -44,6 +50,9 @@ class DeepSpeedJob:
     optimizer: Mapping[str, Any]
     has_number_steps: bool
     is_bf16: bool
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    of_ranks: tuple[Mapping[str, Any], ...] = ()
+    pipeline: Pipeline | None = None
 
 
 def zero_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 Source: ``_common_checkpoint_state`` of deepspeed/runtime/engine.py, 0.19.8.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +14,7 @@ from scalai.converters.checkpoint import PARAM, Piece, Values
 from scalai.converters.deepspeed_files import carried, read_dictionary
 from scalai.converters.deepspeed_flat import part_of
 from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
+from scalai.converters.deepspeed_pipeline import unit_of
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.collection import ITEM_BYTES, Tensor
 from scalai.core.errors import RefusedError
@@ -29,12 +31,16 @@ NEEDED = ("module", "param_shapes", "global_steps", "dp_world_size")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ModelStates:
-    """The files of one save: one, or in stage 3 one a data-parallel rank."""
+    """The files of one model-parallel rank: one, or in stage 3 one a data-parallel rank.
+
+    ``has_layers``: whether the module's tensors lie in a pipeline's files of layers, not in these.
+    """
 
     directory: Path
     files: tuple[str, ...]
     states: tuple[dict[str, Any], ...]
     is_stage_3: bool
+    has_layers: bool = False
 
     @classmethod
     def read(
@@ -45,19 +51,30 @@ class ModelStates:
         is_stage_3: bool,
         trust: bool,
         needed: Sequence[str] = NEEDED,
+        layers: Mapping[str, StoredTensor] | None = None,
+        shared: Mapping[str, str] | None = None,
     ) -> "ModelStates":
         """Read the files, and check that they are of one save and have what is ``needed``.
+
+        ``layers`` are the tensors of a pipeline's layers, by the engine's names; ``shared`` the
+        parameters that another rank says are shared.
 
         Raises:
             RefusedError: They are not, or not of an engine with ZeRO.
         """
         states = tuple(read_dictionary(directory / name, trust=trust) for name in files)
+        for state in states:
+            if layers is not None:
+                state["module"] = _of_stage(state, layers)
+            if shared is not None:
+                state["shared_params"] = shared
         for name, state in zip(files, states, strict=True):
             for key in needed:
                 if state.get(key) is None:
                     raise RefusedError(
                         f"{directory / name} has no {key}: it was saved without an optimizer, "
-                        "or by a pipeline engine, which is not read yet."
+                        "or by a pipeline engine whose layer_*-model_states.pt are missing. Copy "
+                        "them, or use another checkpoint."
                     )
             if state["global_steps"] != states[0]["global_steps"]:
                 raise RefusedError(
@@ -72,7 +89,7 @@ class ModelStates:
                             f"{directory / name} trains {parameter} and has no tensor of it. Use "
                             "another checkpoint."
                         )
-        return cls(directory, tuple(files), states, is_stage_3)
+        return cls(directory, tuple(files), states, is_stage_3, layers is not None)
 
     @property
     def first(self) -> dict[str, Any]:
@@ -119,6 +136,8 @@ class ModelStates:
 
     def pieces(self) -> Iterator[Piece]:
         """Yield what the files hold of the module: in stage 3 no trained parameters."""
+        if self.has_layers:
+            return
         aliases = self.aliases()
         for name, entry in self.first["module"].items():
             is_here = not self.is_stage_3 or name in self.first["buffer_names"]
@@ -201,6 +220,16 @@ class ModelStates:
             counters={"consumed_train_samples": self.first.get("global_samples")},
             extra={STATE: job},
         )
+
+
+def _of_stage(
+    state: Mapping[str, Any], layers: Mapping[str, StoredTensor]
+) -> OrderedDict[str, StoredTensor]:
+    """Return the tensors that a stage of a pipeline has."""
+    trained = [name for shapes in _plain(state.get("param_shapes") or ()) for name in shapes]
+    names = {*trained, *(state.get("buffer_names") or ())}
+    units = {unit_of(name) for name in names}
+    return OrderedDict((name, v) for name, v in layers.items() if unit_of(name) in units)
 
 
 def _plain(groups: Any) -> list[dict[str, tuple[int, ...]]]:

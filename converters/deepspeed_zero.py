@@ -28,9 +28,9 @@ from scalai.converters.checkpoint import (
     ReadOptions,
     Target,
     WriteOptions,
-    place,
 )
 from scalai.converters.deepspeed_files import (
+    Tag,
     TagFiles,
     carried,
     find_tag,
@@ -39,6 +39,7 @@ from scalai.converters.deepspeed_files import (
     scalar_of,
 )
 from scalai.converters.deepspeed_flat import Flat, Span, split_each, split_whole, undo_round_robin
+from scalai.converters.deepspeed_grid import Grid, RankState
 from scalai.converters.deepspeed_job import DeepSpeedJob, round_robins
 from scalai.converters.deepspeed_model import ModelStates
 from scalai.converters.torch_archive import StoredTensor
@@ -79,7 +80,7 @@ class DeepSpeedZeroLayout:
             raise RefusedError(
                 f"{path} holds no tag global_step{options.iteration}. Name another --iteration."
             )
-        return _open(list_files(directory), options.trust_pickle).read()
+        return _read(list_files(directory), options)
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
         """Lay out a tag and ``latest``, as ``engine.load_checkpoint`` finds them."""
@@ -98,10 +99,25 @@ class _Group:
     states: tuple[Mapping[str, Any], ...]
 
 
-def _open(files: TagFiles, trust: bool) -> "_Reader":
-    """Read all pickles of a tag, and check that they are of one save."""
+def _read(tag: Tag, options: ReadOptions) -> Checkpoint:
+    """Read all pickles of a tag, check that they are of one save, and put its ranks together."""
+    trust = options.trust_pickle
+    grid = Grid.of(tag, options)
+
+    def read_model(files: TagFiles, layers: Any, shared: Any) -> ModelStates:
+        is_3 = files.is_stage_3
+        return ModelStates.read(
+            files.directory, files.model, is_stage_3=is_3, trust=trust, layers=layers, shared=shared
+        )
+
+    readers = [_open(files, model, trust) for files, model in grid.models(read_model)]
+    states = [reader.read() for reader in readers]
+    return grid.unite(f"deepspeed_zero{readers[0].stage()}", states, is_split=True)
+
+
+def _open(files: TagFiles, model: ModelStates, trust: bool) -> "_Reader":
+    """Read the optimizer's pickles of a model-parallel rank."""
     directory = files.directory
-    model = ModelStates.read(directory, files.model, is_stage_3=files.is_stage_3, trust=trust)
     optimizers = []
     for name in files.optimizer:
         state = read_dictionary(directory / name, trust=trust).get("optimizer_state_dict")
@@ -131,7 +147,7 @@ def _open(files: TagFiles, trust: bool) -> "_Reader":
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """One tag that is being read."""
+    """One model-parallel rank that is being read."""
 
     files: TagFiles
     model: ModelStates
@@ -140,21 +156,20 @@ class _Reader:
     twins: list[Piece] = field(default_factory=list)
     steps: dict[str, CheckpointFile] = field(default_factory=dict)
 
-    def read(self) -> Checkpoint:
+    def read(self) -> RankState:
         groups = list(self._groups())
         self.pieces.extend(self.model.pieces())
         for group in groups:
             self._check_steps(group)
             self._place_group(group)
-        job = self._job(groups)
-        files = self._placed_files()
-        return Checkpoint(
-            f"deepspeed_zero{self._stage()}",
-            self.files.directory,
-            place(self.pieces, files),
-            self.model.values(job, carried(self._inner(0)["param_groups"], self._path(0))),
-            twins=place(self.twins, files) if self.twins else None,
-            notes=tuple(self._notes()),
+        return RankState(
+            self.model,
+            self._job(groups),
+            carried(self._inner(0)["param_groups"], self._path(0)),
+            self.pieces,
+            self.twins,
+            self._placed_files(),
+            tuple(self._notes()),
         )
 
     def _path(self, rank: int) -> Path:
@@ -168,7 +183,8 @@ class _Reader:
             raise RefusedError(f"{self._path(rank)} holds no {key}. Use another checkpoint.")
         return inner
 
-    def _stage(self) -> int:
+    def stage(self) -> int:
+        """Return the stage of ZeRO."""
         if self.files.is_stage_3:
             return 3
         stage = self.optimizers[0].get("zero_stage")

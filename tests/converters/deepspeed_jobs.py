@@ -15,15 +15,23 @@ from typing import Any
 STEPS = 6
 SAVED_AFTER = 3
 VOCABULARY, HIDDEN, LAYERS, SAMPLES, LENGTH = 31, 17, 2, 12, 5
+MICRO_BATCHES = 2
 
 
 @dataclass(frozen=True)
 class Job:
     """A job: its engine, and what it does. Without ``load`` it trains ``STEPS`` steps and, if
     asked, saves in between and, as a tag that is not the latest, at the end; with it, it trains
-    those that are left."""
+    those that are left.
+
+    With ``tp`` or ``pp`` it is the model of ``deepspeed_parallel``; with ``pp`` as a pipeline,
+    which may have one stage alone."""
 
     world: int = 1
+    tp: int = 0
+    pp: int = 0
+    tied: bool = True
+    partition: str = "parameters"
     stage: int = 1
     precision: str = "fp32"
     frozen: bool = True
@@ -101,13 +109,7 @@ def run(job: Job, meeting: str) -> dict[str, Any]:
         assert first == SAVED_AFTER
         seen["loaded"] = describe(engine)
     for step in range(first, STEPS):
-        inputs, labels = batch(step, dist.get_rank(), job.world)
-        loss = engine(inputs, labels)
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().float().clone()
-        dist.all_reduce(total)
-        seen["losses"].append(total.item() / job.world)
+        seen["losses"].append(train(engine, job, step))
         seen["rates"].append([group["lr"] for group in engine.optimizer.param_groups])
         if step + 1 == SAVED_AFTER and job.save is not None:
             engine.save_checkpoint(job.save, client_state={"note": {"text": "kept", "n": 7}})
@@ -117,6 +119,24 @@ def run(job: Job, meeting: str) -> dict[str, Any]:
     dist.barrier()
     dist.destroy_process_group()
     return seen
+
+
+def train(engine: Any, job: Job, step: int) -> float:
+    """Make a step; return the mean loss of all ranks."""
+    import torch.distributed as dist
+
+    if job.pp:
+        dp = engine.grid.get_data_parallel_world_size()
+        own = batch(step, engine.grid.get_data_parallel_rank(), dp)
+        parts = zip(*(values.chunk(MICRO_BATCHES) for values in own), strict=True)
+        return float(engine.train_batch(iter(list(parts))))
+    dp = job.world // max(job.tp, 1)
+    loss = engine(*batch(step, dist.get_rank() // max(job.tp, 1), dp))
+    engine.backward(loss)
+    engine.step()
+    total = loss.detach().float().clone()
+    dist.all_reduce(total)
+    return total.item() / job.world
 
 
 def describe(engine: Any) -> dict[str, Any]:
@@ -132,7 +152,15 @@ def make_engine(job: Job) -> Any:
     import deepspeed
     import torch
 
-    model = make_model(job.frozen)
+    model, mpu = make_model(job.frozen), None
+    if job.tp or job.pp:
+        from deepspeed_parallel import make_parallel_model
+
+        model, mpu = make_parallel_model(
+            job.pp, max(job.tp, 1), job.world, tied=job.tied, partition=job.partition
+        )
+    micro_batches = MICRO_BATCHES if job.pp else 1
+    dp = job.world // max(job.tp, 1) // max(job.pp, 1)
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [
@@ -141,8 +169,8 @@ def make_engine(job: Job) -> Any:
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     config = {
-        "train_micro_batch_size_per_gpu": SAMPLES // job.world,
-        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": SAMPLES // dp // micro_batches,
+        "gradient_accumulation_steps": micro_batches,
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
@@ -152,7 +180,7 @@ def make_engine(job: Job) -> Any:
     }
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, mpu=mpu
     )
     return engine
 
