@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from scalai.converters.checkpoint import CheckpointFile, Piece, Placed, place
+from scalai.converters.deepspeed_cuts import EVERYTHING, Shards, contiguous
 from scalai.converters.deepspeed_flat import Span
 from scalai.converters.torch_archive import NewTensor, lay_out_archive
 from scalai.core.collection import ITEM_BYTES, Tensor
@@ -19,18 +20,30 @@ Filled = dict[NewTensor, list[Piece]]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Archives:
-    """Files, what is known of their bytes, and which pieces fill the rest."""
+    """Files, what is known of their bytes, and which pieces fill the rest.
+
+    ``shards``: what the rank has whose files are laid out; pieces are of those.
+    """
 
     pieces: list[Piece] = field(default_factory=list)
     files: list[CheckpointFile] = field(default_factory=list)
     fixed: dict[int, Sequence[tuple[int, bytes]]] = field(default_factory=dict)
+    shards: Shards = EVERYTHING
+
+    def of(self, shards: Shards) -> "Archives":
+        """Return the same files, to which those of another rank are added."""
+        return replace(self, shards=shards)
 
     def add(self, path: str, value: Any, filled: Mapping[NewTensor, Sequence[Piece]]) -> None:
         """Add a file that torch reads as ``value``."""
         archive = lay_out_archive(value, Path(path).stem)
         for tensor, begin in zip(archive.tensors, archive.begin, strict=True):
-            for piece in filled.get(tensor, ()):
-                self.pieces.append(Piece(piece.tensor, piece.box, path, begin + piece.begin))
+            for own in filled.get(tensor, ()):
+                for part in self.shards.of_whole(own):
+                    self.pieces.extend(
+                        replace(piece, file=path, begin=begin + piece.begin)
+                        for piece in contiguous(part)
+                    )
         self.fixed[len(self.files)] = archive.fixed
         self.files.append(CheckpointFile(path, archive.size_bytes))
 

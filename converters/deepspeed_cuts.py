@@ -158,6 +158,10 @@ class Shards:
                 yield replace(piece, tensor=tensor, box=part, begin=begin, stride=stride)
 
 
+EVERYTHING = Shards({}, 0)
+"""What the only rank has."""
+
+
 def contiguous(piece: Piece) -> Iterator[Piece]:
     """Yield a piece as pieces without gaps, as those of a target are."""
     shape = piece.box.shape

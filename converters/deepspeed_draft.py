@@ -32,34 +32,19 @@ def job_of(source: Checkpoint, options: WriteOptions) -> DeepSpeedJob:
     )
 
 
-def dp_of(source: Checkpoint, options: WriteOptions) -> int:
-    """Return the target's data-parallel ranks.
-
-    Raises:
-        RefusedError: They are not known, or other degrees than 1 are asked of other axes.
-    """
-    degrees = {**source.values.degrees, **options.degrees}
-    for axis, size in sorted(degrees.items()):
-        if axis != "dp" and size != 1:
-            raise RefusedError(
-                f"{axis}={size} is asked of a DeepSpeed checkpoint, and only dp can be changed so "
-                f"far. Give --{axis} 1."
-            )
-    if "dp" not in degrees:
-        raise RefusedError("the number of data-parallel ranks is not known. Give --dp.")
-    return degrees["dp"]
-
-
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A target that is being laid out.
 
     Attributes:
-        source, job: What is written, and the job that will read it.
+        source, job: What is written, and the job that will read it, with the parameters that this
+            model-parallel rank has.
         stage, dp: Of the target.
         archives: The target's files so far.
         folder: The tag's directory.
-        tensors: The source's tensors by name.
+        degrees: ``tp`` and ``pp`` of the target.
+        rank: Which model-parallel rank this is.
+        tensors: The source's tensors by name, in the rank's own shapes.
     """
 
     source: Checkpoint
@@ -68,10 +53,13 @@ class Draft:
     dp: int
     archives: Archives
     folder: str
+    degrees: tuple[int, int] = (1, 1)
+    rank: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tensors = {tensor.name: tensor for tensor in self.source.placed.collection.tensors}
+        shard = self.archives.shards.shard
+        tensors = {tensor.name: shard(tensor) for tensor in self.source.placed.collection.tensors}
         self.tensors.update(tensors)
         names = [name for name in self.job.dtypes if self.job.aliases.get(name, name) == name]
         missing = [name for name in names if f"{PARAM}/{name}" not in tensors]

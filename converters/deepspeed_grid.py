@@ -222,6 +222,7 @@ class Grid:
                     frozenset(unit_of(name) for group in stage.groups for name in group)
                     for stage in stages
                 ),
+                names_tp="-model_0" in self.tag.layers[0][min(self.tag.layers[0])],
             ),
         )
 

@@ -13,8 +13,11 @@ from scalai.converters.deepspeed_archives import Filled, pieces_of
 from scalai.converters.deepspeed_buffers import Buffer
 from scalai.converters.deepspeed_draft import Draft
 from scalai.converters.deepspeed_flat import Span, part_of
+from scalai.converters.deepspeed_pipeline import Pipeline
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.region import whole
+
+_DEGREES = "checkpoint_parallel_dimensions"
 
 
 def add_model(
@@ -24,7 +27,8 @@ def add_model(
     optimizer: Mapping[str, Any] | None = None,
     filled: Filled | None = None,
 ) -> None:
-    """Lay out a model_states file: of all ranks, or of one in stage 3.
+    """Lay out a model-parallel rank's model_states file: of all its data-parallel ranks, or in
+    stage 3 of one.
 
     Args:
         draft: The target.
@@ -34,7 +38,9 @@ def add_model(
             with.
     """
     filled = Filled() if filled is None else filled
-    job, module = draft.job, _module(draft, filled)
+    job = draft.job
+    module = None if job.pipeline else _module(draft, filled)
+    tp, pp = draft.degrees
     entries: dict[str, Any] = {
         **job.model,
         "module": module,
@@ -45,15 +51,35 @@ def add_model(
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,
         "dp_world_size": draft.dp,
+        "mp_world_size": tp * pp,
         "ds_config": draft.config,
     }
-    if draft.stage > 1:
+    if _DEGREES in entries or tp * pp > 1:
+        entries[_DEGREES] = {"pp_degree": pp, "tp_degree": tp}
+    if draft.stage > 1 and module is not None:
         entries["frozen_param_shapes"] = draft.sizes(job.frozen)
         entries["frozen_param_fragments"] = OrderedDict(
             (name, _frozen(draft, name, rank, module, filled)) for name in job.frozen
         )
     prefix = f"zero_pp_rank_{rank}_" if draft.stage == 3 else ""
-    draft.archives.add(f"{draft.folder}/{prefix}mp_rank_00_model_states.pt", entries, filled)
+    name = f"{prefix}mp_rank_{draft.rank:02d}_model_states.pt"
+    draft.archives.add(f"{draft.folder}/{name}", entries, filled)
+
+
+def add_layers(draft: Draft, pipeline: Pipeline) -> None:
+    """Lay out a pipeline's files of layers, as the tensor-parallel rank of this draft has them."""
+    suffix = f"-model_{draft.rank:02d}" if pipeline.names_tp or draft.degrees[0] > 1 else ""
+    for layer in pipeline.files:
+        filled = Filled()
+        state: OrderedDict[str, Any] = OrderedDict()
+        for name in layer.names:
+            tensor = draft.parameter(f"{layer.unit}.{name}")
+            state[name] = NewTensor(tensor.dtype, tensor.shape)
+            filled[state[name]] = [Piece(tensor, whole(tensor.shape), "", 0)]
+        if layer.metadata is not None:
+            state.__dict__["_metadata"] = layer.metadata
+        path = f"{draft.folder}/layer_{layer.place:02d}{suffix}-model_states.pt"
+        draft.archives.add(path, state, filled)
 
 
 def _module(draft: Draft, filled: Filled) -> OrderedDict[str, Any]:

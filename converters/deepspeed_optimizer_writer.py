@@ -39,7 +39,7 @@ def add_optimizer(draft: Draft, rank: int, buffers: Sequence[Buffer]) -> None:
             ],
         }
     prefix = "bf16_" if draft.job.is_bf16 else ""
-    name = f"{draft.folder}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    name = f"{draft.folder}/{prefix}zero_pp_rank_{rank}_mp_rank_{draft.rank:02d}_optim_states.pt"
     value = {
         "optimizer_state_dict": state,
         "ds_config": draft.config,

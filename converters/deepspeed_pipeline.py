@@ -48,10 +48,14 @@ class LayerFile:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A job's pipeline: its layers with files, and by stage the units that were trained there."""
+    """A job's pipeline: its layers with files, and by stage the units that were trained there.
+
+    ``names_tp``: whether the files' names have a tensor-parallel rank, although there is only one.
+    """
 
     files: tuple[LayerFile, ...]
     stages: tuple[frozenset[str], ...]
+    names_tp: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ import numpy.typing as npt
 from scalai.converters.checkpoint import Checkpoint, Target, WriteOptions
 from scalai.converters.deepspeed_archives import Archives, write_tag
 from scalai.converters.deepspeed_buffers import buffers_of
-from scalai.converters.deepspeed_draft import Draft, dp_of, job_of
+from scalai.converters.deepspeed_draft import job_of
 from scalai.converters.deepspeed_files import LATEST
-from scalai.converters.deepspeed_model_writer import add_model
+from scalai.converters.deepspeed_model_writer import add_layers, add_model
 from scalai.converters.deepspeed_optimizer_writer import add_optimizer
+from scalai.converters.deepspeed_ranks import Ranks
 
 
 def lay_out(source: Checkpoint, options: WriteOptions, stage: int) -> Target:
@@ -28,15 +29,19 @@ def lay_out(source: Checkpoint, options: WriteOptions, stage: int) -> Target:
         RefusedError: The source has no DeepSpeed job's names, or lacks tensors of them.
     """
     job, archives = job_of(source, options), Archives()
-    draft = Draft(source, job, stage, dp_of(source, options), archives, job.tag)
-    buffers = list(buffers_of(draft))
-    for rank in range(draft.dp):
-        add_optimizer(draft, rank, buffers)
-    for rank in range(draft.dp if stage == 3 else 1):
-        add_model(draft, rank, buffers)
+    ranks = Ranks.of(source, job, stage, options)
+    drafts = ranks.drafts(archives, job.tag)
+    for draft in drafts:
+        buffers = list(buffers_of(draft))
+        for rank in range(draft.dp):
+            add_optimizer(draft, rank, buffers)
+        for rank in range(draft.dp if stage == 3 else 1):
+            add_model(draft, rank, buffers)
+    for draft in drafts[: ranks.tp] if job.pipeline else ():
+        add_layers(draft, job.pipeline)
 
     def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
         write_tag(directory / LATEST, job.tag)
 
-    notes = [*source.notes, *draft.notes()]
+    notes = [*source.notes, *drafts[0].notes(), *ranks.notes()]
     return Target(f"deepspeed_zero{stage}", archives.placed(), archives.fixed, finish, tuple(notes))

@@ -1,0 +1,192 @@
+"""The model-parallel ranks of a DeepSpeed checkpoint that is to be written: what each has."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from scalai.converters.checkpoint import PARAM, Checkpoint, WriteOptions
+from scalai.converters.deepspeed_archives import Archives
+from scalai.converters.deepspeed_cut_rules import INFO, CutRules, read_cuts
+from scalai.converters.deepspeed_cuts import Cut, Shards
+from scalai.converters.deepspeed_draft import Draft
+from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
+from scalai.converters.deepspeed_pipeline import read_pipeline, stages_at, unit_of
+from scalai.core.errors import RefusedError
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ranks:
+    """The ranks of a target.
+
+    Attributes:
+        source, job, stage: As of ``Draft``, but for all ranks.
+        dp, tp, pp: The target's degrees.
+        cuts: How parameters are cut at the target's ``tp``.
+        stages: By stage its units; none without a pipeline.
+        how: How the stages were found.
+    """
+
+    source: Checkpoint
+    job: DeepSpeedJob
+    stage: int
+    dp: int
+    tp: int
+    pp: int
+    cuts: Mapping[str, Cut]
+    stages: tuple[frozenset[str], ...]
+    how: str
+
+    @classmethod
+    def of(
+        cls, source: Checkpoint, job: DeepSpeedJob, stage: int, options: WriteOptions
+    ) -> "Ranks":
+        """Find out what each rank of a target has.
+
+        Raises:
+            RefusedError: The degrees are not known or not possible, or nothing says how parameters
+                are cut, or where stages begin.
+        """
+        dp, tp, pp = _degrees(source, options)
+        trained = {
+            name: tensor.shape
+            for tensor in source.placed.collection.tensors
+            for kind, _, name in (tensor.name.partition("/"),)
+            if kind == PARAM
+        }
+        stages: tuple[frozenset[str], ...] = ()
+        how = ""
+        if job.pipeline is not None:
+            if stage > 1:
+                raise RefusedError(
+                    f"stage {stage} is asked of a pipeline, for which DeepSpeed has stages 0 and 1 "
+                    "alone. Convert to deepspeed_zero1."
+                )
+            other = _reference(options)
+            known = other.pipeline.stages if other and other.pipeline else ()
+            names = {name for group in job.groups for name in group}
+            shapes = {name: shape for name, shape in trained.items() if name in names}
+            if len(known) == pp:
+                stages, how = known, "as --args-from has them"
+            else:
+                told = read_pipeline(options.mapping)
+                stages, how = stages_at(job.pipeline, pp, shapes, told)
+        elif pp != 1:
+            raise RefusedError(
+                f"pp={pp} is asked of a job that is no pipeline (its engine is none of "
+                "PipelineModule). Give --pp 1."
+            )
+        cuts = _cuts(job, tp, trained, options)
+        return cls(source, job, stage, dp, tp, pp, cuts, stages, how)
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the target's job must know."""
+        if self.how:
+            yield (
+                f"stages begin where they do by {self.how}; DeepSpeed refuses other ones, and "
+                "prints its own when it starts"
+            )
+        if self.job.of_ranks and not self._is_same and len(self.job.of_ranks) > 1:
+            yield (
+                "what the client saved beside the model is that of model-parallel rank 0 for every "
+                "rank, random streams included"
+            )
+        uneven = [name for name, cut in self.cuts.items() if any(map(_is_uneven, cut.widths))]
+        if uneven:
+            yield (
+                f"tp={self.tp} cuts {len(uneven)} parameters unevenly (as {uneven[0]}), the first "
+                "ranks having more, as DeepSpeed's AutoTP does"
+            )
+
+    def drafts(self, archives: Archives, folder: str) -> list[Draft]:
+        """Return a draft of each model-parallel rank, in order.
+
+        Raises:
+            RefusedError: The source lacks tensors, or a parameter group would be empty.
+        """
+        return [
+            Draft(
+                self.source,
+                self._job(rank),
+                self.stage,
+                self.dp,
+                archives.of(Shards(self.cuts, rank % self.tp)),
+                folder,
+                (self.tp, self.pp),
+                rank,
+            )
+            for rank in range(self.tp * self.pp)
+        ]
+
+    @property
+    def _is_same(self) -> bool:
+        """Whether the source has the same model-parallel ranks."""
+        degrees = self.source.values.degrees
+        return (degrees.get("tp"), degrees.get("pp")) == (self.tp, self.pp)
+
+    def _job(self, rank: int) -> DeepSpeedJob:
+        """Return the job with what a rank has."""
+        job = self.job
+        if self._is_same and len(job.of_ranks) == self.tp * self.pp:
+            job = replace(job, model=job.of_ranks[rank])
+        if not self.stages:
+            return job
+        units = self.stages[rank // self.tp]
+        groups = tuple(tuple(n for n in group if unit_of(n) in units) for group in job.groups)
+        for number, group in enumerate(groups):
+            if not group:
+                raise RefusedError(
+                    f"stage {rank // self.tp} of pp={self.pp} would have no parameter of group "
+                    f"{number}, which DeepSpeed does not save. Choose another --pp."
+                )
+        return replace(
+            job,
+            groups=groups,
+            dtypes={name: dtype for name, dtype in job.dtypes.items() if unit_of(name) in units},
+            aliases={name: own for name, own in job.aliases.items() if unit_of(name) in units},
+            buffers=tuple(name for name in job.buffers if unit_of(name) in units),
+            frozen=tuple(name for name in job.frozen if unit_of(name) in units),
+        )
+
+
+def _degrees(source: Checkpoint, options: WriteOptions) -> tuple[int, int, int]:
+    """Return ``dp``, ``tp`` and ``pp`` of the target."""
+    degrees = {**source.values.degrees, **options.degrees}
+    for axis, size in sorted(degrees.items()):
+        if axis not in ("dp", "tp", "pp") and size != 1:
+            raise RefusedError(
+                f"{axis}={size} is asked of a DeepSpeed checkpoint, which has dp, tp and pp alone. "
+                f"Give --{axis} 1."
+            )
+    if "dp" not in degrees:
+        raise RefusedError("the number of data-parallel ranks is not known. Give --dp.")
+    return degrees["dp"], degrees.get("tp", 1), degrees.get("pp", 1)
+
+
+def _reference(options: WriteOptions) -> DeepSpeedJob | None:
+    job = options.reference.extra.get(STATE) if options.reference is not None else None
+    return job if isinstance(job, DeepSpeedJob) else None
+
+
+def _cuts(
+    job: DeepSpeedJob, tp: int, shapes: Mapping[str, tuple[int, ...]], options: WriteOptions
+) -> dict[str, Cut]:
+    """Return how parameters are cut at ``tp``: as the source's, those of ``--args-from``, or as the
+    mapping file says."""
+    if tp == 1:
+        return {}
+    names = {name: shapes[name] for name in shapes if name not in job.buffers}
+    other = _reference(options)
+    known = job.cuts or (other.cuts if other is not None else {})
+    if not known:
+        rules = CutRules(job.model.get(INFO) or {}, read_cuts(options.mapping))
+        known = rules.cuts({name: [shape] for name, shape in names.items()})
+    unknown = sorted(names.keys() - known.keys())
+    if unknown:
+        raise RefusedError(
+            f"--args-from does not have {unknown[0]}, so how tp={tp} cuts it is not known. Name a "
+            "checkpoint of the same model."
+        )
+    return {name: known[name].recut(name, tp) for name in names}
+
+
+def _is_uneven(widths: tuple[int, ...]) -> bool:
+    return len(set(widths)) > 1
