@@ -18,7 +18,7 @@ class Ranks:
     """The ranks of a target.
 
     Attributes:
-        source, job, stage: As of ``Draft``, but for all ranks.
+        source, options, job, stage: As of ``Draft``, but for all ranks.
         dp, tp, pp: The target's degrees.
         cuts: How parameters are cut at the target's ``tp``.
         stages: By stage its units; none without a pipeline.
@@ -26,6 +26,7 @@ class Ranks:
     """
 
     source: Checkpoint
+    options: WriteOptions
     job: DeepSpeedJob
     stage: int
     dp: int
@@ -75,7 +76,7 @@ class Ranks:
                 "PipelineModule). Give --pp 1."
             )
         cuts = _cuts(job, tp, trained, options)
-        return cls(source, job, stage, dp, tp, pp, cuts, stages, how)
+        return cls(source, options, job, stage, dp, tp, pp, cuts, stages, how)
 
     def notes(self) -> Iterator[str]:
         """Yield what the target's job must know."""
@@ -105,6 +106,7 @@ class Ranks:
         return [
             Draft(
                 self.source,
+                self.options,
                 self._job(rank),
                 self.stage,
                 self.dp,
