@@ -1,7 +1,7 @@
 """Objects of DeepSpeed's classes that its checkpoints hold as pickles.
 
 Source: deepspeed 0.19.8: ``ZeroStageEnum`` of runtime/zero/config.py, ``fragment_address`` of
-utils/tensor_fragment.py.
+utils/tensor_fragment.py, ``SubparamShape`` of checkpoint/universal_checkpoint.py.
 """
 
 from collections.abc import Mapping
@@ -27,3 +27,12 @@ def made(cls: type[Foreign], state: Mapping[str, Any]) -> Foreign:
     new = cls.__new__(cls)
     new.__setstate__(dict(state))
     return new
+
+
+def sub_parameters(shape: tuple[Any, ...], dim: int) -> Foreign:
+    """Return what a universal checkpoint says of a parameter that is made of several.
+
+    ``shape`` has their sizes as a tuple at ``dim``.
+    """
+    cls = foreign("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
+    return made(cls, {"patterns": [], "shape": shape, "partition_dim": dim})

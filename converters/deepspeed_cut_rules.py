@@ -100,7 +100,7 @@ class CutRules:
         Raises:
             RefusedError: Nothing is said of some, or it does not fit the shapes.
         """
-        rules = {name: self._rule(name) for name in shapes}
+        rules = {name: self.rule(name) for name in shapes}
         unknown = [name for name, rule in rules.items() if rule is None]
         if unknown:
             more = f" and {len(unknown) - 20} more" if len(unknown) > 20 else ""
@@ -112,7 +112,8 @@ class CutRules:
             )
         return {name: rule.cut(name, shapes[name]) for name, rule in rules.items() if rule}
 
-    def _rule(self, name: str) -> Rule | None:
+    def rule(self, name: str) -> Rule | None:
+        """Return what is said of a parameter; None: nothing. Raises as ``cuts``."""
         told = next((rule for pattern, rule in self.told if pattern.fullmatch(name)), None)
         return self._of_info(name) or told or self._default()
 

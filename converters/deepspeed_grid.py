@@ -51,7 +51,10 @@ ReadModel = Callable[[TagFiles, Mapping[str, StoredTensor] | None, Any], ModelSt
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Grid:
-    """A tag that is being read: ``tp`` times ``pp`` model-parallel ranks."""
+    """A tag that is being read: ``tp`` times ``pp`` model-parallel ranks.
+
+    ``layers`` and ``files`` are of a pipeline, by tensor-parallel rank.
+    """
 
     tag: Tag
     options: ReadOptions
@@ -101,30 +104,12 @@ class Grid:
         for state in states:
             self._check_alike(states[0], state)
         cuts = self._cuts(states)
-        pieces: list[Piece] = []
-        twins: list[Piece] = []
-        seen: set[str] = set()
-        for number, state in enumerate(states):
-            shards = Shards(cuts, number % self.tp)
-            before = frozenset(seen) if self.pp > 1 else frozenset()
-            for piece in state.pieces:
-                is_copy = shards.rank > 0 and shards.is_shared(piece.tensor)
-                is_copy = is_copy or unit_of(_parameter(piece)) in before
-                if not (is_copy and piece.is_rounded):
-                    (twins if is_copy else pieces).extend(shards.of_whole(piece))
-            for piece in state.twins:
-                twins.extend(shards.of_whole(piece))
-            if shards.rank == self.tp - 1:
-                seen |= {unit_of(name) for group in state.job.groups for name in group}
-        for rank, layers in enumerate(self.layers):
-            shards = Shards(cuts, rank)
-            for piece, was_there in layers.pieces(self.files[rank]):
-                is_copy = was_there or (rank > 0 and shards.is_shared(piece.tensor))
-                (twins if is_copy else pieces).extend(shards.of_whole(piece))
+        pieces, twins = self.gather(states, cuts)
         files = {file.path: file for state in states for file in state.files}
         files |= {file.path: file for file in self._layer_files()}
-        job = self._job(states, cuts)
-        values = states[0].model.values(job, states[0].param_groups, is_split=is_split)
+        values = states[0].model.values(
+            self.job(states, cuts), states[0].param_groups, is_split=is_split
+        )
         return Checkpoint(
             layout,
             self.tag.directory,
@@ -133,6 +118,31 @@ class Grid:
             twins=place(twins, list(files.values())) if twins else None,
             notes=tuple(dict.fromkeys(note for state in states for note in state.notes)),
         )
+
+    def gather(
+        self, states: Sequence[RankState], cuts: Mapping[str, Cut]
+    ) -> tuple[list[Piece], list[Piece]]:
+        """Return the pieces of whole tensors, and those of second copies."""
+        pieces: list[Piece] = []
+        twins: list[Piece] = []
+        before: set[str] = set()
+        for number, state in enumerate(states):
+            shards = Shards(cuts, number % self.tp)
+            for piece in state.pieces:
+                is_copy = shards.rank > 0 and shards.is_shared(piece.tensor)
+                is_copy = is_copy or unit_of(_parameter(piece)) in before
+                if not (is_copy and piece.is_rounded):
+                    (twins if is_copy else pieces).extend(shards.of_whole(piece))
+            for piece in state.twins:
+                twins.extend(shards.of_whole(piece))
+            if self.pp > 1 and shards.rank == self.tp - 1:
+                before |= _units(state.job)
+        for rank, layers in enumerate(self.layers):
+            shards = Shards(cuts, rank)
+            for piece, was_there in layers.pieces(self.files[rank]):
+                is_copy = was_there or (rank > 0 and shards.is_shared(piece.tensor))
+                (twins if is_copy else pieces).extend(shards.of_whole(piece))
+        return pieces, twins
 
     def _layer_files(self) -> Iterator[CheckpointFile]:
         for layers in self.layers:
@@ -191,8 +201,12 @@ class Grid:
                     found[full] = self.layers[tp_rank].states[layer.place][name].shape
         return found
 
-    def _job(self, states: Sequence[RankState], cuts: Mapping[str, Cut]) -> DeepSpeedJob:
-        """Return the job of all ranks."""
+    def job(self, states: Sequence[RankState], cuts: Mapping[str, Cut]) -> DeepSpeedJob:
+        """Return the job of all ranks.
+
+        Raises:
+            RefusedError: Tensor-parallel ranks have unequal parameters.
+        """
         jobs = [state.job for state in states]
         for rank, job in enumerate(jobs):
             if job.groups != jobs[rank - rank % self.tp].groups:
@@ -201,30 +215,30 @@ class Grid:
                     "rank 0 of its stage. Use another checkpoint."
                 )
         job = replace(jobs[0], cuts=cuts, of_ranks=tuple(job.model for job in jobs))
-        if not self.layers:
+        if not self.files:
             return job
         stages = jobs[:: self.tp]
         groups = tuple(
             tuple(order([name for stage in stages for name in stage.groups[number]]))
             for number in range(len(job.groups))
         )
+        names = [f"{layer.unit}.{name}" for layer in self.files[0] for name in layer.names]
+        names_tp = any("-model_0" in file for of in self.tag.layers for file in of.values())
         return replace(
             job,
             groups=groups,
-            module=tuple(self.layers[0].tensors(self.files[0])),
+            module=tuple(dict.fromkeys(names)),
             dtypes={name: dtype for stage in stages for name, dtype in stage.dtypes.items()},
             aliases={name: owner for stage in stages for name, owner in stage.aliases.items()},
             buffers=tuple(dict.fromkeys(name for stage in stages for name in stage.buffers)),
             frozen=tuple(dict.fromkeys(name for stage in stages for name in stage.frozen)),
-            pipeline=Pipeline(
-                self.files[0],
-                tuple(
-                    frozenset(unit_of(name) for group in stage.groups for name in group)
-                    for stage in stages
-                ),
-                names_tp="-model_0" in self.tag.layers[0][min(self.tag.layers[0])],
-            ),
+            pipeline=Pipeline(self.files[0], tuple(map(_units, stages)), names_tp),
         )
+
+
+def _units(job: DeepSpeedJob) -> frozenset[str]:
+    """Return the units that a stage trains."""
+    return frozenset(unit_of(name) for group in job.groups for name in group)
 
 
 def _parameter(piece: Piece) -> str:

@@ -13,7 +13,6 @@ from scalai.converters.deepspeed_archives import Filled, pieces_of
 from scalai.converters.deepspeed_buffers import Buffer
 from scalai.converters.deepspeed_draft import Draft
 from scalai.converters.deepspeed_flat import Span, part_of
-from scalai.converters.deepspeed_pipeline import Pipeline
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.region import whole
 
@@ -66,8 +65,11 @@ def add_model(
     draft.archives.add(f"{draft.folder}/{name}", entries, filled)
 
 
-def add_layers(draft: Draft, pipeline: Pipeline) -> None:
+def add_layers(draft: Draft) -> None:
     """Lay out a pipeline's files of layers, as the tensor-parallel rank of this draft has them."""
+    pipeline = draft.job.pipeline
+    if pipeline is None:
+        return
     suffix = f"-model_{draft.rank:02d}" if pipeline.names_tp or draft.degrees[0] > 1 else ""
     for layer in pipeline.files:
         filled = Filled()

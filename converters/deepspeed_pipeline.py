@@ -203,8 +203,7 @@ def _fitting(pipeline: Pipeline, places: Sequence[str], trained: Shapes) -> Iter
 
 def _stages(places: Sequence[str], parts: Sequence[int]) -> tuple[frozenset[str], ...]:
     return tuple(
-        frozenset(unit for unit in places[low:high] if unit)
-        for low, high in pairwise(parts)
+        frozenset(unit for unit in places[low:high] if unit) for low, high in pairwise(parts)
     )
 
 

@@ -37,8 +37,8 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     for draft in drafts:
         filled = Filled()
         add_model(draft, 0, [], _optimizer(draft, filled), filled)
-    for draft in drafts[: ranks.tp] if job.pipeline else ():
-        add_layers(draft, job.pipeline)
+    for draft in drafts[: ranks.tp]:
+        add_layers(draft)
 
     def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
         write_tag(directory / LATEST, job.tag)

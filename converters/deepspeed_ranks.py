@@ -20,7 +20,8 @@ class Ranks:
     Attributes:
         source, options, job, stage: As of ``Draft``, but for all ranks.
         dp, tp, pp: The target's degrees.
-        cuts: How parameters are cut at the target's ``tp``.
+        known: How parameters are cut, as far as anything says.
+        cuts: How they are at the target's ``tp``.
         stages: By stage its units; none without a pipeline.
         how: How the stages were found.
     """
@@ -32,6 +33,7 @@ class Ranks:
     dp: int
     tp: int
     pp: int
+    known: Mapping[str, Cut]
     cuts: Mapping[str, Cut]
     stages: tuple[frozenset[str], ...]
     how: str
@@ -47,36 +49,17 @@ class Ranks:
                 are cut, or where stages begin.
         """
         dp, tp, pp = _degrees(source, options)
-        trained = {
+        shapes = {
             name: tensor.shape
             for tensor in source.placed.collection.tensors
             for kind, _, name in (tensor.name.partition("/"),)
             if kind == PARAM
         }
-        stages: tuple[frozenset[str], ...] = ()
-        how = ""
-        if job.pipeline is not None:
-            if stage > 1:
-                raise RefusedError(
-                    f"stage {stage} is asked of a pipeline, for which DeepSpeed has stages 0 and 1 "
-                    "alone. Convert to deepspeed_zero1."
-                )
-            other = _reference(options)
-            known = other.pipeline.stages if other and other.pipeline else ()
-            names = {name for group in job.groups for name in group}
-            shapes = {name: shape for name, shape in trained.items() if name in names}
-            if len(known) == pp:
-                stages, how = known, "as --args-from has them"
-            else:
-                told = read_pipeline(options.mapping)
-                stages, how = stages_at(job.pipeline, pp, shapes, told)
-        elif pp != 1:
-            raise RefusedError(
-                f"pp={pp} is asked of a job that is no pipeline (its engine is none of "
-                "PipelineModule). Give --pp 1."
-            )
-        cuts = _cuts(job, tp, trained, options)
-        return cls(source, options, job, stage, dp, tp, pp, cuts, stages, how)
+        stages, how = _stages(source, job, stage, pp, shapes, options)
+        uncut = {name: shape for name, shape in shapes.items() if name not in job.buffers}
+        known = _known(job, uncut, options, is_needed=tp > 1)
+        cuts = {name: known[name].recut(name, tp) for name in uncut} if tp > 1 else {}
+        return cls(source, options, job, stage, dp, tp, pp, known, cuts, stages, how)
 
     def notes(self) -> Iterator[str]:
         """Yield what the target's job must know."""
@@ -163,31 +146,59 @@ def _degrees(source: Checkpoint, options: WriteOptions) -> tuple[int, int, int]:
     return degrees["dp"], degrees.get("tp", 1), degrees.get("pp", 1)
 
 
+def _stages(
+    source: Checkpoint,
+    job: DeepSpeedJob,
+    stage: int,
+    pp: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    options: WriteOptions,
+) -> tuple[tuple[frozenset[str], ...], str]:
+    """Return by stage its units, none without a pipeline; and how they were found."""
+    if job.pipeline is None:
+        if pp != 1:
+            raise RefusedError(
+                f"pp={pp} is asked of {source.directory}, whose engine is no pipeline. Give --pp 1."
+            )
+        return (), ""
+    if stage > 1:
+        raise RefusedError(
+            f"stage {stage} is asked of a pipeline, for which DeepSpeed has stages 0 and 1 alone. "
+            "Convert to deepspeed_zero1."
+        )
+    other = _reference(options)
+    if other is not None and other.pipeline is not None and len(other.pipeline.stages) == pp:
+        return other.pipeline.stages, "the checkpoint of --args-from"
+    trained = {name: shapes[name] for group in job.groups for name in group}
+    return stages_at(job.pipeline, pp, trained, read_pipeline(options.mapping))
+
+
 def _reference(options: WriteOptions) -> DeepSpeedJob | None:
     job = options.reference.extra.get(STATE) if options.reference is not None else None
     return job if isinstance(job, DeepSpeedJob) else None
 
 
-def _cuts(
-    job: DeepSpeedJob, tp: int, shapes: Mapping[str, tuple[int, ...]], options: WriteOptions
-) -> dict[str, Cut]:
-    """Return how parameters are cut at ``tp``: as the source's, those of ``--args-from``, or as the
-    mapping file says."""
-    if tp == 1:
-        return {}
-    names = {name: shapes[name] for name in shapes if name not in job.buffers}
+def _known(
+    job: DeepSpeedJob,
+    shapes: Mapping[str, tuple[int, ...]],
+    options: WriteOptions,
+    *,
+    is_needed: bool,
+) -> Mapping[str, Cut]:
+    """Return how parameters are cut: as the source's, those of ``--args-from``, or as the mapping
+    file says."""
     other = _reference(options)
     known = job.cuts or (other.cuts if other is not None else {})
-    if not known:
-        rules = CutRules(job.model.get(INFO) or {}, read_cuts(options.mapping))
-        known = rules.cuts({name: [shape] for name, shape in names.items()})
-    unknown = sorted(names.keys() - known.keys())
+    rules = CutRules(job.model.get(INFO) or {}, read_cuts(options.mapping))
+    if not known and (is_needed or rules.told):
+        known = rules.cuts({name: [shape] for name, shape in shapes.items()})
+    unknown = sorted(shapes.keys() - known.keys()) if is_needed else []
     if unknown:
         raise RefusedError(
-            f"--args-from does not have {unknown[0]}, so how tp={tp} cuts it is not known. Name a "
-            "checkpoint of the same model."
+            f"--args-from does not have {unknown[0]}, so how tensor-parallel ranks cut it is not "
+            "known. Name a checkpoint of the same model."
         )
-    return {name: known[name].recut(name, tp) for name in names}
+    return known
 
 
 def _is_uneven(widths: tuple[int, ...]) -> bool:

@@ -37,7 +37,7 @@ class DeepSpeedUniversalLayout:
                 f"{path} holds no universal checkpoint of step {options.iteration}. Name another "
                 "--iteration."
             )
-        return open_universal(directory, options.trust_pickle).read()
+        return open_universal(directory, options).read()
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
         """Lay out a tag and ``latest_universal``. Degrees do not matter."""

@@ -1,9 +1,11 @@
-"""Reads DeepSpeed's universal checkpoints, of any stage.
+"""Reads DeepSpeed's universal checkpoints, of any stage and of any model-parallel ranks.
 
 Source: as ``deepspeed_universal``.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,130 +18,208 @@ from scalai.converters.checkpoint import (
     Checkpoint,
     CheckpointFile,
     Piece,
+    ReadOptions,
     place,
 )
-from scalai.converters.deepspeed_files import carried, read_dictionary, scalar_of
+from scalai.converters.deepspeed_cuts import WHOLE
+from scalai.converters.deepspeed_files import Tag, carried, read_dictionary, scalar_of
+from scalai.converters.deepspeed_grid import Grid, RankState, Shape
 from scalai.converters.deepspeed_job import DeepSpeedJob, round_robins
 from scalai.converters.deepspeed_model import ModelStates
 from scalai.converters.deepspeed_universal_files import GLOBAL_STATE, MASTERS, STEPS, SUFFIX
+from scalai.converters.deepspeed_universal_ranks import (
+    cuts_of,
+    degrees_of,
+    layer_files,
+    names_of,
+    read_ranks,
+)
 from scalai.converters.torch_archive import StoredTensor, read_archive
-from scalai.core.collection import Tensor
+from scalai.core.collection import ITEM_BYTES, Tensor
 from scalai.core.errors import RefusedError
-from scalai.core.region import row_major, whole
+from scalai.core.region import Box, row_major, whole
 
 
-def open_universal(directory: Path, trust: bool) -> "UniversalReader":
+def open_universal(directory: Path, options: ReadOptions) -> "UniversalReader":
     """Read a tag's metadata but that of its parameters. Raises ``RefusedError``."""
-    whole_names = sorted(path.name for path in directory.glob("mp_rank_*_model_states.pt"))
-    parts = directory.glob("zero_pp_rank_*_mp_rank_*_model_states.pt")
-    by_rank = {int(path.name.split("_")[3]): path.name for path in parts}
-    names = whole_names or [by_rank[rank] for rank in sorted(by_rank)]
-    if any("mp_rank_00_" not in name for name in names):
-        raise RefusedError(
-            f"{directory} has model-parallel ranks ({names[-1]}), which are not read yet: only "
-            "checkpoints of data parallelism are."
-        )
-    if not names:
-        raise RefusedError(f"{directory} has no model_states.pt. Use another checkpoint.")
-    model = ModelStates.read(directory, names, is_stage_3=not whole_names, trust=trust)
-    if whole_names and model.dp > 1 and round_robins(model.config):
+    models = read_ranks(directory, options.trust_pickle)
+    first = models[0]
+    if not first.is_stage_3 and first.dp > 1 and round_robins(first.config):
         raise RefusedError(
             f"{directory} was made by ds_to_universal of a job with round_robin_gradients, which "
             "mixes up its parameters (deepspeed 0.19.8). Convert the checkpoint that it was made "
             "of instead."
         )
-    state = read_dictionary(directory / GLOBAL_STATE, trust=trust)
-    return UniversalReader(directory, model, state, trust)
+    state = read_dictionary(directory / GLOBAL_STATE, trust=options.trust_pickle)
+    tp, pp = degrees_of(models)
+    files = (layer_files(models),) * tp if first.has_layers else ()
+    return UniversalReader(Grid(Tag(directory, (), ()), options, tp, pp, (), files), models, state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """A parameter: its whole shape, what its files hold by kind, and whether its weights are its
+    masters, rounded."""
+
+    name: str
+    shape: Shape
+    entries: Mapping[str, Any]
+    is_rounded: bool
 
 
 @dataclass(frozen=True, slots=True)
 class UniversalReader:
     """One universal checkpoint that is being read."""
 
-    directory: Path
-    model: ModelStates
+    grid: Grid
+    models: list[ModelStates]
     state: dict[str, Any]
-    trust: bool
     pieces: list[Piece] = field(default_factory=list)
     twins: list[Piece] = field(default_factory=list)
     files: dict[str, CheckpointFile] = field(default_factory=dict)
     number_steps: list[bool] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def directory(self) -> Path:
+        """The tag's."""
+        return self.grid.tag.directory
 
     def read(self) -> Checkpoint:
         """Return the checkpoint. Raises ``RefusedError`` where a parameter's file is missing."""
-        self.pieces.extend(self.model.pieces())
-        for name in self.model.files:
-            self._add_file(name)
-        for shapes in self.model.shapes():
-            for name, shape in shapes.items():
-                self._place_parameter(name, shape)
+        entries = {name: self._entries(name) for name in names_of(self.models)}
+        said = {name: _as_dictionary(kinds[MASTERS]) for name, kinds in entries.items()}
+        cuts = cuts_of(said, self.models, self.grid.tp, self.grid.options)
+        shapes = {
+            name: shape
+            for model in self.models
+            for of in model.shapes()
+            for name, shape in of.items()
+        }
+        has_weights = not (self.models[0].is_stage_3 or self.models[0].has_layers)
+        rounded = set()
+        for name, kinds in entries.items():
+            shape = cuts.get(name, WHOLE).whole(shapes[name])
+            is_short = bool(said[name].get("vocab_tensor")) and len(shape) > 0
+            parameter = _Parameter(name, shape, kinds, is_short or not has_weights)
+            rounded |= {f"{PARAM}/{name}"} if parameter.is_rounded else set()
+            self._place(parameter)
+        states = [self._rank(model) for model in self.models]
+        pieces, twins = self.grid.gather(states, cuts)
+        self.pieces.extend(piece for piece in pieces if piece.tensor.name not in rounded)
+        self.twins.extend(piece for piece in twins if piece.tensor.name not in rounded)
+        job = replace(self.grid.job(states, cuts), has_number_steps=any(self.number_steps))
         files = list(self.files.values())
-        path = self.directory / GLOBAL_STATE
-        job = self._job()
+        values = self.models[0].values(job, states[0].param_groups)
         return Checkpoint(
             "deepspeed_universal",
             self.directory,
             place(self.pieces, files),
-            self.model.values(job, carried(self._param_groups(), path)),
+            replace(values, degrees={**values.degrees, "tp": self.grid.tp, "pp": self.grid.pp}),
             twins=place(self.twins, files) if self.twins else None,
+            notes=tuple(self.notes),
         )
+
+    def _rank(self, model: ModelStates) -> RankState:
+        """Return what the files of a model-parallel rank hold: weights, and its job."""
+        path = self.directory / GLOBAL_STATE
+        groups = self.state.get("param_groups")
+        if not isinstance(groups, list):
+            raise RefusedError(f"{path} has no param_groups.")
+        for name in model.files:
+            self._add_file(name)
+        return RankState(
+            model, self._job(model, groups), carried(groups, path), list(model.pieces()), (), ()
+        )
+
+    def _job(self, model: ModelStates, groups: list[dict[str, Any]]) -> DeepSpeedJob:
+        names = [tuple(shapes) for shapes in model.shapes()]
+        if model.is_stage_3:
+            parts = [group["params"] for group in groups]
+            names = [tuple(name for part in group for name in names[part]) for group in parts]
+        kept = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+        path = self.directory / GLOBAL_STATE
+        rest = carried({key: self.state[key] for key in kept if key in self.state}, path)
+        bf16 = model.config.get("bf16") or model.config.get("bfloat16") or {}
+        is_bf16 = bool(bf16.get("enabled"))
+        job = model.job(names, rest, has_number_steps=False, is_bf16=is_bf16)
+        return replace(job, tag=job.tag.removesuffix(SUFFIX))
 
     def _add_file(self, name: str) -> None:
         size = (self.directory / name).stat().st_size
         self.files.setdefault(name, CheckpointFile(name, size))
 
-    def _param_groups(self) -> list[dict[str, Any]]:
-        groups = self.state.get("param_groups")
-        if not isinstance(groups, list):
-            raise RefusedError(f"{self.directory / GLOBAL_STATE} has no param_groups.")
-        return groups
-
-    def _place_parameter(self, name: str, shape: tuple[int, ...]) -> None:
-        folder = f"zero/{name}"
-        found = sorted(path.stem for path in (self.directory / folder).glob("*.pt"))
+    def _entries(self, name: str) -> dict[str, Any]:
+        """Return what a parameter's files hold, by kind."""
+        folder = self.directory / "zero" / name
+        found = sorted(path.stem for path in folder.glob("*.pt"))
         if MASTERS not in found:
             raise RefusedError(
-                f"{self.directory} has no {folder}/{MASTERS}.pt: the conversion to universal was "
-                "interrupted, or files are missing. Convert again."
+                f"{self.directory} has no zero/{name}/{MASTERS}.pt: the conversion to universal "
+                "was interrupted, or files are missing. Convert again."
             )
-        for kind in found:
-            file = f"{folder}/{kind}.pt"
-            path = self.directory / file
-            value = read_archive(path, trust=self.trust)
-            if kind == STEPS:
-                self._place_step(name, value, path)
-                continue
-            stored = value.get("param") if isinstance(value, dict) else value
-            if not isinstance(stored, StoredTensor) or stored.shape not in (
-                shape,
-                (int(np.prod(shape, dtype=np.int64)),),
-            ):
-                raise RefusedError(
-                    f"{path} holds {getattr(stored, 'shape', stored)!r}, and {name} is "
-                    f"{list(shape)} by {self.model.files[0]}. Files of two checkpoints are mixed: "
-                    "use another one."
-                )
-            self._add_file(file)
-            self._place(name, kind, shape, stored, file)
-        if STEPS not in found:
-            inner = self.state.get("optimizer_state_dict", {}).get("state", {})
-            self._place_step(name, inner.get(0, {}).get("step"), self.directory / GLOBAL_STATE)
+        trust = self.grid.options.trust_pickle
+        return {kind: read_archive(folder / f"{kind}.pt", trust=trust) for kind in found}
 
-    def _place(
-        self, name: str, kind: str, shape: tuple[int, ...], stored: StoredTensor, file: str
-    ) -> None:
-        weight = self.model.weight_dtype(name)
+    def _place(self, parameter: _Parameter) -> None:
+        name = parameter.name
+        for kind, entry in parameter.entries.items():
+            if kind != STEPS:
+                self._place_kind(parameter, kind, entry)
+        step, path = parameter.entries.get(STEPS), self.directory / f"zero/{name}/{STEPS}.pt"
+        if STEPS not in parameter.entries:
+            inner = self.state.get("optimizer_state_dict", {}).get("state", {})
+            step, path = inner.get(0, {}).get("step"), self.directory / GLOBAL_STATE
+        self._place_step(name, step, path)
+
+    def _place_kind(self, parameter: _Parameter, kind: str, entry: Any) -> None:
+        name, shape = parameter.name, parameter.shape
+        file = f"zero/{name}/{kind}.pt"
+        stored = entry.get("param") if isinstance(entry, dict) else entry
+        rows = shape
+        if _as_dictionary(entry).get("vocab_tensor") and isinstance(stored, StoredTensor):
+            rows = (min(stored.shape[0], shape[0]), *shape[1:])
+        if not isinstance(stored, StoredTensor) or stored.shape not in (rows, (prod(rows),)):
+            raise RefusedError(
+                f"{self.directory / file} holds {getattr(stored, 'shape', stored)!r}, and {name} "
+                f"is {list(shape)} by {self.models[0].files[0]}. Files of two checkpoints are "
+                "mixed: use another one."
+            )
+        self._add_file(file)
+        weight = self._weight_dtype(name)
         is_weight = kind == MASTERS and stored.dtype == weight
         known = PARAM if is_weight else MAIN if kind == MASTERS else kind
-        into = self.twins if is_weight and not self.model.is_stage_3 else self.pieces
-        stride = stored.stride if stored.shape == shape else row_major(shape)
-        box = whole(shape)
-        into.append(
-            Piece(Tensor(f"{known}/{name}", shape, stored.dtype), box, file, stored.begin, stride)
-        )
-        if kind == MASTERS and not is_weight and self.model.is_stage_3:
+        into = self.twins if is_weight and not parameter.is_rounded else self.pieces
+        stride = stored.stride if stored.shape == rows else row_major(rows)
+        tensor = Tensor(f"{known}/{name}", shape, stored.dtype)
+        placed = [Piece(tensor, whole(rows), file, stored.begin, stride)]
+        placed += self._padding(tensor, rows[0] if rows != shape else None)
+        into.extend(placed)
+        if kind == MASTERS and not is_weight and parameter.is_rounded:
             rounded = Tensor(f"{PARAM}/{name}", shape, weight)
-            self.pieces.append(Piece(rounded, box, file, stored.begin, stride, is_rounded=True))
+            self.pieces.extend(replace(p, tensor=rounded, is_rounded=True) for p in placed)
+
+    def _padding(self, tensor: Tensor, first: int | None) -> Iterator[Piece]:
+        """Yield the rows of a vocabulary's padding from ``first`` on, which ds_to_universal cut off
+        and DeepSpeed's loader fills with zeros."""
+        if first is None:
+            return
+        count = tensor.shape[0] - first
+        box = Box((first, *[0] * (len(tensor.shape) - 1)), (count, *tensor.shape[1:]))
+        size = box.numel * ITEM_BYTES[tensor.dtype]
+        file = f"(zeros {size})"
+        self.files[file] = CheckpointFile(file, size, bytes(size))
+        yield Piece(tensor, box, file, 0)
+        if tensor.name.startswith((MAIN, PARAM)):
+            name = tensor.name.partition("/")[2]
+            self.notes.append(
+                f"ds_to_universal cut {count} rows of padding off {name}: they are zero here, as "
+                "DeepSpeed makes them"
+            )
+
+    def _weight_dtype(self, name: str) -> str:
+        has = next(model for model in self.models if name in model.first["module"])
+        return has.weight_dtype(name)
 
     def _place_step(self, name: str, value: Any, path: Path) -> None:
         step = scalar_of(value, path)
@@ -151,20 +231,7 @@ class UniversalReader:
         self.files[file] = CheckpointFile(file, len(content), content)
         self.pieces.append(Piece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0))
 
-    def _job(self) -> DeepSpeedJob:
-        names = [tuple(shapes) for shapes in self.model.shapes()]
-        if self.model.is_stage_3:
-            parts = [group["params"] for group in self._param_groups()]
-            names = [tuple(name for part in group for name in names[part]) for group in parts]
-        kept = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-        path = self.directory / GLOBAL_STATE
-        rest = carried({key: self.state[key] for key in kept if key in self.state}, path)
-        config = self.model.config
-        bf16 = config.get("bf16") or config.get("bfloat16") or {}
-        job = self.model.job(
-            names,
-            rest,
-            has_number_steps=any(self.number_steps),
-            is_bf16=bool(bf16.get("enabled")),
-        )
-        return replace(job, tag=job.tag.removesuffix(SUFFIX))
+
+def _as_dictionary(entry: Any) -> Mapping[str, Any]:
+    """Return what a parameter's file says beside its values; stage 3 has these alone."""
+    return entry if isinstance(entry, dict) else {}

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from scalai.converters.checkpoint import Checkpoint, Piece, Target, WriteOptions
 from scalai.converters.deepspeed_archives import Archives, Filled, write_tag
 from scalai.converters.deepspeed_buffers import Buffer, buffers_of, members
+from scalai.converters.deepspeed_classes import sub_parameters
 from scalai.converters.deepspeed_cuts import Cut
 from scalai.converters.deepspeed_draft import Draft, job_of
 from scalai.converters.deepspeed_model_writer import add_model
@@ -43,13 +44,14 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     for stage in stages:
         (draft,) = Ranks.of(source, job, stage, alone).drafts(archives, folder)
         add_model(draft, 0, list(buffers_of(draft)))
-    (draft,) = Ranks.of(source, job, stages[0], alone).drafts(archives, folder)
+    ranks = Ranks.of(source, job, stages[0], alone)
+    (draft,) = ranks.drafts(archives, folder)
     buffers = list(buffers_of(draft))
     _add_global_state(draft, buffers)
     for buffer in buffers:
         kinds = draft.kinds(list(buffer.shapes))
         for name in buffer.shapes:
-            _add_parameter(draft, name, kinds)
+            _add_parameter(draft, ranks, name, kinds)
 
     def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
         write_tag(directory / LATEST, folder)
@@ -96,14 +98,26 @@ def _add_global_state(draft: Draft, buffers: Sequence[Buffer]) -> None:
     draft.archives.add(f"{draft.folder}/{GLOBAL_STATE}", state, filled)
 
 
-def _add_parameter(draft: Draft, name: str, kinds: Sequence[str]) -> None:
+def _add_parameter(draft: Draft, ranks: Ranks, name: str, kinds: Sequence[str]) -> None:
     for kind in (None, *kinds):
         tensor = draft.stored(kind, name)
         new = NewTensor(tensor.dtype, tensor.shape)
         filled: Filled = {new: [Piece(tensor, whole(tensor.shape), "", 0)]}
-        value = {**cut_entries(draft.job.cuts.get(name, Cut(0))), "param": new}
+        value = {**_cut_entries(ranks.known.get(name, Cut(0)), tensor.shape), "param": new}
         draft.archives.add(f"{draft.folder}/zero/{name}/{kind or MASTERS}.pt", value, filled)
     steps = Filled()
     step = draft.step(name, steps)
     if step:
         draft.archives.add(f"{draft.folder}/zero/{name}/{STEPS}.pt", step["step"], steps)
+
+
+def _cut_entries(cut: Cut, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return how tensor-parallel ranks are to cut a parameter; nothing: each has all of it."""
+    if cut.dim is None:
+        return {}
+    if len(cut.parts) == 1:
+        return {"cat_dim": cut.dim}
+    if len(cut.parts) == 2 and len(set(cut.parts)) == 1:
+        return {"cat_dim": cut.dim, "param_n_sub_params": 2}
+    parts = (*shape[: cut.dim], cut.parts, *shape[cut.dim + 1 :])
+    return {"sub_param_shape": sub_parameters(parts, cut.dim)}

@@ -37,8 +37,8 @@ def lay_out(source: Checkpoint, options: WriteOptions, stage: int) -> Target:
             add_optimizer(draft, rank, buffers)
         for rank in range(draft.dp if stage == 3 else 1):
             add_model(draft, rank, buffers)
-    for draft in drafts[: ranks.tp] if job.pipeline else ():
-        add_layers(draft, job.pipeline)
+    for draft in drafts[: ranks.tp]:
+        add_layers(draft)
 
     def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
         write_tag(directory / LATEST, job.tag)
