@@ -33,7 +33,8 @@ class Job:
     those that are left.
 
     With ``tp`` or ``pp`` it is the model of ``deepspeed_parallel``; with ``pp`` as a pipeline,
-    which may have one stage alone.
+    which may have one stage alone. ``info`` is what such a client says of its parameters, as
+    ``universal_checkpoint_info``.
 
     A ``fused`` optimizer is what DeepSpeed takes for its FusedAdam, with torch's arithmetic.
     ``separate_steps`` repairs what a universal load of stage 3 leaves, as the converter says.
@@ -44,6 +45,7 @@ class Job:
     pp: int = 0
     tied: bool = True
     partition: str = "parameters"
+    info: dict[str, Any] | None = None
     stage: int = 1
     precision: str = "fp32"
     frozen: bool = True
@@ -131,7 +133,10 @@ def run(job: Job, meeting: str) -> dict[str, Any]:
         seen["losses"].append(train(engine, job, step))
         seen["rates"].append([group["lr"] for group in engine.optimizer.param_groups])
         if step + 1 == SAVED_AFTER and job.save is not None:
-            engine.save_checkpoint(job.save, client_state={"note": {"text": "kept", "n": 7}})
+            state: dict[str, Any] = {"note": {"text": "kept", "n": 7}}
+            if job.info is not None:
+                state["universal_checkpoint_info"] = job.info
+            engine.save_checkpoint(job.save, client_state=state)
             seen["saved"] = describe(engine)
     if job.save is not None:
         engine.save_checkpoint(job.save, client_state={"note": {}}, save_latest=False)
