@@ -1,0 +1,153 @@
+"""What tensor-parallel ranks have makes up the whole, whatever the cut."""
+
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scalai.converters.checkpoint import Piece
+from scalai.converters.deepspeed_cut_rules import CutRules, Rule, read_cuts
+from scalai.converters.deepspeed_cuts import WHOLE, Cut, Shards, contiguous, even
+from scalai.core.collection import Tensor
+from scalai.core.errors import RefusedError, UsageError
+from scalai.core.region import row_major, whole
+from scalai.store.files import slices
+
+SHAPE = (12, 5, 8)
+VALUES = np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
+CUTS = [
+    Cut(0, (even(12, 3),)),
+    Cut(0, (even(8, 3, 4), even(4, 3))),
+    Cut(1, ((1, 0, 4),)),
+    Cut(2, ((3, 3, 2),)),
+    Cut(2, ((1, 1, 1), (2, 1, 0), (1, 0, 1))),
+    WHOLE,
+]
+
+
+def shard_of(cut: Cut, rank: int) -> Any:
+    """Return what a rank has, by numpy alone."""
+    if cut.dim is None:
+        return VALUES
+    parts = np.split(VALUES, np.cumsum(cut.parts)[:-1], cut.dim)
+    own = [
+        np.split(part, np.cumsum(widths)[:-1], cut.dim)[rank]
+        for part, widths in zip(parts, cut.widths, strict=True)
+    ]
+    return np.ascontiguousarray(np.concatenate(own, cut.dim))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("is_target", [False, True])
+def test_shards_make_up_the_whole(cut: Cut, is_target: bool) -> None:
+    counts = np.zeros(SHAPE, dtype=int)
+    for rank in range(3):
+        shards = Shards({"w": cut}, rank)
+        local = shard_of(cut, rank)
+        tensor = shards.shard(Tensor("exp_avg/w", SHAPE, "F32"))
+        assert tensor.shape == local.shape
+        data = local.tobytes()
+        for own in shards.of_whole(Piece(tensor, whole(local.shape), "file", 0)):
+            for piece in contiguous(own) if is_target else [own]:
+                assert piece.tensor.shape == SHAPE
+                assert piece.stride is None or not is_target
+                steps = [4 * s for s in piece.stride or row_major(piece.box.shape)]
+                found = np.ndarray(piece.box.shape, np.float32, data, piece.begin, steps)
+                assert (found == VALUES[slices(piece.box)]).all()
+                counts[slices(piece.box)] += 1
+    assert (counts == (3 if cut.dim is None else 1)).all()
+
+
+def test_a_part_of_a_shard_lies_where_it_does_in_the_whole() -> None:
+    cut = CUTS[4]
+    for rank in range(3):
+        local = shard_of(cut, rank)
+        tensor = Tensor("param/w", local.shape, "F32")
+        for row in range(12):
+            box = replace(whole(local.shape), offset=(row, 0, 0), shape=(1, 5, local.shape[2]))
+            own = Piece(tensor, box, "file", 4 * row * 5 * local.shape[2])
+            for piece in Shards({"w": cut}, rank).of_whole(own):
+                steps = [4 * s for s in piece.stride or ()]
+                data = local.tobytes()
+                found = np.ndarray(piece.box.shape, np.float32, data, piece.begin, steps)
+                assert (found == VALUES[slices(piece.box)]).all()
+
+
+@pytest.mark.parametrize(("size", "tp", "unit"), [(12, 4, 1), (10, 4, 1), (12, 5, 4), (3, 4, 1)])
+def test_shares_are_even_in_units_and_the_first_are_larger(size: int, tp: int, unit: int) -> None:
+    shares = even(size, tp, unit)
+    assert sum(shares) == size and list(shares) == sorted(shares, reverse=True)
+    assert max(shares) - min(shares) <= unit
+
+
+def test_another_number_of_ranks_keeps_the_parts() -> None:
+    cut = Cut(0, ((4, 4), (2, 2)), unit=2)
+    assert cut.recut("w", 3).widths == ((4, 2, 2), (2, 2, 0))
+    with pytest.raises(RefusedError, match="tp=3 does not divide"):
+        replace(cut, is_vocabulary=True).recut("w", 3)
+
+
+INFO = {
+    "tp_replicated_parameter_patterns": ["norm"],
+    "parameter_to_average_patterns": ["averaged"],
+    "parameter_with_row_parallelism_patterns": [r".*\.down$"],
+    "parameter_with_2_sub_params_cat_dim_0": ["gate_up"],
+    "parameter_with_sub_params": [
+        {"patterns": ["qkv"], "shape": ((8, 2, 2), 4), "partition_dim": 0}
+    ],
+    "sub_param_shard_widths": {"qkv": [[4, 4], [2, 0], [2, 0]]},
+    "vocabulary_parameter_patterns": ["words"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "expected"),
+    [
+        ("norm.weight", [(4,)] * 2, WHOLE),
+        ("averaged", [(4,)] * 2, WHOLE),
+        ("a.down", [(4, 3), (4, 2)], Cut(1, ((3, 2),))),
+        ("gate_up", [(6, 4)] * 2, Cut(0, ((3, 3), (3, 3)))),
+        ("qkv", [(8, 4), (4, 4)], Cut(0, ((4, 4), (2, 0), (2, 0)))),
+        ("words", [(6, 4)] * 2, Cut(0, ((6, 6),), is_vocabulary=True)),
+        ("other", [(6, 4)] * 2, Cut(0, ((6, 6),))),
+    ],
+)
+def test_cuts_follow_from_what_megatron_deepspeed_says(
+    name: str, shapes: list[tuple[int, ...]], expected: Cut
+) -> None:
+    assert CutRules(INFO).cuts({name: shapes}) == {name: expected}
+
+
+def test_what_nothing_says_is_refused_by_name() -> None:
+    rules = CutRules({}, read_cuts(Path(str(files("scalai.configs"))) / "cuts_llama.toml"))
+    known = {"layers.0.up_proj.weight": [(4, 4)] * 2}
+    assert rules.cuts(known) == {"layers.0.up_proj.weight": Cut(0, ((4, 4),))}
+    with pytest.raises(RefusedError, match=r"cut first\.weight, second\.weight\. Pass --cuts"):
+        rules.cuts({"first.weight": [(1,)], **known, "second.weight": [(1,)]})
+
+
+@pytest.mark.parametrize(
+    ("rule", "shapes", "words"),
+    [
+        (Rule(), [(4,), (2,)], "are not equal"),
+        (Rule(0), [(4, 2), (4, 3)], "no cut of dimension 0"),
+        (Rule(1), [(4,), (4,)], "no cut of dimension 1"),
+        (Rule(0, parts=2), [(5,), (5,)], "parts of it are said"),
+        (Rule(0, parts=(4, 2)), [(4,), (4,)], "parts of it are said"),
+    ],
+)
+def test_shapes_that_a_rule_does_not_make_are_refused(
+    rule: Rule, shapes: list[tuple[int, ...]], words: str
+) -> None:
+    with pytest.raises(RefusedError, match=words):
+        rule.cut("w", shapes)
+
+
+@pytest.mark.parametrize("text", ["[[cut]]\ndimension = 0", '[[cut]]\nparameters = "("', "cut = 3"])
+def test_sections_that_cannot_be_read_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "cuts.toml").write_text(text)
+    with pytest.raises(UsageError, match=r"no \[\[cut\]\] sections as expected"):
+        read_cuts(tmp_path / "cuts.toml")
