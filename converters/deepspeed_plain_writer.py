@@ -52,7 +52,7 @@ def _optimizer(draft: Draft, filled: Filled) -> dict[str, Any]:
     names = [name for group in draft.job.groups for name in group]
     if not any(f"{MAIN}/{name}" in draft.tensors for name in names):
         return _separate(draft, filled)
-    scale = to_plain(draft.job.optimizer)
+    scale = to_plain(draft.job.optimizer, draft.source.values.step)
     if not _is_fused(draft):
         masters = [
             [_new(draft.stored(None, name), filled) for name in group] for group in draft.job.groups

@@ -17,12 +17,15 @@ SAVED_AFTER = 3
 VOCABULARY, HIDDEN, LAYERS, SAMPLES, LENGTH = 31, 17, 2, 12, 5
 MICRO_BATCHES = 2
 
+FP16 = {"enabled": True, "hysteresis": 1}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "bf16-fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 17, "loss_scale_window": 1}},
-    "fp16-static": {"fp16": {"enabled": True, "loss_scale": 128}},
+    # Overflows before the checkpoint, and grows after it.
+    "fp16": {"fp16": {**FP16, "initial_scale_power": 13, "loss_scale_window": 1}},
+    "fp16-static": {"fp16": {**FP16, "loss_scale": 128}},
+    "fp16-unscaled": {"fp16": {**FP16, "loss_scale": 1}},
 }
 
 
@@ -37,7 +40,8 @@ class Job:
     ``universal_checkpoint_info``.
 
     A ``fused`` optimizer is what DeepSpeed takes for its FusedAdam, with torch's arithmetic.
-    ``separate_steps`` repairs what a universal load of stage 3 leaves, as the converter says.
+    ``separate_steps`` repairs what a universal load of stage 3 leaves, and ``scheduled_rates``
+    what one of an elastic checkpoint leaves, as the converter's notes say.
     """
 
     world: int = 1
@@ -52,6 +56,7 @@ class Job:
     decay: tuple[float, float] = (0.1, 0.0)
     fused: bool = False
     separate_steps: bool = False
+    scheduled_rates: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     save: str | None = None
@@ -125,6 +130,10 @@ def run(job: Job, meeting: str) -> dict[str, Any]:
         if job.separate_steps:
             for state in engine.optimizer.optimizer.state.values():
                 state["step"] = state["step"].clone()
+        if job.scheduled_rates:
+            rates = engine.lr_scheduler.get_last_lr()
+            for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
         seen["client_state"] = client_state["note"]
         first = engine.global_steps
         assert first == SAVED_AFTER
@@ -208,7 +217,9 @@ def make_engine(job: Job) -> Any:
         {"params": members, "weight_decay": decay}
         for members, decay in zip((decayed, others), job.decay, strict=True)
     ]
-    optimizer = (fused_adam() if job.fused else torch.optim.AdamW)(groups, lr=1e-2)
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    if job.fused:
+        optimizer.__class__ = fused_adam()
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES // dp // micro_batches,
         "gradient_accumulation_steps": micro_batches,
@@ -227,12 +238,12 @@ def make_engine(job: Job) -> Any:
 
 
 def fused_adam() -> Any:
-    """Return a class that DeepSpeed takes for FusedAdam, whose kernel nobody compiles here."""
+    """Return torch's AdamW as a class that DeepSpeed takes for its own, which is compiled."""
     import torch
     from deepspeed.ops.adam import FusedAdam
 
     class Fused(torch.optim.AdamW, FusedAdam):
-        pass
+        zero_grad = torch.optim.Optimizer.zero_grad
 
     return Fused
 
