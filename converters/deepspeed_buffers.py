@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from scalai.converters.deepspeed_archives import Filled, pieces_of
 from scalai.converters.deepspeed_draft import Draft
@@ -14,7 +15,12 @@ from scalai.converters.deepspeed_flat import (
     split_whole,
     sub_groups,
 )
-from scalai.converters.deepspeed_job import aligns_parameters, round_robins, sub_group_elements
+from scalai.converters.deepspeed_job import (
+    aligns_parameters,
+    round_robins,
+    sub_group_elements,
+    uses_bf16_optimizer,
+)
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.collection import ITEM_BYTES
 from scalai.core.errors import RefusedError
@@ -46,11 +52,13 @@ def buffers_of(draft: Draft) -> Iterator[Buffer]:
                 part = {name: shapes[name] for name in some}
                 yield Buffer(part, split_each(part, draft.dp), number)
             continue
-        if round_robins(draft.config):
+        is_bf16_optimizer = uses_bf16_optimizer(draft.config, draft.stage)
+        if round_robins(draft.config) and not is_bf16_optimizer:
             shapes = {name: shapes[name] for name in round_robin(names, draft.dp)}
         # DeepSpeed looks at the first of the parameters for the size of an element.
         item = ITEM_BYTES[draft.parameter(next(iter(shapes))).dtype]
-        gaps = gaps_of(shapes, item, is_aligned=aligns_parameters(draft.config))
+        is_aligned = aligns_parameters(draft.config) and not is_bf16_optimizer
+        gaps = gaps_of(shapes, item, is_aligned=is_aligned)
         yield Buffer(shapes, split_whole(shapes, draft.dp, gaps), number, gaps)
 
 
@@ -88,3 +96,23 @@ def part(
     spans = buffer.flat.spans[rank]
     filled[new] = [piece for span in spans for piece in pieces_of(tensors[span.name], span)]
     return new
+
+
+def inner_state(
+    draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
+) -> dict[str, Any]:
+    """Return a rank's ``state_dict`` of the optimizer that works on the buffers."""
+    states = {}
+    for number, buffer in enumerate(buffers):
+        names, elements = list(buffer.shapes), buffer.flat.rank_elements
+        states[number] = {
+            **draft.step(names[0], filled),
+            **{
+                kind: part(draft, kind, buffer, rank, elements, filled)
+                for kind in draft.kinds(names)
+            },
+        }
+    return {
+        "state": {number: entry for number, entry in states.items() if entry},
+        "param_groups": draft.param_groups(members(draft, buffers)),
+    }

@@ -1,7 +1,7 @@
 """Objects of DeepSpeed's classes that its checkpoints hold as pickles.
 
-Source: deepspeed 0.19.8: ``ZeroStageEnum`` of runtime/zero/config.py, ``LossScaler`` of
-runtime/fp16/loss_scaler.py, ``fragment_address`` of utils/tensor_fragment.py.
+Source: deepspeed 0.19.8: ``ZeroStageEnum`` of runtime/zero/config.py, ``fragment_address`` of
+utils/tensor_fragment.py.
 """
 
 from collections.abc import Mapping
@@ -16,20 +16,14 @@ def zero_stage(stage: int) -> Foreign:
     return foreign("deepspeed.runtime.zero.config", "ZeroStageEnum")(stage)
 
 
-def static_scaler() -> Foreign:
-    """Return the loss scaler of a job that does not scale its loss."""
-    scaler = foreign("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
-    return _made(scaler, {"cur_scale": 1.0, "dynamic": False})
-
-
 def fragment(span: Span) -> Foreign:
-    """Return where a part of a parameter lies in a rank's buffer, as ds_to_universal asks."""
+    """Return where a part of a parameter lies in a rank's buffer."""
     address = foreign("deepspeed.utils.tensor_fragment", "fragment_address")
-    return _made(address, {"numel": span.high - span.low, "start": span.at})
+    return made(address, {"numel": span.high - span.low, "start": span.at})
 
 
-def _made(cls: type[Foreign], state: Mapping[str, Any]) -> Foreign:
+def made(cls: type[Foreign], state: Mapping[str, Any]) -> Foreign:
     """Return an object as pickle makes it: by ``__new__`` and a state, without a call."""
-    made = cls.__new__(cls)
-    made.__setstate__(dict(state))
-    return made
+    new = cls.__new__(cls)
+    new.__setstate__(dict(state))
+    return new

@@ -1,7 +1,7 @@
 """A DeepSpeed checkpoint that is being laid out: for which job, stage and ranks, from what."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,8 @@ class Draft:
     """A target that is being laid out.
 
     Attributes:
-        source, job: What is written, and the job that will read it.
+        source, options: What is written, and how.
+        job: What will read it.
         stage, dp: Of the target.
         archives: The target's files so far.
         folder: The tag's directory.
@@ -63,6 +64,7 @@ class Draft:
     """
 
     source: Checkpoint
+    options: WriteOptions
     job: DeepSpeedJob
     stage: int
     dp: int
@@ -87,6 +89,12 @@ class Draft:
         config = dict(self.job.model.get("ds_config") or {})
         config["zero_optimization"] = {**zero_config(config), "stage": self.stage}
         return config
+
+    @property
+    def clip_grad(self) -> float:
+        """The largest norm of the gradient, as the source's optimizer or configuration says."""
+        stated = self.job.optimizer.get("clip_grad", self.config.get("gradient_clipping", 0.0))
+        return float(stated)
 
     def notes(self) -> Iterator[str]:
         """Yield what the target's job must know."""
@@ -159,7 +167,7 @@ class Draft:
         Raises:
             RefusedError: The source has not as many.
         """
-        values = self.source.values.param_groups
+        values = self._group_values()
         if len(values) != len(members):
             raise RefusedError(
                 f"{self.source.directory} has {len(values)} parameter groups, and the DeepSpeed "
@@ -169,3 +177,13 @@ class Draft:
             {**group, "params": list(numbers)}
             for group, numbers in zip(values, members, strict=True)
         ]
+
+    @property
+    def knows_param_groups(self) -> bool:
+        """Whether there are hyperparameters of the groups; elastic checkpoints have none."""
+        return bool(self._group_values())
+
+    def _group_values(self) -> Sequence[Mapping[str, Any]]:
+        reference = self.options.reference
+        groups = self.source.values.param_groups
+        return groups or (reference.param_groups if reference is not None else ())

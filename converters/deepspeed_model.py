@@ -149,12 +149,13 @@ class ModelStates:
         *,
         has_number_steps: bool,
         is_bf16: bool,
+        is_fused: bool | None = None,
     ) -> DeepSpeedJob:
         """Return the job that saved this.
 
         Args:
             groups: Names of the trained parameters by parameter group, in the optimizer's order.
-            optimizer, has_number_steps, is_bf16: As in ``DeepSpeedJob``.
+            optimizer, has_number_steps, is_bf16, is_fused: As in ``DeepSpeedJob``.
         """
         module = self.first["module"]
         stored = {name: v.dtype for name, v in module.items() if isinstance(v, StoredTensor)}
@@ -177,6 +178,7 @@ class ModelStates:
             optimizer=optimizer,
             has_number_steps=has_number_steps,
             is_bf16=is_bf16,
+            is_fused=is_fused,
         )
 
     def values(

@@ -28,7 +28,7 @@ def lay_out(source: Checkpoint, options: WriteOptions, stage: int) -> Target:
         RefusedError: The source has no DeepSpeed job's names, or lacks tensors of them.
     """
     job, archives = job_of(source, options), Archives()
-    draft = Draft(source, job, stage, dp_of(source, options), archives, job.tag)
+    draft = Draft(source, options, job, stage, dp_of(source, options), archives, job.tag)
     buffers = list(buffers_of(draft))
     for rank in range(draft.dp):
         add_optimizer(draft, rank, buffers)
