@@ -148,7 +148,7 @@ class NameMapping:
             if found is None:
                 left.append(name)
             else:
-                links[name] = list(self._links(*found, name, shape, heads))
+                links[name] = list(self._links(*found, name, shape, self.heads.or_else(heads)))
         return links, left
 
     def from_theirs(
@@ -176,7 +176,8 @@ class NameMapping:
             as_ours = [shapes[n][::-1] if rule.is_transposed else shapes[n] for n in names]
             first = as_ours[0]
             shape = (sum(one[0] for one in as_ours), *first[1:]) if first else first
-            for link in self._links(rule, numbers, ours, shape, heads):
+            known = self._known(rule, [one[0] for one in as_ours if one], heads)
+            for link in self._links(rule, numbers, ours, shape, known):
                 if link.their_shape != shapes[link.theirs]:
                     raise UsageError(
                         f"{link.theirs} is {list(shapes[link.theirs])}, and as a part of {ours} "
@@ -218,6 +219,14 @@ class NameMapping:
                     return rule, match.groupdict()
         return None
 
+    def _known(self, rule: Rule, rows: Sequence[int], heads: Heads) -> Heads:
+        """Return the heads; the query groups by the rows of queries and keys, if nobody says
+        them."""
+        known = self.heads.or_else(heads)
+        if known.heads is None or known.groups is not None or len(rows) != PARTS["qkv"]:
+            return known
+        return Heads(known.heads, max(known.heads * rows[1] // rows[0], 1))
+
     def _links(
         self, rule: Rule, numbers: Numbers, ours: str, shape: Shape, heads: Heads
     ) -> Iterator[Link]:
@@ -247,7 +256,7 @@ class NameMapping:
             return [range(count // 2)], [range(count // 2, count)]
         if rule.fused != "qkv":
             return [[range(count)]]
-        of = self.heads.or_else(known)
+        of = known
         if of.heads is None:
             raise UsageError(
                 f"to cut {ours} the number of attention heads is needed, and neither checkpoint "

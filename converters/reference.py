@@ -62,9 +62,10 @@ class Reference:
     @property
     def heads(self) -> Heads:
         """Attention heads and query groups."""
-        groups = self.arguments.get("num_query_groups")
         known = argument_heads(self.arguments)
-        return Heads(known.heads, groups or known.groups)
+        if self.checkpoint is not None:
+            return known
+        return Heads(known.heads, self.arguments.get("num_query_groups"))
 
     def megatron(self, source: Checkpoint, notes: list[str]) -> Values:
         """Return values of a Megatron job.

@@ -78,7 +78,8 @@ def _check(source: Checkpoint, arguments: Mapping[str, Any]) -> None:
     for name, value in shape_arguments(parameters_of(source), heads).items():
         # Only numbers: how a model calls its parts may differ where they are the same.
         is_number = isinstance(value, int) and not isinstance(value, bool)
-        if is_number and arguments.get(name) not in (None, value):
+        is_asked = name != "num_query_groups" or arguments.get("group_query_attention")
+        if is_number and is_asked and arguments.get(name) not in (None, value):
             way = "Give --repad ROWS" if name == "padded_vocab_size" else "Name another --args-from"
             raise RefusedError(
                 f"{name} is {arguments[name]} in --args-from, and {value} by the tensors of "

@@ -1,4 +1,4 @@
-"""GPT-2 and Llama of Hugging Face's names and shapes, trained by DeepSpeed as Megatron trains its own.
+"""GPT-2 and Llama under Hugging Face's names, trained by DeepSpeed as Megatron trains its own.
 
 Only what a checkpoint holds is theirs: the names, what is fused and transposed, what is tied. The
 arithmetic is Megatron's: GELU by erf, its schedule of learning rate and weight decay, its samples.
@@ -113,7 +113,9 @@ class LlamaAttention(nn.Module):
         self.k_proj = nn.Linear(job.hidden, self.groups * width, bias=job.has_qkv_bias)
         self.v_proj = nn.Linear(job.hidden, self.groups * width, bias=job.has_qkv_bias)
         self.o_proj = nn.Linear(job.hidden, job.hidden, bias=False)
-        angles = torch.outer(torch.arange(job.sequence), 10000 ** -(torch.arange(0, width, 2) / width))
+        angles = torch.outer(
+            torch.arange(job.sequence), 10000 ** -(torch.arange(0, width, 2) / width)
+        )
         self.angles = torch.cat([angles, angles], dim=-1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -211,9 +213,9 @@ class Schedule:
         if step > warmup:
             cosine = math.cos(math.pi * (step - warmup) / (end - warmup))
             rate = 1e-3 + 0.5 * (cosine + 1.0) * (1e-2 - 1e-3)
-        for group in self.optimizer.param_groups:
+        for group, decays in zip(self.optimizer.param_groups, (1.0, 0.0), strict=True):
             group["lr"] = rate
-            group["weight_decay"] = (0.01 + step / end * (0.1 - 0.01)) * group["decays"]
+            group["weight_decay"] = (0.01 + step / end * (0.1 - 0.01)) * decays
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_epoch": self.last_epoch}
@@ -229,10 +231,7 @@ def engine_of(job: Job, stage: int, world: int) -> Any:
     members: list[list[nn.Parameter]] = [[], []]
     for parameter in model.parameters():
         members[parameter.ndim < 2].append(parameter)
-    groups = [
-        {"params": of, "decays": decays} for of, decays in zip(members, (1.0, 0.0), strict=True)
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    optimizer = torch.optim.AdamW([{"params": of} for of in members], lr=1e-2)
     config = {
         "train_micro_batch_size_per_gpu": job.global_batch_size // world,
         "gradient_accumulation_steps": 1,
