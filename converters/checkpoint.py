@@ -180,6 +180,8 @@ class Checkpoint:
         may_overlap: Whether equal elements may lie in boxes that are cut differently, as the
             pieces that hosts have fetched from each other.
         notes: What was noticed, one line each: what cannot be carried and why.
+        changed: Tensors that are not as the directory has them, but renamed, cut or padded: what is
+            noted beside the files is not of them.
     """
 
     layout: str
@@ -189,6 +191,13 @@ class Checkpoint:
     twins: Placed | None = None
     may_overlap: bool = False
     notes: tuple[str, ...] = ()
+    changed: frozenset[str] = frozenset()
+
+
+def parameters_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return the parameters, and buffers, by their names without the kind."""
+    tensors = checkpoint.placed.collection.tensors
+    return {t.name.partition("/")[2]: t for t in tensors if t.name.startswith(f"{PARAM}/")}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -221,12 +230,10 @@ class ReadOptions:
     Attributes:
         trust_pickle: Let pickles name classes of unknown packages.
         iteration: Of several iterations or generations below a directory this one, not the newest.
-        mapping: A mapping file, for layouts with other names.
     """
 
     trust_pickle: bool = False
     iteration: int | None = None
-    mapping: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +242,6 @@ class WriteOptions:
 
     Attributes:
         degrees: Target degrees by axis; those not named stay.
-        mapping: A mapping file, for layouts with other names.
         is_split: Whether the optimizer's state is to be split over data-parallel ranks; None: as
             in the source.
         reference: Values of another checkpoint of the same job, for what the source lacks
@@ -243,7 +249,6 @@ class WriteOptions:
     """
 
     degrees: Mapping[str, int]
-    mapping: Path | None = None
     is_split: bool | None = None
     reference: Values | None = None
 

@@ -1,8 +1,13 @@
 """Names of another framework for our tensors, and how fused ones are cut: mapping files.
 
+    ignored = ["model.layers.{layer}.self_attn.rotary_emb.inv_freq"]   # left out knowingly
+
     [attention]                                  # where the checkpoints do not say it
     num_attention_heads = 32
     num_query_groups = 8
+
+    [tied]                                       # shared where we have no tensor of this name
+    "lm_head.weight" = "model.embed_tokens.weight"
 
     [[tensor]]
     ours = "decoder.layers.{layer}.self_attention.linear_qkv.weight"
@@ -10,26 +15,32 @@
     fused = "qkv"
 
 ``fused`` is ``qkv`` (Megatron's rows by query group: its queries, key, value), ``gate_up`` (one
-half each), or absent: the same tensor under another name. ``{layer}`` and other words in braces
-stand for numbers.
+half each), or absent: the same tensor under another name. ``theirs`` of a fused tensor is a name
+for each part, or one name where they have the parts one above the other. ``transposed = true``:
+theirs has rows and columns exchanged. ``{layer}`` and other words in braces stand for numbers.
+
+The rules stand in the order of their module's parameters, which is that of an optimizer which was
+given all of them (``in_order``).
 
 Source: ``linear_qkv`` of megatron/core/transformer/attention.py and the gated ``linear_fc1`` of
-mlp.py (0.16.1); Llama's modules in transformers.
+mlp.py (0.16.1); GPT-2's, GPT-NeoX' and Llama's modules in transformers.
 """
 
 import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
-from pathlib import Path
-from typing import Any
+from functools import cache
+from itertools import pairwise
 
 from scalai.core.errors import UsageError
 from scalai.core.region import Box, whole
 
 Shape = tuple[int, ...]
-_FUSED = {"qkv": 3, "gate_up": 2, "": 1}
+Numbers = Mapping[str, str]
+"""What the words in braces stand for in a name."""
+
+PARTS = {"qkv": 3, "gate_up": 2, "": 1}
+"""Parts of a fused tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,179 +50,244 @@ class Heads:
     heads: int | None = None
     groups: int | None = None
 
+    def or_else(self, other: "Heads") -> "Heads":
+        """Return these; ``other`` where they are not known."""
+        return self if self.heads is not None else other
+
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
-    """A box of our tensor ``ours`` (of ``shape``), which lies row-major at element ``start`` of
-    theirs."""
+class Link:
+    """Elements that two tensors have in common: ``box`` of ``name`` is ``their_box`` of ``theirs``,
+    element by element, or with its two axes exchanged."""
 
-    theirs: str
-    their_shape: Shape
-    ours: str
+    name: str
     shape: Shape
     box: Box
-    start: int
+    theirs: str
+    their_shape: Shape
+    their_box: Box
+    is_transposed: bool = False
+
+    def turned(self) -> "Link":
+        """Return the same from the other side."""
+        return Link(
+            self.theirs, self.their_shape, self.their_box,
+            self.name, self.shape, self.box, self.is_transposed,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class Rule:
+    """One of our tensors, and what it is in theirs."""
+
     ours: str
     theirs: tuple[str, ...]
-    fused: str
+    fused: str = ""
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class NameMapping:
-    """The rules of a mapping file; without any, both names are the same."""
+    """The rules of a mapping file.
 
-    rules: tuple[_Rule, ...]
+    Attributes:
+        rules: In the order of their module's parameters.
+        heads: What the file says of them.
+        tied: Their names of shared tensors -> the names that these are kept by.
+        ignored: Patterns of tensors, on either side, that are not to be carried.
+        where: The file.
+    """
+
+    rules: tuple[Rule, ...]
     heads: Heads
+    tied: Mapping[str, str]
+    ignored: tuple[str, ...]
     where: str
+
+    def is_ours(self, names: Iterable[str]) -> bool:
+        """Tell whether these are our names rather than theirs.
+
+        Raises:
+            UsageError: They are neither.
+        """
+        ours = theirs = 0
+        some = list(names)
+        for name in some:
+            ours += self._of_ours(name) is not None
+            theirs += self._of_theirs(name) is not None
+        if ours == theirs:
+            raise UsageError(
+                f"{self.where} names {ours} of {len(some)} tensors on its one side and {theirs} on "
+                f"its other (first {some[:1]}): it is of another model."
+            )
+        return ours > theirs
+
+    def is_ignored(self, name: str) -> bool:
+        """Tell whether a tensor is to be left out."""
+        return any(_pattern(pattern).fullmatch(name) for pattern in self.ignored)
 
     def from_ours(
         self, shapes: Mapping[str, Shape], heads: Heads
-    ) -> tuple[list[Mapped], list[str]]:
-        """Cut our tensors into theirs.
+    ) -> tuple[dict[str, list[Link]], list[str]]:
+        """Link our tensors to theirs.
+
+        Args:
+            shapes: Of our tensors, by name.
+            heads: Where the file does not say them.
 
         Returns:
-            The parts of each of their tensors in order, and our names that no rule has.
+            The links of each of our tensors, and our names that no rule has.
 
         Raises:
             UsageError: Heads are needed and nobody knows them, or do not fit a shape.
         """
-        parts: list[Mapped] = []
+        links: dict[str, list[Link]] = {}
         left = []
         for name, shape in shapes.items():
-            rule, numbers = self._of_ours(name)
-            if rule is None:
+            found = self._of_ours(name)
+            if found is None:
                 left.append(name)
             else:
-                parts += self._expand(rule, numbers, name, shape, heads)
-        return parts, left
+                links[name] = list(self._links(*found, name, shape, self.heads.or_else(heads)))
+        return links, left
 
     def from_theirs(
         self, shapes: Mapping[str, Shape], heads: Heads
-    ) -> tuple[list[Mapped], list[str]]:
-        """Put our tensors together from theirs; also return their names that no rule has.
+    ) -> tuple[dict[str, list[Link]], list[str]]:
+        """Link their tensors to ours: ``from_ours`` backwards.
 
         Raises:
             UsageError: As ``from_ours``; or a part of a fused tensor is not there.
         """
-        if not self.rules:
-            return [Mapped(n, s, n, s, whole(s), 0) for n, s in shapes.items()], []
-        found: dict[str, tuple[_Rule, dict[str, str]]] = {}
+        made: dict[str, tuple[Rule, Numbers]] = {}
         left = []
         for name in shapes:
-            known = [
-                (rule, match.groupdict())
-                for rule in self.rules
-                for pattern in rule.theirs
-                if (match := _pattern(pattern).fullmatch(name))
-            ]
-            if known:
-                rule, numbers = known[0]
-                found[rule.ours.format(**numbers)] = rule, numbers
-            else:
+            found = self._of_theirs(name)
+            if found is None:
                 left.append(name)
-        parts: list[Mapped] = []
-        for ours, (rule, numbers) in found.items():
+            else:
+                made.setdefault(found[0].ours.format(**found[1]), found)
+        links: dict[str, list[Link]] = {}
+        for ours, (rule, numbers) in made.items():
             names = [pattern.format(**numbers) for pattern in rule.theirs]
             missing = [name for name in names if name not in shapes]
             if missing:
                 raise UsageError(f"{ours} is made of {names}, but {missing} are not there.")
-            rows = [shapes[name][0] if shapes[name] else 1 for name in names]
-            first = shapes[names[0]]
-            shape = (sum(rows), *first[1:]) if rule.fused else first
-            parts += self._expand(rule, numbers, ours, shape, heads)
-        return parts, left
+            as_ours = [shapes[n][::-1] if rule.is_transposed else shapes[n] for n in names]
+            first = as_ours[0]
+            shape = (sum(one[0] for one in as_ours), *first[1:]) if first else first
+            known = self._known(rule, [one[0] for one in as_ours if one], heads)
+            for link in self._links(rule, numbers, ours, shape, known):
+                if link.their_shape != shapes[link.theirs]:
+                    raise UsageError(
+                        f"{link.theirs} is {list(shapes[link.theirs])}, and as a part of {ours} "
+                        f"{list(shape)} it would be {list(link.their_shape)}. Correct the heads, "
+                        f"or the rule in {self.where}."
+                    )
+                links.setdefault(link.theirs, []).append(link.turned())
+        return links, left
 
-    def _of_ours(self, name: str) -> tuple[_Rule | None, dict[str, str]]:
-        if not self.rules:
-            return _Rule(name, (name,), ""), {}
+    def in_order(self, theirs: Iterable[str]) -> list[str]:
+        """Return their names in the order of their module's parameters: layer by layer, in a layer
+        module by module, each as the file mentions it first."""
+        patterns = [pattern for rule in self.rules for pattern in rule.theirs]
+        modules = list(dict.fromkeys(pattern.rpartition(".")[0] for pattern in patterns))
+        sections = [0]
+        for before, here in pairwise(patterns):
+            sections.append(sections[-1] + (("{" in before) != ("{" in here)))
+
+        def place(name: str) -> tuple[int, ...]:
+            for at, pattern in enumerate(patterns):
+                if match := _pattern(pattern).fullmatch(name):
+                    numbers = map(int, match.groups())
+                    module = modules.index(pattern.rpartition(".")[0])
+                    return sections[at], *numbers, module, at
+            return (len(patterns),)
+
+        return sorted(theirs, key=place)
+
+    def _of_ours(self, name: str) -> tuple[Rule, Numbers] | None:
         for rule in self.rules:
-            match = _pattern(rule.ours).fullmatch(name)
-            if match:
+            if match := _pattern(rule.ours).fullmatch(name):
                 return rule, match.groupdict()
-        return None, {}
+        return None
 
-    def _expand(
-        self, rule: _Rule, numbers: Mapping[str, str], ours: str, shape: Shape, heads: Heads
-    ) -> Iterator[Mapped]:
-        """Yield the boxes of one of our tensors, by the names that they have there."""
-        names = [pattern.format(**numbers) if numbers else pattern for pattern in rule.theirs]
-        if not rule.fused:
-            yield Mapped(names[0], shape, ours, shape, whole(shape), 0)
+    def _of_theirs(self, name: str) -> tuple[Rule, Numbers] | None:
+        for rule in self.rules:
+            for pattern in rule.theirs:
+                if match := _pattern(pattern).fullmatch(name):
+                    return rule, match.groupdict()
+        return None
+
+    def _known(self, rule: Rule, rows: Sequence[int], heads: Heads) -> Heads:
+        """Return the heads; the query groups by the rows of queries and keys, if nobody says
+        them."""
+        known = self.heads.or_else(heads)
+        if known.heads is None or known.groups is not None or len(rows) != PARTS["qkv"]:
+            return known
+        return Heads(known.heads, max(known.heads * rows[1] // rows[0], 1))
+
+    def _links(
+        self, rule: Rule, numbers: Numbers, ours: str, shape: Shape, heads: Heads
+    ) -> Iterator[Link]:
+        """Yield the links of one of our tensors."""
+        names = [pattern.format(**numbers) for pattern in rule.theirs]
+        if not shape:
+            yield Link(ours, shape, whole(shape), names[0], shape, whole(shape))
             return
-        for name, rows in zip(names, self._rows(rule, ours, shape, heads), strict=True):
-            count = sum(len(part) for part in rows)
-            start = 0
-            for part in rows:
-                box = Box((part.start, *[0] * (len(shape) - 1)), (len(part), *shape[1:]))
-                yield Mapped(name, (count, *shape[1:]), ours, shape, box, start)
-                start += len(part) * prod(shape[1:])
+        parts = self._rows(rule, ours, shape[0], heads)
+        if len(names) == 1:
+            parts = [[rows for part in parts for rows in part]]
+        for name, part in zip(names, parts, strict=True):
+            count = sum(len(rows) for rows in part)
+            their_shape, start = (count, *shape[1:]), 0
+            for rows in part:
+                box, their_box = (
+                    Box((low, *[0] * (len(shape) - 1)), (len(rows), *shape[1:]))
+                    for low in (rows.start, start)
+                )
+                link = Link(ours, shape, box, name, their_shape, their_box)
+                yield _transposed(link) if rule.is_transposed else link
+                start += len(rows)
 
-    def _rows(
-        self, rule: _Rule, ours: str, shape: Shape, known: Heads
-    ) -> Sequence[Sequence[range]]:
-        """Return, for each of their tensors, its rows of ours in order."""
+    def _rows(self, rule: Rule, ours: str, count: int, known: Heads) -> Sequence[Sequence[range]]:
+        """Return, for each part of one of our tensors, its rows in order."""
         if rule.fused == "gate_up":
-            half = shape[0] // 2
-            return [range(half)], [range(half, 2 * half)]
-        heads = self.heads.heads or known.heads
-        groups = self.heads.groups or known.groups or heads
-        if heads is None or groups is None:
+            return [range(count // 2)], [range(count // 2, count)]
+        if rule.fused != "qkv":
+            return [[range(count)]]
+        of = known
+        if of.heads is None:
             raise UsageError(
                 f"to cut {ours} the number of attention heads is needed, and neither checkpoint "
                 f"says it. Add [attention] num_attention_heads and num_query_groups to "
                 f"{self.where}."
             )
-        width, rest = divmod(shape[0], heads + 2 * groups)
-        if rest or heads % groups:
+        groups = of.groups or of.heads
+        width, rest = divmod(count, of.heads + 2 * groups)
+        if rest or of.heads % groups:
             raise UsageError(
-                f"{ours} has {shape[0]} rows, which {heads} heads in {groups} query groups do not "
+                f"{ours} has {count} rows, which {of.heads} heads in {groups} query groups do not "
                 f"divide. Correct [attention] in {self.where}."
             )
-        queries = heads // groups
+        queries = of.heads // groups
         rows: tuple[list[range], list[range], list[range]] = ([], [], [])
         for group in range(groups):
             low = group * (queries + 2) * width
-            for of, begin, count in zip(
+            for part, begin, many in zip(
                 rows, (0, queries, queries + 1), (queries, 1, 1), strict=True
             ):
-                of.append(range(low + begin * width, low + (begin + count) * width))
+                part.append(range(low + begin * width, low + (begin + many) * width))
         return rows
 
 
-def read_mapping(path: Path | None) -> NameMapping:
-    """Read a mapping file; None: names stay.
-
-    Raises:
-        UsageError: It cannot be read, or a rule is not as described above.
-    """
-    if path is None:
-        return NameMapping((), Heads(), "a --mapping file")
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is no mapping file ({error}).") from error
-    attention = data.get("attention", {})
-    heads = Heads(attention.get("num_attention_heads"), attention.get("num_query_groups"))
-    return NameMapping(
-        tuple(_rule(entry, path) for entry in data.get("tensor", ())), heads, str(path)
-    )
+def _transposed(link: Link) -> Link:
+    """Return a link to the same elements with their axes exchanged."""
+    box = Box(link.their_box.offset[::-1], link.their_box.shape[::-1])
+    return Link(link.name, link.shape, link.box, link.theirs, link.their_shape[::-1], box, True)
 
 
-def _rule(entry: Mapping[str, Any], path: Path) -> _Rule:
-    theirs, fused = entry.get("theirs"), entry.get("fused", "")
-    names = (theirs,) if isinstance(theirs, str) else tuple(theirs or ())
-    if not isinstance(entry.get("ours"), str) or fused not in _FUSED or len(names) != _FUSED[fused]:
-        raise UsageError(
-            f'{path}: {dict(entry)} is no rule. Give ours, theirs (3 names with fused = "qkv", 2 '
-            'with "gate_up", else 1) and fused.'
-        )
-    return _Rule(entry["ours"], names, fused)
-
-
+@cache
 def _pattern(text: str) -> re.Pattern[str]:
     """Return the pattern of a name in which words in braces stand for numbers."""
     return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(text)))

@@ -2,8 +2,7 @@
 
     model.safetensors.index.json  model-00001-of-00002.safetensors ...   or   model.safetensors
 
-Names and fused tensors are translated by a mapping file (``scalai.converters.mapping``); without
-one the names are our own.
+Names are those of the files; ``scalai.converters.translation`` turns them into others.
 
 Source: the safetensors format (https://github.com/huggingface/safetensors) and the index that
 ``save_pretrained`` of transformers writes.
@@ -29,12 +28,13 @@ from scalai.converters.checkpoint import (
     Target,
     Values,
     WriteOptions,
+    parameters_of,
     place,
 )
-from scalai.converters.mapping import Heads, Mapped, read_mapping
-from scalai.converters.megatron_limits import argument_heads
+from scalai.converters.translation import CONFIG
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
 from scalai.core.errors import RefusedError
+from scalai.core.region import whole
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 5_000_000_000
@@ -66,39 +66,20 @@ class SafetensorsLayout:
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         """Read the headers of all files that the index names."""
         entries, files = _read_entries(path)
-        mapping = read_mapping(options.mapping)
-        shapes = {name: entry.shape for name, entry in entries.items()}
-        mapped, left = mapping.from_theirs(shapes, _config_heads(path))
-        pieces = []
-        for part in mapped:
-            entry = entries[part.theirs]
-            tensor = Tensor(f"{PARAM}/{part.ours}", part.shape, entry.dtype)
-            begin = entry.begin + part.start * ITEM_BYTES[entry.dtype]
-            pieces.append(Piece(tensor, part.box, entry.file, begin))
-        notes = [f"no name in the mapping: {name}" for name in left]
-        values = Values(step=0, degrees={}, framework="")
-        return Checkpoint(self.name, path, place(pieces, files), values, notes=tuple(notes))
+        pieces = [
+            Piece(Tensor(f"{PARAM}/{name}", e.shape, e.dtype), whole(e.shape), e.file, e.begin)
+            for name, e in entries.items()
+        ]
+        values = Values(step=0, degrees={}, framework="", extra={CONFIG: _config(path)})
+        return Checkpoint(self.name, path, place(pieces, files), values)
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
         """Lay out the parameters in files of at most 5 GB and their index."""
-        shapes, dtypes, others = {}, {}, 0
-        for tensor in source.placed.collection.tensors:
-            kind, _, name = tensor.name.partition("/")
-            if kind == PARAM:
-                shapes[name], dtypes[name] = tensor.shape, tensor.dtype
-            else:
-                others += 1
-        mapped, left = read_mapping(options.mapping).from_ours(
-            shapes, argument_heads(source.values.arguments or {})
-        )
-        if left:
-            raise RefusedError(
-                f"{len(left)} parameters have no name in the mapping: {', '.join(left[:5])}. Add "
-                "them to the --mapping file."
-            )
+        weights = parameters_of(source)
+        others = len(source.placed.collection.tensors) - len(weights)
         notes = [*source.notes, f"weights only: {others} tensors of the optimizer are left out"]
-        files, fixed, pieces, weight_map = _lay_out(mapped, dtypes, shapes)
-        total = sum(prod(shape) * ITEM_BYTES[dtypes[name]] for name, shape in shapes.items())
+        files, fixed, pieces, weight_map = _lay_out(weights)
+        total = sum(tensor.size_bytes for tensor in weights.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
 
         def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
@@ -114,21 +95,17 @@ class SafetensorsLayout:
 
 
 def _lay_out(
-    mapped: list[Mapped], dtypes: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+    weights: Mapping[str, Tensor],
 ) -> tuple[list[CheckpointFile], dict[int, list[tuple[int, bytes]]], list[Piece], dict[str, str]]:
     """Return files, their headers, the rows that fill them and which tensor is in which file."""
-    by_name: dict[str, list[Mapped]] = {}
-    for part in mapped:
-        by_name.setdefault(part.theirs, []).append(part)
     groups: list[list[str]] = [[]]
     filled = 0
-    for name, parts in by_name.items():
-        size = sum(part.box.numel for part in parts) * ITEM_BYTES[dtypes[parts[0].ours]]
-        if groups[-1] and filled + size > FILE_BYTES:
+    for name, tensor in weights.items():
+        if groups[-1] and filled + tensor.size_bytes > FILE_BYTES:
             groups.append([])
             filled = 0
         groups[-1].append(name)
-        filled += size
+        filled += tensor.size_bytes
     files: list[CheckpointFile] = []
     fixed: dict[int, list[tuple[int, bytes]]] = {}
     pieces: list[Piece] = []
@@ -137,26 +114,23 @@ def _lay_out(
         file = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
         file = file if len(groups) > 1 else SINGLE
         # Wide elements first, so that each lies at a multiple of its size.
-        names.sort(key=lambda name: -ITEM_BYTES[dtypes[by_name[name][0].ours]])
+        names.sort(key=lambda name: -ITEM_BYTES[weights[name].dtype])
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name in names:
-            parts = by_name[name]
-            dtype = dtypes[parts[0].ours]
-            size = sum(part.box.numel for part in parts) * ITEM_BYTES[dtype]
-            shape = list(parts[0].their_shape)
-            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+            tensor = weights[name]
+            end = at + tensor.size_bytes
+            entries[name] = {
+                "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end],
+            }  # fmt: skip
             weight_map[name] = file
-            at += size
+            at = end
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
         for name in names:
             begin = len(header) + entries[name]["data_offsets"][0]
-            for part in by_name[name]:
-                dtype = dtypes[part.ours]
-                tensor = Tensor(f"{PARAM}/{part.ours}", shapes[part.ours], dtype)
-                pieces.append(Piece(tensor, part.box, file, begin + part.start * ITEM_BYTES[dtype]))
+            pieces.append(Piece(weights[name], whole(weights[name].shape), file, begin))
         files.append(CheckpointFile(file, len(header) + at))
         fixed[number] = [(0, header)]
     return files, fixed, pieces, weight_map
@@ -231,13 +205,13 @@ def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
         ) from error
 
 
-def _config_heads(path: Path) -> Heads:
+def _config(path: Path) -> dict[str, Any]:
     """Return what ``config.json`` beside the files says."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return Heads(config.get("num_attention_heads"), config.get("num_key_value_heads"))
-    except (OSError, ValueError, AttributeError):
-        return Heads()
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

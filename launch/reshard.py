@@ -10,10 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from scalai.converters.adapting import Wishes, adapted
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, WriteOptions
 from scalai.converters.engine import Limits, Outlook, look_ahead, reshard
 from scalai.converters.layouts import LAYOUTS, layout_named, open_checkpoint
+from scalai.converters.mapping_files import find_mapping, read_mapping
 from scalai.converters.megatron_limits import limits_of
+from scalai.converters.reference import read_reference
+from scalai.converters.translation import INVENTED, LEFT_OUT
 from scalai.core.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError
 from scalai.launch.sizes import parse_size, size_text
@@ -44,10 +48,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )  # fmt: skip
     parser.add_argument("--iteration", type=int, metavar="N", help="this one, not the newest")
     parser.add_argument(
-        "--args-from", type=Path, metavar="CKPT",
-        help="another checkpoint of the job, for arguments and hyperparameters that SRC lacks",
+        "--args-from", type=Path, metavar="CKPT|TOML",
+        help="another checkpoint of the target's job, or a file about it, for what SRC lacks",
     )  # fmt: skip
-    parser.add_argument("--mapping", type=Path, metavar="TOML", help="names of another framework")
+    parser.add_argument(
+        "--mapping", metavar="NAME|TOML", help="names of another framework: gpt, llama or a file"
+    )
+    parser.add_argument(
+        "--repad", type=int, nargs="?", const=0, metavar="ROWS",
+        help="pad the vocabulary anew: to ROWS, or as the target's framework does",
+    )  # fmt: skip
     parser.add_argument("--memory", metavar="SIZE", help="at most (default: a quarter of the free)")
     parser.add_argument(
         "--workers", type=int, default=min(os.cpu_count() or 1, 8), metavar="N",
@@ -65,22 +75,21 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Reshard. Raises ``ScalaiError`` where it cannot be done."""
-    options = ReadOptions(args.trust_pickle, args.iteration, args.mapping)
-    source = open_checkpoint(args.source, options)
-    reference = open_checkpoint(args.args_from, options).values if args.args_from else None
+    found = open_checkpoint(args.source, ReadOptions(args.trust_pickle, args.iteration))
+    layout = layout_named(args.to or found.layout)
+    source, reference = adapted(found, _wishes(found, layout.name, args))
     degrees = _degrees(source, args)
     _check_degrees(source, degrees, reference)
-    layout = layout_named(args.to or source.layout)
     is_split = None if args.optimizer is None else args.optimizer == "distributed"
-    target = layout.lay_out(source, WriteOptions(degrees, args.mapping, is_split, reference))
+    target = layout.lay_out(source, WriteOptions(degrees, is_split, reference))
     memory = parse_size(args.memory) if args.memory else _quarter_of_free()
     limits = Limits(memory, args.workers)
     tell = _tell_json if args.json else _tell
-    found = {"layout": source.layout, "path": str(source.directory), "step": source.values.step}
-    tell("source", {**found, "degrees": dict(source.values.degrees)})
+    what = {"layout": found.layout, "path": str(found.directory), "step": found.values.step}
+    tell("source", {**what, "degrees": dict(found.values.degrees)})
     tell("target", {"layout": target.layout, "path": str(args.destination), "degrees": degrees})
     for note in target.notes:
-        tell("note", {"text": note})
+        tell(*_event(note))
     if args.dry_run:
         _, outlook = look_ahead(source, target, limits)
         tell("outlook", _outlook(outlook, limits))
@@ -97,6 +106,25 @@ def run(args: argparse.Namespace) -> int:
         "proof": "fingerprints at both ends are equal",
     })  # fmt: skip
     return 0
+
+
+def _wishes(found: Checkpoint, layout: str, args: argparse.Namespace) -> Wishes:
+    options = ReadOptions(args.trust_pickle)
+    return Wishes(
+        layout,
+        read_mapping(find_mapping(args.mapping)) if args.mapping else None,
+        read_reference(args.args_from, options) if args.args_from else None,
+        args.repad,
+        args.tp or found.values.degrees.get("tp", 1),
+    )
+
+
+def _event(note: str) -> tuple[str, dict[str, Any]]:
+    """Return a note as an event: what is left out and what is invented are events of their own."""
+    for beginning in (LEFT_OUT, INVENTED):
+        if note.startswith(beginning):
+            return beginning.removesuffix(": "), {"text": note.removeprefix(beginning)}
+    return "note", {"text": note}
 
 
 def _degrees(source: Checkpoint, args: argparse.Namespace) -> dict[str, int]:
@@ -150,7 +178,7 @@ def _tell(event: str, values: dict[str, Any]) -> None:
         else:
             is_size = key == "bytes" or key.endswith("_bytes")
             shown.append(f"{key}={size_text(value) if is_size else value}")
-    print(f"{event:8}", values["text"] if event == "note" else "  ".join(shown))
+    print(f"{event:8}", values["text"] if "text" in values else "  ".join(shown))
 
 
 def _tell_json(event: str, values: dict[str, Any]) -> None:

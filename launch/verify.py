@@ -5,8 +5,11 @@ import json
 import os
 from pathlib import Path
 
-from scalai.converters.checkpoint import ReadOptions
+from scalai.converters.checkpoint import Checkpoint, ReadOptions
 from scalai.converters.layouts import open_checkpoint
+from scalai.converters.mapping import Heads
+from scalai.converters.mapping_files import find_mapping, read_mapping
+from scalai.converters.translation import heads_of, in_our_names, is_in_our_names
 from scalai.converters.verify import compare, verify
 
 DIFFERS = 4
@@ -24,7 +27,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("one", type=Path, metavar="A")
     parser.add_argument("two", type=Path, metavar="B", nargs="?")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8), metavar="N")
-    parser.add_argument("--mapping", type=Path, metavar="TOML", help="names of another framework")
+    parser.add_argument("--mapping", metavar="NAME|TOML", help="names of another framework")
     parser.add_argument("--trust-pickle", action="store_true", help="as for scalai reshard")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
@@ -32,9 +35,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Verify. Raises ``ScalaiError`` where a checkpoint cannot be read or contradicts itself."""
-    options = ReadOptions(args.trust_pickle, mapping=args.mapping)
-    one = open_checkpoint(args.one, options)
-    if args.two is None:
+    one, *others = _open(args)
+    if not others:
         prints = verify(one, args.workers)
         texts = {name: f"{value:016x}" for name, value in sorted(prints.items())}
         if args.json:
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             for note in one.notes:
                 print(f"note: {note}")
         return 0
-    two = open_checkpoint(args.two, options)
+    two = others[0]
     lines = list(compare(one, two, args.workers))
     if one.values.step != two.values.step:
         lines.insert(0, f"steps {one.values.step} and {two.values.step}")
@@ -55,3 +57,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(lines) if lines else f"equal: {len(one.placed.collection.tensors)} tensors")
     return DIFFERS if lines else 0
+
+
+def _open(args: argparse.Namespace) -> list[Checkpoint]:
+    """Open A, and B if there is one; with a mapping under our names."""
+    options = ReadOptions(args.trust_pickle)
+    found = [open_checkpoint(path, options) for path in (args.one, args.two) if path is not None]
+    if args.mapping is None:
+        return found
+    mapping, heads = read_mapping(find_mapping(args.mapping)), Heads()
+    for checkpoint in found:
+        heads = heads.or_else(heads_of(checkpoint))
+    return [
+        one if is_in_our_names(one, mapping) else in_our_names(one, mapping, heads)[0]
+        for one in found
+    ]

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))
+for folder in ("support", "patches"):
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 if TYPE_CHECKING:
     from store_states import Opener
+    from worker_pool import WorkerPool
 
     from scalai.store.host import HostStore
 
@@ -35,3 +37,13 @@ def open_store(tmp_path: Path) -> "Iterator[Opener]":
 def store(open_store: "Opener") -> "HostStore":
     """An open, empty store."""
     return open_store()
+
+
+@pytest.fixture(scope="session")
+def pool() -> "Iterator[WorkerPool]":
+    """Four processes with megatron that live as long as the test session."""
+    from worker_pool import WorkerPool
+
+    workers = WorkerPool(size=4)
+    yield workers
+    workers.close()

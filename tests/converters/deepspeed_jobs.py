@@ -61,6 +61,8 @@ class Job:
     config: dict[str, Any] = field(default_factory=dict)
     save: str | None = None
     load: str | None = None
+    gpt: dict[str, Any] | None = None
+    """A model of ``hugging_models``, trained by ``hugging_jobs`` as Megatron trains its own."""
 
 
 def serve() -> None:
@@ -102,15 +104,19 @@ def receive(pipe: Any) -> Any:
 def answer(job: Job, rank: int, meeting: str, pipe: Any) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world))
     try:
-        pipe.send(run(job, meeting))
+        if job.gpt is not None:
+            from hugging_jobs import run as run_gpt
+
+            pipe.send(run_gpt(job, meeting))
+        else:
+            pipe.send(run(job, meeting))
     except BaseException:
         pipe.send({"error": traceback.format_exc()})
 
 
-def run(job: Job, meeting: str) -> dict[str, Any]:
+def join(job: Job, meeting: str) -> None:
+    """Meet the other ranks."""
     import deepspeed
-    import torch
-    import torch.distributed as dist
 
     deepspeed.init_distributed(
         dist_backend="gloo",
@@ -120,6 +126,13 @@ def run(job: Job, meeting: str) -> dict[str, Any]:
         auto_mpi_discovery=False,
         verbose=False,
     )
+
+
+def run(job: Job, meeting: str) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    join(job, meeting)
     torch.manual_seed(1 if job.load is None else 2)
     engine = make_engine(job)
     seen: dict[str, Any] = {"losses": [], "rates": []}

@@ -9,14 +9,16 @@ from checkpoints import LIMITS, state, write
 from safetensors.numpy import load_file
 
 from scalai.converters import safetensors_index
-from scalai.converters.checkpoint import Checkpoint, ReadOptions, WriteOptions
+from scalai.converters.adapting import Wishes, adapted
+from scalai.converters.checkpoint import Checkpoint, WriteOptions
 from scalai.converters.describe import read_tensor
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.mapping_files import find_mapping, read_mapping
 from scalai.converters.verify import fingerprints
 from scalai.core.errors import RefusedError, UsageError
 
-LLAMA = Path(__file__).parents[2] / "configs" / "names_llama.toml"
+LLAMA = "llama"
 HEADS, GROUPS, WIDTH, HIDDEN, FFN = 4, 2, 3, 12, 10
 LAYER = {
     "self_attention.linear_qkv.layer_norm_weight": (HIDDEN,),
@@ -43,8 +45,10 @@ def llama() -> Checkpoint:
     return replace(source, values=replace(source.values, arguments=ARGUMENTS))
 
 
-def export(source: Checkpoint, directory: Path, mapping: Path | None = LLAMA) -> None:
-    target = layout_named("safetensors").lay_out(source, WriteOptions({}, mapping))
+def export(source: Checkpoint, directory: Path, mapping: str | None = LLAMA) -> None:
+    names = read_mapping(find_mapping(mapping)) if mapping else None
+    source, _ = adapted(source, Wishes("safetensors", names))
+    target = layout_named("safetensors").lay_out(source, WriteOptions({}))
     reshard(source, target, directory, LIMITS)
 
 
@@ -77,7 +81,8 @@ def test_weights_come_back_from_several_files(
     (tmp_path / "weights" / "config.json").write_text(
         f'{{"num_attention_heads": {HEADS}, "num_key_value_heads": {GROUPS}}}'
     )
-    back = open_checkpoint(tmp_path / "weights", ReadOptions(mapping=LLAMA))
+    names = read_mapping(find_mapping(LLAMA))
+    back, _ = adapted(open_checkpoint(tmp_path / "weights"), Wishes("torch_dist", names))
     expected = {n: v for n, v in fingerprints(llama, 1).items() if n.startswith("param/")}
     assert fingerprints(back, 1) == expected
 

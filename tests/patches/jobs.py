@@ -31,6 +31,9 @@ class Job:
     padded_vocabulary: int = 64
     vocabulary: int = 61
     is_tied: bool = True
+    is_rotary: bool = False
+    """As Llama: rotary positions, RMSNorm."""
+    has_qkv_bias: bool = False
     sequence: int = 16
     dropout: float = 0.0
     clip: float = 1.0

@@ -141,6 +141,8 @@ def _transformer(job: Job) -> TransformerConfig:
         gated_linear_unit=job.is_gated,
         activation_func=torch.nn.functional.silu if job.is_gated else torch.nn.functional.gelu,
         add_bias_linear=not job.is_gated and not job.experts,
+        add_qkv_bias=job.has_qkv_bias,
+        normalization="RMSNorm" if job.is_rotary else "LayerNorm",
         num_moe_experts=job.experts,
         moe_router_topk=2,
         moe_token_dispatcher_type="alltoall" if job.experts else "allgather",
@@ -169,12 +171,13 @@ def _chunk(job: Job, config: TransformerConfig, stage: int) -> Any:
     where = {"ignore_virtual": False, "vp_stage": stage} if job.vpp else {}
     model: Any = GPTModel(
         config,
-        get_gpt_layer_local_spec(num_experts=job.experts),
+        get_gpt_layer_local_spec(job.experts, normalization=config.normalization),
         job.padded_vocabulary,
         job.sequence,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=job.is_tied,
+        position_embedding_type="rope" if job.is_rotary else "learned_absolute",
         vp_stage=stage if job.vpp else None,
     )
     if job.precision != "fp32":

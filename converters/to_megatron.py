@@ -1,0 +1,105 @@
+"""A DeepSpeed job's values as Megatron has them, so that its layouts can write them.
+
+The tensors have our names already (``scalai.converters.translation``). What Megatron needs and
+DeepSpeed does not say, its arguments and its schedule, is that of ``--args-from``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from scalai.converters.checkpoint import Checkpoint, Values, parameters_of
+from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
+from scalai.converters.hyperparameters import with_rates
+from scalai.converters.megatron_described import shape_arguments
+from scalai.converters.megatron_modules import group_of
+from scalai.converters.megatron_values import counters_of
+from scalai.converters.translation import INVENTED, LEFT_OUT, Links
+from scalai.core.errors import RefusedError
+
+_KEPT = ("keys", "is_local", "is_grouped", "checkpoint_version", "content_metadata")
+"""What of a Megatron checkpoint's extra values says how its job names things."""
+
+
+def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoint:
+    """Return a DeepSpeed job's state as one of Megatron's.
+
+    Args:
+        source: Under our names, with DeepSpeed's values.
+        links: From which of their names.
+        reference: What Megatron's arguments, schedule and parameter groups are taken from.
+
+    Raises:
+        RefusedError: The reference is of another model, or has no arguments.
+    """
+    values, notes = source.values, list(source.notes)
+    samples = values.counters.get("consumed_train_samples")
+    counted: dict[str, Any] = {"iteration": values.step}
+    if samples is None:
+        notes.append(f"{INVENTED}consumed_train_samples 0")
+    counted["consumed_train_samples"] = samples or 0
+    arguments = {**(reference.arguments or {}), **counted}
+    _check(source, arguments)
+    scheduler = reference.scheduler
+    if scheduler is None:
+        notes.append(
+            f"{LEFT_OUT}the schedule, which Megatron-LM asks for beside an optimizer: give lr, "
+            "global_batch_size and train_iters under [megatron], or a checkpoint"
+        )
+    else:
+        scheduler = {**scheduler, "num_steps": counted["consumed_train_samples"]}
+        notes.append(f"{INVENTED}schedule of --args-from, at {scheduler['num_steps']} samples")
+    for what, value in {
+        "lr_scheduler": values.scheduler, "ds_config": values.arguments,
+        "the fp16 loss scale": values.grad_scaler,
+    }.items():  # fmt: skip
+        if value:
+            notes.append(f"{LEFT_OUT}{what} of DeepSpeed")
+    return replace(
+        source,
+        values=Values(
+            step=values.step,
+            degrees={"tp": 1, "pp": 1, **{a: n for a, n in values.degrees.items() if a == "dp"}},
+            framework="megatron",
+            is_split=values.is_split,
+            scheduler=scheduler,
+            param_groups=_groups(source, links, reference, notes),
+            arguments=arguments,
+            counters=counters_of(arguments),
+            extra={key: reference.extra[key] for key in _KEPT if key in reference.extra},
+        ),
+        notes=tuple(notes),
+    )
+
+
+def _check(source: Checkpoint, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of another model."""
+    heads = arguments.get("num_attention_heads")
+    for name, value in shape_arguments(parameters_of(source), heads).items():
+        # Only numbers: how a model calls its parts may differ where they are the same.
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        is_asked = name != "num_query_groups" or arguments.get("group_query_attention")
+        if is_number and is_asked and arguments.get(name) not in (None, value):
+            way = "Give --repad ROWS" if name == "padded_vocab_size" else "Name another --args-from"
+            raise RefusedError(
+                f"{name} is {arguments[name]} in --args-from, and {value} by the tensors of "
+                f"{source.directory}. {way}."
+            )
+
+
+def _groups(
+    source: Checkpoint, links: Links, reference: Values, notes: list[str]
+) -> tuple[Mapping[str, Any], ...]:
+    """Return Megatron's parameter groups with the rates that the parameters had."""
+    job, theirs = source.values.extra.get(STATE), source.values.param_groups
+    if not isinstance(job, DeepSpeedJob) or not theirs:
+        return reference.param_groups
+    numbers = {name: number for number, names in enumerate(job.groups) for name in names}
+    members: list[list[Mapping[str, Any]]] = [[] for _ in reference.param_groups]
+    for name, of in links.items():
+        for link in of:
+            if name in numbers:
+                dims = len(link.their_shape)
+                group = group_of(link.theirs, dims, reference.param_groups)
+                members[group].append(theirs[numbers[name]])
+    return with_rates(reference.param_groups, members, notes)

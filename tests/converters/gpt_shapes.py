@@ -1,0 +1,51 @@
+"""Shapes of Megatron's models, small and of sizes that differ."""
+
+HEADS, GROUPS, WIDTH, HIDDEN, FFN, VOCABULARY, LENGTH = 4, 2, 3, 12, 10, 16, 7
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def gpt(*, is_tied: bool = True, positions: bool = True, layers: int = 2) -> Shapes:
+    """Return the parameters of a GPT with LayerNorm and biases."""
+    layer = {
+        "self_attention.linear_qkv.layer_norm_weight": (HIDDEN,),
+        "self_attention.linear_qkv.layer_norm_bias": (HIDDEN,),
+        "self_attention.linear_qkv.weight": (3 * HEADS * WIDTH, HIDDEN),
+        "self_attention.linear_qkv.bias": (3 * HEADS * WIDTH,),
+        "self_attention.linear_proj.weight": (HIDDEN, HEADS * WIDTH),
+        "self_attention.linear_proj.bias": (HIDDEN,),
+        "mlp.linear_fc1.layer_norm_weight": (HIDDEN,),
+        "mlp.linear_fc1.layer_norm_bias": (HIDDEN,),
+        "mlp.linear_fc1.weight": (FFN, HIDDEN),
+        "mlp.linear_fc1.bias": (FFN,),
+        "mlp.linear_fc2.weight": (HIDDEN, FFN),
+        "mlp.linear_fc2.bias": (HIDDEN,),
+    }
+    return _model(layer, layers, is_tied, positions, ("weight", "bias"))
+
+
+def llama(*, is_tied: bool = False, biases: bool = False, layers: int = 2) -> Shapes:
+    """Return the parameters of a Llama with query groups; with ``biases`` those of Qwen2."""
+    rows = (HEADS + 2 * GROUPS) * WIDTH
+    layer = {
+        "self_attention.linear_qkv.layer_norm_weight": (HIDDEN,),
+        "self_attention.linear_qkv.weight": (rows, HIDDEN),
+        **({"self_attention.linear_qkv.bias": (rows,)} if biases else {}),
+        "self_attention.linear_proj.weight": (HIDDEN, HEADS * WIDTH),
+        "mlp.linear_fc1.layer_norm_weight": (HIDDEN,),
+        "mlp.linear_fc1.weight": (2 * FFN, HIDDEN),
+        "mlp.linear_fc2.weight": (HIDDEN, FFN),
+    }
+    return _model(layer, layers, is_tied, False, ("weight",))
+
+
+def _model(
+    layer: Shapes, layers: int, is_tied: bool, positions: bool, norm: tuple[str, ...]
+) -> Shapes:
+    return {
+        "embedding.word_embeddings.weight": (VOCABULARY, HIDDEN),
+        **({"embedding.position_embeddings.weight": (LENGTH, HIDDEN)} if positions else {}),
+        **{f"decoder.layers.{n}.{name}": s for n in range(layers) for name, s in layer.items()},
+        **{f"decoder.final_layernorm.{name}": (HIDDEN,) for name in norm},
+        **({} if is_tied else {"output_layer.weight": (VOCABULARY, HIDDEN)}),
+    }

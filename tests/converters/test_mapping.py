@@ -1,0 +1,153 @@
+"""Whole training states go to Hugging Face's names and come back, by the shipped mapping files."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import LIMITS, state
+from gpt_shapes import GROUPS, HEADS, HIDDEN, WIDTH, Shapes, gpt, llama
+
+from scalai.converters.checkpoint import Checkpoint, WriteOptions
+from scalai.converters.describe import read_tensor
+from scalai.converters.engine import reshard
+from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.mapping import Heads
+from scalai.converters.mapping_files import find_mapping, read_mapping
+from scalai.converters.translation import in_our_names, in_their_names, is_in_our_names
+from scalai.converters.verify import fingerprints
+from scalai.core.errors import RefusedError, UsageError
+
+MODELS = [
+    pytest.param("gpt", gpt(), Heads(HEADS), id="gpt"),
+    pytest.param("gpt", gpt(is_tied=False), Heads(HEADS), id="gpt-untied"),
+    pytest.param("gpt_neox", gpt(is_tied=False, positions=False), Heads(HEADS), id="neox"),
+    pytest.param("llama", llama(), Heads(HEADS, GROUPS), id="llama"),
+    pytest.param("llama", llama(is_tied=True, biases=True), Heads(HEADS, GROUPS), id="qwen2"),
+]
+
+
+@pytest.mark.parametrize(("name", "shapes", "heads"), MODELS)
+def test_weights_moments_and_steps_come_back_bit_for_bit(
+    name: str, shapes: Shapes, heads: Heads
+) -> None:
+    source, mapping = state(shapes=shapes), read_mapping(find_mapping(name))
+    theirs, _ = in_their_names(source, mapping, heads)
+    assert not is_in_our_names(theirs, mapping)
+    assert not any("decoder" in tensor.name for tensor in theirs.placed.collection.tensors)
+    back, _ = in_our_names(theirs, mapping, heads)
+    assert fingerprints(back, 1) == fingerprints(source, 1)
+
+
+@pytest.mark.parametrize("kind", ["param", "exp_avg"])
+def test_gpt2_has_weights_transposed_and_queries_above_keys_above_values(kind: str) -> None:
+    source, mapping = state(shapes=gpt()), read_mapping(find_mapping("gpt"))
+    theirs, _ = in_their_names(source, mapping, Heads(HEADS))
+    for part in ("weight", "bias"):
+        ours = read_tensor(source, f"{kind}/decoder.layers.1.self_attention.linear_qkv.{part}")[1]
+        by_head = ours.reshape(HEADS, 3, WIDTH, *ours.shape[1:])
+        expected = np.concatenate([by_head[:, at].reshape(-1, *ours.shape[1:]) for at in range(3)])
+        name = f"{kind}/transformer.h.1.attn.c_attn.{part}"
+        np.testing.assert_array_equal(read_tensor(theirs, name)[1], expected.T)
+    up = read_tensor(source, f"{kind}/decoder.layers.0.mlp.linear_fc1.weight")[1]
+    np.testing.assert_array_equal(
+        read_tensor(theirs, f"{kind}/transformer.h.0.mlp.c_fc.weight")[1], up.T
+    )
+
+
+def test_moments_of_queries_keys_and_values_are_cut_as_the_weight() -> None:
+    source, mapping = state(shapes=llama()), read_mapping(find_mapping("llama"))
+    theirs, _ = in_their_names(source, mapping, Heads(HEADS, GROUPS))
+    rows = read_tensor(source, "exp_avg_sq/decoder.layers.0.self_attention.linear_qkv.weight")[1]
+    by_group = rows.reshape(GROUPS, -1, WIDTH, HIDDEN)
+    queries = HEADS // GROUPS
+    for part, expected in {
+        "q_proj": by_group[:, :queries], "k_proj": by_group[:, queries],
+        "v_proj": by_group[:, queries + 1],
+    }.items():  # fmt: skip
+        name = f"model.layers.0.self_attn.{part}.weight"
+        found = read_tensor(theirs, f"exp_avg_sq/{name}")[1]
+        np.testing.assert_array_equal(found, expected.reshape(-1, HIDDEN))
+        assert read_tensor(theirs, f"step/{name}")[1] == 3
+
+
+def test_what_is_cut_over_ranks_is_cut_again(tmp_path: Path) -> None:
+    source, mapping = state(shapes=gpt()), read_mapping(find_mapping("gpt"))
+    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
+    reshard(source, target, tmp_path / "tp2", LIMITS)
+    cut, _ = in_their_names(open_checkpoint(tmp_path / "tp2"), mapping, Heads(HEADS))
+    whole, _ = in_their_names(source, mapping, Heads(HEADS))
+    assert fingerprints(cut, 1) == fingerprints(whole, 1)
+
+
+def test_parameters_stand_in_the_order_of_their_module() -> None:
+    mapping = read_mapping(find_mapping("llama"))
+    theirs, _ = in_their_names(state(shapes=llama(biases=True)), mapping, Heads(HEADS, GROUPS))
+    kinds = (tensor.name.partition("/") for tensor in theirs.placed.collection.tensors)
+    found = mapping.in_order(sorted(name for kind, _, name in kinds if kind == "param"))
+    layer = [
+        *(f"self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")),
+        "self_attn.o_proj.weight",
+        *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+    ]
+    assert found == [
+        "model.embed_tokens.weight",
+        *(f"model.layers.{number}.{name}" for number in range(2) for name in layer),
+        "model.norm.weight",
+        "lm_head.weight",
+    ]
+
+
+def test_a_tensor_without_a_name_is_refused_unless_it_is_ignored() -> None:
+    shapes = {**llama(), "decoder.layers.0.mlp.router.weight": (4, HIDDEN)}
+    source, mapping = state(shapes=shapes), read_mapping(find_mapping("llama"))
+    heads = Heads(HEADS, GROUPS)
+    with pytest.raises(RefusedError, match=r"decoder\.layers\.0\.mlp\.router\.weight"):
+        in_their_names(source, mapping, heads)
+    known = replace(mapping, ignored=("decoder.layers.{layer}.mlp.router.weight",))
+    theirs, _ = in_their_names(source, known, heads)
+    assert any("left out: decoder.layers.0.mlp.router.weight" in note for note in theirs.notes)
+    theirs, _ = in_their_names(state(shapes=llama()), mapping, heads)
+    with pytest.raises(RefusedError, match=r"model\.layers\.0\.self_attn\.sinks\.weight"):
+        in_our_names(renamed(theirs, "o_proj", "sinks", layer=0), mapping, heads)
+    with pytest.raises(UsageError, match=r"is made of .* are not there"):
+        in_our_names(renamed(theirs, "q_proj", "sinks", layer=0), mapping, heads)
+
+
+def renamed(source: Checkpoint, old: str, new: str, layer: int) -> Checkpoint:
+    collection = source.placed.collection
+    tensors = tuple(
+        replace(
+            tensor, name=tensor.name.replace(f"{layer}.self_attn.{old}", f"{layer}.self_attn.{new}")
+        )
+        for tensor in collection.tensors
+    )
+    placed = replace(source.placed, collection=replace(collection, tensors=tensors))
+    return replace(source, placed=placed)
+
+
+def test_heads_that_are_unknown_or_do_not_fit_are_named() -> None:
+    source, mapping = state(shapes=llama()), read_mapping(find_mapping("llama"))
+    with pytest.raises(UsageError, match=r"Add \[attention\] num_attention_heads"):
+        in_their_names(source, mapping)
+    with pytest.raises(UsageError, match="which 5 heads in 5 query groups do not divide"):
+        in_their_names(source, mapping, Heads(5))
+
+
+def test_a_mapping_of_another_model_and_a_wrong_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none of that name among \['gpt', 'gpt_neox', 'llama'\]"):
+        find_mapping("bert")
+    path = tmp_path / "names.toml"
+    for text, words in (
+        ('[[tensor]]\nours = "a"\ntheirs = ["b", "c"]\n', "is no rule"),
+        ('[[tensors]]\nours = "a"\n', r"\['tensors'\] mean nothing"),
+        ("[[tensor", "is no mapping file"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=words):
+            read_mapping(path)
+    path.write_text('[[tensor]]\nours = "a"\ntheirs = "b"\n')
+    with pytest.raises(UsageError, match="it is of another model"):
+        is_in_our_names(state(), read_mapping(path))
