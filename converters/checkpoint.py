@@ -230,10 +230,12 @@ class ReadOptions:
     Attributes:
         trust_pickle: Let pickles name classes of unknown packages.
         iteration: Of several iterations or generations below a directory this one, not the newest.
+        cuts: A file that says how tensor-parallel ranks cut parameters, for layouts that do not.
     """
 
     trust_pickle: bool = False
     iteration: int | None = None
+    cuts: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +248,13 @@ class WriteOptions:
             in the source.
         reference: Values of another checkpoint of the same job, for what the source lacks
             (arguments, hyperparameters of the parameter groups).
+        cuts: As of ``ReadOptions``; it may also say where the stages of a pipeline begin.
     """
 
     degrees: Mapping[str, int]
     is_split: bool | None = None
     reference: Values | None = None
+    cuts: Path | None = None
 
 
 class Layout(Protocol):

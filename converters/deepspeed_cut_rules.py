@@ -1,7 +1,7 @@
 """Which dimension of a parameter tensor-parallel ranks cut: what a checkpoint or its user says.
 
 DeepSpeed's files hold shards and do not say of what. Who knows is the program: Megatron-DeepSpeed
-and AutoTP write patterns of names as ``universal_checkpoint_info``; else a mapping file says it:
+and AutoTP write patterns of names as ``universal_checkpoint_info``; else a file says it (--cuts):
 
     [[cut]]
     parameters = '.*\\.(up|gate)_proj\\.weight'   # of the whole name
@@ -61,10 +61,11 @@ class Rule:
         if len({self._others(shape) for shape in shapes}) > 1 or (
             self.dim is not None and len(shapes[0]) <= self.dim
         ):
+            found = ", ".join(str(list(shape)) for shape in sorted(set(shapes)))
             raise RefusedError(
-                f"tensor-parallel ranks have {name} as {sorted(set(map(list, shapes)))}, which "
+                f"tensor-parallel ranks have {name} as {found}, which "
                 f"{'are not equal' if self.dim is None else f'no cut of dimension {self.dim} is'}."
-                " Correct its [[cut]] in the mapping file, or use another checkpoint."
+                " Correct its [[cut]] in the file of --cuts, or use another checkpoint."
             )
         if self.dim is None:
             return WHOLE
@@ -74,7 +75,7 @@ class Rule:
             raise RefusedError(
                 f"tensor-parallel ranks have {sizes} of {name} along dimension {self.dim}, and "
                 f"parts of it are said to be cut as {[list(of) for of in widths]}. Correct its "
-                "[[cut]] in the mapping file, or use another checkpoint."
+                "[[cut]] in the file of --cuts, or use another checkpoint."
             )
         return Cut(self.dim, widths, self.unit, self.is_vocabulary)
 
@@ -89,7 +90,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class CutRules:
-    """What a checkpoint says (``info``), and a mapping file (``told``: patterns and rules)."""
+    """What a checkpoint says (``info``), and a file (``told``: patterns and rules)."""
 
     info: Mapping[str, Any]
     told: tuple[tuple[re.Pattern[str], Rule], ...] = ()
@@ -106,9 +107,8 @@ class CutRules:
             more = f" and {len(unknown) - 20} more" if len(unknown) > 20 else ""
             raise RefusedError(
                 f"nothing says along which dimension tensor-parallel ranks cut "
-                f"{', '.join(unknown[:20])}{more}. Pass --mapping with a file that has [[cut]] "
-                "sections for them (configs/cuts_gpt.toml and cuts_llama.toml are such), or "
-                "--args-from with a checkpoint of the job that has them."
+                f"{', '.join(unknown[:20])}{more}. Pass --cuts with a file that says it (gpt and "
+                "llama are shipped), or --args-from with a checkpoint of the job that does."
             )
         return {name: rule.cut(name, shapes[name]) for name, rule in rules.items() if rule}
 
@@ -125,7 +125,8 @@ class CutRules:
                 f"{name} is cut in a way that DeepSpeed's AutoTP does not describe "
                 f"({info[_UNSUPPORTED][reason]}). Load the checkpoint at the tp that saved it."
             )
-        is_vocabulary = _MAPS not in info and _first(info.get(_VOCABULARY, ()), name) is not None
+        # AutoTP, whose key the other is, does not pad vocabularies.
+        words = () if _UNSUPPORTED in info else info.get(_VOCABULARY, ())
         entry = _first((info.get(_MAPS) or {}).get("params") or {}, name)
         if entry is not None and len(info[_MAPS]["params"][entry]["ranks"]) > 1:
             return _of_map(name, info[_MAPS]["params"][entry])
@@ -139,7 +140,7 @@ class CutRules:
                 return _of_parts(parts, (info.get(_WIDTHS) or {}).get(pattern))
         if _first(info.get(_ROWS, ()), name) is not None:
             return Rule(1)
-        return Rule(0, is_vocabulary=True) if is_vocabulary else None
+        return Rule(0, is_vocabulary=True) if _first(words, name) is not None else None
 
     def _default(self) -> Rule | None:
         """Return the rule of what no pattern has: Megatron-DeepSpeed's patterns leave out what
@@ -148,8 +149,21 @@ class CutRules:
         return Rule(0) if any(self.info.get(key) for key in keys) else None
 
 
+def info_at(info: Mapping[str, Any], cuts: Mapping[str, Cut]) -> dict[str, Any]:
+    """Return what a checkpoint says with other cuts: without maps, for which patterns stand."""
+    said = {key: value for key, value in info.items() if key != _MAPS}
+    if _WIDTHS in info:
+        said[_WIDTHS] = {
+            pattern: [list(of) for of in cuts[name].widths]
+            for pattern in info[_WIDTHS]
+            for name in [next((name for name in cuts if re.match(pattern, name)), None)]
+            if name is not None
+        }
+    return said
+
+
 def read_cuts(path: Path | None) -> tuple[tuple[re.Pattern[str], Rule], ...]:
-    """Read the ``[[cut]]`` sections of a mapping file.
+    """Read the ``[[cut]]`` sections of a file.
 
     Raises:
         UsageError: It cannot be read, or a section is not as described above.

@@ -86,7 +86,7 @@ class Cut:
             if size % self.unit:
                 raise RefusedError(
                     f"{name} is {size} along dimension {self.dim}, which is no multiple of the "
-                    f"unit {self.unit} of its [[cut]]. Correct the mapping file."
+                    f"unit {self.unit} of its [[cut]]. Correct the file of --cuts."
                 )
         return replace(self, widths=tuple(even(size, tp, self.unit) for size in self.parts))
 

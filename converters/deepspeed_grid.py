@@ -26,6 +26,7 @@ from scalai.converters.deepspeed_job import DeepSpeedJob
 from scalai.converters.deepspeed_layers import Layers
 from scalai.converters.deepspeed_model import ModelStates
 from scalai.converters.deepspeed_pipeline import LayerFile, Pipeline, order, unit_of
+from scalai.converters.deepspeed_tied import parameter_of, unused_copies
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.errors import RefusedError
 
@@ -128,13 +129,17 @@ class Grid:
         before: set[str] = set()
         for number, state in enumerate(states):
             shards = Shards(cuts, number % self.tp)
+            unused = unused_copies(self.tag.directory, state.pieces, before)
             for piece in state.pieces:
+                if parameter_of(piece) in unused:
+                    continue
                 is_copy = shards.rank > 0 and shards.is_shared(piece.tensor)
-                is_copy = is_copy or unit_of(_parameter(piece)) in before
+                is_copy = is_copy or unit_of(parameter_of(piece)) in before
                 if not (is_copy and piece.is_rounded):
                     (twins if is_copy else pieces).extend(shards.of_whole(piece))
             for piece in state.twins:
-                twins.extend(shards.of_whole(piece))
+                if parameter_of(piece) not in unused:
+                    twins.extend(shards.of_whole(piece))
             if self.pp > 1 and shards.rank == self.tp - 1:
                 before |= _units(state.job)
         for rank, layers in enumerate(self.layers):
@@ -183,7 +188,7 @@ class Grid:
                 "another checkpoint."
             )
         info = states[0].job.model.get(INFO) or {}
-        return CutRules(info, read_cuts(self.options.mapping)).cuts(shapes)
+        return CutRules(info, read_cuts(self.options.cuts)).cuts(shapes)
 
     def _shapes(self, state: RankState, tp_rank: int) -> dict[str, Shape]:
         """Return the shapes of a rank's parameters."""
@@ -191,7 +196,7 @@ class Grid:
             name: shape
             for kind in (MAIN, PARAM)
             for piece in (*state.twins, *state.pieces)
-            for name, shape in ((_parameter(piece), piece.tensor.shape),)
+            for name, shape in ((parameter_of(piece), piece.tensor.shape),)
             if piece.tensor.name.startswith(f"{kind}/") and name not in state.job.buffers
         }
         for layer in self.files[tp_rank] if self.files else ():
@@ -239,10 +244,6 @@ class Grid:
 def _units(job: DeepSpeedJob) -> frozenset[str]:
     """Return the units that a stage trains."""
     return frozenset(unit_of(name) for group in job.groups for name in group)
-
-
-def _parameter(piece: Piece) -> str:
-    return piece.tensor.name.partition("/")[2]
 
 
 def _trained(ranks: Sequence[TagFiles], trust: bool) -> dict[str, Shape]:

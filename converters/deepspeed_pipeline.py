@@ -6,7 +6,7 @@ A ``PipelineModule`` is a list of layers. Those with parameters are named by the
 Every stage that has an occurrence of a tied layer has a copy of it.
 
 Files do not say where the stages of another job begin. They follow from the method by which the
-source's own stages are cut; or a mapping file says it:
+source's own stages are cut; or a file says it (``--cuts``):
 
     [pipeline]
     parts = [0, 3, 6]            # each stage's first layer, and their number
@@ -60,7 +60,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The ``[pipeline]`` section of a mapping file."""
+    """The ``[pipeline]`` section of a file of cuts."""
 
     parts: tuple[int, ...] = ()
     method: str = ""
@@ -110,17 +110,17 @@ def stages_at(
     if told.parts:
         if len(told.parts) != pp + 1 or list(told.parts) != sorted(told.parts):
             raise RefusedError(
-                f"parts = {list(told.parts)} in [pipeline] of the mapping file are not the "
+                f"parts = {list(told.parts)} in [pipeline] of the file of --cuts are not the "
                 f"{pp + 1} bounds of {pp} stages. Correct them."
             )
-        return _stages(places, told.parts), f"parts {list(told.parts)} of the mapping file"
+        return _stages(places, told.parts), f"parts {list(told.parts)} of the file of --cuts"
     methods = [told.method] if told.method else list(_fitting(pipeline, places, trained))
     if not methods:
         raise RefusedError(
             f"the {len(pipeline.stages)} stages of the source are cut by none of the methods "
             f"{', '.join(METHODS)}, so where those of pp={pp} begin is not known. Give parts in "
-            "[pipeline] of a mapping file (DeepSpeed prints them when it starts), or --args-from "
-            f"with a checkpoint of the job at pp={pp}."
+            "[pipeline] of a file for --cuts (DeepSpeed prints them when it starts), or pass "
+            f"--args-from with a checkpoint of the job at pp={pp}."
         )
     parts = partition(methods[0], places, trained, pp)
     return _stages(places, parts), f"partition_method {methods[0]}, parts {parts}"
@@ -149,7 +149,7 @@ def partition(method: str, places: Sequence[str], trained: Shapes, pp: int) -> l
 
 
 def read_pipeline(path: Path | None) -> Told:
-    """Read the ``[pipeline]`` section of a mapping file.
+    """Read the ``[pipeline]`` section of a file of cuts.
 
     Raises:
         UsageError: It cannot be read, or is not as described above.

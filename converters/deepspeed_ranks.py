@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from scalai.converters.checkpoint import PARAM, Checkpoint, WriteOptions
 from scalai.converters.deepspeed_archives import Archives
-from scalai.converters.deepspeed_cut_rules import INFO, CutRules, read_cuts
+from scalai.converters.deepspeed_cut_rules import INFO, CutRules, info_at, read_cuts
 from scalai.converters.deepspeed_cuts import Cut, Shards
 from scalai.converters.deepspeed_draft import Draft
 from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
@@ -112,14 +112,25 @@ class Ranks:
         job = self.job
         if self._is_same and len(job.of_ranks) == self.tp * self.pp:
             job = replace(job, model=job.of_ranks[rank])
+        elif INFO in job.model:
+            model = {**job.model, INFO: info_at(job.model[INFO], self.cuts or self._alone())}
+            job = replace(job, model=model)
         if not self.stages:
             return job
-        units = self.stages[rank // self.tp]
+        return self._of_stage(job, rank // self.tp)
+
+    def _alone(self) -> dict[str, Cut]:
+        """Return how parameters are cut where one rank has all of them."""
+        return {name: cut.recut(name, 1) for name, cut in self.known.items()}
+
+    def _of_stage(self, job: DeepSpeedJob, stage: int) -> DeepSpeedJob:
+        """Return the job with what a stage of a pipeline has."""
+        units = self.stages[stage]
         groups = tuple(tuple(n for n in group if unit_of(n) in units) for group in job.groups)
         for number, group in enumerate(groups):
             if not group:
                 raise RefusedError(
-                    f"stage {rank // self.tp} of pp={self.pp} would have no parameter of group "
+                    f"stage {stage} of pp={self.pp} would have no parameter of group "
                     f"{number}, which DeepSpeed does not save. Choose another --pp."
                 )
         return replace(
@@ -170,7 +181,7 @@ def _stages(
     if other is not None and other.pipeline is not None and len(other.pipeline.stages) == pp:
         return other.pipeline.stages, "the checkpoint of --args-from"
     trained = {name: shapes[name] for group in job.groups for name in group}
-    return stages_at(job.pipeline, pp, trained, read_pipeline(options.mapping))
+    return stages_at(job.pipeline, pp, trained, read_pipeline(options.cuts))
 
 
 def _reference(options: WriteOptions) -> DeepSpeedJob | None:
@@ -185,11 +196,11 @@ def _known(
     *,
     is_needed: bool,
 ) -> Mapping[str, Cut]:
-    """Return how parameters are cut: as the source's, those of ``--args-from``, or as the mapping
-    file says."""
+    """Return how parameters are cut: as the source's, those of ``--args-from``, or as a file
+    says."""
     other = _reference(options)
     known = job.cuts or (other.cuts if other is not None else {})
-    rules = CutRules(job.model.get(INFO) or {}, read_cuts(options.mapping))
+    rules = CutRules(job.model.get(INFO) or {}, read_cuts(options.cuts))
     if not known and (is_needed or rules.told):
         known = rules.cuts({name: [shape] for name, shape in shapes.items()})
     unknown = sorted(shapes.keys() - known.keys()) if is_needed else []

@@ -142,7 +142,7 @@ def cuts_of(
         if all(rule == Rule(0) for rule in found.values()):
             return {}
         found = {name: rule or Rule() for name, rule in found.items()}
-    rules = CutRules(models[0].first.get(INFO) or {}, read_cuts(options.mapping))
+    rules = CutRules(models[0].first.get(INFO) or {}, read_cuts(options.cuts))
     rest = rules.cuts({name: shapes[name][:tp] for name, rule in found.items() if rule is None})
     return rest | {
         name: rule.cut(name, shapes[name][:tp]) for name, rule in found.items() if rule is not None

@@ -1,6 +1,7 @@
 """Mapping files: found by path or by a bare name, and read.
 
-``llama`` is ``names_llama.toml`` among the shipped ones, if there is no file of that name.
+``llama`` is ``names_llama.toml`` among the shipped ones, if there is no file of that name; of files
+of cuts, ``cuts_llama.toml``.
 """
 
 import tomllib
@@ -16,18 +17,18 @@ _KEYS = {"ignored", "attention", "tied", "tensor"}
 _RULE_KEYS = {"ours", "theirs", "fused", "transposed"}
 
 
-def find_mapping(text: str) -> Path:
-    """Return the mapping file of this path or name.
+def find_mapping(text: str, kind: str = "names") -> Path:
+    """Return the mapping file of this path or name; ``kind`` is what shipped ones begin with.
 
     Raises:
         UsageError: There is none; names those that are shipped.
     """
     shipped = Path(str(files("scalai.configs")))
-    for path in (Path(text), shipped / f"names_{text}.toml"):
+    for path in (Path(text), shipped / f"{kind}_{text}.toml"):
         if path.is_file():
             return path
-    known = sorted(path.stem.removeprefix("names_") for path in shipped.glob("names_*.toml"))
-    raise UsageError(f"there is no mapping file {text}, and none of that name among {known}.")
+    known = sorted(path.stem.removeprefix(f"{kind}_") for path in shipped.glob(f"{kind}_*.toml"))
+    raise UsageError(f"there is no file {text}, and none of that name among {known} ({kind}).")
 
 
 def read_mapping(path: Path) -> NameMapping:

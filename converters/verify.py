@@ -30,6 +30,8 @@ PART_ELEMENTS = 1 << 22
 """Elements that are compared at a time."""
 SAMPLED = 256
 """Elements of a row that a sample compares."""
+SMALL = 1 << 14
+"""A row of at most as many elements is compared whole."""
 BATCH = 64
 """Rows that one process takes at a time."""
 
@@ -120,7 +122,8 @@ def _refuse(checkpoint: Checkpoint, differences: Iterable[Difference]) -> None:
             f"{checkpoint.directory} contradicts itself: {'; '.join(problems[:5])}{more}. Masters "
             "that are not the weights mean that files of two checkpoints are mixed, that it is "
             "damaged, or was saved wrongly (Megatron's fully_reshardable with several buckets, "
-            "0.15.3 to 0.19.0): use another."
+            "0.15.3 to 0.19.0): use another. Copies that differ mean the same, or that a parameter "
+            "which DeepSpeed's tensor-parallel ranks cut or average is said to be whole on each."
         )
 
 
@@ -193,9 +196,11 @@ def _only(placed: Placed, names: Iterable[str]) -> Placed:
 
 
 def _starts(placed: Placed) -> Placed:
-    """Return the rows cut to the first elements of their first line."""
+    """Return small rows, and of larger ones the first elements of their first line."""
     shape = np.minimum(placed.collection.shape, 1)
     shape[:, -1] = np.minimum(placed.collection.shape[:, -1], SAMPLED)
+    is_small = placed.collection.numel() <= SMALL
+    shape[is_small] = placed.collection.shape[is_small]
     collection = replace(placed.collection, shape=shape)
     return replace(placed, collection=collection)
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from scalai.converters import describe as checkpoints
 from scalai.converters.checkpoint import ReadOptions
 from scalai.converters.layouts import find_layout, open_checkpoint
+from scalai.converters.mapping_files import find_mapping
 from scalai.converters.verify import verify as verify_checkpoint
 from scalai.core.collection import Tensor
 from scalai.core.region import Box
@@ -36,6 +37,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--generation", "--iteration", type=int, metavar="N", help="this one, not the newest"
     )
+    parser.add_argument("--cuts", metavar="NAME|TOML", help="as for scalai reshard")
     parser.add_argument("--tensor", metavar="NAME", help="print the values of one tensor")
     parser.add_argument(
         "--verify",
@@ -76,7 +78,8 @@ def _show_tensor(tensor: Tensor, values: npt.NDArray[Any], step: int, *, as_json
 
 def _show_checkpoint(args: argparse.Namespace) -> int:
     """Print a checkpoint of another layout than a generation."""
-    checkpoint = open_checkpoint(args.path, ReadOptions(iteration=args.generation))
+    cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
+    checkpoint = open_checkpoint(args.path, ReadOptions(iteration=args.generation, cuts=cuts))
     if args.verify:
         verify_checkpoint(checkpoint, workers=1)
     if args.tensor is not None:

@@ -55,6 +55,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--mapping", metavar="NAME|TOML", help="names of another framework: gpt, llama or a file"
     )
     parser.add_argument(
+        "--cuts", metavar="NAME|TOML",
+        help="how DeepSpeed's tensor-parallel ranks cut parameters: gpt, llama or a file",
+    )  # fmt: skip
+    parser.add_argument(
         "--repad", type=int, nargs="?", const=0, metavar="ROWS",
         help="pad the vocabulary anew: to ROWS, or as the target's framework does",
     )  # fmt: skip
@@ -75,13 +79,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Reshard. Raises ``ScalaiError`` where it cannot be done."""
-    found = open_checkpoint(args.source, ReadOptions(args.trust_pickle, args.iteration))
+    cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
+    found = open_checkpoint(args.source, ReadOptions(args.trust_pickle, args.iteration, cuts))
     layout = layout_named(args.to or found.layout)
     source, reference = adapted(found, _wishes(found, layout.name, args))
     degrees = _degrees(source, args)
     _check_degrees(source, degrees, reference)
     is_split = None if args.optimizer is None else args.optimizer == "distributed"
-    target = layout.lay_out(source, WriteOptions(degrees, is_split, reference))
+    target = layout.lay_out(source, WriteOptions(degrees, is_split, reference, cuts))
     memory = parse_size(args.memory) if args.memory else _quarter_of_free()
     limits = Limits(memory, args.workers)
     tell = _tell_json if args.json else _tell

@@ -28,6 +28,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("two", type=Path, metavar="B", nargs="?")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8), metavar="N")
     parser.add_argument("--mapping", metavar="NAME|TOML", help="names of another framework")
+    parser.add_argument("--cuts", metavar="NAME|TOML", help="as for scalai reshard")
     parser.add_argument("--trust-pickle", action="store_true", help="as for scalai reshard")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> list[Checkpoint]:
     """Open A, and B if there is one; with a mapping under our names."""
-    options = ReadOptions(args.trust_pickle)
+    cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
+    options = ReadOptions(args.trust_pickle, cuts=cuts)
     found = [open_checkpoint(path, options) for path in (args.one, args.two) if path is not None]
     if args.mapping is None:
         return found

@@ -1,5 +1,8 @@
 """What a job of DeepSpeed must show after it was loaded from a converted checkpoint."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +61,12 @@ def check(
         for key in before[0]["saved"].keys() - of_module:
             assert rank["loaded"][key] == before[0]["saved"][key]
         assert rank["client_state"] == {"text": "kept", "n": 7}
+
+
+def make_universal(saved: Path, destination: Path) -> None:
+    """Run DeepSpeed's own converter."""
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command += ["--input_folder", str(saved / "global_step3")]
+    command += ["--output_folder", str(destination / "global_step3_universal")]
+    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    subprocess.run(command, check=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})

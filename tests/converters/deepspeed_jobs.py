@@ -37,7 +37,7 @@ class Job:
 
     With ``tp`` or ``pp`` it is the model of ``deepspeed_parallel``; with ``pp`` as a pipeline,
     which may have one stage alone. ``info`` is what such a client says of its parameters, as
-    ``universal_checkpoint_info``.
+    ``universal_checkpoint_info``; ``automatic``: AutoTP cuts a plain model.
 
     A ``fused`` optimizer is what DeepSpeed takes for its FusedAdam, with torch's arithmetic.
     ``separate_steps`` repairs what a universal load of stage 3 leaves, and ``scheduled_rates``
@@ -49,6 +49,8 @@ class Job:
     pp: int = 0
     tied: bool = True
     partition: str = "parameters"
+    has_buffer: bool = True
+    automatic: bool = False
     info: dict[str, Any] | None = None
     stage: int = 1
     precision: str = "fp32"
@@ -156,7 +158,7 @@ def run(job: Job, meeting: str) -> dict[str, Any]:
         seen["rates"].append([group["lr"] for group in engine.optimizer.param_groups])
         if step + 1 == SAVED_AFTER and job.save is not None:
             state: dict[str, Any] = {"note": {"text": "kept", "n": 7}}
-            if job.info is not None:
+            if job.info:
                 state["universal_checkpoint_info"] = job.info
             engine.save_checkpoint(job.save, client_state=state)
             seen["saved"] = describe(engine)
@@ -216,12 +218,14 @@ def make_engine(job: Job) -> Any:
     import torch
 
     model, mpu = make_model(job.frozen), None
-    if job.tp or job.pp:
+    if (job.tp or job.pp) and not job.automatic:
         from deepspeed_parallel import make_parallel_model
 
-        model, mpu = make_parallel_model(
-            job.pp, max(job.tp, 1), job.world, tied=job.tied, partition=job.partition
-        )
+        model, mpu = make_parallel_model(job)
+    elif job.automatic:
+        from deepspeed_parallel import Automatic
+
+        model = Automatic()
     micro_batches = MICRO_BATCHES if job.pp else 1
     dp = job.world // max(job.tp, 1) // max(job.pp, 1)
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
@@ -243,6 +247,10 @@ def make_engine(job: Job) -> Any:
         **PRECISIONS[job.precision],
         **job.config,
     }
+    if job.automatic and job.tp > 1:
+        from deepspeed_parallel import automatic_config
+
+        config |= automatic_config(job.tp)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config, mpu=mpu

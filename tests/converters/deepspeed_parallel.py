@@ -11,7 +11,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import nn
 
-VOCABULARY, HIDDEN, INNER, LAYERS = 32, 8, 12, 3
+VOCABULARY, LENGTH, HIDDEN, INNER, LAYERS = 31, 5, 8, 12, 3
 
 group: Any = None
 """The tensor-parallel group; None: no such ranks."""
@@ -57,12 +57,15 @@ def cut(whole: torch.Tensor, dim: int, parts: int = 1) -> nn.Parameter:
 
 
 class Embedding(nn.Module):
+    """Of tokens and places; where it is tied, the head leaves the places alone."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(VOCABULARY, HIDDEN))
+        self.places = nn.Parameter(torch.randn(LENGTH, HIDDEN))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.weight[tokens]
+        return self.weight[tokens] + self.places
 
 
 class Block(nn.Module):
@@ -84,13 +87,15 @@ class Block(nn.Module):
 
 
 class Norm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, has_buffer: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        if has_buffer:
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        for buffer in self.buffers():
+            buffer += 1
         return self.norm(x)
 
 
@@ -106,11 +111,11 @@ class Head(nn.Module):
 class Plain(nn.Module):
     """The same layers one after the other, and the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_buffer: bool) -> None:
         super().__init__()
         self.embedding = Embedding()
         self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
-        self.norm = Norm()
+        self.norm = Norm(has_buffer)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -119,28 +124,55 @@ class Plain(nn.Module):
         return loss_of(self.norm(x) @ self.embedding.weight.t(), labels)
 
 
+class Automatic(nn.Module):
+    """Plain layers, which DeepSpeed's AutoTP cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.up = nn.Linear(HIDDEN, INNER + 1)
+        self.down = nn.Linear(INNER + 1, HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = x + self.down(nn.functional.silu(self.up(x)))
+        return loss_of(self.head(x), labels)
+
+
+def automatic_config(tp: int) -> dict[str, Any]:
+    """Return what AutoTP is to do: ``up`` has an odd number of rows."""
+    layers = [
+        {"patterns": [r".*up\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*down\.weight$"], "partition_type": "row"},
+    ]
+    partition = {"use_default_specs": False, "layer_specs": layers}
+    return {"tensor_parallel": {"autotp_size": tp, "partition_config": partition}}
+
+
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def make_parallel_model(pp: int, tp: int, world: int, *, tied: bool, partition: str) -> Any:
-    """Return a model and DeepSpeed's ``mpu`` for it; ``pp`` 0: no pipeline."""
+def make_parallel_model(job: Any) -> Any:
+    """Return a job's model and DeepSpeed's ``mpu`` for it; ``pp`` 0: no pipeline."""
     global group
+    pp, tp, world = job.pp, max(job.tp, 1), job.world
     topology = PipeModelDataParallelTopology(max(pp, 1), tp, world // max(pp, 1) // tp)
     grid = PipelineParallelGrid(topology=topology, process_group=dist.group.WORLD)
     group = grid.get_slice_parallel_group() if tp > 1 else None
     if not pp:
-        return Plain(), grid
+        return Plain(job.has_buffer), grid
     blocks = [LayerSpec(Block) for _ in range(LAYERS)]
-    if tied:
+    if job.tied:
         first = TiedLayerSpec("embed", Embedding)
         last = TiedLayerSpec("embed", Embedding, forward_fn=lambda layer, x: x @ layer.weight.t())
     else:
         first, last = LayerSpec(Embedding), LayerSpec(Head)
     model = PipelineModule(
-        layers=[first, *blocks, LayerSpec(Norm), last],
+        layers=[first, *blocks, LayerSpec(Norm, job.has_buffer), last],
         topology=topology,
         loss_fn=loss_of,
-        partition_method=partition,
+        partition_method=job.partition,
     )
     return model, None

@@ -1,6 +1,7 @@
 """Where the stages of a DeepSpeed pipeline begin."""
 
 import importlib.util
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,7 @@ FILES = tuple(LayerFile(place, unit, ()) for place, unit in enumerate(PLACES[:-1
 
 
 def stages(*bounds: int) -> tuple[frozenset[str], ...]:
-    return tuple(
-        frozenset(PLACES[low:high]) for low, high in zip(bounds[:-1], bounds[1:], strict=True)
-    )
+    return tuple(frozenset(PLACES[low:high]) for low, high in pairwise(bounds))
 
 
 WEIGHTS = [[1], [3, 1, 1, 1, 3], [0, 5, 0, 0, 7, 7, 7, 1], [1] * 12, [9, 1, 1, 1, 1, 1, 1, 9, 0]]
@@ -54,9 +53,9 @@ def test_partitions_are_those_of_deepspeed(weights: list[int], pp: int) -> None:
 @pytest.mark.parametrize(
     ("before", "pp", "expected"),
     [
-        ((0, 9), 2, (0, 5, 9)),  # nothing can be seen: by parameters, as DeepSpeed does
-        ((0, 3, 6, 9), 2, (0, 5, 9)),  # uniform; of 9 layers the first stage has one more
-        ((0, 3, 5, 9), 2, (0, 4, 9)),  # as many blocks on each, the last stage first
+        ((0, 9), 2, (0, 4, 9)),  # nothing can be seen: by parameters, as DeepSpeed does
+        ((0, 3, 5, 7, 9), 2, (0, 5, 9)),  # uniform; of 9 layers the first stage has one more
+        ((0, 3, 5, 9), 4, (0, 3, 5, 6, 9)),  # by type: blocks alone count
         ((0, 2, 9), 2, (0, 2, 9)),  # as they are
         ((0, 2, 9), 1, (0, 9)),
     ],

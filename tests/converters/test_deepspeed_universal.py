@@ -1,15 +1,12 @@
 """Universal checkpoints are written for every stage, and read as ds_to_universal writes them."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_checks import FP32, HALF, check, convert
+from deepspeed_checks import FP32, HALF, check, convert, make_universal
 from deepspeed_jobs import SAVED_AFTER, Job
 
 from scalai.converters.layouts import open_checkpoint
@@ -66,15 +63,6 @@ def test_a_universal_checkpoint_goes_on_at_other_degrees_and_stages(
     is_same = (before[0] == 3) == (after[0] == 3)
     resumed = run_deepspeed(loaded)
     check(uninterrupted, resumed, tolerance, has_module=False, has_same_forward=is_same)
-
-
-def make_universal(saved: Path, destination: Path) -> None:
-    """Run DeepSpeed's own converter."""
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-    command += ["--input_folder", str(saved / "global_step3")]
-    command += ["--output_folder", str(destination / "global_step3_universal")]
-    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    subprocess.run(command, check=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
 
 
 @pytest.mark.campaign
