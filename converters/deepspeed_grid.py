@@ -193,11 +193,10 @@ class Grid:
     def _shapes(self, state: RankState, tp_rank: int) -> dict[str, Shape]:
         """Return the shapes of a rank's parameters."""
         found = {
-            name: shape
-            for kind in (MAIN, PARAM)
+            parameter_of(piece): piece.tensor.shape
             for piece in (*state.twins, *state.pieces)
-            for name, shape in ((parameter_of(piece), piece.tensor.shape),)
-            if piece.tensor.name.startswith(f"{kind}/") and name not in state.job.buffers
+            if piece.tensor.name.startswith((f"{PARAM}/", f"{MAIN}/"))
+            and parameter_of(piece) not in state.job.buffers
         }
         for layer in self.files[tp_rank] if self.files else ():
             for name in layer.names:
