@@ -25,7 +25,8 @@ from scalai.converters.deepspeed_files import Tag, TagFiles, read_dictionary
 from scalai.converters.deepspeed_job import DeepSpeedJob
 from scalai.converters.deepspeed_layers import Layers
 from scalai.converters.deepspeed_model import ModelStates
-from scalai.converters.deepspeed_pipeline import LayerFile, Pipeline, order, unit_of
+from scalai.converters.deepspeed_pipeline import LayerFile, Pipeline, order, read_pipeline, unit_of
+from scalai.converters.deepspeed_plain_stages import units_by_stage
 from scalai.converters.deepspeed_tied import parameter_of, unused_copies
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.errors import RefusedError
@@ -54,7 +55,8 @@ ReadModel = Callable[[TagFiles, Mapping[str, StoredTensor] | None, Any], ModelSt
 class Grid:
     """A tag that is being read: ``tp`` times ``pp`` model-parallel ranks.
 
-    ``layers`` and ``files`` are of a pipeline, by tensor-parallel rank.
+    ``layers`` and ``files`` are of a pipeline, by tensor-parallel rank; ``stages`` are the units of
+    each, where the files do not say them.
     """
 
     tag: Tag
@@ -63,6 +65,7 @@ class Grid:
     pp: int
     layers: tuple[Layers, ...]
     files: tuple[tuple[LayerFile, ...], ...]
+    stages: tuple[frozenset[str], ...] = ()
 
     @classmethod
     def of(cls, tag: Tag, options: ReadOptions) -> "Grid":
@@ -79,22 +82,35 @@ class Grid:
                 "tensor-parallel ones. Copy the missing files of the same save."
             )
         layers = tuple(Layers.read(tag, rank, trust=trust) for rank in range(len(tag.layers)))
-        files = tuple(
-            of.files(_trained(tag.ranks[rank::tp], trust)) for rank, of in enumerate(layers)
-        )
-        return cls(tag, options, tp, count // tp, layers, files)
+        told = read_pipeline(options.cuts).tied if layers else {}
+        tied = {place: unit for unit, places in told.items() for place in places}
+        ranks = tag.ranks if layers else ()
+        states = [read_dictionary(tag.directory / of.model[0], trust=trust) for of in ranks]
+        files = tuple(of.files(_trained(states[rank::tp]), tied) for rank, of in enumerate(layers))
+        stages: tuple[frozenset[str], ...] = ()
+        if layers and states[0].get("param_shapes") is None:
+            tensors = layers[0].tensors(files[0])
+            stages = units_by_stage(tag.directory, files[0], tied, tensors, states[::tp])
+        return cls(tag, options, tp, count // tp, layers, files, stages)
 
     def models(self, read: ReadModel) -> Iterator[tuple[TagFiles, ModelStates]]:
         """Yield the files of each model-parallel rank, and what the model's ones hold."""
         shared: Any = None
         for number, files in enumerate(self.tag.ranks):
-            rank = number % self.tp
             has_layers = bool(self.layers)
-            tensors = self.layers[rank].tensors(self.files[rank]) if has_layers else None
+            tensors = self._tensors(number) if has_layers else None
             # Only the job's first rank notes which parameters are shared.
             model = read(files, tensors, None if has_layers else shared)
             shared = model.first.get("shared_params") if number == 0 else shared
             yield files, model
+
+    def _tensors(self, number: int) -> dict[str, StoredTensor]:
+        """Return the tensors of layers that a rank may have, in the order of its module."""
+        rank = number % self.tp
+        tensors = self.layers[rank].tensors(self.files[rank])
+        units = self.stages[number // self.tp] if self.stages else None
+        names = order([name for name in tensors if units is None or unit_of(name) in units])
+        return {name: tensors[name] for name in names}
 
     def unite(self, layout: str, states: Sequence[RankState], *, is_split: bool) -> Checkpoint:
         """Put the ranks together.
@@ -245,14 +261,11 @@ def _units(job: DeepSpeedJob) -> frozenset[str]:
     return frozenset(unit_of(name) for group in job.groups for name in group)
 
 
-def _trained(ranks: Sequence[TagFiles], trust: bool) -> dict[str, Shape]:
-    """Return the shapes of the parameters that these ranks train."""
+def _trained(states: Sequence[Mapping[str, Any]]) -> dict[str, Shape]:
+    """Return the shapes of the parameters that ranks train, by what their model's files hold."""
     return {
         name: tuple(shape)
-        for files in ranks
-        for shapes in read_dictionary(files.directory / files.model[0], trust=trust).get(
-            "param_shapes"
-        )
-        or ()
+        for state in states
+        for shapes in state.get("param_shapes") or ()
         for name, shape in shapes.items()
     }

@@ -49,11 +49,13 @@ class Layers:
                 )
         return cls(tag.directory, names, states)
 
-    def files(self, trained: Shapes) -> tuple[LayerFile, ...]:
+    def files(self, trained: Shapes, tied: Mapping[int, str]) -> tuple[LayerFile, ...]:
         """Return the layers by place.
 
         Args:
-            trained: Shapes of all trained parameters, as this rank has them, by their names.
+            trained: Shapes of all trained parameters, as this rank has them, by their names; none
+                where the files do not name them.
+            tied: The units of tied layers by place, as far as they are told.
 
         Raises:
             RefusedError: A file is of none or of several tied layers.
@@ -64,7 +66,7 @@ class Layers:
         return tuple(
             LayerFile(
                 place,
-                self._unit(place, units),
+                tied.get(place) or self._unit(place, units),
                 tuple(state),
                 getattr(state, "_metadata", None),
             )

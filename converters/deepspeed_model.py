@@ -227,7 +227,9 @@ class ModelStates:
 def _of_stage(
     state: Mapping[str, Any], layers: Mapping[str, StoredTensor]
 ) -> OrderedDict[str, StoredTensor]:
-    """Return the tensors that a stage of a pipeline has."""
+    """Return those of a pipeline's tensors that a stage has; all, where the file does not say."""
+    if state.get("param_shapes") is None:
+        return OrderedDict(layers)
     trained = [name for shapes in _plain(state.get("param_shapes") or ()) for name in shapes]
     names = {*trained, *(state.get("buffer_names") or ())}
     units = {unit_of(name) for name in names}

@@ -41,20 +41,16 @@ class DeepSpeedPlainLayout:
                 f"{path} holds no tag global_step{options.iteration}. Name another --iteration."
             )
         tag = list_files(directory)
-        if tag.layers:
-            raise RefusedError(
-                f"{directory} is of a pipeline without ZeRO, whose files do not say which "
-                "parameters a stage has. Save the job with ZeRO stage 1 once."
-            )
         grid = Grid.of(tag, options)
 
-        def read_model(files: TagFiles, _: Any, shared: Any) -> ModelStates:
+        def read_model(files: TagFiles, layers: Any, shared: Any) -> ModelStates:
             return ModelStates.read(
                 directory,
                 files.model,
                 is_stage_3=False,
                 trust=options.trust_pickle,
                 needed=_NEEDED,
+                layers=layers,
                 shared=shared,
             )
 

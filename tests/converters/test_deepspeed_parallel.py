@@ -16,6 +16,7 @@ from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.verify import check_samples, verify
 from scalai.core.errors import ProofError, RefusedError
+from scalai.launch import cli
 
 Runner = Callable[[Job], list[dict[str, Any]]]
 Saver = Callable[[Job], tuple[Path, list[dict[str, Any]]]]
@@ -66,6 +67,7 @@ LONG_CASES = [
     ("untied-pp2-dp2-to-pp4", at(pp=2, dp=2, tied=False), at(pp=4, tied=False)),
     ("by-type-pp1-to-pp3", at(pp=1, partition="type:block"), at(pp=3, partition="type:block")),
     ("stage-1-pp2-to-stage-0-pp1", at(pp=2), at(pp=1, stage=0)),
+    ("stage-0-tp2-pp2-to-stage-1-pp1", at(tp=2, pp=2, stage=0), at(pp=1)),
     ("pp1-to-tp2-pp2", at(pp=1), at(tp=2, pp=2)),
     ("tp1-dp2-to-stage-2-tp2", at(tp=1, dp=2), at(tp=2, stage=2)),
     ("tp2-dp2-to-stage-3-tp4", at(tp=2, dp=2), at(tp=4, stage=3)),
@@ -76,7 +78,11 @@ LONG_CASES = [
     ("bf16-optimizer-pp2-to-dp2", at(pp=2, **MIXED), at(pp=1, dp=2, **MIXED)),
     ("stage-2-tp2-to-stage-0-tp1", at(tp=2, stage=2, info=INFO), at(tp=1, stage=0)),
 ]
-PARTS = {"type:block": '[pipeline]\npartition_method = "type"\n'}
+PIPELINE = """
+[pipeline]
+tied = {embed = [0, 5]}
+partition_method = "type"
+"""
 
 
 @pytest.mark.parametrize(
@@ -95,8 +101,7 @@ def test_a_resharded_checkpoint_goes_on_as_the_run_that_never_stopped(
     saved, uninterrupted = save(before)
     cuts = cuts_file(tmp_path, before)
     convert(saved, tmp_path / "out", f"deepspeed_zero{after.stage}", after, cuts)
-    if after.stage or not after.pp:
-        assert prints(tmp_path / "out", cuts) == prints(saved, cuts)
+    assert prints(tmp_path / "out", cuts) == prints(saved, cuts)
     resumed = run_deepspeed(replace(after, load=str(tmp_path / "out")))
     check(uninterrupted, resumed, HALF if "bf16" in after.precision else FP32, has_module=False)
     assert buffers(resumed, "loaded") == buffers(uninterrupted, "saved")
@@ -233,10 +238,26 @@ def test_targets_that_deepspeed_does_not_have_are_refused(
         layout_named(layout).lay_out(open_checkpoint(grid), WriteOptions(degrees))
 
 
+def test_the_commands_take_a_file_of_cuts(save: Saver, tmp_path: Path) -> None:
+    saved, _ = save(at(tp=2, stage=3))
+    cuts, out = str(cuts_file(tmp_path, at())), str(tmp_path / "out")
+    commands = [
+        ["reshard", str(saved), out, "--tp", "3", "--dp", "2", "--to", "deepspeed_zero2"],
+        ["verify", str(saved), out],
+        ["inspect", out],
+    ]
+    for command in commands:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*command, "--cuts", cuts])
+        assert not ended.value.code
+
+
 def cuts_file(folder: Path, job: Job) -> Path:
     """Return a file that says what a job's checkpoint does not."""
     path = folder / "cuts.toml"
-    path.write_text(("" if job.info is not None else CUTS) + PARTS.get(job.partition, ""))
+    is_told = job.partition == "type:block" or not job.stage
+    text = "" if job.info is not None else CUTS
+    path.write_text(text + (PIPELINE if job.pp and is_told else ""))
     return path
 
 
