@@ -54,6 +54,7 @@ def at(tp: int = 0, pp: int = 0, dp: int = 1, **more: Any) -> Job:
 
 AUTO = {"automatic": True, "info": {}}
 MIXED = {"precision": "bf16-fp32"}
+UNTIED = {"stage": 0, "tied": False}
 
 CASES = [
     ("tp2-pp2-to-dp2", at(tp=2, pp=2, info=PIPE_INFO), at(pp=1, dp=2)),
@@ -67,7 +68,7 @@ LONG_CASES = [
     ("untied-pp2-dp2-to-pp4", at(pp=2, dp=2, tied=False), at(pp=4, tied=False)),
     ("by-type-pp1-to-pp3", at(pp=1, partition="type:block"), at(pp=3, partition="type:block")),
     ("stage-1-pp2-to-stage-0-pp1", at(pp=2), at(pp=1, stage=0)),
-    ("stage-0-tp2-pp2-to-stage-1-pp1", at(tp=2, pp=2, stage=0), at(pp=1)),
+    ("stage-0-tp2-pp2-to-stage-1-pp1", at(tp=2, pp=2, **UNTIED), at(pp=1, tied=False)),
     ("pp1-to-tp2-pp2", at(pp=1), at(tp=2, pp=2)),
     ("tp1-dp2-to-stage-2-tp2", at(tp=1, dp=2), at(tp=2, stage=2)),
     ("tp2-dp2-to-stage-3-tp4", at(tp=2, dp=2), at(tp=4, stage=3)),
@@ -78,11 +79,6 @@ LONG_CASES = [
     ("bf16-optimizer-pp2-to-dp2", at(pp=2, **MIXED), at(pp=1, dp=2, **MIXED)),
     ("stage-2-tp2-to-stage-0-tp1", at(tp=2, stage=2, info=INFO), at(tp=1, stage=0)),
 ]
-PIPELINE = """
-[pipeline]
-tied = {embed = [0, 5]}
-partition_method = "type"
-"""
 
 
 @pytest.mark.parametrize(
@@ -99,7 +95,7 @@ def test_a_resharded_checkpoint_goes_on_as_the_run_that_never_stopped(
     run_deepspeed: Runner, save: Saver, tmp_path: Path, before: Job, after: Job
 ) -> None:
     saved, uninterrupted = save(before)
-    cuts = cuts_file(tmp_path, before)
+    cuts = cuts_file(tmp_path, before, after)
     convert(saved, tmp_path / "out", f"deepspeed_zero{after.stage}", after, cuts)
     assert prints(tmp_path / "out", cuts) == prints(saved, cuts)
     resumed = run_deepspeed(replace(after, load=str(tmp_path / "out")))
@@ -252,12 +248,17 @@ def test_the_commands_take_a_file_of_cuts(save: Saver, tmp_path: Path) -> None:
         assert not ended.value.code
 
 
-def cuts_file(folder: Path, job: Job) -> Path:
-    """Return a file that says what a job's checkpoint does not."""
+def cuts_file(folder: Path, *jobs: Job) -> Path:
+    """Return a file that says what the checkpoints of these jobs do not."""
+    text = "" if jobs[0].info is not None else CUTS
+    if jobs[0].pp:
+        text += "[pipeline]\n"
+    if jobs[0].partition == "type:block":
+        text += 'partition_method = "type"\n'
+    if any(job.pp and job.tied and not job.stage for job in jobs):
+        text += "tied = {embed = [0, 5]}\n"
     path = folder / "cuts.toml"
-    is_told = job.partition == "type:block" or not job.stage
-    text = "" if job.info is not None else CUTS
-    path.write_text(text + (PIPELINE if job.pp and is_told else ""))
+    path.write_text(text)
     return path
 
 
