@@ -118,8 +118,6 @@ class Grid:
         Raises:
             RefusedError: They do not fit together, or nothing says how their parameters are cut.
         """
-        for state in states:
-            self._check_alike(states[0], state)
         cuts = self._cuts(states)
         pieces, twins = self.gather(states, cuts)
         files = {file.path: file for state in states for file in state.files}
@@ -139,7 +137,13 @@ class Grid:
     def gather(
         self, states: Sequence[RankState], cuts: Mapping[str, Cut]
     ) -> tuple[list[Piece], list[Piece]]:
-        """Return the pieces of whole tensors, and those of second copies."""
+        """Return the pieces of whole tensors, and those of second copies.
+
+        Raises:
+            RefusedError: Ranks are of two saves, or have unequal parameter groups.
+        """
+        for state in states:
+            self._check_alike(states[0], state)
         pieces: list[Piece] = []
         twins: list[Piece] = []
         before: set[str] = set()

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Reshard. Raises ``ScalaiError`` where it cannot be done."""
     cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
-    found = open_checkpoint(args.source, ReadOptions(args.trust_pickle, args.iteration, cuts))
+    options = ReadOptions(args.trust_pickle, args.iteration, cuts)
+    found = open_checkpoint(args.source, options)
     layout = layout_named(args.to or found.layout)
-    source, reference = adapted(found, _wishes(found, layout.name, args))
+    source, reference = adapted(found, _wishes(found, layout.name, args, options))
     degrees = _degrees(source, args)
     _check_degrees(source, degrees, reference)
     is_split = None if args.optimizer is None else args.optimizer == "distributed"
@@ -113,8 +114,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wishes(found: Checkpoint, layout: str, args: argparse.Namespace) -> Wishes:
-    options = ReadOptions(args.trust_pickle)
+def _wishes(
+    found: Checkpoint, layout: str, args: argparse.Namespace, options: ReadOptions
+) -> Wishes:
+    options = replace(options, iteration=None)
     return Wishes(
         layout,
         read_mapping(find_mapping(args.mapping)) if args.mapping else None,
