@@ -8,6 +8,7 @@ from typing import Any
 from scalai.converters.checkpoint import MAIN, PARAM, STEP, Checkpoint, Piece, WriteOptions
 from scalai.converters.deepspeed_archives import Archives, Filled
 from scalai.converters.deepspeed_job import STATE, DeepSpeedJob, sub_group_elements, zero_config
+from scalai.converters.deepspeed_loss_scale import to_plain
 from scalai.converters.pickles import foreign
 from scalai.converters.scalars import read_steps
 from scalai.converters.torch_archive import NewTensor
@@ -102,6 +103,12 @@ class Draft:
         if self.stage == 3:
             size = sub_group_elements(self.config)
             yield f"sub_group_size is {size}, as in the source's ds_config or by default"
+        is_scaled = to_plain(self.job.optimizer, 0)["cur_scale"] != 1
+        if is_scaled and (self.source.layout == "deepspeed_zero0") != (self.stage == 0):
+            yield (
+                "without ZeRO, DeepSpeed 0.19.8 divides gradients by the fp16 loss scale and does "
+                "not multiply the loss by it: the moments of such a job are smaller by the scale"
+            )
 
     def parameter(self, name: str) -> Tensor:
         """Return a parameter's, or a buffer's, own tensor."""
