@@ -62,6 +62,7 @@ class Draft:
         archives: The target's files so far.
         folder: The tag's directory.
         tensors: The source's tensors by name.
+        kept: By parameter, what the optimizer keeps of it.
     """
 
     source: Checkpoint
@@ -72,10 +73,15 @@ class Draft:
     archives: Archives
     folder: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         tensors = {tensor.name: tensor for tensor in self.source.placed.collection.tensors}
         self.tensors.update(tensors)
+        for tensor in tensors:
+            kind, _, parameter = tensor.partition("/")
+            if kind not in (PARAM, MAIN, STEP):
+                self.kept.setdefault(parameter, []).append(kind)
         names = [name for name in self.job.dtypes if self.job.aliases.get(name, name) == name]
         missing = [name for name in names if f"{PARAM}/{name}" not in tensors]
         if missing:
@@ -141,19 +147,14 @@ class Draft:
         Raises:
             RefusedError: It is not the same of all.
         """
-        first = names[0]
-        kinds = [
-            kind
-            for name in self.tensors
-            for kind, _, parameter in (name.partition("/"),)
-            if parameter == first and kind not in (PARAM, MAIN, STEP)
-        ]
+        kinds = list(dict.fromkeys(kind for name in names for kind in self.kept.get(name, ())))
         for name in names:
-            missing = [kind for kind in kinds if f"{kind}/{name}" not in self.tensors]
+            missing = [kind for kind in kinds if kind not in self.kept.get(name, ())]
             if missing:
                 raise RefusedError(
-                    f"{self.source.directory} has {', '.join(missing)} of {first}, and not of "
-                    f"{name} in the same group. It is incomplete: run scalai verify on it."
+                    f"{self.source.directory} has no {', '.join(missing)} of {name}, and of others "
+                    "in the same group. It is incomplete (run scalai verify on it), or an offload "
+                    "ratio below 1 kept the optimizer's state of a part: save without that."
                 )
         return kinds
 
