@@ -137,7 +137,8 @@ class Draft:
         if tensor.dtype != "F32":
             raise RefusedError(
                 f"there is no fp32 master of {name} ({tensor.dtype}). Use a checkpoint that was "
-                "saved with its optimizer."
+                "saved with its optimizer; masters in 16 bits (fp16_master_weights_and_grads, "
+                "bf16_master_weights_and_grads) are not written."
             )
         return tensor
 
