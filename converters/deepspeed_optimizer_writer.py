@@ -53,7 +53,7 @@ def global_state(draft: Draft) -> dict[str, Any]:
 
 def _stage_3(draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled) -> dict[str, Any]:
     state = global_state(draft)
-    state.pop("clip_grad")
+    del state["clip_grad"], state["ds_version"]
     return {
         **state,
         "partition_count": draft.dp,

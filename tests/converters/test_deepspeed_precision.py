@@ -85,7 +85,7 @@ LONG_ROUND_TRIPS = [
     ("static-fp16-stage-2", STATIC, (2, 3), (3, 1)),
     ("bf16-stage-0", BF16, (0, 2), (2, 3)),
     ("fp16-stage-0", FP16, (0, 2), (0, 3)),
-    ("fused-fp16-stage-0", FUSED, (0, 2), (1, 3)),
+    ("fused-fp16-stage-0", FUSED, (0, 2), (0, 3)),
     ("offloaded-stage-3", OFFLOADED, (3, 3), (2, 2)),
 ]
 
