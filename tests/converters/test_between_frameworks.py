@@ -17,6 +17,7 @@ import test_reshard
 from jobs import AFTER, Job, mean_losses
 from worker_pool import WorkerPool
 
+from scalai.converters.checkpoint import Values
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.verify import verify
 from scalai.launch import cli
@@ -25,12 +26,15 @@ Runner = Callable[[deepspeed_jobs.Job], list[dict[str, Any]]]
 
 FP32 = 1e-6
 BF16 = 2e-3
+FP16 = 1e-4
 GPT = Job(distributed=True)
 LLAMA = Job(
     distributed=True, is_rotary=True, is_gated=True, is_tied=False, query_groups=2, precision="fp32"
 )
 QWEN = replace(LLAMA, is_tied=True, has_qkv_bias=True)
 CLASSIC = Job(precision="bf16")
+SAME = {"fp32": FP32, "bf16": test_reshard.BF16, "fp16": test_reshard.FP16}
+"""Megatron at other degrees."""
 TP2, PP2, DP2 = {"world": 2, "tp": 2}, {"world": 2, "pp": 2}, {"world": 2}
 
 CASES = [
@@ -46,6 +50,10 @@ CASES = [
     pytest.param(
         "gpt", CLASSIC, TP2, (2, 2), DP2, BF16,
         id="gpt-bf16-whole-optimizer-tp2-zero2-dp2", marks=pytest.mark.campaign,
+    ),
+    pytest.param(
+        "gpt", replace(GPT, precision="fp16"), DP2, (2, 2), TP2, FP16,
+        id="gpt-fp16-dp2-zero2-dp2-tp2", marks=pytest.mark.campaign,
     ),
 ]  # fmt: skip
 
@@ -112,8 +120,8 @@ def test_megatron_to_deepspeed_and_back(
     assert verify(first, 1) == verify(last, 1)
     assert first.values.scheduler == last.values.scheduler
     goes_on = test_reshard.load(pool, new, tmp_path / "back")
-    same_layout = test_reshard.BF16 if model.precision == "bf16" else FP32
-    test_reshard.check(uninterrupted, goes_on, same_layout)
+    assert first.values.grad_scaler is None or plain(first.values) == plain(last.values)
+    test_reshard.check(uninterrupted, goes_on, SAME[model.precision])
 
 
 @pytest.mark.parametrize(
@@ -174,6 +182,12 @@ def test_a_training_of_megatron_goes_on_in_deepspeed_from_a_file_alone(
     job = deepspeed_jobs.Job(stage=2, world=2, load=load, gpt=model_of(GPT))
     seen = run_deepspeed(job)[0]
     check(mean_losses([run[0] for run in uninterrupted]), seen["losses"], FP32)
+
+
+def plain(values: Values) -> dict[str, Any]:
+    """Return the state of the loss scale as numbers."""
+    scaler = dict(values.grad_scaler or {})
+    return {**scaler, "scale": scaler["scale"].content}
 
 
 def model_of(job: Job) -> dict[str, Any]:
