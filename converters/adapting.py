@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from scalai.converters.checkpoint import Checkpoint, Values
-from scalai.converters.mapping import NameMapping
+from scalai.converters.mapping import Heads, NameMapping
 from scalai.converters.reference import Reference
 from scalai.converters.to_deepspeed import to_deepspeed
 from scalai.converters.to_megatron import to_megatron
@@ -61,35 +61,33 @@ def adapted(source: Checkpoint, wishes: Wishes) -> tuple[Checkpoint, Values | No
         RefusedError: Names, values or the vocabulary's size are not known.
         UsageError: A mapping that is needed was not given, or does not fit.
     """
-    target = wishes.framework
+    target, mapping = wishes.framework, wishes.mapping
     crosses = bool(target) and source.values.framework not in (target, "")
-    if wishes.mapping is None:
-        if crosses:
-            raise UsageError(
-                f"{wishes.layout} is of {target} and {source.directory} of "
-                f"{source.values.framework}, whose names are others. Pass --mapping."
-            )
-        if wishes.repad is not None:
-            source = _repadded(source, wishes)
-        return source, _lacking(source, wishes)
-    is_ours = is_in_our_names(source, wishes.mapping)
-    if not is_ours and target != "megatron" and wishes.repad is None:
-        return source, _lacking(source, wishes)
-    known = None if wishes.reference is None else wishes.reference.heads
-    heads = heads_of(source) if known is None else heads_of(source).or_else(known)
-    links: Links = {}
-    if not is_ours:
-        source, links = in_our_names(source, wishes.mapping, heads)
+    if crosses and mapping is None:
+        raise UsageError(
+            f"{wishes.layout} is of {target} and {source.directory} of {source.values.framework}, "
+            "whose names are others. Pass --mapping."
+        )
+    is_ours = mapping is None or is_in_our_names(source, mapping)
+    wants_ours = mapping is None or target == "megatron"
+    heads, links = _heads(source, wishes), Links()
+    if mapping is not None and not is_ours and (wants_ours or wishes.repad is not None):
+        source, links = in_our_names(source, mapping, heads)
+        is_ours = True
     if wishes.repad is not None:
         source = _repadded(source, wishes)
-    if target == "megatron":
-        if crosses:
-            source = _to_megatron(source, links, wishes)
-        return source, _lacking(source, wishes)
-    source, links = in_their_names(source, wishes.mapping, heads)
+    if mapping is not None and is_ours and not wants_ours:
+        source, links = in_their_names(source, mapping, heads)
     if crosses:
-        source = _to_deepspeed(source, links, wishes)
+        cross = _to_megatron if target == "megatron" else _to_deepspeed
+        source = cross(source, links, wishes)
     return source, _lacking(source, wishes)
+
+
+def _heads(source: Checkpoint, wishes: Wishes) -> Heads:
+    """Return what the source says of them, else ``--args-from``."""
+    said = heads_of(source)
+    return said if wishes.reference is None else said.or_else(wishes.reference.heads)
 
 
 def _to_megatron(source: Checkpoint, links: Links, wishes: Wishes) -> Checkpoint:
@@ -104,7 +102,8 @@ def _to_megatron(source: Checkpoint, links: Links, wishes: Wishes) -> Checkpoint
 
 
 def _to_deepspeed(source: Checkpoint, links: Links, wishes: Wishes) -> Checkpoint:
-    if wishes.reference is None or wishes.mapping is None:
+    assert wishes.mapping is not None
+    if wishes.reference is None:
         raise RefusedError(
             f"{source.directory} does not say in which order a DeepSpeed engine keeps its "
             "parameters. Pass --args-from with a DeepSpeed checkpoint of the job, or with a TOML "

@@ -1,5 +1,6 @@
 """Names of another framework for our tensors, and how fused ones are cut: mapping files.
 
+    prefix = "model."                            # theirs may come without it
     ignored = ["model.layers.{layer}.self_attn.rotary_emb.inv_freq"]   # left out knowingly
 
     [attention]                                  # where the checkpoints do not say it
@@ -96,6 +97,7 @@ class NameMapping:
         tied: Their names of shared tensors -> the names that these are kept by.
         ignored: Patterns of tensors, on either side, that are not to be carried.
         where: The file.
+        prefix: With which their names may begin or not: a model's without its head do not.
     """
 
     rules: tuple[Rule, ...]
@@ -103,6 +105,7 @@ class NameMapping:
     tied: Mapping[str, str]
     ignored: tuple[str, ...]
     where: str
+    prefix: str = ""
 
     def is_ours(self, names: Iterable[str]) -> bool:
         """Tell whether these are our names rather than theirs.
@@ -114,7 +117,7 @@ class NameMapping:
         some = list(names)
         for name in some:
             ours += self._of_ours(name) is not None
-            theirs += self._of_theirs(name) is not None
+            theirs += self._of_theirs(self._full(name)) is not None
         if ours == theirs:
             raise UsageError(
                 f"{self.where} names {ours} of {len(some)} tensors on its one side and {theirs} on "
@@ -124,7 +127,8 @@ class NameMapping:
 
     def is_ignored(self, name: str) -> bool:
         """Tell whether a tensor is to be left out."""
-        return any(_pattern(pattern).fullmatch(name) for pattern in self.ignored)
+        full = self._full(name)
+        return any(_pattern(pattern).fullmatch(full) for pattern in self.ignored)
 
     def from_ours(
         self, shapes: Mapping[str, Shape], heads: Heads
@@ -159,6 +163,8 @@ class NameMapping:
         Raises:
             UsageError: As ``from_ours``; or a part of a fused tensor is not there.
         """
+        stored = {self._full(name): name for name in shapes}
+        shapes = {full: shapes[name] for full, name in stored.items()}
         made: dict[str, tuple[Rule, Numbers]] = {}
         left = []
         for name in shapes:
@@ -184,7 +190,7 @@ class NameMapping:
                         f"{list(shape)} it would be {list(link.their_shape)}. Correct the heads, "
                         f"or the rule in {self.where}."
                     )
-                links.setdefault(link.theirs, []).append(link.turned())
+                links.setdefault(stored[link.theirs], []).append(link.turned())
         return links, left
 
     def in_order(self, theirs: Iterable[str]) -> list[str]:
@@ -205,6 +211,12 @@ class NameMapping:
             return (len(patterns),)
 
         return sorted(theirs, key=place)
+
+    def _full(self, name: str) -> str:
+        """Return one of their names with the prefix that it may lack."""
+        full = f"{self.prefix}{name}"
+        known = (*self.ignored, *(pattern for rule in self.rules for pattern in rule.theirs))
+        return full if any(_pattern(pattern).fullmatch(full) for pattern in known) else name
 
     def _of_ours(self, name: str) -> tuple[Rule, Numbers] | None:
         for rule in self.rules:

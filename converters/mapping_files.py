@@ -13,7 +13,7 @@ from typing import Any
 from scalai.converters.mapping import PARTS, Heads, NameMapping, Rule
 from scalai.core.errors import UsageError
 
-_KEYS = {"ignored", "attention", "tied", "tensor"}
+_KEYS = {"prefix", "ignored", "attention", "tied", "tensor"}
 _RULE_KEYS = {"ours", "theirs", "fused", "transposed"}
 
 
@@ -51,6 +51,7 @@ def read_mapping(path: Path) -> NameMapping:
         tied=dict(data.get("tied", {})),
         ignored=tuple(data.get("ignored", ())),
         where=str(path),
+        prefix=data.get("prefix", ""),
     )
 
 

@@ -135,12 +135,12 @@ def schedule_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     It counts samples, as Megatron's does.
     """
     values: dict[str, Any] = {**OPTIMIZER_DEFAULTS, **SCHEDULE_DEFAULTS, **arguments}
-    batch, iterations, samples = (
-        values.get(name) for name in ("global_batch_size", "train_iters", "train_samples")
-    )
+    batch: Any = values.get("global_batch_size")
+    iterations: Any = values.get("train_iters")
+    samples: Any = values.get("train_samples")
     if values["lr"] is None or not (samples or (iterations and batch)):
         return None
-    per, total = (batch, iterations) if iterations else (1, samples or 0)
+    per, total = (batch, iterations) if iterations else (1, samples)
     unit = "iters" if iterations else "samples"
     decay = (values[f"lr_decay_{unit}"] or total) * per
     warmup = values[f"lr_warmup_{unit}"] * per

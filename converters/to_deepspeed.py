@@ -21,6 +21,7 @@ from scalai.converters.checkpoint import (
 )
 from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
 from scalai.converters.hyperparameters import with_rates
+from scalai.converters.loss_scales import to_deepspeed_scale
 from scalai.converters.megatron_modules import group_of
 from scalai.converters.streaming import source_view
 from scalai.converters.translation import INVENTED, LEFT_OUT, Links
@@ -61,8 +62,15 @@ def to_deepspeed(
         job = _at_step(job, source, reference.values.step, notes)
         source = _with_buffers(source, job, reference, notes)
     notes += _left_out(source)
-    ours = {link.theirs: link for of in links.values() for link in of}
-    if any(group.get("betas") for group in values.param_groups):
+    if values.grad_scaler is not None:
+        scale = to_deepspeed_scale(
+            values.grad_scaler, job.model.get("ds_config") or {}, values.step
+        )
+        if scale is None:
+            notes.append(f"{LEFT_OUT}the fp16 loss scale: the job has no dynamic one")
+        job = replace(job, optimizer={**job.optimizer, **(scale or {})})
+    if values.param_groups:
+        ours = {link.theirs: link for of in links.values() for link in of}
         of_groups = [
             [
                 values.param_groups[
@@ -88,6 +96,11 @@ def to_deepspeed(
         ),
         notes=tuple(notes),
     )
+
+
+def client_state(model: Mapping[str, Any]) -> list[str]:
+    """Return the entries of a model's file that are the client's."""
+    return sorted(model.keys() - set(_KNOWN))
 
 
 def _only(values: Mapping[str, int], name: str) -> dict[str, int]:
@@ -123,8 +136,7 @@ def _at_step(
         model["lr_scheduler"] = {**scheduler, **counters}
         told = ", ".join(f"{name} {value}" for name, value in counters.items())
         notes.append(f"{INVENTED}lr_scheduler, that of --args-from with {told}")
-    for key in sorted(model.keys() - set(_KNOWN)):
-        notes.append(f"{INVENTED}client_state {key!r} as in --args-from")
+    notes += [f"{INVENTED}client_state {key!r} as in --args-from" for key in client_state(model)]
     notes.append(f"{INVENTED}ds_config and the order of parameters as in --args-from")
     return replace(job, tag=f"global_step{step}", model=model)
 
@@ -155,7 +167,6 @@ def _left_out(source: Checkpoint) -> list[str]:
     present = {
         "Megatron's arguments": values.arguments,
         "Megatron's schedule of learning rate and weight decay": values.scheduler,
-        "the fp16 loss scale": values.grad_scaler,
         "random streams": values.rank_state or values.extra.get("rng_state"),
         "extra state of layers": values.extra.get("objects"),
     }

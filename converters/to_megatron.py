@@ -4,16 +4,18 @@ The tensors have our names already (``scalai.converters.translation``). What Meg
 DeepSpeed does not say, its arguments and its schedule, is that of ``--args-from``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from scalai.converters.checkpoint import Checkpoint, Values, parameters_of
 from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
 from scalai.converters.hyperparameters import with_rates
+from scalai.converters.loss_scales import to_megatron_scale
 from scalai.converters.megatron_described import shape_arguments
 from scalai.converters.megatron_modules import group_of
 from scalai.converters.megatron_values import counters_of
+from scalai.converters.to_deepspeed import client_state
 from scalai.converters.translation import INVENTED, LEFT_OUT, Links
 from scalai.core.errors import RefusedError
 
@@ -49,12 +51,9 @@ def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoi
     else:
         scheduler = {**scheduler, "num_steps": counted["consumed_train_samples"]}
         notes.append(f"{INVENTED}schedule of --args-from, at {scheduler['num_steps']} samples")
-    for what, value in {
-        "lr_scheduler": values.scheduler, "ds_config": values.arguments,
-        "the fp16 loss scale": values.grad_scaler,
-    }.items():  # fmt: skip
-        if value:
-            notes.append(f"{LEFT_OUT}{what} of DeepSpeed")
+    job = values.extra.get(STATE)
+    scale = to_megatron_scale(job) if isinstance(job, DeepSpeedJob) else None
+    notes += [f"{LEFT_OUT}{what}" for what in _left_out(values)]
     return replace(
         source,
         values=Values(
@@ -63,6 +62,7 @@ def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoi
             framework="megatron",
             is_split=values.is_split,
             scheduler=scheduler,
+            grad_scaler=scale,
             param_groups=_groups(source, links, reference, notes),
             arguments=arguments,
             counters=counters_of(arguments),
@@ -70,6 +70,17 @@ def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoi
         ),
         notes=tuple(notes),
     )
+
+
+def _left_out(values: Values) -> Iterator[str]:
+    """Yield what Megatron has no place for."""
+    if values.scheduler:
+        yield "DeepSpeed's lr_scheduler"
+    if values.arguments:
+        yield "ds_config"
+    job = values.extra.get(STATE)
+    if isinstance(job, DeepSpeedJob):
+        yield from (f"client_state {key!r}" for key in client_state(job.model))
 
 
 def _check(source: Checkpoint, arguments: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ layout knows of this: a row may have any strides, so that a part of a fused tens
 one, is a row of a source like others.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from scalai.converters.checkpoint import Checkpoint, Piece, Placed, parameters_of, place
@@ -17,7 +17,7 @@ from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box
 
-Links = Mapping[str, Sequence[Link]]
+Links = dict[str, list[Link]]
 """By a parameter's name, what of it goes where."""
 
 CONFIG = "config"
@@ -79,7 +79,7 @@ def _shapes(source: Checkpoint) -> dict[str, Shape]:
 def _translated(
     source: Checkpoint,
     mapping: NameMapping,
-    link: Callable[[Mapping[str, Shape], Heads], tuple[dict[str, list[Link]], list[str]]],
+    link: Callable[[Mapping[str, Shape], Heads], tuple[Links, list[str]]],
     heads: Heads | None,
 ) -> tuple[Checkpoint, Links]:
     shapes, unneeded = _shapes(source), _unneeded(source, mapping)
@@ -134,7 +134,7 @@ def _pieces(placed: Placed, row: int, links: Links, shapes: Mapping[str, Shape])
         )
     file, begin = placed.files[placed.file[row]].path, int(placed.begin[row])
     if tensor.shape == ():
-        for theirs in dict.fromkeys(link.theirs for link in links[name]):
+        for theirs in dict.fromkeys(link.theirs for link in links.get(name, ())):
             yield Piece(Tensor(f"{kind}/{theirs}", (), tensor.dtype), box, file, begin)
         return
     stride = tuple(placed.stride[row, MAX_NDIM - len(box.shape) :].tolist())

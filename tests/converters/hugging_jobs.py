@@ -31,6 +31,7 @@ def run(job: "deepspeed_jobs.Job", meeting: str) -> dict[str, Any]:
             for group in engine.optimizer.param_groups
         ]
         seen["samples"] = engine.global_samples
+        seen["scale"] = deepspeed_jobs.describe_scale(engine.optimizer)["scale"]
     for step in range(engine.global_steps, jobs.AFTER.stop):
         tokens, labels = (part.chunk(job.world)[dist.get_rank()] for part in samples(gpt, step))
         loss = engine(tokens, labels)

@@ -15,6 +15,18 @@ from torch.nn import functional
 Tokens = torch.Tensor
 
 
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {
+        "fp16": {
+            "enabled": True, "initial_scale_power": 16, "loss_scale_window": 2, "hysteresis": 1,
+        }
+    },
+}  # fmt: skip
+"""As ``tiny_gpt`` trains, but for the scale's beginning."""
+
+
 class Conv1D(nn.Module):
     """A linear layer whose weight is [inputs, outputs]."""
 
@@ -239,7 +251,7 @@ def engine_of(job: Job, stage: int, world: int) -> Any:
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage},
-        **({"bf16": {"enabled": True}} if job.precision == "bf16" else {}),
+        **PRECISIONS[job.precision],
     }
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=Schedule(optimizer), config=config

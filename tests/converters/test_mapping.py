@@ -71,6 +71,15 @@ def test_moments_of_queries_keys_and_values_are_cut_as_the_weight() -> None:
         assert read_tensor(theirs, f"step/{name}")[1] == 3
 
 
+def test_a_model_without_its_head_has_names_without_the_prefix() -> None:
+    source, mapping = state(shapes=gpt()), read_mapping(find_mapping("gpt"))
+    theirs, _ = in_their_names(source, mapping, Heads(HEADS))
+    bare = renamed(theirs, "transformer.", "")
+    assert not any("transformer" in tensor.name for tensor in bare.placed.collection.tensors)
+    back, _ = in_our_names(bare, mapping, Heads(HEADS))
+    assert fingerprints(back, 1) == fingerprints(source, 1)
+
+
 def test_what_is_cut_over_ranks_is_cut_again(tmp_path: Path) -> None:
     source, mapping = state(shapes=gpt()), read_mapping(find_mapping("gpt"))
     target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
@@ -111,19 +120,14 @@ def test_a_tensor_without_a_name_is_refused_unless_it_is_ignored() -> None:
     assert any("left out: decoder.layers.0.mlp.router.weight" in note for note in theirs.notes)
     theirs, _ = in_their_names(state(shapes=llama()), mapping, heads)
     with pytest.raises(RefusedError, match=r"model\.layers\.0\.self_attn\.sinks\.weight"):
-        in_our_names(renamed(theirs, "o_proj", "sinks", layer=0), mapping, heads)
+        in_our_names(renamed(theirs, "0.self_attn.o_proj", "0.self_attn.sinks"), mapping, heads)
     with pytest.raises(UsageError, match=r"is made of .* are not there"):
-        in_our_names(renamed(theirs, "q_proj", "sinks", layer=0), mapping, heads)
+        in_our_names(renamed(theirs, "0.self_attn.q_proj", "0.self_attn.sinks"), mapping, heads)
 
 
-def renamed(source: Checkpoint, old: str, new: str, layer: int) -> Checkpoint:
+def renamed(source: Checkpoint, old: str, new: str) -> Checkpoint:
     collection = source.placed.collection
-    tensors = tuple(
-        replace(
-            tensor, name=tensor.name.replace(f"{layer}.self_attn.{old}", f"{layer}.self_attn.{new}")
-        )
-        for tensor in collection.tensors
-    )
+    tensors = tuple(replace(t, name=t.name.replace(old, new)) for t in collection.tensors)
     placed = replace(source.placed, collection=replace(collection, tensors=tensors))
     return replace(source, placed=placed)
 

@@ -1,0 +1,262 @@
+"""What a target needs and a source does not say: from a file, from shapes; and all of it listed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import LIMITS, state
+from gpt_shapes import FFN, GROUPS, HEADS, HIDDEN, VOCABULARY, WIDTH, Shapes, gpt, llama
+
+from scalai.converters.checkpoint import Checkpoint, WriteOptions, parameters_of
+from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
+from scalai.converters.engine import reshard
+from scalai.converters.hyperparameters import with_rates
+from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.loss_scales import to_deepspeed_scale, to_megatron_scale
+from scalai.converters.megatron_described import schedule_of, shape_arguments
+from scalai.converters.torch_archive import NewTensor
+from scalai.converters.verify import fingerprints, verify
+from scalai.core.errors import RefusedError
+from scalai.launch import cli
+
+MEGATRON = f"""
+[megatron]
+num_attention_heads = {HEADS}
+lr = 0.01
+global_batch_size = 4
+train_iters = 20
+"""
+DEEPSPEED = """
+[deepspeed.config]
+gradient_clipping = 1.0
+[[deepspeed.group]]
+[[deepspeed.group]]
+parameters = ["*.bias", "*norm.weight", "*layernorm.weight", "*.ln_?.weight"]
+"""
+
+
+def megatron(directory: Path, shapes: Shapes, layout: str = "torch_dist", **arguments: Any) -> Path:
+    """Write a state of two parameter groups as Megatron would."""
+    source = state(shapes=shapes)
+    group = source.values.param_groups[0]
+    groups = group, {**group, "wd_mult": 0.0, "weight_decay": 0.0}
+    known = {
+        "num_attention_heads": HEADS,
+        **source.values.counters,
+        **arguments,
+    }
+    values = replace(source.values, param_groups=groups, arguments=known)
+    return write(replace(source, values=values), directory, layout)
+
+
+def write(source: Checkpoint, directory: Path, layout: str) -> Path:
+    reshard(source, layout_named(layout).lay_out(source, WriteOptions({})), directory, LIMITS)
+    return directory
+
+
+def run(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(word) for word in words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, list[str]]:
+    """Run a conversion that succeeds; return its texts by the kind of event."""
+    capsys.readouterr()
+    assert run("reshard", *words, "--json") == 0
+    found: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        event = json.loads(line)
+        found.setdefault(event["event"], []).append(event.get("text", ""))
+    return found
+
+
+JOB = DeepSpeedJob("tag", (), (), {}, None, {}, {}, (), (), {}, {}, False, False)
+LAYOUTS = ["deepspeed_zero0", "deepspeed_zero1", "deepspeed_zero3", "deepspeed_universal"]
+
+
+@pytest.mark.parametrize(
+    ("names", "shapes", "there", "back"),
+    [
+        *(("gpt", gpt(), layout, "torch_dist") for layout in LAYOUTS),
+        ("gpt_neox", gpt(is_tied=False, positions=False), "deepspeed_zero2", "torch"),
+        ("llama", llama(), "deepspeed_zero3", "scalai"),
+        ("llama", llama(is_tied=True, biases=True), "deepspeed_zero1", "torch_dist"),
+    ],
+)
+def test_a_state_goes_to_deepspeed_and_back_by_files_alone(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    names: str,
+    shapes: Shapes,
+    there: str,
+    back: str,
+) -> None:
+    grouped = {"group_query_attention": True, "num_query_groups": GROUPS}
+    arguments = grouped if names == "llama" else {}
+    saved = megatron(tmp_path / "saved", shapes, **arguments)
+    (tmp_path / "job.toml").write_text(MEGATRON + DEEPSPEED)
+    options = "--mapping", names, "--args-from", tmp_path / "job.toml"
+    out = told(capsys, saved, tmp_path / "there", "--to", there, "--dp", 2, *options)
+    assert {"order of the parameters", "global_steps"} <= {
+        words for words in ("order of the parameters", "global_steps")
+        if any(words in text for text in out["invented"])
+    }  # fmt: skip
+    out = told(capsys, tmp_path / "there", tmp_path / "back", "--to", back, *options)
+    assert f"Megatron's argument hidden_size {HIDDEN} (by the tensors)" in out["invented"]
+    assert "Megatron's argument seed 1234 (by default)" in out["invented"]
+    assert not any("num_attention_heads" in text for text in out["invented"])
+    assert {"ds_config", "DeepSpeed's lr_scheduler"} <= set(out["left out"])
+    before, after = (open_checkpoint(tmp_path / name) for name in ("saved", "back"))
+    assert verify(after, 1) == fingerprints(before, 1)
+    assert after.values.step == before.values.step
+    assert after.values.counters["consumed_train_samples"] == 4 * after.values.step
+    assert run("verify", saved, tmp_path / "there", "--mapping", names) == 0
+
+
+def test_rates_of_parameter_groups_travel_with_their_parameters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = megatron(tmp_path / "saved", gpt())
+    (tmp_path / "job.toml").write_text(DEEPSPEED)
+    options = "--mapping", "gpt", "--args-from", tmp_path / "job.toml"
+    told(capsys, saved, tmp_path / "out", "--to", "deepspeed_zero1", "--dp", 1, *options)
+    values = open_checkpoint(tmp_path / "out").values
+    found = [(g["lr"], g["betas"], g["eps"], g["weight_decay"]) for g in values.param_groups]
+    assert found == [(0.01, (0.9, 0.95), 1e-8, 0.1), (0.01, (0.9, 0.95), 1e-8, 0.0)]
+    first, second = values.extra[STATE].groups
+    assert first[:3] == (
+        "transformer.wte.weight", "transformer.wpe.weight", "transformer.h.0.attn.c_attn.weight",
+    )  # fmt: skip
+    assert second[:2] == ("transformer.h.0.ln_1.weight", "transformer.h.0.ln_1.bias")
+    assert values.extra[STATE].aliases == {"lm_head.weight": "transformer.wte.weight"}
+
+
+def test_rates_that_do_not_agree_stay_and_are_listed() -> None:
+    notes: list[str] = []
+    decayed, plain = ({"lr": 0.1, "weight_decay": decay} for decay in (0.1, 0.0))
+    (group,) = with_rates([{"weight_decay": 0.3, "eps": 1e-6}], [[decayed, plain]], notes)
+    assert group == {"weight_decay": 0.3, "eps": 1e-6, "lr": 0.1}
+    assert any(n.startswith("left out: weight_decay of parameter group 0") for n in notes)
+    assert "invented: eps 1e-06 of parameter group 0" in notes
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        (
+            gpt(),
+            {
+                "num_query_groups": HEADS, "group_query_attention": False, "swiglu": False,
+                "add_bias_linear": True, "normalization": "LayerNorm", "ffn_hidden_size": FFN,
+                "position_embedding_type": "learned_absolute",
+                "untie_embeddings_and_output_weights": False,
+            },
+        ),
+        (
+            llama(biases=True),
+            {
+                "num_query_groups": GROUPS, "group_query_attention": True, "swiglu": True,
+                "add_bias_linear": False, "add_qkv_bias": True, "normalization": "RMSNorm",
+                "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True,
+            },
+        ),
+    ],
+    ids=["gpt", "llama"],
+)  # fmt: skip
+def test_shapes_say_the_model(shapes: Shapes, expected: dict[str, Any]) -> None:
+    found = shape_arguments(parameters_of(state(shapes=shapes)), HEADS)
+    assert found.items() >= expected.items()
+    assert (found["num_layers"], found["hidden_size"]) == (2, HIDDEN)
+    assert (found["padded_vocab_size"], found["kv_channels"]) == (VOCABULARY, WIDTH)
+    with pytest.raises(RefusedError, match="are not those of 5 heads"):
+        shape_arguments(parameters_of(state(shapes=shapes)), 5)
+
+
+def test_a_schedule_needs_a_rate_and_a_length() -> None:
+    known = {"lr": 0.01, "global_batch_size": 4, "consumed_train_samples": 12}
+    assert schedule_of(known) is None
+    found = schedule_of({**known, "train_iters": 20, "lr_warmup_iters": 2, "weight_decay": 0.1})
+    assert found is not None
+    assert (found["num_steps"], found["lr_warmup_steps"], found["lr_decay_steps"]) == (12, 8, 80)
+    assert (found["start_wd"], found["end_wd"], found["wd_incr_steps"]) == (0.1, 0.1, 80)
+    samples = {**known, "train_samples": 100, "lr_warmup_fraction": 0.1, "global_batch_size": None}
+    found = schedule_of(samples)
+    assert found is not None
+    assert (found["lr_warmup_steps"], found["lr_decay_steps"]) == (10.0, 100)
+
+
+@pytest.mark.parametrize("good", [0, 1, 7])
+def test_a_loss_scale_grows_when_it_would_have(good: int) -> None:
+    scale = NewTensor("F32", (1,), b"\0\0\x80E")
+    scaler = {"scale": scale, "growth_tracker": good, "hysteresis_tracker": 2}
+    config = {"fp16": {"enabled": True, "loss_scale_window": 10}}
+    entries = to_deepspeed_scale(scaler, config, step=20)
+    assert entries is not None
+    theirs = entries["loss_scaler"].state
+    steps = next(
+        step for step in range(1, 20)
+        if theirs["cur_iter"] + step - 1 - theirs["last_overflow_iter"] - 1 == 10
+    )  # fmt: skip
+    assert steps == 10 - good
+    job = replace(JOB, optimizer=entries)
+    back = to_megatron_scale(job)
+    assert back is not None
+    assert back["scale"].content == scale.content
+    assert (back["growth_tracker"], back["hysteresis_tracker"]) == (good, 2)
+    assert to_deepspeed_scale(scaler, {"bf16": {"enabled": True}}, step=20) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "code", "words"),
+    [
+        (None, (), 3, "Pass --args-from with a DeepSpeed checkpoint"),
+        ("[model]\n", (), 2, "['model'] mean nothing"),
+        ("[deepspeed", (), 2, "is neither a checkpoint nor TOML"),
+        ('[[deepspeed.group]]\nparameters = ["*.bias"]\n', (), 3, "is in no [[deepspeed.group]]"),
+        (DEEPSPEED, ("--mapping", "llama"), 3, "have no name in"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str | None,
+    options: tuple[str, ...],
+    code: int,
+    words: str,
+) -> None:
+    saved = megatron(tmp_path / "saved", gpt())
+    known: tuple[object, ...] = ()
+    if text is not None:
+        (tmp_path / "job.toml").write_text(text)
+        known = "--args-from", tmp_path / "job.toml"
+    command = saved, tmp_path / "out", "--to", "deepspeed_zero1", "--dp", 1, "--mapping", "gpt"
+    assert run("reshard", *command, *known, *options) == code
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_frameworks_without_a_mapping_and_a_reference_of_another_model_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = megatron(tmp_path / "saved", gpt())
+    other = megatron(tmp_path / "other", gpt(layers=3), num_layers=3)
+    (tmp_path / "job.toml").write_text(DEEPSPEED)
+    to = "--to", "deepspeed_zero1", "--dp", 1
+    assert run("reshard", saved, tmp_path / "out", *to) == 2
+    assert "Pass --mapping" in capsys.readouterr().err
+    names = "--mapping", "gpt", "--args-from"
+    assert run("reshard", saved, tmp_path / "there", *to, *names, tmp_path / "job.toml") == 0
+    wide = {**gpt(), "embedding.word_embeddings.weight": (20, HIDDEN)}
+    padded = megatron(tmp_path / "padded", wide)
+    capsys.readouterr()
+    assert run("reshard", padded, tmp_path / "out", *to, *names, tmp_path / "there") == 3
+    assert "give --repad ROWS" in capsys.readouterr().err
+    back = tmp_path / "there", tmp_path / "out", "--to", "torch_dist"
+    assert run("reshard", *back, *names, other) == 3
+    assert "num_layers is 3 in --args-from, and 2 by the tensors" in capsys.readouterr().err
+    assert run("reshard", saved, tmp_path / "out", *to, *names, other) == 3
+    assert "is not DeepSpeed's" in capsys.readouterr().err

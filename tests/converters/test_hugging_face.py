@@ -1,0 +1,110 @@
+"""What is written for Hugging Face is loaded by its own classes, and computes what it did."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import LIMITS, state
+from hugging_models import Gpt2, Llama, samples
+from jobs import Job
+
+from scalai.converters.adapting import Wishes, adapted
+from scalai.converters.checkpoint import WriteOptions
+from scalai.converters.engine import reshard
+from scalai.converters.layouts import layout_named
+from scalai.converters.mapping_files import find_mapping, read_mapping
+
+transformers: Any = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install transformers"
+)
+ARGUMENTS = {"num_attention_heads": 4}
+QWEN = Job(is_rotary=True, is_gated=True, query_groups=2, has_qkv_bias=True)
+LLAMA = replace(QWEN, has_qkv_bias=False, is_tied=False)
+
+
+def shapes_of(job: Job) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of Megatron's parameters."""
+    hidden, rows = job.hidden, job.hidden + 2 * (job.query_groups or job.heads) * 8
+    layer = {
+        "self_attention.linear_qkv.weight": (rows, hidden),
+        "self_attention.linear_proj.weight": (hidden, hidden),
+        "mlp.linear_fc1.weight": (4 * hidden * (1 + job.is_gated), hidden),
+        "mlp.linear_fc2.weight": (hidden, 4 * hidden),
+        "self_attention.linear_qkv.layer_norm_weight": (hidden,),
+        "mlp.linear_fc1.layer_norm_weight": (hidden,),
+    }
+    if job.has_qkv_bias or not job.is_rotary:
+        layer["self_attention.linear_qkv.bias"] = (rows,)
+    shapes = {"embedding.word_embeddings.weight": (job.padded_vocabulary, hidden)}
+    norms = ["weight"]
+    if not job.is_rotary:
+        norms.append("bias")
+        layer["self_attention.linear_proj.bias"] = layer["mlp.linear_fc2.bias"] = (hidden,)
+        layer["mlp.linear_fc1.bias"] = (4 * hidden,)
+        layer["self_attention.linear_qkv.layer_norm_bias"] = (hidden,)
+        layer["mlp.linear_fc1.layer_norm_bias"] = (hidden,)
+        shapes["embedding.position_embeddings.weight"] = (job.sequence, hidden)
+    for number in range(job.layers):
+        shapes |= {f"decoder.layers.{number}.{name}": shape for name, shape in layer.items()}
+    shapes |= {f"decoder.final_layernorm.{name}": (hidden,) for name in norms}
+    return shapes if job.is_tied else {**shapes, "output_layer.weight": shapes[next(iter(shapes))]}
+
+
+def config_of(job: Job) -> Any:
+    common = {
+        "vocab_size": job.padded_vocabulary,
+        "tie_word_embeddings": job.is_tied,
+        "attn_implementation": "eager",
+    }
+    if not job.is_rotary:
+        return transformers.GPT2Config(
+            n_embd=job.hidden, n_head=job.heads, n_layer=job.layers, n_positions=job.sequence,
+            activation_function="gelu", **common,
+        )  # fmt: skip
+    kind = transformers.Qwen2Config if job.has_qkv_bias else transformers.LlamaConfig
+    return kind(
+        hidden_size=job.hidden, intermediate_size=4 * job.hidden, num_hidden_layers=job.layers,
+        num_attention_heads=job.heads, num_key_value_heads=job.query_groups, rms_norm_eps=1e-5,
+        max_position_embeddings=job.sequence, **common,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "job"), [("gpt", Job()), ("llama", LLAMA), ("llama", QWEN)],
+    ids=["gpt2", "llama", "qwen2"],
+)  # fmt: skip
+def test_its_own_class_loads_and_computes_the_same(tmp_path: Path, names: str, job: Job) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    source = state(shapes=shapes_of(job))
+    arguments = {
+        "num_attention_heads": job.heads,
+        "num_query_groups": job.query_groups,
+        "group_query_attention": job.query_groups is not None,
+    }
+    source = replace(source, values=replace(source.values, arguments=arguments))
+    mapping = read_mapping(find_mapping(names))
+    weights, _ = adapted(source, Wishes("safetensors", mapping))
+    target = layout_named("safetensors").lay_out(weights, WriteOptions({}))
+    reshard(weights, target, tmp_path / "weights", LIMITS)
+    config = config_of(job)
+    config.save_pretrained(tmp_path / "weights")
+    kind = {
+        "gpt2": transformers.GPT2LMHeadModel,
+        "llama": transformers.LlamaForCausalLM,
+        "qwen2": transformers.Qwen2ForCausalLM,
+    }[config.model_type]
+    theirs, info = kind.from_pretrained(tmp_path / "weights", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    ours = (Llama if job.is_rotary else Gpt2)(job)
+    tensors = load_file(tmp_path / "weights" / "model.safetensors")
+    missing, unexpected = ours.load_state_dict(tensors, strict=False)
+    assert missing == (["lm_head.weight"] if job.is_tied else []) and not unexpected
+    tokens, labels = samples(job, 0)
+    with torch.no_grad():
+        expected, found = float(ours(tokens, labels)), theirs(tokens).logits
+    loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), labels.flatten())
+    np.testing.assert_allclose(float(loss), expected, rtol=1e-5)
