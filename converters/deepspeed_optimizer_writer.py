@@ -8,7 +8,7 @@ bf16_optimizer.py, 0.19.8.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalai.converters.deepspeed_archives import Filled
@@ -66,6 +66,7 @@ def _stage_1_and_2(
     draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
 ) -> dict[str, Any]:
     padding = [buffer.flat.padding[rank] for buffer in buffers]
+    base: Mapping[str, Any]
     if draft.knows_param_groups:
         base = {"base_optimizer_state": inner_state(draft, rank, buffers, filled)}
     else:
