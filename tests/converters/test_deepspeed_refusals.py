@@ -74,7 +74,7 @@ DAMAGES: list[tuple[Damage, str]] = [
     (mix_tags, f"{SECOND} has made 6.0 optimizer steps"),
     (truncate, f"{SECOND} is damaged or truncated"),
     (plant_a_class, "system, which no checkpoint of a known framework needs"),
-    (add_a_model_parallel_rank, "has model-parallel ranks (mp_rank_01_model_states.pt)"),
+    (add_a_model_parallel_rank, "and 0 beside mp_rank_01_model_states.pt: a rank's file is missing"),
     (empty_a_file, "mp_rank_00_model_states.pt is damaged or truncated"),
 ]
 
@@ -95,10 +95,18 @@ def test_damage_is_refused_with_words_and_exit_code_3(
     assert not (tmp_path / "out").exists()
 
 
-def test_other_axes_than_dp_are_refused(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("axis", "words"),
+    [
+        ("tp", "nothing says along which dimension tensor-parallel ranks cut"),
+        ("pp", "whose engine is no pipeline. Give --pp 1"),
+        ("cp", "which has dp, tp and pp alone. Give --cp 1"),
+    ],
+)
+def test_axes_that_a_job_does_not_have_are_refused(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], axis: str, words: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["reshard", str(saved), str(tmp_path / "out"), "--tp", "2"])
+        cli.main(["reshard", str(saved), str(tmp_path / "out"), f"--{axis}", "2"])
     assert ended.value.code == 3
-    assert "only dp can be changed so far" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
