@@ -112,6 +112,12 @@ class CutRules:
             )
         return {name: rule.cut(name, shapes[name]) for name, rule in rules.items() if rule}
 
+    def known_cuts(self, shapes: Mapping[str, Sequence[Shape]]) -> dict[str, Cut]:
+        """Return ``cuts`` of those parameters of which something is said."""
+        unsupported = self.info.get(_UNSUPPORTED) or {}
+        rules = {name: self.rule(name) for name in shapes if _first(unsupported, name) is None}
+        return {name: rule.cut(name, shapes[name]) for name, rule in rules.items() if rule}
+
     def rule(self, name: str) -> Rule | None:
         """Return what is said of a parameter; None: nothing. Raises as ``cuts``."""
         told = next((rule for pattern, rule in self.told if pattern.fullmatch(name)), None)

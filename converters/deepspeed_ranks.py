@@ -200,9 +200,10 @@ def _known(
     says."""
     other = _reference(options)
     known = job.cuts or (other.cuts if other is not None else {})
-    rules = CutRules(job.model.get(INFO) or {}, read_cuts(options.cuts))
-    if not known and (is_needed or rules.told):
-        known = rules.cuts({name: [shape] for name, shape in shapes.items()})
+    if not known:
+        rules = CutRules(job.model.get(INFO) or {}, read_cuts(options.cuts))
+        alone = {name: [shape] for name, shape in shapes.items()}
+        known = rules.cuts(alone) if is_needed else rules.known_cuts(alone)
     unknown = sorted(shapes.keys() - known.keys()) if is_needed else []
     if unknown:
         raise RefusedError(

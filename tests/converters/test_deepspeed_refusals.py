@@ -74,7 +74,7 @@ DAMAGES: list[tuple[Damage, str]] = [
     (mix_tags, f"{SECOND} has made 6.0 optimizer steps"),
     (truncate, f"{SECOND} is damaged or truncated"),
     (plant_a_class, "system, which no checkpoint of a known framework needs"),
-    (add_a_model_parallel_rank, "and 0 beside mp_rank_01_model_states.pt: a rank's file is missing"),
+    (add_a_model_parallel_rank, "and 0 beside mp_rank_01_model_states.pt"),
     (empty_a_file, "mp_rank_00_model_states.pt is damaged or truncated"),
 ]
 
