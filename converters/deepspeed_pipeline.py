@@ -18,6 +18,7 @@ Source: deepspeed 0.19.8: ``_partition_layers`` and ``_build`` of runtime/pipe/m
 ``partition_uniform`` and ``partition_balanced`` of runtime/utils.py.
 """
 
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +76,17 @@ def unit_of(name: str) -> str:
 
 
 def order(names: Sequence[str]) -> list[str]:
-    """Return names in the order of a ``PipelineModule``: tied ones first, then by place."""
+    """Return names in the order of a ``PipelineModule``: tied ones first, then by place.
+
+    Raises:
+        RefusedError: One is of no layer.
+    """
+    alien = [name for name in names if not re.match(rf"{TIED}\.|\d+\.", name)]
+    if alien:
+        raise RefusedError(
+            f"{alien[0]} belongs to no layer of the pipeline, and where it is kept is not known. "
+            "Make it a part of a layer."
+        )
     found = dict.fromkeys(names)
     units = {unit: number for number, unit in enumerate(dict.fromkeys(map(unit_of, found)))}
 
