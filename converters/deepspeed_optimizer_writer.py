@@ -66,11 +66,11 @@ def _stage_1_and_2(
     draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
 ) -> dict[str, Any]:
     padding = [buffer.flat.padding[rank] for buffer in buffers]
-    base: Mapping[str, Any]
-    if draft.knows_param_groups:
-        base = {"base_optimizer_state": inner_state(draft, rank, buffers, filled)}
-    else:
-        base = elastic_state(draft, rank, buffers, filled)
+    base: Mapping[str, Any] = (
+        {"base_optimizer_state": inner_state(draft, rank, buffers, filled)}
+        if draft.knows_param_groups
+        else elastic_state(draft, rank, buffers, filled)
+    )
     return {
         **global_state(draft),
         **base,

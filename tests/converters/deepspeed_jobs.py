@@ -55,6 +55,7 @@ class Job:
     stage: int = 1
     precision: str = "fp32"
     frozen: bool = True
+    empty: bool = False
     decay: tuple[float, float] = (0.1, 0.0)
     fused: bool = False
     separate_steps: bool = False
@@ -217,7 +218,7 @@ def make_engine(job: Job) -> Any:
     import deepspeed
     import torch
 
-    model, mpu = make_model(job.frozen), None
+    model, mpu = make_model(job.frozen, job.empty), None
     if (job.tp or job.pp) and not job.automatic:
         from deepspeed_parallel import make_parallel_model
 
@@ -269,9 +270,10 @@ def fused_adam() -> Any:
     return Fused
 
 
-def make_model(is_partly_frozen: bool) -> Any:
+def make_model(is_partly_frozen: bool, has_empty: bool) -> Any:
     """Return a model with sizes that nothing divides, frozen and shared parameters, one of a single
-    element (DeepSpeed takes none without dims), and buffers of several dtypes, one without dims."""
+    element (DeepSpeed takes none without dims), if asked two without elements, and buffers of
+    several dtypes, one without dims."""
     import torch
     from torch import nn
 
@@ -294,6 +296,9 @@ def make_model(is_partly_frozen: bool) -> Any:
             self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
             self.head.weight = self.embedding.weight
             self.scale = nn.Parameter(torch.tensor([0.5]))
+            if has_empty:
+                self.none = nn.Parameter(torch.zeros(0, 3))
+                self.nothing = nn.Parameter(torch.zeros(2, 0))
             self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
             self.register_buffer("average", torch.zeros(3))
             self.register_buffer("is_seen", torch.zeros(3, 2, dtype=torch.bool))

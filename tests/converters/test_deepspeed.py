@@ -21,6 +21,8 @@ TRAINED = {"frozen": False}
 """Without ZeRO a file does not name what is trained: frozen parameters of equal shapes hide it."""
 ALIGNED = {"zero": {"parameter_alignment": True}}
 
+EMPTY = {"empty": True}
+
 CASES = [
     ("stage-1-dp2-to-dp3", {}, (1, 2), (1, 3), FP32),
     ("stage-1-dp2-to-stage-3-dp3", {}, (1, 2), (3, 3), FP32),
@@ -36,6 +38,8 @@ LONG_CASES = [
     ("aligned-stage-2-dp2-to-dp3", ALIGNED, (2, 2), (2, 3), FP32),
     ("bf16-stage-2-dp3-to-stage-1-dp2", BF, (2, 3), (1, 2), HALF),
     ("sub-groups-stage-3-dp3-to-dp2", SMALL, (3, 3), (3, 2), FP32),
+    ("no-elements-stage-1-dp2-to-stage-3-dp3", EMPTY, (1, 2), (3, 3), FP32),
+    ("no-elements-stage-3-dp3-to-stage-2-dp2", EMPTY, (3, 3), (2, 2), FP32),
     ("stage-3-dp3-to-stage-0-dp2", TRAINED, (3, 3), (0, 2), FP32),
 ]
 

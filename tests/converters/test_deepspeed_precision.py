@@ -114,6 +114,8 @@ def test_there_and_back_again_is_what_deepspeed_wrote(
     assert files == sorted(path.name for path in (tmp_path / "back/global_step3").glob("*.pt"))
     for name in files:
         theirs, ours = (read(root / "global_step3" / name) for root in (saved, tmp_path / "back"))
+        if "zero_pp_rank" in name and "optim" in name and here[0] == 3:
+            clear_padding(theirs, saved / "global_step3", name)
         assert list(differences(theirs, ours)) == []
 
 
@@ -121,6 +123,20 @@ def read(path: Path) -> Any:
     import torch
 
     return torch.load(path, weights_only=False)
+
+
+def clear_padding(states: Any, tag: Path, name: str) -> None:
+    """Write zeros behind a rank's part of each parameter, where stage 3 leaves what was there."""
+    model = read(tag / name.replace("optim", "model"))
+    rank, dp = int(name.split("_")[3]), model["dp_world_size"]
+    masters = states["optimizer_state_dict"]["fp32_flat_groups"]
+    for flat, shapes in zip(masters, model["param_shapes"], strict=True):
+        at = 0
+        for shape in shapes.values():
+            part = -(-shape.numel() // dp)
+            held = min(max(shape.numel() - rank * part, 0), part)
+            flat.data[at + held : at + part] = 0
+            at += part
 
 
 def differences(a: Any, b: Any, where: str = "") -> Iterator[str]:
