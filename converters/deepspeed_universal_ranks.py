@@ -16,7 +16,7 @@ from scalai.converters.deepspeed_cut_rules import INFO, CutRules, Rule, read_cut
 from scalai.converters.deepspeed_cuts import Cut
 from scalai.converters.deepspeed_files import read_dictionary
 from scalai.converters.deepspeed_grid import Shape
-from scalai.converters.deepspeed_model import NEEDED, ModelStates
+from scalai.converters.deepspeed_model import ModelStates
 from scalai.converters.deepspeed_pipeline import TIED, LayerFile, unit_of
 from scalai.converters.pickles import Foreign
 from scalai.converters.torch_archive import StoredTensor
@@ -62,9 +62,7 @@ def _read(directory: Path, names: Sequence[str], *, is_stage_3: bool, trust: boo
             for shapes in state.get("param_shapes") or ()
             for name, shape in shapes.items()
         }
-    return ModelStates.read(
-        directory, names, is_stage_3=is_stage_3, trust=trust, needed=NEEDED, layers=layers
-    )
+    return ModelStates.read(directory, names, is_stage_3=is_stage_3, trust=trust, layers=layers)
 
 
 def _weight_dtype(state: Mapping[str, Any]) -> str:

@@ -90,19 +90,17 @@ class UniversalReader:
         entries = {name: self._entries(name) for name in names_of(self.models)}
         said = {name: _as_dictionary(kinds[MASTERS]) for name, kinds in entries.items()}
         cuts = cuts_of(said, self.models, self.grid.tp, self.grid.options)
-        shapes = {
-            name: shape
-            for model in self.models
-            for of in model.shapes()
-            for name, shape in of.items()
+        own = {
+            n: shape for model in self.models for of in model.shapes() for n, shape in of.items()
         }
         has_weights = not (self.models[0].is_stage_3 or self.models[0].has_layers)
         rounded = set()
         for name, kinds in entries.items():
-            shape = cuts.get(name, WHOLE).whole(shapes[name])
-            is_short = bool(said[name].get("vocab_tensor")) and len(shape) > 0
+            shape = cuts.get(name, WHOLE).whole(own[name])
+            is_short = _rows(said[name], shape) != shape
             parameter = _Parameter(name, shape, kinds, is_short or not has_weights)
-            rounded |= {f"{PARAM}/{name}"} if parameter.is_rounded else set()
+            if parameter.is_rounded:
+                rounded.add(f"{PARAM}/{name}")
             self._place(parameter)
         states = [self._rank(model) for model in self.models]
         pieces, twins = self.grid.gather(states, cuts)
@@ -176,9 +174,7 @@ class UniversalReader:
         name, shape = parameter.name, parameter.shape
         file = f"zero/{name}/{kind}.pt"
         stored = entry.get("param") if isinstance(entry, dict) else entry
-        rows = shape
-        if _as_dictionary(entry).get("vocab_tensor") and isinstance(stored, StoredTensor):
-            rows = (min(stored.shape[0], shape[0]), *shape[1:])
+        rows = _rows(_as_dictionary(entry), shape)
         if not isinstance(stored, StoredTensor) or stored.shape not in (rows, (prod(rows),)):
             raise RefusedError(
                 f"{self.directory / file} holds {getattr(stored, 'shape', stored)!r}, and {name} "
@@ -235,3 +231,11 @@ class UniversalReader:
 def _as_dictionary(entry: Any) -> Mapping[str, Any]:
     """Return what a parameter's file says beside its values; stage 3 has these alone."""
     return entry if isinstance(entry, dict) else {}
+
+
+def _rows(entry: Mapping[str, Any], shape: Shape) -> Shape:
+    """Return the shape of what a parameter's file has: of a vocabulary without its padding."""
+    stored = entry.get("param")
+    if not entry.get("vocab_tensor") or not isinstance(stored, StoredTensor):
+        return shape
+    return (min(stored.shape[0], shape[0]), *shape[1:])

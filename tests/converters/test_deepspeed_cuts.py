@@ -1,7 +1,6 @@
 """What tensor-parallel ranks have makes up the whole, whatever the cut."""
 
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from scalai.converters.checkpoint import Piece
 from scalai.converters.deepspeed_cut_rules import CutRules, Rule, read_cuts
 from scalai.converters.deepspeed_cuts import WHOLE, Cut, Shards, contiguous, even
+from scalai.converters.mapping_files import find_mapping
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.region import row_major, whole
@@ -121,8 +121,39 @@ def test_cuts_follow_from_what_megatron_deepspeed_says(
     assert CutRules(INFO).cuts({name: shapes}) == {name: expected}
 
 
+BLOCK = "language_model.encoder.layers.0."
+SHIPPED = {
+    "gpt": {
+        0: ["language_model.embedding.word_embeddings.weight", "29.lm_head.weight",
+            "tied_modules.embed.word_embeddings.weight", "3.mlp.dense_h_to_4h.bias",
+            f"{BLOCK}self_attention.query_key_value.weight"],
+        1: [f"{BLOCK}self_attention.dense.weight", "3.mlp.dense_4h_to_h.weight"],
+        None: ["language_model.embedding.position_embeddings.weight", "28.weight", "28.bias",
+               "tied_modules.embed.position_embeddings.weight", f"{BLOCK}input_layernorm.weight",
+               f"{BLOCK}self_attention.dense.bias", "3.mlp.dense_4h_to_h.bias",
+               "language_model.encoder.final_layernorm.bias"],
+    },
+    "llama": {
+        0: ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate_proj.weight"],
+        1: ["model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"],
+        None: ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight",
+               "model.layers.0.post_attention_layernorm.weight"],
+    },
+}  # fmt: skip
+"""By the names of Megatron-DeepSpeed's GPT, plain and as a pipeline, and of transformers."""
+
+
+@pytest.mark.parametrize("family", SHIPPED)
+def test_the_shipped_files_know_their_families(family: str) -> None:
+    rules = CutRules({}, read_cuts(find_mapping(family, "cuts")))
+    for dim, names in SHIPPED[family].items():
+        for name in names:
+            found = rules.rule(name)
+            assert found is not None and found.dim == dim, name
+
+
 def test_what_nothing_says_is_refused_by_name() -> None:
-    rules = CutRules({}, read_cuts(Path(str(files("scalai.configs"))) / "cuts_llama.toml"))
+    rules = CutRules({}, read_cuts(find_mapping("llama", "cuts")))
     known = {"layers.0.up_proj.weight": [(4, 4)] * 2}
     assert rules.cuts(known) == {"layers.0.up_proj.weight": Cut(0, ((4, 4),))}
     with pytest.raises(RefusedError, match=r"cut first\.weight, second\.weight\. Pass --cuts"):
