@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.deepspeed_cuts import WHOLE, Cut, Shape, even
+from scalai.converters.deepspeed_cuts import WHOLE, Cut, even
+from scalai.converters.deepspeed_flat import Shape
 from scalai.core.errors import RefusedError, UsageError
 
 INFO = "universal_checkpoint_info"

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from scalai.converters.checkpoint import STEP, Piece
+from scalai.converters.deepspeed_flat import Shape
 from scalai.core.collection import ITEM_BYTES, Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box, row_major
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from scalai.converters.checkpoint import (
 from scalai.converters.deepspeed_cut_rules import INFO, CutRules, read_cuts
 from scalai.converters.deepspeed_cuts import Cut, Shards
 from scalai.converters.deepspeed_files import Tag, TagFiles, read_dictionary
+from scalai.converters.deepspeed_flat import Shape
 from scalai.converters.deepspeed_job import DeepSpeedJob
 from scalai.converters.deepspeed_layers import Layers
 from scalai.converters.deepspeed_model import ModelStates
@@ -30,8 +31,6 @@ from scalai.converters.deepspeed_plain_stages import units_by_stage
 from scalai.converters.deepspeed_tied import parameter_of, unused_copies
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.errors import RefusedError
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -13,13 +13,14 @@ from typing import Any
 
 from scalai.converters.checkpoint import PARAM, Piece
 from scalai.converters.deepspeed_files import Tag, read_dictionary
+from scalai.converters.deepspeed_flat import Shape
 from scalai.converters.deepspeed_pipeline import TIED, LayerFile, unit_of
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import whole
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,7 +61,7 @@ class Layers:
         Raises:
             RefusedError: A file is of none or of several tied layers.
         """
-        units: dict[str, dict[str, tuple[int, ...]]] = {}
+        units: dict[str, dict[str, Shape]] = {}
         for name, shape in trained.items():
             units.setdefault(unit_of(name), {})[name.removeprefix(f"{unit_of(name)}.")] = shape
         return tuple(

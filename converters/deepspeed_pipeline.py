@@ -28,13 +28,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from scalai.converters.deepspeed_flat import Shape
 from scalai.core.errors import RefusedError, UsageError
 
 TIED = "tied_modules"
 METHODS = ("parameters", "uniform", "type")
 """In the order in which they are tried: DeepSpeed's default is the first."""
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ def partition(method: str, places: Sequence[str], trained: Shapes, pp: int) -> l
     """
     if method == "uniform":
         return _uniform(len(places), pp)
-    layers: dict[str, dict[str, tuple[int, ...]]] = {}
+    layers: dict[str, dict[str, Shape]] = {}
     for name, shape in trained.items():
         layers.setdefault(unit_of(name), {})[name.removeprefix(unit_of(name))] = shape
     if method == "parameters":

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from scalai.converters.checkpoint import PARAM, Checkpoint, WriteOptions
+from scalai.converters.checkpoint import Checkpoint, WriteOptions, parameters_of
 from scalai.converters.deepspeed_archives import Archives
 from scalai.converters.deepspeed_cut_rules import INFO, CutRules, info_at, read_cuts
 from scalai.converters.deepspeed_cuts import Cut, Shards
 from scalai.converters.deepspeed_draft import Draft
+from scalai.converters.deepspeed_flat import Shape
 from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
 from scalai.converters.deepspeed_pipeline import read_pipeline, stages_at, unit_of
 from scalai.core.errors import RefusedError
@@ -49,12 +50,7 @@ class Ranks:
                 are cut, or where stages begin.
         """
         dp, tp, pp = _degrees(source, options)
-        shapes = {
-            name: tensor.shape
-            for tensor in source.placed.collection.tensors
-            for kind, _, name in (tensor.name.partition("/"),)
-            if kind == PARAM
-        }
+        shapes = {name: tensor.shape for name, tensor in parameters_of(source).items()}
         stages, how = _stages(source, job, stage, pp, shapes, options)
         uncut = {name: shape for name, shape in shapes.items() if name not in job.buffers}
         known = _known(job, uncut, options, is_needed=tp > 1)
@@ -162,7 +158,7 @@ def _stages(
     job: DeepSpeedJob,
     stage: int,
     pp: int,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     options: WriteOptions,
 ) -> tuple[tuple[frozenset[str], ...], str]:
     """Return by stage its units, none without a pipeline; and how they were found."""
@@ -191,7 +187,7 @@ def _reference(options: WriteOptions) -> DeepSpeedJob | None:
 
 def _known(
     job: DeepSpeedJob,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     options: WriteOptions,
     *,
     is_needed: bool,

@@ -15,7 +15,7 @@ from scalai.converters.checkpoint import ReadOptions
 from scalai.converters.deepspeed_cut_rules import INFO, CutRules, Rule, read_cuts
 from scalai.converters.deepspeed_cuts import Cut
 from scalai.converters.deepspeed_files import read_dictionary
-from scalai.converters.deepspeed_grid import Shape
+from scalai.converters.deepspeed_flat import Shape
 from scalai.converters.deepspeed_model import ModelStates
 from scalai.converters.deepspeed_pipeline import TIED, LayerFile, unit_of
 from scalai.converters.pickles import Foreign

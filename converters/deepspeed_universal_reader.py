@@ -23,7 +23,8 @@ from scalai.converters.checkpoint import (
 )
 from scalai.converters.deepspeed_cuts import WHOLE
 from scalai.converters.deepspeed_files import Tag, carried, read_dictionary, scalar_of
-from scalai.converters.deepspeed_grid import Grid, RankState, Shape
+from scalai.converters.deepspeed_flat import Shape
+from scalai.converters.deepspeed_grid import Grid, RankState
 from scalai.converters.deepspeed_job import DeepSpeedJob, round_robins
 from scalai.converters.deepspeed_model import ModelStates
 from scalai.converters.deepspeed_universal_files import GLOBAL_STATE, MASTERS, STEPS, SUFFIX
