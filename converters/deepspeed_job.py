@@ -27,6 +27,7 @@ class DeepSpeedJob:
         module: All keys of the module's ``state_dict``, in order.
         module_values: Those of them that are no tensors.
         module_metadata: Its ``_metadata``: versions of modules.
+        module_nesting: Where its tensors lie, if not under their names (``deepspeed_nested``).
         dtypes: Of the module's tensors.
         aliases: Names of shared parameters -> the names that they are kept by.
         buffers: Which names are buffers.
@@ -59,6 +60,7 @@ class DeepSpeedJob:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     of_ranks: tuple[Mapping[str, Any], ...] = ()
     pipeline: Pipeline | None = None
+    module_nesting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def zero_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

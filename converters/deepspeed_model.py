@@ -5,7 +5,7 @@ Source: ``_common_checkpoint_state`` of deepspeed/runtime/engine.py, 0.19.8.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from scalai.converters.checkpoint import PARAM, Piece, Values
 from scalai.converters.deepspeed_files import carried, read_dictionary
 from scalai.converters.deepspeed_flat import part_of
 from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
+from scalai.converters.deepspeed_nested import flatten
 from scalai.converters.deepspeed_pipeline import unit_of
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.collection import ITEM_BYTES, Tensor
@@ -33,7 +34,8 @@ NEEDED = ("module", "param_shapes", "global_steps", "dp_world_size")
 class ModelStates:
     """The files of one model-parallel rank: one, or in stage 3 one a data-parallel rank.
 
-    ``has_layers``: whether the module's tensors lie in a pipeline's files of layers, not in these.
+    ``has_layers``: whether the module's tensors lie in a pipeline's files of layers, not in these;
+    ``nesting``: where they lie in the module, if not under their names.
     """
 
     directory: Path
@@ -41,6 +43,7 @@ class ModelStates:
     states: tuple[dict[str, Any], ...]
     is_stage_3: bool
     has_layers: bool = False
+    nesting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def read(
@@ -63,9 +66,13 @@ class ModelStates:
             RefusedError: They are not, or not of an engine with ZeRO.
         """
         states = tuple(read_dictionary(directory / name, trust=trust) for name in files)
+        nesting: dict[str, tuple[str, ...]] = {}
         for state in states:
             if layers is not None:
                 state["module"] = _of_stage(state, layers)
+            elif isinstance(state.get("module"), dict):
+                trained = [name for of in state.get("param_shapes") or () for name in of]
+                state["module"], nesting = flatten(state["module"], trained)
             if shared is not None:
                 state["shared_params"] = shared
         for name, state in zip(files, states, strict=True):
@@ -89,7 +96,7 @@ class ModelStates:
                             f"{directory / name} trains {parameter} and has no tensor of it. Use "
                             "another checkpoint."
                         )
-        return cls(directory, tuple(files), states, is_stage_3, layers is not None)
+        return cls(directory, tuple(files), states, is_stage_3, layers is not None, nesting)
 
     @property
     def first(self) -> dict[str, Any]:
@@ -193,6 +200,7 @@ class ModelStates:
             module=tuple(module),
             module_values=carried(values, self.path),
             module_metadata=getattr(module, "_metadata", None),
+            module_nesting=self.nesting,
             dtypes=stored,
             aliases=aliases,
             buffers=buffers,

@@ -13,6 +13,7 @@ from scalai.converters.deepspeed_archives import Filled, pieces_of
 from scalai.converters.deepspeed_buffers import Buffer
 from scalai.converters.deepspeed_draft import Draft
 from scalai.converters.deepspeed_flat import Span, part_of
+from scalai.converters.deepspeed_nested import nest
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.region import whole
 
@@ -43,7 +44,7 @@ def add_model(
     shared = dict(job.aliases) if rank == draft.rank == 0 else {}  # as DeepSpeed does
     entries: dict[str, Any] = {
         **job.model,
-        "module": module,
+        "module": nest(module, job.module_nesting) if module and job.module_nesting else module,
         "buffer_names": list(job.buffers),
         "optimizer": optimizer,
         "shared_params": shared if draft.stage else None,

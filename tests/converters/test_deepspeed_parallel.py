@@ -243,6 +243,25 @@ def test_the_commands_take_a_file_of_cuts(save: Saver, tmp_path: Path) -> None:
         assert not ended.value.code
 
 
+def test_a_module_of_nested_dictionaries_stays_one(save: Saver, tmp_path: Path) -> None:
+    saved, _ = save(at(tp=2, stage=3))
+    cuts = cuts_file(tmp_path, at())
+    shutil.copytree(saved, tmp_path / "nested")
+    for path in (tmp_path / "nested" / "global_step3").glob("*model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        inner = {name.removeprefix("norm."): value for name, value in state["module"].items()}
+        norm = {name: inner.pop(name) for name in ("norm.weight", "norm.bias", "calls")}
+        state["module"] = {**inner, "norm": norm, "others": {}}
+        torch.save(state, path)
+    assert prints(tmp_path / "nested", cuts) == prints(saved, cuts)
+    convert(tmp_path / "nested", tmp_path / "out", "deepspeed_zero1", at(tp=1), cuts)
+    path = tmp_path / "out" / "global_step3" / "mp_rank_00_model_states.pt"
+    module = torch.load(path, weights_only=False)["module"]
+    assert list(module["norm"]) == ["norm.weight", "norm.bias", "calls"]
+    assert module["norm"]["calls"] == 3 and module["others"] == {}
+    assert module["blocks.0.down"].shape == (8, 12)
+
+
 def cuts_file(folder: Path, *jobs: Job) -> Path:
     """Return a file that says what the checkpoints of these jobs do not."""
     text = "" if jobs[0].info is not None else CUTS
