@@ -23,6 +23,7 @@ from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
 from scalai.converters.hyperparameters import with_rates
 from scalai.converters.loss_scales import to_deepspeed_scale
 from scalai.converters.megatron_modules import group_of
+from scalai.converters.scalars import made_steps
 from scalai.converters.streaming import source_view
 from scalai.converters.translation import INVENTED, LEFT_OUT, Links
 from scalai.core.errors import RefusedError
@@ -59,7 +60,7 @@ def to_deepspeed(
     values, notes = source.values, list(source.notes)
     if reference is not None:
         _check_shapes(source, reference)
-        job = _at_step(job, source, reference.values.step, notes)
+        job = _at_step(job, source, notes)
         source = _with_buffers(source, job, reference, notes)
     notes += _left_out(source)
     if values.grad_scaler is not None:
@@ -120,19 +121,22 @@ def _check_shapes(source: Checkpoint, reference: Checkpoint) -> None:
             )
 
 
-def _at_step(
-    job: DeepSpeedJob, source: Checkpoint, old_step: int, notes: list[str]
-) -> DeepSpeedJob:
-    """Return the reference's job at the source's step."""
+def _at_step(job: DeepSpeedJob, source: Checkpoint, notes: list[str]) -> DeepSpeedJob:
+    """Return the reference's job at the source's step.
+
+    Its schedule makes no step where the optimizer makes none, at an overflow.
+    """
     step, samples = source.values.step, source.values.counters.get("consumed_train_samples")
-    model = {**job.model, "global_steps": step, "skipped_steps": 0}
+    made = made_steps(source)
+    made_before = job.model["global_steps"] - (job.model.get("skipped_steps") or 0)
+    model = {**job.model, "global_steps": step, "skipped_steps": step - made}
     if samples is None:
         notes.append(f"{INVENTED}global_samples {model.get('global_samples')} as in --args-from")
     else:
         model["global_samples"] = samples
     scheduler = model.get("lr_scheduler")
     if isinstance(scheduler, Mapping):
-        counters = {n: scheduler[n] + step - old_step for n in _COUNTERS if n in scheduler}
+        counters = {n: scheduler[n] + made - made_before for n in _COUNTERS if n in scheduler}
         model["lr_scheduler"] = {**scheduler, **counters}
         told = ", ".join(f"{name} {value}" for name, value in counters.items())
         notes.append(f"{INVENTED}lr_scheduler, that of --args-from with {told}")

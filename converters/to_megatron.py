@@ -15,6 +15,7 @@ from scalai.converters.loss_scales import to_megatron_scale
 from scalai.converters.megatron_described import shape_arguments
 from scalai.converters.megatron_modules import group_of
 from scalai.converters.megatron_values import counters_of
+from scalai.converters.scalars import made_steps
 from scalai.converters.to_deepspeed import client_state
 from scalai.converters.translation import INVENTED, LEFT_OUT, Links
 from scalai.core.errors import RefusedError
@@ -49,8 +50,10 @@ def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoi
             "global_batch_size and train_iters under [megatron], or a checkpoint"
         )
     else:
-        scheduler = {**scheduler, "num_steps": counted["consumed_train_samples"]}
-        notes.append(f"{INVENTED}schedule of --args-from, at {scheduler['num_steps']} samples")
+        # It counts the samples of the steps that the optimizer made.
+        made = counted["consumed_train_samples"] * made_steps(source) // max(values.step, 1)
+        scheduler = {**scheduler, "num_steps": made}
+        notes.append(f"{INVENTED}schedule of --args-from, at {made} samples")
     job = values.extra.get(STATE)
     scale = to_megatron_scale(job) if isinstance(job, DeepSpeedJob) else None
     notes += [f"{LEFT_OUT}{what}" for what in _left_out(values)]

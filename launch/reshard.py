@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """Reshard. Raises ``ScalaiError`` where it cannot be done."""
     found = open_checkpoint(args.source, ReadOptions(args.trust_pickle, args.iteration))
     layout = layout_named(args.to or found.layout)
-    source, reference = adapted(found, _wishes(found, layout.name, args))
+    source, reference = adapted(found, _wishes(layout.name, args))
     degrees = _degrees(source, args)
     _check_degrees(source, degrees, reference)
     is_split = None if args.optimizer is None else args.optimizer == "distributed"
@@ -108,14 +108,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wishes(found: Checkpoint, layout: str, args: argparse.Namespace) -> Wishes:
+def _wishes(layout: str, args: argparse.Namespace) -> Wishes:
     options = ReadOptions(args.trust_pickle)
     return Wishes(
         layout,
         read_mapping(find_mapping(args.mapping)) if args.mapping else None,
         read_reference(args.args_from, options) if args.args_from else None,
         args.repad,
-        args.tp or found.values.degrees.get("tp", 1),
+        args.tp,
     )
 
 
