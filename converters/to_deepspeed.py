@@ -4,7 +4,7 @@ The tensors have their names already (``scalai.converters.translation``). What D
 Megatron does not say, the order of its parameters above all, is that of ``--args-from``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +58,8 @@ def to_deepspeed(
         RefusedError: The job's module is another.
     """
     values, notes = source.values, list(source.notes)
+    ours = {link.theirs: link for of in links.values() for link in of}
+    _check_names(source, job, ours)
     if reference is not None:
         _check_shapes(source, reference)
         job = _at_step(job, source, notes)
@@ -71,17 +73,12 @@ def to_deepspeed(
             notes.append(f"{LEFT_OUT}the fp16 loss scale: the job has no dynamic one")
         job = replace(job, optimizer={**job.optimizer, **(scale or {})})
     if values.param_groups:
-        ours = {link.theirs: link for of in links.values() for link in of}
-        of_groups = [
-            [
-                values.param_groups[
-                    group_of(ours[name].name, len(ours[name].shape), values.param_groups)
-                ]
-                for name in names
-            ]
-            for names in job.groups
-        ]
-        groups = with_rates(groups, of_groups, notes)
+        numbers = {
+            name: group_of(link.name, len(link.shape), values.param_groups)
+            for name, link in ours.items()
+        }
+        members = [[values.param_groups[numbers[name]] for name in names] for names in job.groups]
+        groups = with_rates(groups, members, notes)
     return replace(
         source,
         values=replace(
@@ -106,6 +103,21 @@ def client_state(model: Mapping[str, Any]) -> list[str]:
 
 def _only(values: Mapping[str, int], name: str) -> dict[str, int]:
     return {name: values[name]} if name in values else {}
+
+
+def _check_names(source: Checkpoint, job: DeepSpeedJob, names: Iterable[str]) -> None:
+    """Refuse a job whose module has other parameters."""
+    mine, theirs = set(names), {job.aliases.get(name, name) for name in job.module}
+    trained = {name for group in job.groups for name in group}
+    for what, wrong in (
+        ("tensors without a place in the DeepSpeed job's module", mine - theirs),
+        ("no tensors of parameters that the DeepSpeed job trains", trained - mine),
+    ):
+        if wrong:
+            raise RefusedError(
+                f"{source.directory} has {what}: {len(wrong)}, first {min(wrong)}. The job of "
+                "--args-from is of another model (are its embeddings tied?): name another one."
+            )
 
 
 def _check_shapes(source: Checkpoint, reference: Checkpoint) -> None:

@@ -24,6 +24,13 @@ _KEPT = ("keys", "is_local", "is_grouped", "checkpoint_version", "content_metada
 """What of a Megatron checkpoint's extra values says how its job names things."""
 
 
+_COMPARED = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "padded_vocab_size", "max_position_embeddings",
+    "num_experts", "swiglu", "untie_embeddings_and_output_weights",
+)  # fmt: skip
+"""Arguments that the tensors' shapes must agree with, where both say them."""
+
+
 def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoint:
     """Return a DeepSpeed job's state as one of Megatron's.
 
@@ -88,12 +95,11 @@ def _left_out(values: Values) -> Iterator[str]:
 
 def _check(source: Checkpoint, arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of another model."""
-    heads = arguments.get("num_attention_heads")
-    for name, value in shape_arguments(parameters_of(source), heads).items():
-        # Only numbers: how a model calls its parts may differ where they are the same.
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        is_asked = name != "num_query_groups" or arguments.get("group_query_attention")
-        if is_number and is_asked and arguments.get(name) not in (None, value):
+    shaped = shape_arguments(parameters_of(source), arguments.get("num_attention_heads"))
+    names = [*_COMPARED, *(["num_query_groups"] * bool(arguments.get("group_query_attention")))]
+    for name in names:
+        value = shaped.get(name)
+        if value is not None and arguments.get(name) not in (None, value):
             way = "Give --repad ROWS" if name == "padded_vocab_size" else "Name another --args-from"
             raise RefusedError(
                 f"{name} is {arguments[name]} in --args-from, and {value} by the tensors of "
