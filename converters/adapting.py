@@ -35,14 +35,15 @@ class Wishes:
         mapping: Names of another framework; None: names stay.
         reference: What ``--args-from`` says.
         repad: Rows of the vocabulary; 0: as many as the target's framework makes; None: they stay.
-        tp: Tensor parallelism of the target, which decides how many Megatron makes.
+        tp: Tensor parallelism of the target, which decides how many Megatron makes; None: it stays,
+            or between frameworks is 1.
     """
 
     layout: str
     mapping: NameMapping | None = None
     reference: Reference | None = None
     repad: int | None = None
-    tp: int = 1
+    tp: int | None = None
 
     @property
     def framework(self) -> str:
@@ -75,7 +76,8 @@ def adapted(source: Checkpoint, wishes: Wishes) -> tuple[Checkpoint, Values | No
         source, links = in_our_names(source, mapping, heads)
         is_ours = True
     if wishes.repad is not None:
-        source = _repadded(source, wishes)
+        tp = wishes.tp or (1 if crosses else source.values.degrees.get("tp", 1))
+        source = _repadded(source, wishes, tp)
     if mapping is not None and is_ours and not wants_ours:
         source, links = in_their_names(source, mapping, heads)
     if crosses:
@@ -126,7 +128,7 @@ def _lacking(source: Checkpoint, wishes: Wishes) -> Values | None:
     return None if has_all or wishes.framework != "megatron" else reference.megatron(source, [])
 
 
-def _repadded(source: Checkpoint, wishes: Wishes) -> Checkpoint:
+def _repadded(source: Checkpoint, wishes: Wishes, tp: int) -> Checkpoint:
     """Return a state with the vocabulary padded as wished."""
     said: Mapping[str, object] = {} if wishes.reference is None else wishes.reference.arguments
     known = {**(source.values.arguments or {}), **{n: v for n, v in said.items() if v is not None}}
@@ -137,5 +139,5 @@ def _repadded(source: Checkpoint, wishes: Wishes) -> Checkpoint:
         if divisor is None:
             note = f"{INVENTED}make_vocab_size_divisible_by {DIVISOR}, Megatron's default"
             source, divisor = replace(source, notes=(*source.notes, note)), DIVISOR
-        rows = padded_rows(vocabulary, divisor, wishes.tp)
+        rows = padded_rows(vocabulary, divisor, tp)
     return repadded(source, rows, vocabulary)

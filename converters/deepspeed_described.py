@@ -22,6 +22,7 @@ from typing import Any
 from scalai.converters.checkpoint import Checkpoint, parameters_of
 from scalai.converters.deepspeed_job import DeepSpeedJob
 from scalai.converters.mapping import NameMapping
+from scalai.converters.scalars import made_steps
 from scalai.core.errors import RefusedError, UsageError
 
 VERSION = "0.19.8"
@@ -54,7 +55,7 @@ def described_job(
     aliases = {alias: of for alias, of in mapping.tied.items() if alias not in weights}
     dtypes = {name: weights[aliases.get(name, name)].dtype for name in (*names, *aliases)}
     entries = table.get("group", [{}])
-    step = source.values.step
+    step, made = source.values.step, made_steps(source)
     job = DeepSpeedJob(
         tag=f"global_step{step}",
         groups=_members(entries, names, where),
@@ -67,12 +68,12 @@ def described_job(
         frozen=(),
         model={
             "lr_scheduler": {
-                "last_epoch": step, "_step_count": step + 1, "last_batch_iteration": step - 1,
+                "last_epoch": made, "_step_count": made + 1, "last_batch_iteration": made - 1,
             },
             "data_sampler": None,
             "random_ltd": None,
             "sparse_tensor_module_names": set(),
-            "skipped_steps": 0,
+            "skipped_steps": step - made,
             "global_steps": step,
             "global_samples": source.values.counters.get("consumed_train_samples", 0),
             "mp_world_size": 1,

@@ -59,7 +59,6 @@ def shape_arguments(tensors: Mapping[str, Tensor], heads: int | None) -> dict[st
         "ffn_hidden_size": _of_layer(shapes, "linear_fc2.weight", 1),
         "padded_vocab_size": rows,
         "position_embedding_type": "learned_absolute" if is_learned else "rope",
-        "add_position_embedding": is_learned,
         "swiglu": bool(gated(shapes)),
         "add_bias_linear": _of_layer(shapes, "linear_proj.bias", 0) is not None,
         "add_qkv_bias": _of_layer(shapes, "linear_qkv.bias", 0) is not None,
@@ -79,8 +78,11 @@ def shape_arguments(tensors: Mapping[str, Tensor], heads: int | None) -> dict[st
 
 
 def _of_layer(shapes: Mapping[str, Shape], ending: str, axis: int) -> int | None:
-    """Return a size of the first tensor of a layer whose name ends so."""
-    return next((shape[axis] for name, shape in shapes.items() if name.endswith(ending)), None)
+    """Return a size of the first dense tensor of a layer whose name ends so."""
+    found = (
+        s[axis] for name, s in shapes.items() if name.endswith(ending) and "expert" not in name
+    )
+    return next(found, None)
 
 
 def _groups(shapes: Mapping[str, Shape], hidden: int, heads: int) -> dict[str, Any]:

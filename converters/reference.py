@@ -83,6 +83,7 @@ class Reference:
                     f"{self.where} is of {self.checkpoint.values.framework or 'no framework'}, and "
                     "Megatron's arguments are needed. Name a Megatron checkpoint, or a TOML file."
                 )
+            notes.append(f"{INVENTED}Megatron's arguments and parameter groups as in --args-from")
             return self.checkpoint.values
         given = self.arguments
         shaped = shape_arguments(parameters_of(source), self.heads.heads)

@@ -6,6 +6,13 @@ from scalai.converters.checkpoint import STEP, Checkpoint
 from scalai.core.errors import RefusedError
 
 
+def made_steps(source: Checkpoint) -> int:
+    """Return how many steps the optimizer has made: the job's, less those that an overflow
+    skipped. Raises as ``read_steps``."""
+    steps = read_steps(source)
+    return source.values.step if steps is None else int(steps)
+
+
 def read_steps(source: Checkpoint) -> float | None:
     """Return how many steps the optimizer has made for every parameter; None: no tensor says.
 

@@ -4,7 +4,7 @@ The tensors have their names already (``scalai.converters.translation``). What D
 Megatron does not say, the order of its parameters above all, is that of ``--args-from``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
 from scalai.converters.hyperparameters import with_rates
 from scalai.converters.loss_scales import to_deepspeed_scale
 from scalai.converters.megatron_modules import group_of
+from scalai.converters.scalars import made_steps
 from scalai.converters.streaming import source_view
 from scalai.converters.translation import INVENTED, LEFT_OUT, Links
 from scalai.core.errors import RefusedError
@@ -57,9 +58,11 @@ def to_deepspeed(
         RefusedError: The job's module is another.
     """
     values, notes = source.values, list(source.notes)
+    ours = {link.theirs: link for of in links.values() for link in of}
+    _check_names(source, job, ours)
     if reference is not None:
         _check_shapes(source, reference)
-        job = _at_step(job, source, reference.values.step, notes)
+        job = _at_step(job, source, notes)
         source = _with_buffers(source, job, reference, notes)
     notes += _left_out(source)
     if values.grad_scaler is not None:
@@ -70,17 +73,12 @@ def to_deepspeed(
             notes.append(f"{LEFT_OUT}the fp16 loss scale: the job has no dynamic one")
         job = replace(job, optimizer={**job.optimizer, **(scale or {})})
     if values.param_groups:
-        ours = {link.theirs: link for of in links.values() for link in of}
-        of_groups = [
-            [
-                values.param_groups[
-                    group_of(ours[name].name, len(ours[name].shape), values.param_groups)
-                ]
-                for name in names
-            ]
-            for names in job.groups
-        ]
-        groups = with_rates(groups, of_groups, notes)
+        numbers = {
+            name: group_of(link.name, len(link.shape), values.param_groups)
+            for name, link in ours.items()
+        }
+        members = [[values.param_groups[numbers[name]] for name in names] for names in job.groups]
+        groups = with_rates(groups, members, notes)
     return replace(
         source,
         values=replace(
@@ -107,6 +105,21 @@ def _only(values: Mapping[str, int], name: str) -> dict[str, int]:
     return {name: values[name]} if name in values else {}
 
 
+def _check_names(source: Checkpoint, job: DeepSpeedJob, names: Iterable[str]) -> None:
+    """Refuse a job whose module has other parameters."""
+    mine, theirs = set(names), {job.aliases.get(name, name) for name in job.module}
+    trained = {name for group in job.groups for name in group}
+    for what, wrong in (
+        ("tensors without a place in the DeepSpeed job's module", mine - theirs),
+        ("no tensors of parameters that the DeepSpeed job trains", trained - mine),
+    ):
+        if wrong:
+            raise RefusedError(
+                f"{source.directory} has {what}: {len(wrong)}, first {min(wrong)}. The job of "
+                "--args-from is of another model (are its embeddings tied?): name another one."
+            )
+
+
 def _check_shapes(source: Checkpoint, reference: Checkpoint) -> None:
     """Refuse a reference of another model."""
     mine, theirs = parameters_of(source), parameters_of(reference)
@@ -120,19 +133,22 @@ def _check_shapes(source: Checkpoint, reference: Checkpoint) -> None:
             )
 
 
-def _at_step(
-    job: DeepSpeedJob, source: Checkpoint, old_step: int, notes: list[str]
-) -> DeepSpeedJob:
-    """Return the reference's job at the source's step."""
+def _at_step(job: DeepSpeedJob, source: Checkpoint, notes: list[str]) -> DeepSpeedJob:
+    """Return the reference's job at the source's step.
+
+    Its schedule makes no step where the optimizer makes none, at an overflow.
+    """
     step, samples = source.values.step, source.values.counters.get("consumed_train_samples")
-    model = {**job.model, "global_steps": step, "skipped_steps": 0}
+    made = made_steps(source)
+    made_before = job.model["global_steps"] - (job.model.get("skipped_steps") or 0)
+    model = {**job.model, "global_steps": step, "skipped_steps": step - made}
     if samples is None:
         notes.append(f"{INVENTED}global_samples {model.get('global_samples')} as in --args-from")
     else:
         model["global_samples"] = samples
     scheduler = model.get("lr_scheduler")
     if isinstance(scheduler, Mapping):
-        counters = {n: scheduler[n] + step - old_step for n in _COUNTERS if n in scheduler}
+        counters = {n: scheduler[n] + made - made_before for n in _COUNTERS if n in scheduler}
         model["lr_scheduler"] = {**scheduler, **counters}
         told = ", ".join(f"{name} {value}" for name, value in counters.items())
         notes.append(f"{INVENTED}lr_scheduler, that of --args-from with {told}")

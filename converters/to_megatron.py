@@ -15,12 +15,20 @@ from scalai.converters.loss_scales import to_megatron_scale
 from scalai.converters.megatron_described import shape_arguments
 from scalai.converters.megatron_modules import group_of
 from scalai.converters.megatron_values import counters_of
+from scalai.converters.scalars import made_steps
 from scalai.converters.to_deepspeed import client_state
 from scalai.converters.translation import INVENTED, LEFT_OUT, Links
 from scalai.core.errors import RefusedError
 
 _KEPT = ("keys", "is_local", "is_grouped", "checkpoint_version", "content_metadata")
 """What of a Megatron checkpoint's extra values says how its job names things."""
+
+
+_COMPARED = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "padded_vocab_size", "max_position_embeddings",
+    "num_experts", "swiglu", "untie_embeddings_and_output_weights",
+)  # fmt: skip
+"""Arguments that the tensors' shapes must agree with, where both say them."""
 
 
 def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoint:
@@ -49,8 +57,10 @@ def to_megatron(source: Checkpoint, links: Links, reference: Values) -> Checkpoi
             "global_batch_size and train_iters under [megatron], or a checkpoint"
         )
     else:
-        scheduler = {**scheduler, "num_steps": counted["consumed_train_samples"]}
-        notes.append(f"{INVENTED}schedule of --args-from, at {scheduler['num_steps']} samples")
+        # It counts the samples of the steps that the optimizer made.
+        made = counted["consumed_train_samples"] * made_steps(source) // max(values.step, 1)
+        scheduler = {**scheduler, "num_steps": made}
+        notes.append(f"{INVENTED}schedule of --args-from, at {made} samples")
     job = values.extra.get(STATE)
     scale = to_megatron_scale(job) if isinstance(job, DeepSpeedJob) else None
     notes += [f"{LEFT_OUT}{what}" for what in _left_out(values)]
@@ -85,12 +95,11 @@ def _left_out(values: Values) -> Iterator[str]:
 
 def _check(source: Checkpoint, arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of another model."""
-    heads = arguments.get("num_attention_heads")
-    for name, value in shape_arguments(parameters_of(source), heads).items():
-        # Only numbers: how a model calls its parts may differ where they are the same.
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        is_asked = name != "num_query_groups" or arguments.get("group_query_attention")
-        if is_number and is_asked and arguments.get(name) not in (None, value):
+    shaped = shape_arguments(parameters_of(source), arguments.get("num_attention_heads"))
+    names = [*_COMPARED, *(["num_query_groups"] * bool(arguments.get("group_query_attention")))]
+    for name in names:
+        value = shaped.get(name)
+        if value is not None and arguments.get(name) not in (None, value):
             way = "Give --repad ROWS" if name == "padded_vocab_size" else "Name another --args-from"
             raise RefusedError(
                 f"{name} is {arguments[name]} in --args-from, and {value} by the tensors of "

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     options = ReadOptions(args.trust_pickle, args.iteration, cuts)
     found = open_checkpoint(args.source, options)
     layout = layout_named(args.to or found.layout)
-    source, reference = adapted(found, _wishes(found, layout.name, args, options))
+    source, reference = adapted(found, _wishes(layout.name, args, options))
     degrees = _degrees(source, args)
     _check_degrees(source, degrees, reference)
     is_split = None if args.optimizer is None else args.optimizer == "distributed"
@@ -114,16 +114,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wishes(
-    found: Checkpoint, layout: str, args: argparse.Namespace, options: ReadOptions
-) -> Wishes:
+def _wishes(layout: str, args: argparse.Namespace, options: ReadOptions) -> Wishes:
     options = replace(options, iteration=None)
     return Wishes(
         layout,
         read_mapping(find_mapping(args.mapping)) if args.mapping else None,
         read_reference(args.args_from, options) if args.args_from else None,
         args.repad,
-        args.tp or found.values.degrees.get("tp", 1),
+        args.tp,
     )
 
 

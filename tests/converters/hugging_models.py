@@ -125,10 +125,9 @@ class LlamaAttention(nn.Module):
         self.k_proj = nn.Linear(job.hidden, self.groups * width, bias=job.has_qkv_bias)
         self.v_proj = nn.Linear(job.hidden, self.groups * width, bias=job.has_qkv_bias)
         self.o_proj = nn.Linear(job.hidden, job.hidden, bias=False)
-        angles = torch.outer(
-            torch.arange(job.sequence), 10000 ** -(torch.arange(0, width, 2) / width)
-        )
-        self.angles = torch.cat([angles, angles], dim=-1)
+        self.rotary_emb = nn.Module()  # with a buffer in the state, as Llama long had it
+        speeds = 10000 ** -(torch.arange(0, width, 2) / width)
+        self.rotary_emb.register_buffer("inv_freq", speeds)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rotated = (
@@ -141,7 +140,8 @@ class LlamaAttention(nn.Module):
         """Turn pairs of a half each by the position's angles."""
         split = x.unflatten(-1, (heads, -1))
         one, two = split.chunk(2, dim=-1)
-        angles = self.angles[: x.shape[1], None]
+        angles = torch.outer(torch.arange(x.shape[1]), self.rotary_emb.get_buffer("inv_freq"))
+        angles = torch.cat([angles, angles], dim=-1)[:, None]
         turned = split * angles.cos().to(x.dtype)
         return (turned + torch.cat([-two, one], dim=-1) * angles.sin().to(x.dtype)).flatten(2)
 

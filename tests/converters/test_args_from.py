@@ -258,5 +258,8 @@ def test_frameworks_without_a_mapping_and_a_reference_of_another_model_are_refus
     back = tmp_path / "there", tmp_path / "out", "--to", "torch_dist"
     assert run("reshard", *back, *names, other) == 3
     assert "num_layers is 3 in --args-from, and 2 by the tensors" in capsys.readouterr().err
+    untied = megatron(tmp_path / "untied", gpt(is_tied=False))
+    assert run("reshard", untied, tmp_path / "out", *to, *names, tmp_path / "there") == 3
+    assert "tensors without a place in the DeepSpeed job's module" in capsys.readouterr().err
     assert run("reshard", saved, tmp_path / "out", *to, *names, other) == 3
     assert "is not DeepSpeed's" in capsys.readouterr().err

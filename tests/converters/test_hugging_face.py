@@ -102,7 +102,8 @@ def test_its_own_class_loads_and_computes_the_same(tmp_path: Path, names: str, j
     ours = (Llama if job.is_rotary else Gpt2)(job)
     tensors = load_file(tmp_path / "weights" / "model.safetensors")
     missing, unexpected = ours.load_state_dict(tensors, strict=False)
-    assert missing == (["lm_head.weight"] if job.is_tied else []) and not unexpected
+    parameters = [name for name in missing if "inv_freq" not in name]
+    assert parameters == (["lm_head.weight"] if job.is_tied else []) and not unexpected
     tokens, labels = samples(job, 0)
     with torch.no_grad():
         expected, found = float(ours(tokens, labels)), theirs(tokens).logits
