@@ -186,26 +186,18 @@ def _reference(options: WriteOptions) -> DeepSpeedJob | None:
 
 
 def _known(
-    job: DeepSpeedJob,
-    shapes: Mapping[str, Shape],
-    options: WriteOptions,
-    *,
-    is_needed: bool,
+    job: DeepSpeedJob, shapes: Mapping[str, Shape], options: WriteOptions, *, is_needed: bool
 ) -> Mapping[str, Cut]:
-    """Return how parameters are cut: as the source's, those of ``--args-from``, or as a file
-    says."""
+    """Return how parameters are cut: as the source's; else as it or a file says, or as those of
+    ``--args-from``. Raises where it ``is_needed`` and nothing says it."""
+    if job.cuts:
+        return job.cuts
+    rules = CutRules(job.model.get(INFO) or {}, read_cuts(options.cuts))
+    alone = {name: [shape] for name, shape in shapes.items()}
     other = _reference(options)
-    known = job.cuts or (other.cuts if other is not None else {})
-    if not known:
-        rules = CutRules(job.model.get(INFO) or {}, read_cuts(options.cuts))
-        alone = {name: [shape] for name, shape in shapes.items()}
-        known = rules.cuts(alone) if is_needed else rules.known_cuts(alone)
-    unknown = sorted(shapes.keys() - known.keys()) if is_needed else []
-    if unknown:
-        raise RefusedError(
-            f"--args-from does not have {unknown[0]}, so how tensor-parallel ranks cut it is not "
-            "known. Name a checkpoint of the same model."
-        )
+    known = {**(other.cuts if other is not None else {}), **rules.known_cuts(alone)}
+    if is_needed:
+        known |= rules.cuts({name: of for name, of in alone.items() if name not in known})
     return known
 
 
