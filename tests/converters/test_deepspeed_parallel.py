@@ -204,6 +204,20 @@ def test_damaged_grids_are_refused(
         open_checkpoint(tmp_path / "damaged")
 
 
+def test_another_checkpoint_says_stages_and_cuts(grid: Path, tmp_path: Path) -> None:
+    convert(grid, tmp_path / "one", "deepspeed_zero1", at(pp=1), None)
+    forget_the_cuts(tmp_path / "one" / "global_step3")
+    source, layout = open_checkpoint(tmp_path / "one"), layout_named("deepspeed_zero1")
+    degrees = {"tp": 2, "pp": 2}
+    with pytest.raises(RefusedError, match="nothing says"):
+        layout.lay_out(source, WriteOptions(degrees))
+    reference = open_checkpoint(grid).values
+    target = layout.lay_out(source, WriteOptions(degrees, reference=reference))
+    assert any("the checkpoint of --args-from" in note for note in target.notes)
+    reshard(source, target, tmp_path / "two", LIMITS)
+    assert prints(tmp_path / "two", cuts_file(tmp_path, at())) == prints(grid)
+
+
 def test_copies_that_differ_are_refused(grid: Path, tmp_path: Path) -> None:
     shutil.copytree(grid, tmp_path / "damaged")
     path = tmp_path / "damaged" / "global_step3" / "layer_01-model_01-model_states.pt"
@@ -285,7 +299,7 @@ def prints(path: Path, cuts: Path | None = None) -> Any:
     return verify(read(path, cuts), 1)
 
 
-def convert(source: Path, target: Path, layout: str, job: Job, cuts: Path) -> None:
+def convert(source: Path, target: Path, layout: str, job: Job, cuts: Path | None) -> None:
     tp, pp = max(job.tp, 1), max(job.pp, 1)
     degrees = {"tp": tp, "pp": pp, "dp": job.world // tp // pp}
     checkpoint = read(source, cuts)
