@@ -16,7 +16,10 @@ from scalai.converters.deepspeed_pipeline import (
     read_pipeline,
     stages_at,
 )
+from scalai.converters.deepspeed_plain_stages import units_by_stage
+from scalai.converters.torch_archive import StoredTensor
 from scalai.core.errors import RefusedError, UsageError
+from scalai.core.region import row_major
 
 EMBED = "tied_modules.embed"
 TRAINED = {
@@ -82,6 +85,39 @@ def test_tied_layers_are_where_they_are_told_to_be() -> None:
     told = Told(method="uniform", tied={EMBED: [0]}, layers=8)
     found, _ = stages_at(pipeline, 2, TRAINED, told)
     assert [EMBED in stage for stage in found] == [True, False]
+
+
+def stored(*shape: int) -> StoredTensor:
+    return StoredTensor("F32", shape, row_major(shape), 0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "totals", "tied", "expected"),
+    [
+        ((8, 4, 4, 2), (12, 6), {}, ["01", "23"]),
+        ((8, 4, 4, 2), (12, 14), {0: "0", 4: "0"}, ["01", "230"]),  # the first one comes again
+        ((8, 4, 4, 2), (12, 14), {}, "none of the ways"),
+        ((4, 4, 4, 4), (8, 4), {}, "none of the ways"),
+    ],
+)
+def test_without_zero_stages_have_what_their_optimizers_have(
+    sizes: tuple[int, ...], totals: tuple[int, ...], tied: dict[int, str], expected: list[str] | str
+) -> None:
+    files = [LayerFile(place, str(place), ("w",)) for place in range(len(sizes))]
+    tensors = {f"{place}.w": stored(size) for place, size in enumerate(sizes)}
+    states = [
+        {"optimizer": {"state": {0: {"step": stored(), "exp_avg": stored(total)}}}}
+        for total in totals
+    ]
+
+    def found() -> list[frozenset[str]]:
+        return list(units_by_stage(Path("tag"), files, tied, tensors, states))
+
+    if isinstance(expected, str):
+        with pytest.raises(RefusedError, match=expected):
+            found()
+    else:
+        assert found() == [frozenset(stage) for stage in expected]
 
 
 def test_names_are_ordered_as_modules_are() -> None:
