@@ -4,7 +4,6 @@ Readers have refused already what does not fit together as files: missing, trunc
 mixed ones.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,15 +11,28 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import MAIN, PARAM, REPORT, Checkpoint, Placed
+from scalai.converters.checkpoint import (
+    MAIN,
+    PARAM,
+    REPORT,
+    REPORT_VERSION,
+    Checkpoint,
+    Placed,
+)
 from scalai.converters.forked import map_forked
+from scalai.converters.intake import read_json
 from scalai.converters.rounding import rounds_to
 from scalai.converters.streaming import source_view
 from scalai.converters.work import HERE
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Tensor
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import ProofError, RefusedError
-from scalai.core.fingerprint import combine, piece_fingerprint, tensor_fingerprints
+from scalai.core.fingerprint import (
+    combine,
+    piece_fingerprint,
+    sure_fingerprints,
+    tensor_fingerprints,
+)
 from scalai.core.plan import Copies, plan
 from scalai.core.region import Box, whole
 from scalai.core.sources import Holder
@@ -58,14 +70,22 @@ def fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
     if checkpoint.may_overlap:
         placed = _without_overlaps(placed)
         checkpoint = replace(checkpoint, placed=placed)
-    values = np.zeros(len(placed.collection), dtype=np.uint64)
+    rows = range(len(placed.collection))
+    return tensor_fingerprints(placed.collection, _row_fingerprints(checkpoint, rows, workers))
 
-    def compute(rows: range) -> list[int]:
-        return [_row_fingerprint(checkpoint, row) for row in rows]
 
-    for rows, found in map_forked(compute, _batches(len(placed.collection)), workers):
-        values[rows.start : rows.stop] = found
-    return tensor_fingerprints(placed.collection, values)
+def _row_fingerprints(
+    checkpoint: Checkpoint, rows: Sequence[int], workers: int
+) -> npt.NDArray[np.uint64]:
+    """Return the fingerprints of some rows as they are now."""
+    values = np.zeros(len(rows), dtype=np.uint64)
+
+    def compute(numbers: range) -> list[int]:
+        return [_row_fingerprint(checkpoint, rows[number]) for number in numbers]
+
+    for numbers, found in map_forked(compute, _batches(len(rows)), workers):
+        values[numbers.start : numbers.stop] = found
+    return values
 
 
 def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
@@ -79,7 +99,7 @@ def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
         LayoutError: It is not whole.
         ProofError: Something in it differs from something else; names tensors and index ranges.
     """
-    found = fingerprints(checkpoint, workers)
+    found = _checked_fingerprints(checkpoint, workers)
     _refuse(checkpoint, _twin_differences(checkpoint, workers))
     _refuse(checkpoint, _master_differences(checkpoint, workers))
     check_report(checkpoint, found)
@@ -89,11 +109,13 @@ def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
 def check_samples(checkpoint: Checkpoint) -> None:
     """Compare second copies with their tensors, and masters with weights, at the start of every
     piece: so that a checkpoint that was mixed or saved wrongly is found before it is converted.
+    Pieces whose noted fingerprints will not add up to those of tensors are compared whole.
 
     Raises:
         ProofError: They differ; names tensors and index ranges.
     """
     placed = checkpoint.placed
+    check_noted(checkpoint, noted_fingerprints(checkpoint)[1], workers=0)
     sample = replace(
         checkpoint, twins=None if checkpoint.twins is None else _starts(checkpoint.twins)
     )
@@ -101,12 +123,55 @@ def check_samples(checkpoint: Checkpoint) -> None:
     _refuse(checkpoint, _master_differences(checkpoint, workers=0, masters=_starts(placed)))
 
 
+def _checked_fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
+    """Return the fingerprint of every tensor, with all pieces as their layout notes them."""
+    if checkpoint.noted is None:
+        return fingerprints(checkpoint, workers)
+    check_coverage(checkpoint.placed.collection, exact_partition=False)
+    check_noted(checkpoint, range(len(checkpoint.noted)), workers)
+    known, unsure = noted_fingerprints(checkpoint)
+    return fingerprints(checkpoint, workers) if unsure else known
+
+
+def check_noted(checkpoint: Checkpoint, rows: Sequence[int], workers: int) -> None:
+    """Compare some pieces with the fingerprints that their layout keeps.
+
+    Raises:
+        ProofError: They differ; names tensors and boxes.
+    """
+    if checkpoint.noted is None or not len(rows):
+        return
+    found = _row_fingerprints(checkpoint, rows, workers)
+    differing = np.flatnonzero(found != checkpoint.noted[list(rows)])
+    if len(differing):
+        named = (checkpoint.placed.collection.box(rows[number]) for number in differing[:5])
+        raise ProofError(
+            f"{len(differing)} pieces in {checkpoint.directory} are not what was written: "
+            f"{', '.join(tensor.name + box_text(box) for tensor, box in named)}. The files were "
+            "damaged or changed: use another checkpoint."
+        )
+
+
+def noted_fingerprints(checkpoint: Checkpoint) -> tuple[Mapping[str, int], Sequence[int]]:
+    """Return what a layout's own fingerprints of pieces say of whole tensors; and the rows of
+    tensors whose pieces overlap, of which they say nothing."""
+    if checkpoint.noted is None:
+        return {}, ()
+    collection = checkpoint.placed.collection
+    known = sure_fingerprints(collection, checkpoint.noted)
+    is_unsure = np.array([tensor.name not in known for tensor in collection.tensors], dtype=bool)
+    rows = np.flatnonzero(is_unsure[collection.tensor]) if len(collection) else collection.tensor
+    return known, rows.tolist()
+
+
 def check_report(checkpoint: Checkpoint, found: Mapping[str, int]) -> None:
-    """Compare fingerprints with those that a conversion left beside a checkpoint.
+    """Compare fingerprints with those that the layout keeps, and those that a conversion left
+    beside a checkpoint.
 
     Raises:
         ProofError: They differ; names the tensors.
     """
+    _compare(found, noted_fingerprints(checkpoint)[0], checkpoint.directory)
     for folder in (checkpoint.directory, *checkpoint.directory.parents[:2]):
         _check_report(folder / REPORT, found)
 
@@ -323,13 +388,23 @@ def _check_report(path: Path, found: Mapping[str, int]) -> None:
     if not path.is_file():
         return
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = read_json(path)
         noted = {name: int(value, 16) for name, value in report["fingerprints"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        version = report["version"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RefusedError(f"{path} is damaged ({error}). Remove it, or convert again.") from error
+    if version != REPORT_VERSION:
+        raise RefusedError(
+            f"{path} is of version {version!r}, and {REPORT_VERSION} is read. Use the release of "
+            "Scalai that wrote it, or remove it to go on without its proof."
+        )
+    _compare(found, noted, path)
+
+
+def _compare(found: Mapping[str, int], noted: Mapping[str, int], where: Path) -> None:
     differing = [name for name in sorted(noted) if name in found and noted[name] != found[name]]
     if differing:
         raise ProofError(
-            f"{len(differing)} tensors are not what {path} says was written: "
+            f"{len(differing)} tensors are not what {where} says was written: "
             f"{', '.join(differing[:5])}. The files were damaged or changed: convert again."
         )

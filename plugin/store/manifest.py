@@ -213,7 +213,7 @@ def read_manifest(directory: Path) -> HostManifest:
             f"{path} cannot be read ({error.strerror}); a committed generation has one. Name a "
             "generation's directory."
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(
             f"{path} is damaged ({error}). Remove its directory and use another generation."
         ) from error

@@ -224,7 +224,7 @@ def write_nonsense(directory: Path) -> None:
         (mix_iterations, "is of iteration 5, not 3. Files of two checkpoints are mixed"),
         (mix_degrees, "Files of two checkpoints are mixed"),
         (mix_buffers, "are not its weights"),
-        (write_nonsense, "does not hold what a legacy Megatron checkpoint does"),
+        (write_nonsense, "does not hold what a checkpoint of the layout torch does"),
         (plant_a_class, "names posix.system, which no checkpoint of a known framework needs"),
     ],
 )
