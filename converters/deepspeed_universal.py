@@ -131,6 +131,7 @@ class _Reader:
     steps: dict[float, str] = field(default_factory=dict)
 
     def read(self) -> Checkpoint:
+        self._check_folders()
         self.pieces.extend(self.model.pieces())
         for name in self.model.files:
             self._add_file(name)
@@ -153,6 +154,17 @@ class _Reader:
             self.model.values(job, carried(self._param_groups(), path)),
             twins=place(self.twins, files) if self.twins else None,
         )
+
+    def _check_folders(self) -> None:
+        """Refuse folders of parameters that the model does not have."""
+        names = {name for shapes in self.model.shapes() for name in shapes}
+        folders = sorted(path.name for path in (self.directory / "zero").iterdir() if path.is_dir())
+        stray = next((name for name in folders if name not in names), None)
+        if stray is not None:
+            raise RefusedError(
+                f"{self.directory} has zero/{stray}, and no such parameter by "
+                f"{self.model.files[0]}. Files of two checkpoints are mixed: use another one."
+            )
 
     def _add_file(self, name: str) -> None:
         size = (self.directory / name).stat().st_size

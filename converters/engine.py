@@ -22,9 +22,10 @@ import scalai
 from scalai.converters.checkpoint import REPORT, REPORT_VERSION, Checkpoint, Placed, Target
 from scalai.converters.forked import map_forked
 from scalai.converters.journal import Done, Journal
+from scalai.converters.noted import check_report
 from scalai.converters.parts import Part, alone, begin, gather, remove_journals
 from scalai.converters.streaming import Job, run_task
-from scalai.converters.verify import check_report, check_samples
+from scalai.converters.verify import check_samples
 from scalai.converters.work import Task, Work, plan_work, unused
 from scalai.core.collection import Collection
 from scalai.core.errors import RefusedError, StoreError, UsageError
@@ -159,6 +160,11 @@ def reshard(
                 "seconds": round(time.monotonic() - began, 3),
                 "resumed_tasks": resumed,
             }
+            if _identity(source, target, limits.buffer_bytes) != identity:
+                raise RefusedError(
+                    f"{source.directory} was changed while it was read. Wait until the save or the "
+                    "copy has ended, and run the same command again."
+                )
             check_report(source, {n: int(v, 16) for n, v in report["fingerprints"].items()})
             _complete(partial, target, rows, report)
             _publish(partial, destination, overwrite)

@@ -177,12 +177,13 @@ def _read_entries(path: Path) -> tuple[dict[str, _Entry], list[CheckpointFile]]:
             names = sorted(set(weight_map.values()))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RefusedError(f"{path / INDEX} is damaged ({error}). Copy it again.") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise RefusedError(f"{path / INDEX} names {name!r}, which is no file beside it.")
     _check_names(path, names)
     entries: dict[str, _Entry] = {}
     files = []
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise RefusedError(f"{path / INDEX} names {name!r}, which is no file beside it.")
         size = file_inside(path, name, INDEX).stat().st_size
         files.append(CheckpointFile(name, size))
         for key, entry in _read_header(path / name, size):

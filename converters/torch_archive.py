@@ -188,17 +188,17 @@ class _Window(io.RawIOBase):
 def _read(window: _Window, path: Path, begin: int, trust: bool) -> Any:
     with zipfile.ZipFile(window) as archive:
         members = {name.filename.partition("/")[2]: name for name in archive.infolist()}
+        for member in members.values():
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise RefusedError(
+                    f"{path}: {member.filename} is compressed; torch stores plainly."
+                )
         sizes = [member.file_size for member in archive.infolist()]
         if len(members) != len(sizes) or sum(sizes) > window.size_bytes:
             raise RefusedError(
                 f"{path} has {len(sizes)} members of {len(members)} names, {sum(sizes)} bytes by "
                 f"its directory in a file of {window.size_bytes}. Use another checkpoint."
             )
-        for member in members.values():
-            if member.compress_type != zipfile.ZIP_STORED:
-                raise RefusedError(
-                    f"{path}: {member.filename} is compressed; torch stores plainly."
-                )
         byteorder = members.get("byteorder")
         if byteorder is not None and archive.read(byteorder) != b"little":
             raise RefusedError(f"{path} is big-endian, which is not supported.")

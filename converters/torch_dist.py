@@ -37,6 +37,7 @@ from scalai.converters.checkpoint import (
 )
 from scalai.converters.intake import MAX_PIECES, read_json
 from scalai.converters.megatron_iterations import check_iteration, find_below
+from scalai.converters.megatron_limits import check_model
 from scalai.converters.megatron_names import leading_axes, name_at, tensor_parallel_axis
 from scalai.converters.megatron_values import (
     argument_degrees,
@@ -207,11 +208,13 @@ class _Reader:
             pieces += _steps(pieces, STEP_FILE)
             content = np.float32(step).tobytes()
             files.append(CheckpointFile(STEP_FILE, len(content), content))
+        placed, values = place(pieces, files), self._values(groups, model)
+        check_model(self.directory, values, placed.collection.tensors)
         return Checkpoint(
             "torch_dist",
             self.directory,
-            place(pieces, files),
-            self._values(groups, model),
+            placed,
+            values,
             twins=place(twins, files) if twins else None,
             notes=tuple(self._notes()),
         )

@@ -22,6 +22,7 @@ from scalai.converters import torch_legacy_writer
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, Target, Values, WriteOptions
 from scalai.converters.intake import MAX_DEGREE
 from scalai.converters.megatron_iterations import RELEASE, check_iteration, find_below
+from scalai.converters.megatron_limits import check_model
 from scalai.converters.megatron_values import (
     argument_degrees,
     counters_of,
@@ -75,11 +76,13 @@ def _read(name: str, directory: Path, *, trust: bool) -> Checkpoint:
     _check_equal(directory, ranks)
     common = _common(directory, first)
     tensors = read_tensors(directory, ranks, degrees, find_param_groups(common))
+    values = _values(directory, ranks, degrees, common, tensors.extra)
+    check_model(directory, values, tensors.placed.collection.tensors)
     return Checkpoint(
         name,
         directory,
         tensors.placed,
-        _values(directory, ranks, degrees, common, tensors.extra),
+        values,
         twins=tensors.twins,
         notes=(*tensors.notes, *_notes(first)),
     )

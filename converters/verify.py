@@ -11,39 +11,30 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import (
-    MAIN,
-    PARAM,
-    REPORT,
-    REPORT_VERSION,
-    Checkpoint,
-    Placed,
-)
+from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Placed
+from scalai.converters.fingerprints import batches, fingerprints, parts_of, row_fingerprints
 from scalai.converters.forked import map_forked
-from scalai.converters.intake import read_json
+from scalai.converters.noted import (
+    check_noted,
+    check_report,
+    checked_fingerprints,
+    noted_fingerprints,
+)
 from scalai.converters.rounding import rounds_to
 from scalai.converters.streaming import source_view
 from scalai.converters.work import HERE
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Tensor
-from scalai.core.coverage import check_coverage
-from scalai.core.errors import ProofError, RefusedError
-from scalai.core.fingerprint import (
-    combine,
-    piece_fingerprint,
-    sure_fingerprints,
-    tensor_fingerprints,
-)
+from scalai.core.collection import MAX_NDIM, Collection, Tensor
+from scalai.core.errors import ProofError
+from scalai.core.fingerprint import tensor_fingerprints
 from scalai.core.plan import Copies, plan
-from scalai.core.region import Box, whole
+from scalai.core.region import Box
 from scalai.core.sources import Holder
-from scalai.store.files import Bits, blocks, box_text
+from scalai.store.files import Bits, box_text
 
-PART_ELEMENTS = 1 << 22
-"""Elements that are compared at a time."""
 SAMPLED = 256
 """Elements of a row that a sample compares."""
-BATCH = 64
-"""Rows that one process takes at a time."""
+REPLICATED = 1 << 16
+"""The same of replicas: the whole of what tensor-parallel ranks have alike, as norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,36 +49,6 @@ class Difference:
         return f"{self.tensor}{box_text(self.box)}: {self.count} elements differ"
 
 
-def fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
-    """Return the fingerprint of every tensor.
-
-    Raises:
-        LayoutError: Holes, or shards that overlap without being replicas.
-        ProofError: Replicas of a shard differ.
-    """
-    placed = checkpoint.placed
-    check_coverage(placed.collection, exact_partition=not checkpoint.may_overlap)
-    if checkpoint.may_overlap:
-        placed = _without_overlaps(placed)
-        checkpoint = replace(checkpoint, placed=placed)
-    rows = range(len(placed.collection))
-    return tensor_fingerprints(placed.collection, _row_fingerprints(checkpoint, rows, workers))
-
-
-def _row_fingerprints(
-    checkpoint: Checkpoint, rows: Sequence[int], workers: int
-) -> npt.NDArray[np.uint64]:
-    """Return the fingerprints of some rows as they are now."""
-    values = np.zeros(len(rows), dtype=np.uint64)
-
-    def compute(numbers: range) -> list[int]:
-        return [_row_fingerprint(checkpoint, rows[number]) for number in numbers]
-
-    for numbers, found in map_forked(compute, _batches(len(rows)), workers):
-        values[numbers.start : numbers.stop] = found
-    return values
-
-
 def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
     """Check one checkpoint: coverage, replicas, second copies, masters against weights, and the
     fingerprints that a conversion left beside it.
@@ -99,7 +60,7 @@ def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
         LayoutError: It is not whole.
         ProofError: Something in it differs from something else; names tensors and index ranges.
     """
-    found = _checked_fingerprints(checkpoint, workers)
+    found = checked_fingerprints(checkpoint, workers)
     _refuse(checkpoint, _twin_differences(checkpoint, workers))
     _refuse(checkpoint, _master_differences(checkpoint, workers))
     check_report(checkpoint, found)
@@ -107,73 +68,35 @@ def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
 
 
 def check_samples(checkpoint: Checkpoint) -> None:
-    """Compare second copies with their tensors, and masters with weights, at the start of every
-    piece: so that a checkpoint that was mixed or saved wrongly is found before it is converted.
-    Pieces whose noted fingerprints will not add up to those of tensors are compared whole.
+    """Compare replicas and second copies with their tensors, and masters with weights, at the start
+    of every piece, so that a checkpoint that was mixed or saved wrongly is found before it is
+    converted. Pieces whose noted fingerprints do not add up to those of tensors are compared whole.
 
     Raises:
         ProofError: They differ; names tensors and index ranges.
     """
     placed = checkpoint.placed
     check_noted(checkpoint, noted_fingerprints(checkpoint)[1], workers=0)
+    _check_replicas(checkpoint)
     sample = replace(
-        checkpoint, twins=None if checkpoint.twins is None else _starts(checkpoint.twins)
+        checkpoint, twins=None if checkpoint.twins is None else _starts(checkpoint.twins, SAMPLED)
     )
     _refuse(checkpoint, _twin_differences(sample, workers=0))
-    _refuse(checkpoint, _master_differences(checkpoint, workers=0, masters=_starts(placed)))
+    _refuse(
+        checkpoint, _master_differences(checkpoint, workers=0, masters=_starts(placed, SAMPLED))
+    )
 
 
-def _checked_fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
-    """Return the fingerprint of every tensor, with all pieces as their layout notes them."""
-    if checkpoint.noted is None:
-        return fingerprints(checkpoint, workers)
-    check_coverage(checkpoint.placed.collection, exact_partition=False)
-    check_noted(checkpoint, range(len(checkpoint.noted)), workers)
-    known, unsure = noted_fingerprints(checkpoint)
-    return fingerprints(checkpoint, workers) if unsure else known
-
-
-def check_noted(checkpoint: Checkpoint, rows: Sequence[int], workers: int) -> None:
-    """Compare some pieces with the fingerprints that their layout keeps.
-
-    Raises:
-        ProofError: They differ; names tensors and boxes.
-    """
-    if checkpoint.noted is None or not len(rows):
-        return
-    found = _row_fingerprints(checkpoint, rows, workers)
-    differing = np.flatnonzero(found != checkpoint.noted[list(rows)])
-    if len(differing):
-        named = (checkpoint.placed.collection.box(rows[number]) for number in differing[:5])
-        raise ProofError(
-            f"{len(differing)} pieces in {checkpoint.directory} are not what was written: "
-            f"{', '.join(tensor.name + box_text(box) for tensor, box in named)}. The files were "
-            "damaged or changed: use another checkpoint."
-        )
-
-
-def noted_fingerprints(checkpoint: Checkpoint) -> tuple[Mapping[str, int], Sequence[int]]:
-    """Return what a layout's own fingerprints of pieces say of whole tensors; and the rows of
-    tensors whose pieces overlap, of which they say nothing."""
-    if checkpoint.noted is None:
-        return {}, ()
-    collection = checkpoint.placed.collection
-    known = sure_fingerprints(collection, checkpoint.noted)
-    is_unsure = np.array([tensor.name not in known for tensor in collection.tensors], dtype=bool)
-    rows = np.flatnonzero(is_unsure[collection.tensor]) if len(collection) else collection.tensor
-    return known, rows.tolist()
-
-
-def check_report(checkpoint: Checkpoint, found: Mapping[str, int]) -> None:
-    """Compare fingerprints with those that the layout keeps, and those that a conversion left
-    beside a checkpoint.
-
-    Raises:
-        ProofError: They differ; names the tensors.
-    """
-    _compare(found, noted_fingerprints(checkpoint)[0], checkpoint.directory)
-    for folder in (checkpoint.directory, *checkpoint.directory.parents[:2]):
-        _check_report(folder / REPORT, found)
+def _check_replicas(checkpoint: Checkpoint) -> None:
+    """Compare the starts of pieces of equal boxes. Raises ``ProofError`` where two differ."""
+    columns = checkpoint.placed.collection
+    boxes = np.concatenate([columns.tensor[:, None], columns.offset, columns.shape], axis=1)
+    _, number, count = np.unique(boxes, axis=0, return_inverse=True, return_counts=True)
+    starts = _starts(checkpoint.placed, REPLICATED)
+    rows = np.flatnonzero(count[number.ravel()] > 1).tolist()
+    if rows:
+        found = row_fingerprints(replace(checkpoint, placed=starts), rows, workers=0)
+        tensor_fingerprints(starts.collection.select(np.array(rows)), found)
 
 
 def _refuse(checkpoint: Checkpoint, differences: Iterable[Difference]) -> None:
@@ -209,41 +132,6 @@ def compare(one: Checkpoint, two: Checkpoint, workers: int) -> Iterator[str]:
     yield from map(str, _differences(one, two.directory, placed, workers))
 
 
-def _without_overlaps(placed: Placed) -> Placed:
-    """Return rows that hold every element once."""
-    tensors = placed.collection.tensors
-    wanted = Collection.of((tensor, whole(tensor.shape)) for tensor in tensors)
-    copies = plan([Holder(HERE, placed.collection)], [Holder(HERE, wanted)]).copies
-    row = copies.source_row
-    items = np.array([ITEM_BYTES[t.dtype] for t in tensors], dtype=np.int64)
-    number = placed.collection.tensor[row]
-    shift = ((copies.offset - placed.collection.offset[row]) * placed.stride[row]).sum(axis=1)
-    return Placed(
-        Collection(tensors, number, copies.offset, copies.shape),
-        placed.file[row], placed.begin[row] + shift * items[number], placed.stride[row],
-        placed.files,
-    )  # fmt: skip
-
-
-def _row_fingerprint(checkpoint: Checkpoint, row: int) -> int:
-    placed = checkpoint.placed
-    tensor, box = placed.collection.box(row)
-    return combine(
-        piece_fingerprint(source_view(checkpoint.directory, placed, row, part), part, tensor.shape)
-        for part in _parts(box)
-    )
-
-
-def _parts(box: Box) -> Iterator[Box]:
-    """Yield a box in parts of a bounded number of elements."""
-    for block in blocks(box.shape, PART_ELEMENTS):
-        yield Box(tuple(a + b for a, b in zip(box.offset, block.offset, strict=True)), block.shape)
-
-
-def _batches(count: int) -> list[range]:
-    return [range(low, min(low + BATCH, count)) for low in range(0, count, BATCH)]
-
-
 def _only(placed: Placed, names: Iterable[str]) -> Placed:
     """Return the rows of the named tensors."""
     wanted = set(names)
@@ -256,10 +144,10 @@ def _only(placed: Placed, names: Iterable[str]) -> Placed:
     )  # fmt: skip
 
 
-def _starts(placed: Placed) -> Placed:
+def _starts(placed: Placed, elements: int) -> Placed:
     """Return the rows cut to the first elements of their first line."""
     shape = np.minimum(placed.collection.shape, 1)
-    shape[:, -1] = np.minimum(placed.collection.shape[:, -1], SAMPLED)
+    shape[:, -1] = np.minimum(placed.collection.shape[:, -1], elements)
     collection = replace(placed.collection, shape=shape)
     return replace(placed, collection=collection)
 
@@ -320,7 +208,7 @@ def _differences(
         ]
 
     found: dict[str, list[Difference]] = {}
-    for _, differences in map_forked(compare_copies, _batches(len(copies)), workers):
+    for _, differences in map_forked(compare_copies, batches(len(copies)), workers):
         for difference in differences:
             found.setdefault(difference.tensor, []).append(difference)
     for name in sorted(found):
@@ -341,7 +229,7 @@ def _compare_copy(
     copied = Box(
         tuple(copies.offset[number, skip:].tolist()), tuple(copies.shape[number, skip:].tolist())
     )
-    for part in _parts(copied):
+    for part in parts_of(copied):
         left = source_view(one.directory, one.placed, int(copies.source_row[number]), part)
         if masters is None:
             right = source_view(directory, two, row, part)
@@ -381,30 +269,3 @@ def _united(differences: Sequence[Difference]) -> Difference:
     high = tuple(max(at) for at in zip(*ends, strict=True))
     extent = tuple(b - a for a, b in zip(low, high, strict=True))
     return Difference(differences[0].tensor, Box(low, extent), sum(d.count for d in differences))
-
-
-def _check_report(path: Path, found: Mapping[str, int]) -> None:
-    """Compare with the fingerprints that a conversion left."""
-    if not path.is_file():
-        return
-    try:
-        report = read_json(path)
-        noted = {name: int(value, 16) for name, value in report["fingerprints"].items()}
-        version = report["version"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RefusedError(f"{path} is damaged ({error}). Remove it, or convert again.") from error
-    if version != REPORT_VERSION:
-        raise RefusedError(
-            f"{path} is of version {version!r}, and {REPORT_VERSION} is read. Use the release of "
-            "Scalai that wrote it, or remove it to go on without its proof."
-        )
-    _compare(found, noted, path)
-
-
-def _compare(found: Mapping[str, int], noted: Mapping[str, int], where: Path) -> None:
-    differing = [name for name in sorted(noted) if name in found and noted[name] != found[name]]
-    if differing:
-        raise ProofError(
-            f"{len(differing)} tensors are not what {where} says was written: "
-            f"{', '.join(differing[:5])}. The files were damaged or changed: convert again."
-        )

@@ -12,8 +12,8 @@ from scalai.converters import safetensors_index
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, WriteOptions
 from scalai.converters.describe import read_tensor
 from scalai.converters.engine import reshard
+from scalai.converters.fingerprints import fingerprints
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.verify import fingerprints
 from scalai.core.errors import RefusedError, UsageError
 
 LLAMA = Path(__file__).parents[2] / "configs" / "names_llama.toml"
