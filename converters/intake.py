@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from scalai.converters.checkpoint import Checkpoint, Placed, Values
+from scalai.converters.checkpoint import PARAM, Checkpoint, Placed, Values
 from scalai.core.boxes import check_inside, right_aligned
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
 from scalai.core.errors import RefusedError
@@ -71,7 +71,7 @@ def read_json(path: Path) -> Any:
 def parse_json(data: bytes) -> Any:
     """Return what JSON says. Raises ``ValueError`` as ``read_json``."""
     try:
-        return json.loads(data, object_pairs_hook=_distinct)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_distinct)
     except RecursionError as error:
         raise ValueError("JSON that is nested too deep") from error
 
@@ -92,6 +92,7 @@ def check_intake(checkpoint: Checkpoint) -> None:
         RefusedError: Something does not; names it.
     """
     _check_values(checkpoint.directory, checkpoint.values)
+    _check_kinds(checkpoint.directory, checkpoint.placed.collection.tensors)
     for placed in (checkpoint.placed, checkpoint.twins):
         if placed is not None:
             _check_files(checkpoint.directory, placed)
@@ -108,6 +109,18 @@ def _check_values(directory: Path, values: Values) -> None:
             )
     if not 0 <= values.step <= MAX_BYTES:
         raise RefusedError(f"{directory} is of step {values.step}. Use another checkpoint.")
+
+
+def _check_kinds(directory: Path, tensors: tuple[Tensor, ...]) -> None:
+    """Refuse optimizer state of what is no parameter."""
+    names = {tensor.name for tensor in tensors}
+    for name in names:
+        kind, _, parameter = name.partition("/")
+        if f"{PARAM}/{parameter}" not in names:
+            raise RefusedError(
+                f"{directory} has {kind} of {parameter!r}, and no such parameter. It is not whole, "
+                "or mixed from two checkpoints: use another one."
+            )
 
 
 def _check_files(directory: Path, placed: Placed) -> None:

@@ -17,7 +17,7 @@ from heapq import heapify, heapreplace
 from pathlib import Path
 
 from scalai.converters.journal import NAME, Done, Journal, is_open, read_journal, try_lock
-from scalai.core.errors import PeerError, UsageError
+from scalai.core.errors import PeerError, StoreError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,11 @@ def alone(destination: Path) -> Iterator[None]:
     path = destination.parent / f".{destination.name}.lock"
     while True:
         file = open(path, "a+b")
-        try_lock(file, is_waiting=True)
+        try:
+            try_lock(file, is_waiting=True)
+        except StoreError:
+            path.unlink(missing_ok=True)
+            raise
         try:
             is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
         except FileNotFoundError:

@@ -160,6 +160,7 @@ def test_a_file_system_without_locks_is_refused(
     monkeypatch.setattr("fcntl.flock", no_locks)
     with pytest.raises(StoreError, match="cannot be locked"):
         reshard(source, target_of(source), tmp_path / "new", LIMITS)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_lock_beside_the_destination_is_held_by_one_and_goes(tmp_path: Path) -> None:
