@@ -15,13 +15,12 @@ import io
 import logging
 import pathlib
 import pickle
-import resource
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from scalai.converters.bounded import bounded_memory
 from scalai.core.errors import RefusedError, ScalaiError
 
 log = logging.getLogger("scalai.converters")
@@ -165,7 +164,7 @@ def loads(
         RefusedError: A class that is not allowed, or a damaged pickle; names ``where``.
     """
     try:
-        with _bounded_memory(MEMORY_BYTES + MEMORY_FACTOR * len(data)):
+        with bounded_memory(MEMORY_BYTES + MEMORY_FACTOR * len(data)):
             return _Reader(io.BytesIO(data), where, classes or {}, persistent, trust).load()
     except ScalaiError:
         raise
@@ -176,28 +175,6 @@ def loads(
             f"{where} holds a damaged pickle ({type(error).__name__}: {error}). Use another "
             "checkpoint."
         ) from error
-
-
-@contextmanager
-def _bounded_memory(size_bytes: int) -> Iterator[None]:
-    """Let this process take so much more memory at most, where the system can say what it has.
-
-    A few bytes of a pickle can ask for any amount (a memo index, a ``bytearray``): a MemoryError
-    is better than the end of the machine.
-    """
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            used = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
-    except (OSError, StopIteration):
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = [used + size_bytes, *(limit for limit in (soft, hard) if limit >= 0)]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def dumps(

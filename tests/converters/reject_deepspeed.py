@@ -148,6 +148,42 @@ ZERO_NOT = {
     "run": "nothing in it says of which job it is",
 }
 
+
+def lose_a_moment(path: Path) -> None:
+    def lose_one(tree: Any) -> Any:
+        inner = tree["optimizer"]
+        state = {key: value for key, value in inner["state"].items() if key != 1}
+        return {**tree, "optimizer": {**inner, "state": state}}
+
+    change_tree(path, lose_one)
+
+
+ZERO_0 = [
+    Case("path", on(link_outside, WHOLE), "is a link to outside"),
+    Case("dtype", on(make_complex, WHOLE), "of an unknown kind"),
+    Case("shape", on(make_a_size_negative, WHOLE), "a tensor [-4] reaches beyond its"),
+    Case("hole", on(lose_a_moment, WHOLE), "parameter 1 of the optimizer has no state"),
+    Case("hole", on(lose_a_weight, WHOLE), "no assignment to those of the module is possible"),
+    Case("extra file", copy(WHOLE, "mp_rank_000_model_states.pt"), "beside mp_rank_00_model"),
+    Case("truncated", on(cut, WHOLE), f"{WHOLE} is damaged or truncated"),
+    Case("bomb", on(compress, WHOLE), "is compressed; torch stores plainly"),
+    Case("bomb", on(repeat_elements, WHOLE), "reaches beyond its storage of 16 bytes"),
+    Case("digest", spoil("exp_avg/decoder.final_layernorm.weight"), "says was written", 4),
+    Case("iterations", of_another_step("deepspeed_zero0", WHOLE), "is of step 6"),
+    Case("suspect", with_nan, "nothing but NaN", 0),
+    Case("version", on(age, WHOLE), "is of version 99 of torch's format"),
+    Case("version", report_version, "scalai.json is of version 2"),
+    Case("code", on(plant, WHOLE), "os.system, which no checkpoint"),
+]
+ZERO_0_NOT = {
+    "overlap": "every tensor is whole",
+    "duplicate": "one file, whose dictionaries have a key once",
+    "missing file": "one file: without it there is no checkpoint",
+    "count": "nothing in it is counted",
+    "world": "every rank is equal, and one file holds all",
+    "run": "nothing in it says of which job it is",
+}
+
 UNIVERSAL_TAG = f"{TAG}_universal"
 WEIGHT = "zero/decoder.final_layernorm.weight"
 

@@ -62,7 +62,7 @@ from scalai.launch import cli
 
 
 def test_a_wrong_shape_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
-    """3. A tensor of 2**40 elements in one rank's file and of 32 in another's."""
+    """3. A norm of 9 in one rank's file, and its moments of 8."""
     source = convert(gpt(), tmp_path / "source", is_split=False, tp=2)
 
     def other_shape(tree: Any) -> Any:
@@ -129,11 +129,13 @@ def test_a_kill_at_any_byte_of_the_journal_is_made_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """15. Whatever the journal does not note may be anything on disk."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(os, "fdatasync", lambda _: None)
     source, target, left = interrupted(tmp_path, monkeypatch)
     expected = verify(source, 0)
     noted = (left / ".scalai-journal").read_bytes()
     starts = [0] + [at + 1 for at, byte in enumerate(noted) if byte == 10]
-    ends = sorted({at + shift for at in starts for shift in (-7, -1, 0, 1)} | {len(noted)})
+    ends = sorted({at + shift for at in starts for shift in (-9, 0)} | {len(noted)})
     for end in (end for end in ends if 0 <= end <= len(noted)):
         partial = tmp_path / ".new.partial"
         shutil.copytree(left, partial)
@@ -298,7 +300,7 @@ def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
     run_bounded("verify", tmp_path / "source", tmp_path / "new", "--workers", 1)
 
 
-@pytest.mark.parametrize("shards", [2, 256])
+@pytest.mark.parametrize("shards", [2, pytest.param(256, marks=pytest.mark.campaign), 64])
 def test_memory_does_not_grow_with_the_shards(
     tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

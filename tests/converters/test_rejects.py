@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 from checkpoints import deepspeed_state, state, write
-from reject_deepspeed import UNIVERSAL, UNIVERSAL_NOT, ZERO, ZERO_3, ZERO_NOT
+from reject_deepspeed import (
+    UNIVERSAL,
+    UNIVERSAL_NOT,
+    ZERO,
+    ZERO_0,
+    ZERO_0_NOT,
+    ZERO_3,
+    ZERO_NOT,
+)
 from reject_megatron import TORCH, TORCH_DIST, TORCH_DIST_NOT, TORCH_NOT
 from reject_others import GENERATION, GENERATION_NOT, SAFETENSORS, SAFETENSORS_NOT, write_shards
 from rejects import ITEMS, Case
@@ -20,6 +28,7 @@ from scalai.launch import cli
 TABLE: dict[str, tuple[list[Case], dict[str, str]]] = {
     "torch_dist": (TORCH_DIST, TORCH_DIST_NOT),
     "torch": (TORCH, TORCH_NOT),
+    "deepspeed_zero0": (ZERO_0, ZERO_0_NOT),
     "deepspeed_zero1": (ZERO, ZERO_NOT),
     "deepspeed_zero3": (ZERO_3, ZERO_NOT),
     "deepspeed_universal": (UNIVERSAL, UNIVERSAL_NOT),
@@ -30,6 +39,7 @@ TABLE: dict[str, tuple[list[Case], dict[str, str]]] = {
 MAKERS: dict[str, Callable[[Path], object]] = {
     "torch_dist": lambda path: write(path, tp=2),
     "torch": lambda path: convert(gpt(), path, **SHARED),
+    "deepspeed_zero0": lambda path: write(path, "deepspeed_zero0", deepspeed_state(), dp=2),
     "deepspeed_zero1": lambda path: write(path, "deepspeed_zero1", deepspeed_state(), dp=2),
     "deepspeed_zero3": lambda path: write(path, "deepspeed_zero3", deepspeed_state(), dp=2),
     "deepspeed_universal": lambda path: write(path, "deepspeed_universal", deepspeed_state(), dp=1),
