@@ -38,8 +38,8 @@ from scalai.store.manifest import _digest
 
 MEMORY_BYTES = 768 << 20
 CASE_S = 30
-SECONDS = 1.2
-LONG_SECONDS = 8.0
+SECONDS = 1.0
+LONG_SECONDS = 7.0
 
 MAKERS: dict[str, Callable[[Path], object]] = {
     "torch_dist": lambda path: write(path, tp=2),
