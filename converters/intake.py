@@ -24,7 +24,8 @@ MAX_PIECES = 1 << 24
 """Of one checkpoint: ten thousand tensors on a thousand ranks."""
 MAX_BYTES = 1 << 60
 """Of all tensors: far below what a 64-bit number counts."""
-MAX_DEGREE = 1 << 20
+MAX_DEGREE = 1 << 16
+"""Ranks on one axis."""
 
 
 def file_inside(directory: Path, name: str, named_by: str) -> Path:
