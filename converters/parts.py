@@ -49,9 +49,8 @@ class Part:
 
     def is_mate(self, journal: str) -> bool:
         """Tell whether a journal is that of another part of the same division."""
-        return not self.is_whole and journal != self.journal and journal.endswith(
-            f"-of-{self.count}"
-        )  # fmt: skip
+        is_of_it = not self.is_whole and journal.endswith(f"-of-{self.count}")
+        return is_of_it and journal != self.journal
 
     def files(self, sizes: Sequence[int]) -> list[int]:
         """Return which files are this part's: the largest first, each to whoever has least.
