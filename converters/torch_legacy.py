@@ -37,7 +37,7 @@ from scalai.core.errors import RefusedError
 from scalai.store.files import map_file
 
 VERSION = 3.0
-"""``checkpoint_version`` since Megatron-LM 2.3 (2021)."""
+"""The ``checkpoint_version`` of all megatron-core models."""
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _SMALL = ("optimizer", "opt_param_scheduler", "rng_state")
