@@ -7,6 +7,7 @@ from pathlib import Path
 
 from scalai.converters.checkpoint import ReadOptions
 from scalai.converters.layouts import open_checkpoint
+from scalai.converters.suspects import find_suspects
 from scalai.converters.verify import compare, verify
 
 DIFFERS = 4
@@ -36,15 +37,21 @@ def run(args: argparse.Namespace) -> int:
     one = open_checkpoint(args.one, options)
     if args.two is None:
         prints = verify(one, args.workers)
+        warnings = list(find_suspects(one))
         texts = {name: f"{value:016x}" for name, value in sorted(prints.items())}
         if args.json:
-            content = {"layout": one.layout, "notes": list(one.notes), "fingerprints": texts}
+            content = {
+                "layout": one.layout, "notes": list(one.notes), "warnings": warnings,
+                "fingerprints": texts,
+            }  # fmt: skip
             print(json.dumps(content))
         else:
             print(f"{one.directory} ({one.layout}) is whole: {len(texts)} tensors at step "
                   f"{one.values.step}, replicas and second copies equal.")  # fmt: skip
             for note in one.notes:
                 print(f"note: {note}")
+            for warning in warnings:
+                print(f"warning: {warning}")
         return 0
     two = open_checkpoint(args.two, options)
     lines = list(compare(one, two, args.workers))
