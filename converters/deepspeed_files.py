@@ -145,7 +145,7 @@ def carried(value: Any, path: Path) -> Any:
         RefusedError: One is not.
     """
     if isinstance(value, StoredTensor):
-        return _with_bytes(value, path)
+        return with_bytes(value, path)
     if isinstance(value, dict):
         new = type(value)((key, carried(entry, path)) for key, entry in value.items())
         if getattr(value, "__dict__", None):  # a module's state_dict has versions beside its items
@@ -156,7 +156,8 @@ def carried(value: Any, path: Path) -> Any:
     return value
 
 
-def _with_bytes(tensor: StoredTensor, path: Path) -> NewTensor:
+def with_bytes(tensor: StoredTensor, path: Path) -> NewTensor:
+    """Return a small tensor with its bytes, in row-major order. Raises as ``carried``."""
     item = ITEM_BYTES[tensor.dtype]
     size = int(np.prod(tensor.shape, dtype=np.int64)) * item
     if size > MAX_VALUE_BYTES:
@@ -178,7 +179,7 @@ def scalar_of(value: Any, path: Path) -> float | None:
     if isinstance(value, int | float):
         return float(value)
     if isinstance(value, StoredTensor) and value.shape in ((), (1,)):
-        content = _with_bytes(value, path).content or b""
+        content = with_bytes(value, path).content or b""
         dtypes = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "I32": np.int32}
         if value.dtype in dtypes:
             return float(np.frombuffer(content, dtype=dtypes[value.dtype])[0])

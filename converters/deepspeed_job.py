@@ -10,6 +10,9 @@ STATE = "deepspeed"
 DEFAULT_SUB_GROUP_ELEMENTS = 1_000_000_000
 """``sub_group_size`` of deepspeed/runtime/zero/config.py, 0.19.8."""
 
+_FP32 = ("fp32", "float32", "float", "torch.float32")
+"""What a configuration calls it."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DeepSpeedJob:
@@ -29,6 +32,8 @@ class DeepSpeedJob:
         optimizer: The other entries of a rank's optimizer state: loss scaler, clip_grad.
         has_number_steps: Whether the optimizer keeps its step as a number, not as a tensor.
         is_bf16: Whether the engine trains in bf16: its files have a prefix.
+        is_fused: Whether its optimizer is DeepSpeed's FusedAdam, of which stage 0 keeps flat
+            buffers; None: the source does not say.
     """
 
     tag: str
@@ -44,12 +49,29 @@ class DeepSpeedJob:
     optimizer: Mapping[str, Any]
     has_number_steps: bool
     is_bf16: bool
+    is_fused: bool | None = None
 
 
 def zero_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the section on ZeRO of a DeepSpeed configuration."""
     section = config.get("zero_optimization")
     return section if isinstance(section, Mapping) else {}
+
+
+def uses_bf16_optimizer(config: Mapping[str, Any], stage: int) -> bool:
+    """Tell whether the engine's optimizer is ``BF16_Optimizer``, not ZeRO's own of that stage.
+
+    Source: ``_do_optimizer_sanity_check`` of deepspeed/runtime/engine.py, 0.19.8.
+    """
+    bf16 = config.get("bf16") or config.get("bfloat16") or {}
+    types = config.get("data_types") or {}
+    offload = zero_config(config).get("offload_optimizer") or {}
+    return (
+        stage == 1
+        and bool(bf16.get("enabled"))
+        and types.get("grad_accum_dtype") in _FP32
+        and offload.get("device") != "cpu"
+    )
 
 
 def round_robins(config: Mapping[str, Any]) -> bool:

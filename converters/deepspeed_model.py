@@ -114,7 +114,9 @@ class ModelStates:
         """Return the names of shared parameters, and the names that they are kept by."""
         stated = self.first.get("shared_params")
         if stated is not None:
-            return dict(stated)
+            # But in stage 3, DeepSpeed takes all parameters without elements for one.
+            module, is_3 = self.first["module"], self.is_stage_3
+            return {a: b for a, b in stated.items() if is_3 or 0 not in module[a].shape}
         owners: dict[tuple[int, str, tuple[int, ...]], str] = {}
         found = {}
         for name, entry in self.first["module"].items():
@@ -156,12 +158,13 @@ class ModelStates:
         *,
         has_number_steps: bool,
         is_bf16: bool,
+        is_fused: bool | None = None,
     ) -> DeepSpeedJob:
         """Return the job that saved this.
 
         Args:
             groups: Names of the trained parameters by parameter group, in the optimizer's order.
-            optimizer, has_number_steps, is_bf16: As in ``DeepSpeedJob``.
+            optimizer, has_number_steps, is_bf16, is_fused: As in ``DeepSpeedJob``.
         """
         module = self.first["module"]
         stored = {name: v.dtype for name, v in module.items() if isinstance(v, StoredTensor)}
@@ -184,6 +187,7 @@ class ModelStates:
             optimizer=optimizer,
             has_number_steps=has_number_steps,
             is_bf16=is_bf16,
+            is_fused=is_fused,
         )
 
     def values(

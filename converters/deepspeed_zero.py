@@ -30,6 +30,7 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     place,
 )
+from scalai.converters.deepspeed_elastic import as_rigid
 from scalai.converters.deepspeed_files import (
     TagFiles,
     carried,
@@ -52,7 +53,7 @@ MASTERS = "fp32"
 _MADE_ANEW = (
     "base_optimizer_state", "single_partition_of_fp32_groups", "group_paddings", "partition_count",
     "param_slice_mappings", "param_alignment_paddings", "optimizer_state_dict", "fp32_flat_groups",
-    "zero_stage", "ds_version",
+    "zero_stage", "ds_version", "base_optimizer_state_step",
 )  # fmt: skip
 """Entries of a rank's optimizer state that a writer makes anew."""
 
@@ -114,12 +115,7 @@ def _open(files: TagFiles, trust: bool) -> "_Reader":
                 f"{model.dp} data-parallel ranks: files of two checkpoints are mixed, or "
                 "parameters have ranks of their own (experts), which is not read yet."
             )
-        if isinstance(state.get("base_optimizer_state"), list):
-            raise RefusedError(
-                f"{directory / name} was saved with elastic_checkpoint, which keeps no parameter "
-                "groups. Save without it."
-            )
-        optimizers.append(state)
+        optimizers.append(as_rigid(state))
     if model.dp != len(optimizers):
         raise RefusedError(
             f"{directory} was saved by {model.dp} data-parallel ranks, and has optim_states.pt of "
@@ -171,9 +167,14 @@ class _Reader:
     def _stage(self) -> int:
         if self.files.is_stage_3:
             return 3
-        stage = self.optimizers[0].get("zero_stage")
-        # ``BF16_Optimizer`` has no such key; it shards as stage 1 does.
-        return 1 if stage is None else int(getattr(stage, "args", (stage,))[0])
+        if self._is_bf16_optimizer():
+            return 1
+        stage = self.optimizers[0]["zero_stage"]
+        return int(getattr(stage, "args", (stage,))[0])
+
+    def _is_bf16_optimizer(self) -> bool:
+        """Tell whether this is of ``BF16_Optimizer``, which shards as stage 1 does."""
+        return self.optimizers[0].get("zero_stage") is None
 
     def _placed_files(self) -> list[CheckpointFile]:
         names = (*self.files.model, *self.files.optimizer)
@@ -273,7 +274,7 @@ class _Reader:
         if self.files.is_stage_3:
             parts = [group["params"] for group in self._inner(0)["param_groups"]]
             names = [tuple(name for part in group for name in names[part]) for group in parts]
-        elif round_robins(self.model.config):
+        elif round_robins(self.model.config) and not self._is_bf16_optimizer():
             names = [undo_round_robin(group, self.model.dp) for group in names]
         rest = {k: v for k, v in self.optimizers[0].items() if k not in _MADE_ANEW}
         return self.model.job(
@@ -286,6 +287,11 @@ class _Reader:
     def _notes(self) -> Iterator[str]:
         if not self._inner(0)["state"]:
             yield "the optimizer has made no step: there are no moments"
+        elif not self._inner(0)["param_groups"]:
+            yield (
+                "elastic_checkpoint keeps no parameter groups: without --args-from the job's own "
+                "hyperparameters stay, so set the learning rates after load_checkpoint"
+            )
 
 
 def _is_flat(entry: Any) -> bool:

@@ -16,18 +16,38 @@ STEPS = 6
 SAVED_AFTER = 3
 VOCABULARY, HIDDEN, LAYERS, SAMPLES, LENGTH = 31, 17, 2, 12, 5
 
+FP16 = {"enabled": True, "hysteresis": 1}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16-fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    # Overflows before the checkpoint, and grows after it.
+    "fp16": {"fp16": {**FP16, "initial_scale_power": 13, "loss_scale_window": 1}},
+    "fp16-static": {"fp16": {**FP16, "loss_scale": 128}},
+    "fp16-unscaled": {"fp16": {**FP16, "loss_scale": 1}},
+}
+
 
 @dataclass(frozen=True)
 class Job:
     """A job: its engine, and what it does. Without ``load`` it trains ``STEPS`` steps and, if
     asked, saves in between and, as a tag that is not the latest, at the end; with it, it trains
-    those that are left."""
+    those that are left.
+
+    A ``fused`` optimizer is what DeepSpeed takes for its FusedAdam, with torch's arithmetic.
+    ``separate_steps`` repairs what a universal load of stage 3 leaves, and ``scheduled_rates``
+    what one of an elastic checkpoint leaves, as the converter's notes say.
+    """
 
     world: int = 1
     stage: int = 1
     precision: str = "fp32"
     frozen: bool = True
+    empty: bool = False
     decay: tuple[float, float] = (0.1, 0.0)
+    fused: bool = False
+    separate_steps: bool = False
+    scheduled_rates: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     save: str | None = None
@@ -42,6 +62,8 @@ def serve() -> None:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__.clear()  # nothing is compiled
+    # Torch computes in fp16 on every CPU; DeepSpeed asks whether there are fast kernels.
+    type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda _: True
 
     context = multiprocessing.get_context("fork")
     for line in sys.stdin:
@@ -96,6 +118,13 @@ def run(job: Job, meeting: str) -> dict[str, Any]:
     if job.load is not None:
         path, client_state = engine.load_checkpoint(job.load)
         assert path is not None, f"nothing was loaded from {job.load}"
+        if job.separate_steps:
+            for state in engine.optimizer.optimizer.state.values():
+                state["step"] = state["step"].clone()
+        if job.scheduled_rates:
+            rates = engine.lr_scheduler.get_last_lr()
+            for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
         seen["client_state"] = client_state["note"]
         first = engine.global_steps
         assert first == SAVED_AFTER
@@ -120,19 +149,36 @@ def run(job: Job, meeting: str) -> dict[str, Any]:
 
 
 def describe(engine: Any) -> dict[str, Any]:
-    """Return what is no parameter and must have travelled."""
+    """Return what is not trained and must have travelled."""
+    import deepspeed
+
+    frozen = {n: p for n, p in engine.module.named_parameters() if not p.requires_grad}
+    with deepspeed.zero.GatheredParameters(list(frozen.values())):
+        values = {name: parameter.tolist() for name, parameter in frozen.items()}
     return {
+        "frozen": values,
         "buffers": {name: value.tolist() for name, value in engine.module.named_buffers()},
         "decay": [group["weight_decay"] for group in engine.optimizer.param_groups],
         "samples": engine.global_samples,
+        "scale": describe_scale(engine.optimizer),
     }
+
+
+def describe_scale(optimizer: Any) -> dict[str, Any]:
+    """Return the state of the loss scale, as far as all stages keep it."""
+    kept = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    if kept is None:
+        return {"scale": 1.0}
+    is_dynamic = getattr(kept, "dynamic", False) or getattr(kept, "dynamic_loss_scale", False)
+    names = ["cur_iter", "last_overflow_iter", "scale_window"] if is_dynamic else []
+    return {"scale": kept.cur_scale, **{name: getattr(kept, name) for name in names}}
 
 
 def make_engine(job: Job) -> Any:
     import deepspeed
     import torch
 
-    model = make_model(job.frozen)
+    model = make_model(job.frozen, job.empty)
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [
@@ -140,6 +186,8 @@ def make_engine(job: Job) -> Any:
         for members, decay in zip((decayed, others), job.decay, strict=True)
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    if job.fused:
+        optimizer.__class__ = fused_adam()
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES // job.world,
         "gradient_accumulation_steps": 1,
@@ -147,7 +195,7 @@ def make_engine(job: Job) -> Any:
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": job.stage, **job.zero},
-        **({"bf16": {"enabled": True}} if job.precision == "bf16" else {}),
+        **PRECISIONS[job.precision],
         **job.config,
     }
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
@@ -157,9 +205,21 @@ def make_engine(job: Job) -> Any:
     return engine
 
 
-def make_model(is_partly_frozen: bool) -> Any:
+def fused_adam() -> Any:
+    """Return torch's AdamW as a class that DeepSpeed takes for its own, which is compiled."""
+    import torch
+    from deepspeed.ops.adam import FusedAdam
+
+    class Fused(torch.optim.AdamW, FusedAdam):
+        zero_grad = torch.optim.Optimizer.zero_grad
+
+    return Fused
+
+
+def make_model(is_partly_frozen: bool, has_empty: bool) -> Any:
     """Return a model with sizes that nothing divides, frozen and shared parameters, one of a single
-    element (DeepSpeed trains none without dims), and buffers, one of them without dims."""
+    element (DeepSpeed takes none without dims), if asked two without elements, and buffers of
+    several dtypes, one without dims."""
     import torch
     from torch import nn
 
@@ -182,12 +242,19 @@ def make_model(is_partly_frozen: bool) -> Any:
             self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
             self.head.weight = self.embedding.weight
             self.scale = nn.Parameter(torch.tensor([0.5]))
+            if has_empty:
+                self.none = nn.Parameter(torch.zeros(0, 3))
+                self.nothing = nn.Parameter(torch.zeros(2, 0))
             self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
             self.register_buffer("average", torch.zeros(3))
+            self.register_buffer("is_seen", torch.zeros(3, 2, dtype=torch.bool))
+            self.register_buffer("order", torch.arange(5, dtype=torch.int32))
 
         def forward(self, tokens: Any, labels: Any) -> Any:
             self.calls += 1
             self.average.mul_(0.5).add_(1)
+            self.is_seen[int(self.calls) % 3] = True
+            self.order.add_(1)
             x = self.embedding(tokens)
             for block in self.blocks:
                 x = block(x)
