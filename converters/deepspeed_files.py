@@ -24,14 +24,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive
+from scalai.converters.torch_archive import (
+    MAX_VALUE_BYTES,
+    NewTensor,
+    StoredTensor,
+    read_archive,
+)
 from scalai.core.collection import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.store.files import BITS
 
 LATEST = "latest"
-MAX_VALUE_BYTES = 64 << 20
-"""The most bytes of a tensor among what is carried as a value, not as a tensor."""
 
 _FILE = re.compile(
     r"(?P<bf16>bf16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_"
@@ -141,7 +144,7 @@ def _rank_files(directory: Path, names: Sequence[tuple[re.Match[str], str]]) -> 
     for files in found.values():
         _check_numbers(directory, "data-parallel rank", files)
     model, optimizer = found["model"], found["optim"]
-    if bool(model) == bool(whole) or (model and len(model) != len(optimizer)):
+    if bool(model) == bool(whole) or len(whole) > 1 or (model and len(model) != len(optimizer)):
         raise RefusedError(
             f"{directory} has {len(whole)} mp_rank_*, {len(model)} zero_pp_rank_*_model_states.pt "
             f"and {len(optimizer)} optim_states.pt: a rank's file is missing, or files of two "
@@ -170,11 +173,11 @@ def _check_layers(directory: Path, layers: Mapping[int, Mapping[int, str]]) -> N
 
 
 def _check_numbers(directory: Path, what: str, names: Mapping[int, str]) -> None:
-    missing = sorted(set(range(max(names, default=-1) + 1)) - set(names))
-    if missing:
+    missing = next((at for at, number in enumerate(sorted(names)) if number != at), None)
+    if missing is not None:
         like = next(iter(names.values()))
         raise RefusedError(
-            f"{directory} has no file of {what} {missing[0]} (of {max(names) + 1}, as {like}). "
+            f"{directory} has no file of {what} {missing} (of {max(names) + 1}, as {like}). "
             "Copy the missing files of the same save, or use another checkpoint."
         )
 

@@ -47,9 +47,16 @@ def read_ranks(directory: Path, trust: bool) -> list[ModelStates]:
             f"{directory} has model_states.pt of the model-parallel ranks {sorted(names)}: some are"
             " missing. Convert again, or use another checkpoint."
         )
-    return [
+    models = [
         _read(directory, names[rank], is_stage_3=not whole, trust=trust) for rank in sorted(names)
     ]
+    for model in models:
+        if len(model.files) != (1 if whole else model.dp):
+            raise RefusedError(
+                f"{directory} was made of {model.dp} data-parallel ranks, and has model_states.pt "
+                f"of {len(model.files)}. Convert to universal again, or use another checkpoint."
+            )
+    return models
 
 
 def _read(directory: Path, names: Sequence[str], *, is_stage_3: bool, trust: bool) -> ModelStates:

@@ -79,6 +79,7 @@ class UniversalReader:
     twins: list[Piece] = field(default_factory=list)
     files: dict[str, CheckpointFile] = field(default_factory=dict)
     number_steps: list[bool] = field(default_factory=list)
+    steps: dict[float, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -88,6 +89,7 @@ class UniversalReader:
 
     def read(self) -> Checkpoint:
         """Return the checkpoint. Raises ``RefusedError`` where a parameter's file is missing."""
+        self._check_folders()
         entries = {name: self._entries(name) for name in names_of(self.models)}
         said = {name: _as_dictionary(kinds[MASTERS]) for name, kinds in entries.items()}
         cuts = cuts_of(said, self.models, self.grid.tp, self.grid.options)
@@ -103,6 +105,7 @@ class UniversalReader:
             if parameter.is_rounded:
                 rounded.add(f"{PARAM}/{name}")
             self._place(parameter)
+        self._check_steps()
         states = [self._rank(model) for model in self.models]
         pieces, twins = self.grid.gather(states, cuts)
         self.pieces.extend(piece for piece in pieces if piece.tensor.name not in rounded)
@@ -143,6 +146,26 @@ class UniversalReader:
         is_bf16 = bool(bf16.get("enabled"))
         job = model.job(names, rest, has_number_steps=False, is_bf16=is_bf16)
         return replace(job, tag=job.tag.removesuffix(SUFFIX))
+
+    def _check_folders(self) -> None:
+        """Refuse folders of parameters that the model does not have."""
+        names = set(names_of(self.models))
+        folders = sorted(path.name for path in (self.directory / "zero").iterdir() if path.is_dir())
+        stray = next((name for name in folders if name not in names), None)
+        if stray is not None:
+            raise RefusedError(
+                f"{self.directory} has zero/{stray}, and no such parameter by "
+                f"{self.models[0].files[0]}. Files of two checkpoints are mixed: use another one."
+            )
+
+    def _check_steps(self) -> None:
+        """Refuse parameters that have made unequally many steps."""
+        if len(self.steps) > 1:
+            few = ", ".join(f"{name}: {step:g}" for step, name in list(self.steps.items())[:3])
+            raise RefusedError(
+                f"{self.directory}: parameters have made unequally many optimizer steps ({few}). "
+                "Files of two checkpoints are mixed: use another one."
+            )
 
     def _add_file(self, name: str) -> None:
         size = (self.directory / name).stat().st_size
@@ -223,6 +246,8 @@ class UniversalReader:
         if step is None:
             return
         self.number_steps.append(isinstance(value, int))
+        self.steps.setdefault(step, name)
+        self.steps.setdefault(step, name)
         file = f"(step {step:g})"
         content = np.float32(step).tobytes()
         self.files[file] = CheckpointFile(file, len(content), content)

@@ -103,7 +103,7 @@ def _add_parameter(draft: Draft, ranks: Ranks, name: str, kinds: Sequence[str]) 
         tensor = draft.stored(kind, name)
         new = NewTensor(tensor.dtype, tensor.shape)
         filled: Filled = {new: [Piece(tensor, whole(tensor.shape), "", 0)]}
-        value = {**_cut_entries(ranks.known.get(name, Cut(0)), tensor.shape), "param": new}
+        value = {**_cut_entries(ranks.known.get(name), tensor.shape), "param": new}
         draft.archives.add(f"{draft.folder}/zero/{name}/{kind or MASTERS}.pt", value, filled)
     steps = Filled()
     step = draft.step(name, steps)
@@ -111,8 +111,11 @@ def _add_parameter(draft: Draft, ranks: Ranks, name: str, kinds: Sequence[str]) 
         draft.archives.add(f"{draft.folder}/zero/{name}/{STEPS}.pt", step["step"], steps)
 
 
-def _cut_entries(cut: Cut, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return how tensor-parallel ranks are to cut a parameter; nothing: each has all of it."""
+def _cut_entries(cut: Cut | None, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return how tensor-parallel ranks are to cut a parameter, as ds_to_universal writes it where
+    nothing says it too; nothing: each has all of it."""
+    if cut is None:
+        return {"cat_dim": 0}
     if cut.dim is None:
         return {}
     if len(cut.parts) == 1:

@@ -99,6 +99,7 @@ def _translated(
         source,
         placed=placed,
         twins=None if source.twins is None else _renamed(source.twins, links, shapes),
+        noted=None,
         notes=(*source.notes, *notes),
         changed=frozenset(tensor.name for tensor in placed.collection.tensors),
     ), links

@@ -80,6 +80,7 @@ def repadded(source: Checkpoint, rows: int, vocabulary: int | None) -> Checkpoin
         source,
         placed=_cut(source.placed, rows),
         twins=None if source.twins is None else _cut(source.twins, rows),
+        noted=None,
         values=replace(
             source.values,
             arguments=_with_rows(source.values.arguments, rows),

@@ -16,7 +16,9 @@ from scalai.converters.engine import Limits, Outlook, look_ahead, reshard
 from scalai.converters.layouts import LAYOUTS, layout_named, open_checkpoint
 from scalai.converters.mapping_files import find_mapping, read_mapping
 from scalai.converters.megatron_limits import limits_of
+from scalai.converters.parts import Part
 from scalai.converters.reference import read_reference
+from scalai.converters.suspects import find_suspects
 from scalai.converters.translation import INVENTED, LEFT_OUT
 from scalai.core.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError
@@ -67,6 +69,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--workers", type=int, default=min(os.cpu_count() or 1, 8), metavar="N",
         help="processes (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--part", metavar="I/N", default="1/1",
+        help="do one of N parts, on a host of its own; the last one to end finishes DST",
+    )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
     parser.add_argument(
@@ -79,6 +85,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Reshard. Raises ``ScalaiError`` where it cannot be done."""
+    part = Part.parse(args.part)
     cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
     options = ReadOptions(args.trust_pickle, args.iteration, cuts)
     found = open_checkpoint(args.source, options)
@@ -96,14 +103,20 @@ def run(args: argparse.Namespace) -> int:
     tell("target", {"layout": target.layout, "path": str(args.destination), "degrees": degrees})
     for note in target.notes:
         tell(*_event(note))
+    for note in find_suspects(source, is_sample=True):
+        tell("note", {"text": note})
     if args.dry_run:
         _, outlook = look_ahead(source, target, limits)
         tell("outlook", _outlook(outlook, limits))
         return 0
     progress = _progress_json() if args.json else _progress_bar()
     report = reshard(
-        source, target, args.destination, limits, overwrite=args.overwrite, progress=progress
-    )
+        source, target, args.destination, limits,
+        overwrite=args.overwrite, part=part, progress=progress,
+    )  # fmt: skip
+    if report is None:
+        tell("part", {"part": str(part), "done": "the last one to end finishes the destination"})
+        return 0
     tell("done", {
         "tensors": len(report["fingerprints"]),
         "bytes": report["bytes"],
