@@ -166,11 +166,8 @@ def _pauses(axes: Axes, run: Run, changes: Sequence[tuple[Change, Resize]]) -> N
                 begin += seconds
         axes.text(begin, row, f"  {pause_s(run, resize):.1f} s", va="center", fontsize=9, color=INK)
     axes.axvline(0, color=INK, linewidth=0.9)
-    longest = max(
-        sum(s for phase, s in resize.seconds.items() if phase not in NO_PAUSE)
-        for _, resize in changes
-    )
-    axes.set_xlim(right=longest * 1.18)
+    left, right = axes.get_xlim()
+    axes.set_xlim(right=right + 0.12 * (right - left))  # room for the figures
     _rows(axes, [change.label for change, _ in changes])
     axes.set_xlabel("seconds since the last step of the old layout (figures: less one step)")
     training = Rectangle((0, 0), 1, 1, facecolor="white", edgecolor=PALE, hatch="////")

@@ -9,7 +9,7 @@ DEGREES = '4 = "tp2"\n2 = "tp1"\n"2->4" = "tp4"\n3 = "tp3"\n1 = "tp1"'
 
 
 def test_hosts_drain_and_join_the_first_one_too_and_no_step_is_lost(tmp_path: Path) -> None:
-    with tiny_agents(tmp_path, DEGREES, steps=400) as agents:
+    with tiny_agents(tmp_path, DEGREES, steps=1000) as agents:
         agents.start("a")
         agents.start("b")
         agents.wait_for_step(3, world=4)
@@ -25,14 +25,14 @@ def test_hosts_drain_and_join_the_first_one_too_and_no_step_is_lost(tmp_path: Pa
         assert agents.exit_code("a") == 0
         agents.wait_for_step(step + 5, world=2)
         assert agents.exit_code("c") == 0
-        assert check_steps(agents.lines()) == list(range(1, 401))
+        assert check_steps(agents.lines()) == list(range(1, 1001))
         changes = agents.resizes()
         assert [change.get("steps_lost", 0) for change in changes] == [0] * 4
         assert not agents.workers()
 
 
 def test_training_goes_on_while_the_next_workers_build(tmp_path: Path) -> None:
-    with tiny_agents(tmp_path, DEGREES, steps=600, build_s=2.0) as agents:
+    with tiny_agents(tmp_path, DEGREES, build_s=2.0) as agents:
         agents.start("a")
         agents.wait_for_step(3, world=2)
         agents.start("b")

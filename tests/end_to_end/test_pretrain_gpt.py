@@ -1,5 +1,8 @@
-"""Megatron-LM's own pretrain_gpt.py, unmodified, changes its layout as if nothing had happened."""
+"""Megatron-LM's own pretrain_gpt.py, unmodified, changes its layout as if nothing had happened:
+while it trains, and by checkpoints that are resharded offline."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,7 +30,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     jobs: list[Job] = []
 
     def start_job(name: str, nproc: int, degrees: dict[int, str], flags: Sequence[str]) -> Job:
-        jobs.append(Job(tmp_path / name, nproc, degrees, [*flags, "--train-iters", str(STEPS)]))
+        jobs.append(Job(tmp_path / name, nproc, degrees, ["--train-iters", str(STEPS), *flags]))
         return jobs[-1]
 
     yield start_job
@@ -37,6 +40,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def mock_data(folder: Path) -> list[str]:
     return ["--mock-data", "--vocab-size", "4300"]
+
+
+PADDED_TEXT = 272
+"""Rows of the embedding of 256 bytes and Megatron's end-of-document token, in multiples of 16."""
 
 
 def real_text(folder: Path) -> list[str]:
@@ -85,3 +92,34 @@ def test_losses_samples_and_rates_are_those_of_the_uninterrupted_run(
         assert entry.samples_hash == expected[step].samples_hash, step
         assert entry.lr == expected[step].lr, step
         assert entry.consumed_samples == expected[step].consumed_samples, step
+
+
+@pytest.mark.parametrize(
+    ("saved", "written", "degrees", "flags"),
+    [
+        ("torch", "torch", "tp2 pp1", DISTRIBUTED),
+        ("torch", "torch_dist", "tp1 pp2", DISTRIBUTED),
+        ("torch_dist", "torch", "tp1 pp2", []),
+    ],
+)
+def test_a_resharded_checkpoint_goes_on_as_the_job_that_never_stopped(
+    saved: str, written: str, degrees: str, flags: list[str], tmp_path: Path, start: Start
+) -> None:
+    flags = [*flags, *real_text(tmp_path), "--train-iters", "16"]
+    saving = ["--save", str(tmp_path / "saved"), "--save-interval", "8", "--ckpt-format", saved]
+    alone = start("alone", 2, {2: "tp1 pp1"}, [*flags, *saving])
+    alone.wait()
+    tp, pp = degrees[2], degrees[-1]
+    reshard = ["reshard", str(tmp_path / "saved"), str(tmp_path / "new"), "--iteration", "8"]
+    reshard += ["--tp", tp, "--pp", pp, "--dp", "1", "--to", written]
+    subprocess.run([sys.executable, "-m", "scalai.launch.cli", *reshard], check=True, timeout=120)
+    loading = ["--load", str(tmp_path / "new"), "--ckpt-format", written]
+    loading += ["--make-vocab-size-divisible-by", str(PADDED_TEXT // int(tp))]  # as it is told
+    resumed = start("resumed", 2, {2: degrees}, [*flags, *loading])
+    resumed.wait()
+    expected, found = alone.ledger(), resumed.ledger()
+    assert list(found) == list(range(9, 17)), resumed.log
+    for step, entry in found.items():
+        assert entry.loss == pytest.approx(expected[step].loss, rel=1e-6), step
+        assert entry.samples_hash == expected[step].samples_hash, step
+        assert entry.lr == expected[step].lr, step

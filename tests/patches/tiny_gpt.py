@@ -3,6 +3,7 @@
 # Rehearsal mode has to start before megatron is imported.
 # ruff: noqa: E402
 
+import gc
 import logging
 import warnings
 from collections.abc import Iterator
@@ -80,6 +81,7 @@ class Training:
         """Take the job down, so that another layout can be built in this process."""
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        gc.collect()
 
     def _train_step(self, step: int) -> dict[int, float]:
         for chunk in self.chunks:
