@@ -8,6 +8,7 @@ from typing import Any
 from scalai.converters.checkpoint import MAIN, PARAM, STEP, Checkpoint, Piece, WriteOptions
 from scalai.converters.deepspeed_archives import Archives, Filled
 from scalai.converters.deepspeed_job import STATE, DeepSpeedJob, sub_group_elements, zero_config
+from scalai.converters.deepspeed_loss_scale import to_plain
 from scalai.converters.pickles import foreign
 from scalai.converters.scalars import read_steps
 from scalai.converters.torch_archive import NewTensor
@@ -61,6 +62,7 @@ class Draft:
         archives: The target's files so far.
         folder: The tag's directory.
         tensors: The source's tensors by name.
+        kept: By parameter, what the optimizer keeps of it.
     """
 
     source: Checkpoint
@@ -71,10 +73,15 @@ class Draft:
     archives: Archives
     folder: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         tensors = {tensor.name: tensor for tensor in self.source.placed.collection.tensors}
         self.tensors.update(tensors)
+        for tensor in tensors:
+            kind, _, parameter = tensor.partition("/")
+            if kind not in (PARAM, MAIN, STEP):
+                self.kept.setdefault(parameter, []).append(kind)
         names = [name for name in self.job.dtypes if self.job.aliases.get(name, name) == name]
         missing = [name for name in names if f"{PARAM}/{name}" not in tensors]
         if missing:
@@ -102,6 +109,12 @@ class Draft:
         if self.stage == 3:
             size = sub_group_elements(self.config)
             yield f"sub_group_size is {size}, as in the source's ds_config or by default"
+        is_scaled = to_plain(self.job.optimizer, 0)["cur_scale"] != 1
+        if is_scaled and (self.source.layout == "deepspeed_zero0") != (self.stage == 0):
+            yield (
+                "without ZeRO, DeepSpeed 0.19.8 divides gradients by the fp16 loss scale and does "
+                "not multiply the loss by it: the moments of such a job are smaller by the scale"
+            )
 
     def parameter(self, name: str) -> Tensor:
         """Return a parameter's, or a buffer's, own tensor."""
@@ -124,7 +137,8 @@ class Draft:
         if tensor.dtype != "F32":
             raise RefusedError(
                 f"there is no fp32 master of {name} ({tensor.dtype}). Use a checkpoint that was "
-                "saved with its optimizer."
+                "saved with its optimizer; masters in 16 bits (fp16_master_weights_and_grads, "
+                "bf16_master_weights_and_grads) are not written."
             )
         return tensor
 
@@ -134,19 +148,14 @@ class Draft:
         Raises:
             RefusedError: It is not the same of all.
         """
-        first = names[0]
-        kinds = [
-            kind
-            for name in self.tensors
-            for kind, _, parameter in (name.partition("/"),)
-            if parameter == first and kind not in (PARAM, MAIN, STEP)
-        ]
+        kinds = list(dict.fromkeys(kind for name in names for kind in self.kept.get(name, ())))
         for name in names:
-            missing = [kind for kind in kinds if f"{kind}/{name}" not in self.tensors]
+            missing = [kind for kind in kinds if kind not in self.kept.get(name, ())]
             if missing:
                 raise RefusedError(
-                    f"{self.source.directory} has {', '.join(missing)} of {first}, and not of "
-                    f"{name} in the same group. It is incomplete: run scalai verify on it."
+                    f"{self.source.directory} has no {', '.join(missing)} of {name}, and of others "
+                    "in the same group. It is incomplete (run scalai verify on it), or an offload "
+                    "ratio below 1 kept the optimizer's state of a part: save without that."
                 )
         return kinds
 

@@ -53,14 +53,17 @@ def to_zero(tree: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def to_plain(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer of stage 0 keeps of the scale, of ZeRO's entries."""
+def to_plain(entries: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Return what an optimizer of stage 0 keeps of the scale, of ZeRO's entries.
+
+    ``steps``: how many the engine has made; of a static scale ZeRO does not count them.
+    """
     scaler = entries.get("loss_scaler")
     state = scaler.state if isinstance(scaler, Foreign) and isinstance(scaler.state, dict) else {}
     if not state.get("dynamic"):
         return {
             "dynamic_loss_scale": False,
             "cur_scale": state.get("cur_scale", 1.0),
-            "cur_iter": 0,
+            "cur_iter": steps,
         }
     return {"dynamic_loss_scale": True, **{name: state[name] for name in _ATTRIBUTES}}

@@ -107,7 +107,9 @@ class ModelStates:
         """Return the names of shared parameters, and the names that they are kept by."""
         stated = self.first.get("shared_params")
         if stated is not None:
-            return dict(stated)
+            # But in stage 3, DeepSpeed takes all parameters without elements for one.
+            module, is_3 = self.first["module"], self.is_stage_3
+            return {a: b for a, b in stated.items() if is_3 or 0 not in module[a].shape}
         owners: dict[tuple[int, str, tuple[int, ...]], str] = {}
         found = {}
         for name, entry in self.first["module"].items():

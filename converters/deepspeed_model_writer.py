@@ -35,12 +35,13 @@ def add_model(
     """
     filled = Filled() if filled is None else filled
     job, module = draft.job, _module(draft, filled)
+    shared = dict(job.aliases) if rank == 0 else {}  # as DeepSpeed does
     entries: dict[str, Any] = {
         **job.model,
         "module": module,
         "buffer_names": list(job.buffers),
         "optimizer": optimizer,
-        "shared_params": dict(job.aliases) if draft.stage else None,
+        "shared_params": shared if draft.stage else None,
         "param_shapes": [draft.sizes(buffer.shapes) for buffer in buffers] or None,
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,

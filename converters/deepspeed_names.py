@@ -4,6 +4,7 @@ Given is that every group keeps the module's order. Parameters may be in no grou
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 Advance = Callable[[int, int, str], int | None]
 """(group, place, name) -> the place behind a parameter that begins there; None: it does not fit."""
@@ -23,7 +24,7 @@ def match_names(
         ends: By group the place at which it is full; it begins at 0.
         advance: What fits where.
     """
-    left = [sum(sizes[number:]) for number in range(1, len(sizes) + 1)]
+    left = [*accumulate(reversed(sizes), initial=0)][-2::-1]
     ways: dict[tuple[int, ...], list[_Way]] = {(0,) * len(ends): [None]}
     for name, rest in zip(names, left, strict=True):
         after: dict[tuple[int, ...], list[_Way]] = {}

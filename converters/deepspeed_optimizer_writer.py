@@ -8,7 +8,7 @@ bf16_optimizer.py, 0.19.8.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalai.converters.deepspeed_archives import Filled
@@ -53,7 +53,7 @@ def global_state(draft: Draft) -> dict[str, Any]:
 
 def _stage_3(draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled) -> dict[str, Any]:
     state = global_state(draft)
-    state.pop("clip_grad")
+    del state["clip_grad"], state["ds_version"]
     return {
         **state,
         "partition_count": draft.dp,
@@ -66,10 +66,11 @@ def _stage_1_and_2(
     draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
 ) -> dict[str, Any]:
     padding = [buffer.flat.padding[rank] for buffer in buffers]
-    if draft.knows_param_groups:
-        base = {"base_optimizer_state": inner_state(draft, rank, buffers, filled)}
-    else:
-        base = elastic_state(draft, rank, buffers, filled)
+    base: Mapping[str, Any] = (
+        {"base_optimizer_state": inner_state(draft, rank, buffers, filled)}
+        if draft.knows_param_groups
+        else elastic_state(draft, rank, buffers, filled)
+    )
     return {
         **global_state(draft),
         **base,

@@ -39,15 +39,17 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
         write_tag(directory / LATEST, job.tag)
 
     notes = [*source.notes, *draft.notes()]
+    if job.is_fused is None and _has_masters(draft):
+        kind = "FP16_Optimizer" if _is_fused(draft) else "FP16_UnfusedOptimizer"
+        notes.append(f"by its parameter groups, the job's optimizer goes into DeepSpeed's {kind}")
     return Target("deepspeed_zero0", archives.placed(), archives.fixed, finish, tuple(notes))
 
 
 def _optimizer(draft: Draft, filled: Filled) -> dict[str, Any]:
     """Return the optimizer's tree; what its tensors are filled with goes to ``filled``."""
-    names = [name for group in draft.job.groups for name in group]
-    if not any(f"{MAIN}/{name}" in draft.tensors for name in names):
+    if not _has_masters(draft):
         return _separate(draft, filled)
-    scale = to_plain(draft.job.optimizer)
+    scale = to_plain(draft.job.optimizer, draft.source.values.step)
     if not _is_fused(draft):
         masters = [
             [_new(draft.stored(None, name), filled) for name in group] for group in draft.job.groups
@@ -55,7 +57,7 @@ def _optimizer(draft: Draft, filled: Filled) -> dict[str, Any]:
         inner = _separate(draft, filled)
         return {**scale, "optimizer_state_dict": inner, "fp32_groups": masters}
     buffers = [_buffer(draft, group) for group in range(len(draft.job.groups))]
-    is_scaled = draft.parameter(names[0]).dtype == "F16"
+    is_scaled = draft.parameter(draft.job.groups[0][0]).dtype == "F16"
     return {
         **(scale if is_scaled else {}),
         "optimizer_state_dict": inner_state(draft, 0, buffers, filled),
@@ -64,6 +66,11 @@ def _optimizer(draft: Draft, filled: Filled) -> dict[str, Any]:
         ],
         "clip_grad": draft.clip_grad,
     }
+
+
+def _has_masters(draft: Draft) -> bool:
+    names = (name for group in draft.job.groups for name in group)
+    return any(f"{MAIN}/{name}" in draft.tensors for name in names)
 
 
 def _is_fused(draft: Draft) -> bool:

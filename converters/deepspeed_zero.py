@@ -288,7 +288,10 @@ class _Reader:
         if not self._inner(0)["state"]:
             yield "the optimizer has made no step: there are no moments"
         elif not self._inner(0)["param_groups"]:
-            yield "elastic_checkpoint keeps no parameter groups: the job's own hyperparameters stay"
+            yield (
+                "elastic_checkpoint keeps no parameter groups: without --args-from the job's own "
+                "hyperparameters stay, so set the learning rates after load_checkpoint"
+            )
 
 
 def _is_flat(entry: Any) -> bool:

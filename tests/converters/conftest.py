@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from deepspeed_jobs import Job, as_line
 
 Runner = Callable[[Job], list[dict[str, Any]]]
+Saver = Callable[[Job], tuple[Path, list[dict[str, Any]]]]
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +45,17 @@ def run_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     yield run
     server.terminate()
     server.wait()
+
+
+@pytest.fixture(scope="session")
+def save(run_deepspeed: Runner, tmp_path_factory: pytest.TempPathFactory) -> Saver:
+    """Train, save, train on; once for equal jobs."""
+    done: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
+
+    def run(job: Job) -> tuple[Path, list[dict[str, Any]]]:
+        if repr(job) not in done:
+            directory = tmp_path_factory.mktemp("saved")
+            done[repr(job)] = directory, run_deepspeed(replace(job, save=str(directory)))
+        return done[repr(job)]
+
+    return run

@@ -16,12 +16,15 @@ STEPS = 6
 SAVED_AFTER = 3
 VOCABULARY, HIDDEN, LAYERS, SAMPLES, LENGTH = 31, 17, 2, 12, 5
 
+FP16 = {"enabled": True, "hysteresis": 1}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "bf16-fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 17, "loss_scale_window": 1}},
-    "fp16-static": {"fp16": {"enabled": True, "loss_scale": 128}},
+    # Overflows before the checkpoint, and grows after it.
+    "fp16": {"fp16": {**FP16, "initial_scale_power": 13, "loss_scale_window": 1}},
+    "fp16-static": {"fp16": {**FP16, "loss_scale": 128}},
+    "fp16-unscaled": {"fp16": {**FP16, "loss_scale": 1}},
 }
 
 
@@ -32,16 +35,19 @@ class Job:
     those that are left.
 
     A ``fused`` optimizer is what DeepSpeed takes for its FusedAdam, with torch's arithmetic.
-    ``separate_steps`` repairs what a universal load of stage 3 leaves, as the converter says.
+    ``separate_steps`` repairs what a universal load of stage 3 leaves, and ``scheduled_rates``
+    what one of an elastic checkpoint leaves, as the converter's notes say.
     """
 
     world: int = 1
     stage: int = 1
     precision: str = "fp32"
     frozen: bool = True
+    empty: bool = False
     decay: tuple[float, float] = (0.1, 0.0)
     fused: bool = False
     separate_steps: bool = False
+    scheduled_rates: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     save: str | None = None
@@ -128,6 +134,10 @@ def run(job: Job, meeting: str) -> dict[str, Any]:
         if job.separate_steps:
             for state in engine.optimizer.optimizer.state.values():
                 state["step"] = state["step"].clone()
+        if job.scheduled_rates:
+            rates = engine.lr_scheduler.get_last_lr()
+            for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
         seen["client_state"] = client_state["note"]
         first = engine.global_steps
         assert first == SAVED_AFTER
@@ -181,14 +191,16 @@ def make_engine(job: Job) -> Any:
     import deepspeed
     import torch
 
-    model = make_model(job.frozen)
+    model = make_model(job.frozen, job.empty)
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [
         {"params": members, "weight_decay": decay}
         for members, decay in zip((decayed, others), job.decay, strict=True)
     ]
-    optimizer = (fused_adam() if job.fused else torch.optim.AdamW)(groups, lr=1e-2)
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    if job.fused:
+        optimizer.__class__ = fused_adam()
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES // job.world,
         "gradient_accumulation_steps": 1,
@@ -207,19 +219,20 @@ def make_engine(job: Job) -> Any:
 
 
 def fused_adam() -> Any:
-    """Return a class that DeepSpeed takes for FusedAdam, whose kernel nobody compiles here."""
+    """Return torch's AdamW as a class that DeepSpeed takes for its own, which is compiled."""
     import torch
     from deepspeed.ops.adam import FusedAdam
 
     class Fused(torch.optim.AdamW, FusedAdam):
-        pass
+        zero_grad = torch.optim.Optimizer.zero_grad
 
     return Fused
 
 
-def make_model(is_partly_frozen: bool) -> Any:
+def make_model(is_partly_frozen: bool, has_empty: bool) -> Any:
     """Return a model with sizes that nothing divides, frozen and shared parameters, one of a single
-    element (DeepSpeed takes none without dims), and buffers of several dtypes, one without dims."""
+    element (DeepSpeed takes none without dims), if asked two without elements, and buffers of
+    several dtypes, one without dims."""
     import torch
     from torch import nn
 
@@ -242,6 +255,9 @@ def make_model(is_partly_frozen: bool) -> Any:
             self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
             self.head.weight = self.embedding.weight
             self.scale = nn.Parameter(torch.tensor([0.5]))
+            if has_empty:
+                self.none = nn.Parameter(torch.zeros(0, 3))
+                self.nothing = nn.Parameter(torch.zeros(2, 0))
             self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
             self.register_buffer("average", torch.zeros(3))
             self.register_buffer("is_seen", torch.zeros(3, 2, dtype=torch.bool))

@@ -13,7 +13,7 @@ from scalai.converters.deepspeed_flat import (
     sub_groups,
     undo_round_robin,
 )
-from scalai.converters.deepspeed_plain import match_names
+from scalai.converters.deepspeed_names import match_names
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "a": (5, 3),
@@ -74,8 +74,40 @@ def test_round_robin_is_undone(dp: int) -> None:
     assert undo_round_robin(round_robin(names, dp), dp) == names
 
 
+def by_shape(
+    module: dict[str, tuple[int, ...]], groups: list[tuple[tuple[int, ...], ...]]
+) -> list[list[tuple[str, ...]]]:
+    """Match names where every place of a group is a parameter of a shape."""
+
+    def advance(group: int, at: int, name: str) -> int | None:
+        fits = at < len(groups[group]) and groups[group][at] == module[name]
+        return at + 1 if fits else None
+
+    return match_names(list(module), [1] * len(module), [len(group) for group in groups], advance)
+
+
 def test_names_follow_from_shapes_where_one_assignment_is_possible() -> None:
     module = {"w1": (2, 2), "b1": (2,), "frozen": (9,), "w2": (2, 2), "b2": (2,)}
-    assert match_names(module, [((2, 2), (2, 2)), ((2,), (2,))]) == [[("w1", "w2"), ("b1", "b2")]]
-    assert len(match_names(module, [((2, 2),), ((2,), (2,))])) == 2
-    assert match_names(module, [((3,),)]) == []
+    assert by_shape(module, [((2, 2), (2, 2)), ((2,), (2,))]) == [[("w1", "w2"), ("b1", "b2")]]
+    assert len(by_shape(module, [((2, 2),), ((2,), (2,))])) == 2
+    assert by_shape(module, [((3,),)]) == []
+
+
+def test_names_of_a_flat_buffer_follow_from_its_elements() -> None:
+    module = {"a": [1, 2], "frozen": [3], "b": [4, 5, 6], "c": [7]}
+    buffers = [[1, 2, 7], [4, 5, 6]]
+
+    def advance(group: int, at: int, name: str) -> int | None:
+        end = at + len(module[name])
+        return end if buffers[group][at:end] == module[name] else None
+
+    sizes = [len(values) for values in module.values()]
+    assert match_names(list(module), sizes, [3, 3], advance) == [[("a", "c"), ("b",)]]
+
+
+def test_names_of_thousands_of_parameters_are_found() -> None:
+    module = {f"p{number}": (number % 7 + 1,) for number in range(3000)}
+    small = tuple(shape for shape in module.values() if shape[0] < 4)
+    large = tuple(shape for shape in module.values() if shape[0] >= 4)
+    ((of_small, of_large),) = by_shape(module, [small, large])
+    assert sorted((*of_small, *of_large)) == sorted(module)

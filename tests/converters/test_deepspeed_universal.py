@@ -1,0 +1,107 @@
+"""Universal checkpoints are written for every stage, and read as ds_to_universal writes them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed_checks import FP32, HALF, check, convert
+from deepspeed_jobs import SAVED_AFTER, Job
+
+from scalai.converters.layouts import open_checkpoint
+from scalai.converters.verify import verify
+
+Runner = Callable[[Job], list[dict[str, Any]]]
+Saver = Callable[[Job], tuple[Path, list[dict[str, Any]]]]
+
+LOAD = {"checkpoint": {"load_universal": True}}
+PLAIN = {"frozen": False, "decay": (0.1, 0.1)}
+"""Without what DeepSpeed does not restore: frozen parameters, and in stage 3 unequal groups."""
+
+CASES = [
+    ("stage-3-dp3-to-stage-2-dp2", {}, (3, 3), (2, 2), FP32),
+    ("stage-1-dp2-to-stage-3-dp2", {}, (1, 2), (3, 2), FP32),
+]
+LONG_CASES = [
+    ("stage-1-dp2-to-dp3", {}, (1, 2), (1, 3), FP32),
+    ("bf16-optimizer-dp2-to-dp3", {"precision": "bf16-fp32"}, (1, 2), (1, 3), HALF),
+    ("fp16-stage-1-dp2-to-stage-3-dp3", {"precision": "fp16"}, (1, 2), (3, 3), HALF),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after", "tolerance"),
+    [
+        *(pytest.param(*values, id=name) for name, *values in CASES),
+        *(
+            pytest.param(*values, id=name, marks=pytest.mark.campaign)
+            for name, *values in LONG_CASES
+        ),
+    ],
+)
+def test_a_universal_checkpoint_goes_on_at_other_degrees_and_stages(
+    run_deepspeed: Runner,
+    save: Saver,
+    tmp_path: Path,
+    model: dict[str, Any],
+    before: tuple[int, int],
+    after: tuple[int, int],
+    tolerance: float,
+) -> None:
+    job = Job(stage=before[0], world=before[1], **PLAIN, **model)
+    saved, uninterrupted = save(job)
+    convert(saved, tmp_path / "out", "deepspeed_universal", after[1])
+    loaded = replace(
+        job,
+        stage=after[0],
+        world=after[1],
+        load=str(tmp_path / "out"),
+        config=LOAD,
+        separate_steps=after[0] == 3,
+    )
+    is_same = (before[0] == 3) == (after[0] == 3)
+    resumed = run_deepspeed(loaded)
+    check(uninterrupted, resumed, tolerance, has_module=False, has_same_forward=is_same)
+
+
+def make_universal(saved: Path, destination: Path) -> None:
+    """Run DeepSpeed's own converter."""
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command += ["--input_folder", str(saved / "global_step3")]
+    command += ["--output_folder", str(destination / "global_step3_universal")]
+    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    subprocess.run(command, check=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+
+
+@pytest.mark.campaign
+def test_what_deepspeed_made_universal_is_read(save: Saver, tmp_path: Path) -> None:
+    saved, _ = save(Job(stage=3, world=3))
+    make_universal(saved, tmp_path / "universal")
+    read = open_checkpoint(tmp_path / "universal")
+    assert read.layout == "deepspeed_universal"
+    assert verify(read, 1) == verify(open_checkpoint(saved), 1)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("is_ours", [False, True], ids=["by-ds-to-universal", "by-us"])
+def test_stage_3_counts_the_steps_of_all_sub_groups_in_one_tensor(
+    run_deepspeed: Runner, save: Saver, tmp_path: Path, is_ours: bool
+) -> None:
+    """DeepSpeed's error (0.19.8), with its own files as with ours, and what repairs both."""
+    job = Job(stage=3, world=3, **PLAIN)
+    saved, uninterrupted = save(job)
+    if is_ours:
+        convert(saved, tmp_path, "deepspeed_universal", 3)
+    else:
+        make_universal(saved, tmp_path)
+    loaded = replace(job, load=str(tmp_path), config=LOAD)
+    wrong = run_deepspeed(loaded)[0]["losses"]
+    expected = uninterrupted[0]["losses"][SAVED_AFTER:]
+    assert wrong[0] == pytest.approx(expected[0], rel=FP32)
+    assert wrong[-1] != pytest.approx(expected[-1], rel=1e-3)
+    right = run_deepspeed(replace(loaded, separate_steps=True))
+    check(uninterrupted, right, FP32, has_module=False)
