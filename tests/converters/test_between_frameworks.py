@@ -2,7 +2,7 @@
 trains on as the other would have.
 
 Two implementations add up in another order, so losses differ by roundings: measured at most 1.1e-7
-in fp32 and 2e-5 in bf16.
+in fp32, 2e-5 in bf16, 3e-6 in fp16.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ Runner = Callable[[deepspeed_jobs.Job], list[dict[str, Any]]]
 
 FP32 = 1e-6
 BF16 = 2e-4
-FP16 = 1e-4
+FP16 = 3e-5
 GPT = Job(distributed=True)
 LLAMA = Job(
     distributed=True, is_rotary=True, is_gated=True, is_tied=False, query_groups=2, precision="fp32"
