@@ -175,23 +175,30 @@ class NameMapping:
                 made.setdefault(found[0].ours.format(**found[1]), found)
         links: dict[str, list[Link]] = {}
         for ours, (rule, numbers) in made.items():
-            names = [pattern.format(**numbers) for pattern in rule.theirs]
-            missing = [name for name in names if name not in shapes]
-            if missing:
-                raise UsageError(f"{ours} is made of {names}, but {missing} are not there.")
-            as_ours = [shapes[n][::-1] if rule.is_transposed else shapes[n] for n in names]
-            first = as_ours[0]
-            shape = (sum(one[0] for one in as_ours), *first[1:]) if first else first
-            known = self._known(rule, [one[0] for one in as_ours if one], heads)
-            for link in self._links(rule, numbers, ours, shape, known):
-                if link.their_shape != shapes[link.theirs]:
-                    raise UsageError(
-                        f"{link.theirs} is {list(shapes[link.theirs])}, and as a part of {ours} "
-                        f"{list(shape)} it would be {list(link.their_shape)}. Correct the heads, "
-                        f"or the rule in {self.where}."
-                    )
+            for link in self._fused(rule, numbers, ours, shapes, heads):
                 links.setdefault(stored[link.theirs], []).append(link.turned())
         return links, left
+
+    def _fused(
+        self, rule: Rule, numbers: Numbers, ours: str, shapes: Mapping[str, Shape], heads: Heads
+    ) -> Iterator[Link]:
+        """Yield the links of one of our tensors that is made of theirs, of these shapes."""
+        names = [pattern.format(**numbers) for pattern in rule.theirs]
+        missing = [name for name in names if name not in shapes]
+        if missing:
+            raise UsageError(f"{ours} is made of {names}, but {missing} are not there.")
+        as_ours = [shapes[n][::-1] if rule.is_transposed else shapes[n] for n in names]
+        first = as_ours[0]
+        shape = (sum(one[0] for one in as_ours), *first[1:]) if first else first
+        known = self._known(rule, [one[0] for one in as_ours if one], heads)
+        for link in self._links(rule, numbers, ours, shape, known):
+            if link.their_shape != shapes[link.theirs]:
+                raise UsageError(
+                    f"{link.theirs} is {list(shapes[link.theirs])}, and as a part of {ours} "
+                    f"{list(shape)} it would be {list(link.their_shape)}. Correct the heads, or "
+                    f"the rule in {self.where}."
+                )
+            yield link
 
     def in_order(self, theirs: Iterable[str]) -> list[str]:
         """Return their names in the order of their module's parameters: layer by layer, in a layer
@@ -262,13 +269,12 @@ class NameMapping:
                 yield _transposed(link) if rule.is_transposed else link
                 start += len(rows)
 
-    def _rows(self, rule: Rule, ours: str, count: int, known: Heads) -> Sequence[Sequence[range]]:
+    def _rows(self, rule: Rule, ours: str, count: int, of: Heads) -> Sequence[Sequence[range]]:
         """Return, for each part of one of our tensors, its rows in order."""
         if rule.fused == "gate_up":
             return [range(count // 2)], [range(count // 2, count)]
         if rule.fused != "qkv":
             return [[range(count)]]
-        of = known
         if of.heads is None:
             raise UsageError(
                 f"to cut {ours} the number of attention heads is needed, and neither checkpoint "
