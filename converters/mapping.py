@@ -33,27 +33,13 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
+from scalai.converters.fused_rows import PARTS, Heads, rows_of_parts
 from scalai.core.errors import UsageError
 from scalai.core.region import Box, whole
 
 Shape = tuple[int, ...]
 Numbers = Mapping[str, str]
 """What the words in braces stand for in a name."""
-
-PARTS = {"qkv": 3, "gate_up": 2, "": 1}
-"""Parts of a fused tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Attention heads and query groups of a model; None: unknown."""
-
-    heads: int | None = None
-    groups: int | None = None
-
-    def or_else(self, other: "Heads") -> "Heads":
-        """Return these; ``other`` where they are not known."""
-        return self if self.heads is not None else other
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +240,7 @@ class NameMapping:
         if not shape:
             yield Link(ours, shape, whole(shape), names[0], shape, whole(shape))
             return
-        parts = self._rows(rule, ours, shape[0], heads)
+        parts = rows_of_parts(rule.fused, shape[0], heads, f"{ours} ({self.where})")
         if len(names) == 1:
             parts = [[rows for part in parts for rows in part]]
         for name, part in zip(names, parts, strict=True):
@@ -268,35 +254,6 @@ class NameMapping:
                 link = Link(ours, shape, box, name, their_shape, their_box)
                 yield _transposed(link) if rule.is_transposed else link
                 start += len(rows)
-
-    def _rows(self, rule: Rule, ours: str, count: int, of: Heads) -> Sequence[Sequence[range]]:
-        """Return, for each part of one of our tensors, its rows in order."""
-        if rule.fused == "gate_up":
-            return [range(count // 2)], [range(count // 2, count)]
-        if rule.fused != "qkv":
-            return [[range(count)]]
-        if of.heads is None:
-            raise UsageError(
-                f"to cut {ours} the number of attention heads is needed, and neither checkpoint "
-                f"says it. Add [attention] num_attention_heads and num_query_groups to "
-                f"{self.where}."
-            )
-        groups = of.groups or of.heads
-        width, rest = divmod(count, of.heads + 2 * groups)
-        if rest or of.heads % groups:
-            raise UsageError(
-                f"{ours} has {count} rows, which {of.heads} heads in {groups} query groups do not "
-                f"divide. Correct [attention] in {self.where}."
-            )
-        queries = of.heads // groups
-        rows: tuple[list[range], list[range], list[range]] = ([], [], [])
-        for group in range(groups):
-            low = group * (queries + 2) * width
-            for part, begin, many in zip(
-                rows, (0, queries, queries + 1), (queries, 1, 1), strict=True
-            ):
-                part.append(range(low + begin * width, low + (begin + many) * width))
-        return rows
 
 
 def _transposed(link: Link) -> Link:
