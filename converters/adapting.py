@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from scalai.converters.checkpoint import Checkpoint, Values
-from scalai.converters.mapping import Heads, NameMapping
+from scalai.converters.fused_rows import Heads
+from scalai.converters.mapping import NameMapping
 from scalai.converters.reference import Reference
 from scalai.converters.to_deepspeed import to_deepspeed
 from scalai.converters.to_megatron import to_megatron

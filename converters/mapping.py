@@ -33,27 +33,13 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
+from scalai.converters.fused_rows import PARTS, Heads, rows_of_parts
 from scalai.core.errors import UsageError
 from scalai.core.region import Box, whole
 
 Shape = tuple[int, ...]
 Numbers = Mapping[str, str]
 """What the words in braces stand for in a name."""
-
-PARTS = {"qkv": 3, "gate_up": 2, "": 1}
-"""Parts of a fused tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Attention heads and query groups of a model; None: unknown."""
-
-    heads: int | None = None
-    groups: int | None = None
-
-    def or_else(self, other: "Heads") -> "Heads":
-        """Return these; ``other`` where they are not known."""
-        return self if self.heads is not None else other
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,23 +161,30 @@ class NameMapping:
                 made.setdefault(found[0].ours.format(**found[1]), found)
         links: dict[str, list[Link]] = {}
         for ours, (rule, numbers) in made.items():
-            names = [pattern.format(**numbers) for pattern in rule.theirs]
-            missing = [name for name in names if name not in shapes]
-            if missing:
-                raise UsageError(f"{ours} is made of {names}, but {missing} are not there.")
-            as_ours = [shapes[n][::-1] if rule.is_transposed else shapes[n] for n in names]
-            first = as_ours[0]
-            shape = (sum(one[0] for one in as_ours), *first[1:]) if first else first
-            known = self._known(rule, [one[0] for one in as_ours if one], heads)
-            for link in self._links(rule, numbers, ours, shape, known):
-                if link.their_shape != shapes[link.theirs]:
-                    raise UsageError(
-                        f"{link.theirs} is {list(shapes[link.theirs])}, and as a part of {ours} "
-                        f"{list(shape)} it would be {list(link.their_shape)}. Correct the heads, "
-                        f"or the rule in {self.where}."
-                    )
+            for link in self._fused(rule, numbers, ours, shapes, heads):
                 links.setdefault(stored[link.theirs], []).append(link.turned())
         return links, left
+
+    def _fused(
+        self, rule: Rule, numbers: Numbers, ours: str, shapes: Mapping[str, Shape], heads: Heads
+    ) -> Iterator[Link]:
+        """Yield the links of one of our tensors that is made of theirs, of these shapes."""
+        names = [pattern.format(**numbers) for pattern in rule.theirs]
+        missing = [name for name in names if name not in shapes]
+        if missing:
+            raise UsageError(f"{ours} is made of {names}, but {missing} are not there.")
+        as_ours = [shapes[n][::-1] if rule.is_transposed else shapes[n] for n in names]
+        first = as_ours[0]
+        shape = (sum(one[0] for one in as_ours), *first[1:]) if first else first
+        known = self._known(rule, [one[0] for one in as_ours if one], heads)
+        for link in self._links(rule, numbers, ours, shape, known):
+            if link.their_shape != shapes[link.theirs]:
+                raise UsageError(
+                    f"{link.theirs} is {list(shapes[link.theirs])}, and as a part of {ours} "
+                    f"{list(shape)} it would be {list(link.their_shape)}. Correct the heads, or "
+                    f"the rule in {self.where}."
+                )
+            yield link
 
     def in_order(self, theirs: Iterable[str]) -> list[str]:
         """Return their names in the order of their module's parameters: layer by layer, in a layer
@@ -247,7 +240,7 @@ class NameMapping:
         if not shape:
             yield Link(ours, shape, whole(shape), names[0], shape, whole(shape))
             return
-        parts = self._rows(rule, ours, shape[0], heads)
+        parts = rows_of_parts(rule.fused, shape[0], heads, f"{ours} ({self.where})")
         if len(names) == 1:
             parts = [[rows for part in parts for rows in part]]
         for name, part in zip(names, parts, strict=True):
@@ -261,36 +254,6 @@ class NameMapping:
                 link = Link(ours, shape, box, name, their_shape, their_box)
                 yield _transposed(link) if rule.is_transposed else link
                 start += len(rows)
-
-    def _rows(self, rule: Rule, ours: str, count: int, known: Heads) -> Sequence[Sequence[range]]:
-        """Return, for each part of one of our tensors, its rows in order."""
-        if rule.fused == "gate_up":
-            return [range(count // 2)], [range(count // 2, count)]
-        if rule.fused != "qkv":
-            return [[range(count)]]
-        of = known
-        if of.heads is None:
-            raise UsageError(
-                f"to cut {ours} the number of attention heads is needed, and neither checkpoint "
-                f"says it. Add [attention] num_attention_heads and num_query_groups to "
-                f"{self.where}."
-            )
-        groups = of.groups or of.heads
-        width, rest = divmod(count, of.heads + 2 * groups)
-        if rest or of.heads % groups:
-            raise UsageError(
-                f"{ours} has {count} rows, which {of.heads} heads in {groups} query groups do not "
-                f"divide. Correct [attention] in {self.where}."
-            )
-        queries = of.heads // groups
-        rows: tuple[list[range], list[range], list[range]] = ([], [], [])
-        for group in range(groups):
-            low = group * (queries + 2) * width
-            for part, begin, many in zip(
-                rows, (0, queries, queries + 1), (queries, 1, 1), strict=True
-            ):
-                part.append(range(low + begin * width, low + (begin + many) * width))
-        return rows
 
 
 def _transposed(link: Link) -> Link:

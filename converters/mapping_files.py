@@ -10,7 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.mapping import PARTS, Heads, NameMapping, Rule
+from scalai.converters.fused_rows import PARTS, Heads
+from scalai.converters.mapping import NameMapping, Rule
 from scalai.core.errors import UsageError
 
 _KEYS = {"prefix", "ignored", "attention", "tied", "tensor"}

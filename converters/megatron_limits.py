@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters.checkpoint import PARAM, Values
-from scalai.converters.mapping import Heads
+from scalai.converters.fused_rows import Heads
 from scalai.converters.megatron_names import expert_of, layer_of
 from scalai.core.collection import Tensor
 from scalai.core.degrees import ModelLimits

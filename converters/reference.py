@@ -22,8 +22,9 @@ from typing import Any
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, parameters_of
 from scalai.converters.deepspeed_described import described_job
 from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
+from scalai.converters.fused_rows import Heads
 from scalai.converters.layouts import open_checkpoint
-from scalai.converters.mapping import Heads, NameMapping
+from scalai.converters.mapping import NameMapping
 from scalai.converters.megatron_described import (
     schedule_of,
     shape_arguments,

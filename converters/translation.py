@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from scalai.converters.checkpoint import Checkpoint, Piece, Placed, parameters_of, place
 from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
-from scalai.converters.mapping import Heads, Link, NameMapping, Shape
+from scalai.converters.fused_rows import Heads
+from scalai.converters.mapping import Link, NameMapping, Shape
 from scalai.converters.megatron_limits import argument_heads
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
 from scalai.core.errors import RefusedError

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from scalai.converters.checkpoint import Checkpoint, ReadOptions
+from scalai.converters.fused_rows import Heads
 from scalai.converters.layouts import open_checkpoint
-from scalai.converters.mapping import Heads
 from scalai.converters.mapping_files import find_mapping, read_mapping
 from scalai.converters.suspects import find_suspects
 from scalai.converters.translation import heads_of, in_our_names, is_in_our_names

@@ -20,11 +20,12 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {
         "fp16": {
-            "enabled": True, "initial_scale_power": 16, "loss_scale_window": 2, "hysteresis": 1,
+            "enabled": True, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1,
         }
     },
 }  # fmt: skip
-"""As ``tiny_gpt`` trains, but for the scale's beginning."""
+"""As ``tiny_gpt`` trains, but the loss scale begins elsewhere and does not grow: at a step at which
+it does, DeepSpeed divides the gradients by the new scale (0.19.8, zero/stage_1_and_2.py)."""
 
 
 class Conv1D(nn.Module):

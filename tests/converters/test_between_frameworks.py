@@ -1,8 +1,8 @@
 """A training goes from megatron-core to DeepSpeed and back: each loads what the other saved, and
 trains on as the other would have.
 
-Two implementations add up in another order, so losses differ by roundings: measured in fp32, below
-5e-7 for all cases here.
+Two implementations add up in another order, so losses differ by roundings: measured at most 1.1e-7
+in fp32, 2e-5 in bf16, 3e-6 in fp16.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from scalai.launch import cli
 Runner = Callable[[deepspeed_jobs.Job], list[dict[str, Any]]]
 
 FP32 = 1e-6
-BF16 = 2e-3
-FP16 = 1e-4
+BF16 = 2e-4
+FP16 = 3e-5
 GPT = Job(distributed=True)
 LLAMA = Job(
     distributed=True, is_rotary=True, is_gated=True, is_tied=False, query_groups=2, precision="fp32"
