@@ -64,7 +64,7 @@ CASES = [
 ]
 LONG_CASES = [
     ("pp1-to-pp3", at(pp=1), at(pp=3)),
-    ("untied-pp2-dp2-to-pp4", at(pp=2, dp=2, **UNTIED), at(pp=4, **UNTIED)),
+    ("untied-pp2-dp2-to-pp3", at(pp=2, dp=2, **UNTIED), at(pp=3, **UNTIED)),
     ("by-type-pp1-to-pp3", at(pp=1, partition="type:block"), at(pp=3, partition="type:block")),
     ("stage-1-pp2-dp2-to-stage-0-pp1", at(pp=2, dp=2), at(pp=1, stage=0)),
     ("uniform-pp3-to-pp2", at(pp=3, partition="uniform"), at(pp=2, partition="uniform")),
