@@ -36,6 +36,7 @@ PARAM, MAIN, STEP = "param", "main", "step"
 
 REPORT = "scalai.json"
 """The proof that a conversion leaves in its destination."""
+REPORT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,7 @@ class Checkpoint:
             name the tensor that they must be equal to. ``scalai verify`` compares them.
         may_overlap: Whether equal elements may lie in boxes that are cut differently, as the
             pieces that hosts have fetched from each other.
+        noted: By row of ``placed`` the fingerprint that the layout itself keeps; None: it has none.
         notes: What was noticed, one line each: what cannot be carried and why.
         changed: Tensors that are not as the directory has them, but renamed, cut or padded: what is
             noted beside the files is not of them.
@@ -190,6 +192,7 @@ class Checkpoint:
     values: Values
     twins: Placed | None = None
     may_overlap: bool = False
+    noted: npt.NDArray[np.uint64] | None = None
     notes: tuple[str, ...] = ()
     changed: frozenset[str] = frozenset()
 

@@ -20,14 +20,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive
+from scalai.converters.torch_archive import (
+    MAX_VALUE_BYTES,
+    NewTensor,
+    StoredTensor,
+    read_archive,
+)
 from scalai.core.collection import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.store.files import BITS
 
 LATEST = "latest"
-MAX_VALUE_BYTES = 64 << 20
-"""The most bytes of a tensor among what is carried as a value, not as a tensor."""
 
 _FILE = re.compile(
     r"(?P<bf16>bf16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_"
@@ -102,7 +105,7 @@ def list_files(directory: Path) -> TagFiles:
     for names in found.values():
         _check_ranks(directory, names)
     model, optimizer = found["model"], found["optim"]
-    if bool(model) == bool(whole) or (model and len(model) != len(optimizer)):
+    if bool(model) == bool(whole) or len(whole) > 1 or (model and len(model) != len(optimizer)):
         raise RefusedError(
             f"{directory} has {len(whole)} mp_rank_*, {len(model)} zero_pp_rank_*_model_states.pt "
             f"and {len(optimizer)} optim_states.pt: a rank's file is missing, or files of two "
@@ -118,11 +121,11 @@ def list_files(directory: Path) -> TagFiles:
 
 
 def _check_ranks(directory: Path, names: Mapping[int, str]) -> None:
-    missing = sorted(set(range(max(names, default=-1) + 1)) - set(names))
-    if missing:
+    missing = next((at for at, rank in enumerate(sorted(names)) if rank != at), None)
+    if missing is not None:
         like = next(iter(names.values()))
         raise RefusedError(
-            f"{directory} has no file of data-parallel rank {missing[0]} (of {max(names) + 1}, "
+            f"{directory} has no file of data-parallel rank {missing} (of {max(names) + 1}, "
             f"as {like}). Copy the missing files of the same save, or use another checkpoint."
         )
 

@@ -3,6 +3,7 @@
 Source: ``_common_checkpoint_state`` of deepspeed/runtime/engine.py, 0.19.8.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -64,6 +65,12 @@ class ModelStates:
                     f"{directory / name} is of step {state['global_steps']}, and {files[0]} of "
                     f"step {states[0]['global_steps']}: files of two checkpoints are mixed. Use "
                     "another one."
+                )
+            tagged = re.fullmatch(r"global_step(\d{1,18})(_universal)?", directory.name)
+            if tagged and state["global_steps"] != int(tagged[1]):
+                raise RefusedError(
+                    f"{directory / name} is of step {state['global_steps']}: files of two "
+                    "checkpoints are mixed. Use another one. If the tag was renamed, name it back."
                 )
             for shapes in state.get("param_shapes") or ():
                 for parameter in shapes:

@@ -42,6 +42,11 @@ def open_universal(directory: Path, trust: bool) -> "UniversalReader":
     if not names:
         raise RefusedError(f"{directory} has no model_states.pt. Use another checkpoint.")
     model = ModelStates.read(directory, names, is_stage_3=not whole_names, trust=trust)
+    if len(names) != (1 if whole_names else model.dp):
+        raise RefusedError(
+            f"{directory} was made of {model.dp} data-parallel ranks, and has model_states.pt of "
+            f"{len(names)}. Convert to universal again, or use another checkpoint."
+        )
     if whole_names and model.dp > 1 and round_robins(model.config):
         raise RefusedError(
             f"{directory} was made by ds_to_universal of a job with round_robin_gradients, which "
@@ -64,15 +69,18 @@ class UniversalReader:
     twins: list[Piece] = field(default_factory=list)
     files: dict[str, CheckpointFile] = field(default_factory=dict)
     number_steps: list[bool] = field(default_factory=list)
+    steps: dict[float, str] = field(default_factory=dict)
 
     def read(self) -> Checkpoint:
         """Return the checkpoint. Raises ``RefusedError`` where a parameter's file is missing."""
+        self._check_folders()
         self.pieces.extend(self.model.pieces())
         for name in self.model.files:
             self._add_file(name)
         for shapes in self.model.shapes():
             for name, shape in shapes.items():
                 self._place_parameter(name, shape)
+        self._check_steps()
         files = list(self.files.values())
         path = self.directory / GLOBAL_STATE
         job = self._job()
@@ -83,6 +91,26 @@ class UniversalReader:
             self.model.values(job, carried(self._param_groups(), path)),
             twins=place(self.twins, files) if self.twins else None,
         )
+
+    def _check_folders(self) -> None:
+        """Refuse folders of parameters that the model does not have."""
+        names = {name for shapes in self.model.shapes() for name in shapes}
+        folders = sorted(path.name for path in (self.directory / "zero").iterdir() if path.is_dir())
+        stray = next((name for name in folders if name not in names), None)
+        if stray is not None:
+            raise RefusedError(
+                f"{self.directory} has zero/{stray}, and no such parameter by "
+                f"{self.model.files[0]}. Files of two checkpoints are mixed: use another one."
+            )
+
+    def _check_steps(self) -> None:
+        """Refuse parameters that have made unequally many steps."""
+        if len(self.steps) > 1:
+            few = ", ".join(f"{name}: {step:g}" for step, name in list(self.steps.items())[:3])
+            raise RefusedError(
+                f"{self.directory}: parameters have made unequally many optimizer steps ({few}). "
+                "Files of two checkpoints are mixed: use another one."
+            )
 
     def _add_file(self, name: str) -> None:
         size = (self.directory / name).stat().st_size
@@ -146,6 +174,7 @@ class UniversalReader:
         if step is None:
             return
         self.number_steps.append(isinstance(value, int))
+        self.steps.setdefault(step, name)
         file = f"(step {step:g})"
         content = np.float32(step).tobytes()
         self.files[file] = CheckpointFile(file, len(content), content)

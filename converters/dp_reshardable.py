@@ -129,7 +129,7 @@ class _Rescue:
         if len(dense) != 1:
             raise self._misfit(f"{len(dense)} chained optimizers of dense parameters")
         tp = self._model.tp
-        groups = 1 + max(group for chain, group, _ in self._buffers if chain == dense[0])
+        groups = self._groups(dense[0])
         if groups % tp:
             raise self._misfit(f"{groups} groups of data-parallel ranks at tp={tp}")
         pp = groups // tp
@@ -140,6 +140,15 @@ class _Rescue:
         if experts is not None:
             self._experts(experts, pp, chunks, stages)
         return self._rescued
+
+    def _groups(self, chain: int) -> int:
+        """Return how many groups of data-parallel ranks a chained optimizer has buckets of."""
+        found = {group for of, group, _ in self._buffers if of == chain}
+        if max(found) >= len(found):
+            raise self._misfit(
+                f"there are buckets of group {max(found)}, and of {len(found)} in all"
+            )
+        return len(found)
 
     def _dtypes(self, chain: int) -> set[str]:
         return {
@@ -192,7 +201,7 @@ class _Rescue:
 
     def _experts(self, chain: int, pp: int, chunks: int, stages: Sequence[range]) -> None:
         """Give the buckets of expert parameters to their parameters."""
-        groups = 1 + max(group for of, group, _ in self._buffers if of == chain)
+        groups = self._groups(chain)
         etp = self._model.expert_tp
         ep = groups // (pp * etp)
         if ep * pp * etp != groups or self._model.experts % ep:

@@ -2,7 +2,7 @@
 
 Everything is written in a directory beside the destination, ``.<name>.partial``, with a journal of
 the tasks that are on disk; a rename at the end makes it the destination. The same command goes on
-where a killed one stopped.
+where a killed one stopped; several hosts share the work as ``parts`` tells.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 import scalai
-from scalai.converters.checkpoint import REPORT, Checkpoint, Placed, Target
+from scalai.converters.checkpoint import REPORT, REPORT_VERSION, Checkpoint, Placed, Target
 from scalai.converters.forked import map_forked
-from scalai.converters.journal import NAME as JOURNAL
-from scalai.converters.journal import Journal
+from scalai.converters.journal import Done, Journal
+from scalai.converters.noted import check_report
+from scalai.converters.parts import Part, alone, begin, gather, remove_journals
 from scalai.converters.streaming import Job, run_task
-from scalai.converters.verify import check_report, check_samples
+from scalai.converters.verify import check_samples
 from scalai.converters.work import Task, Work, plan_work, unused
 from scalai.core.collection import Collection
 from scalai.core.errors import RefusedError, StoreError, UsageError
@@ -37,6 +38,8 @@ WORKER_BYTES = 24 << 20
 """Anonymous memory of a worker beside its buffers, after the fork: measured, rounded up."""
 BUFFERS = 3
 """Buffers of a worker: what is gathered, what is read back, what a fingerprint widens."""
+
+WHOLE = Part()
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are on disk and all bytes."""
@@ -105,60 +108,93 @@ def reshard(
     limits: Limits,
     *,
     overwrite: bool = False,
+    part: Part = WHOLE,
     progress: Progress = lambda done, total: None,
-) -> Mapping[str, Any]:
-    """Write ``target`` to ``destination``.
+) -> Mapping[str, Any] | None:
+    """Write ``target``, or a part of it, to ``destination``.
 
     Returns:
         The report that is also left in the destination as ``scalai.json``: fingerprints of all
-        tensors, sizes, seconds.
+        tensors, sizes, seconds. None: this part is done, and another one will finish.
 
     Raises:
-        UsageError: The destination exists and ``overwrite`` is not given, or lies in the source.
+        UsageError: The destination exists and ``overwrite`` is not given, or lies in the source; or
+            the parts were not started with the same arguments.
         RefusedError: Too little room; the source is not whole.
         ProofError: What was read back is not what was read; or the source contradicts itself or the
             proof that a conversion left beside it.
         PeerError: A worker died, or another process writes this destination.
     """
     began = time.monotonic()
-    _check_place(source, destination, overwrite)
+    _check_apart(source, destination)
+    if part.is_whole:
+        _check_free(destination, overwrite)
     work, outlook = look_ahead(source, target, limits)
     check_samples(source)
+    identity = _identity(source, target, limits.buffer_bytes)
+    files = part.files([file.size_bytes for file in target.placed.files])
     partial = destination.parent / f".{destination.name}.partial"
     destination.parent.mkdir(parents=True, exist_ok=True)
-    _check_room(partial, outlook.write_bytes)
-    _check_ours(partial)
-    with Journal(partial, _identity(source, target, limits.buffer_bytes)) as journal:
+    with alone(destination):
+        finished = None if part.is_whole else _finished(destination, identity)
+        if finished is not None:
+            return finished
+        _check_free(destination, overwrite)
+        _check_room(partial, outlook.write_bytes)
+        journal = begin(partial, identity, part)
+    with journal:
         resumed = len(journal.done)
-        if not journal.is_resumed:
-            _empty(partial, journal.path)
-        _prepare(partial, target)
+        _prepare(partial, target, files)
         job = Job(work, source.directory, partial)
-        _run(job, journal, limits.workers, progress)
-        rows = _row_fingerprints(journal, len(target.placed.collection))
-        report = {
-            **_report(source, target, rows),
-            "bytes": outlook.write_bytes,
-            "seconds": round(time.monotonic() - began, 3),
-            "resumed_tasks": resumed,
-        }
-        check_report(source, {n: int(v, 16) for n, v in report["fingerprints"].items()})
-        _complete(partial, target, rows, report)
-        _publish(partial, destination, overwrite)
-        (destination / journal.path.name).unlink()
+        _run(job, files, journal, limits.workers, progress)
+        with alone(destination):
+            done = gather(partial, journal, len(work.tasks))
+            if done is None:
+                journal.close()
+                return None
+            rows = _row_fingerprints(done, len(target.placed.collection))
+            report = {
+                **_report(source, target, rows),
+                "conversion": identity,
+                "bytes": outlook.write_bytes,
+                "seconds": round(time.monotonic() - began, 3),
+                "resumed_tasks": resumed,
+            }
+            if _identity(source, target, limits.buffer_bytes) != identity:
+                raise RefusedError(
+                    f"{source.directory} was changed while it was read. Wait until the save or the "
+                    "copy has ended, and run the same command again."
+                )
+            check_report(source, {n: int(v, 16) for n, v in report["fingerprints"].items()})
+            _complete(partial, target, rows, report)
+            _publish(partial, destination, overwrite)
+            remove_journals(destination)
     return report
 
 
-def _check_place(source: Checkpoint, destination: Path, overwrite: bool) -> None:
+def _check_apart(source: Checkpoint, destination: Path) -> None:
     here, there = source.directory.resolve(), destination.resolve()
     if here.is_relative_to(there) or there.is_relative_to(here):
         raise UsageError(
             f"the destination {destination} and the source {source.directory} lie in each other. "
             "Name another destination."
         )
+
+
+def _check_free(destination: Path, overwrite: bool) -> None:
     is_taken = destination.exists() and (destination.is_file() or any(destination.iterdir()))
     if is_taken and not overwrite:
         raise UsageError(f"{destination} exists. Name another one, or pass --overwrite.")
+
+
+def _finished(destination: Path, identity: str) -> Mapping[str, Any] | None:
+    """Return the report of this very conversion, if another part has finished it already."""
+    try:
+        report = json.loads((destination / REPORT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_it = isinstance(report, dict) and report.get("conversion") == identity
+    return report if is_it else None
 
 
 def _check_room(partial: Path, needed: int) -> None:
@@ -194,28 +230,10 @@ def _add_placed(digest: Any, placed: Placed) -> None:
         digest.update(np.ascontiguousarray(column).tobytes())
 
 
-def _check_ours(partial: Path) -> None:
-    """Make the directory to write in; one that is there is ours if it has a journal."""
-    partial.mkdir(exist_ok=True)
-    if any(partial.iterdir()) and not (partial / JOURNAL).is_file():
-        raise UsageError(
-            f"{partial}, where the destination would grow, is in the way: it has no journal of "
-            "ours. Remove it, or name another destination."
-        )
-
-
-def _empty(partial: Path, journal: Path) -> None:
-    """Remove what a run of another source or target left."""
-    for path in partial.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path != journal:
-            path.unlink()
-
-
-def _prepare(partial: Path, target: Target) -> None:
-    """Make the files in their sizes, with the bytes that are known."""
-    for number, file in enumerate(target.placed.files):
+def _prepare(partial: Path, target: Target, files: Iterable[int]) -> None:
+    """Make files in their sizes, with the bytes that are known."""
+    for number in files:
+        file = target.placed.files[number]
         path = partial / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -227,10 +245,14 @@ def _prepare(partial: Path, target: Target) -> None:
             os.close(descriptor)
 
 
-def _run(job: Job, journal: Journal, workers: int, progress: Progress) -> None:
-    """Do the tasks that the journal does not know."""
-    open_ = [task for task in job.work.tasks if task.number not in journal.done]
-    total = sum(task.size_bytes for task in job.work.tasks)
+def _run(
+    job: Job, files: Iterable[int], journal: Journal, workers: int, progress: Progress
+) -> None:
+    """Do the tasks of these files that the journal does not know."""
+    chosen = set(files)
+    tasks = [task for task in job.work.tasks if task.file in chosen]
+    open_ = [task for task in tasks if task.number not in journal.done]
+    total = sum(task.size_bytes for task in tasks)
     done = total - sum(task.size_bytes for task in open_)
     progress(done, total)
 
@@ -249,9 +271,9 @@ def _run(job: Job, journal: Journal, workers: int, progress: Progress) -> None:
         ) from error
 
 
-def _row_fingerprints(journal: Journal, rows: int) -> npt.NDArray[np.uint64]:
+def _row_fingerprints(done: Done, rows: int) -> npt.NDArray[np.uint64]:
     totals = [0] * rows
-    for task in journal.done.values():
+    for task in done.values():
         for row, value in task.items():
             totals[row] = (totals[row] + value) % MODULUS
     return np.array(totals, dtype=np.uint64)
@@ -262,7 +284,7 @@ def _report(source: Checkpoint, target: Target, rows: npt.NDArray[np.uint64]) ->
     prints = tensor_fingerprints(target.placed.collection.select(once), rows[once])
     return {
         "format": "scalai-reshard",
-        "version": 1,
+        "version": REPORT_VERSION,
         "scalai": scalai.__version__,
         "source": {"path": str(source.directory), "layout": source.layout},
         "layout": target.layout,

@@ -1,12 +1,14 @@
 """Work spread over forked processes, which inherit what they need instead of being sent it."""
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from scalai.core.errors import PeerError
+from scalai.runtime.orphans import die_with_parent
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -36,7 +38,10 @@ def map_forked(
     _inherited = function
     try:
         context = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(min(workers, len(items)), context) as pool:
+        # A worker without its parent would wait forever, and hold the parent's locks.
+        with ProcessPoolExecutor(
+            min(workers, len(items)), context, die_with_parent, (os.getpid(),)
+        ) as pool:
             pending = {pool.submit(_call, item): item for item in items}
             try:
                 for future in as_completed(pending):

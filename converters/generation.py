@@ -27,10 +27,11 @@ from scalai.converters.checkpoint import (
 )
 from scalai.converters.torch_archive import DTYPE_NAMES, TORCH_DTYPES, NewTensor
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
-from scalai.core.errors import RefusedError
+from scalai.core.errors import LayoutError, RefusedError
 from scalai.core.region import whole
 from scalai.store.files import FileLayout, lay_out
 from scalai.store.manifest import (
+    Generation,
     HostManifest,
     StoredFile,
     load_generation,
@@ -67,6 +68,7 @@ class GenerationLayout:
         if number not in found:
             raise RefusedError(f"{path} holds no generation {number}, but {list(found)}.")
         generation = load_generation(found[number])
+        _check_one_job(generation)
         base = Path(*_common_parts(found[number]))
         parts = [
             _placed(part, directory.absolute().relative_to(base))
@@ -79,6 +81,7 @@ class GenerationLayout:
             unite(parts),
             _values(generation.step, generation.about, generation.scalars, generation.rank_state),
             may_overlap=True,
+            noted=np.concatenate([part.fingerprint for part in generation.hosts]),
         )
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
@@ -127,6 +130,26 @@ class GenerationLayout:
 
         fixed = {number: [(0, layout.header)] for number, layout in enumerate(layouts)}
         return Target(self.name, placed, fixed, finish, tuple(notes))
+
+
+def _check_one_job(generation: Generation) -> None:
+    """Refuse parts of several jobs, and tensors that no part knows of."""
+    hosts = generation.hosts
+    deposits = {str(part.about["deposit"]): part.host for part in hosts if "deposit" in part.about}
+    if len(deposits) > 1:
+        found = ", ".join(f"{host}: {name}" for name, host in sorted(deposits.items()))
+        raise RefusedError(
+            f"the parts of generation {generation.generation} are of several jobs or rounds "
+            f"({found}). Never mix generations: take those of one."
+        )
+    names = {tensor.name for part in hosts for tensor in part.collection.tensors}
+    expected = max(int(part.about.get("tensors", 0)) for part in hosts)
+    if len(names) < expected:
+        raise LayoutError(
+            f"{len(names)} of {expected} tensors of generation {generation.generation} are held by "
+            f"{[part.host for part in hosts]}: the part of a host is missing. Name the directory "
+            "that holds all of them."
+        )
 
 
 def _common_parts(directories: Iterable[Path]) -> tuple[str, ...]:

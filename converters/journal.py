@@ -1,7 +1,7 @@
-"""The journal of a conversion: which tasks are on disk, with their fingerprints.
+"""Which tasks of a conversion are on disk: a line each, written after the data it speaks of.
 
-One line of JSON a task, behind a checksum, appended when the task's bytes are on disk. A line that
-was cut off by a kill counts as not written.
+Every line carries its own checksum. A task is noted once its file is on disk. A line that was cut
+off by a kill counts as not written.
 """
 
 import fcntl
@@ -9,47 +9,43 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
+from io import BufferedRandom
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from scalai.core.errors import PeerError
+from scalai.core.errors import PeerError, StoreError
 
 NAME = ".scalai-journal"
+"""What the names of journals begin with."""
+
+Done = dict[int, dict[int, int]]
+"""By task the fingerprint of what it wrote of each row."""
 
 
 class Journal:
     """An open journal; held by one process at a time."""
 
-    def __init__(self, directory: Path, identity: str) -> None:
-        """Open the journal in ``directory``, keeping what it says if it is of this ``identity``.
+    def __init__(self, directory: Path, identity: str, name: str = NAME) -> None:
+        """Open a journal in ``directory``, keeping what it says if it is of this ``identity``.
 
         Raises:
             PeerError: Another process is writing this destination.
+            StoreError: The file system has no locks.
         """
-        self.path = directory / NAME
+        self.path = directory / name
         self._file = open(self.path, "a+b")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not try_lock(self._file):
             self._file.close()
-            raise PeerError(
-                f"another process is writing {directory}. Wait for it, or end it."
-            ) from error
+            raise PeerError(f"another process is writing {directory}. Wait for it, or end it.")
         self._file.seek(0)
-        text = self._file.read()
-        lines, end = _whole_lines(text)
-        self.is_resumed = bool(lines) and lines[0] == {"identity": identity}
-        self.done: dict[int, dict[int, int]] = {}
-        if not self.is_resumed:
-            self._file.truncate(0)
-            self._append({"identity": identity})
+        known, self.done, end = _parse(self._file.read())
+        if known == identity:
+            self._file.truncate(end)
             return
-        self._file.truncate(end)
-        for line in lines[1:]:
-            self.done[int(line["task"])] = {
-                int(row): int(value, 16) for row, value in line["rows"].items()
-            }
+        self.done = {}
+        self._file.truncate(0)
+        self._append({"identity": identity})
 
     def __enter__(self) -> "Journal":
         return self
@@ -76,6 +72,53 @@ class Journal:
         self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
         self._file.flush()
         os.fsync(self._file.fileno())
+
+
+def read_journal(path: Path) -> tuple[str | None, Done]:
+    """Return of which conversion a journal is (None: it does not say yet) and what it notes."""
+    identity, done, _ = _parse(path.read_bytes())
+    return identity, done
+
+
+def is_open(path: Path) -> bool:
+    """Tell whether a process holds a journal. Raises as ``try_lock``."""
+    with open(path, "a+b") as file:
+        return not try_lock(file)
+
+
+def try_lock(file: BufferedRandom, *, is_waiting: bool = False) -> bool:
+    """Lock a file until it is closed; tell whether that succeeded.
+
+    Args:
+        file: Open for writing, as locks over NFS need it.
+        is_waiting: Wait for whoever has the lock.
+
+    Raises:
+        StoreError: The file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if is_waiting else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise StoreError(
+            f"{file.name} cannot be locked ({error.strerror}), and without locks two runs could "
+            "write one destination. Mount the file system with locks (Lustre: -o flock), or name "
+            "a destination on another one."
+        ) from error
+    return True
+
+
+def _parse(text: bytes) -> tuple[str | None, Done, int]:
+    """Return identity and tasks of the lines up to the first damaged one, and where that begins."""
+    lines, end = _whole_lines(text)
+    if not lines or "identity" not in lines[0]:
+        return None, {}, 0
+    done = {
+        int(line["task"]): {int(row): int(value, 16) for row, value in line["rows"].items()}
+        for line in lines[1:]
+    }
+    return str(lines[0]["identity"]), done, end
 
 
 def _whole_lines(text: bytes) -> tuple[list[dict[str, Any]], int]:

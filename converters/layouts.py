@@ -1,5 +1,6 @@
 """All layouts that are known, and which of them a path holds."""
 
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,10 +9,11 @@ from scalai.converters.deepspeed_plain import DeepSpeedPlainLayout
 from scalai.converters.deepspeed_universal import DeepSpeedUniversalLayout
 from scalai.converters.deepspeed_zero import DeepSpeedZeroLayout
 from scalai.converters.generation import GenerationLayout
+from scalai.converters.intake import check_intake
 from scalai.converters.safetensors_index import SafetensorsLayout
 from scalai.converters.torch_dist import TorchDistLayout
 from scalai.converters.torch_legacy import TorchLegacyLayout
-from scalai.core.errors import RefusedError, UsageError
+from scalai.core.errors import RefusedError, ScalaiError, UsageError
 
 LAYOUTS: Sequence[Layout] = (
     GenerationLayout(),
@@ -23,6 +25,12 @@ LAYOUTS: Sequence[Layout] = (
     SafetensorsLayout(),
 )
 """In the order in which they are asked."""
+
+_UNFIT = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError,
+    ValueError, struct.error,
+)  # fmt: skip
+"""What readers meet in files that are whole and hold something else than they should."""
 
 
 def layout_named(name: str) -> Layout:
@@ -44,16 +52,31 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
 
     Raises:
         UsageError: There is no such path.
-        RefusedError: It is of no known layout, or its layout's reader refuses it.
+        RefusedError: It is of no known layout, or is refused by its layout's reader or by what is
+            asked of all (``intake``).
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist. Name a checkpoint's directory.")
     layout = find_layout(path)
     if layout is not None:
-        return layout.read(path, options or ReadOptions())
+        return _read(layout, path, options or ReadOptions())
     inside = sorted(entry.name for entry in path.iterdir())[:5] if path.is_dir() else []
     names = ", ".join(layout.name for layout in LAYOUTS)
     raise RefusedError(
         f"{path} holds no checkpoint of a known layout ({names}); it has {inside}. Name the "
         "directory that holds the files, or the one above with latest_checkpointed_iteration.txt."
     )
+
+
+def _read(layout: Layout, path: Path, options: ReadOptions) -> Checkpoint:
+    try:
+        checkpoint = layout.read(path, options)
+        check_intake(checkpoint)
+    except ScalaiError:
+        raise
+    except _UNFIT as error:
+        raise RefusedError(
+            f"{path} does not hold what a checkpoint of the layout {layout.name} does "
+            f"({type(error).__name__}: {error}). Use another checkpoint."
+        ) from error
+    return checkpoint

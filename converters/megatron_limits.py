@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from scalai.converters.checkpoint import PARAM, Values
@@ -9,6 +10,7 @@ from scalai.converters.fused_rows import Heads
 from scalai.converters.megatron_names import expert_of, layer_of
 from scalai.core.collection import Tensor
 from scalai.core.degrees import ModelLimits
+from scalai.core.errors import RefusedError
 
 _EMBEDDING = re.compile(rf"{PARAM}/(.*\.)?word_embeddings\.weight")
 _UNEVEN = (
@@ -38,6 +40,29 @@ def limits_of(values: Values, tensors: Iterable[Tensor]) -> ModelLimits:
         ffn_hidden_size=_number(arguments.get("ffn_hidden_size")),
         expert_tp=_number(arguments.get("expert_tensor_parallel_size")),
     )
+
+
+def check_model(directory: Path, values: Values, tensors: Iterable[Tensor]) -> None:
+    """Refuse a decoder of which layers or experts are missing: their tensors would leave no hole,
+    because nothing else says that they exist.
+
+    Raises:
+        RefusedError: They are not counted through, or are not as many as the arguments say.
+    """
+    names = [t.name for t in tensors if t.name.startswith(f"{PARAM}/decoder.layers.")]
+    arguments = values.arguments or {}
+    for what, of, stated in (
+        ("layers", layer_of, arguments.get("num_layers")),
+        ("experts", expert_of, arguments.get("num_experts")),
+    ):
+        found = {number for name in names if (number := of(name)) is not None}
+        expected = _number(stated) or len(found)
+        missing = next((at for at, n in enumerate(sorted(found)) if n != at), len(found))
+        if found and (len(found) != expected or missing != expected):
+            raise RefusedError(
+                f"{directory} has {len(found)} {what} by its tensors, and {expected} by its "
+                f"arguments; the first that is missing is {missing}. Use another checkpoint."
+            )
 
 
 def argument_heads(arguments: Mapping[str, Any]) -> Heads:

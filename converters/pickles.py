@@ -15,14 +15,13 @@ import io
 import logging
 import pathlib
 import pickle
-import resource
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from scalai.core.errors import RefusedError
+from scalai.converters.bounded import bounded_memory
+from scalai.core.errors import RefusedError, ScalaiError
 
 log = logging.getLogger("scalai.converters")
 
@@ -31,10 +30,8 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
         bool, bytearray, bytes, complex, dict, float, frozenset, int, list, object, range, set,
         slice, str, tuple,
     ),
-    "collections": (collections.OrderedDict, collections.defaultdict, collections.deque),
-    "argparse": (argparse.Namespace,),
+    "collections": (collections.OrderedDict, collections.defaultdict),
     "datetime": (datetime.date, datetime.datetime, datetime.timedelta, datetime.timezone),
-    "pathlib": (pathlib.PosixPath, pathlib.PurePosixPath),
     "_io": (io.BytesIO,),
     "numpy": (np.ndarray, np.dtype),
 }  # fmt: skip
@@ -45,15 +42,41 @@ _INERT = frozenset({("signal", "Signals"), ("uuid", "UUID"), ("decimal", "Decima
 """Classes of the standard library that Megatron's arguments may hold; they too stay stand-ins."""
 _ROOTS = frozenset({"apex", "deepspeed", "megatron", "torch", "transformer_engine"})
 """Packages whose classes become stand-ins."""
+_FUNCTIONS = frozenset({("torch", "device"), ("torch.serialization", "_get_layout")})
+"""Functions of these packages, and classes of names like theirs, that checkpoints call."""
 
 MEMORY_BYTES, MEMORY_FACTOR = 256 << 20, 100
 """Memory that reading a pickle may take: so much, and so many times its size."""
+
+_DAMAGE = (
+    pickle.UnpicklingError, ArithmeticError, AttributeError, BufferError, EOFError, LookupError,
+    MemoryError, RecursionError, SyntaxError, SystemError, TypeError, ValueError,
+)  # fmt: skip
+"""What a damaged pickle raises: the unpickler itself, and the plain classes when they are given
+other arguments than their own (``numpy.dtype`` parses its argument as an expression)."""
+
+_UNKNOWN = (
+    "which no checkpoint of a known framework needs. If you know where the file comes from and "
+    "what this does, pass --trust-pickle."
+)
 
 Classes = Mapping[tuple[str, str], Any]
 """What stands in for the class of a module and a name."""
 
 
-class Foreign:
+class Sealed(type):
+    """A class that no pickle can change. Unpickling may set attributes of what it has built, and a
+    class is something that it has found: it could be given another name, or other methods."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"{cls.__name__}.{name} is set")
+
+
+class _ForbiddenCall(Exception):
+    """A function is called that no checkpoint needs."""
+
+
+class Foreign(metaclass=Sealed):
     """An object of a class that is not imported: its arguments, its state and its items.
 
     The class object itself stands for the framework's class or function, where a pickle names it
@@ -61,6 +84,9 @@ class Foreign:
     """
 
     path: ClassVar[tuple[str, str]] = ("", "")
+    is_callable: ClassVar[bool] = True
+    """Whether a pickle may make objects by calling it: what is written back is called by whoever
+    loads it."""
 
     args: tuple[Any, ...]
     state: Any
@@ -73,6 +99,8 @@ class Foreign:
         return self
 
     def __init__(self, *_: Any, **__: Any) -> None:
+        if not self.is_callable:
+            raise _ForbiddenCall(".".join(self.path))
         self.is_called = True
 
     def __setstate__(self, state: Any) -> None:
@@ -92,6 +120,14 @@ class Foreign:
         return f"{'.'.join(self.path)}({inside})"
 
 
+_SEALED: Mapping[type, type] = {
+    Sealed(cls.__name__, (cls,), {}): cls
+    for cls in (argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath)
+}
+"""Classes written in Python that are what they say, and what they are written back as."""
+_SEALED_BY_NAME = {(cls.__module__, cls.__name__): sealed for sealed, cls in _SEALED.items()}
+
+
 _made: dict[tuple[str, str], type[Foreign]] = {}
 
 
@@ -99,7 +135,10 @@ def foreign(module: str, name: str) -> type[Foreign]:
     """Return the stand-in for a class or function; the same object for the same names."""
     path = module, name
     if path not in _made:
-        _made[path] = cast(type[Foreign], type(name.rpartition(".")[2], (Foreign,), {"path": path}))
+        last = name.rpartition(".")[2]
+        is_class = last.lstrip("_")[:1].isupper()
+        known = {"path": path, "is_callable": is_class or path in _FUNCTIONS}
+        _made[path] = cast(type[Foreign], Sealed(last, (Foreign,), known))
     return _made[path]
 
 
@@ -125,37 +164,17 @@ def loads(
         RefusedError: A class that is not allowed, or a damaged pickle; names ``where``.
     """
     try:
-        with _bounded_memory(MEMORY_BYTES + MEMORY_FACTOR * len(data)):
+        with bounded_memory(MEMORY_BYTES + MEMORY_FACTOR * len(data)):
             return _Reader(io.BytesIO(data), where, classes or {}, persistent, trust).load()
-    except RefusedError:
+    except ScalaiError:
         raise
-    except Exception as error:  # a damaged pickle may raise anything
+    except _ForbiddenCall as error:
+        raise RefusedError(f"{where} calls {error}, {_UNKNOWN}") from error
+    except _DAMAGE as error:
         raise RefusedError(
             f"{where} holds a damaged pickle ({type(error).__name__}: {error}). Use another "
             "checkpoint."
         ) from error
-
-
-@contextmanager
-def _bounded_memory(size_bytes: int) -> Iterator[None]:
-    """Let this process take so much more memory at most, where the system can say what it has.
-
-    A few bytes of a pickle can ask for any amount (a memo index, a ``bytearray``): a MemoryError
-    is better than the end of the machine.
-    """
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            used = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
-    except (OSError, StopIteration):
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = [used + size_bytes, *(limit for limit in (soft, hard) if limit >= 0)]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def dumps(
@@ -199,19 +218,22 @@ class _Reader(pickle.Unpickler):
         plain = {cls.__name__: cls for cls in _PLAIN.get(module, ())}
         if name in plain:
             return plain[name]
+        if (module, name) in _SEALED_BY_NAME:
+            return _SEALED_BY_NAME[module, name]
+        if (module, name) == ("collections", "deque"):
+            return _deque
         if module in _NUMPY_MODULES and name in ("_reconstruct", "scalar"):
             return _numpy_function(name)
         if (module, name) == ("_codecs", "encode"):
             return _encode
-        if module.partition(".")[0] in _ROOTS or (module, name) in _INERT:
-            return foreign(module, name)
-        if self._trust:
+        is_known = module.partition(".")[0] in _ROOTS or (module, name) in _INERT
+        if not is_known and not self._trust:
+            raise RefusedError(f"{self._where} names {module}.{name}, {_UNKNOWN}")
+        cls = foreign(module, name)
+        if self._trust and not (is_known and cls.is_callable):
             log.warning("event=trusted-pickle class=%s.%s file=%s", module, name, self._where)
-            return foreign(module, name)
-        raise RefusedError(
-            f"{self._where} names {module}.{name}, which no checkpoint of a known framework needs. "
-            "If you know where the file comes from and what this class does, pass --trust-pickle."
-        )
+            type.__setattr__(cls, "is_callable", True)
+        return cls
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
@@ -223,6 +245,13 @@ def _numpy_function(name: str) -> Any:
     from numpy._core import multiarray
 
     return getattr(multiarray, name)
+
+
+def _deque(items: Any = (), maxlen: int | None = None) -> collections.deque[Any]:
+    """Return a deque: of a list, because a short one of a long ``range`` would take forever."""
+    if not isinstance(items, list | tuple):
+        raise pickle.UnpicklingError(f"a deque of a {type(items).__name__}")
+    return collections.deque(items, maxlen)
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
@@ -251,6 +280,9 @@ class _Writer(pickle._Pickler):
             if obj.is_called:
                 return type(obj), obj.args, obj.state
             return copyreg.__newobj__, (type(obj), *obj.args), obj.state  # type: ignore[attr-defined]
+        if isinstance(obj, set | frozenset):
+            # Else the bytes, and with them whether a run can go on, depend on the hash seed.
+            return type(obj), (sorted(obj, key=repr),)
         reduced = self._reduce(obj) if self._reduce is not None else None
         return NotImplemented if reduced is None else reduced
 
@@ -260,4 +292,4 @@ class _Writer(pickle._Pickler):
             self.write(pickle.GLOBAL + f"{module}\n{qualified}\n".encode())  # type: ignore[attr-defined]
             self.memoize(obj)  # type: ignore[attr-defined]
         else:
-            super().save_global(obj, name)  # type: ignore[misc]
+            super().save_global(_SEALED.get(obj, obj), name)  # type: ignore[misc]

@@ -10,7 +10,8 @@ Source: the safetensors format (https://github.com/huggingface/safetensors) and 
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,6 +32,7 @@ from scalai.converters.checkpoint import (
     parameters_of,
     place,
 )
+from scalai.converters.intake import MAX_JSON_BYTES, file_inside, parse_json, read_json
 from scalai.converters.translation import CONFIG
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
 from scalai.core.errors import RefusedError
@@ -39,8 +41,8 @@ from scalai.core.region import whole
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 5_000_000_000
 """Bytes of tensors after which another file begins, as in transformers."""
-MAX_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
+
+_NUMBERED = re.compile(r"model-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +147,18 @@ def _read_entries(path: Path) -> tuple[dict[str, _Entry], list[CheckpointFile]]:
     names, weight_map = [SINGLE], None
     if (path / INDEX).is_file():
         try:
-            weight_map = dict(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"])
+            weight_map = dict(read_json(path / INDEX)["weight_map"])
             names = sorted(set(weight_map.values()))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RefusedError(f"{path / INDEX} is damaged ({error}). Copy it again.") from error
-    entries: dict[str, _Entry] = {}
-    files = []
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise RefusedError(f"{path / INDEX} names {name!r}, which is no file beside it.")
-        size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size is None:
-            raise RefusedError(f"{path / name} is missing; the index names it. Copy it too.")
+    _check_names(path, names)
+    entries: dict[str, _Entry] = {}
+    files = []
+    for name in names:
+        size = file_inside(path, name, INDEX).stat().st_size
         files.append(CheckpointFile(name, size))
         for key, entry in _read_header(path / name, size):
             if key in entries:
@@ -179,20 +181,40 @@ def _read_entries(path: Path) -> tuple[dict[str, _Entry], list[CheckpointFile]]:
     return entries, files
 
 
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    """Refuse an index that names no whole set of files, or files of another set beside it."""
+    numbered = {name: match for name in names if (match := _NUMBERED.fullmatch(str(name)))}
+    sizes = {int(match[2]) for match in numbered.values()}
+    if numbered and sizes != {len(names)}:
+        raise RefusedError(
+            f"{path / INDEX} names {len(names)} files, and these are of {sorted(sizes)} by their "
+            "names. Files of two checkpoints are mixed, or some are missing: copy them again."
+        )
+    strays = sorted({entry.name for entry in path.glob("model-*-of-*.safetensors")} - {*names})
+    if strays:
+        raise RefusedError(
+            f"{path / strays[0]} is beside {names[0]}, and no index names it. Files of two "
+            "checkpoints are mixed, or the index is missing: copy them again."
+        )
+
+
 def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
     """Yield the tensors of one file, checked: no gaps, no overlaps, exact sizes."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            if not 2 <= length <= min(MAX_JSON_BYTES, size - 8):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length), object_pairs_hook=_distinct)
+            header = parse_json(file.read(length))
         at = 0
         items = ((name, of) for name, of in header.items() if name != "__metadata__")
         for name, of in sorted(items, key=lambda item: item[1]["data_offsets"]):
-            shape, (low, high) = tuple(map(int, of["shape"])), of["data_offsets"]
-            if len(shape) > MAX_NDIM or min(shape, default=0) < 0:
+            shape, (low, high) = tuple(of["shape"]), of["data_offsets"]
+            is_whole = all(type(number) is int for number in (*shape, low, high))
+            if not is_whole or len(shape) > MAX_NDIM or min(shape, default=0) < 0:
                 raise ValueError(f"{name} has shape {list(shape)}")
+            if of["dtype"] not in ITEM_BYTES:
+                raise ValueError(f"{name} is of dtype {of['dtype']!r}, which is not known")
             if low != at or high - low != prod(shape) * ITEM_BYTES[of["dtype"]]:
                 raise ValueError(f"{name} lies at {low}:{high}")
             yield name, _Entry(path.name, of["dtype"], shape, 8 + length + low)
@@ -208,14 +230,7 @@ def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
 def _config(path: Path) -> dict[str, Any]:
     """Return what ``config.json`` beside the files says."""
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = read_json(path / "config.json")
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name comes twice")
-    return found

@@ -20,14 +20,21 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scalai.converters import pickles
 from scalai.converters.pickles import Foreign, foreign
 from scalai.core.collection import ITEM_BYTES
-from scalai.core.errors import RefusedError
+from scalai.core.errors import RefusedError, ScalaiError
 from scalai.core.region import Index, row_major
+from scalai.store.files import BITS, Bits
 
 ALIGNMENT = 64
 MAX_PICKLE_BYTES = 1 << 30
+MAX_VALUE_BYTES = 64 << 20
+"""The most bytes of a tensor among what is carried as a value, not as a tensor."""
+MAX_VERSION = 10
+"""``kMaxSupportedFileFormatVersion`` of torch 2.13."""
 
 STORAGE_DTYPES: Mapping[str, str] = {
     "BoolStorage": "BOOL", "ByteStorage": "U8", "CharStorage": "I8",
@@ -109,7 +116,13 @@ def read_archive(
         with open(path, "rb") as file:
             window = _Window(file, begin, size_bytes)
             return _read(window, path, begin, trust)
-    except (OSError, zipfile.BadZipFile, struct.error, KeyError, NotImplementedError) as error:
+    except ScalaiError:
+        raise
+    # RuntimeError: a member that claims to be encrypted, or of an unknown method.
+    except (
+        OSError, zipfile.BadZipFile, struct.error, LookupError, RuntimeError, ValueError,
+        OverflowError, EOFError,
+    ) as error:  # fmt: skip
         raise RefusedError(
             f"{path} is damaged or truncated: no whole torch archive at byte {begin} "
             f"({type(error).__name__}: {error}). Use another checkpoint."
@@ -124,9 +137,15 @@ def with_content(value: Any, data: memoryview) -> Any:
         data: The file's bytes.
     """
     if isinstance(value, StoredTensor):
-        size_bytes = prod(value.shape) * ITEM_BYTES[value.dtype]
-        content = bytes(data[value.begin : value.begin + size_bytes])
-        return NewTensor(value.dtype, value.shape, content)
+        item = ITEM_BYTES[value.dtype]
+        if prod(value.shape) * item > MAX_VALUE_BYTES:
+            raise RefusedError(
+                f"a tensor of {prod(value.shape) * item} bytes lies where no parameter belongs, "
+                f"and at most {MAX_VALUE_BYTES} are carried as a value."
+            )
+        strides = [item * step for step in value.stride]
+        view: Bits = np.ndarray(value.shape, BITS[item], data, value.begin, strides)
+        return NewTensor(value.dtype, value.shape, view.tobytes())
     if isinstance(value, dict):
         return {key: with_content(entry, data) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -139,7 +158,7 @@ class _Window(io.RawIOBase):
 
     def __init__(self, file: io.BufferedIOBase, begin: int, size_bytes: int | None) -> None:
         self._file, self._begin = file, begin
-        self._size = file.seek(0, 2) - begin if size_bytes is None else size_bytes
+        self.size_bytes = file.seek(0, 2) - begin if size_bytes is None else size_bytes
         self._at = 0
 
     def seekable(self) -> bool:
@@ -149,15 +168,17 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
+        self._at = offset + (0, self._at, self.size_bytes)[whence]
         return self._at
 
     def tell(self) -> int:
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(self._size - self._at, 0)
+        left = max(self.size_bytes - self._at, 0)
         size = left if size < 0 else min(size, left)
+        if size > MAX_PICKLE_BYTES:
+            raise zipfile.BadZipFile(f"a directory or a pickle of {size} bytes")
         self._file.seek(self._begin + self._at)
         data = self._file.read(size)
         self._at += len(data)
@@ -172,9 +193,21 @@ def _read(window: _Window, path: Path, begin: int, trust: bool) -> Any:
                 raise RefusedError(
                     f"{path}: {member.filename} is compressed; torch stores plainly."
                 )
+        sizes = [member.file_size for member in archive.infolist()]
+        if len(members) != len(sizes) or sum(sizes) > window.size_bytes:
+            raise RefusedError(
+                f"{path} has {len(sizes)} members of {len(members)} names, {sum(sizes)} bytes by "
+                f"its directory in a file of {window.size_bytes}. Use another checkpoint."
+            )
         byteorder = members.get("byteorder")
         if byteorder is not None and archive.read(byteorder) != b"little":
             raise RefusedError(f"{path} is big-endian, which is not supported.")
+        version = int(archive.read(members["version"])) if "version" in members else 1
+        if version > MAX_VERSION:
+            raise RefusedError(
+                f"{path} is of version {version} of torch's format, and at most {MAX_VERSION} is "
+                "read. Use a later release of Scalai, or save with torch up to 2.13."
+            )
         if members["data.pkl"].file_size > MAX_PICKLE_BYTES:
             raise RefusedError(f"{path} has a pickle of {members['data.pkl'].file_size} bytes.")
         data = archive.read(members["data.pkl"])
@@ -186,6 +219,8 @@ def _read(window: _Window, path: Path, begin: int, trust: bool) -> Any:
             raise RefusedError(f"{path} holds a storage {pid!r} of an unknown kind.")
         member, dtype = members[f"data/{key}"], STORAGE_DTYPES[name]
         start = _member_begin(window, member)
+        if start + member.file_size > window.size_bytes:
+            raise zipfile.BadZipFile(f"{member.filename} ends beyond the file")
         if member.file_size < numel * ITEM_BYTES[dtype]:
             raise RefusedError(
                 f"{path}: storage {key} has {member.file_size} bytes for {numel} elements of "
@@ -212,8 +247,11 @@ def _tensor(storage: _Storage, offset: int, shape: Any, stride: Any, *_: Any) ->
     shape, stride = _sizes(shape), _sizes(stride)
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     is_inside = min((offset, *shape, *stride)) >= 0 and (last + 1) * item <= storage.size_bytes
-    if prod(shape) and not is_inside:
-        raise RefusedError(f"a tensor {list(shape)} reaches beyond its storage")
+    # Strides of 0 make many elements of few.
+    if prod(shape) and not (is_inside and prod(shape) * item <= storage.size_bytes):
+        raise RefusedError(
+            f"a tensor {list(shape)} reaches beyond its storage of {storage.size_bytes} bytes"
+        )
     return StoredTensor(storage.dtype, shape, stride, storage.begin + offset * item)
 
 

@@ -12,7 +12,6 @@ default, which Megatron itself loads at the same TP and PP only). What is writte
 Source: megatron/core/dist_checkpointing of 0.16.1 and megatron/training/checkpointing.py.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,9 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     place,
 )
+from scalai.converters.intake import MAX_PIECES, read_json
+from scalai.converters.megatron_iterations import check_iteration, find_below
+from scalai.converters.megatron_limits import check_model
 from scalai.converters.megatron_names import leading_axes, name_at, tensor_parallel_axis
 from scalai.converters.megatron_values import (
     argument_degrees,
@@ -45,16 +47,17 @@ from scalai.converters.megatron_values import (
     find_step,
 )
 from scalai.converters.torch_archive import (
+    MAX_VALUE_BYTES,
     NewTensor,
     StoredTensor,
     read_archive,
     with_content,
 )
 from scalai.converters.torch_dist_metadata import Chunk, Extent, Metadata, StoredKey, read_metadata
-from scalai.converters.torch_dist_writer import TRACKER
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box, Index, flat_range, whole
+from scalai.store.files import map_file
 
 STEP_FILE = "(step)"
 """The file in memory that holds the optimizer's step."""
@@ -75,7 +78,8 @@ class TorchDistLayout:
         directory = find_iteration(path, None)
         if directory is None:
             return False
-        return _backend(directory) == self.name or (directory / ".metadata").is_file()
+        is_named = _marker(directory).get("sharded_backend") == self.name
+        return is_named or (directory / ".metadata").is_file()
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         """Read the metadata of a checkpoint, or of the newest below a save directory."""
@@ -84,11 +88,7 @@ class TorchDistLayout:
             raise RefusedError(
                 f"{path} holds no iteration {options.iteration}. Name one that is there."
             )
-        if _backend(directory) != self.name:
-            raise RefusedError(
-                f"{directory} has no metadata.json that names torch_dist: Megatron writes it last, "
-                "so the save was interrupted. Use an older checkpoint."
-            )
+        _check_marker(directory)
         metadata = read_metadata(directory, trust=options.trust_pickle)
         common = read_common(directory, trust=options.trust_pickle)
         objects = _read_objects(directory, metadata.objects)
@@ -103,25 +103,37 @@ def find_iteration(path: Path, iteration: int | None) -> Path | None:
     """Return the directory of an iteration: ``path`` itself, or the one that the tracker names."""
     if iteration is None and (path / "common.pt").is_file():
         return path
-    if iteration is None:
-        try:
-            text = (path / TRACKER).read_text(encoding="ascii").strip()
-        except (OSError, ValueError):
-            return None
-        name = f"iter_{int(text):07d}" if text.isdigit() else text
-    else:
-        name = f"iter_{iteration:07d}"
-    if "/" in name or not (path / name).is_dir():
-        return None
-    return path / name
+    return find_below(path, iteration)
 
 
-def _backend(directory: Path) -> str | None:
+def _marker(directory: Path) -> Mapping[str, Any]:
+    """Return what ``metadata.json`` says, nothing where it says nothing."""
     try:
-        data = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
-        return str(data["sharded_backend"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        data = read_json(directory / "metadata.json")
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _check_marker(directory: Path) -> None:
+    """Refuse a checkpoint that was not ended, or is of another format or version."""
+    marker = _marker(directory)
+    if "sharded_backend" not in marker:
+        raise RefusedError(
+            f"{directory} has no metadata.json that names torch_dist: Megatron writes it last, "
+            "so the save was interrupted. Use an older checkpoint."
+        )
+    if marker["sharded_backend"] != "torch_dist":
+        raise RefusedError(
+            f"{directory} is of the format {marker['sharded_backend']!r}, and torch_dist is read. "
+            "Load it in Megatron and save it with --ckpt-format torch_dist."
+        )
+    for key in ("sharded_backend_version", "common_backend_version"):
+        if marker.get(key, 1) != 1:
+            raise RefusedError(
+                f"{directory} has {key} {marker[key]!r}, and 1 is read. Use a later release of "
+                "Scalai, or save it with a Megatron of 0.14 to 0.19."
+            )
 
 
 def read_common(directory: Path, *, trust: bool = False) -> dict[str, Any]:
@@ -130,8 +142,7 @@ def read_common(directory: Path, *, trust: bool = False) -> dict[str, Any]:
     value = read_archive(path, trust=trust)
     if not isinstance(value, dict):
         raise RefusedError(f"{path} holds a {type(value).__name__}, not a dictionary.")
-    with open(path, "rb") as file:
-        data = memoryview(file.read())
+    data = map_file(path)
     return {key: with_content(entry, data) for key, entry in value.items()}
 
 
@@ -139,6 +150,11 @@ def _read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, b
     """Return the archives of objects that are no tensors; they are small."""
     found = {}
     for key, extent in objects.items():
+        if extent.size_bytes > MAX_VALUE_BYTES:
+            raise RefusedError(
+                f"{directory / extent.file} keeps {key}, {extent.size_bytes} bytes that are no "
+                f"tensor, and at most {MAX_VALUE_BYTES} are carried. Save without it."
+            )
         with open(directory / extent.file, "rb") as file:
             file.seek(extent.begin)
             found[key] = file.read(extent.size_bytes)
@@ -158,6 +174,7 @@ class _Reader:
 
     def read(self) -> Checkpoint:
         groups = find_param_groups(self.common) or self._bucket_groups()
+        self._check_count()
         weights = {}
         model, moments, buckets = [], [], []
         for stored in self.metadata.tensors:
@@ -191,14 +208,29 @@ class _Reader:
             pieces += _steps(pieces, STEP_FILE)
             content = np.float32(step).tobytes()
             files.append(CheckpointFile(STEP_FILE, len(content), content))
+        placed, values = place(pieces, files), self._values(groups, model)
+        check_model(self.directory, values, placed.collection.tensors)
         return Checkpoint(
             "torch_dist",
             self.directory,
-            place(pieces, files),
-            self._values(groups, model),
+            placed,
+            values,
             twins=place(twins, files) if twins else None,
             notes=tuple(self._notes()),
         )
+
+    def _check_count(self) -> None:
+        """Refuse keys that would be more layers and experts than there can be."""
+        count = sum(
+            prod(chunk.box.shape[: leading_axes(stored.key)])
+            for stored in self.metadata.tensors
+            for chunk in stored.chunks
+        )
+        if count > MAX_PIECES:
+            raise RefusedError(
+                f"{self.directory}/.metadata has {count} pieces of layers, and at most "
+                f"{MAX_PIECES} are read. It is damaged: use another checkpoint."
+            )
 
     def _files(self) -> list[CheckpointFile]:
         names = {chunk.extent.file for tensor in self.metadata.tensors for chunk in tensor.chunks}
@@ -231,6 +263,12 @@ class _Reader:
         """Yield the boxes of a flat range of one shard (``fully_sharded_model_space``)."""
         axes, shape = leading_axes(key), self.metadata.flat[stored.key]
         grid, (*at, low), count = stored.shape[:-1], chunk.box.offset, chunk.box.shape[-1]
+        is_cut = len(grid) == len(shape) and all(n > 0 for n in grid)
+        if not is_cut or any(size < 0 or size % n for size, n in zip(shape, grid, strict=True)):
+            raise RefusedError(
+                f"{self.directory}/.metadata: {stored.key} of shape {list(shape)} is cut into a "
+                f"grid of {list(grid)}. It is damaged: use another checkpoint."
+            )
         shard = tuple(size // parts for size, parts in zip(shape, grid, strict=True))
         origin = tuple(index * size for index, size in zip(at, shard, strict=True))
         if low + count > prod(shard):
@@ -281,10 +319,7 @@ class _Reader:
         extent = self.metadata.objects[key]
         path = self.directory / extent.file
         value = read_archive(path, extent.begin, extent.size_bytes, trust=self.trust)
-        with open(path, "rb") as file:
-            file.seek(extent.begin)
-            data = memoryview(bytes(extent.begin) + file.read(extent.size_bytes))
-        value = with_content(value, data)
+        value = with_content(value, map_file(path))
         return value[0] if isinstance(value, list) else value
 
     def _values(self, groups: Sequence[Mapping[str, Any]], model: Sequence[StoredKey]) -> Values:
@@ -293,6 +328,7 @@ class _Reader:
             raise RefusedError(
                 f"{self.directory}/common.pt has no iteration. Use another checkpoint."
             )
+        check_iteration(self.directory, "common.pt", common["iteration"])
         arguments = common.get("args")
         arguments = None if arguments is None else vars(arguments)
         scaler = find_scaler(common)

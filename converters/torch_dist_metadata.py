@@ -8,12 +8,13 @@ torch.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from scalai.converters import pickles
-from scalai.converters.pickles import Foreign, foreign
-from scalai.converters.torch_archive import DTYPE_NAMES, TORCH_DTYPES
+from scalai.converters.intake import file_inside
+from scalai.converters.pickles import Foreign, Sealed, foreign
+from scalai.converters.torch_archive import DTYPE_NAMES, MAX_PICKLE_BYTES, TORCH_DTYPES
 from scalai.core.collection import MAX_NDIM
 from scalai.core.errors import LayoutError, RefusedError
 from scalai.core.region import Box, Index
@@ -63,7 +64,7 @@ class Metadata:
     flat: Mapping[str, Index]
 
 
-class _Place:
+class _Place(metaclass=Sealed):
     """``MetadataIndex``: a key and an offset, to look up where something is stored."""
 
     __slots__ = ("key", "offset")
@@ -94,6 +95,9 @@ def read_metadata(directory: Path, *, trust: bool = False) -> Metadata:
     """
     path = directory / ".metadata"
     try:
+        size = path.stat().st_size
+        if size > MAX_PICKLE_BYTES:
+            raise RefusedError(f"{path} has {size} bytes, and at most {MAX_PICKLE_BYTES} are read.")
         data = path.read_bytes()
     except OSError as error:
         raise RefusedError(
@@ -112,6 +116,12 @@ def read_metadata(directory: Path, *, trust: bool = False) -> Metadata:
 
 
 def _metadata(value: Any, directory: Path) -> Metadata:
+    version = str(value.state.get("version") or "1.0.0")
+    if version.partition(".")[0] != "1":
+        raise RefusedError(
+            f"{directory}/.metadata is of version {version}, and 1.0.0 is read. Use a later "
+            "release of Scalai, or save with torch up to 2.13."
+        )
     sizes: dict[str, int] = {}
     stored = {
         (place.key, place.offset): _extent(info.state, directory, sizes)
@@ -130,9 +140,14 @@ def _metadata(value: Any, directory: Path) -> Metadata:
         chunks = []
         for chunk in state["chunks"]:
             offset, extent = _sizes(chunk.state["offsets"]), _sizes(chunk.state["sizes"])
+            if not _is_inside(offset, extent, shape):
+                raise LayoutError(
+                    f"{directory}/.metadata: a chunk of {key} at {list(offset)} of shape "
+                    f"{list(extent)} reaches outside of {list(shape)}. Use another checkpoint."
+                )
             chunks.append(Chunk(Box(offset, extent), _stored(stored, key, offset, directory)))
         # A layer that is missing would be no hole: its tensors would not exist.
-        held = sum(chunk.box.numel for chunk in chunks)
+        held = sum(box.numel for box in {chunk.box for chunk in chunks})
         if held < prod(shape):
             raise LayoutError(
                 f"{directory}/.metadata: nobody holds {prod(shape) - held} of the {prod(shape)} "
@@ -145,6 +160,13 @@ def _metadata(value: Any, directory: Path) -> Metadata:
         if data.get("nd_reformulated_orig_global_shape")
     }
     return Metadata(tuple(tensors), objects, flat)
+
+
+def _is_inside(offset: Index, extent: Index, shape: Index) -> bool:
+    if not len(offset) == len(extent) == len(shape):
+        return False
+    places = zip(offset, extent, shape, strict=True)
+    return all(low >= 0 and size >= 0 and low + size <= full for low, size, full in places)
 
 
 def _stored(
@@ -169,28 +191,13 @@ def _extent(state: Mapping[str, Any], directory: Path, sizes: dict[str, int]) ->
             "be streamed. Save without transforms."
         )
     if name not in sizes:
-        sizes[name] = _size_of(directory, name)
+        sizes[name] = file_inside(directory, name, ".metadata").stat().st_size
     if begin < 0 or length < 0 or begin + length > sizes[name]:
         raise RefusedError(
             f"{directory / name} is truncated: it has {sizes[name]} bytes, and .metadata places "
             f"{length} bytes at {begin}. Copy it again, or use another checkpoint."
         )
     return Extent(name, begin, length)
-
-
-def _size_of(directory: Path, name: str) -> int:
-    path = directory / name
-    parts = PurePosixPath(name).parts
-    if PurePosixPath(name).is_absolute() or ".." in parts or not parts:
-        raise RefusedError(f"{directory}/.metadata names {name!r}, outside of the checkpoint.")
-    if not path.resolve().is_relative_to(directory.resolve()):
-        raise RefusedError(f"{path} is a link to outside of the checkpoint. Copy the file there.")
-    if not path.is_file():
-        raise RefusedError(
-            f"{path} is missing; .metadata places tensors in it. Copy it too, or use another "
-            "checkpoint."
-        )
-    return path.stat().st_size
 
 
 def _dtype(properties: Any, key: str, directory: Path) -> str:

@@ -30,6 +30,7 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     place,
 )
+from scalai.converters.megatron_iterations import TRACKER, folder_of
 from scalai.converters.megatron_names import (
     expert_of,
     tensor_parallel_axis,
@@ -41,8 +42,6 @@ from scalai.core.collection import ITEM_BYTES, Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box
 from scalai.store.manifest import sync_directory
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     keys = _stacked(list(_items(tensors, is_split, names)))
     notes = list(source.notes)
     objects = objects_of(source, tensors, names, degrees, notes)
-    folder = f"iter_{source.values.step:07d}"
+    folder = folder_of(source.values.step)
     layout = _Files(folder, max(degrees.get("tp", 1) * degrees.get("pp", 1), 1))
     total = sum(item.tensor.size_bytes for _, items in keys for item in items)
     extents = {key: layout.add_object(data) for key, data in objects.items()}

@@ -20,6 +20,9 @@ from typing import Any
 
 from scalai.converters import torch_legacy_writer
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, Target, Values, WriteOptions
+from scalai.converters.intake import MAX_DEGREE
+from scalai.converters.megatron_iterations import RELEASE, check_iteration, find_below
+from scalai.converters.megatron_limits import check_model
 from scalai.converters.megatron_values import (
     argument_degrees,
     counters_of,
@@ -30,11 +33,11 @@ from scalai.converters.torch_archive import read_archive, with_content
 from scalai.converters.torch_legacy_job import folder_name
 from scalai.converters.torch_legacy_optimizer import MODEL, OPTIMIZER, Coordinate, Rank
 from scalai.converters.torch_legacy_reader import read_tensors
-from scalai.core.errors import RefusedError, ScalaiError
+from scalai.core.errors import RefusedError
 from scalai.store.files import map_file
 
-TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE = "release"
+VERSION = 3.0
+"""The ``checkpoint_version`` of all megatron-core models."""
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _SMALL = ("optimizer", "opt_param_scheduler", "rng_state")
@@ -59,15 +62,7 @@ class TorchLegacyLayout:
         directory = _find_iteration(path, options.iteration)
         if directory is None or not _folders(directory):
             raise RefusedError(f"{path} holds no iteration {options.iteration} of this layout.")
-        try:
-            return _read(self.name, directory, trust=options.trust_pickle)
-        except ScalaiError:
-            raise
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise RefusedError(
-                f"{directory} does not hold what a legacy Megatron checkpoint does "
-                f"({type(error).__name__}: {error}). Use another checkpoint."
-            ) from error
+        return _read(self.name, directory, trust=options.trust_pickle)
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
         """Lay out ``iter_<n>`` and the tracker file, as Megatron's ``--load`` finds them."""
@@ -81,11 +76,13 @@ def _read(name: str, directory: Path, *, trust: bool) -> Checkpoint:
     _check_equal(directory, ranks)
     common = _common(directory, first)
     tensors = read_tensors(directory, ranks, degrees, find_param_groups(common))
+    values = _values(directory, ranks, degrees, common, tensors.extra)
+    check_model(directory, values, tensors.placed.collection.tensors)
     return Checkpoint(
         name,
         directory,
         tensors.placed,
-        _values(directory, ranks, degrees, common, tensors.extra),
+        values,
         twins=tensors.twins,
         notes=(*tensors.notes, *_notes(first)),
     )
@@ -95,17 +92,7 @@ def _find_iteration(path: Path, iteration: int | None) -> Path | None:
     """Return the directory of an iteration: ``path`` itself, or the one that the tracker names."""
     if iteration is None and _folders(path):
         return path
-    if iteration is None:
-        try:
-            text = (path / TRACKER).read_text(encoding="ascii").strip()
-        except (OSError, ValueError):
-            return None
-        name = f"iter_{int(text):07d}" if text.isdigit() else text
-    else:
-        name = f"iter_{iteration:07d}"
-    if "/" in name or not (path / name).is_dir():
-        return None
-    return path / name
+    return find_below(path, iteration)
 
 
 def _folders(directory: Path) -> list[str]:
@@ -128,11 +115,16 @@ def _read_ranks(directory: Path, trust: bool) -> dict[Coordinate, Rank]:
             )
         trees[folder] = _tree(path, trust)
     arguments = _arguments(trees[min(trees)])
-    ranks = {}
+    ranks: dict[Coordinate, Rank] = {}
     for folder, tree in trees.items():
         optimizer = directory / folder / OPTIMIZER
         state = read_archive(optimizer, trust=trust) if optimizer.is_file() else None
         coordinate = _coordinate(directory / folder, argument_degrees(arguments))
+        if coordinate in ranks:
+            raise RefusedError(
+                f"{directory} has {ranks[coordinate].folder} and {folder} of one rank: files of "
+                "two checkpoints are mixed. Remove those of one."
+            )
         ranks[coordinate] = Rank(folder, tree, state)
     return ranks
 
@@ -174,13 +166,15 @@ def _check_grid(directory: Path, ranks: Mapping[Coordinate, Rank]) -> dict[str, 
     degrees = argument_degrees(_arguments(ranks[min(ranks)].tree))
     counted = {axis: 1 + max(c[at] for c in ranks) for at, axis in enumerate(("tp", "pp", "ep"))}
     degrees = {**counted, **degrees}
+    text = f"tp={degrees['tp']} pp={degrees['pp']} ep={degrees['ep']}"
+    if degrees["tp"] * degrees["pp"] * degrees["ep"] > MAX_DEGREE:
+        raise RefusedError(f"{directory}: the job had {text} by its arguments. Use another one.")
     wanted = {
         (tp, pp, ep)
         for tp in range(degrees["tp"])
         for pp in range(degrees["pp"])
         for ep in range(degrees["ep"])
     }
-    text = f"tp={degrees['tp']} pp={degrees['pp']} ep={degrees['ep']}"
     for what, wrong in ("missing", wanted - set(ranks)), ("not of this job", set(ranks) - wanted):
         if wrong:
             names = ", ".join(folder_name(at, degrees) for at in sorted(wrong)[:4])
@@ -200,13 +194,21 @@ def _check_grid(directory: Path, ranks: Mapping[Coordinate, Rank]) -> dict[str, 
 def _check_equal(directory: Path, ranks: Mapping[Coordinate, Rank]) -> None:
     """Refuse files of several iterations, or of several jobs."""
     first = ranks[min(ranks)]
-    named = re.fullmatch(r"iter_(\d+)", directory.name)
-    step = int(named[1]) if named else first.tree.get("iteration")
+    step = first.tree.get("iteration")
     for rank in ranks.values():
-        if rank.tree.get("iteration", step) != step:
+        mine, file = rank.tree.get("iteration", step), f"{rank.folder}/{MODEL}"
+        if mine is not None:
+            check_iteration(directory, file, mine)
+        if mine != step:
             raise RefusedError(
-                f"{directory}: {rank.folder}/{MODEL} is of iteration {rank.tree['iteration']}, not "
-                f"{step}. Files of two checkpoints are mixed: use another one."
+                f"{directory}: {file} is of iteration {mine}, not {step}. Files of two checkpoints "
+                "are mixed: use another one."
+            )
+        version = rank.tree.get("checkpoint_version", VERSION)
+        if version != VERSION:
+            raise RefusedError(
+                f"{directory}: {file} has checkpoint_version {version!r}, and {VERSION} is read: "
+                "others order the rows of QKV otherwise. Load it in Megatron and save it again."
             )
         mine, theirs = (argument_degrees(_arguments(r.tree)) for r in (rank, first))
         if mine != theirs:

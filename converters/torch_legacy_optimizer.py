@@ -81,7 +81,11 @@ class Found:
     def add_stored(self, kind: str, parameter: Parameter, stored: StoredTensor, file: str) -> None:
         """Add a tensor of a parameter's shape, wherever it lies."""
         if stored.shape != parameter.stored.shape:
-            raise self.misfit(file, f"{kind} of {parameter.name} has shape {list(stored.shape)}")
+            raise self.misfit(
+                file,
+                f"{kind} of {parameter.name} has shape {list(stored.shape)}, and the weight "
+                f"{list(parameter.stored.shape)}",
+            )
         tensor = Tensor(f"{kind}/{parameter.name}", parameter.shape, stored.dtype)
         into = self.twins if parameter.is_copy else self.pieces
         item = ITEM_BYTES[stored.dtype]

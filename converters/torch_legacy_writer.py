@@ -28,6 +28,7 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     place,
 )
+from scalai.converters.megatron_iterations import TRACKER
 from scalai.converters.megatron_modules import has_extra_state
 from scalai.converters.rank_streams import streams_of
 from scalai.converters.torch_archive import lay_out_archive
@@ -41,7 +42,6 @@ from scalai.converters.torch_legacy_state import (
 )
 from scalai.store.manifest import sync_directory
 
-TRACKER = "latest_checkpointed_iteration.txt"
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 
 

@@ -4,7 +4,6 @@ Readers have refused already what does not fit together as files: missing, trunc
 mixed ones.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,26 +11,30 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.checkpoint import MAIN, PARAM, REPORT, Checkpoint, Placed
+from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Placed
+from scalai.converters.fingerprints import batches, fingerprints, parts_of, row_fingerprints
 from scalai.converters.forked import map_forked
+from scalai.converters.noted import (
+    check_noted,
+    check_report,
+    checked_fingerprints,
+    noted_fingerprints,
+)
 from scalai.converters.rounding import rounds_to
 from scalai.converters.streaming import source_view
 from scalai.converters.work import HERE
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Tensor
-from scalai.core.coverage import check_coverage
-from scalai.core.errors import ProofError, RefusedError
-from scalai.core.fingerprint import combine, piece_fingerprint, tensor_fingerprints
+from scalai.core.collection import MAX_NDIM, Collection, Tensor
+from scalai.core.errors import ProofError
+from scalai.core.fingerprint import tensor_fingerprints
 from scalai.core.plan import Copies, plan
-from scalai.core.region import Box, whole
+from scalai.core.region import Box
 from scalai.core.sources import Holder
-from scalai.store.files import Bits, blocks, box_text
+from scalai.store.files import Bits, box_text
 
-PART_ELEMENTS = 1 << 22
-"""Elements that are compared at a time."""
 SAMPLED = 256
 """Elements of a row that a sample compares."""
-BATCH = 64
-"""Rows that one process takes at a time."""
+REPLICATED = 1 << 16
+"""The same of replicas: the whole of what tensor-parallel ranks have alike, as norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +49,6 @@ class Difference:
         return f"{self.tensor}{box_text(self.box)}: {self.count} elements differ"
 
 
-def fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
-    """Return the fingerprint of every tensor.
-
-    Raises:
-        LayoutError: Holes, or shards that overlap without being replicas.
-        ProofError: Replicas of a shard differ.
-    """
-    placed = checkpoint.placed
-    check_coverage(placed.collection, exact_partition=not checkpoint.may_overlap)
-    if checkpoint.may_overlap:
-        placed = _without_overlaps(placed)
-        checkpoint = replace(checkpoint, placed=placed)
-    values = np.zeros(len(placed.collection), dtype=np.uint64)
-
-    def compute(rows: range) -> list[int]:
-        return [_row_fingerprint(checkpoint, row) for row in rows]
-
-    for rows, found in map_forked(compute, _batches(len(placed.collection)), workers):
-        values[rows.start : rows.stop] = found
-    return tensor_fingerprints(placed.collection, values)
-
-
 def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
     """Check one checkpoint: coverage, replicas, second copies, masters against weights, and the
     fingerprints that a conversion left beside it.
@@ -79,7 +60,7 @@ def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
         LayoutError: It is not whole.
         ProofError: Something in it differs from something else; names tensors and index ranges.
     """
-    found = fingerprints(checkpoint, workers)
+    found = checked_fingerprints(checkpoint, workers)
     _refuse(checkpoint, _twin_differences(checkpoint, workers))
     _refuse(checkpoint, _master_differences(checkpoint, workers))
     check_report(checkpoint, found)
@@ -87,29 +68,35 @@ def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
 
 
 def check_samples(checkpoint: Checkpoint) -> None:
-    """Compare second copies with their tensors, and masters with weights, at the start of every
-    piece: so that a checkpoint that was mixed or saved wrongly is found before it is converted.
+    """Compare replicas and second copies with their tensors, and masters with weights, at the start
+    of every piece, so that a checkpoint that was mixed or saved wrongly is found before it is
+    converted. Pieces whose noted fingerprints do not add up to those of tensors are compared whole.
 
     Raises:
         ProofError: They differ; names tensors and index ranges.
     """
     placed = checkpoint.placed
+    check_noted(checkpoint, noted_fingerprints(checkpoint)[1], workers=0)
+    _check_replicas(checkpoint)
     sample = replace(
-        checkpoint, twins=None if checkpoint.twins is None else _starts(checkpoint.twins)
+        checkpoint, twins=None if checkpoint.twins is None else _starts(checkpoint.twins, SAMPLED)
     )
     _refuse(checkpoint, _twin_differences(sample, workers=0))
-    _refuse(checkpoint, _master_differences(checkpoint, workers=0, masters=_starts(placed)))
+    _refuse(
+        checkpoint, _master_differences(checkpoint, workers=0, masters=_starts(placed, SAMPLED))
+    )
 
 
-def check_report(checkpoint: Checkpoint, found: Mapping[str, int]) -> None:
-    """Compare fingerprints with those that a conversion left beside a checkpoint.
-
-    Raises:
-        ProofError: They differ; names the tensors.
-    """
-    stored = {name: value for name, value in found.items() if name not in checkpoint.changed}
-    for folder in (checkpoint.directory, *checkpoint.directory.parents[:2]):
-        _check_report(folder / REPORT, stored)
+def _check_replicas(checkpoint: Checkpoint) -> None:
+    """Compare the starts of pieces of equal boxes. Raises ``ProofError`` where two differ."""
+    columns = checkpoint.placed.collection
+    boxes = np.concatenate([columns.tensor[:, None], columns.offset, columns.shape], axis=1)
+    _, number, count = np.unique(boxes, axis=0, return_inverse=True, return_counts=True)
+    starts = _starts(checkpoint.placed, REPLICATED)
+    rows = np.flatnonzero(count[number.ravel()] > 1).tolist()
+    if rows:
+        found = row_fingerprints(replace(checkpoint, placed=starts), rows, workers=0)
+        tensor_fingerprints(starts.collection.select(np.array(rows)), found)
 
 
 def _refuse(checkpoint: Checkpoint, differences: Iterable[Difference]) -> None:
@@ -145,41 +132,6 @@ def compare(one: Checkpoint, two: Checkpoint, workers: int) -> Iterator[str]:
     yield from map(str, _differences(one, two.directory, placed, workers))
 
 
-def _without_overlaps(placed: Placed) -> Placed:
-    """Return rows that hold every element once."""
-    tensors = placed.collection.tensors
-    wanted = Collection.of((tensor, whole(tensor.shape)) for tensor in tensors)
-    copies = plan([Holder(HERE, placed.collection)], [Holder(HERE, wanted)]).copies
-    row = copies.source_row
-    items = np.array([ITEM_BYTES[t.dtype] for t in tensors], dtype=np.int64)
-    number = placed.collection.tensor[row]
-    shift = ((copies.offset - placed.collection.offset[row]) * placed.stride[row]).sum(axis=1)
-    return Placed(
-        Collection(tensors, number, copies.offset, copies.shape),
-        placed.file[row], placed.begin[row] + shift * items[number], placed.stride[row],
-        placed.files,
-    )  # fmt: skip
-
-
-def _row_fingerprint(checkpoint: Checkpoint, row: int) -> int:
-    placed = checkpoint.placed
-    tensor, box = placed.collection.box(row)
-    return combine(
-        piece_fingerprint(source_view(checkpoint.directory, placed, row, part), part, tensor.shape)
-        for part in _parts(box)
-    )
-
-
-def _parts(box: Box) -> Iterator[Box]:
-    """Yield a box in parts of a bounded number of elements."""
-    for block in blocks(box.shape, PART_ELEMENTS):
-        yield Box(tuple(a + b for a, b in zip(box.offset, block.offset, strict=True)), block.shape)
-
-
-def _batches(count: int) -> list[range]:
-    return [range(low, min(low + BATCH, count)) for low in range(0, count, BATCH)]
-
-
 def _only(placed: Placed, names: Iterable[str]) -> Placed:
     """Return the rows of the named tensors."""
     wanted = set(names)
@@ -192,10 +144,10 @@ def _only(placed: Placed, names: Iterable[str]) -> Placed:
     )  # fmt: skip
 
 
-def _starts(placed: Placed) -> Placed:
+def _starts(placed: Placed, elements: int) -> Placed:
     """Return the rows cut to the first elements of their first line."""
     shape = np.minimum(placed.collection.shape, 1)
-    shape[:, -1] = np.minimum(placed.collection.shape[:, -1], SAMPLED)
+    shape[:, -1] = np.minimum(placed.collection.shape[:, -1], elements)
     collection = replace(placed.collection, shape=shape)
     return replace(placed, collection=collection)
 
@@ -256,7 +208,7 @@ def _differences(
         ]
 
     found: dict[str, list[Difference]] = {}
-    for _, differences in map_forked(compare_copies, _batches(len(copies)), workers):
+    for _, differences in map_forked(compare_copies, batches(len(copies)), workers):
         for difference in differences:
             found.setdefault(difference.tensor, []).append(difference)
     for name in sorted(found):
@@ -277,7 +229,7 @@ def _compare_copy(
     copied = Box(
         tuple(copies.offset[number, skip:].tolist()), tuple(copies.shape[number, skip:].tolist())
     )
-    for part in _parts(copied):
+    for part in parts_of(copied):
         left = source_view(one.directory, one.placed, int(copies.source_row[number]), part)
         if masters is None:
             right = source_view(directory, two, row, part)
@@ -317,20 +269,3 @@ def _united(differences: Sequence[Difference]) -> Difference:
     high = tuple(max(at) for at in zip(*ends, strict=True))
     extent = tuple(b - a for a, b in zip(low, high, strict=True))
     return Difference(differences[0].tensor, Box(low, extent), sum(d.count for d in differences))
-
-
-def _check_report(path: Path, found: Mapping[str, int]) -> None:
-    """Compare with the fingerprints that a conversion left."""
-    if not path.is_file():
-        return
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        noted = {name: int(value, 16) for name, value in report["fingerprints"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RefusedError(f"{path} is damaged ({error}). Remove it, or convert again.") from error
-    differing = [name for name in sorted(noted) if name in found and noted[name] != found[name]]
-    if differing:
-        raise ProofError(
-            f"{len(differing)} tensors are not what {path} says was written: "
-            f"{', '.join(differing[:5])}. The files were damaged or changed: convert again."
-        )

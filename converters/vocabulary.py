@@ -79,6 +79,7 @@ def repadded(source: Checkpoint, rows: int, vocabulary: int | None) -> Checkpoin
     return replace(
         source,
         placed=_cut(source.placed, rows),
+        noted=None,
         twins=None if source.twins is None else _cut(source.twins, rows),
         values=replace(
             source.values,

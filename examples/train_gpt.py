@@ -234,9 +234,7 @@ def main() -> None:
         init_num_microbatches_calculator(dist.get_rank(), None, *sizes)
         training = build(options, job)
         job.attach(
-            MegatronState(
-                training.model, training.optimizer, training.scheduler, seed=options.seed
-            )
+            MegatronState(training.model, training.optimizer, training.scheduler, seed=options.seed)
         )
         while job.step < options.steps:
             rows = batches.samples(job.consumed_samples, mpu.get_data_parallel_rank())

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import Collection, Tensor, concatenate
-from scalai.core.coverage import find_gaps, find_overlaps
+from scalai.core.coverage import find_gaps
 from scalai.core.errors import LayoutError, ProofError, StoreError, UsageError
-from scalai.core.fingerprint import tensor_fingerprints
+from scalai.core.fingerprint import sure_fingerprints
 from scalai.core.region import Box, whole
 from scalai.store.files import bits_dtype, slices
 from scalai.store.manifest import Generation, load_generation
@@ -73,7 +73,8 @@ def describe(generation: Generation) -> dict[str, Json]:
 
 
 def _tensors(generation: Generation, rows: Collection) -> list[dict[str, Json]]:
-    prints = _fingerprints(generation, rows)
+    values = np.concatenate([part.fingerprint for part in generation.hosts])
+    prints = sure_fingerprints(rows, values)
     table: dict[str, dict[str, Json]] = {
         tensor.name: {
             "name": tensor.name,
@@ -99,17 +100,6 @@ def _tensors(generation: Generation, rows: Collection) -> list[dict[str, Json]]:
             }
             table[tensor.name]["pieces"].append(piece)
     return list(table.values())
-
-
-def _fingerprints(generation: Generation, rows: Collection) -> dict[str, int]:
-    """Return the fingerprints of the tensors that are whole and cut without overlaps."""
-    unsure = {tensor.name for tensor, _ in find_gaps(rows)}
-    unsure |= {tensor.name for tensor, _, _ in find_overlaps(rows)}
-    is_sure = np.array([tensor.name not in unsure for tensor in rows.tensors], dtype=bool)
-    chosen = np.flatnonzero(is_sure[rows.tensor]) if len(rows) else np.zeros(0, np.int64)
-    values = np.concatenate([part.fingerprint for part in generation.hosts])
-    prints = tensor_fingerprints(rows.select(chosen), values[chosen])
-    return {name: value for name, value in prints.items() if name not in unsure}
 
 
 def _box(box: Box) -> dict[str, Json]:

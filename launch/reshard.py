@@ -16,7 +16,9 @@ from scalai.converters.engine import Limits, Outlook, look_ahead, reshard
 from scalai.converters.layouts import LAYOUTS, layout_named, open_checkpoint
 from scalai.converters.mapping_files import find_mapping, read_mapping
 from scalai.converters.megatron_limits import limits_of
+from scalai.converters.parts import Part
 from scalai.converters.reference import read_reference
+from scalai.converters.suspects import find_suspects
 from scalai.converters.translation import INVENTED, LEFT_OUT
 from scalai.core.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError
@@ -63,6 +65,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--workers", type=int, default=min(os.cpu_count() or 1, 8), metavar="N",
         help="processes (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--part", metavar="I/N", default="1/1",
+        help="do one of N parts, on a host of its own; the last one to end finishes DST",
+    )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
     parser.add_argument(
@@ -75,6 +81,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Reshard. Raises ``ScalaiError`` where it cannot be done."""
+    part = Part.parse(args.part)
     found = open_checkpoint(args.source, ReadOptions(args.trust_pickle, args.iteration))
     layout = layout_named(args.to or found.layout)
     source, reference = adapted(found, _wishes(layout.name, args))
@@ -88,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     what = {"layout": found.layout, "path": str(found.directory), "step": found.values.step}
     tell("source", {**what, "degrees": dict(found.values.degrees)})
     tell("target", {"layout": target.layout, "path": str(args.destination), "degrees": degrees})
-    for note in target.notes:
+    for note in (*target.notes, *find_suspects(source, is_sample=True)):
         tell(*_event(note))
     if args.dry_run:
         _, outlook = look_ahead(source, target, limits)
@@ -96,8 +103,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     progress = _progress_json() if args.json else _progress_bar()
     report = reshard(
-        source, target, args.destination, limits, overwrite=args.overwrite, progress=progress
-    )
+        source, target, args.destination, limits,
+        overwrite=args.overwrite, part=part, progress=progress,
+    )  # fmt: skip
+    if report is None:
+        tell("part", {"part": str(part), "done": "the last one to end finishes the destination"})
+        return 0
     tell("done", {
         "tensors": len(report["fingerprints"]),
         "bytes": report["bytes"],

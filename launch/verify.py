@@ -9,6 +9,7 @@ from scalai.converters.checkpoint import Checkpoint, ReadOptions
 from scalai.converters.fused_rows import Heads
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.mapping_files import find_mapping, read_mapping
+from scalai.converters.suspects import find_suspects
 from scalai.converters.translation import heads_of, in_our_names, is_in_our_names
 from scalai.converters.verify import compare, verify
 
@@ -38,15 +39,21 @@ def run(args: argparse.Namespace) -> int:
     one, *others = _open(args)
     if not others:
         prints = verify(one, args.workers)
+        warnings = list(find_suspects(one))
         texts = {name: f"{value:016x}" for name, value in sorted(prints.items())}
         if args.json:
-            content = {"layout": one.layout, "notes": list(one.notes), "fingerprints": texts}
+            content = {
+                "layout": one.layout, "notes": list(one.notes), "warnings": warnings,
+                "fingerprints": texts,
+            }  # fmt: skip
             print(json.dumps(content))
         else:
             print(f"{one.directory} ({one.layout}) is whole: {len(texts)} tensors at step "
                   f"{one.values.step}, replicas and second copies equal.")  # fmt: skip
             for note in one.notes:
                 print(f"note: {note}")
+            for warning in warnings:
+                print(f"warning: {warning}")
         return 0
     two = others[0]
     lines = list(compare(one, two, args.workers))

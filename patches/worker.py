@@ -7,7 +7,6 @@ hooked.
 """
 
 import atexit
-import ctypes
 import os
 import runpy
 import signal
@@ -22,8 +21,7 @@ from typing import NoReturn
 from scalai.patches import hooks
 from scalai.runtime import session
 from scalai.runtime.control import OUT_OF_MEMORY_EXIT
-
-PR_SET_PDEATHSIG = 1
+from scalai.runtime.orphans import die_with_parent
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -66,7 +64,7 @@ def die_with_the_agent() -> None:
     agent = os.environ.get("SCALAI_AGENT_PID")
     if agent is None:
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(os.getppid())
     try:
         watched = os.pidfd_open(int(agent))
     except ProcessLookupError:

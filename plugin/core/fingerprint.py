@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from scalai.core.boxes import NumberLine, box_text, distinct
 from scalai.core.collection import Collection
+from scalai.core.coverage import find_gaps, find_overlaps
 from scalai.core.errors import ProofError
 from scalai.core.region import Box, row_major
 
@@ -144,6 +145,18 @@ def tensor_fingerprints(
         name = collection.tensors[tensor_number].name
         totals[name] = (totals[name] + int(value)) % MODULUS
     return totals
+
+
+def sure_fingerprints(collection: Collection, fingerprints: Iterable[int] | Keys) -> dict[str, int]:
+    """Return the fingerprints of those tensors that are whole and cut without overlaps, as
+    ``tensor_fingerprints`` does: of others the pieces' do not tell."""
+    unsure = {tensor.name for tensor, _ in find_gaps(collection)}
+    unsure |= {tensor.name for tensor, _, _ in find_overlaps(collection)}
+    is_sure = np.array([tensor.name not in unsure for tensor in collection.tensors], dtype=bool)
+    rows = np.flatnonzero(is_sure[collection.tensor]) if len(collection) else collection.tensor
+    values = np.array([int(value) for value in fingerprints], dtype=np.uint64)
+    prints = tensor_fingerprints(collection.select(rows), values[rows])
+    return {name: value for name, value in prints.items() if name not in unsure}
 
 
 def compare(before: Mapping[str, int], after: Mapping[str, int]) -> None:

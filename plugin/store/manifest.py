@@ -116,6 +116,7 @@ class HostManifest:
                 scalars=dict(data["scalars"]),
                 rank_state=dict(data["rank_state"]),
             )
+            problem = _inconsistency(manifest)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, StoreError):
                 raise
@@ -123,7 +124,6 @@ class HostManifest:
                 f"{where} is damaged ({type(error).__name__}: {error}). Remove its directory and "
                 "use another generation."
             ) from error
-        problem = _inconsistency(manifest)
         if problem:
             raise StoreError(
                 f"{where} is damaged: {problem}. Remove its directory and use another generation."
@@ -213,7 +213,7 @@ def read_manifest(directory: Path) -> HostManifest:
             f"{path} cannot be read ({error.strerror}); a committed generation has one. Name a "
             "generation's directory."
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(
             f"{path} is damaged ({error}). Remove its directory and use another generation."
         ) from error

@@ -129,13 +129,19 @@ def clear_padding(states: Any, tag: Path, name: str) -> None:
     """Write zeros behind a rank's part of each parameter, where stage 3 leaves what was there."""
     model = read(tag / name.replace("optim", "model"))
     rank, dp = int(name.split("_")[3]), model["dp_world_size"]
-    masters = states["optimizer_state_dict"]["fp32_flat_groups"]
-    for flat, shapes in zip(masters, model["param_shapes"], strict=True):
+    optimizer = states["optimizer_state_dict"]
+    for number, shapes in enumerate(model["param_shapes"]):
+        kept = optimizer["optimizer_state_dict"]["state"][number]
         at = 0
         for shape in shapes.values():
             part = -(-shape.numel() // dp)
             held = min(max(shape.numel() - rank * part, 0), part)
-            flat.data[at + held : at + part] = 0
+            for flat in (
+                optimizer["fp32_flat_groups"][number],
+                kept["exp_avg"],
+                kept["exp_avg_sq"],
+            ):
+                flat.data[at + held : at + part] = 0
             at += part
 
 

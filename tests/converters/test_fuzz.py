@@ -1,79 +1,201 @@
-"""Readers that are fed with damaged files end in our error or in a checkpoint, nothing else."""
+"""Damaged files end in our error or in a result that is what they say: no other exception, no hang,
+no memory beyond a bound, no code run.
 
-import pickle
+Every layout's small files are changed at random, in a process of its own for each layout. Checksums
+of ZIP members are not looked at there and manifests get digests that fit, so that changes reach
+what lies behind them.
+"""
+
+import json
+import os
 import random
+import re
+import resource
 import shutil
+import signal
+import sys
+import sysconfig
+import time
+import traceback
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from checkpoints import LIMITS, state
+from checkpoints import LIMITS, deepspeed_state, write
+from reject_others import write_shards
+from test_torch_legacy import convert, gpt
 
-from scalai.converters import pickles
-from scalai.converters.checkpoint import WriteOptions
+from scalai.converters import engine, forked, pickles
+from scalai.converters.checkpoint import REPORT, WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.verify import verify
+from scalai.converters.suspects import find_suspects
+from scalai.converters.verify import compare, verify
 from scalai.core.errors import RefusedError, ScalaiError
+from scalai.store.manifest import _digest
 
-TRIES = 40
+MEMORY_BYTES = 768 << 20
+CASE_S = 30
+SECONDS = 1.0
+LONG_SECONDS = 7.0
+
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "torch_dist": lambda path: write(path, tp=2),
+    "torch": lambda path: convert(gpt(), path, tp=2, pp=2),
+    "torch-whole": lambda path: convert(gpt(), path, is_split=False, tp=2),
+    "deepspeed_zero0": lambda path: write(path, "deepspeed_zero0", deepspeed_state(), dp=2),
+    "deepspeed_zero1": lambda path: write(path, "deepspeed_zero1", deepspeed_state(), dp=2),
+    "deepspeed_zero3": lambda path: write(path, "deepspeed_zero3", deepspeed_state(), dp=2),
+    "deepspeed_universal": lambda path: write(path, "deepspeed_universal", deepspeed_state(), dp=1),
+    "scalai": lambda path: write(path, "scalai"),
+    "safetensors": write_shards,
+}
+NUMBERS = [-1, 0, 1, 7, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**64, 10**30]
+WORDS = [b"null", b"true", b'""', b"[]", b"{}", b"1e400", b"NaN", b'"BF16"', b'"../x"', b"-0.5"]
+FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "exec")
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 def mutate(data: bytes, choice: random.Random) -> bytes:
-    """Return bytes with a few changes: flipped, cut off, moved, repeated."""
+    """Return bytes with a few changes: flipped, cut, moved, repeated; other numbers."""
     changed = bytearray(data)
-    for _ in range(choice.randint(1, 4)):
+    for _ in range(choice.randint(1, 3)):
         at = choice.randrange(len(changed) or 1)
-        kind = choice.randrange(4)
+        kind = choice.randrange(7)
         if kind == 0:
             changed[at : at + 1] = choice.randbytes(1)
         elif kind == 1:
             del changed[at : at + choice.randint(1, 8)]
         elif kind == 2:
-            changed[at:at] = changed[at : at + choice.randint(1, 8)]
+            changed[at:at] = changed[at : at + choice.randint(1, 40)]
+        elif kind == 3:
+            width = choice.choice([1, 2, 4, 8])
+            number = choice.choice(NUMBERS) % (1 << 8 * width)
+            changed[at : at + width] = number.to_bytes(width, "little")
+        elif kind == 4:
+            other = choice.randrange(len(changed) or 1)
+            changed[at : at + 8] = changed[other : other + 8]
+        elif kind == 5:
+            del changed[at:]
         else:
-            changed[at : at + 4] = choice.randbytes(4)
+            found = list(re.finditer(rb"(?<=[\[: ,])-?\d+|\"[A-Z0-9]{2,4}\"", changed))
+            if found:
+                new = choice.choice([*WORDS, *(str(n).encode() for n in NUMBERS)])
+                match = choice.choice(found)
+                changed[match.start() : match.end()] = new
     return bytes(changed)
 
 
+def with_digest(data: bytes) -> bytes:
+    """Return a manifest with a digest that fits, where it is still JSON."""
+    try:
+        content = json.loads(data)
+        content.pop("digest", None)
+        return json.dumps({"digest": _digest(content), **content}).encode()
+    except (ValueError, AttributeError, RecursionError):
+        return data
+
+
+def try_one(whole: Path, bad: Path, choice: random.Random) -> bool:
+    """Damage a checkpoint and convert it; return whether it was refused."""
+    shutil.copytree(whole, bad)
+    if choice.randrange(4):
+        (bad / REPORT).unlink()
+    files = sorted(path for path in bad.rglob("*") if path.is_file())
+    for path in choice.sample(files, choice.choice([1, 1, 1, 2])):
+        data = mutate(path.read_bytes(), choice)
+        path.write_bytes(with_digest(data) if path.name == "manifest.json" else data)
+    try:
+        checkpoint = open_checkpoint(bad)
+        verify(checkpoint, workers=0)
+        list(find_suspects(checkpoint))
+        for layout in {checkpoint.layout, choice.choice(["torch_dist", "scalai", "safetensors"])}:
+            target = layout_named(layout).lay_out(checkpoint, WriteOptions({}))
+            reshard(checkpoint, target, bad.parent / layout, LIMITS)
+            made = open_checkpoint(bad.parent / layout)
+            kept = [line for line in compare(checkpoint, made, 0) if " is in " not in line]
+            assert not kept, kept
+    except ScalaiError:
+        return True
+    return False
+
+
+def watch(event: str, values: tuple[Any, ...]) -> None:
+    """End this process where something would be run; the standard library imports some of itself
+    late."""
+    is_ours = event == "exec" and values[0].co_filename.startswith(STANDARD_LIBRARY)
+    if event in FORBIDDEN and not is_ours:
+        print(event, values, file=sys.stderr)
+        os._exit(99)
+
+
+def child(whole: Path, folder: Path, seed: int, seconds: float) -> dict[str, Any]:
+    """Damage checkpoints until the time is over."""
+    zipfile.ZipExtFile._update_crc = lambda *_: None  # type: ignore[attr-defined,assignment]
+    engine.map_forked = lambda function, items, _: forked.map_forked(function, items, 0)
+    os.fsync = os.fdatasync = lambda _: None
+    # What is imported late is imported before imports are watched.
+    verify(open_checkpoint(whole), workers=0)
+    with open("/proc/self/status") as status:
+        used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+    sys.addaudithook(watch)
+    began, tries, refused = time.monotonic(), 0, 0
+    while time.monotonic() - began < seconds:
+        (folder / "seed").write_text(str(seed + tries))
+        signal.alarm(CASE_S)  # which ends this process
+        # A name of its own: mappings of files are kept by name.
+        case = folder / f"case-{seed + tries}"
+        refused += try_one(whole, case / "bad", random.Random(seed + tries))
+        shutil.rmtree(case)
+        tries += 1
+    return {"tries": tries, "refused": refused}
+
+
+def run_child(whole: Path, folder: Path, seed: int, seconds: float) -> dict[str, Any]:
+    """Fork; return what the child found out."""
+    answer = folder / "answer"
+    pid = os.fork()
+    if not pid:
+        try:
+            found = child(whole, folder, seed, seconds)
+        except BaseException:
+            found = {"error": traceback.format_exc()}
+        answer.write_text(json.dumps(found))
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    where = f"seed {(folder / 'seed').read_text()} in {folder}"
+    assert status == 0, f"it ended with {os.waitstatus_to_exitcode(status)}: {where}"
+    result: dict[str, Any] = json.loads(answer.read_text())
+    assert "error" not in result, f"{where}:\n{result['error']}"
+    return result
+
+
 @pytest.mark.parametrize(
-    ("layout", "name"),
+    ("seconds", "seed"),
     [
-        ("torch_dist", "iter_0000003/.metadata"),
-        ("torch_dist", "iter_0000003/common.pt"),
-        ("torch_dist", "iter_0000003/metadata.json"),
-        ("torch_dist", "iter_0000003/__0_0.distcp"),
-        ("torch_dist", "latest_checkpointed_iteration.txt"),
-        ("torch", "iter_0000003/mp_rank_00/model_optim_rng.pt"),
-        ("torch", "iter_0000003/mp_rank_01/distrib_optim.pt"),
-        ("scalai", "generation-1/offline/manifest.json"),
-        ("safetensors", "model.safetensors"),
+        (SECONDS, 1),
+        pytest.param(LONG_SECONDS, int(time.time()) << 20, marks=pytest.mark.campaign, id="long"),
     ],
 )
-def test_damaged_bytes_give_our_error_or_a_checkpoint(
-    tmp_path: Path, layout: str, name: str
+@pytest.mark.parametrize("layout", MAKERS)
+def test_damaged_files_end_in_our_error_or_in_what_they_say(
+    tmp_path: Path, layout: str, seconds: float, seed: int
 ) -> None:
-    source = state()
-    target = layout_named(layout).lay_out(source, WriteOptions({"tp": 2}))
-    reshard(source, target, tmp_path / "whole", LIMITS)
-    (tmp_path / "whole" / "scalai.json").unlink()
-    data = (tmp_path / "whole" / name).read_bytes()
-    refused = 0
-    for seed in range(TRIES):
-        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
-        shutil.copytree(tmp_path / "whole", tmp_path / "bad")
-        (tmp_path / "bad" / name).write_bytes(mutate(data, random.Random(seed)))
-        try:
-            checkpoint = open_checkpoint(tmp_path / "bad")
-            verify(checkpoint, workers=0)
-            for other in ("torch_dist", "scalai"):
-                layout_named(other).lay_out(checkpoint, WriteOptions({}))
-        except ScalaiError:
-            refused += 1
-    print(f"{refused} of {TRIES} refused")
-    assert refused
+    MAKERS[layout](tmp_path / "whole")
+    found = run_child(tmp_path / "whole", tmp_path, seed, seconds)
+    print(f"{layout}: {found['refused']} of {found['tries']} refused")
+    assert found["refused"] > 0
 
 
 def test_a_pickle_that_asks_for_all_memory_is_refused() -> None:
-    memo = b"\x80\x02N" + pickle.LONG_BINPUT + (2**32 - 1).to_bytes(4, "little") + b"."
+    memo = b"\x80\x02N" + pickle_memo() + b"."
     with pytest.raises(RefusedError, match="damaged pickle"):
         pickles.loads(memo, "file")
+
+
+def pickle_memo() -> bytes:
+    """Return what puts something at the end of a memo of four billion places."""
+    return b"r" + (2**32 - 1).to_bytes(4, "little")

@@ -1,11 +1,12 @@
 """Pickles are read without their classes and written back under the same names."""
 
 import argparse
+import os
 import pickle
 import signal
 import subprocess
 import sys
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,57 @@ def test_what_could_run_something_is_refused(name: str) -> None:
     data = b"c" + name.encode() + b"\n."
     with pytest.raises(RefusedError, match="--trust-pickle"):
         pickles.loads(data, "file")
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.utils.collect_env\nrun", "torch.storage\n_load_from_bytes", "torch.hub\nload"]
+)
+def test_a_function_of_a_known_package_may_be_named_and_not_called(name: str) -> None:
+    """What is written back is called by whoever loads it."""
+    value = pickles.loads(b"c" + name.encode() + b"\n.", "file")
+    assert issubclass(value, pickles.Foreign)
+    with pytest.raises(RefusedError, match=r"file calls torch\..*--trust-pickle"):
+        pickles.loads(b"c" + name.encode() + b"\n(S'id'\ntR.", "file")
+
+
+def test_a_device_may_be_made_and_what_is_trusted_too() -> None:
+    assert pickles.loads(b"ctorch\ndevice\n(S'cpu'\ntR.", "file").args == ("cpu",)
+    call = b"ctorch.trusted\ncall\n(S'id'\ntR."
+    with pytest.raises(RefusedError):
+        pickles.loads(call, "file")
+    assert pickles.loads(call, "file", trust=True).args == ("id",)
+
+
+@pytest.mark.parametrize("name", ["torch\nfloat32", "argparse\nNamespace", "pathlib\nPosixPath"])
+def test_a_pickle_cannot_change_a_class(name: str) -> None:
+    """It could be given the name of a function, under which it would be written back."""
+    data = b"c" + name.encode() + b"\n(N}S'path'\n(S'os'\nS'system'\ntstb."
+    with pytest.raises(RefusedError, match="damaged pickle"):
+        pickles.loads(data, "file")
+    assert pickles.foreign("torch", "float32").path == ("torch", "float32")
+
+
+def test_a_short_deque_of_a_long_range_is_refused() -> None:
+    data = b"ccollections\ndeque\n(c__builtin__\nxrange\n(L1000000000000L\ntRI1\ntR."
+    with pytest.raises(RefusedError, match="a deque of a range"):
+        pickles.loads(data, "file")
+    assert pickles.loads(pickle.dumps(deque([1, 2], 3), 2), "file") == deque([1, 2], 3)
+
+
+def test_sets_are_written_alike_whatever_the_hash_seed() -> None:
+    code = (
+        "from scalai.converters import pickles\n"
+        "print(pickles.dumps({'a': set('some words'), 'b': frozenset('others')}).hex())"
+    )
+    written = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True, capture_output=True, text=True,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(written) == 1
+    assert pickle.loads(bytes.fromhex(written.pop()))["a"] == set("some words")
 
 
 TORCH = """

@@ -1,11 +1,7 @@
 """Megatron's legacy layout without a framework: round trips, flat buffers, what is refused."""
 
 import json
-import os
-import pickle
-import shutil
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,6 @@ from scalai.converters.grad_buffers import Member, bucket_numel, lay_buffer
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.verify import verify
 from scalai.core.errors import RefusedError
-from scalai.launch import cli
 
 ITERATION = "iter_0000003"
 LAYERS = 4
@@ -148,100 +143,6 @@ def test_buckets_are_as_large_as_megatrons_arguments_say(
     given: dict[str, Any], pp_rank: int, chunk: int, expected: int | None
 ) -> None:
     assert bucket_numel(given, dp=2, pp_rank=pp_rank, chunk=chunk, numel=100) == expected
-
-
-def lose_a_rank(directory: Path) -> None:
-    shutil.rmtree(directory / ITERATION / "mp_rank_01_001")
-
-
-def lose_a_file(directory: Path) -> None:
-    (directory / ITERATION / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
-
-
-def lose_the_buffers(directory: Path) -> None:
-    (directory / ITERATION / "mp_rank_01_001" / "distrib_optim.pt").unlink()
-
-
-def truncate(directory: Path) -> None:
-    path = directory / ITERATION / "mp_rank_01_001" / "model_optim_rng.pt"
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def mix_iterations(directory: Path) -> None:
-    other = directory.parent / "other"
-    made = gpt()
-    convert(replace(made, values=replace(made.values, step=5)), other, **SHARED)
-    copy(other / "iter_0000005", directory / ITERATION, "model_optim_rng.pt")
-
-
-def mix_degrees(directory: Path) -> None:
-    other = directory.parent / "other"
-    convert(gpt(), other, **SHARED, dp=4)
-    copy(other / ITERATION, directory / ITERATION, "model_optim_rng.pt")
-
-
-def mix_buffers(directory: Path) -> None:
-    other = directory.parent / "other"
-    made = state(step=9, shapes=SHAPES)
-    values = replace(gpt().values, step=3)
-    convert(replace(made, values=values), other, **SHARED)
-    copy(other / ITERATION, directory / ITERATION, "distrib_optim.pt")
-
-
-def copy(source: Path, destination: Path, file: str) -> None:
-    shutil.copy(source / "mp_rank_01_001" / file, destination / "mp_rank_01_001" / file)
-
-
-class Attack:
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
-        return os.system, ("true",)
-
-
-def plant_a_class(directory: Path) -> None:
-    path = directory / ITERATION / "mp_rank_01_001" / "model_optim_rng.pt"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps({"model": Attack()}, protocol=2))
-        archive.writestr("archive/version", "3\n")
-
-
-def write_nonsense(directory: Path) -> None:
-    shutil.rmtree(directory / ITERATION)
-    path = directory / ITERATION / "mp_rank_00" / "model_optim_rng.pt"
-    path.parent.mkdir(parents=True)
-    with zipfile.ZipFile(path, "w") as archive:
-        tree = {"model": {"weight": None}, "optimizer": 7, "iteration": 3}
-        archive.writestr("archive/data.pkl", pickle.dumps(tree, protocol=2))
-        archive.writestr("archive/version", "3\n")
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lose_a_rank, "the files of 1 ranks are missing (mp_rank_01_001); the job had tp=2 pp=2"),
-        (lose_a_file, "mp_rank_01_001/model_optim_rng.pt is missing"),
-        (lose_the_buffers, "no whole distrib_optim.pt: the save or a copy was interrupted"),
-        (truncate, "is damaged or truncated"),
-        (mix_iterations, "is of iteration 5, not 3. Files of two checkpoints are mixed"),
-        (mix_degrees, "Files of two checkpoints are mixed"),
-        (mix_buffers, "are not its weights"),
-        (write_nonsense, "does not hold what a legacy Megatron checkpoint does"),
-        (plant_a_class, "names posix.system, which no checkpoint of a known framework needs"),
-    ],
-)
-def test_a_bad_checkpoint_is_refused_by_name(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    damage: Callable[[Path], None],
-    words: str,
-) -> None:
-    convert(gpt(), tmp_path / "legacy", **SHARED)
-    damage(tmp_path / "legacy")
-    command = ["reshard", str(tmp_path / "legacy"), str(tmp_path / "out"), "--tp", "1", "--pp", "1"]
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(command)
-    assert exit_.value.code == RefusedError.exit_code
-    assert words in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_modules_whose_order_is_unknown_are_not_written_by_order(tmp_path: Path) -> None:

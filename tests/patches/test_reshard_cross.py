@@ -74,6 +74,7 @@ def test_every_layout_into_every_other(
         ({**GATED, **BUCKETS}, TP2PP2, DP2),
         ({**MOE, **BUCKETS}, EP2, ONE),
         ({**MOE, **BUCKETS}, ONE, EP2),
+        ({**MOE, **SPLIT}, PP2, EP2),
         ({**BUCKETS, "is_tied": False}, TP2PP2, TP4),
     ],
 )
@@ -88,6 +89,21 @@ def test_models_that_are_cut_in_their_own_way(
     runs = save(pool, old, tmp_path / "saved", FLAT)
     convert(tmp_path / "saved", tmp_path / "converted", new)
     check(runs, load(pool, new, tmp_path / "converted"), FP32)
+
+
+@pytest.fixture(scope="module")
+def pool_of_eight() -> Iterator[WorkerPool]:
+    workers = WorkerPool(8)
+    yield workers
+    workers.close()
+
+
+def test_eight_ranks_become_eight_others(pool_of_eight: WorkerPool, tmp_path: Path) -> None:
+    old = Job(**{**BUCKETS, "world": 8, "tp": 2, "pp": 2})
+    new = Job(**{**BUCKETS, "world": 8, "tp": 2, "pp": 1})
+    runs = save(pool_of_eight, old, tmp_path / "saved", FLAT)
+    convert(tmp_path / "saved", tmp_path / "converted", new)
+    check(runs, load(pool_of_eight, new, tmp_path / "converted"), FP32)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Small checkpoints of two layers of a GPT, made without a framework."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     place,
 )
+from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
 from scalai.converters.engine import Limits, reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.collection import Tensor
@@ -66,3 +68,25 @@ def write(
     source = source or state()
     reshard(source, layout_named(layout).lay_out(source, WriteOptions(degrees)), directory, LIMITS)
     return open_checkpoint(directory, ReadOptions())
+
+
+def deepspeed_state(step: int = 3, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Checkpoint:
+    """Return a state in memory with the names and values of a DeepSpeed job."""
+    source = state(step, shapes)
+    job = DeepSpeedJob(
+        tag=f"global_step{step}",
+        groups=(tuple(shapes),),
+        module=tuple(shapes),
+        module_values={},
+        module_metadata=None,
+        dtypes=dict.fromkeys(shapes, "F32"),
+        aliases={},
+        buffers=(),
+        frozen=(),
+        model={"global_steps": step, "global_samples": 4 * step, "ds_version": "0.19.8"},
+        optimizer={},
+        has_number_steps=False,
+        is_bf16=False,
+    )
+    values = replace(source.values, framework="deepspeed", degrees={}, extra={STATE: job})
+    return replace(source, values=values)

@@ -1,0 +1,89 @@
+"""Fingerprints of the tensors in a checkpoint's files."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.converters.checkpoint import Checkpoint, Placed
+from scalai.converters.forked import map_forked
+from scalai.converters.streaming import source_view
+from scalai.converters.work import HERE
+from scalai.core.collection import ITEM_BYTES, Collection
+from scalai.core.coverage import check_coverage
+from scalai.core.fingerprint import combine, piece_fingerprint, tensor_fingerprints
+from scalai.core.plan import plan
+from scalai.core.region import Box, whole
+from scalai.core.sources import Holder
+from scalai.store.files import blocks
+
+PART_ELEMENTS = 1 << 22
+"""Elements that are looked at at a time."""
+BATCH = 64
+"""Rows that one process takes at a time."""
+
+
+def fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
+    """Return the fingerprint of every tensor.
+
+    Raises:
+        LayoutError: Holes, or shards that overlap without being replicas.
+        ProofError: Replicas of a shard differ.
+    """
+    placed = checkpoint.placed
+    check_coverage(placed.collection, exact_partition=not checkpoint.may_overlap)
+    if checkpoint.may_overlap:
+        placed = _without_overlaps(placed)
+        checkpoint = replace(checkpoint, placed=placed)
+    rows = range(len(placed.collection))
+    return tensor_fingerprints(placed.collection, row_fingerprints(checkpoint, rows, workers))
+
+
+def row_fingerprints(
+    checkpoint: Checkpoint, rows: Sequence[int], workers: int
+) -> npt.NDArray[np.uint64]:
+    """Return the fingerprints of some rows as they are now."""
+    values = np.zeros(len(rows), dtype=np.uint64)
+
+    def compute(numbers: range) -> list[int]:
+        return [_row_fingerprint(checkpoint, rows[number]) for number in numbers]
+
+    for numbers, found in map_forked(compute, batches(len(rows)), workers):
+        values[numbers.start : numbers.stop] = found
+    return values
+
+
+def _without_overlaps(placed: Placed) -> Placed:
+    """Return rows that hold every element once."""
+    tensors = placed.collection.tensors
+    wanted = Collection.of((tensor, whole(tensor.shape)) for tensor in tensors)
+    copies = plan([Holder(HERE, placed.collection)], [Holder(HERE, wanted)]).copies
+    row = copies.source_row
+    items = np.array([ITEM_BYTES[t.dtype] for t in tensors], dtype=np.int64)
+    number = placed.collection.tensor[row]
+    shift = ((copies.offset - placed.collection.offset[row]) * placed.stride[row]).sum(axis=1)
+    return Placed(
+        Collection(tensors, number, copies.offset, copies.shape),
+        placed.file[row], placed.begin[row] + shift * items[number], placed.stride[row],
+        placed.files,
+    )  # fmt: skip
+
+
+def _row_fingerprint(checkpoint: Checkpoint, row: int) -> int:
+    placed = checkpoint.placed
+    tensor, box = placed.collection.box(row)
+    return combine(
+        piece_fingerprint(source_view(checkpoint.directory, placed, row, part), part, tensor.shape)
+        for part in parts_of(box)
+    )
+
+
+def parts_of(box: Box) -> Iterator[Box]:
+    """Yield a box in parts of a bounded number of elements."""
+    for block in blocks(box.shape, PART_ELEMENTS):
+        yield Box(tuple(a + b for a, b in zip(box.offset, block.offset, strict=True)), block.shape)
+
+
+def batches(count: int) -> list[range]:
+    return [range(low, min(low + BATCH, count)) for low in range(0, count, BATCH)]

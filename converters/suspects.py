@@ -1,0 +1,87 @@
+"""Tensors that no training leaves behind: nothing but NaN, or nothing but denormal numbers.
+
+They are legal, and travel as they are; a person should know. Of the optimizer's moments denormal
+ones are not named: squares of small gradients are.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint
+from scalai.converters.streaming import source_view
+from scalai.core.region import Box
+from scalai.store.files import Bits, blocks
+
+PART_ELEMENTS = 1 << 20
+"""Elements that are looked at once all before them were suspect."""
+FIRST_ELEMENTS = 256
+"""Elements that clear nearly every tensor."""
+
+NAN, DENORMAL = "NaN", "denormal numbers and zeros"
+
+
+@dataclass(frozen=True, slots=True)
+class _Float:
+    """Which bits of a number are its exponent and its mantissa."""
+
+    exponent: int
+    mantissa: int
+
+
+_FLOATS = {
+    "F64": _Float(0x7FF << 52, (1 << 52) - 1), "F32": _Float(0xFF << 23, (1 << 23) - 1),
+    "BF16": _Float(0xFF << 7, (1 << 7) - 1), "F16": _Float(0x1F << 10, (1 << 10) - 1),
+}  # fmt: skip
+
+
+def find_suspects(checkpoint: Checkpoint, *, is_sample: bool = False) -> Iterator[str]:
+    """Yield a line for each suspect tensor. Reads no more than the start of the others.
+
+    ``is_sample``: look at the start of every piece alone.
+    """
+    placed = checkpoint.placed
+    rows_of: dict[int, list[int]] = {}
+    for row, number in enumerate(placed.collection.tensor.tolist()):
+        rows_of.setdefault(number, []).append(row)
+    verb = "begins with" if is_sample else "holds"
+    for number, rows in rows_of.items():
+        tensor = placed.collection.tensors[number]
+        if tensor.dtype not in _FLOATS or not tensor.numel:
+            continue
+        parts = (part for row in rows for part in _parts(checkpoint, row, is_sample))
+        what = _suspicion(parts, _FLOATS[tensor.dtype])
+        is_weight = tensor.name.startswith((f"{PARAM}/", f"{MAIN}/"))
+        if what == NAN or (what == DENORMAL and is_weight):
+            yield f"{tensor.name} {tensor.dtype}{list(tensor.shape)} {verb} nothing but {what}"
+
+
+def _suspicion(parts: Iterator[Bits], form: _Float) -> str | None:
+    """Return what all elements are, if that is suspect."""
+    is_nan = is_tiny = True
+    is_zero = True
+    for bits in parts:
+        exponent, mantissa = bits & form.exponent, (bits & form.mantissa) != 0
+        is_nan &= bool(((exponent == form.exponent) & mantissa).all())
+        is_tiny &= not exponent.any()
+        is_zero &= not mantissa.any()
+        if not is_nan and not is_tiny:
+            return None
+    if is_nan:
+        return NAN
+    return None if is_zero else DENORMAL
+
+
+def _parts(checkpoint: Checkpoint, row: int, is_sample: bool) -> Iterator[Bits]:
+    """Yield the start of a piece, and then all of it in parts."""
+    placed = checkpoint.placed
+    _, box = placed.collection.box(row)
+    if not box.numel:
+        return
+    sizes = (FIRST_ELEMENTS,) if is_sample else (FIRST_ELEMENTS, PART_ELEMENTS)
+    for size in sizes:
+        for block in blocks(box.shape, size):
+            offset = tuple(a + b for a, b in zip(box.offset, block.offset, strict=True))
+            part = Box(offset, block.shape)
+            yield source_view(checkpoint.directory, placed, row, part)
+            if size == FIRST_ELEMENTS:
+                break

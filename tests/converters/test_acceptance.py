@@ -1,0 +1,332 @@
+"""What users of other tools have asked for, and which test shows that it holds.
+
+The numbers are those of a list of public issue threads: what went wrong there is what must hold
+here.
+
+     1 bit-equal at TP 1 -> 2                 test_reshard_files: a_state_is_the_same
+     2 tp2pp2dp2 -> tp2pp1dp4, equal losses   test_reshard_cross: eight_ranks
+     3 names, shapes, the fix; no allocation  here: a_wrong_shape
+     4 moments bit-equal; random streams      here: what_becomes_of_random_streams
+     5 PP <-> EP with the experts' moments    test_reshard: rescue-experts; test_reshard_cross
+     6 same samples and learning rate         test_reshard: check
+     7 no sample twice                        test_ledger; counters: test_reshard_legacy
+     8 digests before and after               test_rejects: digest; each conversion's own proof
+     9 vocabulary 50257                       test_reshard_cross: models_that_are_cut
+    10 experts, embedding, small norms        test_reshard: rescue-experts; test_reshard_cross
+    11 more state than memory                 here: memory_does_not_grow_with_the_state
+    12 virtual stages; each tensor once       test_torch_legacy: every_element_survives
+    13 one rank's experts alone               here: experts_that_are_missing
+    14 missing and extra files of ranks       test_rejects: missing file, extra file
+    15 a kill at any byte                     here: a_kill_at_any_byte, a_kill_at_any_call
+    16 ZeRO at DP 4 -> 6, 8 -> 16, 32 -> 128  here: zero_at_any_number_of_ranks
+    17 Hugging Face's Trainer                 none: DeepSpeed's engine writes it
+    18 layout from param_shapes               test_deepspeed: stages 1 to 3
+    19 Accelerate                             none: DeepSpeed's engine writes it
+    20 replicas are compared, never joined    here: replicas_that_differ
+    21 first losses                           test_deepspeed, test_reshard
+    22 ZeRO 3 with tensor parallelism         none here: model-parallel ranks
+    23 hosts with disks of their own          test_data_plane; one shared disk: test_parts
+    24 hardly more bytes than the state       here: a_target_takes_hardly_more
+       free space is looked at first          test_reshard_files: too_little_room
+    25 memory and the number of shards        here: memory_does_not_grow_with_the_shards
+    43 bytes read by each of several hosts    test_parts: each_part_reads_its_share
+    44 a source that changes meanwhile        here: a_source_that_changes
+"""
+
+import argparse
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import LIMITS, SHAPES, deepspeed_state, state, write
+from damage import change_tree, merge
+from rejects import edit_values
+from test_torch_legacy import convert, gpt
+
+from scalai.converters import engine, forked
+from scalai.converters.checkpoint import Checkpoint, WriteOptions
+from scalai.converters.engine import reshard
+from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.torch_archive import NewTensor
+from scalai.converters.verify import compare, verify
+from scalai.core.errors import ProofError, RefusedError
+from scalai.launch import cli
+
+
+def test_a_wrong_shape_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    """3. A norm of 9 in one rank's file, and its moments of 8."""
+    source = convert(gpt(), tmp_path / "source", is_split=False, tp=2)
+
+    def other_shape(tree: Any) -> Any:
+        name = "decoder.final_layernorm.weight"
+        wide = NewTensor("F32", (9,), bytes(36))
+        return {**tree, "model": {**tree["model"], name: wide}}
+
+    change_tree(source.directory / "mp_rank_01" / "model_optim_rng.pt", other_shape)
+    with pytest.raises(RefusedError) as refused:
+        open_checkpoint(tmp_path / "source")
+    text = str(refused.value)
+    assert "decoder.final_layernorm.weight" in text
+    assert "[8]" in text and "[9]" in text
+    assert "use another" in text.lower() or "save it" in text
+
+
+def test_what_becomes_of_random_streams_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """4."""
+    convert(gpt(), tmp_path / "source", "torch_dist")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["reshard", str(tmp_path / "source"), str(tmp_path / "new"), "--tp", "2"])
+    assert not ended.value.code
+    assert "random streams begin anew at every rank, from seed" in capsys.readouterr().out
+    one, two = open_checkpoint(tmp_path / "source"), open_checkpoint(tmp_path / "new")
+    assert list(compare(one, two, 1)) == []
+
+
+def test_experts_that_are_missing_are_missed(tmp_path: Path) -> None:
+    """13. Keys of one rank's experts hide those of the others: no hole is left."""
+    shapes = {name: shape for name, shape in SHAPES.items() if ".mlp." not in name}
+    for layer in range(2):
+        for expert in range(2):
+            name = f"decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc2.weight"
+            shapes[name] = (4, 16)
+    write(tmp_path / "source", source=state(shapes=shapes))
+    common = tmp_path / "source" / "iter_0000003" / "common.pt"
+    merge(common, {"args": argparse.Namespace(num_experts=2, num_layers=2)})
+    verify(open_checkpoint(tmp_path / "source"), 0)
+    merge(common, {"args": argparse.Namespace(num_experts=8, num_layers=2)})
+    with pytest.raises(RefusedError, match="has 2 experts by its tensors, and 8 by its arguments"):
+        open_checkpoint(tmp_path / "source")
+
+
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Checkpoint, Any, Path]:
+    """Return a source, its target, and what lies on disk before the first file is ended."""
+    monkeypatch.setattr("scalai.converters.work.TASK_BYTES", 300)
+    monkeypatch.setattr(engine, "map_forked", lambda f, items, _: forked.map_forked(f, items, 0))
+    source = write(tmp_path / "source")
+    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2, "pp": 2}))
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(engine, "_complete", stop)
+        reshard(source, target, tmp_path / "new", LIMITS)
+    shutil.move(tmp_path / ".new.partial", tmp_path / "interrupted")
+    return source, target, tmp_path / "interrupted"
+
+
+def test_a_kill_at_any_byte_of_the_journal_is_made_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """15. Whatever the journal does not note may be anything on disk."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(os, "fdatasync", lambda _: None)
+    source, target, left = interrupted(tmp_path, monkeypatch)
+    expected = verify(source, 0)
+    noted = (left / ".scalai-journal").read_bytes()
+    starts = [0] + [at + 1 for at, byte in enumerate(noted) if byte == 10]
+    ends = sorted({at + shift for at in starts for shift in (-9, 0)} | {len(noted)})
+    for end in (end for end in ends if 0 <= end <= len(noted)):
+        partial = tmp_path / ".new.partial"
+        shutil.copytree(left, partial)
+        (partial / ".scalai-journal").write_bytes(noted[:end])
+        done = len(noted[:end].splitlines()) - (noted[:end][-1:] != b"\n")
+        spoil_what_is_not_noted(partial, source, target, max(done - 1, 0))
+        report = reshard(source, target, tmp_path / "new", LIMITS)
+        assert report is not None and report["resumed_tasks"] == max(done - 1, 0)
+        assert verify(open_checkpoint(tmp_path / "new"), 0) == expected
+        shutil.rmtree(tmp_path / "new")
+
+
+def spoil_what_is_not_noted(partial: Path, source: Checkpoint, target: Any, done: int) -> None:
+    """Overwrite what tasks from number ``done`` on were to write."""
+    work = engine.plan_work(source, target, LIMITS.buffer_bytes)
+    for task in work.tasks[done:]:
+        with open(partial / target.placed.files[task.file].path, "r+b") as file:
+            for unit in task.units:
+                file.seek(int(target.placed.begin[unit.row]))
+                file.write(b"\xff" * min(unit.size_bytes, 4))
+
+
+CALLS = ("open", "os.rename", "os.remove", "os.mkdir", "os.truncate", "fcntl.flock", "os.rmdir")
+
+
+def test_a_kill_at_any_call_leaves_nothing_or_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """15. A process that ends at its n-th call that changes the disk; then the same command."""
+    monkeypatch.setattr(engine, "map_forked", lambda f, items, _: forked.map_forked(f, items, 0))
+    source = write(tmp_path / "source", tp=2)
+    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 1}))
+    expected = verify(source, 0)
+    new = tmp_path / "new"
+    killed = 0
+    for number in range(1, 400, 3):
+        if not run_until(number, lambda: reshard(source, target, new, LIMITS)):
+            break
+        killed += 1
+        if not new.exists():
+            reshard(source, target, new, LIMITS)
+        assert verify(open_checkpoint(new), 0) == expected
+        shutil.rmtree(new)
+    assert killed > 8
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "source"]
+
+
+def run_until(number: int, function: Callable[[], object]) -> bool:
+    """Run in a process that dies at its n-th call that opens, renames or locks a file; return
+    whether it did."""
+    pid = os.fork()
+    if not pid:
+        left = [number]
+
+        def count(event: str, _: object) -> None:
+            left[0] -= event in CALLS
+            if left[0] <= 0:
+                os._exit(9)
+
+        sys.addaudithook(count)
+        function()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.campaign), 3])
+@pytest.mark.parametrize(("before", "after"), [(4, 6), (8, 16), (32, 128)])
+def test_zero_at_any_number_of_ranks(
+    tmp_path: Path, stage: int, before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(os, "fdatasync", lambda _: None)
+    layout = f"deepspeed_zero{stage}"
+    one = write(tmp_path / "one", layout, deepspeed_state(), dp=before)
+    two = write(tmp_path / "two", layout, one, dp=after)
+    assert len(list(two.directory.glob("*_optim_states.pt"))) == after
+    assert verify(two, 0) == verify(deepspeed_state(), 0)
+
+
+def test_replicas_that_differ_are_not_converted(tmp_path: Path) -> None:
+    """20. Every tensor-parallel rank has the norms."""
+    source = convert(gpt(), tmp_path / "source", is_split=False, tp=2)
+    verify(source, 0)
+    path = source.directory / "mp_rank_01" / "model_optim_rng.pt"
+    rows = [row for row in range(len(source.placed.file)) if is_norm(source, row)]
+    data = np.memmap(path, np.uint8, "r+")
+    begin = next(int(source.placed.begin[row]) for row in rows if file_of(source, row) == path)
+    data[begin] ^= 1
+    data.flush()
+    (tmp_path / "source" / "scalai.json").unlink()
+    damaged = open_checkpoint(tmp_path / "source")
+    target = layout_named("torch_dist").lay_out(damaged, WriteOptions({"tp": 1}))
+    with pytest.raises(ProofError, match=r"replicas of .* differ"):
+        reshard(damaged, target, tmp_path / "new", LIMITS)
+    with pytest.raises(ProofError, match=r"replicas of .* differ"):
+        verify(damaged, 0)
+
+
+def is_norm(source: Checkpoint, row: int) -> bool:
+    return source.placed.collection.box(row)[0].name == "exp_avg/decoder.final_layernorm.weight"
+
+
+def file_of(source: Checkpoint, row: int) -> Path:
+    return source.directory / source.placed.files[source.placed.file[row]].path
+
+
+@pytest.mark.parametrize(
+    ("layout", "degrees"),
+    [
+        ("torch_dist", {"tp": 2, "pp": 2}),
+        ("scalai", {}),
+        ("safetensors", {}),
+        ("deepspeed_zero1", {"dp": 3}),
+        ("deepspeed_zero3", {"dp": 3}),
+        ("deepspeed_universal", {"dp": 1}),
+    ],
+)
+def test_a_target_takes_hardly_more_than_its_tensors(
+    tmp_path: Path, layout: str, degrees: dict[str, int]
+) -> None:
+    """24. Of each layout's own tensors: Megatron and ZeRO keep fp32 weights twice, universal
+    thrice."""
+    shapes = {**SHAPES, "embedding.word_embeddings.weight": (512, 1024)}
+    source = deepspeed_state(shapes=shapes)
+    source = replace(source, values=replace(source.values, degrees={}))
+    write(tmp_path / "new", layout, source, **degrees)
+    target = layout_named(layout).lay_out(source, WriteOptions(degrees))
+    logical = int(target.placed.collection.size_bytes().sum())
+    files = [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 1.05 * logical
+    assert sum(path.stat().st_blocks * 512 for path in files) <= 1.05 * logical + 4096 * len(files)
+
+
+LIMIT = 100 << 20
+"""Bytes of memory that can be written, of which the interpreter and numpy take some 40 MB."""
+
+
+def run_bounded(*arguments: object) -> None:
+    """Run ``scalai`` with little memory."""
+
+    def bound() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "scalai.launch.cli", *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        preexec_fn=bound, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.campaign
+def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
+    """11. Four times as much state as memory."""
+    shapes = {**SHAPES, "embedding.word_embeddings.weight": (28 * 1024, 1024)}
+    write(tmp_path / "source", source=state(shapes=shapes))
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*.distcp"))
+    assert size > 4 * LIMIT
+    bounds = ["--workers", 1, "--memory", "36MB"]
+    run_bounded("reshard", tmp_path / "source", tmp_path / "new", "--tp", 4, *bounds)
+    run_bounded("verify", tmp_path / "source", tmp_path / "new", "--workers", 1)
+
+
+@pytest.mark.parametrize("shards", [2, pytest.param(256, marks=pytest.mark.campaign), 64])
+def test_memory_does_not_grow_with_the_shards(
+    tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """25."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(os, "fdatasync", lambda _: None)
+    shapes = {**SHAPES, "embedding.word_embeddings.weight": (1024, 1024)}
+    write(tmp_path / "source", "deepspeed_zero1", deepspeed_state(shapes=shapes), dp=shards)
+    bounds = ["--workers", 1, "--memory", "36MB"]
+    run_bounded("reshard", tmp_path / "source", tmp_path / "new", "--dp", 3, *bounds)
+
+
+def test_a_source_that_changes_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """44."""
+    source = write(tmp_path / "source")
+    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
+
+    def change(done: int, total: int) -> None:
+        if done == total:
+            name = "param/decoder.final_layernorm.weight"
+            edit_values(tmp_path / "source", name, lambda values: values.fill(0))
+            for path in source.directory.glob("*.distcp"):
+                os.utime(path, ns=(1, 1))
+
+    with pytest.raises(RefusedError, match="was changed while it was read"):
+        reshard(source, target, tmp_path / "new", LIMITS, progress=change)
+    assert not (tmp_path / "new").exists()

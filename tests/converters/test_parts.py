@@ -1,0 +1,215 @@
+"""One conversion by several processes that share nothing but the file system."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import LIMITS, state, write
+
+from scalai.converters.checkpoint import Checkpoint, Target, WriteOptions
+from scalai.converters.engine import reshard
+from scalai.converters.journal import Journal
+from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.parts import Part, alone
+from scalai.converters.verify import verify
+from scalai.core.errors import PeerError, StoreError, UsageError
+
+WIDTH = 256
+SHAPES = {
+    "embedding.word_embeddings.weight": (1024, WIDTH),
+    **{f"decoder.layers.{n}.mlp.linear_fc2.weight": (WIDTH, 1024) for n in range(4)},
+    "decoder.final_layernorm.weight": (WIDTH,),
+}
+DEGREES = {"tp": 2, "pp": 4}
+"""Eight files of equal size."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return write(tmp_path_factory.mktemp("source") / "source", source=state(shapes=SHAPES))
+
+
+def target_of(source: Checkpoint, **degrees: int) -> Target:
+    return layout_named("torch_dist").lay_out(source, WriteOptions(degrees or DEGREES))
+
+
+def start(source: Checkpoint, destination: Path, part: str) -> "subprocess.Popen[str]":
+    """Start a part as on a host of its own."""
+    arguments = [source.directory, destination, "--tp", 2, "--pp", 4, "--workers", 1, "--json"]
+    command = [sys.executable, "-m", "scalai.launch.cli", "reshard", *map(str, arguments)]
+    return subprocess.Popen(
+        [*command, "--part", part], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def last_events(processes: Sequence["subprocess.Popen[str]"]) -> list[str]:
+    """Return the last event of each process, which must have ended well."""
+    events = []
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        events.append(json.loads(out.splitlines()[-1])["event"])
+    return events
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16])
+def test_parts_are_whole_files_and_about_equal(count: int) -> None:
+    sizes = [70, 3, 3, 50, 0, 20, 20, 20, 10]
+    shares = [Part(number, count).files(sizes) for number in range(1, count + 1)]
+    assert sorted(file for share in shares for file in share) == list(range(len(sizes)))
+    loads = [sum(sizes[file] for file in share) for share in shares]
+    assert max(loads) <= max(max(sizes), 1.34 * sum(sizes) / count)
+
+
+@pytest.mark.parametrize("text", ["", "0/2", "3/2", "1", "1/0", "a/b", "-1/2", "1/2/3"])
+def test_what_is_no_part_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--part"):
+        Part.parse(text)
+
+
+def test_three_processes_make_what_one_makes(tmp_path: Path, source: Checkpoint) -> None:
+    processes = [start(source, tmp_path / "new", f"{number}/3") for number in (1, 2, 3)]
+    assert sorted(last_events(processes)) == ["done", "part", "part"]
+    reshard(source, target_of(source), tmp_path / "one", LIMITS)
+    for path in sorted((tmp_path / "one").rglob("*.distcp")):
+        other = tmp_path / "new" / path.relative_to(tmp_path / "one")
+        assert other.read_bytes() == path.read_bytes()
+    one, new = (json.loads((tmp_path / at / "scalai.json").read_text()) for at in ("one", "new"))
+    assert one["fingerprints"] == new["fingerprints"]
+    assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "one"]
+    assert not list((tmp_path / "new").glob(".*"))
+
+
+def test_a_part_that_was_killed_is_started_again(tmp_path: Path, source: Checkpoint) -> None:
+    first = start(source, tmp_path / "new", "1/2")
+    assert first.stdout is not None
+    events = (json.loads(line)["event"] for line in first.stdout)
+    assert sum(1 for _ in zip(range(2), filter("progress".__eq__, events), strict=False)) == 2
+    first.send_signal(signal.SIGKILL)  # its worker must not go on holding the journal
+    first.communicate()
+    second = start(source, tmp_path / "new", "2/2")
+    assert last_events([second]) == ["part"]
+    assert not (tmp_path / "new").exists()
+    assert last_events([start(source, tmp_path / "new", "1/2")]) == ["done"]
+    assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
+    assert reshard(source, target_of(source), tmp_path / "new", LIMITS, part=Part(2, 2))
+
+
+def test_a_run_of_the_whole_does_what_parts_have_left(tmp_path: Path, source: Checkpoint) -> None:
+    target = target_of(source)
+    assert reshard(source, target, tmp_path / "new", LIMITS, part=Part(2, 3)) is None
+    report = reshard(source, target, tmp_path / "new", LIMITS)
+    assert report is not None
+    mine = Part(2, 3).files([file.size_bytes for file in target.placed.files])
+    assert report["resumed_tasks"] == len(mine) > 0
+    assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
+
+
+def test_more_parts_than_files_finish_too(tmp_path: Path, source: Checkpoint) -> None:
+    target = target_of(source, tp=2, pp=1)
+    parts = [Part(number, 3) for number in (1, 2, 3)]
+    ends = [reshard(source, target, tmp_path / "new", LIMITS, part=part) for part in parts]
+    assert [end is None for end in ends] == [True, False, False]
+    assert ends[1] == ends[2]
+
+
+def test_a_destination_that_is_another_conversions_is_left_alone(
+    tmp_path: Path, source: Checkpoint
+) -> None:
+    reshard(source, target_of(source), tmp_path / "new", LIMITS, part=Part(1, 2))
+    before = sorted(tmp_path.rglob("*"))
+    other = target_of(source, tp=1, pp=2)
+    with pytest.raises(UsageError, match="begun with another source, target or --memory"):
+        reshard(source, other, tmp_path / "new", LIMITS, part=Part(2, 2))
+    with (
+        Journal(tmp_path / ".new.partial", "x", ".scalai-journal-1-of-4"),
+        pytest.raises(PeerError, match="another process is writing"),
+    ):
+        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=Part(2, 2))
+    (tmp_path / ".new.partial" / ".scalai-journal-1-of-4").unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "precious").write_text("data")
+    with pytest.raises(UsageError, match="exists"):
+        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=Part(2, 2))
+
+
+def test_a_part_that_runs_twice_is_refused(tmp_path: Path, source: Checkpoint) -> None:
+    (tmp_path / ".new.partial").mkdir()
+    with (
+        Journal(tmp_path / ".new.partial", "x", Part(2, 2).journal),
+        pytest.raises(PeerError, match="another process is writing"),
+    ):
+        reshard(source, target_of(source), tmp_path / "new", LIMITS, part=Part(2, 2))
+
+
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, source: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(StoreError, match="cannot be locked"):
+        reshard(source, target_of(source), tmp_path / "new", LIMITS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_lock_beside_the_destination_is_held_by_one_and_goes(tmp_path: Path) -> None:
+    counter, script = tmp_path / "counter", tmp_path / "add.py"
+    counter.write_text("0")
+    script.write_text(
+        "import pathlib, sys\n"
+        "from scalai.converters.parts import alone\n"
+        "path = pathlib.Path(sys.argv[1])\n"
+        "for _ in range(60):\n"
+        "    with alone(path.parent / 'new'):\n"
+        "        path.write_text(str(int(path.read_text()) + 1))\n"
+    )
+    adders = [subprocess.Popen([sys.executable, script, counter]) for _ in range(3)]
+    with alone(tmp_path / "new"):
+        assert (tmp_path / ".new.lock").exists()
+    assert [adder.wait(60) for adder in adders] == [0, 0, 0]
+    assert counter.read_text() == "180"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["add.py", "counter"]
+
+
+READ = """
+import sys
+from scalai.launch import cli
+try:
+    cli.main(sys.argv[1:])
+except SystemExit as ended:
+    assert not ended.code
+print(open("/proc/self/io").read())
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="the kernel counts no bytes")
+def test_each_part_reads_its_share_of_the_bytes(tmp_path: Path, source: Checkpoint) -> None:
+    """Adding hosts must not add bytes that each of them reads."""
+    # Along the first axis: what is cut along others is read by a mapping, which is not counted.
+    arguments = [str(source.directory), str(tmp_path / "new"), "--tp", "1", "--pp", "4"]
+    total = sum(path.stat().st_size for path in source.directory.glob("*.distcp"))
+    read = []
+    for part in ("1/4", "4/4", "plan"):
+        mode = ["--dry-run"] if part == "plan" else ["--part", part]
+        out = subprocess.run(
+            [sys.executable, "-c", READ, "reshard", *arguments, "--workers", "1", *mode],
+            check=True, capture_output=True, text=True,
+        ).stdout  # fmt: skip
+        found = re.search(r"rchar: (\d+)", out)
+        assert found
+        read.append(int(found[1]))
+    *parts, planned = read
+    # What is read of the source, and read back of the destination; a dry run reads neither.
+    shares = [(size - planned) / (2 * total) for size in parts]
+    assert all(0.2 < share < 0.3 for share in shares), shares
