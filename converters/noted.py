@@ -66,10 +66,10 @@ def check_report(checkpoint: Checkpoint, found: Mapping[str, int]) -> None:
     Raises:
         ProofError: They differ; names the tensors.
     """
-    stored = {name: value for name, value in found.items() if name not in checkpoint.changed}
-    _compare(stored, noted_fingerprints(checkpoint)[0], checkpoint.directory)
+    found = {name: value for name, value in found.items() if name not in checkpoint.changed}
+    _compare(found, noted_fingerprints(checkpoint)[0], checkpoint.directory)
     for folder in (checkpoint.directory, *checkpoint.directory.parents[:2]):
-        _check_report(folder / REPORT, stored)
+        _check_report(folder / REPORT, found)
 
 
 def _check_report(path: Path, found: Mapping[str, int]) -> None:

@@ -174,7 +174,7 @@ def _with_buffers(
         return source
     names = sorted({piece.tensor.name.removeprefix(f"{PARAM}/") for piece in pieces})
     notes.append(f"{INVENTED}buffers as in --args-from: {', '.join(names)}")
-    return replace(source, placed=unite([source.placed, place(pieces, files)]), noted=None)
+    return replace(source, placed=unite([source.placed, place(pieces, files)]))
 
 
 def _left_out(source: Checkpoint) -> list[str]:

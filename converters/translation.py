@@ -95,12 +95,14 @@ def _translated(
         )
     links.update((name, []) for name in ignored)
     notes = [f"{LEFT_OUT}{name}, which {mapping.where} has no use for" for name in sorted(ignored)]
+    if source.noted is not None:
+        notes.append("fingerprints of the source are not of these tensors: scalai verify it first")
     placed = _renamed(source.placed, links, shapes)
     return replace(
         source,
         placed=placed,
-        twins=None if source.twins is None else _renamed(source.twins, links, shapes),
         noted=None,
+        twins=None if source.twins is None else _renamed(source.twins, links, shapes),
         notes=(*source.notes, *notes),
         changed=frozenset(tensor.name for tensor in placed.collection.tensors),
     ), links

@@ -79,8 +79,8 @@ def repadded(source: Checkpoint, rows: int, vocabulary: int | None) -> Checkpoin
     return replace(
         source,
         placed=_cut(source.placed, rows),
-        twins=None if source.twins is None else _cut(source.twins, rows),
         noted=None,
+        twins=None if source.twins is None else _cut(source.twins, rows),
         values=replace(
             source.values,
             arguments=_with_rows(source.values.arguments, rows),

@@ -101,10 +101,8 @@ def run(args: argparse.Namespace) -> int:
     what = {"layout": found.layout, "path": str(found.directory), "step": found.values.step}
     tell("source", {**what, "degrees": dict(found.values.degrees)})
     tell("target", {"layout": target.layout, "path": str(args.destination), "degrees": degrees})
-    for note in target.notes:
+    for note in (*target.notes, *find_suspects(source, is_sample=True)):
         tell(*_event(note))
-    for note in find_suspects(source, is_sample=True):
-        tell("note", {"text": note})
     if args.dry_run:
         _, outlook = look_ahead(source, target, limits)
         tell("outlook", _outlook(outlook, limits))

@@ -13,8 +13,9 @@ from gpt_shapes import HEADS, gpt
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
 from scalai.converters.describe import read_tensor
 from scalai.converters.engine import reshard
+from scalai.converters.fingerprints import fingerprints
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.verify import fingerprints, verify
+from scalai.converters.verify import verify
 from scalai.launch import cli
 
 VOCABULARY = 50257
