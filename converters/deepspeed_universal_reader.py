@@ -93,8 +93,11 @@ class UniversalReader:
         )
 
     def _check_folders(self) -> None:
-        """Refuse folders of parameters that the model does not have."""
-        names = {name for shapes in self.model.shapes() for name in shapes}
+        """Refuse folders of parameters that the model does not have.
+
+        For stages 1 and 2 ds_to_universal makes one also of what is not trained.
+        """
+        names = set(self.model.first["module"])
         folders = sorted(path.name for path in (self.directory / "zero").iterdir() if path.is_dir())
         stray = next((name for name in folders if name not in names), None)
         if stray is not None:
