@@ -148,8 +148,11 @@ class UniversalReader:
         return replace(job, tag=job.tag.removesuffix(SUFFIX))
 
     def _check_folders(self) -> None:
-        """Refuse folders of parameters that the model does not have."""
-        names = set(names_of(self.models))
+        """Refuse folders of parameters that the model does not have.
+
+        For stages 1 and 2 ds_to_universal makes one also of what is not trained.
+        """
+        names = {name for model in self.models for name in model.first["module"]}
         folders = sorted(path.name for path in (self.directory / "zero").iterdir() if path.is_dir())
         stray = next((name for name in folders if name not in names), None)
         if stray is not None:

@@ -63,10 +63,10 @@ def check(
         assert rank["client_state"] == {"text": "kept", "n": 7}
 
 
-def make_universal(saved: Path, destination: Path) -> None:
+def make_universal(saved: Path, destination: Path, *flags: str) -> None:
     """Run DeepSpeed's own converter."""
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     command += ["--input_folder", str(saved / "global_step3")]
     command += ["--output_folder", str(destination / "global_step3_universal")]
-    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    command += ["--num_extract_workers", "1", "--num_merge_workers", "1", *flags]
     subprocess.run(command, check=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})

@@ -66,9 +66,14 @@ def test_a_universal_checkpoint_goes_on_at_other_degrees_and_stages(
 
 
 @pytest.mark.campaign
-def test_what_deepspeed_made_universal_is_read(save: Saver, tmp_path: Path) -> None:
-    saved, _ = save(Job(stage=3, world=3))
-    make_universal(saved, tmp_path / "universal")
+@pytest.mark.parametrize(
+    ("stage", "world", "flags"), [(3, 3, ()), (1, 2, ("--inject_missing_state",))]
+)
+def test_what_deepspeed_made_universal_is_read(
+    save: Saver, tmp_path: Path, stage: int, world: int, flags: tuple[str, ...]
+) -> None:
+    saved, _ = save(Job(stage=stage, world=world))
+    make_universal(saved, tmp_path / "universal", *flags)
     read = open_checkpoint(tmp_path / "universal")
     assert read.layout == "deepspeed_universal"
     assert verify(read, 1) == verify(open_checkpoint(saved), 1)
