@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalai.converters.checkpoint import Checkpoint, Layout, ReadOptions
-from scalai.converters.deepspeed_plain import DeepSpeedPlainLayout
-from scalai.converters.deepspeed_universal import DeepSpeedUniversalLayout
-from scalai.converters.deepspeed_zero import DeepSpeedZeroLayout
+from scalai.converters.deepspeed.plain import DeepSpeedPlainLayout
+from scalai.converters.deepspeed.universal import DeepSpeedUniversalLayout
+from scalai.converters.deepspeed.zero import DeepSpeedZeroLayout
 from scalai.converters.generation import GenerationLayout
 from scalai.converters.intake import check_intake
+from scalai.converters.megatron.torch_dist import TorchDistLayout
+from scalai.converters.megatron.torch_legacy import TorchLegacyLayout
 from scalai.converters.safetensors_index import SafetensorsLayout
-from scalai.converters.torch_dist import TorchDistLayout
-from scalai.converters.torch_legacy import TorchLegacyLayout
 from scalai.core.errors import RefusedError, ScalaiError, UsageError
 
 LAYOUTS: Sequence[Layout] = (

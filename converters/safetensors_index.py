@@ -2,7 +2,7 @@
 
     model.safetensors.index.json  model-00001-of-00002.safetensors ...   or   model.safetensors
 
-Names are those of the files; ``scalai.converters.translation`` turns them into others.
+Names are those of the files; ``scalai.converters.between.translation`` turns them into others.
 
 Source: the safetensors format (https://github.com/huggingface/safetensors) and the index that
 ``save_pretrained`` of transformers writes.
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scalai.converters.between.translation import CONFIG
 from scalai.converters.checkpoint import (
     PARAM,
     Checkpoint,
@@ -33,7 +34,6 @@ from scalai.converters.checkpoint import (
     place,
 )
 from scalai.converters.intake import MAX_JSON_BYTES, file_inside, parse_json, read_json
-from scalai.converters.translation import CONFIG
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import whole

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from scalai.converters.megatron_arguments import derived_flags
+from scalai.converters.megatron.arguments import derived_flags
 from scalai.core.degrees import Degrees
 from scalai.launch.job import JobSpec
 

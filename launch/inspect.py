@@ -9,9 +9,9 @@ from typing import Any
 import numpy.typing as npt
 
 from scalai.converters import describe as checkpoints
+from scalai.converters.between.mapping_files import find_mapping
 from scalai.converters.checkpoint import ReadOptions
 from scalai.converters.layouts import find_layout, open_checkpoint
-from scalai.converters.mapping_files import find_mapping
 from scalai.converters.verify import verify as verify_checkpoint
 from scalai.core.collection import Tensor
 from scalai.core.region import Box

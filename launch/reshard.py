@@ -10,16 +10,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.adapting import Wishes, adapted
+from scalai.converters.between.adapting import Wishes, adapted
+from scalai.converters.between.mapping_files import find_mapping, read_mapping
+from scalai.converters.between.reference import read_reference
+from scalai.converters.between.translation import INVENTED, LEFT_OUT
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, WriteOptions
 from scalai.converters.engine import Limits, Outlook, look_ahead, reshard
 from scalai.converters.layouts import LAYOUTS, layout_named, open_checkpoint
-from scalai.converters.mapping_files import find_mapping, read_mapping
-from scalai.converters.megatron_limits import limits_of
+from scalai.converters.megatron.limits import limits_of
 from scalai.converters.parts import Part
-from scalai.converters.reference import read_reference
 from scalai.converters.suspects import find_suspects
-from scalai.converters.translation import INVENTED, LEFT_OUT
 from scalai.core.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError
 from scalai.launch.sizes import parse_size, size_text

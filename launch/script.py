@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from scalai.converters.megatron_arguments import MegatronArguments, is_megatron, read_arguments
+from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.core.choice import DegreePolicy
 from scalai.core.degrees import ModelLimits
 from scalai.launch.elastic_config import ElasticConfig

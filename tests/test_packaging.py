@@ -41,7 +41,7 @@ def modules_after(statement: str) -> set[str]:
         "import scalai",
         "import scalai.core.plan, scalai.core.resize, scalai.core.choice",
         "import scalai.store.host",
-        "import scalai.converters.megatron_arguments",
+        "import scalai.converters.megatron.arguments",
         "import scalai.launch.inspect, scalai.launch.clean",
         "import scalai.launch.cli, scalai.launch.reshard, scalai.launch.verify",
     ],

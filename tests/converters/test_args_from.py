@@ -9,14 +9,14 @@ import pytest
 from checkpoints import LIMITS, state
 from gpt_shapes import FFN, GROUPS, HEADS, HIDDEN, VOCABULARY, WIDTH, Shapes, gpt, llama
 
+from scalai.converters.between.hyperparameters import with_rates
+from scalai.converters.between.loss_scales import to_deepspeed_scale, to_megatron_scale
 from scalai.converters.checkpoint import Checkpoint, WriteOptions, parameters_of
-from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
+from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.engine import reshard
 from scalai.converters.fingerprints import fingerprints
-from scalai.converters.hyperparameters import with_rates
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.loss_scales import to_deepspeed_scale, to_megatron_scale
-from scalai.converters.megatron_described import schedule_of, shape_arguments
+from scalai.converters.megatron.described import schedule_of, shape_arguments
 from scalai.converters.torch_archive import NewTensor
 from scalai.converters.verify import verify
 from scalai.core.errors import RefusedError

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scalai.converters.between.mapping_files import find_mapping
 from scalai.converters.checkpoint import Piece
-from scalai.converters.deepspeed_cut_rules import CutRules, Rule, read_cuts
-from scalai.converters.deepspeed_cuts import WHOLE, Cut, Shards, contiguous, even
-from scalai.converters.mapping_files import find_mapping
+from scalai.converters.deepspeed.cut_rules import CutRules, Rule, read_cuts
+from scalai.converters.deepspeed.cuts import WHOLE, Cut, Shards, contiguous, even
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.region import row_major, whole

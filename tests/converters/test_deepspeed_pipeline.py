@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scalai.converters.deepspeed_pipeline import (
+from scalai.converters.deepspeed.pipeline import (
     METHODS,
     LayerFile,
     Pipeline,
@@ -16,7 +16,7 @@ from scalai.converters.deepspeed_pipeline import (
     read_pipeline,
     stages_at,
 )
-from scalai.converters.deepspeed_plain_stages import units_by_stage
+from scalai.converters.deepspeed.plain_stages import units_by_stage
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.region import row_major

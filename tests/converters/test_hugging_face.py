@@ -10,11 +10,11 @@ from checkpoints import LIMITS, state
 from hugging_models import Gpt2, Llama, samples
 from jobs import Job
 
-from scalai.converters.adapting import Wishes, adapted
+from scalai.converters.between.adapting import Wishes, adapted
+from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named
-from scalai.converters.mapping_files import find_mapping, read_mapping
 
 transformers: Any = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install transformers"

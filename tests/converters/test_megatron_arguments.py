@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from scalai.converters.megatron_arguments import (
+from scalai.converters.megatron.arguments import (
     MegatronArguments,
     derived_flags,
     is_megatron,

@@ -9,13 +9,13 @@ from checkpoints import LIMITS, state, write
 from safetensors.numpy import load_file
 
 from scalai.converters import safetensors_index
-from scalai.converters.adapting import Wishes, adapted
+from scalai.converters.between.adapting import Wishes, adapted
+from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
 from scalai.converters.describe import read_tensor
 from scalai.converters.engine import reshard
 from scalai.converters.fingerprints import fingerprints
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.mapping_files import find_mapping, read_mapping
 from scalai.core.errors import RefusedError, UsageError
 
 LLAMA = "llama"

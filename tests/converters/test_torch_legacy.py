@@ -12,8 +12,8 @@ from checkpoints import GROUP, LIMITS, state
 from scalai.converters import pickles
 from scalai.converters.checkpoint import REPORT, Checkpoint, WriteOptions
 from scalai.converters.engine import reshard
-from scalai.converters.grad_buffers import Member, bucket_numel, lay_buffer
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.megatron.grad_buffers import Member, bucket_numel, lay_buffer
 from scalai.converters.verify import verify
 from scalai.core.errors import RefusedError
 
@@ -154,7 +154,7 @@ def test_modules_whose_order_is_unknown_are_not_written_by_order(tmp_path: Path)
 def test_new_streams_are_those_of_torch_behind_a_seed() -> None:
     import torch
 
-    from scalai.converters.random_streams import new_streams
+    from scalai.converters.megatron.random_streams import new_streams
 
     streams = new_streams(77, tp_rank=1, pp_rank=2, ep_rank=0, is_cuda=False)
     for stream, seed in (

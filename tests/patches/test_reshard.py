@@ -11,8 +11,8 @@ from worker_pool import WorkerPool
 from scalai.converters.checkpoint import ReadOptions, Values, WriteOptions
 from scalai.converters.engine import Limits, reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.megatron.torch_dist_metadata import read_metadata
 from scalai.converters.torch_archive import read_archive
-from scalai.converters.torch_dist_metadata import read_metadata
 from scalai.core.errors import ProofError, RefusedError
 from scalai.core.plan import plan
 from scalai.core.sources import Holder

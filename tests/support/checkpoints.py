@@ -15,7 +15,7 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     place,
 )
-from scalai.converters.deepspeed_job import STATE, DeepSpeedJob
+from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.engine import Limits, reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.collection import Tensor

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters import pickles
+from scalai.converters.megatron.torch_dist_common import content_of
+from scalai.converters.megatron.torch_dist_metadata import StoredKey, read_metadata, write_metadata
 from scalai.converters.pickles import foreign
 from scalai.converters.torch_archive import lay_out_archive, read_archive, with_content
-from scalai.converters.torch_dist_common import content_of
-from scalai.converters.torch_dist_metadata import StoredKey, read_metadata, write_metadata
 from scalai.store.files import map_file
 
 Damage = Callable[[Path], None]

@@ -1,0 +1,144 @@
+"""What a conversion between frameworks changes before a layout is asked: names, rows of the
+vocabulary, values.
+
+In this order: their names become ours, the vocabulary is padded anew, the values become those of
+the target's framework, our names become theirs. Layouts write what they would write of a state that
+was their own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from scalai.converters.between.fused_rows import Heads
+from scalai.converters.between.mapping import NameMapping
+from scalai.converters.between.reference import Reference
+from scalai.converters.between.to_deepspeed import to_deepspeed
+from scalai.converters.between.to_megatron import to_megatron
+from scalai.converters.between.translation import (
+    INVENTED,
+    Links,
+    heads_of,
+    in_our_names,
+    in_their_names,
+    is_in_our_names,
+)
+from scalai.converters.between.vocabulary import DIVISOR, padded_rows, repadded
+from scalai.converters.checkpoint import Checkpoint, Values
+from scalai.core.errors import RefusedError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What is to become of a source.
+
+    Attributes:
+        layout: The target's.
+        mapping: Names of another framework; None: names stay.
+        reference: What ``--args-from`` says.
+        repad: Rows of the vocabulary; 0: as many as the target's framework makes; None: they stay.
+        tp: Tensor parallelism of the target, which decides how many Megatron makes; None: it stays,
+            or between frameworks is 1.
+    """
+
+    layout: str
+    mapping: NameMapping | None = None
+    reference: Reference | None = None
+    repad: int | None = None
+    tp: int | None = None
+
+    @property
+    def framework(self) -> str:
+        """The framework that reads the target; empty: any."""
+        if self.layout.startswith("deepspeed"):
+            return "deepspeed"
+        if self.layout == "safetensors" or (self.layout == "scalai" and self.mapping is None):
+            return ""
+        return "megatron"
+
+
+def adapted(source: Checkpoint, wishes: Wishes) -> tuple[Checkpoint, Values | None]:
+    """Return a source as the target's layout wants it, and values for what it lacks.
+
+    Raises:
+        RefusedError: Names, values or the vocabulary's size are not known.
+        UsageError: A mapping that is needed was not given, or does not fit.
+    """
+    target, mapping = wishes.framework, wishes.mapping
+    crosses = bool(target) and source.values.framework not in (target, "")
+    if crosses and mapping is None:
+        raise UsageError(
+            f"{wishes.layout} is of {target} and {source.directory} of {source.values.framework}, "
+            "whose names are others. Pass --mapping."
+        )
+    is_ours = mapping is None or is_in_our_names(source, mapping)
+    wants_ours = mapping is None or target == "megatron"
+    heads, links = _heads(source, wishes), Links()
+    if mapping is not None and not is_ours and (wants_ours or wishes.repad is not None):
+        source, links = in_our_names(source, mapping, heads)
+        is_ours = True
+    if wishes.repad is not None:
+        tp = wishes.tp or (1 if crosses else source.values.degrees.get("tp", 1))
+        source = _repadded(source, wishes, tp)
+    if mapping is not None and is_ours and not wants_ours:
+        source, links = in_their_names(source, mapping, heads)
+    if crosses:
+        cross = _to_megatron if target == "megatron" else _to_deepspeed
+        source = cross(source, links, wishes)
+    return source, _lacking(source, wishes)
+
+
+def _heads(source: Checkpoint, wishes: Wishes) -> Heads:
+    """Return what the source says of them, else ``--args-from``."""
+    said = heads_of(source)
+    return said if wishes.reference is None else said.or_else(wishes.reference.heads)
+
+
+def _to_megatron(source: Checkpoint, links: Links, wishes: Wishes) -> Checkpoint:
+    if wishes.reference is None:
+        raise RefusedError(
+            f"{source.directory} has no Megatron arguments and no schedule. Pass --args-from with "
+            "a Megatron checkpoint of the job, or with a TOML file."
+        )
+    notes: list[str] = []
+    values = wishes.reference.megatron(source, notes)
+    return to_megatron(replace(source, notes=(*source.notes, *notes)), links, values)
+
+
+def _to_deepspeed(source: Checkpoint, links: Links, wishes: Wishes) -> Checkpoint:
+    assert wishes.mapping is not None
+    if wishes.reference is None:
+        raise RefusedError(
+            f"{source.directory} does not say in which order a DeepSpeed engine keeps its "
+            "parameters. Pass --args-from with a DeepSpeed checkpoint of the job, or with a TOML "
+            "file."
+        )
+    notes: list[str] = []
+    job, groups = wishes.reference.deepspeed(source, wishes.mapping, notes)
+    source = replace(source, notes=(*source.notes, *notes))
+    return to_deepspeed(source, links, job, groups, wishes.reference.checkpoint)
+
+
+def _lacking(source: Checkpoint, wishes: Wishes) -> Values | None:
+    """Return values of ``--args-from`` for a state of the target's own framework."""
+    reference, values = wishes.reference, source.values
+    if reference is None:
+        return None
+    if reference.checkpoint is not None:
+        return reference.checkpoint.values
+    has_all = values.arguments is not None and all("betas" in g for g in values.param_groups)
+    return None if has_all or wishes.framework != "megatron" else reference.megatron(source, [])
+
+
+def _repadded(source: Checkpoint, wishes: Wishes, tp: int) -> Checkpoint:
+    """Return a state with the vocabulary padded as wished."""
+    said: Mapping[str, object] = {} if wishes.reference is None else wishes.reference.arguments
+    known = {**(source.values.arguments or {}), **{n: v for n, v in said.items() if v is not None}}
+    vocabulary = known.get("vocab_size")
+    rows = wishes.repad or vocabulary or 0
+    if not wishes.repad and vocabulary and wishes.framework == "megatron":
+        divisor = known.get("make_vocab_size_divisible_by")
+        if divisor is None:
+            note = f"{INVENTED}make_vocab_size_divisible_by {DIVISOR}, Megatron's default"
+            source, divisor = replace(source, notes=(*source.notes, note)), DIVISOR
+        rows = padded_rows(vocabulary, divisor, tp)
+    return repadded(source, rows, vocabulary)

@@ -1,0 +1,268 @@
+"""Names of another framework for our tensors, and how fused ones are cut: mapping files.
+
+    prefix = "model."                            # theirs may come without it
+    ignored = ["model.layers.{layer}.self_attn.rotary_emb.inv_freq"]   # left out knowingly
+
+    [attention]                                  # where the checkpoints do not say it
+    num_attention_heads = 32
+    num_query_groups = 8
+
+    [tied]                                       # shared where we have no tensor of this name
+    "lm_head.weight" = "model.embed_tokens.weight"
+
+    [[tensor]]
+    ours = "decoder.layers.{layer}.self_attention.linear_qkv.weight"
+    theirs = ["model.layers.{layer}.self_attn.q_proj.weight", "...k_proj...", "...v_proj..."]
+    fused = "qkv"
+
+``fused`` is ``qkv`` (Megatron's rows by query group: its queries, key, value), ``gate_up`` (one
+half each), or absent: the same tensor under another name. ``theirs`` of a fused tensor is a name
+for each part, or one name where they have the parts one above the other. ``transposed = true``:
+theirs has rows and columns exchanged. ``{layer}`` and other words in braces stand for numbers.
+
+The rules stand in the order of their module's parameters, which is that of an optimizer which was
+given all of them (``in_order``).
+
+Source: ``linear_qkv`` of megatron/core/transformer/attention.py and the gated ``linear_fc1`` of
+mlp.py (0.16.1); GPT-2's, GPT-NeoX' and Llama's modules in transformers.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+from scalai.converters.between.fused_rows import PARTS, Heads, rows_of_parts
+from scalai.core.errors import UsageError
+from scalai.core.region import Box, whole
+
+Shape = tuple[int, ...]
+Numbers = Mapping[str, str]
+"""What the words in braces stand for in a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Elements that two tensors have in common: ``box`` of ``name`` is ``their_box`` of ``theirs``,
+    element by element, or with its two axes exchanged."""
+
+    name: str
+    shape: Shape
+    box: Box
+    theirs: str
+    their_shape: Shape
+    their_box: Box
+    is_transposed: bool = False
+
+    def turned(self) -> "Link":
+        """Return the same from the other side."""
+        return Link(
+            self.theirs, self.their_shape, self.their_box,
+            self.name, self.shape, self.box, self.is_transposed,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One of our tensors, and what it is in theirs."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    fused: str = ""
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NameMapping:
+    """The rules of a mapping file.
+
+    Attributes:
+        rules: In the order of their module's parameters.
+        heads: What the file says of them.
+        tied: Their names of shared tensors -> the names that these are kept by.
+        ignored: Patterns of tensors, on either side, that are not to be carried.
+        where: The file.
+        prefix: With which their names may begin or not: a model's without its head do not.
+    """
+
+    rules: tuple[Rule, ...]
+    heads: Heads
+    tied: Mapping[str, str]
+    ignored: tuple[str, ...]
+    where: str
+    prefix: str = ""
+
+    def is_ours(self, names: Iterable[str]) -> bool:
+        """Tell whether these are our names rather than theirs.
+
+        Raises:
+            UsageError: They are neither.
+        """
+        ours = theirs = 0
+        some = list(names)
+        for name in some:
+            ours += self._of_ours(name) is not None
+            theirs += self._of_theirs(self._full(name)) is not None
+        if ours == theirs:
+            raise UsageError(
+                f"{self.where} names {ours} of {len(some)} tensors on its one side and {theirs} on "
+                f"its other (first {some[:1]}): it is of another model."
+            )
+        return ours > theirs
+
+    def is_ignored(self, name: str) -> bool:
+        """Tell whether a tensor is to be left out."""
+        full = self._full(name)
+        return any(_pattern(pattern).fullmatch(full) for pattern in self.ignored)
+
+    def from_ours(
+        self, shapes: Mapping[str, Shape], heads: Heads
+    ) -> tuple[dict[str, list[Link]], list[str]]:
+        """Link our tensors to theirs.
+
+        Args:
+            shapes: Of our tensors, by name.
+            heads: Where the file does not say them.
+
+        Returns:
+            The links of each of our tensors, and our names that no rule has.
+
+        Raises:
+            UsageError: Heads are needed and nobody knows them, or do not fit a shape.
+        """
+        links: dict[str, list[Link]] = {}
+        left = []
+        for name, shape in shapes.items():
+            found = self._of_ours(name)
+            if found is None:
+                left.append(name)
+            else:
+                links[name] = list(self._links(*found, name, shape, self.heads.or_else(heads)))
+        return links, left
+
+    def from_theirs(
+        self, shapes: Mapping[str, Shape], heads: Heads
+    ) -> tuple[dict[str, list[Link]], list[str]]:
+        """Link their tensors to ours: ``from_ours`` backwards.
+
+        Raises:
+            UsageError: As ``from_ours``; or a part of a fused tensor is not there.
+        """
+        stored = {self._full(name): name for name in shapes}
+        shapes = {full: shapes[name] for full, name in stored.items()}
+        made: dict[str, tuple[Rule, Numbers]] = {}
+        left = []
+        for name in shapes:
+            found = self._of_theirs(name)
+            if found is None:
+                left.append(name)
+            else:
+                made.setdefault(found[0].ours.format(**found[1]), found)
+        links: dict[str, list[Link]] = {}
+        for ours, (rule, numbers) in made.items():
+            for link in self._fused(rule, numbers, ours, shapes, heads):
+                links.setdefault(stored[link.theirs], []).append(link.turned())
+        return links, left
+
+    def _fused(
+        self, rule: Rule, numbers: Numbers, ours: str, shapes: Mapping[str, Shape], heads: Heads
+    ) -> Iterator[Link]:
+        """Yield the links of one of our tensors that is made of theirs, of these shapes."""
+        names = [pattern.format(**numbers) for pattern in rule.theirs]
+        missing = [name for name in names if name not in shapes]
+        if missing:
+            raise UsageError(f"{ours} is made of {names}, but {missing} are not there.")
+        as_ours = [shapes[n][::-1] if rule.is_transposed else shapes[n] for n in names]
+        first = as_ours[0]
+        shape = (sum(one[0] for one in as_ours), *first[1:]) if first else first
+        known = self._known(rule, [one[0] for one in as_ours if one], heads)
+        for link in self._links(rule, numbers, ours, shape, known):
+            if link.their_shape != shapes[link.theirs]:
+                raise UsageError(
+                    f"{link.theirs} is {list(shapes[link.theirs])}, and as a part of {ours} "
+                    f"{list(shape)} it would be {list(link.their_shape)}. Correct the heads, or "
+                    f"the rule in {self.where}."
+                )
+            yield link
+
+    def in_order(self, theirs: Iterable[str]) -> list[str]:
+        """Return their names in the order of their module's parameters: layer by layer, in a layer
+        module by module, each as the file mentions it first."""
+        patterns = [pattern for rule in self.rules for pattern in rule.theirs]
+        modules = list(dict.fromkeys(pattern.rpartition(".")[0] for pattern in patterns))
+        sections = [0]
+        for before, here in pairwise(patterns):
+            sections.append(sections[-1] + (("{" in before) != ("{" in here)))
+
+        def place(name: str) -> tuple[int, ...]:
+            for at, pattern in enumerate(patterns):
+                if match := _pattern(pattern).fullmatch(name):
+                    numbers = map(int, match.groups())
+                    module = modules.index(pattern.rpartition(".")[0])
+                    return sections[at], *numbers, module, at
+            return (len(patterns),)
+
+        return sorted(theirs, key=place)
+
+    def _full(self, name: str) -> str:
+        """Return one of their names with the prefix that it may lack."""
+        full = f"{self.prefix}{name}"
+        known = (*self.ignored, *(pattern for rule in self.rules for pattern in rule.theirs))
+        return full if any(_pattern(pattern).fullmatch(full) for pattern in known) else name
+
+    def _of_ours(self, name: str) -> tuple[Rule, Numbers] | None:
+        for rule in self.rules:
+            if match := _pattern(rule.ours).fullmatch(name):
+                return rule, match.groupdict()
+        return None
+
+    def _of_theirs(self, name: str) -> tuple[Rule, Numbers] | None:
+        for rule in self.rules:
+            for pattern in rule.theirs:
+                if match := _pattern(pattern).fullmatch(name):
+                    return rule, match.groupdict()
+        return None
+
+    def _known(self, rule: Rule, rows: Sequence[int], heads: Heads) -> Heads:
+        """Return the heads; the query groups by the rows of queries and keys, if nobody says
+        them."""
+        known = self.heads.or_else(heads)
+        if known.heads is None or known.groups is not None or len(rows) != PARTS["qkv"]:
+            return known
+        return Heads(known.heads, max(known.heads * rows[1] // rows[0], 1))
+
+    def _links(
+        self, rule: Rule, numbers: Numbers, ours: str, shape: Shape, heads: Heads
+    ) -> Iterator[Link]:
+        """Yield the links of one of our tensors."""
+        names = [pattern.format(**numbers) for pattern in rule.theirs]
+        if not shape:
+            yield Link(ours, shape, whole(shape), names[0], shape, whole(shape))
+            return
+        parts = rows_of_parts(rule.fused, shape[0], heads, f"{ours} ({self.where})")
+        if len(names) == 1:
+            parts = [[rows for part in parts for rows in part]]
+        for name, part in zip(names, parts, strict=True):
+            count = sum(len(rows) for rows in part)
+            their_shape, start = (count, *shape[1:]), 0
+            for rows in part:
+                box, their_box = (
+                    Box((low, *[0] * (len(shape) - 1)), (len(rows), *shape[1:]))
+                    for low in (rows.start, start)
+                )
+                link = Link(ours, shape, box, name, their_shape, their_box)
+                yield _transposed(link) if rule.is_transposed else link
+                start += len(rows)
+
+
+def _transposed(link: Link) -> Link:
+    """Return a link to the same elements with their axes exchanged."""
+    box = Box(link.their_box.offset[::-1], link.their_box.shape[::-1])
+    return Link(link.name, link.shape, link.box, link.theirs, link.their_shape[::-1], box, True)
+
+
+@cache
+def _pattern(text: str) -> re.Pattern[str]:
+    """Return the pattern of a name in which words in braces stand for numbers."""
+    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(text)))

@@ -1,0 +1,161 @@
+"""A checkpoint under the names of another framework: its rows renamed, cut, fused and transposed.
+
+Weights, masters and moments of a parameter are cut alike, so whatever has its shape goes through
+the links of its name; what has no dims (a step) goes to every tensor that takes part of it. No
+layout knows of this: a row may have any strides, so that a part of a fused tensor, or a transposed
+one, is a row of a source like others.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from scalai.converters.between.fused_rows import Heads
+from scalai.converters.between.mapping import Link, NameMapping, Shape
+from scalai.converters.checkpoint import Checkpoint, Piece, Placed, parameters_of, place
+from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
+from scalai.converters.megatron.limits import argument_heads
+from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
+from scalai.core.errors import RefusedError
+from scalai.core.region import Box
+
+Links = dict[str, list[Link]]
+"""By a parameter's name, what of it goes where."""
+
+CONFIG = "config"
+"""The key in ``Values.extra`` of what Hugging Face's ``config.json`` says."""
+
+LEFT_OUT = "left out: "
+"""Begins the notes on what does not travel."""
+INVENTED = "invented: "
+"""Begins the notes on what the source does not say."""
+
+
+def in_our_names(
+    source: Checkpoint, mapping: NameMapping, heads: Heads | None = None
+) -> tuple[Checkpoint, Links]:
+    """Return a checkpoint under our names, and from which of theirs.
+
+    Args:
+        source: Under their names.
+        mapping: The rules.
+        heads: Where neither the mapping nor the source says them.
+
+    Raises:
+        RefusedError: A tensor has no name on the other side.
+        UsageError: As ``NameMapping.from_theirs``.
+    """
+    return _translated(source, mapping, mapping.from_theirs, heads)
+
+
+def in_their_names(
+    source: Checkpoint, mapping: NameMapping, heads: Heads | None = None
+) -> tuple[Checkpoint, Links]:
+    """Return a checkpoint under their names, and from which of ours: ``in_our_names`` backwards."""
+    return _translated(source, mapping, mapping.from_ours, heads)
+
+
+def is_in_our_names(source: Checkpoint, mapping: NameMapping) -> bool:
+    """Tell on which side of a mapping a checkpoint's names are.
+
+    Raises:
+        UsageError: On neither.
+    """
+    return mapping.is_ours(_shapes(source))
+
+
+def heads_of(source: Checkpoint) -> Heads:
+    """Return the attention heads that a checkpoint says: its arguments, or ``config.json``."""
+    config = source.values.extra.get(CONFIG, {})
+    number = config.get("num_attention_heads", config.get("n_head"))
+    return argument_heads(source.values.arguments or {}).or_else(
+        Heads(number, config.get("num_key_value_heads"))
+    )
+
+
+def _shapes(source: Checkpoint) -> dict[str, Shape]:
+    """Return the shapes of the parameters."""
+    return {name: tensor.shape for name, tensor in parameters_of(source).items()}
+
+
+def _translated(
+    source: Checkpoint,
+    mapping: NameMapping,
+    link: Callable[[Mapping[str, Shape], Heads], tuple[Links, list[str]]],
+    heads: Heads | None,
+) -> tuple[Checkpoint, Links]:
+    shapes, unneeded = _shapes(source), _unneeded(source, mapping)
+    ignored = {name for name in shapes if mapping.is_ignored(name) or name in unneeded}
+    wanted = {name: shape for name, shape in shapes.items() if name not in ignored}
+    links, nameless = link(wanted, heads_of(source).or_else(heads or Heads()))
+    if nameless:
+        raise RefusedError(
+            f"{len(nameless)} tensors of {source.directory} have no name in {mapping.where}: "
+            f"{', '.join(nameless[:5])}. Add them to a copy of it: rules, or names under ignored "
+            "for what may be left out."
+        )
+    links.update((name, []) for name in ignored)
+    notes = [f"{LEFT_OUT}{name}, which {mapping.where} has no use for" for name in sorted(ignored)]
+    if source.noted is not None:
+        notes.append("fingerprints of the source are not of these tensors: scalai verify it first")
+    placed = _renamed(source.placed, links, shapes)
+    return replace(
+        source,
+        placed=placed,
+        noted=None,
+        twins=None if source.twins is None else _renamed(source.twins, links, shapes),
+        notes=(*source.notes, *notes),
+        changed=frozenset(tensor.name for tensor in placed.collection.tensors),
+    ), links
+
+
+def _unneeded(source: Checkpoint, mapping: NameMapping) -> set[str]:
+    """Return what is no other framework's business: buffers of modules, second copies of tensors
+    that are shared."""
+    job = source.values.extra.get(STATE)
+    found = set(job.buffers) if isinstance(job, DeepSpeedJob) else set()
+    if source.values.extra.get(CONFIG, {}).get("tie_word_embeddings"):
+        found.update(mapping.tied)
+    return found
+
+
+def _renamed(placed: Placed, links: Links, shapes: Mapping[str, Shape]) -> Placed:
+    pieces = [
+        piece
+        for row in range(len(placed.collection))
+        for piece in _pieces(placed, row, links, shapes)
+    ]
+    return place(pieces, placed.files)
+
+
+def _pieces(placed: Placed, row: int, links: Links, shapes: Mapping[str, Shape]) -> Iterator[Piece]:
+    """Yield what becomes of a row."""
+    tensor, box = placed.collection.box(row)
+    kind, _, name = tensor.name.partition("/")
+    if tensor.shape not in ((), shapes.get(name)):
+        raise RefusedError(
+            f"{tensor.name} is {list(tensor.shape)}, and its parameter "
+            f"{list(shapes.get(name, ()))}: it cannot be cut by a mapping. Train with an Adam."
+        )
+    file, begin = placed.files[placed.file[row]].path, int(placed.begin[row])
+    if tensor.shape == ():
+        for theirs in dict.fromkeys(link.theirs for link in links.get(name, ())):
+            yield Piece(Tensor(f"{kind}/{theirs}", (), tensor.dtype), box, file, begin)
+        return
+    stride = tuple(placed.stride[row, MAX_NDIM - len(box.shape) :].tolist())
+    item = ITEM_BYTES["F32" if placed.is_rounded_at(row) else tensor.dtype]
+    for link in links[name]:
+        common = box.intersect(link.box)
+        if common is None:
+            continue
+        turn = slice(None, None, -1 if link.is_transposed else None)
+        inside = tuple(a - b for a, b in zip(common.offset, link.box.offset, strict=True))[turn]
+        offset = tuple(a + b for a, b in zip(inside, link.their_box.offset, strict=True))
+        shift = zip(common.offset, box.offset, stride, strict=True)
+        yield Piece(
+            Tensor(f"{kind}/{link.theirs}", link.their_shape, tensor.dtype),
+            Box(offset, common.shape[turn]),
+            file,
+            begin + item * sum((low - at) * step for low, at, step in shift),
+            stride[turn],
+            placed.is_rounded_at(row),
+        )

@@ -1,0 +1,134 @@
+"""The padded vocabulary: rows of the embedding and of the output layer that no token has.
+
+Megatron rounds the number of rows up to a multiple of ``make_vocab_size_divisible_by * tp``. The
+rows are trained like others and take part in every softmax, so another number of them makes other
+losses. New rows are zeros, in weights, masters and moments: what Megatron's own loader leaves where
+a ``torch_dist`` checkpoint has fewer.
+
+Source: ``_vocab_size_with_padding`` of megatron/training/tokenizer/tokenizer.py and
+``allow_shape_mismatch`` of megatron/core/dist_checkpointing/strategies/torch.py (0.16.1).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from scalai.converters.checkpoint import (
+    Checkpoint,
+    CheckpointFile,
+    Piece,
+    Placed,
+    parameters_of,
+    place,
+)
+from scalai.converters.megatron.modules import EMBEDDING, OUTPUT
+from scalai.core.collection import MAX_NDIM, Tensor
+from scalai.core.errors import RefusedError
+from scalai.core.region import Box, whole
+
+DIVISOR = 128
+"""Megatron's default of ``--make-vocab-size-divisible-by``."""
+
+ZEROS = CheckpointFile("(zeros)", 8, bytes(8))
+"""A file in memory that new rows lie in, all of them at its first element."""
+
+_PADDED = (EMBEDDING, OUTPUT, OUTPUT.replace("weight", "bias"))
+
+
+def padded_rows(vocabulary: int, divisor: int, tp: int) -> int:
+    """Return how many rows Megatron makes of a vocabulary."""
+    multiple = divisor * tp
+    return -(-vocabulary // multiple) * multiple
+
+
+def repadded(source: Checkpoint, rows: int, vocabulary: int | None) -> Checkpoint:
+    """Return a checkpoint whose vocabulary is padded to other rows.
+
+    Args:
+        source: Under our names.
+        rows: How many; all that are there are kept, or the last ones are dropped.
+        vocabulary: How many of them are of tokens.
+
+    Raises:
+        RefusedError: The vocabulary is not known, or rows of tokens would be dropped; or there is
+            no embedding.
+    """
+    named = parameters_of(source)
+    if EMBEDDING not in named:
+        raise RefusedError(f"{source.directory} has no {EMBEDDING}, whose rows --repad changes.")
+    before = named[EMBEDDING].shape[0]
+    if vocabulary is None:
+        raise RefusedError(
+            f"{source.directory} has {before} rows of the vocabulary and does not say how many are "
+            "of tokens. Say it as vocab_size under [megatron] in a TOML file for --args-from."
+        )
+    if not vocabulary <= min(rows, before):
+        raise RefusedError(
+            f"--repad {rows}: the vocabulary has {vocabulary} tokens and {before} rows, so tokens "
+            "would have none. Give more rows, or correct vocab_size."
+        )
+    if rows == before:
+        return source
+    told = (
+        f"the vocabulary is padded to {rows} rows instead of {before} ({vocabulary} of tokens): "
+        "losses will differ, for each row takes part in the softmax"
+    )
+    if rows > before:
+        told += "; the new rows, their masters and moments are zeros"
+    changed = {t.name for t in source.placed.collection.tensors if _is_padded(t)}
+    return replace(
+        source,
+        placed=_cut(source.placed, rows),
+        noted=None,
+        twins=None if source.twins is None else _cut(source.twins, rows),
+        values=replace(
+            source.values,
+            arguments=_with_rows(source.values.arguments, rows),
+            counters=_with_rows(source.values.counters, rows) or {},
+        ),
+        notes=(*source.notes, told),
+        changed=source.changed | changed,
+    )
+
+
+def _is_padded(tensor: Tensor) -> bool:
+    return tensor.name.partition("/")[2] in _PADDED and len(tensor.shape) > 0
+
+
+def _with_rows(values: Mapping[str, Any] | None, rows: int) -> Mapping[str, Any] | None:
+    if values is None or "padded_vocab_size" not in values:
+        return values
+    return {**values, "padded_vocab_size": rows}
+
+
+def _cut(placed: Placed, rows: int) -> Placed:
+    """Return all rows, of the vocabulary only those below ``rows``, and zeros for what is new."""
+    padded = {tensor: replace(tensor, shape=(rows, *tensor.shape[1:]))
+              for tensor in placed.collection.tensors if _is_padded(tensor)}  # fmt: skip
+    pieces = [piece for row in range(len(placed.collection)) for piece in _kept(placed, row, rows)]
+    for old, new in padded.items():
+        if rows > old.shape[0]:
+            box = Box(
+                (old.shape[0], *[0] * (len(new.shape) - 1)),
+                (rows - old.shape[0], *new.shape[1:]),
+            )
+            pieces.append(Piece(new, box, ZEROS.path, 0, (0,) * len(new.shape)))
+    return place(pieces, [*placed.files, ZEROS])
+
+
+def _kept(placed: Placed, row: int, rows: int) -> Iterator[Piece]:
+    tensor, box = placed.collection.box(row)
+    common: Box | None = box
+    if _is_padded(tensor):
+        tensor = replace(tensor, shape=(rows, *tensor.shape[1:]))
+        common = box.intersect(whole(tensor.shape))
+    if common is not None:
+        # Rows are dropped at the end, so that what is kept begins where it did.
+        yield Piece(
+            tensor,
+            common,
+            placed.files[placed.file[row]].path,
+            int(placed.begin[row]),
+            tuple(placed.stride[row, MAX_NDIM - len(box.shape) :].tolist()),
+            placed.is_rounded_at(row),
+        )

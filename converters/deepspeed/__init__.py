@@ -1,0 +1,1 @@
+"""DeepSpeed's layouts: ZeRO 0 to 3, pipelines, universal checkpoints."""

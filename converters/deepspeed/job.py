@@ -1,0 +1,101 @@
+"""What a DeepSpeed job's checkpoint says that is no tensor and no other framework's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from scalai.converters.deepspeed.cuts import Cut
+from scalai.converters.deepspeed.pipeline import Pipeline
+
+STATE = "deepspeed"
+"""The key of a ``DeepSpeedJob`` in ``Values.extra``."""
+
+DEFAULT_SUB_GROUP_ELEMENTS = 1_000_000_000
+"""``sub_group_size`` of deepspeed/runtime/zero/config.py, 0.19.8."""
+
+_FP32 = ("fp32", "float32", "float", "torch.float32")
+"""What a configuration calls it."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DeepSpeedJob:
+    """A job's names and values, as its engine will ask for them at any degree and stage.
+
+    Attributes:
+        tag: The tag's name.
+        groups: By parameter group the names of the trained parameters, in the optimizer's order.
+        module: All keys of the module's ``state_dict``, in order.
+        module_values: Those of them that are no tensors.
+        module_metadata: Its ``_metadata``: versions of modules.
+        module_nesting: Where its tensors lie, if not under their names (``nested``).
+        dtypes: Of the module's tensors.
+        aliases: Names of shared parameters -> the names that they are kept by.
+        buffers: Which names are buffers.
+        frozen: Which are parameters that are not trained.
+        model: The other entries of the model's file, client_state among them.
+        optimizer: The other entries of a rank's optimizer state: loss scaler, clip_grad.
+        has_number_steps: Whether the optimizer keeps its step as a number, not as a tensor.
+        is_bf16: Whether the engine trains in bf16: its files have a prefix.
+        is_fused: Whether its optimizer is DeepSpeed's FusedAdam, of which stage 0 keeps flat
+            buffers; None: the source does not say.
+        cuts: How tensor-parallel ranks cut parameters; without such ranks none.
+        of_ranks: ``model`` by model-parallel rank, where it is not the same for all.
+        pipeline: The layers of a pipeline engine; None: of another one.
+    """
+
+    tag: str
+    groups: tuple[tuple[str, ...], ...]
+    module: tuple[str, ...]
+    module_values: Mapping[str, Any]
+    module_metadata: Any
+    dtypes: Mapping[str, str]
+    aliases: Mapping[str, str]
+    buffers: tuple[str, ...]
+    frozen: tuple[str, ...]
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    has_number_steps: bool
+    is_bf16: bool
+    is_fused: bool | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    of_ranks: tuple[Mapping[str, Any], ...] = ()
+    pipeline: Pipeline | None = None
+    module_nesting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def zero_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section on ZeRO of a DeepSpeed configuration."""
+    section = config.get("zero_optimization")
+    return section if isinstance(section, Mapping) else {}
+
+
+def uses_bf16_optimizer(config: Mapping[str, Any], stage: int) -> bool:
+    """Tell whether the engine's optimizer is ``BF16_Optimizer``, not ZeRO's own of that stage.
+
+    Source: ``_do_optimizer_sanity_check`` of deepspeed/runtime/engine.py, 0.19.8.
+    """
+    bf16 = config.get("bf16") or config.get("bfloat16") or {}
+    types = config.get("data_types") or {}
+    offload = zero_config(config).get("offload_optimizer") or {}
+    return (
+        stage == 1
+        and bool(bf16.get("enabled"))
+        and types.get("grad_accum_dtype") in _FP32
+        and offload.get("device") != "cpu"
+    )
+
+
+def round_robins(config: Mapping[str, Any]) -> bool:
+    """Tell whether stages 1 and 2 order parameters by ``round_robin_gradients``."""
+    return bool(zero_config(config).get("round_robin_gradients"))
+
+
+def aligns_parameters(config: Mapping[str, Any]) -> bool:
+    """Tell whether stages 1 and 2 align parameters in their buffers."""
+    return bool(zero_config(config).get("parameter_alignment"))
+
+
+def sub_group_elements(config: Mapping[str, Any]) -> int:
+    """Return the ``sub_group_size`` of stage 3."""
+    size = zero_config(config).get("sub_group_size", DEFAULT_SUB_GROUP_ELEMENTS)
+    return int(float(size))

@@ -1,0 +1,115 @@
+"""Lays out DeepSpeed's optim_states files: a rank's parts of the flat buffers of ZeRO 1 to 3.
+
+Which entries there are depends on the engine's optimizer: that of stages 1 and 2, that of stage 3,
+or ``BF16_Optimizer``, which shards as stage 1 does and keeps the padding of the masters.
+
+Source: the ``state_dict`` of deepspeed/runtime/zero/stage_1_and_2.py, zero/stage3.py and
+bf16_optimizer.py, 0.19.8.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scalai.converters.deepspeed.archives import Filled
+from scalai.converters.deepspeed.buffers import Buffer, inner_state, part
+from scalai.converters.deepspeed.classes import fragment, zero_stage
+from scalai.converters.deepspeed.draft import Draft
+from scalai.converters.deepspeed.elastic import elastic_state
+from scalai.converters.deepspeed.job import uses_bf16_optimizer
+from scalai.converters.deepspeed.loss_scale import static_scale
+from scalai.converters.torch_archive import NewTensor
+
+
+def add_optimizer(draft: Draft, rank: int, buffers: Sequence[Buffer]) -> None:
+    """Lay out the optim_states file of a data-parallel rank."""
+    filled = Filled()
+    if draft.stage == 3:
+        state = _stage_3(draft, rank, buffers, filled)
+    elif uses_bf16_optimizer(draft.config, draft.stage):
+        state = _bf16_optimizer(draft, rank, buffers, filled)
+    else:
+        state = _stage_1_and_2(draft, rank, buffers, filled)
+    prefix = "bf16_" if draft.job.is_bf16 else ""
+    name = f"{draft.folder}/{prefix}zero_pp_rank_{rank}_mp_rank_{draft.rank:02d}_optim_states.pt"
+    value = {
+        "optimizer_state_dict": state,
+        "ds_config": draft.config,
+        "ds_version": draft.job.model.get("ds_version"),
+    }
+    draft.archives.add(name, value, filled)
+
+
+def global_state(draft: Draft) -> dict[str, Any]:
+    """Return what all ranks' optimizers keep alike."""
+    return {
+        **static_scale(),
+        **draft.job.optimizer,
+        "clip_grad": draft.clip_grad,
+        "zero_stage": zero_stage(draft.stage),
+        "ds_version": draft.job.model.get("ds_version"),
+    }
+
+
+def _stage_3(draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled) -> dict[str, Any]:
+    state = global_state(draft)
+    del state["clip_grad"], state["ds_version"]
+    return {
+        **state,
+        "partition_count": draft.dp,
+        "optimizer_state_dict": inner_state(draft, rank, buffers, filled),
+        "fp32_flat_groups": [_masters(draft, buffer, rank, 0, filled) for buffer in buffers],
+    }
+
+
+def _stage_1_and_2(
+    draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
+) -> dict[str, Any]:
+    padding = [buffer.flat.padding[rank] for buffer in buffers]
+    base: Mapping[str, Any] = (
+        {"base_optimizer_state": inner_state(draft, rank, buffers, filled)}
+        if draft.knows_param_groups
+        else elastic_state(draft, rank, buffers, filled)
+    )
+    return {
+        **global_state(draft),
+        **base,
+        "single_partition_of_fp32_groups": [
+            _masters(draft, buffer, rank, elements, filled)
+            for buffer, elements in zip(buffers, padding, strict=True)
+        ],
+        "group_paddings": padding,
+        "partition_count": [draft.dp] * len(buffers),
+        "param_alignment_paddings": [list(buffer.gaps) for buffer in buffers],
+        "param_slice_mappings": _fragments(buffers, rank),
+    }
+
+
+def _bf16_optimizer(
+    draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
+) -> dict[str, Any]:
+    is_last = rank == draft.dp - 1
+    return {
+        "clip_grad": draft.clip_grad,
+        "base_optimizer_state": inner_state(draft, rank, buffers, filled),
+        "single_partition_of_fp32_groups": [
+            _masters(draft, buffer, rank, 0, filled) for buffer in buffers
+        ],
+        "group_paddings": [sum(buffer.flat.padding) if is_last else 0 for buffer in buffers],
+        "partition_count": [draft.dp] * len(buffers),
+        "ds_version": draft.job.model.get("ds_version"),
+        "param_slice_mappings": _fragments(buffers, rank),
+    }
+
+
+def _masters(draft: Draft, buffer: Buffer, rank: int, padding: int, filled: Filled) -> NewTensor:
+    """Return a rank's masters, without as many elements at the end."""
+    return part(draft, None, buffer, rank, buffer.flat.rank_elements - padding, filled)
+
+
+def _fragments(buffers: Sequence[Buffer], rank: int) -> list[OrderedDict[str, Any]]:
+    """Return where parameters lie in a rank's parts, as ds_to_universal asks."""
+    return [
+        OrderedDict((span.name, fragment(span)) for span in buffer.flat.spans[rank])
+        for buffer in buffers
+    ]

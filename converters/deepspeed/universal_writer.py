@@ -1,0 +1,126 @@
+"""Lays out DeepSpeed's universal checkpoints.
+
+Source: as ``universal``.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.converters.checkpoint import Checkpoint, Piece, Target, WriteOptions
+from scalai.converters.deepspeed.archives import Archives, Filled, write_tag
+from scalai.converters.deepspeed.buffers import Buffer, buffers_of, members
+from scalai.converters.deepspeed.classes import sub_parameters
+from scalai.converters.deepspeed.cuts import Cut
+from scalai.converters.deepspeed.draft import Draft, job_of
+from scalai.converters.deepspeed.model_writer import add_model
+from scalai.converters.deepspeed.optimizer_writer import global_state
+from scalai.converters.deepspeed.ranks import Ranks
+from scalai.converters.deepspeed.universal_files import (
+    GLOBAL_STATE,
+    LATEST,
+    MASTERS,
+    STEPS,
+    SUFFIX,
+)
+from scalai.converters.torch_archive import NewTensor
+from scalai.core.region import whole
+
+
+def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
+    """Lay out a universal checkpoint, for engines of every stage.
+
+    Raises:
+        RefusedError: The source has no DeepSpeed job's names, or lacks tensors of them.
+    """
+    job, archives = job_of(source, options), Archives()
+    folder = f"{job.tag}{SUFFIX}"
+    alone = replace(options, degrees={**options.degrees, "tp": 1, "pp": 1, "dp": 1})
+    stages = (2, 3) if job.pipeline is None else (1,)
+    for stage in stages:
+        (draft,) = Ranks.of(source, job, stage, alone).drafts(archives, folder)
+        add_model(draft, 0, list(buffers_of(draft)))
+    ranks = Ranks.of(source, job, stages[0], alone)
+    (draft,) = ranks.drafts(archives, folder)
+    buffers = list(buffers_of(draft))
+    _add_global_state(draft, buffers)
+    for buffer in buffers:
+        kinds = draft.kinds(list(buffer.shapes))
+        for name in buffer.shapes:
+            _add_parameter(draft, ranks, name, kinds)
+
+    def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
+        write_tag(directory / LATEST, folder)
+
+    return Target(
+        "deepspeed_universal",
+        archives.placed(),
+        archives.fixed,
+        finish,
+        (*source.notes, *_notes(draft)),
+    )
+
+
+def _notes(draft: Draft) -> Iterator[str]:
+    job = draft.job
+    if job.buffers:
+        yield f"DeepSpeed does not restore {len(job.buffers)} buffers from universal checkpoints"
+    if job.frozen:
+        yield f"DeepSpeed does not restore {len(job.frozen)} frozen parameters from them either"
+    if len(job.groups) > 1:
+        yield (
+            "with stage 3 DeepSpeed will give all parameter groups the hyperparameters of the first"
+        )
+    if not job.has_number_steps:
+        yield (
+            "with stage 3 DeepSpeed lets all sub-groups count in one step tensor, which is wrong "
+            "where there are several: after load_checkpoint give each its own, by `for state in "
+            "engine.optimizer.optimizer.state.values(): state['step'] = state['step'].clone()`, or "
+            "write deepspeed_zero3"
+        )
+
+
+def _add_global_state(draft: Draft, buffers: Sequence[Buffer]) -> None:
+    filled = Filled()
+    param_groups = draft.param_groups(members(draft, buffers))
+    state: Mapping[str, Any] = {
+        **global_state(draft),
+        "param_groups": param_groups,
+        "optimizer_state_dict": {
+            "state": {0: draft.step(next(iter(buffers[0].shapes)), filled)},
+            "param_groups": param_groups,
+        },
+    }
+    draft.archives.add(f"{draft.folder}/{GLOBAL_STATE}", state, filled)
+
+
+def _add_parameter(draft: Draft, ranks: Ranks, name: str, kinds: Sequence[str]) -> None:
+    for kind in (None, *kinds):
+        tensor = draft.stored(kind, name)
+        new = NewTensor(tensor.dtype, tensor.shape)
+        filled: Filled = {new: [Piece(tensor, whole(tensor.shape), "", 0)]}
+        value = {**_cut_entries(ranks.known.get(name), tensor.shape), "param": new}
+        draft.archives.add(f"{draft.folder}/zero/{name}/{kind or MASTERS}.pt", value, filled)
+    steps = Filled()
+    step = draft.step(name, steps)
+    if step:
+        draft.archives.add(f"{draft.folder}/zero/{name}/{STEPS}.pt", step["step"], steps)
+
+
+def _cut_entries(cut: Cut | None, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return how tensor-parallel ranks are to cut a parameter, as ds_to_universal writes it where
+    nothing says it too; nothing: each has all of it."""
+    if cut is None:
+        return {"cat_dim": 0}
+    if cut.dim is None:
+        return {}
+    if len(cut.parts) == 1:
+        return {"cat_dim": cut.dim}
+    if len(cut.parts) == 2 and len(set(cut.parts)) == 1:
+        return {"cat_dim": cut.dim, "param_n_sub_params": 2}
+    parts = (*shape[: cut.dim], cut.parts, *shape[cut.dim + 1 :])
+    return {"sub_param_shape": sub_parameters(parts, cut.dim)}

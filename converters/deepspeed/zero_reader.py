@@ -1,0 +1,248 @@
+"""Reads what one model-parallel rank keeps with ZeRO: flat buffers, cut over data-parallel ranks.
+
+Source: as ``zero``.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scalai.converters.checkpoint import MAIN, PARAM, STEP, CheckpointFile, Piece
+from scalai.converters.deepspeed.elastic import as_rigid
+from scalai.converters.deepspeed.files import TagFiles, carried, read_dictionary, scalar_of
+from scalai.converters.deepspeed.flat import Flat, Span, split_each, split_whole, undo_round_robin
+from scalai.converters.deepspeed.grid import RankState
+from scalai.converters.deepspeed.job import DeepSpeedJob, round_robins
+from scalai.converters.deepspeed.model import ModelStates
+from scalai.converters.torch_archive import StoredTensor
+from scalai.core.collection import ITEM_BYTES, Tensor
+from scalai.core.errors import RefusedError
+from scalai.core.region import flat_range, whole
+
+MASTERS = "fp32"
+"""What the flat buffer of the masters is called here, beside the optimizer's own names."""
+
+_MADE_ANEW = (
+    "base_optimizer_state", "single_partition_of_fp32_groups", "group_paddings", "partition_count",
+    "param_slice_mappings", "param_alignment_paddings", "optimizer_state_dict", "fp32_flat_groups",
+    "zero_stage", "ds_version", "base_optimizer_state_step",
+)  # fmt: skip
+"""Entries of a rank's optimizer state that a writer makes anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A flat buffer of all ranks.
+
+    ``states`` is, by rank, what the optimizer keeps of its part, and the masters as ``MASTERS``.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    flat: Flat
+    states: tuple[Mapping[str, Any], ...]
+
+
+def open_rank(files: TagFiles, model: ModelStates, trust: bool) -> "ZeroReader":
+    """Read the optimizer's pickles of a model-parallel rank.
+
+    Raises:
+        RefusedError: Files are missing, or of two saves.
+    """
+    directory = files.directory
+    optimizers = []
+    for name in files.optimizer:
+        state = read_dictionary(directory / name, trust=trust).get("optimizer_state_dict")
+        if not isinstance(state, dict):
+            raise RefusedError(f"{directory / name} holds no optimizer_state_dict.")
+        counts = state.get("partition_count")
+        if set(counts if isinstance(counts, list | tuple) else [counts]) != {model.dp}:
+            raise RefusedError(
+                f"{directory / name} is one of {counts} parts, and {files.model[0]} of "
+                f"{model.dp} data-parallel ranks: files of two checkpoints are mixed, or "
+                "parameters have ranks of their own (experts), which is not read yet."
+            )
+        optimizers.append(as_rigid(state))
+    if model.dp != len(optimizers):
+        raise RefusedError(
+            f"{directory} was saved by {model.dp} data-parallel ranks, and has optim_states.pt of "
+            f"{len(optimizers)}. Copy the missing files of the same save, or use another "
+            "checkpoint."
+        )
+    return ZeroReader(files, model, tuple(optimizers))
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroReader:
+    """One model-parallel rank that is being read."""
+
+    files: TagFiles
+    model: ModelStates
+    optimizers: tuple[dict[str, Any], ...]
+    pieces: list[Piece] = field(default_factory=list)
+    twins: list[Piece] = field(default_factory=list)
+    steps: dict[str, CheckpointFile] = field(default_factory=dict)
+
+    def read(self) -> RankState:
+        """Return what the rank's files hold. Raises ``RefusedError`` where they do not agree."""
+        groups = list(self._groups())
+        self.pieces.extend(self.model.pieces())
+        for group in groups:
+            self._check_steps(group)
+            self._place_group(group)
+        return RankState(
+            self.model,
+            self._job(groups),
+            carried(self._inner(0)["param_groups"], self._path(0)),
+            self.pieces,
+            self.twins,
+            self._placed_files(),
+            tuple(self._notes()),
+        )
+
+    def _path(self, rank: int) -> Path:
+        return self.files.directory / self.files.optimizer[rank]
+
+    def _inner(self, rank: int) -> Mapping[str, Any]:
+        """Return the state of the framework's optimizer in ZeRO's."""
+        key = "optimizer_state_dict" if self.files.is_stage_3 else "base_optimizer_state"
+        inner = self.optimizers[rank].get(key)
+        if not isinstance(inner, dict) or not {"state", "param_groups"} <= inner.keys():
+            raise RefusedError(f"{self._path(rank)} holds no {key}. Use another checkpoint.")
+        return inner
+
+    def stage(self) -> int:
+        """Return the stage of ZeRO."""
+        if self.files.is_stage_3:
+            return 3
+        if self._is_bf16_optimizer():
+            return 1
+        stage = self.optimizers[0]["zero_stage"]
+        return int(getattr(stage, "args", (stage,))[0])
+
+    def _is_bf16_optimizer(self) -> bool:
+        """Tell whether this is of ``BF16_Optimizer``, which shards as stage 1 does."""
+        return self.optimizers[0].get("zero_stage") is None
+
+    def _placed_files(self) -> list[CheckpointFile]:
+        names = (*self.files.model, *self.files.optimizer)
+        stored = [
+            CheckpointFile(name, (self.files.directory / name).stat().st_size) for name in names
+        ]
+        return [*stored, *self.steps.values()]
+
+    def _groups(self) -> Iterator[_Group]:
+        """Yield the flat buffers: a parameter group each, or in stage 3 a part of one."""
+        is_3 = self.files.is_stage_3
+        key = "fp32_flat_groups" if is_3 else "single_partition_of_fp32_groups"
+        for number, shapes in enumerate(self.model.shapes()):
+            if is_3:
+                flat = split_each(shapes, self.model.dp)
+            else:
+                gaps = self.optimizers[0].get("param_alignment_paddings")
+                flat = split_whole(shapes, self.model.dp, gaps[number] if gaps else ())
+            states = []
+            for rank, optimizer in enumerate(self.optimizers):
+                masters = optimizer.get(key, ())
+                if len(masters) != len(self.model.shapes()):
+                    raise RefusedError(
+                        f"{self._path(rank)} has {len(masters)} buffers of masters for "
+                        f"{len(self.model.shapes())} groups of parameters: files of two "
+                        "checkpoints are mixed. Use another one."
+                    )
+                state = self._inner(rank)["state"].get(number, {})
+                states.append({**state, MASTERS: masters[number]})
+                self._check_sizes(rank, states[-1], flat)
+            yield _Group(shapes, flat, tuple(states))
+
+    def _check_sizes(self, rank: int, state: Mapping[str, Any], flat: Flat) -> None:
+        """Refuse buffers that are not as long as these parameters make them."""
+        sizes = {flat.rank_elements, flat.rank_elements - flat.padding[rank]}
+        for key, entry in state.items():
+            if not _is_flat(entry):
+                continue
+            if entry.shape[0] not in sizes or entry.stride != (1,):
+                raise RefusedError(
+                    f"{self._path(rank)} has {key} of {entry.shape[0]} elements, and "
+                    f"{flat.rank_elements} are expected of these parameters. Files of two "
+                    "checkpoints are mixed, or the buffers are of a kind that is not read (NVMe "
+                    "offload, MiCS): use another checkpoint."
+                )
+
+    def _check_steps(self, group: _Group) -> None:
+        """Refuse ranks that are not equally far."""
+        steps = [
+            scalar_of(state.get("step"), self._path(rank))
+            for rank, state in enumerate(group.states)
+        ]
+        for rank, step in enumerate(steps):
+            if step != steps[0]:
+                raise RefusedError(
+                    f"{self._path(rank)} has made {step} optimizer steps, and "
+                    f"{self.files.optimizer[0]} {steps[0]}: files of two checkpoints are mixed. "
+                    "Use another one."
+                )
+
+    def _place_group(self, group: _Group) -> None:
+        """Place masters and states of a group's parameters, and a step of each."""
+        for rank, state in enumerate(group.states):
+            for key, entry in state.items():
+                if _is_flat(entry):
+                    for span in group.flat.spans[rank]:
+                        self._place_span(key, span, group.shapes[span.name], entry, rank)
+        step = scalar_of(group.states[0].get("step"), self._path(0))
+        if step is not None:
+            for name in group.shapes:
+                self._place_step(name, step)
+
+    def _place_span(
+        self, key: str, span: Span, shape: tuple[int, ...], entry: StoredTensor, rank: int
+    ) -> None:
+        weight, item = self.model.weight_dtype(span.name), ITEM_BYTES[entry.dtype]
+        file, begin = self.files.optimizer[rank], entry.begin + span.at * item
+        is_master = key == MASTERS
+        is_weight = is_master and entry.dtype == weight
+        kind = PARAM if is_weight else MAIN if is_master else key
+        into = self.twins if is_weight and not self.files.is_stage_3 else self.pieces
+        for box in flat_range(shape, span.low, span.high):
+            into.append(Piece(Tensor(f"{kind}/{span.name}", shape, entry.dtype), box, file, begin))
+            if is_master and not is_weight and self.files.is_stage_3:
+                rounded = Tensor(f"{PARAM}/{span.name}", shape, weight)
+                self.pieces.append(Piece(rounded, box, file, begin, is_rounded=True))
+            begin += box.numel * item
+
+    def _place_step(self, name: str, step: float) -> None:
+        file = f"(step {step:g})"
+        content = np.float32(step).tobytes()
+        self.steps[file] = CheckpointFile(file, len(content), content)
+        self.pieces.append(Piece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0))
+
+    def _job(self, groups: Sequence[_Group]) -> DeepSpeedJob:
+        names = [tuple(group.shapes) for group in groups]
+        if self.files.is_stage_3:
+            parts = [group["params"] for group in self._inner(0)["param_groups"]]
+            names = [tuple(name for part in group for name in names[part]) for group in parts]
+        elif round_robins(self.model.config) and not self._is_bf16_optimizer():
+            names = [undo_round_robin(group, self.model.dp) for group in names]
+        rest = {k: v for k, v in self.optimizers[0].items() if k not in _MADE_ANEW}
+        return self.model.job(
+            names,
+            carried(rest, self._path(0)),
+            has_number_steps=any(isinstance(g.states[0].get("step"), int) for g in groups),
+            is_bf16=self.files.is_bf16,
+        )
+
+    def _notes(self) -> Iterator[str]:
+        if not self._inner(0)["state"]:
+            yield "the optimizer has made no step: there are no moments"
+        elif not self._inner(0)["param_groups"]:
+            yield (
+                "elastic_checkpoint keeps no parameter groups: without --args-from the job's own "
+                "hyperparameters stay, so set the learning rates after load_checkpoint"
+            )
+
+
+def _is_flat(entry: Any) -> bool:
+    return isinstance(entry, StoredTensor) and len(entry.shape) == 1

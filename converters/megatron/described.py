@@ -1,0 +1,188 @@
+"""Megatron's arguments, schedule and parameter groups from the tensors and a few values.
+
+For a checkpoint of another framework: shapes say most of the model, Megatron's defaults the rest.
+
+Source: megatron/training/arguments.py, ``get_optimizer_param_scheduler`` of
+megatron/training/training.py and ``_get_param_groups`` of megatron/core/optimizer/__init__.py
+(0.16.1).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from scalai.converters.between.mapping import Shape
+from scalai.converters.megatron.modules import EMBEDDING, OUTPUT, gated
+from scalai.converters.megatron.names import expert_of, layer_of
+from scalai.converters.megatron.values import DEGREE_ARGUMENTS
+from scalai.converters.pickles import foreign
+from scalai.converters.torch_archive import DTYPE_NAMES
+from scalai.core.collection import Tensor
+from scalai.core.errors import RefusedError
+
+POSITIONS = "embedding.position_embeddings.weight"
+
+OPTIMIZER_DEFAULTS: Mapping[str, Any] = {
+    "lr": None, "min_lr": 0.0, "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999,
+    "adam_eps": 1e-8,
+}  # fmt: skip
+SCHEDULE_DEFAULTS: Mapping[str, Any] = {
+    "lr_decay_style": "linear", "lr_warmup_fraction": None, "lr_warmup_iters": 0,
+    "lr_warmup_samples": 0, "lr_decay_iters": None, "lr_decay_samples": None,
+    "weight_decay_incr_style": "constant", "start_weight_decay": None, "end_weight_decay": None,
+}  # fmt: skip
+
+
+def shape_arguments(tensors: Mapping[str, Tensor], heads: int | None) -> dict[str, Any]:
+    """Return the arguments that the model's parameters state.
+
+    Args:
+        tensors: Parameters by our names.
+        heads: Attention heads; without them nothing is said of query groups.
+
+    Raises:
+        RefusedError: There is no embedding.
+    """
+    if EMBEDDING not in tensors:
+        raise RefusedError(
+            f"there is no {EMBEDDING} among {len(tensors)} parameters (first {next(iter(tensors))})"
+            ": names need a --mapping."
+        )
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    rows, hidden = shapes[EMBEDDING]
+    layers = {layer for name in shapes if (layer := layer_of(name)) is not None}
+    experts = {expert for name in shapes if (expert := expert_of(name)) is not None}
+    dtype = tensors[EMBEDDING].dtype
+    is_learned = POSITIONS in shapes
+    found: dict[str, Any] = {
+        "num_layers": len(layers),
+        "hidden_size": hidden,
+        "ffn_hidden_size": _of_layer(shapes, "linear_fc2.weight", 1),
+        "padded_vocab_size": rows,
+        "position_embedding_type": "learned_absolute" if is_learned else "rope",
+        "swiglu": bool(gated(shapes)),
+        "add_bias_linear": _of_layer(shapes, "linear_proj.bias", 0) is not None,
+        "add_qkv_bias": _of_layer(shapes, "linear_qkv.bias", 0) is not None,
+        "qk_layernorm": _of_layer(shapes, "q_layernorm.weight", 0) is not None,
+        "normalization": "LayerNorm" if "decoder.final_layernorm.bias" in shapes else "RMSNorm",
+        "untie_embeddings_and_output_weights": OUTPUT in shapes,
+        "bf16": dtype == "BF16",
+        "fp16": dtype == "F16",
+        "params_dtype": foreign("torch", DTYPE_NAMES[dtype]),
+        "num_experts": len(experts) or None,
+    }
+    if is_learned:
+        found["max_position_embeddings"] = shapes[POSITIONS][0]
+    if heads is not None:
+        found |= {"num_attention_heads": heads, **_groups(shapes, hidden, heads)}
+    return found
+
+
+def _of_layer(shapes: Mapping[str, Shape], ending: str, axis: int) -> int | None:
+    """Return a size of the first dense tensor of a layer whose name ends so."""
+    found = (
+        s[axis] for name, s in shapes.items() if name.endswith(ending) and "expert" not in name
+    )
+    return next(found, None)
+
+
+def _groups(shapes: Mapping[str, Shape], hidden: int, heads: int) -> dict[str, Any]:
+    """Return the query groups that the rows of queries, keys and values make."""
+    rows, wide = (_of_layer(shapes, f"linear_{part}.weight", axis) for part, axis in
+                  (("qkv", 0), ("proj", 1)))  # fmt: skip
+    width = (wide or hidden) // heads
+    groups, rest = divmod((rows or 0) - heads * width, 2 * width)
+    if rest or groups < 1 or heads % groups:
+        raise RefusedError(
+            f"{rows} rows of linear_qkv are not those of {heads} heads of {width}: correct "
+            "num_attention_heads under [megatron]."
+        )
+    return {
+        "kv_channels": width,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups,
+    }
+
+
+def whole_arguments(
+    shaped: Mapping[str, Any], given: Mapping[str, Any], step: int, consumed: int
+) -> dict[str, Any]:
+    """Return arguments as a checkpoint keeps them.
+
+    Args:
+        shaped: What ``shape_arguments`` says.
+        given: What a person says; wins.
+        step, consumed: Optimizer steps done, and samples.
+    """
+    degrees = {name: 1 for name in DEGREE_ARGUMENTS.values()}
+    return {
+        "make_vocab_size_divisible_by": 128,
+        "seed": 1234,
+        "world_size": 1,
+        **degrees,
+        "virtual_pipeline_model_parallel_size": None,
+        **OPTIMIZER_DEFAULTS,
+        **SCHEDULE_DEFAULTS,
+        **shaped,
+        **given,
+        "iteration": step,
+        "consumed_train_samples": consumed,
+        "consumed_valid_samples": 0,
+        "skipped_train_samples": 0,
+    }
+
+
+def schedule_of(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the state of the schedule of learning rate and weight decay; None: not told enough.
+
+    It counts samples, as Megatron's does.
+    """
+    values: dict[str, Any] = {**OPTIMIZER_DEFAULTS, **SCHEDULE_DEFAULTS, **arguments}
+    batch: Any = values.get("global_batch_size")
+    iterations: Any = values.get("train_iters")
+    samples: Any = values.get("train_samples")
+    if values["lr"] is None or not (samples or (iterations and batch)):
+        return None
+    per, total = (batch, iterations) if iterations else (1, samples)
+    unit = "iters" if iterations else "samples"
+    decay = (values[f"lr_decay_{unit}"] or total) * per
+    warmup = values[f"lr_warmup_{unit}"] * per
+    if values["lr_warmup_fraction"] is not None:
+        warmup = values["lr_warmup_fraction"] * decay
+    start, end = (
+        values["weight_decay"] if values[name] is None else values[name]
+        for name in ("start_weight_decay", "end_weight_decay")
+    )
+    return {
+        "max_lr": values["lr"],
+        "lr_warmup_steps": warmup,
+        "num_steps": values["consumed_train_samples"],
+        "lr_decay_style": values["lr_decay_style"],
+        "lr_decay_steps": decay,
+        "min_lr": values["min_lr"],
+        "start_wd": start,
+        "end_wd": end,
+        "wd_incr_style": values["weight_decay_incr_style"],
+        "wd_incr_steps": total * per,
+    }
+
+
+def standard_groups(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return Megatron's two parameter groups: what decays, and biases and norms."""
+    values = {**OPTIMIZER_DEFAULTS, **arguments}
+    return tuple(
+        {
+            "wd_mult": decays,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+            "default_config": True,
+            "max_lr": values["lr"],
+            "min_lr": values["min_lr"],
+            "lr": values["lr"],
+            "betas": (values["adam_beta1"], values["adam_beta2"]),
+            "eps": values["adam_eps"],
+            "weight_decay": values["weight_decay"] * decays,
+            "bias_correction": True,
+        }
+        for decays in (1.0, 0.0)
+    )

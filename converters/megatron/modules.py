@@ -1,0 +1,278 @@
+"""Megatron's modules: what a rank calls its parameters, in which order, and which part it has.
+
+A rank counts layers and experts from its own first one, and calls norms by their place in the
+layer, where ``torch_dist`` and live state name them after the linear layer that they precede in
+Transformer Engine.
+
+Source: megatron/core/models/gpt/gpt_layer_specs.py, transformer/transformer_layer.py,
+transformer/moe/experts.py and get_num_layers_to_build of transformer/transformer_block.py (0.16.1).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scalai.converters.megatron.names import expert_of, tensor_parallel_axis
+from scalai.core.errors import RefusedError
+from scalai.core.region import Box, Index, whole
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+_NORMS = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+)
+"""Modules of a layer made of Megatron's own modules, and what their parameters are called."""
+
+_ORDER = (
+    "embedding.word_embeddings", "embedding.position_embeddings", "decoder.layers",
+    "decoder.final_layernorm", "output_layer",
+    "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv",
+    "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.router",
+    "mlp.experts", "mlp.shared_experts", "mlp.linear_fc1", "mlp.linear_fc2",
+    "gate_weight", "linear_fc1", "linear_fc2", "layer_norm_weight", "layer_norm_bias", "weight",
+    "bias",
+)  # fmt: skip
+"""Modules and parameters in the order in which they are made."""
+
+_REPLICATED = re.compile(
+    r"(layernorm|layer_norm|norm)[._](weight|bias)$|position_embeddings\.weight$|router\.\w+$"
+    r"|(linear_proj|linear_fc2)\.bias$|shared_experts\.gate_weight$"
+)
+_BUFFERS = re.compile(r"\.(expert_bias|local_tokens_per_expert|inv_freq)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How the modules of a model are called on a rank.
+
+    Attributes:
+        is_local: The layers are made of Megatron's own modules, not of Transformer Engine's.
+        is_grouped: The experts of a layer are one module of Transformer Engine's.
+    """
+
+    is_local: bool
+    is_grouped: bool = False
+
+    def to_global(self, name: str, first_layer: int, first_expert: int) -> str:
+        """Return the name of a parameter in the whole model."""
+        name = re.sub(r"\.local_experts\.(\d+)\.", r".experts.\1.", name)
+        name = re.sub(r"\.experts\.(linear_fc\d)\.(\D+)(\d+)$", r".experts.experts.\3.\1.\2", name)
+        name = _shift(name, r"\.experts\.experts\.(\d+)\.", first_expert)
+        name = _shift(name, r"\.layers\.(\d+)\.", first_layer)
+        for mine, theirs in _NORMS if self.is_local else ():
+            name = re.sub(rf"(\.layers\.\d+\.){re.escape(mine)}", rf"\g<1>{theirs}", name)
+        return name
+
+    def to_rank(self, name: str, first_layer: int, first_expert: int) -> str:
+        """Return what a rank calls a parameter: ``to_global`` backwards."""
+        name = _shift(name, r"\.experts\.experts\.(\d+)\.", -first_expert)
+        name = _shift(name, r"\.layers\.(\d+)\.", -first_layer)
+        pattern, repl = r"\.experts\.experts\.(\d+)\.", r".experts.local_experts.\1."
+        if self.is_grouped:
+            pattern, repl = r"\.experts\.experts\.(\d+)\.(linear_fc\d)\.(\w+)$", r".experts.\2.\3\1"
+        name = re.sub(pattern, repl, name)
+        for mine, theirs in _NORMS if self.is_local else ():
+            name = re.sub(rf"(\.layers\.\d+\.){re.escape(theirs)}", rf"\g<1>{mine}", name)
+        return name
+
+
+def _shift(name: str, pattern: str, by: int) -> str:
+    found = re.search(pattern, name)
+    if not found:
+        return name
+    return f"{name[: found.start(1)]}{int(found[1]) + by}{name[found.end(1) :]}"
+
+
+def in_order(name: str) -> tuple[tuple[int, int], ...]:
+    """Return a key by which a rank's names sort in the order of its modules.
+
+    Raises:
+        RefusedError: It is unknown where the modules of this name stand.
+    """
+    key: list[tuple[int, int]] = []
+    rest = name
+    while rest:
+        number = re.match(r"(?:experts\.|local_experts\.)?(\d+)(?:\.|$)", rest)
+        if number:
+            key.append((-1, int(number[1])))
+            rest = rest[number.end() :]
+            continue
+        known = next((one for one in _ORDER if _begins(rest, one)), None)
+        if known is None:
+            raise RefusedError(
+                f"{name} is a parameter of modules whose order in Megatron is not known here, so "
+                "its optimizer state cannot be written by order. Write torch_dist instead."
+            )
+        key.append((_ORDER.index(known), 0))
+        rest = rest[len(known) :].removeprefix(".")
+    return tuple(key)
+
+
+def _begins(name: str, known: str) -> bool:
+    """Tell whether a name begins with this one, or with one of a group of it: ``weight3``."""
+    return name.startswith(known) and re.match(r"(\.|\d+$|$)", name[len(known) :]) is not None
+
+
+def is_trained(name: str) -> bool:
+    """Tell whether a tensor is a parameter, and no buffer of a module."""
+    return _BUFFERS.search(name) is None
+
+
+def has_extra_state(name: str) -> bool:
+    """Tell whether the module of this weight keeps extra state, if only None."""
+    return re.search(r"(linear_\w+|output_layer)\.weight$", name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a whole tensor, and where in the rank's own tensor it begins."""
+
+    box: Box
+    local: Index
+
+
+def gated(shapes: Mapping[str, Index]) -> frozenset[str]:
+    """Return the parameters that hold a gate and an up projection, one above the other.
+
+    Args:
+        shapes: Of all parameters by name: of whole ones, or of those of one rank.
+    """
+    found = set()
+    for name, shape in shapes.items():
+        if "linear_fc1." not in name or "layer_norm" in name:
+            continue
+        module = name[: name.index("linear_fc1.")]
+        down = shapes.get(f"{module}linear_fc2.weight")
+        if down is not None and shape[0] == 2 * down[1]:
+            found.add(name)
+    return frozenset(found)
+
+
+def whole_shape(name: str, shape: Index, tp: int) -> Index:
+    """Return the shape of a parameter of which a rank has ``shape``.
+
+    Raises:
+        RefusedError: It is unknown whether and how tensor parallelism cuts it.
+    """
+    axis = _axis(name, shape, tp)
+    if axis is None:
+        return shape
+    return (*shape[:axis], shape[axis] * tp, *shape[axis + 1 :])
+
+
+def parts(name: str, shape: Index, tp: int, tp_rank: int, *, is_gated: bool) -> list[Part]:
+    """Return what a rank has of a parameter of shape ``shape``."""
+    axis = _axis(name, shape, tp)
+    if axis is None:
+        return [Part(whole(shape), (0,) * len(shape))]
+    halves = 2 if is_gated else 1
+    if shape[axis] % (tp * halves):
+        raise RefusedError(f"tp={tp} does not divide {shape[axis]} rows of {name}. Use another tp.")
+    size = shape[axis] // (tp * halves)
+    return [
+        Part(
+            Box(
+                _with(shape, axis, (half * tp + tp_rank) * size, fill=0),
+                _with(shape, axis, size),
+            ),
+            _with(shape, axis, half * size, fill=0),
+        )
+        for half in range(halves)
+    ]
+
+
+def _axis(name: str, shape: Index, tp: int) -> int | None:
+    axis = tensor_parallel_axis(name) if "layer_norm" not in name else None
+    if axis is None and tp > 1 and not _REPLICATED.search(name) and is_trained(name):
+        raise RefusedError(
+            f"{name} {list(shape)} is a parameter of which it is not known how tensor parallelism "
+            "cuts it. Save it in Megatron with --ckpt-format torch_dist, or at tp=1."
+        )
+    return axis
+
+
+def _with(shape: Index, axis: int, value: int, fill: int | None = None) -> Index:
+    return tuple(
+        value if at == axis else size if fill is None else fill for at, size in enumerate(shape)
+    )
+
+
+def stage_layers(
+    layers: int, pp: int, vpp: int, arguments: Mapping[str, Any]
+) -> Sequence[Sequence[range]]:
+    """Return the layers of each pipeline rank, chunk by chunk: [pp][vpp].
+
+    Raises:
+        RefusedError: They cannot be cut so.
+    """
+    if arguments.get("pipeline_model_parallel_layout") and pp > 1:
+        raise RefusedError(
+            "the job has a --pipeline-model-parallel-layout, which is not read here. Write "
+            "torch_dist instead: it does not depend on the pipeline's stages."
+        )
+    first = arguments.get("decoder_first_pipeline_num_layers") if pp > 1 else None
+    last = arguments.get("decoder_last_pipeline_num_layers") if pp > 1 else None
+    extra = [
+        int(bool(arguments.get(f"account_for_{part}_in_pipeline_split")))
+        for part in ("embedding", "loss")
+    ]
+    left = layers + sum(extra) - (first or 0) - (last or 0)
+    stages = pp - (first is not None) - (last is not None)
+    counts = [left // stages if stages else 0] * pp
+    counts[0] = counts[0] if first is None else int(first)
+    counts[-1] = counts[-1] if last is None else int(last)
+    if sum(counts) != layers + sum(extra) or any(count % vpp for count in counts):
+        raise RefusedError(
+            f"{layers} layers cannot be cut into pp={pp} stages of vpp={vpp} chunks as the job's "
+            "arguments want them. Use another --pp or --vpp."
+        )
+    sizes = [[count // vpp] * vpp for count in counts]
+    sizes[0][0] -= extra[0]
+    sizes[-1][-1] -= extra[1]
+    found: list[list[range]] = [[] for _ in range(pp)]
+    layer = 0
+    for chunk in range(vpp):
+        for rank in range(pp):
+            found[rank].append(range(layer, layer + sizes[rank][chunk]))
+            layer += sizes[rank][chunk]
+    return found
+
+
+def experts_of_rank(names: Sequence[str], ep: int, ep_rank: int) -> range:
+    """Return the experts that a rank has.
+
+    Raises:
+        RefusedError: They cannot be shared out evenly.
+    """
+    count = 1 + max((expert_of(name) or 0 for name in names), default=0)
+    if count % ep and any(expert_of(name) is not None for name in names):
+        raise RefusedError(f"ep={ep} does not divide {count} experts. Use another --ep.")
+    return range(ep_rank * count // ep, (ep_rank + 1) * count // ep)
+
+
+def group_of(name: str, dims: int, groups: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of the parameter group that a parameter is of.
+
+    Biases and vectors do not decay; the embedding and the output layer may have a rate of their
+    own.
+
+    Raises:
+        RefusedError: None of the groups is such a one, or several are.
+    """
+    decays = dims > 1 and not name.endswith(".bias")
+    has_decoupled = any(group.get("is_decoupled_lr") for group in groups)
+    is_decoupled = has_decoupled and name in (EMBEDDING, OUTPUT)
+    found = [
+        number
+        for number, group in enumerate(groups)
+        if bool(group.get("wd_mult", group.get("pre_wd_mult", 1.0))) == decays
+        and bool(group.get("is_decoupled_lr")) == is_decoupled
+    ]
+    if len(found) != 1:
+        raise RefusedError(
+            f"{len(found)} of {len(groups)} parameter groups could be that of {name}: the job "
+            "groups its parameters by a rule of its own. Write torch_dist instead."
+        )
+    return found[0]

@@ -1,0 +1,411 @@
+"""Megatron's ``torch_dist`` checkpoints: one tensor a key, in chunks, whatever the layout was.
+
+    [<root>/latest_checkpointed_iteration.txt]  <root>/iter_0000006/
+        metadata.json  common.pt  .metadata  __<rank>_<n>.distcp
+
+Of the optimizer's state Megatron knows four forms, and all are read here: whole tensors
+(``fully_reshardable``, and the optimizer that is not distributed), flat ranges of them
+(``fully_sharded_model_space``), and the distributed optimizer's buckets (``dp_reshardable``, the
+default, which Megatron itself loads at the same TP and PP only). What is written is
+``fully_reshardable``, or whole tensors for an optimizer that is not distributed.
+
+Source: megatron/core/dist_checkpointing of 0.16.1 and megatron/training/checkpointing.py.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scalai.converters.checkpoint import (
+    MAIN,
+    PARAM,
+    STEP,
+    Checkpoint,
+    CheckpointFile,
+    Piece,
+    ReadOptions,
+    Target,
+    Values,
+    WriteOptions,
+    place,
+)
+from scalai.converters.intake import MAX_PIECES, read_json
+from scalai.converters.megatron import dp_reshardable, torch_dist_writer
+from scalai.converters.megatron.iterations import check_iteration, find_below
+from scalai.converters.megatron.limits import check_model
+from scalai.converters.megatron.names import leading_axes, name_at, tensor_parallel_axis
+from scalai.converters.megatron.torch_dist_metadata import (
+    Chunk,
+    Extent,
+    Metadata,
+    StoredKey,
+    read_metadata,
+)
+from scalai.converters.megatron.values import (
+    argument_degrees,
+    counters_of,
+    find_param_groups,
+    find_scaler,
+    find_step,
+)
+from scalai.converters.torch_archive import (
+    MAX_VALUE_BYTES,
+    NewTensor,
+    StoredTensor,
+    read_archive,
+    with_content,
+)
+from scalai.core.collection import Tensor
+from scalai.core.errors import RefusedError
+from scalai.core.region import Box, Index, flat_range, whole
+from scalai.store.files import map_file
+
+STEP_FILE = "(step)"
+"""The file in memory that holds the optimizer's step."""
+
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_MASTERS = ("param", "fp32_param")
+
+
+@dataclass(frozen=True, slots=True)
+class TorchDistLayout:
+    """The layout ``torch_dist``."""
+
+    name: str = "torch_dist"
+
+    def find(self, path: Path) -> bool:
+        """Tell whether there is a ``metadata.json`` that names torch_dist, or files that a save
+        left without one."""
+        directory = find_iteration(path, None)
+        if directory is None:
+            return False
+        is_named = _marker(directory).get("sharded_backend") == self.name
+        return is_named or (directory / ".metadata").is_file()
+
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        """Read the metadata of a checkpoint, or of the newest below a save directory."""
+        directory = find_iteration(path, options.iteration)
+        if directory is None:
+            raise RefusedError(
+                f"{path} holds no iteration {options.iteration}. Name one that is there."
+            )
+        _check_marker(directory)
+        metadata = read_metadata(directory, trust=options.trust_pickle)
+        common = read_common(directory, trust=options.trust_pickle)
+        objects = _read_objects(directory, metadata.objects)
+        return _Reader(directory, metadata, common, objects, options.trust_pickle).read()
+
+    def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
+        """Lay out ``iter_<n>`` and the tracker file, as Megatron's ``--load`` finds them."""
+        return torch_dist_writer.lay_out(source, options)
+
+
+def find_iteration(path: Path, iteration: int | None) -> Path | None:
+    """Return the directory of an iteration: ``path`` itself, or the one that the tracker names."""
+    if iteration is None and (path / "common.pt").is_file():
+        return path
+    return find_below(path, iteration)
+
+
+def _marker(directory: Path) -> Mapping[str, Any]:
+    """Return what ``metadata.json`` says, nothing where it says nothing."""
+    try:
+        data = read_json(directory / "metadata.json")
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _check_marker(directory: Path) -> None:
+    """Refuse a checkpoint that was not ended, or is of another format or version."""
+    marker = _marker(directory)
+    if "sharded_backend" not in marker:
+        raise RefusedError(
+            f"{directory} has no metadata.json that names torch_dist: Megatron writes it last, "
+            "so the save was interrupted. Use an older checkpoint."
+        )
+    if marker["sharded_backend"] != "torch_dist":
+        raise RefusedError(
+            f"{directory} is of the format {marker['sharded_backend']!r}, and torch_dist is read. "
+            "Load it in Megatron and save it with --ckpt-format torch_dist."
+        )
+    for key in ("sharded_backend_version", "common_backend_version"):
+        if marker.get(key, 1) != 1:
+            raise RefusedError(
+                f"{directory} has {key} {marker[key]!r}, and 1 is read. Use a later release of "
+                "Scalai, or save it with a Megatron of 0.14 to 0.19."
+            )
+
+
+def read_common(directory: Path, *, trust: bool = False) -> dict[str, Any]:
+    """Return what ``common.pt`` holds, its few tensors with their bytes."""
+    path = directory / "common.pt"
+    value = read_archive(path, trust=trust)
+    if not isinstance(value, dict):
+        raise RefusedError(f"{path} holds a {type(value).__name__}, not a dictionary.")
+    data = map_file(path)
+    return {key: with_content(entry, data) for key, entry in value.items()}
+
+
+def _read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, bytes]:
+    """Return the archives of objects that are no tensors; they are small."""
+    found = {}
+    for key, extent in objects.items():
+        if extent.size_bytes > MAX_VALUE_BYTES:
+            raise RefusedError(
+                f"{directory / extent.file} keeps {key}, {extent.size_bytes} bytes that are no "
+                f"tensor, and at most {MAX_VALUE_BYTES} are carried. Save without it."
+            )
+        with open(directory / extent.file, "rb") as file:
+            file.seek(extent.begin)
+            found[key] = file.read(extent.size_bytes)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """One checkpoint that is being read."""
+
+    directory: Path
+    metadata: Metadata
+    common: Mapping[str, Any]
+    objects: Mapping[str, bytes]
+    trust: bool
+    begins: dict[tuple[Extent, str, Index], tuple[int, Index, int]] = field(default_factory=dict)
+
+    def read(self) -> Checkpoint:
+        groups = find_param_groups(self.common) or self._bucket_groups()
+        self._check_count()
+        weights = {}
+        model, moments, buckets = [], [], []
+        for stored in self.metadata.tensors:
+            state = _STATE.fullmatch(stored.key)
+            if dp_reshardable.is_bucket(stored.key):
+                buckets.append(stored)
+            elif state:
+                moments.append((state[1], state[2], stored))
+            else:
+                model.append(stored)
+                weights[stored.key] = stored.dtype
+        pieces = [piece for stored in model for piece in self._pieces(PARAM, stored.key, stored)]
+        twins: list[Piece] = []
+        for kind, key, stored in moments:
+            if key not in weights:
+                raise RefusedError(
+                    f"{self.directory}: {stored.key} has no parameter {key}. The checkpoint is "
+                    "mixed from two, or incomplete: use another one."
+                )
+            is_twin = kind in _MASTERS and stored.dtype == weights[key]
+            kind = MAIN if kind in _MASTERS else kind
+            into, as_kind = (twins, PARAM) if is_twin else (pieces, kind)
+            into.extend(self._pieces(as_kind, key, stored))
+        if buckets:
+            rescued = dp_reshardable.read_buckets(self.directory, buckets, model, self._chunk_begin)
+            pieces += rescued.pieces
+            twins += rescued.twins
+        step = find_step(self.common, groups)
+        files = self._files()
+        if step is not None:
+            pieces += _steps(pieces, STEP_FILE)
+            content = np.float32(step).tobytes()
+            files.append(CheckpointFile(STEP_FILE, len(content), content))
+        placed, values = place(pieces, files), self._values(groups, model)
+        check_model(self.directory, values, placed.collection.tensors)
+        return Checkpoint(
+            "torch_dist",
+            self.directory,
+            placed,
+            values,
+            twins=place(twins, files) if twins else None,
+            notes=tuple(self._notes()),
+        )
+
+    def _check_count(self) -> None:
+        """Refuse keys that would be more layers and experts than there can be."""
+        count = sum(
+            prod(chunk.box.shape[: leading_axes(stored.key)])
+            for stored in self.metadata.tensors
+            for chunk in stored.chunks
+        )
+        if count > MAX_PIECES:
+            raise RefusedError(
+                f"{self.directory}/.metadata has {count} pieces of layers, and at most "
+                f"{MAX_PIECES} are read. It is damaged: use another checkpoint."
+            )
+
+    def _files(self) -> list[CheckpointFile]:
+        names = {chunk.extent.file for tensor in self.metadata.tensors for chunk in tensor.chunks}
+        return [
+            CheckpointFile(name, (self.directory / name).stat().st_size) for name in sorted(names)
+        ]
+
+    def _pieces(self, kind: str, key: str, stored: StoredKey) -> Iterator[Piece]:
+        """Yield the pieces of a key's chunks, one a layer and expert."""
+        for chunk in stored.chunks:
+            yield from self._chunk_pieces(kind, key, stored, chunk)
+
+    def _chunk_pieces(
+        self, kind: str, key: str, stored: StoredKey, chunk: Chunk
+    ) -> Iterator[Piece]:
+        if stored.key in self.metadata.flat:
+            yield from self._flat_pieces(kind, key, stored, chunk)
+            return
+        axes = leading_axes(key)
+        begin, stride, item = self._chunk_begin(stored, chunk)
+        shape = stored.shape[axes:]
+        for index in np.ndindex(*chunk.box.shape[:axes]):
+            layer = tuple(low + at for low, at in zip(chunk.box.offset, index, strict=False))
+            shift = sum(at * step for at, step in zip(index, stride, strict=False))
+            tensor = Tensor(f"{kind}/{name_at(key, layer)}", shape, stored.dtype)
+            box = Box(chunk.box.offset[axes:], chunk.box.shape[axes:])
+            yield Piece(tensor, box, chunk.extent.file, begin + shift * item, stride[axes:])
+
+    def _flat_pieces(self, kind: str, key: str, stored: StoredKey, chunk: Chunk) -> Iterator[Piece]:
+        """Yield the boxes of a flat range of one shard (``fully_sharded_model_space``)."""
+        axes, shape = leading_axes(key), self.metadata.flat[stored.key]
+        grid, (*at, low), count = stored.shape[:-1], chunk.box.offset, chunk.box.shape[-1]
+        is_cut = len(grid) == len(shape) and all(n > 0 for n in grid)
+        if not is_cut or any(size < 0 or size % n for size, n in zip(shape, grid, strict=True)):
+            raise RefusedError(
+                f"{self.directory}/.metadata: {stored.key} of shape {list(shape)} is cut into a "
+                f"grid of {list(grid)}. It is damaged: use another checkpoint."
+            )
+        shard = tuple(size // parts for size, parts in zip(shape, grid, strict=True))
+        origin = tuple(index * size for index, size in zip(at, shard, strict=True))
+        if low + count > prod(shard):
+            raise RefusedError(
+                f"{self.directory}: a range of {stored.key} ends at element {low + count} of a "
+                f"shard of {prod(shard)}. The checkpoint is damaged: use another one."
+            )
+        begin, _, item = self._chunk_begin(stored, chunk)
+        tensor = Tensor(f"{kind}/{name_at(key, origin[:axes])}", shape[axes:], stored.dtype)
+        for box in flat_range(shard[axes:], low, low + count):
+            offset = tuple(a + b for a, b in zip(origin[axes:], box.offset, strict=True))
+            yield Piece(tensor, Box(offset, box.shape), chunk.extent.file, begin)
+            begin += box.numel * item
+
+    def _chunk_begin(self, stored: StoredKey, chunk: Chunk) -> tuple[int, tuple[int, ...], int]:
+        """Return where a chunk's first element lies in its file, its strides and item size."""
+        place = chunk.extent, stored.dtype, chunk.box.shape
+        if place not in self.begins:
+            self.begins[place] = self._archive_begin(stored, chunk)
+        return self.begins[place]
+
+    def _archive_begin(self, stored: StoredKey, chunk: Chunk) -> tuple[int, tuple[int, ...], int]:
+        extent = chunk.extent
+        path = self.directory / extent.file
+        value = read_archive(path, extent.begin, extent.size_bytes, trust=self.trust)
+        is_it = isinstance(value, StoredTensor) and value.dtype == stored.dtype
+        if not is_it or value.shape != chunk.box.shape:
+            raise RefusedError(
+                f"{path}: {stored.key} is {stored.dtype}{list(chunk.box.shape)} by .metadata, but "
+                f"{value!r} lies at byte {extent.begin}. Files of two checkpoints are mixed: use "
+                "another one."
+            )
+        return value.begin, value.stride, NewTensor(value.dtype, (1,)).size_bytes
+
+    def _bucket_groups(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the parameter groups of a dp_reshardable checkpoint, which are objects there."""
+        groups = []
+        for key in sorted(self.objects):
+            if re.fullmatch(
+                r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/.*", key
+            ):
+                value = self._object(key)
+                groups += value["param_groups"]
+        return tuple(groups)
+
+    def _object(self, key: str) -> Any:
+        """Return the value of an object that one rank wrote."""
+        extent = self.metadata.objects[key]
+        path = self.directory / extent.file
+        value = read_archive(path, extent.begin, extent.size_bytes, trust=self.trust)
+        value = with_content(value, map_file(path))
+        return value[0] if isinstance(value, list) else value
+
+    def _values(self, groups: Sequence[Mapping[str, Any]], model: Sequence[StoredKey]) -> Values:
+        common = self.common
+        if "iteration" not in common:
+            raise RefusedError(
+                f"{self.directory}/common.pt has no iteration. Use another checkpoint."
+            )
+        check_iteration(self.directory, "common.pt", common["iteration"])
+        arguments = common.get("args")
+        arguments = None if arguments is None else vars(arguments)
+        scaler = find_scaler(common)
+        if scaler is None:
+            scalers = [key for key in sorted(self.objects) if ".grad_scaler/" in key]
+            scaler = self._object(scalers[0]) if scalers else None
+        degrees = argument_degrees(arguments or {})
+        degrees.setdefault("tp", _inferred_tp(model))
+        carried = {"content_metadata", "checkpoint_version", "num_floating_point_operations_so_far"}
+        return Values(
+            step=int(common["iteration"]),
+            degrees=degrees,
+            framework="megatron",
+            is_split=_is_split(common),
+            scheduler=common.get("opt_param_scheduler"),
+            grad_scaler=scaler,
+            param_groups=tuple(groups),
+            arguments=arguments,
+            counters=counters_of(arguments or {}),
+            extra={
+                **{key: common[key] for key in sorted(carried & common.keys())},
+                "objects": {
+                    key: data
+                    for key, data in self.objects.items()
+                    if "optimizer.distributed." not in key
+                },
+                "keys": frozenset(stored.key for stored in model),
+            },
+        )
+
+    def _notes(self) -> Iterator[str]:
+        known = {
+            "args", "checkpoint_version", "content_metadata", "iteration", "optimizer",
+            "num_floating_point_operations_so_far", "opt_param_scheduler",
+        }  # fmt: skip
+        for key in sorted(set(self.common) - known):
+            yield f"common.pt holds {key!r}, which is not carried"
+        named = {extent.file for extent in self.metadata.objects.values()}
+        named |= {file.path for file in self._files()}
+        for path in sorted(self.directory.glob("*.distcp")):
+            if path.name not in named:
+                yield f"{path.name} is left over from another save: .metadata places nothing in it"
+
+
+def _steps(pieces: Sequence[Piece], file: str) -> list[Piece]:
+    """Return a 0-d step for every parameter that has an optimizer state."""
+    names = {
+        piece.tensor.name.partition("/")[2]: None
+        for piece in pieces
+        if not piece.tensor.name.startswith((f"{PARAM}/", f"{MAIN}/"))
+    }
+    return [Piece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0) for name in names]
+
+
+def _is_split(common: Mapping[str, Any]) -> bool | None:
+    """Tell whether the optimizer was the distributed one; None: there is no optimizer."""
+    optimizer = common.get("optimizer")
+    if optimizer is None:
+        return None
+    text = optimizer if "param_state_sharding_type" in optimizer else optimizer.get(0, {})
+    return "param_state_sharding_type" in text
+
+
+def _inferred_tp(model: Sequence[StoredKey]) -> int:
+    """Return into how many parts the parameters are cut that tensor parallelism cuts."""
+    parts = 1
+    for stored in model:
+        axis = tensor_parallel_axis(stored.key)
+        if axis is not None and ".experts." not in stored.key:
+            axis += leading_axes(stored.key)
+            sizes = {chunk.box.shape[axis] for chunk in stored.chunks}
+            if len(sizes) == 1 and "linear_fc1" not in stored.key:
+                parts = max(parts, stored.shape[axis] // sizes.pop())
+    return parts

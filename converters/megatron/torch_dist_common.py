@@ -1,0 +1,190 @@
+"""What a ``torch_dist`` checkpoint has beside tensors: keys, objects of the layers, ``common.pt``.
+
+Source: ``save_checkpoint`` of megatron/training/checkpointing.py (core_v0.16.1). Differs in: no
+common state of other ranks; new random streams where the degrees change.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Values
+from scalai.converters.megatron.names import expert_of, fold, layer_of
+from scalai.converters.megatron.rank_streams import streams_of
+from scalai.converters.megatron.values import is_same_group, optimizer_tree, with_degrees
+from scalai.converters.scalars import read_steps
+from scalai.converters.torch_archive import Archive, lay_out_archive
+from scalai.core.collection import Tensor
+from scalai.core.errors import RefusedError
+
+
+class Keys:
+    """Under which key a parameter is stored: that of the source, if it was a torch_dist checkpoint;
+    else with the layer as an axis, if the layers are alike."""
+
+    def __init__(self, source: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
+        self._known: frozenset[str] = source.values.extra.get("keys", frozenset())
+        by_layer: dict[int, set[tuple[str, Tensor]]] = {}
+        for tensor in tensors.values():
+            kind, _, name = tensor.name.partition("/")
+            layer = layer_of(name)
+            if kind == PARAM and layer is not None:
+                alike = Tensor(fold(name, True)[0], tensor.shape, tensor.dtype)
+                by_layer.setdefault(layer, set()).add((str(expert_of(name)), alike))
+        self._is_homogeneous = len({frozenset(alike) for alike in by_layer.values()}) == 1
+
+    def of(self, parameter: str) -> tuple[str, tuple[int, ...]]:
+        """Return the key and the index on its leading axes."""
+        forms = fold(parameter, True), fold(parameter, False), (parameter, ())
+        known = (form for form in forms if form[0] in self._known)
+        return next(known, fold(parameter, self._is_homogeneous))
+
+
+def objects_of(
+    source: Checkpoint,
+    tensors: Mapping[str, Tensor],
+    names: Keys,
+    degrees: Mapping[str, int],
+    notes: list[str],
+) -> dict[str, bytes]:
+    """Return the objects to store: extra state by layer; others where no degree changes."""
+    objects: Mapping[str, bytes] | None = source.values.extra.get("objects")
+    if objects is None:
+        notes.append("_extra_state of the layers is invented as None: the source has none")
+        none = content_of(lay_out_archive([None]))
+        extra = {key: none for key in sorted(_extra_states(tensors, names))}
+        return {**extra, **_random_streams(source, degrees, notes)}
+    is_same = all(degrees.get(axis, 1) == size for axis, size in source.values.degrees.items())
+    kept = {}
+    for key, data in objects.items():
+        if "_extra_state/" in key or is_same:
+            kept[key] = data
+        elif not key.startswith("rng_state/"):
+            notes.append(f"{key} belongs to the old degrees and is left out")
+    return kept if is_same else {**kept, **_random_streams(source, degrees, notes)}
+
+
+def _random_streams(
+    source: Checkpoint, degrees: Mapping[str, int], notes: list[str]
+) -> dict[str, bytes]:
+    """Return the objects of ``rng_state``, which Megatron asks for at the arguments' degrees: one
+    for each PP and TP rank, and with expert parallelism for each data-parallel rank too."""
+    if source.values.arguments is None:
+        return {}
+    pp, tp, ep = (degrees.get(axis, 1) for axis in ("pp", "tp", "ep"))
+    sizes = (pp, tp) if ep == 1 else (pp, tp, degrees.get("dp", 1) * degrees.get("cp", 1))
+    shape = ".".join(map(str, sizes))
+    found = {}
+    for at in np.ndindex(*sizes):
+        coordinate = at[1], at[0], at[2] % ep if ep > 1 else 0
+        streams = streams_of(source, degrees, coordinate, notes)
+        key = f"rng_state/shard_{'.'.join(map(str, at))}_{shape}"
+        found[key] = content_of(lay_out_archive([streams]))
+    return found
+
+
+def _extra_states(tensors: Mapping[str, Tensor], names: Keys) -> Iterator[str]:
+    """Yield the keys of the extra state that every linear layer of Megatron asks for."""
+    weights = [
+        names.of(tensor.name.partition("/")[2])
+        for tensor in tensors.values()
+        if tensor.name.startswith(f"{PARAM}/") and tensor.name.endswith(".weight")
+    ]
+    linear = [(key, index) for key, index in weights if ".linear_" in key or "output_layer" in key]
+    sizes: dict[str, tuple[int, ...]] = {}
+    for key, index in linear:
+        known = sizes.get(key, index)
+        sizes[key] = tuple(max(a, b) for a, b in zip(known, index, strict=True))
+    for key, index in linear:
+        shape = [size + 1 for size in sizes[key]] or [1]
+        place_ = ".".join(map(str, index or (0,)))
+        base = key.removesuffix(".weight")
+        yield f"{base}._extra_state/shard_{place_}_{'.'.join(map(str, shape))}"
+
+
+def common_of(
+    source: Checkpoint,
+    tensors: Mapping[str, Tensor],
+    degrees: Mapping[str, int],
+    is_split: bool | None,
+    reference: Values | None,
+    notes: list[str],
+) -> dict[str, Any]:
+    """Return what ``common.pt`` holds: iteration, arguments, schedule, the optimizer's scalars.
+
+    ``notes`` gets a line for what is invented.
+
+    Raises:
+        RefusedError: Hyperparameters of the optimizer are nowhere.
+    """
+    values = source.values
+    common: dict[str, Any] = {"iteration": values.step}
+    arguments = values.arguments
+    if arguments is None and reference is not None and reference.arguments is not None:
+        arguments = {**reference.arguments, **values.counters, "iteration": values.step}
+        notes.append("Megatron's arguments are those of --args-from")
+    if arguments is not None:
+        common["args"] = argparse.Namespace(**with_degrees(arguments, degrees))
+    else:
+        notes.append("the source has no Megatron arguments: give all model flags when loading")
+    common["checkpoint_version"] = values.extra.get("checkpoint_version", 3.0)
+    flops = "num_floating_point_operations_so_far"
+    if flops in values.extra:
+        common[flops] = values.extra[flops]
+    if values.scheduler is not None:
+        common["opt_param_scheduler"] = values.scheduler
+    if is_split is not None:
+        is_mixed = any(name.startswith(f"{MAIN}/") for name in tensors)
+        common["optimizer"] = optimizer_tree(
+            whole_groups(source, reference, notes),
+            read_steps(source),
+            values.grad_scaler,
+            is_split=is_split,
+            is_mixed=is_mixed,
+            is_chained=degrees.get("ep", 1) > 1
+            and any(expert_of(name) is not None for name in tensors),
+        )
+    common["content_metadata"] = {
+        **values.extra.get("content_metadata", {}),
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    return common
+
+
+def whole_groups(
+    source: Checkpoint, reference: Values | None, notes: list[str]
+) -> list[Mapping[str, Any]]:
+    """Return whole parameter groups; what the source lacks is the reference's.
+
+    Raises:
+        RefusedError: Hyperparameters that the optimizer needs are nowhere: it would go on with
+            others.
+    """
+    groups: list[Mapping[str, Any]] = []
+    for group in source.values.param_groups:
+        given = (g for g in reference.param_groups if is_same_group(g, group)) if reference else ()
+        base = next(iter(given), {})
+        added = sorted(set(base) - set(group) - {"step"})
+        if added:
+            notes.append(f"parameter groups take {', '.join(added)} from --args-from")
+        groups.append({**{name: base[name] for name in added}, **group})
+    if not groups or any("betas" not in group and "momentum" not in group for group in groups):
+        raise RefusedError(
+            f"{source.directory} keeps no betas and eps of its optimizer's parameter groups, and "
+            "the optimizer must not go on with others. Pass --args-from with a torch_dist "
+            "checkpoint of the same job."
+        )
+    return groups
+
+
+def content_of(archive: Archive) -> bytes:
+    """Return the bytes of an archive that has no open tensors."""
+    assert not archive.tensors
+    data = bytearray(archive.size_bytes)
+    for at, part in archive.fixed:
+        data[at : at + len(part)] = part
+    return bytes(data)

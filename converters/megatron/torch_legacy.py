@@ -1,0 +1,284 @@
+"""Megatron's legacy ``torch`` checkpoints: what each model-parallel rank had, as it had it.
+
+    <root>/latest_checkpointed_iteration.txt
+    <root>/iter_0000006/mp_rank_<tp>[_<pp>][_<ep>]/model_optim_rng.pt
+                                                   distrib_optim.pt
+
+Megatron loads these at the degrees at which they were saved. ``model_optim_rng.pt`` holds the
+model's state dict, the optimizer's (whole, if it is not the distributed one), arguments, the
+schedule and random streams; ``distrib_optim.pt`` the distributed optimizer's flat buffers.
+
+Source: ``save_checkpoint`` and ``get_checkpoint_name`` of megatron/training/checkpointing.py
+(0.16.1).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scalai.converters.checkpoint import Checkpoint, ReadOptions, Target, Values, WriteOptions
+from scalai.converters.intake import MAX_DEGREE
+from scalai.converters.megatron import torch_legacy_writer
+from scalai.converters.megatron.iterations import RELEASE, check_iteration, find_below
+from scalai.converters.megatron.limits import check_model
+from scalai.converters.megatron.torch_legacy_job import folder_name
+from scalai.converters.megatron.torch_legacy_optimizer import MODEL, OPTIMIZER, Coordinate, Rank
+from scalai.converters.megatron.torch_legacy_reader import read_tensors
+from scalai.converters.megatron.values import (
+    argument_degrees,
+    counters_of,
+    find_param_groups,
+    find_scaler,
+)
+from scalai.converters.torch_archive import read_archive, with_content
+from scalai.core.errors import RefusedError
+from scalai.store.files import map_file
+
+VERSION = 3.0
+"""The ``checkpoint_version`` of all megatron-core models."""
+
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_SMALL = ("optimizer", "opt_param_scheduler", "rng_state")
+_KNOWN = {
+    "args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far", *_SMALL,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLegacyLayout:
+    """The layout ``torch``."""
+
+    name: str = "torch"
+
+    def find(self, path: Path) -> bool:
+        """Tell whether there are folders of ranks."""
+        directory = _find_iteration(path, None)
+        return directory is not None and bool(_folders(directory))
+
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        """Read the metadata of a checkpoint, or of the newest below a save directory."""
+        directory = _find_iteration(path, options.iteration)
+        if directory is None or not _folders(directory):
+            raise RefusedError(f"{path} holds no iteration {options.iteration} of this layout.")
+        return _read(self.name, directory, trust=options.trust_pickle)
+
+    def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
+        """Lay out ``iter_<n>`` and the tracker file, as Megatron's ``--load`` finds them."""
+        return torch_legacy_writer.lay_out(source, options)
+
+
+def _read(name: str, directory: Path, *, trust: bool) -> Checkpoint:
+    ranks = _read_ranks(directory, trust)
+    first = ranks[min(ranks)]
+    degrees = _check_grid(directory, ranks)
+    _check_equal(directory, ranks)
+    common = _common(directory, first)
+    tensors = read_tensors(directory, ranks, degrees, find_param_groups(common))
+    values = _values(directory, ranks, degrees, common, tensors.extra)
+    check_model(directory, values, tensors.placed.collection.tensors)
+    return Checkpoint(
+        name,
+        directory,
+        tensors.placed,
+        values,
+        twins=tensors.twins,
+        notes=(*tensors.notes, *_notes(first)),
+    )
+
+
+def _find_iteration(path: Path, iteration: int | None) -> Path | None:
+    """Return the directory of an iteration: ``path`` itself, or the one that the tracker names."""
+    if iteration is None and _folders(path):
+        return path
+    return find_below(path, iteration)
+
+
+def _folders(directory: Path) -> list[str]:
+    """Return the names of the folders that ranks wrote."""
+    if not directory.is_dir():
+        return []
+    found = (entry for entry in directory.iterdir() if _FOLDER.fullmatch(entry.name))
+    return sorted(entry.name for entry in found if entry.is_dir())
+
+
+def _read_ranks(directory: Path, trust: bool) -> dict[Coordinate, Rank]:
+    """Read every rank's pickles: trees without the tensors' bytes."""
+    trees = {}
+    for folder in _folders(directory):
+        path = directory / folder / MODEL
+        if not path.is_file():
+            raise RefusedError(
+                f"{path} is missing; every mp_rank folder has one. The save or a copy was "
+                "interrupted: copy it again, or use another checkpoint."
+            )
+        trees[folder] = _tree(path, trust)
+    arguments = _arguments(trees[min(trees)])
+    ranks: dict[Coordinate, Rank] = {}
+    for folder, tree in trees.items():
+        optimizer = directory / folder / OPTIMIZER
+        state = read_archive(optimizer, trust=trust) if optimizer.is_file() else None
+        coordinate = _coordinate(directory / folder, argument_degrees(arguments))
+        if coordinate in ranks:
+            raise RefusedError(
+                f"{directory} has {ranks[coordinate].folder} and {folder} of one rank: files of "
+                "two checkpoints are mixed. Remove those of one."
+            )
+        ranks[coordinate] = Rank(folder, tree, state)
+    return ranks
+
+
+def _tree(path: Path, trust: bool) -> Mapping[str, Any]:
+    tree = read_archive(path, trust=trust)
+    if not isinstance(tree, dict) or not any(key.startswith("model") for key in tree):
+        raise RefusedError(
+            f"{path} holds no model: it is a {type(tree).__name__} of {list(tree)[:5]}."
+            if isinstance(tree, dict)
+            else f"{path} holds a {type(tree).__name__}, not a dictionary with a model."
+        )
+    return tree
+
+
+def _arguments(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = tree.get("args")
+    return vars(arguments) if hasattr(arguments, "__dict__") else {}
+
+
+def _coordinate(folder: Path, degrees: Mapping[str, int]) -> Coordinate:
+    """Return (tp, pp, ep) of a folder: pp stands there if there are stages, ep likewise."""
+    found = _FOLDER.fullmatch(folder.name)
+    assert found
+    numbers = [int(text) for text in found.groups()[1:] if text is not None]
+    has_pp, has_ep = degrees.get("pp", len(numbers) + 1) > 1, degrees.get("ep", 1) > 1
+    if len(numbers) != has_pp + has_ep:
+        raise RefusedError(
+            f"{folder} is named by {1 + len(numbers)} numbers, but its arguments say "
+            f"pp={degrees.get('pp')} and ep={degrees.get('ep', 1)}. Files of two checkpoints are "
+            "mixed: use another one."
+        )
+    pp = numbers.pop(0) if has_pp else 0
+    return int(found[1]), pp, numbers.pop(0) if has_ep else 0
+
+
+def _check_grid(directory: Path, ranks: Mapping[Coordinate, Rank]) -> dict[str, int]:
+    """Return the degrees; refuse ranks that are missing, or are none."""
+    degrees = argument_degrees(_arguments(ranks[min(ranks)].tree))
+    counted = {axis: 1 + max(c[at] for c in ranks) for at, axis in enumerate(("tp", "pp", "ep"))}
+    degrees = {**counted, **degrees}
+    text = f"tp={degrees['tp']} pp={degrees['pp']} ep={degrees['ep']}"
+    if degrees["tp"] * degrees["pp"] * degrees["ep"] > MAX_DEGREE:
+        raise RefusedError(f"{directory}: the job had {text} by its arguments. Use another one.")
+    wanted = {
+        (tp, pp, ep)
+        for tp in range(degrees["tp"])
+        for pp in range(degrees["pp"])
+        for ep in range(degrees["ep"])
+    }
+    for what, wrong in ("missing", wanted - set(ranks)), ("not of this job", set(ranks) - wanted):
+        if wrong:
+            names = ", ".join(folder_name(at, degrees) for at in sorted(wrong)[:4])
+            raise RefusedError(
+                f"{directory}: the files of {len(wrong)} ranks are {what} ({names}); the job had "
+                f"{text}. Copy the whole checkpoint again, or use another one."
+            )
+    if degrees.get("etp", degrees["tp"]) != degrees["tp"] and degrees["ep"] > 1:
+        raise RefusedError(
+            f"{directory}: experts are cut by etp={degrees['etp']} beside tp={degrees['tp']}, "
+            "which is not read from this layout. Save it in Megatron with --ckpt-format torch_dist."
+        )
+    degrees["vpp"] = sum(1 for key in ranks[0, 0, 0].tree if re.fullmatch(r"model\d+", key)) or 1
+    return degrees
+
+
+def _check_equal(directory: Path, ranks: Mapping[Coordinate, Rank]) -> None:
+    """Refuse files of several iterations, or of several jobs."""
+    first = ranks[min(ranks)]
+    step = first.tree.get("iteration")
+    for rank in ranks.values():
+        mine, file = rank.tree.get("iteration", step), f"{rank.folder}/{MODEL}"
+        if mine is not None:
+            check_iteration(directory, file, mine)
+        if mine != step:
+            raise RefusedError(
+                f"{directory}: {file} is of iteration {mine}, not {step}. Files of two checkpoints "
+                "are mixed: use another one."
+            )
+        version = rank.tree.get("checkpoint_version", VERSION)
+        if version != VERSION:
+            raise RefusedError(
+                f"{directory}: {file} has checkpoint_version {version!r}, and {VERSION} is read: "
+                "others order the rows of QKV otherwise. Load it in Megatron and save it again."
+            )
+        mine, theirs = (argument_degrees(_arguments(r.tree)) for r in (rank, first))
+        if mine != theirs:
+            raise RefusedError(
+                f"{directory}: {rank.folder} was saved at {mine}, {first.folder} at {theirs}. "
+                "Files of two checkpoints are mixed: use another one."
+            )
+
+
+def _common(directory: Path, first: Rank) -> dict[str, Any]:
+    """Return what is no tensor, as ``common.pt`` of torch_dist has it; tensors with bytes."""
+    if "iteration" not in first.tree and directory.name != RELEASE:
+        raise RefusedError(
+            f"{directory / first.folder / MODEL} has no iteration. Use another checkpoint."
+        )
+    optimizer = first.tree.get("optimizer")
+    links = dict(enumerate(optimizer)) if isinstance(optimizer, list) else {0: optimizer or {}}
+    # The state of a whole optimizer is as large as the model: only what is beside it.
+    bare = {number: _without_state(link) for number, link in links.items()}
+    data = map_file(directory / first.folder / MODEL)
+    common = {**first.tree, "optimizer": bare if optimizer else None}
+    return {
+        key: with_content(value, data) if key in _SMALL else value for key, value in common.items()
+    }
+
+
+def _without_state(link: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: link[key] for key in ("grad_scaler", "param_groups") if key in link}
+    inner = link.get("optimizer", {})
+    if "param_groups" in inner:
+        kept["param_groups"] = inner["param_groups"]
+    return kept
+
+
+def _values(
+    directory: Path,
+    ranks: Mapping[Coordinate, Rank],
+    degrees: Mapping[str, int],
+    common: Mapping[str, Any],
+    extra: Mapping[str, Any],
+) -> Values:
+    arguments = _arguments(common)
+    carried = {"checkpoint_version", "num_floating_point_operations_so_far"} & common.keys()
+    streams = {
+        at: with_content(rank.tree["rng_state"], map_file(directory / rank.folder / MODEL))
+        for at, rank in ranks.items()
+        if "rng_state" in rank.tree
+    }
+    has_optimizer = common.get("optimizer") is not None
+    return Values(
+        step=int(common.get("iteration", 0)),
+        degrees=degrees,
+        framework="megatron",
+        is_split=any(rank.buffers is not None for rank in ranks.values())
+        if has_optimizer
+        else None,
+        scheduler=common.get("opt_param_scheduler"),
+        grad_scaler=find_scaler(common),
+        param_groups=find_param_groups(common),
+        arguments=arguments or None,
+        counters=counters_of(arguments),
+        extra={
+            **{key: common[key] for key in sorted(carried)},
+            **extra,
+            "rng_state": streams,
+        },
+    )
+
+
+def _notes(first: Rank) -> Iterator[str]:
+    for key in sorted(set(first.tree) - _KNOWN):
+        if not re.fullmatch(r"model\d*", key):
+            yield f"{MODEL} holds {key!r}, which is not carried"
