@@ -1,7 +1,7 @@
 """How fast a checkpoint is resharded offline, beside a plain copy and beside the frameworks.
 
 All on one disk, files brought to disk on both sides, from files that are not in memory where the
-machine lets its page cache be dropped (``cold``). Figures:
+machine lets its page cache be dropped (``cold``), unless ``--warm`` is given. Figures:
 
 * ``cp_ratio``: our rate over that of ``cp`` of the same files, of a Megatron ``torch_dist``
   checkpoint of at least 8 GB (parameters, Adam) from TP2 to TP4, whole command. ``cp_ratio_net``:
@@ -66,6 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--memory", default="1GB", help="what our command may use")
     parser.add_argument("--dir", type=Path, help="where to work (default: the temporary directory)")
+    parser.add_argument("--warm", action="store_true", help="leave in memory what is there")
     parser.add_argument("--only", choices=("cp", "megatron", "deepspeed"))
     return parser.parse_args()
 
@@ -79,6 +80,7 @@ class Benchmark:
         self._memory: str = options.memory
         self._folder = folder
         self._report = report
+        self._forget = (lambda: False) if options.warm else drop_caches
         self._marks = folder / "marks"
         self._marks.mkdir()
 
@@ -120,7 +122,7 @@ class Benchmark:
         """Add the figures beside Megatron's own load and save: TP2 to TP1 and DP2."""
         theirs, ours = [], []
         for run in range(self._runs):
-            drop_caches()
+            self._forget()
             again = self._folder / "again"
             flags = ["--tp", "1", "--steps", "0", "--load", str(saved), "--save", str(again)]
             theirs.append(self._train(flags, f"load-{run}").seconds)
@@ -159,8 +161,8 @@ class Benchmark:
         return round(median(seconds), 3)
 
     def _timed(self, command: Command, source: Path, *flags: str) -> Ran:
-        """Run a command on files that are not in memory; its files go."""
-        drop_caches()
+        """Run a command; its files go."""
+        self._forget()
         destination = self._folder / "destination"
         ran = command(source, destination, *flags)
         shutil.rmtree(destination)
@@ -178,7 +180,7 @@ def main() -> None:
     report = Report("reshard")
     folder = Path(tempfile.mkdtemp(prefix="scalai-benchmark-", dir=options.dir))
     try:
-        report.add("cold", drop_caches())
+        report.add("cold", not options.warm and drop_caches())
         benchmark = Benchmark(options, folder, report)
         if options.only != "deepspeed":
             saved = benchmark.megatron()

@@ -64,6 +64,7 @@ def to_universal(source: Path, destination: Path, *flags: str) -> Ran:
     folders = ["--input_folder", str(tag), "--output_folder", str(destination)]
     workers = ["--num_extract_workers", str(WORKERS), "--num_merge_workers", str(WORKERS)]
     convert = ["-m", "deepspeed.checkpoint.ds_to_universal", *folders, *workers]
+    convert += ["--inject_missing_state"]
     ran = _run([sys.executable, *convert])
     synced = _run(["sh", "-c", 'find "$0" -type f -exec sync {} +', str(destination)])
     return replace(ran, seconds=ran.seconds + synced.seconds)
