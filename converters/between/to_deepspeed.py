@@ -154,7 +154,7 @@ def _at_step(job: DeepSpeedJob, source: Checkpoint, notes: list[str]) -> DeepSpe
         notes.append(f"{INVENTED}lr_scheduler, that of --args-from with {told}")
     notes += [f"{INVENTED}client_state {key!r} as in --args-from" for key in client_state(model)]
     notes.append(f"{INVENTED}ds_config and the order of parameters as in --args-from")
-    return replace(job, tag=f"global_step{step}", model=model)
+    return replace(job, tag=f"global_step{step}", model=model, of_ranks=())
 
 
 def _with_buffers(
