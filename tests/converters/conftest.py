@@ -4,7 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from deepspeed_jobs import Job, as_line
-
-Runner = Callable[[Job], list[dict[str, Any]]]
-Saver = Callable[[Job], tuple[Path, list[dict[str, Any]]]]
+from deepspeed_jobs import Job, Runner, Saver, as_line
 
 
 @pytest.fixture(scope="session")

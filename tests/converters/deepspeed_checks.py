@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_jobs import SAVED_AFTER, STEPS
+import pytest
+from deepspeed_jobs import SAVED_AFTER, STEPS, Job, Runner, Saver
 
 from scalai.converters.checkpoint import Values, WriteOptions
 from scalai.converters.engine import Limits, reshard
@@ -18,6 +20,29 @@ FP32 = 1e-6
 HALF = 1e-3
 """Of losses after the first: gradients are rounded to 16 bits and summed in another order at
 another degree. Measured: up to 3.3e-4 in bf16, 1.1e-4 in fp16."""
+
+
+def cases(short: Sequence[Sequence[Any]], long: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the parameters of a test from (name, values ...); the long ones for the campaign."""
+    marked = [pytest.param(*values, id=name, marks=pytest.mark.campaign) for name, *values in long]
+    return [*(pytest.param(*values, id=name) for name, *values in short), *marked]
+
+
+def goes_on(
+    run: Runner,
+    save: Saver,
+    folder: Path,
+    model: dict[str, Any],
+    before: tuple[int, int],
+    after: tuple[int, int],
+    tolerance: float,
+) -> None:
+    """Save at one (stage, DP), convert, load at another, train on; see that nothing differs."""
+    saved, uninterrupted = save(Job(stage=before[0], world=before[1], **model))
+    convert(saved, folder / "out", f"deepspeed_zero{after[0]}", after[1])
+    job = Job(stage=after[0], world=after[1], load=str(folder / "out"), **model)
+    is_same = (before[0] == 3) == (after[0] == 3)
+    check(uninterrupted, run(job), tolerance, has_same_forward=is_same)
 
 
 def convert(

@@ -9,7 +9,9 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 STEPS = 6
@@ -66,6 +68,12 @@ class Job:
     load: str | None = None
     gpt: dict[str, Any] | None = None
     """A model of ``hugging_models``, trained by ``hugging_jobs`` as Megatron trains its own."""
+
+
+Runner = Callable[[Job], list[dict[str, Any]]]
+"""Runs a job; returns what each rank saw."""
+Saver = Callable[[Job], tuple[Path, list[dict[str, Any]]]]
+"""Runs a job that saves; returns where, too."""
 
 
 def serve() -> None:

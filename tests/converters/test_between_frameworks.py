@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed_jobs
 import pytest
 import test_reshard
+from deepspeed_jobs import Runner
 from jobs import AFTER, Job, mean_losses
 from worker_pool import WorkerPool
 
@@ -23,8 +24,6 @@ from scalai.converters.checkpoint import Values
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.verify import verify
 from scalai.launch import cli
-
-Runner = Callable[[deepspeed_jobs.Job], list[dict[str, Any]]]
 
 FP32 = 1e-6
 BF16 = 2e-4

@@ -1,18 +1,14 @@
 """A DeepSpeed checkpoint that was resharded is loaded by DeepSpeed, and training goes on."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_checks import FP32, HALF, check, convert
-from deepspeed_jobs import Job
+from deepspeed_checks import FP32, HALF, cases, check, convert, goes_on
+from deepspeed_jobs import Job, Runner, Saver
 
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
-
-Runner = Callable[[Job], list[dict[str, Any]]]
-Saver = Callable[[Job], tuple[Path, list[dict[str, Any]]]]
 
 BF = {"precision": "bf16"}
 SMALL = {"zero": {"sub_group_size": 1000}}
@@ -46,13 +42,7 @@ LONG_CASES = [
 
 @pytest.mark.parametrize(
     ("model", "before", "after", "tolerance"),
-    [
-        *(pytest.param(*values, id=name) for name, *values in CASES),
-        *(
-            pytest.param(*values, id=name, marks=pytest.mark.campaign)
-            for name, *values in LONG_CASES
-        ),
-    ],
+    cases(CASES, LONG_CASES),
 )
 def test_a_resharded_checkpoint_goes_on_as_the_run_that_never_stopped(
     run_deepspeed: Runner,
@@ -63,11 +53,7 @@ def test_a_resharded_checkpoint_goes_on_as_the_run_that_never_stopped(
     after: tuple[int, int],
     tolerance: float,
 ) -> None:
-    saved, uninterrupted = save(Job(stage=before[0], world=before[1], **model))
-    convert(saved, tmp_path / "out", f"deepspeed_zero{after[0]}", after[1])
-    job = Job(stage=after[0], world=after[1], load=str(tmp_path / "out"), **model)
-    is_same = (before[0] == 3) == (after[0] == 3)
-    check(uninterrupted, run_deepspeed(job), tolerance, has_same_forward=is_same)
+    goes_on(run_deepspeed, save, tmp_path, model, before, after, tolerance)
 
 
 CHAIN = [(2, 4), (3, 1), (1, 3), (3, 4)]

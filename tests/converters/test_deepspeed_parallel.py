@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_checks import FP32, HALF, LIMITS, check, make_universal
-from deepspeed_jobs import Job
+from deepspeed_checks import FP32, HALF, LIMITS, cases, check, make_universal
+from deepspeed_jobs import Job, Runner, Saver
 
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, WriteOptions
 from scalai.converters.engine import reshard
@@ -17,9 +17,6 @@ from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.verify import check_samples, verify
 from scalai.core.errors import ProofError, RefusedError
 from scalai.launch import cli
-
-Runner = Callable[[Job], list[dict[str, Any]]]
-Saver = Callable[[Job], tuple[Path, list[dict[str, Any]]]]
 
 CUTS = r"""
 [[cut]]
@@ -81,13 +78,7 @@ LONG_CASES = [
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        *(pytest.param(*values, id=name) for name, *values in CASES),
-        *(
-            pytest.param(*values, id=name, marks=pytest.mark.campaign)
-            for name, *values in LONG_CASES
-        ),
-    ],
+    cases(CASES, LONG_CASES),
 )
 def test_a_resharded_checkpoint_goes_on_as_the_run_that_never_stopped(
     run_deepspeed: Runner, save: Saver, tmp_path: Path, before: Job, after: Job

@@ -1,19 +1,16 @@
 """Every kind of optimizer that DeepSpeed has for fp16, bf16 and offloading is read and written."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_checks import FP32, HALF, check, convert
-from deepspeed_jobs import Job
+from deepspeed_checks import FP32, HALF, cases, check, convert, goes_on
+from deepspeed_jobs import Job, Runner, Saver
 
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
-
-Runner = Callable[[Job], list[dict[str, Any]]]
-Saver = Callable[[Job], tuple[Path, list[dict[str, Any]]]]
 
 FP16 = {"precision": "fp16"}
 STATIC = {"precision": "fp16-static"}
@@ -51,13 +48,7 @@ LONG_CASES = [
 
 @pytest.mark.parametrize(
     ("model", "before", "after", "tolerance"),
-    [
-        *(pytest.param(*values, id=name) for name, *values in CASES),
-        *(
-            pytest.param(*values, id=name, marks=pytest.mark.campaign)
-            for name, *values in LONG_CASES
-        ),
-    ],
+    cases(CASES, LONG_CASES),
 )
 def test_a_resharded_checkpoint_goes_on_as_the_run_that_never_stopped(
     run_deepspeed: Runner,
@@ -68,11 +59,7 @@ def test_a_resharded_checkpoint_goes_on_as_the_run_that_never_stopped(
     after: tuple[int, int],
     tolerance: float,
 ) -> None:
-    saved, uninterrupted = save(Job(stage=before[0], world=before[1], **model))
-    convert(saved, tmp_path / "out", f"deepspeed_zero{after[0]}", after[1])
-    job = Job(stage=after[0], world=after[1], load=str(tmp_path / "out"), **model)
-    is_same = (before[0] == 3) == (after[0] == 3)
-    check(uninterrupted, run_deepspeed(job), tolerance, has_same_forward=is_same)
+    goes_on(run_deepspeed, save, tmp_path, model, before, after, tolerance)
 
 
 ROUND_TRIPS = [
@@ -92,13 +79,7 @@ LONG_ROUND_TRIPS = [
 
 @pytest.mark.parametrize(
     ("model", "here", "there"),
-    [
-        *(pytest.param(*values, id=name) for name, *values in ROUND_TRIPS),
-        *(
-            pytest.param(*values, id=name, marks=pytest.mark.campaign)
-            for name, *values in LONG_ROUND_TRIPS
-        ),
-    ],
+    cases(ROUND_TRIPS, LONG_ROUND_TRIPS),
 )
 def test_there_and_back_again_is_what_deepspeed_wrote(
     save: Saver,

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_jobs import Job
+from deepspeed_jobs import Job, Runner
 
 from scalai.launch import cli
 
-Runner = Callable[[Job], list[dict[str, Any]]]
 Damage = Callable[[Path], None]
 
 FIRST = "zero_pp_rank_0_mp_rank_00_optim_states.pt"

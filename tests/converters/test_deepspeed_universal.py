@@ -1,19 +1,15 @@
 """Universal checkpoints are written for every stage, and read as ds_to_universal writes them."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_checks import FP32, HALF, check, convert, make_universal
-from deepspeed_jobs import SAVED_AFTER, Job
+from deepspeed_checks import FP32, HALF, cases, check, convert, make_universal
+from deepspeed_jobs import SAVED_AFTER, Job, Runner, Saver
 
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.verify import verify
-
-Runner = Callable[[Job], list[dict[str, Any]]]
-Saver = Callable[[Job], tuple[Path, list[dict[str, Any]]]]
 
 LOAD = {"checkpoint": {"load_universal": True}}
 PLAIN = {"frozen": False, "decay": (0.1, 0.1)}
@@ -32,13 +28,7 @@ LONG_CASES = [
 
 @pytest.mark.parametrize(
     ("model", "before", "after", "tolerance"),
-    [
-        *(pytest.param(*values, id=name) for name, *values in CASES),
-        *(
-            pytest.param(*values, id=name, marks=pytest.mark.campaign)
-            for name, *values in LONG_CASES
-        ),
-    ],
+    cases(CASES, LONG_CASES),
 )
 def test_a_universal_checkpoint_goes_on_at_other_degrees_and_stages(
     run_deepspeed: Runner,
