@@ -5,11 +5,11 @@ import json
 import os
 from pathlib import Path
 
-from scalai.converters.between.fused_rows import Heads
 from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.between.translation import heads_of, in_our_names, is_in_our_names
 from scalai.converters.checkpoint import Checkpoint, ReadOptions
 from scalai.converters.layouts import open_checkpoint
+from scalai.converters.megatron.fused_rows import Heads
 from scalai.converters.suspects import find_suspects
 from scalai.converters.verify import compare, verify
 

@@ -9,7 +9,6 @@ was their own.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from scalai.converters.between.fused_rows import Heads
 from scalai.converters.between.mapping import NameMapping
 from scalai.converters.between.reference import Reference
 from scalai.converters.between.to_deepspeed import to_deepspeed
@@ -24,6 +23,7 @@ from scalai.converters.between.translation import (
 )
 from scalai.converters.between.vocabulary import DIVISOR, padded_rows, repadded
 from scalai.converters.checkpoint import Checkpoint, Values
+from scalai.converters.megatron.fused_rows import Heads
 from scalai.core.errors import RefusedError, UsageError
 
 

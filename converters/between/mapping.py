@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from scalai.converters.between.fused_rows import PARTS, Heads, rows_of_parts
+from scalai.converters.megatron.fused_rows import PARTS, Heads, rows_of_parts
 from scalai.core.errors import UsageError
 from scalai.core.region import Box, whole
 

@@ -10,8 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.between.fused_rows import PARTS, Heads
 from scalai.converters.between.mapping import NameMapping, Rule
+from scalai.converters.megatron.fused_rows import PARTS, Heads
 from scalai.core.errors import UsageError
 
 _KEYS = {"prefix", "ignored", "attention", "tied", "tensor"}

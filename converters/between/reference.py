@@ -7,7 +7,7 @@
     global_batch_size = 512
     train_iters = 100000
 
-    [deepspeed]                   # scalai.converters.deepspeed.described
+    [deepspeed]                   # scalai.converters.between.deepspeed_described
     config = "ds_config.json"
 
 What neither says follows from the tensors' shapes and from Megatron's defaults, and is listed.
@@ -19,19 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.between.fused_rows import Heads
+from scalai.converters.between.deepspeed_described import described_job
 from scalai.converters.between.mapping import NameMapping
-from scalai.converters.between.translation import INVENTED
-from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, parameters_of
-from scalai.converters.deepspeed.described import described_job
-from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
-from scalai.converters.layouts import open_checkpoint
-from scalai.converters.megatron.described import (
+from scalai.converters.between.megatron_described import (
     schedule_of,
     shape_arguments,
     standard_groups,
     whole_arguments,
 )
+from scalai.converters.between.translation import INVENTED
+from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, parameters_of
+from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
+from scalai.converters.layouts import open_checkpoint
+from scalai.converters.megatron.fused_rows import Heads
 from scalai.converters.megatron.limits import argument_heads
 from scalai.core.errors import RefusedError, UsageError
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from scalai.converters.between.hyperparameters import with_rates
 from scalai.converters.between.loss_scales import to_megatron_scale
+from scalai.converters.between.megatron_described import shape_arguments
 from scalai.converters.between.to_deepspeed import client_state
 from scalai.converters.between.translation import INVENTED, LEFT_OUT, Links
 from scalai.converters.checkpoint import Checkpoint, Values, parameters_of
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
-from scalai.converters.megatron.described import shape_arguments
 from scalai.converters.megatron.modules import group_of
 from scalai.converters.megatron.values import counters_of
 from scalai.converters.scalars import made_steps

@@ -9,10 +9,10 @@ one, is a row of a source like others.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from scalai.converters.between.fused_rows import Heads
 from scalai.converters.between.mapping import Link, NameMapping, Shape
 from scalai.converters.checkpoint import Checkpoint, Piece, Placed, parameters_of, place
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
+from scalai.converters.megatron.fused_rows import Heads
 from scalai.converters.megatron.limits import argument_heads
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
 from scalai.core.errors import RefusedError

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.between.fused_rows import Heads
 from scalai.converters.checkpoint import PARAM, Values
+from scalai.converters.megatron.fused_rows import Heads
 from scalai.converters.megatron.names import expert_of, layer_of
 from scalai.core.collection import Tensor
 from scalai.core.degrees import ModelLimits

@@ -8,7 +8,6 @@ import pytest
 from checkpoints import LIMITS, state
 from gpt_shapes import GROUPS, HEADS, HIDDEN, WIDTH, Shapes, gpt, llama
 
-from scalai.converters.between.fused_rows import Heads
 from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.between.translation import in_our_names, in_their_names, is_in_our_names
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
@@ -16,6 +15,7 @@ from scalai.converters.describe import read_tensor
 from scalai.converters.engine import reshard
 from scalai.converters.fingerprints import fingerprints
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.megatron.fused_rows import Heads
 from scalai.core.errors import RefusedError, UsageError
 
 MODELS = [
