@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from scalai.converters.forked import map_forked
 from scalai.converters.journal import Done, Journal
 from scalai.converters.noted import check_report
 from scalai.converters.parts import Part, alone, begin, gather, remove_journals
-from scalai.converters.streaming import Job, run_task
+from scalai.converters.streaming import SYNCS, Job, run_tasks
 from scalai.converters.verify import check_samples
-from scalai.converters.work import Task, Work, plan_work, unused
+from scalai.converters.work import Task, Work, batches, plan_work, unused
 from scalai.core.collection import Collection
 from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.core.fingerprint import MODULUS, tensor_fingerprints
@@ -256,13 +257,13 @@ def _run(
     done = total - sum(task.size_bytes for task in open_)
     progress(done, total)
 
-    def run(task: Task) -> dict[int, int]:
-        return run_task(job, task)
+    def run(batch: Sequence[Task]) -> dict[int, dict[int, int]]:
+        return run_tasks(job, batch)
 
     try:
-        for task, rows in map_forked(run, open_, workers):
-            journal.add(task.number, rows)
-            done += task.size_bytes
+        for batch, rows in map_forked(run, batches(open_, workers), workers):
+            journal.add(rows)
+            done += sum(task.size_bytes for task in batch)
             progress(done, total)
     except OSError as error:
         raise RefusedError(
@@ -310,16 +311,23 @@ def _complete(
     aside = partial / f".{REPORT}.partial"
     aside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     os.replace(aside, partial / REPORT)
-    for path in [partial / REPORT, *(partial / file.path for file in target.placed.files)]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    paths = [partial / REPORT, *(partial / file.path for file in target.placed.files)]
+    with ThreadPoolExecutor(SYNCS) as pool:
+        for _ in pool.map(_sync, paths):
+            pass
     target.finish(partial, rows)
     for directory in sorted({(partial / file.path).parent for file in target.placed.files}):
         sync_directory(directory)
     sync_directory(partial)
+
+
+def _sync(path: Path) -> None:
+    """Bring a file to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _publish(partial: Path, destination: Path, overwrite: bool) -> None:

@@ -45,7 +45,8 @@ class Journal:
             return
         self.done = {}
         self._file.truncate(0)
-        self._append({"identity": identity})
+        self._write({"identity": identity})
+        self._sync()
 
     def __enter__(self) -> "Journal":
         return self
@@ -58,18 +59,23 @@ class Journal:
     ) -> None:
         self.close()
 
-    def add(self, task: int, rows: Mapping[int, int]) -> None:
-        """Note that a task is on disk. Blocks until the note is, too."""
-        self.done[task] = dict(rows)
-        self._append({"task": task, "rows": {str(r): f"{v:016x}" for r, v in rows.items()}})
+    def add(self, tasks: Mapping[int, Mapping[int, int]]) -> None:
+        """Note that tasks are on disk, by task the fingerprints of its rows. Blocks until the notes
+        are, too."""
+        for task, rows in tasks.items():
+            self.done[task] = dict(rows)
+            self._write({"task": task, "rows": {str(r): f"{v:016x}" for r, v in rows.items()}})
+        self._sync()
 
     def close(self) -> None:
         """Let others open it."""
         self._file.close()
 
-    def _append(self, content: object) -> None:
+    def _write(self, content: object) -> None:
         text = json.dumps(content, separators=(",", ":")).encode()
         self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
+
+    def _sync(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
 

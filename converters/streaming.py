@@ -1,4 +1,4 @@
-"""One task: copy, bring to disk, read back. Runs in a worker process.
+"""Some tasks: copy, bring to disk, read back. Runs in a worker process.
 
 The fingerprint of what is read is taken where it lies in the source, by the source's own boxes and
 strides; that of what was written from the destination's file, by the destination's. They are equal
@@ -7,6 +7,9 @@ only if every element is at its place.
 
 import errno
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from io import FileIO
@@ -25,6 +28,8 @@ from scalai.store.files import Bits, bits_dtype, box_text, map_file, slices
 
 OPEN_FILES = 64
 """Source files that a worker keeps open."""
+SYNCS = 8
+"""Files that a worker brings to disk at once."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -36,32 +41,58 @@ class Job:
     destination: Path
 
 
-def run_task(job: Job, task: Task) -> dict[int, int]:
-    """Copy a task's units, bring them to disk, read them back.
+def run_tasks(job: Job, tasks: Sequence[Task]) -> dict[int, dict[int, int]]:
+    """Copy the units of some tasks, bring them to disk, read them back.
 
     Returns:
-        The fingerprint of what was written of each row.
+        By task, the fingerprint of what was written of each row.
 
     Raises:
         ProofError: What was read back is not what was read.
     """
+    files = job.work.target.files
+    with ExitStack() as stack:
+        descriptors = []
+        for task in tasks:
+            descriptors.append(os.open(job.destination / files[task.file].path, os.O_RDWR))
+            stack.callback(os.close, descriptors[-1])
+        left = [_copy(job, *pair) for pair in zip(tasks, descriptors, strict=True)]
+        _sync(descriptors)
+        return {
+            task.number: _read_rows(job, task, descriptor, prints)
+            for task, descriptor, prints in zip(tasks, descriptors, left, strict=True)
+        }
+
+
+def _copy(job: Job, task: Task, descriptor: int) -> list[int]:
+    """Write a task's units; return their fingerprints in the source."""
+    left = []
+    for unit in task.units:
+        buffer, fingerprint = _gather(job, unit)
+        left.append(fingerprint)
+        _write_all(descriptor, buffer, _begin(job.work.target, unit))
+    return left
+
+
+def _sync(descriptors: Sequence[int]) -> None:
+    """Bring files to disk. Asked at once, a file system does so for several at a time."""
+    if len(descriptors) == 1:
+        os.fdatasync(descriptors[0])
+        return
+    with ThreadPoolExecutor(SYNCS) as pool:
+        for _ in pool.map(os.fdatasync, descriptors):
+            pass
+
+
+def _read_rows(job: Job, task: Task, descriptor: int, left: Sequence[int]) -> dict[int, int]:
+    """Return the fingerprints of what was written of each row. Raises as ``run_tasks``."""
     target = job.work.target
-    path = job.destination / target.files[task.file].path
-    left: list[int] = []
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        for unit in task.units:
-            buffer, fingerprint = _gather(job, unit)
-            left.append(fingerprint)
-            _write_all(descriptor, buffer, _begin(target, unit))
-        os.fdatasync(descriptor)
-        arrived = [_read_back(target, unit, descriptor) for unit in task.units]
-    finally:
-        os.close(descriptor)
     rows: dict[int, int] = {}
-    for unit, before, after in zip(task.units, left, arrived, strict=True):
+    for unit, before in zip(task.units, left, strict=True):
+        after = _read_back(target, unit, descriptor)
         if before != after:
             tensor, box = target.collection.box(unit.row)
+            path = job.destination / target.files[task.file].path
             raise ProofError(
                 f"{box_text(_wanted(box, unit))} of {tensor.name!r} has fingerprint {after:016x} "
                 f"in {path}, and {before:016x} in the source. The disk or the memory is not "

@@ -21,6 +21,11 @@ from scalai.store.files import blocks
 TASK_BYTES = 128 << 20
 """Bytes after which a task is brought to disk, read back and noted in the journal."""
 
+BATCH_FILES = 64
+"""The most tasks that a worker does at a time."""
+TURNS = 4
+"""Batches that each worker gets at least, where there are tasks enough."""
+
 HERE = "here"
 """The one host of these plans."""
 
@@ -93,6 +98,27 @@ def copies_into(work: Work, row: int, wanted: Box) -> Iterator[tuple[int, Box]]:
         common = box.intersect(wanted)
         if common is not None:
             yield int(copies.source_row[copy]), common
+
+
+def batches(tasks: Sequence[Task], workers: int) -> list[tuple[Task, ...]]:
+    """Return tasks in batches, in their order: many small files are brought to disk together.
+
+    Args:
+        tasks: What is to be done.
+        workers: How many processes share them; 0: this one alone.
+    """
+    total = sum(task.size_bytes for task in tasks)
+    most = min(TASK_BYTES, total // (TURNS * max(workers, 1)))
+    found: list[tuple[Task, ...]] = []
+    batch: list[Task] = []
+    filled = 0
+    for task in tasks:
+        if batch and (filled + task.size_bytes > most or len(batch) == BATCH_FILES):
+            found.append(tuple(batch))
+            batch, filled = [], 0
+        batch.append(task)
+        filled += task.size_bytes
+    return [*found, tuple(batch)] if batch else found
 
 
 def unused(source: Checkpoint, target: Target) -> Mapping[str, Sequence[str]]:
