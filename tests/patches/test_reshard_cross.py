@@ -49,10 +49,16 @@ TEXT = {"padded_vocabulary": 50304, "vocabulary": 50257, "hidden": 16, "heads": 
 FORMS = {"whole": ({}, WHOLE), "full": (SPLIT, FULL), "flat": (BUCKETS, FLAT)}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("before", "after"), list(permutations(LAYOUTS, 2)))
+PAIRS = [
+    (before, after, [*FORMS][(here + there) % len(FORMS)])
+    for (here, before), (there, after) in permutations(enumerate(LAYOUTS), 2)
+]
+"""The forms take turns, so that each is read of every layout, and goes on in every layout."""
+
+
+@pytest.mark.parametrize(("before", "after", "form"), PAIRS)
 def test_every_layout_into_every_other(
-    pool: WorkerPool, tmp_path: Path, form: str, before: str, after: str
+    pool: WorkerPool, tmp_path: Path, before: str, after: str, form: str
 ) -> None:
     model, sharding = FORMS[form]
     old = Job(**{**SIX, **model, **LAYOUTS[before]})
