@@ -279,6 +279,7 @@ class _Writer(pickle._Pickler):
         if isinstance(obj, Foreign):
             if obj.is_called:
                 return type(obj), obj.args, obj.state
+            # What protocol 2 writes as NEWOBJ; the stub leaves it out.
             return copyreg.__newobj__, (type(obj), *obj.args), obj.state  # type: ignore[attr-defined]
         if isinstance(obj, set | frozenset):
             # Else the bytes, and with them whether a run can go on, depend on the hash seed.
@@ -287,6 +288,7 @@ class _Writer(pickle._Pickler):
         return NotImplemented if reduced is None else reduced
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
+        # The pure Python pickler's own methods and arguments, which its stub leaves out.
         if isinstance(obj, type) and issubclass(obj, Foreign):
             module, qualified = obj.path
             self.write(pickle.GLOBAL + f"{module}\n{qualified}\n".encode())  # type: ignore[attr-defined]

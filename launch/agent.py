@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,11 +189,11 @@ class Agent:
                 commands = self._polls.call("poll", host=self._host, round=round, newest=newest)
             except PeerError as error:
                 if self._exit is None:
-                    self._events.put(lambda error=error: self._coordinator_gone(error))  # type: ignore[misc]
+                    self._events.put(partial(self._coordinator_gone, error))
                 return
             for command in commands:
                 self._is_told_to_exit |= command["command"] == "exit"
-                self._events.put(lambda command=command: self._obey(command))  # type: ignore[misc]
+                self._events.put(partial(self._obey, command))
 
     def _coordinator_gone(self, error: PeerError) -> None:
         if self._is_told_to_exit:

@@ -171,7 +171,7 @@ def mix_stages(tag: Path) -> None:
 
 def forget_the_cuts(tag: Path) -> None:
     for path in tag.glob("mp_rank_*"):
-        state = torch.load(path, weights_only=False)
+        state = torch.load(path, weights_only=False)  # this test's own DeepSpeed wrote it
         del state["universal_checkpoint_info"]
         torch.save(state, path)
 
@@ -214,7 +214,7 @@ def test_another_checkpoint_says_stages_and_cuts(grid: Path, tmp_path: Path) -> 
 def test_copies_that_differ_are_refused(grid: Path, tmp_path: Path) -> None:
     shutil.copytree(grid, tmp_path / "damaged")
     path = tmp_path / "damaged" / "global_step3" / "layer_01-model_01-model_states.pt"
-    state = torch.load(path, weights_only=False)
+    state = torch.load(path, weights_only=False)  # this test's own DeepSpeed wrote it
     state["norm.weight"][3] += 1
     torch.save(state, path)
     with pytest.raises(ProofError, match=r"param/1\.norm\.weight\[3:4\]: 1 elements differ"):
@@ -255,7 +255,7 @@ def test_a_module_of_nested_dictionaries_stays_one(save: Saver, tmp_path: Path) 
     cuts = cuts_file(tmp_path, at())
     shutil.copytree(saved, tmp_path / "nested")
     for path in (tmp_path / "nested" / "global_step3").glob("*model_states.pt"):
-        state = torch.load(path, weights_only=False)
+        state = torch.load(path, weights_only=False)  # this test's own DeepSpeed wrote it
         inner = {name.removeprefix("norm."): value for name, value in state["module"].items()}
         norm = {name: inner.pop(name) for name in ("norm.weight", "norm.bias", "calls")}
         state["module"] = {**inner, "norm": norm, "others": {}}
