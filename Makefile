@@ -8,7 +8,7 @@ export DS_BUILD_OPS := 0
 .PHONY: demo test campaign check bench clean
 
 demo: $(VENV)/ready
-	$(PYTHON) examples/demo.py $(if $(DATA),--data $(DATA))
+	$(PYTHON) examples/demo.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) $(if $(DATA),--data $(DATA))
 
 test: check
 	$(PYTHON) -m pytest

@@ -21,24 +21,64 @@ between the moments that workers note; ``..._cpu_s`` are the same as processor t
 """
 
 import argparse
-import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 from report import Report
-from resize_runs import WORKERS, Change, Run, Size, elastic_job, run_by_checkpoint, run_by_scalai
+from resize_figures import add_ours, add_overhead, add_stock, check_losses, there
+from resize_runs import Change, Layout, run_by_checkpoint, run_by_scalai
 from warm_copies import copy_seconds
 
-FULL = Size(hidden=1024, layers=14, steps=6)
-SMALL = Size(hidden=256, layers=2, steps=4)
-PAIRED = Size(hidden=256, layers=4, steps=0)
+WORKERS = 2
+VOCABULARY = 1024
 MEMORY_DISK = "/dev/shm"
-LOSS_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Gpt:
+    """A GPT of some size, in turn as TP2 DP1 and TP1 DP2, and whether its next workers are built
+    ahead."""
+
+    hidden: int
+    layers: int
+    steps: int
+    build_ahead: str = "auto"
+    script = Path(__file__).with_name("resize_job.py")
+
+    def layouts(self, rounds: int) -> list[Layout]:
+        return [
+            Layout(WORKERS, f"tp{1 if number % 2 else WORKERS} pp1") for number in range(rounds)
+        ]
+
+    def flags(self) -> list[str]:
+        sizes = {"hidden": self.hidden, "layers": self.layers, "vocabulary": VOCABULARY}
+        return [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
+
+    def elastic(self, folder: Path) -> tuple[list[str], list[str]]:
+        config = folder / "elastic.toml"
+        config.write_text(
+            f'[degrees]\n{WORKERS} = "tp{WORKERS} pp1"\n1 = "tp1 pp1"\n'
+            f"[model]\nnum_attention_heads = {self.hidden // 64}\nnum_layers = {self.layers}\n"
+            f"padded_vocab_size = {VOCABULARY}\nglobal_batch_size = {WORKERS}\n"
+            f'micro_batch_size = 1\n[resize]\nsettle_s = 0.0\nbuild_ahead = "{self.build_ahead}"\n'
+            '[probe]\nkind = "none"\n'
+        )
+        return ["--elastic", str(config)], []
+
+    def stock(self, folder: Path, layout: Layout) -> list[str]:
+        return ["--tp", layout.degrees[2]]
+
+    def convert(self, saved: Path) -> Path:
+        return saved
+
+
+FULL = Gpt(hidden=1024, layers=14, steps=6)
+SMALL = Gpt(hidden=256, layers=2, steps=4)
+PAIRED = Gpt(hidden=256, layers=4, steps=0)
 
 
 def arguments() -> argparse.Namespace:
@@ -51,42 +91,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--build-ahead", default="auto", choices=("auto", "never"))
     parser.add_argument("--only", choices=("downtime", "ours", "move", "overhead"))
     return parser.parse_args()
-
-
-def medians(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median of each entry."""
-    return {name: round(median(table[name] for table in tables), 4) for name in tables[0]}
-
-
-def there(changes: Sequence[Change]) -> list[Change]:
-    """Return the changes from TP2 DP1 to TP1 DP2."""
-    return list(changes[::2])
-
-
-def add_ours(report: Report, changes: Sequence[Change]) -> None:
-    """Add the figures of our changes."""
-    forth = there(changes)
-    downtime = median(change.downtime_s for change in forth)
-    report.add("downtime_s", downtime, "s")
-    report.add("downtimes_s", [round(change.downtime_s, 3) for change in changes])
-    report.add("slowed_s", median(change.slowed_s for change in forth), "s")
-    report.add("step_s", median(change.step_s for change in forth), "s")
-    report.add("ours_s", medians([change.report["seconds"] for change in forth]))
-    report.add("ours_worker_s", medians([change.stages for change in forth]))
-    report.add("ours_worker_cpu_s", medians([change.cpu for change in forth]))
-
-
-def add_stock(report: Report, changes: Sequence[Change], ours: Sequence[Change]) -> None:
-    """Add the figures of the changes by checkpoint, and the ratios to ours."""
-    forth = there(changes)
-    downtime = median(change.downtime_s for change in forth)
-    report.add("stock_downtime_s", downtime, "s")
-    report.add("stock_downtimes_s", [round(change.downtime_s, 3) for change in changes])
-    report.add("stock_s", medians([change.stages for change in forth]))
-    report.add("stock_cpu_s", medians([change.cpu for change in forth]))
-    lost = median(change.downtime_s + max(0.0, change.slowed_s) for change in there(ours))
-    report.add("lost_ratio", downtime / lost)
-    report.add("downtime_ratio", downtime / median(change.downtime_s for change in there(ours)))
 
 
 def add_moves(report: Report, changes: Sequence[Change], runs: int) -> None:
@@ -114,50 +118,23 @@ def add_moves(report: Report, changes: Sequence[Change], runs: int) -> None:
     report.add("move_ratio", median(ratios))
 
 
-def add_overhead(report: Report, folder: Path, pairs: int) -> None:
-    """Add the cost of the boundary, with the 95 % interval of its median by bootstrap."""
-    marks = folder / "overhead"
-    marks.mkdir()
-    flags = [*PAIRED.flags(), "--marks", str(marks), "--pairs", str(pairs)]
-    with elastic_job(folder, PAIRED, "overhead-benchmark", flags, marks, workers=1):
-        pass
-    lines = [json.loads(line) for line in (marks / "round-0-0.jsonl").open()]
-    on, off = ([line[key] for line in lines if line["event"] == "pair"] for key in ("on", "off"))
-    ratios = np.array(on) / np.array(off)
-    chosen = np.random.default_rng(0).integers(0, len(ratios), (4000, len(ratios)))
-    interval = np.quantile(np.median(ratios[chosen], axis=1), (0.025, 0.975))
-    report.add("overhead_pairs", len(ratios))
-    report.add("overhead_step_ms", 1e3 * float(np.median(off)), "ms")
-    report.add("overhead_interval", [round(float(value), 5) for value in interval])
-    report.add("overhead_ratio", round(float(np.median(ratios)), 5))
-
-
-def check_losses(report: Report, ours: Run, stock: Run) -> None:
-    """End if the two ways did not train the same: then the comparison would mean nothing."""
-    common = sorted(ours.losses.keys() & stock.losses.keys())
-    worst = max(abs(ours.losses[s] - stock.losses[s]) / stock.losses[s] for s in common)
-    report.add("loss_difference", worst, f"relative, at most, of {len(common)} steps")
-    if not worst < LOSS_TOLERANCE:
-        raise SystemExit(f"losses differ by {worst}: ours {ours.losses}, stock {stock.losses}")
-
-
 def main() -> None:
     options = arguments()
     report = Report("resize")
-    size = replace(SMALL if options.small else FULL, build_ahead=options.build_ahead)
+    job = replace(SMALL if options.small else FULL, build_ahead=options.build_ahead)
     wanted = {options.only} if options.only else {"downtime", "ours", "move", "overhead"}
     folder = Path(tempfile.mkdtemp(prefix="scalai-benchmark-", dir=MEMORY_DISK))
     try:
         if wanted & {"downtime", "ours", "move"}:
-            ours = run_by_scalai(folder, size, options.changes, report.say)
+            ours = run_by_scalai(folder, job, options.changes, report.say)
             add_ours(report, ours.changes)
             add_moves(report, ours.changes, runs=5)
         if "downtime" in wanted:
-            stock = run_by_checkpoint(folder, size, ours.steps, report.say)
+            stock = run_by_checkpoint(folder, job, ours.steps, report.say)
             add_stock(report, stock.changes, ours.changes)
             check_losses(report, ours, stock)
         if "overhead" in wanted:
-            add_overhead(report, folder, options.pairs)
+            add_overhead(report, folder, PAIRED, Layout(1, "tp1 pp1"), options.pairs)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report.finish()

@@ -7,7 +7,6 @@ ended, by the system's monotonic clock and by its own processor time: one JSON l
 """
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -47,28 +46,14 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from resize_marks import Marks, is_last  # noqa: E402
 
 from scalai.patches.megatron.state import MegatronState  # noqa: E402
 
 IMPORTED = time.monotonic(), time.process_time()
-LAST_STEP = "last_step"
 SEED = 1234
 WHOLE_MODEL = 10**10
 """Parameters in a bucket: with several, Megatron's fully_reshardable form is silently wrong."""
-
-
-class Marks:
-    """What a rank has done and when."""
-
-    def __init__(self, folder: Path, round_number: str) -> None:
-        self._file = open(folder / f"round-{round_number}-{dist.get_rank()}.jsonl", "a")
-
-    def note(self, event: str, moment: tuple[float, float] | None = None, **facts: Any) -> None:
-        """Note an event: now, or at a moment (monotonic clock, processor time)."""
-        at, cpu = moment or (time.monotonic(), time.process_time())
-        line = {"event": event, "at": at, "cpu": cpu, **facts}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
 
 
 class Job:
@@ -205,14 +190,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--save", type=Path)
     parser.add_argument("--pairs", type=int, help="compare steps with and without the boundary")
     return parser.parse_args()
-
-
-def is_last(options: argparse.Namespace, first: int, step: int) -> bool:
-    """Whether the job ends here: told by the flag, or by a file that is written well ahead."""
-    if options.steps is not None:
-        return step - first >= options.steps
-    path = options.marks / LAST_STEP
-    return path.exists() and step >= int(path.read_text())
 
 
 def train(options: argparse.Namespace, session: Session, job: Job, marks: Marks, step: int) -> int:

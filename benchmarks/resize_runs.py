@@ -1,6 +1,7 @@
-"""The runs of ``resize.py``: one job through changes of its degrees, by Scalai or by a checkpoint.
+"""The runs of ``resize.py`` and ``resize_deepspeed.py``: one job through changes of its layout, by
+Scalai or by a checkpoint.
 
-Both give a ``Change`` for every change, read from what the workers noted (``resize_job.Marks``).
+Both give a ``Change`` for every change, read from what the workers noted (``resize_marks``).
 """
 
 import json
@@ -14,43 +15,51 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
-from scalai.launch.places import read_card
+from resize_marks import LAST_STEP
+
+from scalai.launch.card import read_card
 from scalai.runtime.messages import Channel
 
-JOB = Path(__file__).with_name("resize_job.py")
-WORKERS = 2
 TIMEOUT_S = 900.0
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Size:
-    """How large the model is, how many steps lie between two changes, and whether its next workers
-    are built ahead."""
+class Layout:
+    """On how many ranks a round runs, and its degrees as ``scalai scale`` takes them."""
 
-    hidden: int
-    layers: int
-    steps: int
-    vocabulary: int = 1024
-    build_ahead: str = "auto"
+    ranks: int
+    degrees: str
+
+
+class Job(Protocol):
+    """What is trained, and how it is told so."""
+
+    @property
+    def script(self) -> Path:
+        """The script that trains it."""
+
+    @property
+    def steps(self) -> int:
+        """Steps between two changes, at least."""
+
+    def layouts(self, rounds: int) -> Sequence[Layout]:
+        """Return the layout of each round, to and fro between two."""
 
     def flags(self) -> list[str]:
-        return [
-            *("--hidden", str(self.hidden), "--layers", str(self.layers)),
-            *("--vocabulary", str(self.vocabulary)),
-        ]
+        """Return the script's flags."""
 
-    def config(self) -> str:
-        """Return the elastic configuration of the job."""
-        return (
-            f'[degrees]\n{WORKERS} = "tp{WORKERS} pp1"\n1 = "tp1 pp1"\n'
-            f"[model]\nnum_attention_heads = {self.hidden // 64}\nnum_layers = {self.layers}\n"
-            f"padded_vocab_size = {self.vocabulary}\nglobal_batch_size = {WORKERS}\n"
-            f'micro_batch_size = 1\n[resize]\nsettle_s = 0.0\nbuild_ahead = "{self.build_ahead}"\n'
-            '[probe]\nkind = "none"\n'
-        )
+    def elastic(self, folder: Path) -> tuple[list[str], list[str]]:
+        """Return what makes it elastic: flags of scalai-run, and further ones of the script. Writes
+        configurations into ``folder``."""
+
+    def stock(self, folder: Path, layout: Layout) -> list[str]:
+        """Return the script's further flags under torchrun."""
+
+    def convert(self, saved: Path) -> Path:
+        """Make the checkpoint that a round saved into what the next one loads; return where."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +97,10 @@ class Run:
 
 
 class Round:
-    """What all ranks noted in one round."""
+    """What all ranks noted in one round, of which there are so many."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, ranks: int) -> None:
+        self._count = ranks
         paths = sorted(folder.glob(f"round-{number}-*.jsonl"))
         self._ranks = [[json.loads(line) for line in path.open()] for path in paths]
         self.layout = next((entry["layout"] for entry in self._all("built")), "")
@@ -104,13 +114,13 @@ class Round:
 
     def has(self, event: str) -> bool:
         """Whether all ranks were there."""
-        return len(self._ranks) == WORKERS and all(
+        return len(self._ranks) == self._count and all(
             any(entry["event"] == event for entry in rank) for rank in self._ranks
         )
 
     def steps(self) -> int:
         """Return how many steps the slowest rank has made."""
-        return len(self._all("step")) // WORKERS if len(self._ranks) == WORKERS else 0
+        return len(self._all("step")) // self._count if len(self._ranks) == self._count else 0
 
     def end(self, clock: str = "at") -> float:
         """Return when the last step had ended on all ranks; ``cpu``: their processor time then."""
@@ -164,91 +174,103 @@ def _differences(moments: Sequence[tuple[str, float]]) -> dict[str, float]:
     return {name: round(at - since, 4) for (_, since), (name, at) in pairwise(moments)}
 
 
-def layouts(changes: int) -> list[int]:
-    """Return TP of each round: to and fro between TP2 DP1 and TP1 DP2."""
-    return [WORKERS if number % 2 == 0 else 1 for number in range(changes + 1)]
-
-
-def run_by_checkpoint(folder: Path, size: Size, steps: Sequence[int], say: Say) -> Run:
-    """Run the job under torchrun, so many steps a round; each change is save, exit, start, load."""
+def run_by_checkpoint(folder: Path, job: Job, steps: Sequence[int], say: Say) -> Run:
+    """Run the job under torchrun, so many steps a round; each change is save, exit, convert where
+    the framework needs it, start, load."""
     marks = folder / "stock"
     marks.mkdir()
     found: list[Change] = []
     rounds: list[Round] = []
-    tps = layouts(len(steps) - 1)
-    for number, tp in enumerate(tps):
-        flags = ["--tp", str(tp), "--round", str(number), "--steps", str(steps[number])]
-        loaded = folder / f"checkpoint-{number - 1}"
-        if number:
+    loaded: Path | None = None
+    for number, layout in enumerate(job.layouts(len(steps))):
+        saved = folder / f"checkpoint-{number}"
+        flags = [*job.stock(folder, layout), "--round", str(number), "--steps", str(steps[number])]
+        if loaded is not None:
             flags += ["--load", str(loaded)]
-        if number < len(tps) - 1:
-            flags += ["--save", str(folder / f"checkpoint-{number}")]
-        command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-        command += [str(JOB), *size.flags(), "--marks", str(marks), *flags]
+        if number < len(steps) - 1:
+            flags += ["--save", str(saved)]
+        command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.ranks)]
+        command += [str(job.script), *job.flags(), "--marks", str(marks), *flags]
         with Running(command, marks) as running:
             # The loaded checkpoint goes before the next is saved: both would need more memory.
-            running.wait_for(lambda n=number: Round(marks, n).steps() > 1, "steps")
-            shutil.rmtree(loaded, ignore_errors=True)
-        rounds.append(Round(marks, number))
+            running.wait_for(_has_made(marks, number, layout, 1), "steps")
+            if loaded is not None:
+                shutil.rmtree(loaded)
+        rounds.append(Round(marks, number, layout.ranks))
         if number:
             asked = rounds[-2].end()  # it ends by itself
             found.append(change_between(rounds[-2], rounds[-1], "saved", asked, {}))
             say(f"checkpoint -> {rounds[-1].layout}: {found[-1].downtime_s:.2f} s")
             say(f"    {found[-1].stages}")
+        if number < len(steps) - 1:
+            loaded = job.convert(saved)
     return Run.of(rounds, found)
 
 
-def run_by_scalai(folder: Path, size: Size, changes: int, say: Say) -> Run:
-    """Run the job under scalai-run; each change is ``scalai scale --degrees``."""
+def run_by_scalai(folder: Path, job: Job, changes: int, say: Say) -> Run:
+    """Run the job under scalai-run; each change is ``scalai scale``."""
     marks, reports, name = folder / "ours", folder / "reports", "resize-benchmark"
     marks.mkdir()
-    flags = [*size.flags(), "--marks", str(marks)]
     found: list[Change] = []
-    with elastic_job(folder, size, name, flags, marks, reports=reports) as running:
+    rounds: list[Round] = []
+    layouts = job.layouts(changes + 1)
+    with elastic_job(
+        folder, job, name, layouts, ["--marks", str(marks)], marks, reports
+    ) as running:
         running.wait_for(lambda: "event=warm" in running.log(), "warm fork server")
-        for number, tp in enumerate(layouts(changes)):
+        for number, layout in enumerate(layouts):
             asked = time.monotonic()
             if number:
-                _scale(folder / "store" / name, f"tp{tp} pp1")
-            running.wait_for(lambda n=number: Round(marks, n).steps() > size.steps, "steps")
+                _scale(folder / "store" / name, layout)
+            running.wait_for(_has_made(marks, number, layout, job.steps), "steps")
+            if number:
+                rounds[-1] = Round(marks, number - 1, layouts[number - 1].ranks)
+            rounds.append(Round(marks, number, layout.ranks))
             if number:
                 report = json.loads((reports / f"resize-{number + 1:04d}.json").read_text())
-                old, new = Round(marks, number - 1), Round(marks, number)
-                found.append(change_between(old, new, "deposited", asked, report))
-                say(f"scalai -> {new.layout}: {found[-1].downtime_s:.2f} s {found[-1].stages}")
+                found.append(change_between(rounds[-2], rounds[-1], "deposited", asked, report))
+                say(f"scalai -> {rounds[-1].layout}: {found[-1].downtime_s:.2f} s")
+                say(f"    {found[-1].stages}")
                 say(f"    {report['seconds']}")
-        aside = marks / "last_step.new"
-        aside.write_text(str(Round(marks, changes).newest_step() + 4))
-        os.replace(aside, marks / "last_step")
-    return Run.of([Round(marks, number) for number in range(changes + 1)], found)
+        aside = marks / f"{LAST_STEP}.new"
+        aside.write_text(str(rounds[-1].newest_step() + 4))
+        os.replace(aside, marks / LAST_STEP)
+    rounds[-1] = Round(marks, changes, layouts[-1].ranks)
+    return Run.of(rounds, found)
 
 
-def _scale(job: Path, degrees: str) -> None:
+def _has_made(marks: Path, number: int, layout: Layout, steps: int) -> Callable[[], bool]:
+    """Return whether a round has made more than so many steps."""
+    return lambda: Round(marks, number, layout.ranks).steps() > steps
+
+
+def _scale(job: Path, layout: Layout) -> None:
     """What ``scalai scale`` does, without the start of a process on busy cores."""
     card = read_card(job)
     assert card is not None, f"no coordinator in {job}"
     channel = Channel(*card)
-    channel.call("scale", nproc=WORKERS, nnodes=None, degrees=degrees, dry_run=False)
+    wanted = {"nproc": layout.ranks, "nnodes": None, "degrees": layout.degrees}
+    channel.call("scale", **wanted, dry_run=False)
     channel.close()
 
 
 def elastic_job(
     folder: Path,
-    size: Size,
+    job: Job,
     name: str,
+    layouts: Sequence[Layout],
     flags: Sequence[str],
     logs: Path,
-    workers: int = WORKERS,
     reports: Path | None = None,
 ) -> "Running":
-    """Return the job under scalai-run."""
-    config = folder / f"{name}.toml"
-    config.write_text(size.config())
-    command = ["scalai.launch.run", "--job", name, "--elastic", str(config)]
-    command += ["--nproc-per-node", str(workers), "--store-dir", str(folder / "store")]
+    """Return the job under scalai-run, on as many ranks as the largest of its layouts has."""
+    launch, script = job.elastic(folder)
+    command = ["scalai.launch.run", "--job", name, *launch]
+    command += ["--nproc-per-node", str(max(layout.ranks for layout in layouts))]
+    command += ["--store-dir", str(folder / "store")]
     if reports is not None:
         command += ["--report-dir", str(reports)]
-    return Running([*command, str(JOB), *flags], logs)
+    return Running([*command, str(job.script), *job.flags(), *script, *flags], logs)
 
 
 class Running:

@@ -1,9 +1,9 @@
 """A GPT that changes its layout four times while it trains, beside one that never does.
 
-    python examples/demo.py [--data FILE]
+    python examples/demo.py [--framework megatron|deepspeed] [--data FILE]
 
 Two hosts start, one leaves, another joins, then the job is scaled to 3 ranks and to 1. Every change
-takes other degrees of tensor, pipeline and data parallelism; the state goes from memory to memory.
+takes another parallel layout; the state goes from memory to memory.
 The losses must be those of a run that nobody interrupts. Hosts are agents on this machine.
 
 Exit codes: 0 all checks hold, 1 the demonstration failed, 4 a check does not hold.
@@ -23,9 +23,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
+from demo_frameworks import FRAMEWORKS, SCHEDULE_STEPS, Framework
 from demo_hosts import DemoError, Hosts, no_process_left
 from demo_picture import draw
-from demo_story import ORDINARY_STEPS, STORY, Change, Resize, Run, check, read_resize, read_run
+from demo_story import ORDINARY_STEPS, Change, Resize, Run, check, read_resize, read_run
 from demo_words import (
     change_line,
     check_lines,
@@ -43,8 +44,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 STEPS_BETWEEN = 20
 """Steps to train before the next change."""
-SCHEDULE_STEPS = 1000
-"""Steps that the schedule of the learning rate is made for."""
 MOST_STEPS = 10 * SCHEDULE_STEPS
 """The story ends long before."""
 SETTLE_S = 120.0
@@ -55,6 +54,9 @@ RESUMABLE = 75
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--framework", choices=FRAMEWORKS, default="megatron", help="default: %(default)s"
     )
     parser.add_argument("--data", type=Path, help="text to train on (default: Python's own docs)")
     parser.add_argument(
@@ -69,7 +71,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
-        return demonstrate(options.data, options.out)
+        return demonstrate(FRAMEWORKS[options.framework], options.data, options.out)
     except (DemoError, ScalaiError) as error:
         print(f"\nThe demonstration failed: {error}", file=sys.stderr)
         return 1
@@ -82,7 +84,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def demonstrate(data: Path | None, out: Path) -> int:
+def demonstrate(framework: Framework, data: Path | None, out: Path) -> int:
     """Train twice, compare, print and draw. Returns the exit code."""
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
@@ -91,19 +93,24 @@ def demonstrate(data: Path | None, out: Path) -> int:
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, store, ignore_errors=True)
         stack.enter_context(no_process_left())
-        print(introduction(data), flush=True)
-        elastic = Training("elastic", store, out, data, hosts=2, steps=MOST_STEPS)
-        _tell(elastic)
+        print(introduction(framework, data), flush=True)
+        elastic = Training("elastic", framework, store, out, data, hosts=2, steps=MOST_STEPS)
+        _tell(framework.story, elastic)
         steps = elastic.run.last_step
         print(f"\n  Now {steps} steps without any change ...\n", flush=True)
-        reference = Training("reference", store, out, data, hosts=1, steps=steps)
+        reference = Training("reference", framework, store, out, data, hosts=1, steps=steps)
         _train_to_the_end(reference, steps)
     resizes = elastic.resizes()
     checks = check(
-        elastic.run, reference.run, resizes, (elastic.first, reference.first), elastic.saved_step()
+        elastic.run,
+        reference.run,
+        resizes,
+        (elastic.first, reference.first),
+        elastic.saved_step(),
+        framework.story,
     )
-    picture = draw(elastic.run, reference.run, resizes, STORY, out / "scalai-demo.png")
-    print(phase_table(elastic.run, resizes, STORY))
+    picture = draw(elastic.run, reference.run, resizes, framework.story, out / "scalai-demo.png")
+    print(phase_table(elastic.run, resizes, framework.story))
     print(check_lines(checks))
     print(f"\n  picture   {picture}\n  took      {time.monotonic() - began:.0f} s")
     return 0 if all(one.is_kept for one in checks) else 4
@@ -113,14 +120,23 @@ class Training:
     """One training on 4 workers at the start: its job, its hosts and what it writes down."""
 
     def __init__(
-        self, name: str, store: Path, out: Path, data: Path | None, *, hosts: int, steps: int
+        self,
+        name: str,
+        framework: Framework,
+        store: Path,
+        out: Path,
+        data: Path | None,
+        *,
+        hosts: int,
+        steps: int,
     ) -> None:
         self._name, self._store, self._folder = name, store, out / name
         shutil.rmtree(self._folder, ignore_errors=True)
         (self._folder / "metrics").mkdir(parents=True)
         self._script = [
-            str(ROOT / "examples" / "train_gpt.py"),
-            *("--steps", str(steps), "--lr-decay-steps", str(SCHEDULE_STEPS)),
+            str(framework.script),
+            *framework.arguments,
+            *("--steps", str(steps)),
             *("--metrics", str(self._folder / "metrics")),
             *(("--data", str(data.resolve())) if data else ()),
         ]
@@ -130,7 +146,7 @@ class Training:
             *("--coordinator", "127.0.0.1:0", "--max-restarts", "0"),
             *("--store-dir", str(store), "--durable-dir", str(self._folder / "saved")),
             *("--report-dir", str(self._folder / "reports"), "--settle-s", str(SETTLE_S)),
-            *("--elastic", str(ROOT / "configs" / "elastic_gpt_tiny.toml")),
+            *framework.launch,
         ]
         self.hosts = Hosts(self._agent, self._folder / "logs")
         self.first: Mapping[str, int] = {}
@@ -192,9 +208,9 @@ def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _tell(training: Training) -> None:
+def _tell(story: Sequence[Change], training: Training) -> None:
     """Carry out the story, until the last host has left."""
-    for number, change in enumerate(STORY, start=1):
+    for number, change in enumerate(story, start=1):
         _begin(change, training)
         resize = training.wait_for_round(number)
         if change.kind == "start":

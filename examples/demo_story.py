@@ -60,15 +60,6 @@ class Change:
                 return f"scale to {self.workers}"
 
 
-STORY = (
-    Change("start", "TP2·PP1·DP2"),
-    Change("leave", "TP1·PP2·DP1", host="b"),
-    Change("join", "TP2·PP2·DP1", host="c"),
-    Change("scale", "TP1·PP1·DP3", workers=3),
-    Change("scale", "TP1·PP1·DP1", workers=1),
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """One line of the losses. ``lr``: the rate that the step used; ``at``: when it ended, s."""
@@ -177,7 +168,7 @@ def check(
     resizes: Sequence[Resize],
     first: tuple[Mapping[str, int], Mapping[str, int]],
     saved_step: int,
-    story: Sequence[Change] = STORY,
+    story: Sequence[Change],
 ) -> tuple[Check, ...]:
     """Return every check of the demonstration.
 

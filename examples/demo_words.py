@@ -3,19 +3,20 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from demo_frameworks import Framework
 from demo_story import NO_PAUSE, PHASES, Change, Check, Resize, Run, pause_s
 
 _WIDTH = 12
 
 
-def introduction(data: Path | None) -> str:
+def introduction(framework: Framework, data: Path | None) -> str:
     """Return what is about to happen, and the head of the lines that follow."""
     text = "the documentation texts of Python itself" if data is None else str(data)
     return f"""\
 Scalai: a GPT changes its layout while it trains
 
   text      {text}, a token a byte
-  model     4 layers, 4 heads, fp32, no dropout; global batch 12
+  model     {framework.model}
   hosts     a and b, later c: three agents on this machine
   state     in memory from the first step to the last
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from demo_frameworks import FRAMEWORKS
 from demo_picture import draw
 from demo_story import (
     PHASES,
-    STORY,
     Check,
     Resize,
     Run,
@@ -23,6 +23,7 @@ from demo_story import (
 from demo_words import change_line, check_lines, end_line, introduction, phase_table
 
 STEPS = 12
+STORY = FRAMEWORKS["megatron"].story
 FIRST = {"param/w": 1, "exp_avg/w": 2}
 
 
@@ -60,6 +61,7 @@ def verdicts(
         resizes() if rounds is None else rounds,
         (FIRST, FIRST if first is None else first),
         saved,
+        STORY,
     )
     return [one.promise for one in checks if not one.is_kept]
 
@@ -166,9 +168,9 @@ def test_a_report_of_the_launcher_is_read() -> None:
 
 def test_what_is_printed_names_every_change_and_every_verdict() -> None:
     rounds = resizes()
-    checks = check(run(), run(), rounds, (FIRST, FIRST), STEPS - 1)
+    checks = check(run(), run(), rounds, (FIRST, FIRST), STEPS - 1, STORY)
     lines = [change_line(change, r, run()) for change, r in zip(STORY, rounds, strict=True)]
-    text = "\n".join([introduction(None), *lines, end_line(run())])
+    text = "\n".join([introduction(FRAMEWORKS["megatron"], None), *lines, end_line(run())])
     assert all(change.degrees in text and str(change) in text for change in STORY)
     table = phase_table(run(), rounds, STORY)
     assert all(change.label in table for change in STORY[1:])

@@ -1,0 +1,75 @@
+"""The figures that ``resize.py`` and ``resize_deepspeed.py`` have in common."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from report import Report
+from resize_runs import Change, Job, Layout, Run, elastic_job
+
+LOSS_TOLERANCE = 1e-4
+
+
+def medians(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each entry."""
+    return {name: round(median(table[name] for table in tables), 4) for name in tables[0]}
+
+
+def there(changes: Sequence[Change]) -> list[Change]:
+    """Return the changes that do not go back."""
+    return list(changes[::2])
+
+
+def add_ours(report: Report, changes: Sequence[Change]) -> None:
+    """Add the figures of our changes."""
+    forth = there(changes)
+    downtime = median(change.downtime_s for change in forth)
+    report.add("downtime_s", downtime, "s")
+    report.add("downtimes_s", [round(change.downtime_s, 3) for change in changes])
+    report.add("slowed_s", median(change.slowed_s for change in forth), "s")
+    report.add("step_s", median(change.step_s for change in forth), "s")
+    report.add("ours_s", medians([change.report["seconds"] for change in forth]))
+    report.add("ours_worker_s", medians([change.stages for change in forth]))
+    report.add("ours_worker_cpu_s", medians([change.cpu for change in forth]))
+
+
+def add_stock(report: Report, changes: Sequence[Change], ours: Sequence[Change]) -> None:
+    """Add the figures of the changes by checkpoint, and the ratios to ours."""
+    forth = there(changes)
+    downtime = median(change.downtime_s for change in forth)
+    report.add("stock_downtime_s", downtime, "s")
+    report.add("stock_downtimes_s", [round(change.downtime_s, 3) for change in changes])
+    report.add("stock_s", medians([change.stages for change in forth]))
+    report.add("stock_cpu_s", medians([change.cpu for change in forth]))
+    lost = median(change.downtime_s + max(0.0, change.slowed_s) for change in there(ours))
+    report.add("lost_ratio", downtime / lost)
+    report.add("downtime_ratio", downtime / median(change.downtime_s for change in there(ours)))
+
+
+def add_overhead(report: Report, folder: Path, job: Job, layout: Layout, pairs: int) -> None:
+    """Add the cost of the boundary, with the 95 % interval of its median by bootstrap."""
+    marks = folder / "overhead"
+    marks.mkdir()
+    flags = ["--marks", str(marks), "--pairs", str(pairs)]
+    with elastic_job(folder, job, "overhead-benchmark", [layout], flags, marks):
+        pass
+    lines = [json.loads(line) for line in (marks / "round-0-0.jsonl").open()]
+    on, off = ([line[key] for line in lines if line["event"] == "pair"] for key in ("on", "off"))
+    ratios = np.array(on) / np.array(off)
+    chosen = np.random.default_rng(0).integers(0, len(ratios), (4000, len(ratios)))
+    interval = np.quantile(np.median(ratios[chosen], axis=1), (0.025, 0.975))
+    report.add("overhead_pairs", len(ratios))
+    report.add("overhead_step_ms", 1e3 * float(np.median(off)), "ms")
+    report.add("overhead_interval", [round(float(value), 5) for value in interval])
+    report.add("overhead_ratio", round(float(np.median(ratios)), 5))
+
+
+def check_losses(report: Report, ours: Run, stock: Run) -> None:
+    """End if the two ways did not train the same: then the comparison would mean nothing."""
+    common = sorted(ours.losses.keys() & stock.losses.keys())
+    worst = max(abs(ours.losses[s] - stock.losses[s]) / stock.losses[s] for s in common)
+    report.add("loss_difference", worst, f"relative, at most, of {len(common)} steps")
+    if not worst < LOSS_TOLERANCE:
+        raise SystemExit(f"losses differ by {worst}: ours {ours.losses}, stock {stock.losses}")
