@@ -21,14 +21,9 @@ import wrapt
 
 from scalai.patches.megatron import script, writers
 from scalai.patches.megatron.ledger import Ledger
-from scalai.patches.megatron.progress import (
-    checkpoint_step,
-    choose_source,
-    describe_source,
-    put_progress,
-    take_progress,
-)
+from scalai.patches.megatron.progress import checkpoint_step, put_progress, take_progress
 from scalai.patches.megatron.versions import ALLOW_UNKNOWN_VERSION, check_version
+from scalai.patches.progress import choose_source, describe_source
 from scalai.runtime.live import Json, LiveState
 
 log = logging.getLogger(__name__)
