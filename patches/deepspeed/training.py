@@ -224,19 +224,21 @@ class EngineHooks:
         if is_restored:
             _draw_anew(engine)
         checkpoints.install(is_restored=is_restored)
-        name = "train_batch" if _is_pipeline(engine) else "step"
-        setattr(engine, name, self._with_boundary(getattr(engine, name)))
+        for name in ("train_batch",) if _is_pipeline(engine) else ("forward", "backward"):
+            setattr(engine, name, self._behind_boundary(getattr(engine, name)))
 
-    def _with_boundary(self, method: Call) -> Call:
+    def _behind_boundary(self, method: Call) -> Call:
+        """A step has ended once the script begins the next one: what it does between them, such as
+        reporting, evaluating and saving, belongs to the step before."""
+
         @functools.wraps(method)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            before = self.engine.global_steps
-            result = method(*args, **kwargs)
-            if self.engine.global_steps != before:
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            engine = self.engine
+            if engine.module.training and engine.global_steps != self._session.step:
                 self.boundary()
-            return result
+            return method(*args, **kwargs)
 
-        return step
+        return begin
 
 
 def _is_pipeline(engine: Any) -> bool:
