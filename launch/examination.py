@@ -1,4 +1,4 @@
-"""What an elastic job finds on this host: versions, memory, devices, network, and the job itself."""
+"""What an elastic job finds on this host: versions, memory, devices, network, the job itself."""
 
 import json
 import os

@@ -122,7 +122,7 @@ class Feed:
     def _draw(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
         drawn = wrapped(*args, **kwargs)
         source = instance._sampler_iter
-        if isinstance(source, Pass) and source.number is not None and torch.is_grad_enabled():
+        if isinstance(source, Pass) and source.number is not None:
             source.clock.drawn.append(source.number)
         return drawn
 
@@ -147,7 +147,8 @@ class ElasticBatchSampler(BatchSampler):
     @property
     def is_elastic(self) -> bool:
         """Whether the samples are trained on by the engine, as far as can be told."""
-        return not self.feed.is_evaluating() and self.feed.is_micro_batch(self.batch_size)
+        is_training = torch.is_grad_enabled() and not self.feed.is_evaluating()
+        return is_training and self.feed.is_micro_batch(self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         return Pass(self)

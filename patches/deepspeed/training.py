@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
+import torch
 import torch.distributed
 import wrapt
 
@@ -90,6 +91,7 @@ class EngineHooks:
         self._get_session = get_session
         self.feed = Feed()
         self.engine: Any = None
+        self._is_due = False
 
     def hook_deepspeed(self, deepspeed: Any) -> None:
         self._version = deepspeed.__version__
@@ -171,13 +173,17 @@ class EngineHooks:
                 if not self.feed.clocks.is_replaying:
                     raise
 
-    def boundary(self) -> None:
-        """Say that an optimizer step has ended, and leave where the job stops here."""
-        engine, session = self.engine, self._session
-        if session.settings.get("data_order") != "own" and _draws_samples(engine):
+    def count_step(self) -> None:
+        """An optimizer step has ended: its samples are consumed."""
+        if self._session.settings.get("data_order") != "own" and _draws_samples(self.engine):
             self.feed.step()
-        if session.boundary(engine.global_steps, engine.global_samples):
-            _leave(engine)
+        self._is_due = True
+
+    def end_step(self) -> None:
+        """The script has done what it does after a step: leave where the job stops here."""
+        self._is_due = False
+        if self._session.boundary(self.engine.global_steps, self.engine.global_samples):
+            _leave(self.engine)
 
     def _is_evaluating(self) -> bool:
         return self.engine is not None and not self.engine.module.training
@@ -227,16 +233,31 @@ class EngineHooks:
         if is_restored:
             _draw_anew(engine)
         checkpoints.install(is_restored=is_restored)
-        name = "train_batch" if _is_pipeline(engine) else "step"
-        setattr(engine, name, self._with_boundary(getattr(engine, name)))
+        is_pipeline = _is_pipeline(engine)
+        for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
+            setattr(engine, name, self._after_a_step(getattr(engine, name)))
+        name = "train_batch" if is_pipeline else "step"
+        setattr(engine, name, self._counting_steps(getattr(engine, name)))
 
-    def _with_boundary(self, method: Call) -> Call:
+    def _after_a_step(self, method: Call) -> Call:
+        """Where the next step begins, the script has logged, evaluated and saved the one before:
+        what it does in a step is done once, before a change or after it."""
+
+        @functools.wraps(method)
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            if self._is_due and not self._is_evaluating() and torch.is_grad_enabled():
+                self.end_step()
+            return method(*args, **kwargs)
+
+        return begin
+
+    def _counting_steps(self, method: Call) -> Call:
         @functools.wraps(method)
         def step(*args: Any, **kwargs: Any) -> Any:
             before = self.engine.global_steps
             result = method(*args, **kwargs)
             if self.engine.global_steps != before:
-                self.boundary()
+                self.count_step()
             return result
 
         return step

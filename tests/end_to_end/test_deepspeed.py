@@ -123,3 +123,21 @@ def test_every_stage_goes_through_four_changes_of_dp(
     agents = train_through(tmp_path / "elastic", config(stage), worlds, monkeypatch, *flags)
     assert alone.wait(60) == 0
     check(agents, lines_of(tmp_path / "alone"), worlds)
+
+
+@pytest.mark.campaign
+def test_a_pipeline_changes_its_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script asks for two stages; the block says on how many ranks there are others.
+
+    No clipping: a pipeline's norm in DeepSpeed depends on its stages.
+    """
+    given = config(1, degrees={"default": "pp2", "4": "pp2", "2": "pp1", "3": "pp3"})
+    del given["gradient_clipping"]
+    alone = run_alone(tmp_path / "alone", given, "--num-stages", "1")
+    worlds = (4, 2, 3, 4)
+    folder = tmp_path / "elastic"
+    agents = train_through(folder, given, worlds, monkeypatch, "--num-stages", "2")
+    assert alone.wait(60) == 0
+    check(agents, lines_of(tmp_path / "alone"), worlds)
+    stages = {(line["world"], line["stages"]) for line in agents.lines()}
+    assert stages == {(4, 2), (2, 1), (3, 3)}
