@@ -91,7 +91,12 @@ def check(agents: Agents, reference: Sequence[Mapping[str, Any]], worlds: Sequen
     assert [line["step"] for line in made] == list(range(1, STEPS + 1)), agents.logs()
     assert tuple(world for world, _ in groupby(line["world"] for line in made)) == worlds
     assert [report.get("steps_lost", 0) for report in agents.resizes()] == [0] * len(worlds)
-    for line, expected in zip(made, reference, strict=True):
+    compare(made, reference)
+
+
+def compare(made: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> None:
+    for line in made:
+        expected = reference[line["step"] - 1]
         assert (line["samples"], line["lr"]) == (expected["samples"], expected["lr"]), line
         assert line["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE), line
 
@@ -141,3 +146,32 @@ def test_a_pipeline_changes_its_stages(tmp_path: Path, monkeypatch: pytest.Monke
     check(agents, lines_of(tmp_path / "alone"), worlds)
     stages = {(line["world"], line["stages"]) for line in agents.lines()}
     assert stages == {(4, 2), (2, 1), (3, 3)}
+
+
+@pytest.mark.campaign
+def test_a_checkpoint_that_is_newer_than_the_generation_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker dies, and the only generation is the start: the script's own checkpoint is newer.
+    What it brought is carried over the next change."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    given = config(1)
+    alone = run_alone(tmp_path / "alone", given, "--loader-workers", "0")
+    folder = tmp_path / "elastic"
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(given))
+    flags = ("--step-s", "0.3", "--loader-workers", "0", "--save", str(tmp_path / "checkpoints"))
+    script, restarts = arguments(folder, *flags), ("--max-restarts", "3")
+    with Agents(folder, None, script, nodes="1", slots=2, flags=restarts) as agents:
+        agents.start("a")
+        agents.wait_for_step(12)
+        agents.kill_worker(1)
+        agents.wait_until(lambda: len(agents.resizes()) == 2, "the workers are started again")
+        agents.scale(nproc=1)
+        agents.wait_for_world(1)
+        assert agents.exit_code("a") == 0, agents.logs()
+    assert alone.wait(60) == 0
+    steps = [line["step"] for line in agents.lines()]
+    begun_again = next(place for place in range(1, len(steps)) if steps[place] <= steps[place - 1])
+    assert steps[begun_again:] == list(range(11, STEPS + 1)), "from the end of the second epoch on"
+    compare(agents.lines(), lines_of(tmp_path / "alone"))

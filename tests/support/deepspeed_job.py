@@ -72,11 +72,10 @@ def main():
     )  # fmt: skip
     if not is_torchs:
         loader, sampler = deepspeed_loader, deepspeed_loader.data_sampler
-    if options.save:
-        engine.load_checkpoint(str(options.save))
+    path, client = engine.load_checkpoint(str(options.save)) if options.save else (None, {})
 
     losses, seen = [], []
-    for epoch in range(options.epochs):
+    for epoch in range(client["epoch"] + 1 if path else 0, options.epochs):
         sampler.set_epoch(epoch)
         for rows, classes, numbers in loader:
             loss = torch.nn.functional.cross_entropy(engine(rows), classes)
