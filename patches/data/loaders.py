@@ -62,6 +62,10 @@ class Feed:
             (stated_micro_batch_size, first.micro_batch_size, batches.micro_batch_size)
         )
 
+    def is_training(self) -> bool:
+        """Whether what is drawn now may be trained on."""
+        return torch.is_grad_enabled() and not self.is_evaluating()
+
     def is_micro_batch(self, batch_size: int) -> bool:
         """Whether a loader with such batches feeds the engine."""
         if self._batch_sizes and batch_size not in self._batch_sizes:
@@ -147,8 +151,7 @@ class ElasticBatchSampler(BatchSampler):
     @property
     def is_elastic(self) -> bool:
         """Whether the samples are trained on by the engine, as far as can be told."""
-        is_training = torch.is_grad_enabled() and not self.feed.is_evaluating()
-        return is_training and self.feed.is_micro_batch(self.batch_size)
+        return self.feed.is_training() and self.feed.is_micro_batch(self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         return Pass(self)
@@ -173,7 +176,8 @@ class ElasticBatchSampler(BatchSampler):
         order = pass_order(sampler, batches.global_batch_size, drop_last=is_dropping)
         for begin in range(consumed, len(order), batches.global_batch_size):
             for places in batches.dealt_samples(begin, sampler.rank):
-                yield order[places].tolist()
+                # Beyond the end only where a person has changed the global batch within a pass.
+                yield order[places % len(order)].tolist()
 
 
 class Pass(Iterator[list[int]]):

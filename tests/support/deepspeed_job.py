@@ -52,6 +52,7 @@ def main():
     parser.add_argument("--loader-workers", type=int, help="torch's loader, not DeepSpeed's")
     parser.add_argument("--micro-batch", type=int, default=3)
     parser.add_argument("--num-stages", type=int, help="train a pipeline")
+    parser.add_argument("--zero-init", action="store_true", help="build the model in shards")
     parser.add_argument("--save", type=Path, help="save and load checkpoints here")
     deepspeed.add_config_arguments(parser)
     options = parser.parse_args()
@@ -60,7 +61,11 @@ def main():
     if options.num_stages is not None:
         train_pipeline(options)
         return
-    data, model = Rows(), build_model()
+    with deepspeed.zero.Init(
+        config_dict_or_path=options.deepspeed_config, enabled=options.zero_init, dtype=torch.float32
+    ):
+        model = build_model()
+    data = Rows()
     is_torchs = options.loader_workers is not None
     if is_torchs:
         sampler = DistributedSampler(data)
