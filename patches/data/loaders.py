@@ -77,6 +77,7 @@ class Feed:
         """Hook torch's samplers and loaders, those that are made from now on."""
         wrapt.wrap_function_wrapper(DistributedSampler, "__init__", self._make_sampler)
         wrapt.wrap_function_wrapper(DataLoader, "__init__", self._make_loader)
+        wrapt.wrap_function_wrapper(DataLoader, "__iter__", self._iterate)
         wrapt.wrap_function_wrapper(_BaseDataLoaderIter, "__next__", self._draw)
 
     def step(self) -> None:
@@ -123,11 +124,19 @@ class Feed:
             # The loader does not let an attribute be set again; nothing has used it yet.
             vars(instance)["batch_sampler"] = ElasticBatchSampler(instance.batch_sampler, self)
 
+    def _iterate(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+        """Go over consumed passes without starting a loader's workers for them."""
+        sampler = instance.batch_sampler
+        if isinstance(sampler, ElasticBatchSampler) and sampler.skip_consumed_pass():
+            return iter(())
+        batches: Iterator[Any] = wrapped(*args, **kwargs)
+        return batches
+
     def _draw(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
         drawn = wrapped(*args, **kwargs)
         source = instance._sampler_iter
         if isinstance(source, Pass) and source.number is not None:
-            source.clock.drawn.append(source.number)
+            source.sampler.clock.drawn.append(source.number)
         return drawn
 
 
@@ -149,6 +158,12 @@ class ElasticBatchSampler(BatchSampler):
         return self.sampler
 
     @property
+    def clock(self) -> Clock:
+        clock = self.distributed.scalai_clock  # type: ignore[attr-defined]
+        assert isinstance(clock, Clock)
+        return clock
+
+    @property
     def is_elastic(self) -> bool:
         """Whether the samples are trained on by the engine, as far as can be told."""
         return self.feed.is_training() and self.feed.is_micro_batch(self.batch_size)
@@ -162,6 +177,14 @@ class ElasticBatchSampler(BatchSampler):
             is_dropping = self.drop_last or sampler.drop_last
             return self.feed.length(len(sampler.dataset), drop_last=is_dropping)  # type: ignore[arg-type]
         return len(self.plain)
+
+    def skip_consumed_pass(self) -> bool:
+        """Begin and end the next pass if nothing of it is left. Returns whether it was so."""
+        sampler = self.distributed
+        if not self.is_elastic or self.clock.next_pass(sampler.epoch)[1] is not None:
+            return False
+        self.clock.begin(sampler.epoch)
+        return True
 
     def micro_batches(self, consumed: int) -> Iterator[list[int]]:
         """Yield this rank's micro-batches of a pass of which so many samples are consumed."""
@@ -188,15 +211,9 @@ class Pass(Iterator[list[int]]):
     """
 
     def __init__(self, sampler: ElasticBatchSampler) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
         self._batches: Iterator[list[int]] | None = None
         self.number: PassNumber | None = None
-
-    @property
-    def clock(self) -> Clock:
-        clock = self._sampler.distributed.scalai_clock  # type: ignore[attr-defined]
-        assert isinstance(clock, Clock)
-        return clock
 
     def __next__(self) -> list[int]:
         if self._batches is None:
@@ -204,10 +221,10 @@ class Pass(Iterator[list[int]]):
         return next(self._batches)
 
     def _begin(self) -> Iterator[list[int]]:
-        if not self._sampler.is_elastic:
-            return iter(self._sampler.plain)
-        self.number, consumed = self.clock.begin(self._sampler.distributed.epoch)
-        return iter(()) if consumed is None else self._sampler.micro_batches(consumed)
+        if not self.sampler.is_elastic:
+            return iter(self.sampler.plain)
+        self.number, consumed = self.sampler.clock.begin(self.sampler.distributed.epoch)
+        return iter(()) if consumed is None else self.sampler.micro_batches(consumed)
 
 
 def pass_order(
