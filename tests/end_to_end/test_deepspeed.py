@@ -151,6 +151,27 @@ def test_a_pipeline_changes_its_stages(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.campaign
+def test_a_plain_model_that_deepspeed_cuts_changes_its_tp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TP begins as the configuration's autotp_size says."""
+    layers = [
+        {"patterns": [r".*1\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*3\.weight$"], "partition_type": "row"},
+    ]
+    cuts = {"use_default_specs": False, "layer_specs": layers}
+    given = config(1, degrees={"2": "tp1", "2->4": "tp2"})
+    alone = run_alone(tmp_path / "alone", given)
+    given["tensor_parallel"] = {"autotp_size": 2, "partition_config": cuts}
+    worlds = (4, 2, 4)
+    agents = train_through(tmp_path / "elastic", given, worlds, monkeypatch)
+    assert alone.wait(60) == 0
+    check(agents, lines_of(tmp_path / "alone"), worlds)
+    degrees = [report["after"] for report in agents.resizes()]
+    assert degrees == ["TP2·PP1·DP2", "TP1·PP1·DP2", "TP2·PP1·DP2"]
+
+
+@pytest.mark.campaign
 def test_a_checkpoint_that_is_newer_than_the_generation_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,9 +24,7 @@ def save(rank: int, store: dist.Store, job: Job, directory: str) -> Any:
     return _to_the_end(training)
 
 
-def load(
-    rank: int, store: dist.Store, job: Job, directory: str, arguments: dict[str, Any]
-) -> Any:
+def load(rank: int, store: dist.Store, job: Job, directory: str, arguments: dict[str, Any]) -> Any:
     """Load into a fresh job, train on."""
     training = Training(job, rank, store, OTHER_SEED)
     engine = training.engine

@@ -58,7 +58,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after", "tolerance"), [pytest.param(*c[1:], id=c[0]) for c in CASES])
+@pytest.mark.parametrize(
+    ("before", "after", "tolerance"), [pytest.param(*c[1:], id=c[0]) for c in CASES]
+)
 def test_a_loaded_job_goes_on_as_the_one_that_saved(
     pool: WorkerPool, saves: Saves, before: Job, after: Job, tolerance: float
 ) -> None:

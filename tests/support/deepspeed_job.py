@@ -38,8 +38,8 @@ class Rows(Dataset):
 def build_model():
     torch.manual_seed(3)
     return torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 13), torch.nn.Tanh(), torch.nn.LayerNorm(13),
-        torch.nn.Linear(13, CLASSES),
+        torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 14), torch.nn.Tanh(),
+        torch.nn.Linear(14, CLASSES),
     )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def write(metrics, engine, losses, seen):
         line = {
             "step": engine.global_steps + 1, "world": dist.get_world_size(),
             "loss": float(total) / dist.get_world_size(), "lr": engine.get_lr()[0],
-            "samples": sorted(number for each in everyones for number in each),
+            "samples": sorted({number for each in everyones for number in each}),
             "stage": engine.zero_optimization_stage(),
         }  # fmt: skip
         with metrics.open("a") as file:
