@@ -42,8 +42,9 @@ class FirstBatches:
 class Feed:
     """The loaders of one process and how far each is.
 
-    Until ``start`` loaders are torch's own. ``is_evaluating`` says whether what is drawn now is not
-    trained on.
+    Until ``start`` loaders are torch's own, but as long as in the first round. ``is_evaluating``
+    says whether what is drawn now is not trained on, ``first_dp`` the number of replicas of the
+    first round, None while that is this one.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class Feed:
         self.first: FirstBatches | None = None
         self._batch_sizes: frozenset[int] = frozenset()
         self.is_evaluating: Callable[[], bool] = lambda: False
+        self.first_dp: Callable[[], int | None] = lambda: None
         self._declined: dict[str, None] = {}
 
     def start(self, batches: Batches, first: FirstBatches, stated_micro_batch_size: int) -> None:
@@ -176,7 +178,15 @@ class ElasticBatchSampler(BatchSampler):
         if self.is_elastic:
             is_dropping = self.drop_last or sampler.drop_last
             return self.feed.length(len(sampler.dataset), drop_last=is_dropping)  # type: ignore[arg-type]
+        if self.feed.first is None and (first_dp := self.feed.first_dp()) is not None:
+            return self._plain_length(first_dp)
         return len(self.plain)
+
+    def _plain_length(self, replicas: int) -> int:
+        """Return how many batches torch gives each of so many replicas."""
+        samples, sampler = len(self.distributed.dataset), self.distributed  # type: ignore[arg-type]
+        each = samples // replicas if sampler.drop_last else -(-samples // replicas)
+        return each // self.batch_size if self.drop_last else -(-each // self.batch_size)
 
     def skip_consumed_pass(self) -> bool:
         """Begin and end the next pass if nothing of it is left. Returns whether it was so."""

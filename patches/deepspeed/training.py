@@ -99,9 +99,8 @@ class EngineHooks:
     def hook_deepspeed(self, deepspeed: Any) -> None:
         self._version = deepspeed.__version__
         self.feed.install()
-        self.feed.is_evaluating = lambda: (
-            self.engine is not None and not self.engine.module.training
-        )
+        self.feed.is_evaluating = self._is_evaluating
+        self.feed.first_dp = lambda: self._session.facts.get("first_dp")
         loaders.install(self.feed)
         pipe = importlib.import_module("deepspeed.runtime.pipe.module")
         zero = importlib.import_module("deepspeed.runtime.zero.partition_parameters")

@@ -55,7 +55,9 @@ def loader_of(
     workers: int = 0, batch_size: int = MICRO_BATCH,
 ) -> "DataLoader[int]":  # fmt: skip
     data = Numbers(samples)
-    sampler: DistributedSampler[int] = DistributedSampler(data, dp, rank, shuffle=shuffle)
+    sampler: DistributedSampler[int] = DistributedSampler(
+        data, dp, rank, shuffle=shuffle, drop_last=drop_last
+    )
     return DataLoader(data, batch_size, sampler=sampler, drop_last=drop_last, num_workers=workers)
 
 
@@ -153,6 +155,15 @@ def test_a_loader_is_as_long_as_in_the_first_round() -> None:
     for dp in DPS:
         with hooked(dp, first_dp=4):
             assert len(loader_of(48, dp, 0)) == 4
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_before_the_engine_is_built_a_loader_is_as_long_as_torchs_was_then(drop_last: bool) -> None:
+    for samples in (47, 48, 50):
+        plain = len(loader_of(samples, 4, 0, drop_last=drop_last))
+        with hooked() as feed:
+            feed.first_dp = lambda: 4
+            assert len(loader_of(samples, 3, 0, drop_last=drop_last)) == plain
 
 
 def test_micro_batches_that_are_drawn_ahead_are_drawn_again() -> None:
