@@ -98,7 +98,7 @@ def _signed(bits: Bits) -> torch.Tensor:
 
 def proof(rows: Sequence[Row], prints: npt.NDArray[np.uint64]) -> bytes:
     """Return what ``check_proofs`` needs of a rank: its rows and their fingerprints."""
-    return packed(collection_of(rows), None, prints=prints)
+    return packed(collection_of(rows), None, {"prints": prints})
 
 
 def check_proofs(directory: Path, source: Collection, proofs: Sequence[bytes]) -> None:

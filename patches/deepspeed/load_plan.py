@@ -21,9 +21,9 @@ from scalai.patches.deepspeed.loss_scale import put_loss_scale
 from scalai.patches.deepspeed.masters import Master, masters_of
 from scalai.patches.deepspeed.native import Request
 from scalai.patches.deepspeed.saved import Saved
-from scalai.patches.deepspeed.state import DeepSpeedState
 from scalai.patches.deepspeed.steps import STEP, put_steps
 from scalai.patches.deepspeed.values import own_file, read_values
+from scalai.runtime.live import Slot
 from scalai.runtime.rows import collection_of, wanted_rows
 
 _WAY_OUT = (
@@ -56,8 +56,15 @@ class LoadPlan:
     values: Mapping[str, Any]
 
     @classmethod
-    def of(cls, engine: Any, directory: Path, saved: Saved, request: Request) -> "LoadPlan":
-        """Plan a load; the engine stays as it is, but that a fresh optimizer gets its state.
+    def of(
+        cls,
+        engine: Any,
+        directory: Path,
+        saved: Saved,
+        request: Request,
+        slots: Sequence[Slot],
+    ) -> "LoadPlan":
+        """Plan a load into ``slots``, all of the engine's.
 
         Raises:
             RefusedError: It cannot be done.
@@ -70,7 +77,7 @@ class LoadPlan:
             )
         slots = [
             slot
-            for slot in DeepSpeedState(engine).slots()
+            for slot in slots
             if slot.tensor.numel and (request.is_whole or _kind(slot.tensor) == PARAM)
         ]
         source = {tensor.name: tensor for tensor in saved.placed.collection.tensors}

@@ -24,6 +24,7 @@ from scalai.patches.deepspeed.filling import check_proofs, fill, proof
 from scalai.patches.deepspeed.load_plan import LoadPlan
 from scalai.patches.deepspeed.native import Request, is_out_of_scope, loads_itself
 from scalai.patches.deepspeed.saved import Saved, read_saved
+from scalai.patches.deepspeed.state import DeepSpeedState
 from scalai.patches.deepspeed.values import client_state
 
 log = logging.getLogger(__name__)
@@ -87,8 +88,10 @@ def _seen(directory: Path | None) -> Path:
 
 
 def _load(ranks: Ranks, engine: Any, directory: Path, request: Request) -> Loaded:
+    # A fresh optimizer gets the state that its first step would make.
+    slots = ranks.together(lambda: DeepSpeedState(engine).slots())
     saved = Saved.from_bytes(ranks.from_first(lambda: read_saved(directory).to_bytes()))
-    plan = ranks.together(lambda: LoadPlan.of(engine, directory, saved, request))
+    plan = ranks.together(lambda: LoadPlan.of(engine, directory, saved, request, slots))
     plan.refuse_left_over(ranks.any_of(plan.used))
     _event(engine, "checkpoint_event_prologue")  # stage 3 lets go of what is gathered
     prints = ranks.together(lambda: fill(directory, plan.work, plan.rows))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.deepspeed.files import Tag, TagFiles, find_tag, list_files, read_dictionary
-from scalai.core.errors import RefusedError
+from scalai.converters.deepspeed.files import find_tag, list_files, read_dictionary
+from scalai.converters.deepspeed.job import uses_bf16_optimizer, zero_config
 from scalai.patches.deepspeed import grid
 
 _STATES = "*mp_rank_*_model_states.pt"
@@ -85,21 +85,18 @@ def loads_itself(engine: Any, directory: Path, request: Request) -> bool:
     own = tag.ranks[engine.checkpoint_mp_rank]
     if not engine.zero_optimization():
         return not own.optimizer
-    return len(own.optimizer) == here["dp"] and _has_equal_buffers(engine, tag, own)
+    return len(own.optimizer) == here["dp"] and _has_equal_buffers(
+        engine, tag.directory / own.model[0]
+    )
 
 
-def _has_equal_buffers(engine: Any, tag: Tag, own: TagFiles) -> bool:
+def _has_equal_buffers(engine: Any, path: Path) -> bool:
     """Tell whether flat buffers hold the same parameters in the same order, for one optimizer."""
-    model = read_dictionary(tag.directory / own.model[0], trust=True)
-    state = read_dictionary(tag.directory / own.optimizer[0], trust=True)
-    inner = state.get("optimizer_state_dict")
-    if not isinstance(inner, dict):
-        raise RefusedError(
-            f"{tag.directory / own.optimizer[0]} holds no optimizer_state_dict. Use another "
-            "checkpoint."
-        )
+    model = read_dictionary(path, trust=True)  # to look at; DeepSpeed itself believes it
+    config = model.get("ds_config")
+    config = config if isinstance(config, dict) else {}
+    was_bf16 = uses_bf16_optimizer(config, zero_config(config).get("stage", 0))
     is_bf16 = type(engine.optimizer).__name__ == "BF16_Optimizer"
-    was_bf16 = not own.is_stage_3 and inner.get("zero_stage") is None
     saved = _plain(model.get("param_shapes") or [])
     return is_bf16 == was_bf16 and saved == _plain(engine._get_zero_param_shapes())
 

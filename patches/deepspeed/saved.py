@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from scalai.converters.checkpoint import STEP, Checkpoint, CheckpointFile, Placed, ReadOptions
+from scalai.converters.checkpoint import STEP, Checkpoint, CheckpointFile, Placed
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.pickles import Foreign
@@ -54,10 +54,12 @@ class Saved:
         return packed(
             placed.collection,
             [files, self.steps, self.groups, self.loss_scale],
-            file=placed.file,
-            begin=placed.begin,
-            stride=placed.stride,
-            is_rounded=placed.rounded(),
+            {
+                "file": placed.file,
+                "begin": placed.begin,
+                "stride": placed.stride,
+                "is_rounded": placed.rounded(),
+            },
         )
 
     @classmethod
@@ -76,8 +78,7 @@ def read_saved(directory: Path) -> Saved:
         RefusedError: It is damaged, incomplete or of a kind that is not read.
         ProofError: Second copies differ at their start.
     """
-    # Classes of pickles become stand-ins; what cannot do without them is refused where it is used.
-    checkpoint = open_checkpoint(directory, ReadOptions(trust_pickle=True))
+    checkpoint = open_checkpoint(directory)
     check_coverage(checkpoint.placed.collection)
     check_samples(checkpoint)
     for note in checkpoint.notes:
