@@ -15,7 +15,7 @@ from agents import Agents
 
 SCRIPT = Path(__file__).parents[1] / "support" / "deepspeed_job.py"
 TOLERANCE = 1e-6
-EPOCHS = 8
+EPOCHS = 12
 STEPS = 5 * EPOCHS
 """60 samples in batches of 12."""
 
@@ -54,7 +54,8 @@ def run_alone(folder: Path, given: Mapping[str, Any], *flags: str) -> "subproces
 def arguments(folder: Path, *flags: str) -> list[str]:
     return [
         str(SCRIPT), "--metrics", str(folder / "metrics.jsonl"), "--epochs", str(EPOCHS),
-        "--deepspeed", "--deepspeed_config", str(folder / "ds.json"), *flags,
+        "--deepspeed", "--deepspeed_config", str(folder / "ds.json"), "--hurry",
+        str(folder / "hurry"), *flags,
     ]  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def train_through(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     folder.mkdir()
     (folder / "ds.json").write_text(json.dumps(given))
-    script = arguments(folder, "--step-s", "0.3", *flags)
+    script = arguments(folder, "--step-s", "0.6", *flags)
     with Agents(folder, None, script, nodes="1", slots=worlds[0]) as agents:
         agents.start("a")
         agents.wait_for_step(2, world=worlds[0])
@@ -81,6 +82,7 @@ def train_through(
             agents.wait_until(lambda: len(agents.resizes()) == changes, "every rank has stepped")  # noqa: B023
             agents.scale(nproc=world)
             agents.wait_for_world(world)
+        (folder / "hurry").touch()
         assert agents.exit_code("a") == 0, agents.logs()
     return agents
 
@@ -183,7 +185,7 @@ def test_a_checkpoint_that_is_newer_than_the_generation_is_loaded(
     folder = tmp_path / "elastic"
     folder.mkdir()
     (folder / "ds.json").write_text(json.dumps(given))
-    flags = ("--step-s", "0.3", "--loader-workers", "0", "--save", str(tmp_path / "checkpoints"))
+    flags = ("--step-s", "0.6", "--loader-workers", "0", "--save", str(tmp_path / "checkpoints"))
     script, restarts = arguments(folder, *flags), ("--max-restarts", "3")
     with Agents(folder, None, script, nodes="1", slots=2, flags=restarts) as agents:
         agents.start("a")
@@ -192,6 +194,7 @@ def test_a_checkpoint_that_is_newer_than_the_generation_is_loaded(
         agents.wait_until(lambda: len(agents.resizes()) == 2, "the workers are started again")
         agents.scale(nproc=1)
         agents.wait_for_world(1)
+        (folder / "hurry").touch()
         assert agents.exit_code("a") == 0, agents.logs()
     assert alone.wait(60) == 0
     steps = [line["step"] for line in agents.lines()]
