@@ -62,9 +62,8 @@ def main():
     if options.num_stages is not None:
         train_pipeline(options)
         return
-    with deepspeed.zero.Init(
-        config_dict_or_path=options.deepspeed_config, enabled=options.zero_init, dtype=torch.float32
-    ):
+    path = options.deepspeed_config
+    with deepspeed.zero.Init(config_dict_or_path=path, enabled=options.zero_init):
         model = build_model()
     data = Rows()
     is_torchs = options.loader_workers is not None
