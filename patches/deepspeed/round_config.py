@@ -111,3 +111,14 @@ def rewritten(config: Mapping[str, Any], order: RoundOrder, batches: Batches) ->
     if "data_parallel_size" in mine:
         mine["data_parallel_size"] = order.dp
     return mine
+
+
+def without_batches(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration for ``zero.Init``, which takes all ranks for replicas, refuses what
+    does not come out, and has no use for batches. ``"auto"`` stays."""
+    mine = copy.deepcopy(dict(config))
+    if "auto" not in (mine.get(key) for key in (TRAIN, MICRO, ACCUMULATION)):
+        mine[MICRO] = 1
+        for key in (TRAIN, ACCUMULATION):
+            mine.pop(key, None)
+    return mine

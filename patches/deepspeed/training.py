@@ -24,7 +24,13 @@ from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
 from scalai.patches.deepspeed import loaders
 from scalai.patches.deepspeed.checkpoints import Checkpoints
-from scalai.patches.deepspeed.round_config import RoundOrder, batches_of, config_of, rewritten
+from scalai.patches.deepspeed.round_config import (
+    RoundOrder,
+    batches_of,
+    config_of,
+    rewritten,
+    without_batches,
+)
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED
 from scalai.runtime.live import Json, LiveState
 
@@ -163,9 +169,8 @@ class EngineHooks:
         given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
         name = "config_dict_or_path" if "config_dict_or_path" in given else "config"
         config = config_of(None, given.get(name), None)
-        if config is not None and StatedBatch.of(config).resolved(1) is not None:
-            order = self._order()
-            given[name] = rewritten(config, order, batches_of(config, order))
+        if config is not None:
+            given[name] = without_batches(config)
         if self._session.settings.get("zero_stage") not in (None, PARTITIONED):
             given["enabled"] = False
         wrapped(**given)

@@ -8,7 +8,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.round_config import RoundOrder, batches_of, config_of, rewritten
+from scalai.patches.deepspeed.round_config import (
+    RoundOrder,
+    batches_of,
+    config_of,
+    rewritten,
+    without_batches,
+)
 
 STATED = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}
 
@@ -92,3 +98,10 @@ def test_the_configuration_is_taken_from_wherever_deepspeed_takes_it(tmp_path: A
     ):
         assert found == {"train_batch_size": 8}
     assert config_of(Namespace(), None, None) is None
+
+
+def test_a_model_is_built_in_shards_on_any_number_of_ranks() -> None:
+    stated = {**STATED, "gradient_accumulation_steps": 3, "bf16": {"enabled": True}}
+    assert without_batches(stated) == {"train_micro_batch_size_per_gpu": 1, "bf16": stated["bf16"]}
+    automatic = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2}
+    assert without_batches(automatic) == automatic
