@@ -43,14 +43,20 @@ class Clock:
     _newest: PassNumber | None = None
     """The pass that this process has begun last."""
 
-    def begin(self, epoch: int) -> tuple[PassNumber, int | None]:
-        """Begin a pass. Return which it is, and how many samples of it are consumed; None: all."""
+    def next_pass(self, epoch: int) -> tuple[PassNumber, int | None]:
+        """Return which pass would begin now, and how many samples of it are consumed; None: all."""
         is_repeated = self._newest is not None and self._newest.epoch == epoch
         repeat = self._newest.repeat + 1 if is_repeated and self._newest is not None else 0
-        number = self._newest = PassNumber(epoch, repeat)
+        number = PassNumber(epoch, repeat)
         if number < self.current:
             return number, None
         return number, self.consumed if number == self.current else 0
+
+    def begin(self, epoch: int) -> tuple[PassNumber, int | None]:
+        """Begin the next pass, and return what ``next_pass`` does."""
+        number, consumed = self.next_pass(epoch)
+        self._newest = number
+        return number, consumed
 
     @property
     def is_replaying(self) -> bool:
@@ -68,6 +74,14 @@ class Clock:
             self.current, self.consumed = number, 0
         self.consumed += batches.global_batch_size
         return True
+
+    @property
+    def place(self) -> tuple[PassNumber, int]:
+        """Where a later round goes on: a pass, and how many samples of it are consumed. Where the
+        script has begun the next pass already, what it does at the end of one is done."""
+        if self._newest is not None and self._newest > self.current:
+            return self._newest, 0
+        return self.current, self.consumed
 
     def restart(self, current: PassNumber, consumed: int) -> None:
         """Be as far as told. What was begun and drawn before does not count."""
@@ -100,8 +114,8 @@ class Clocks:
 
     def take(self) -> Json:
         """Return how far every sampler is, [samplers]."""
-        every = (*self._clocks, *self._to_come)
-        return [{"pass": list(clock.current), "consumed": clock.consumed} for clock in every]
+        places = [clock.place for clock in (*self._clocks, *self._to_come)]
+        return [{"pass": list(number), "consumed": consumed} for number, consumed in places]
 
     def put(self, saved: list[Mapping[str, Json]]) -> None:
         """Take up what ``take`` returned; samplers that were not told of begin anew."""

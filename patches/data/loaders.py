@@ -10,7 +10,7 @@ Source: torch/utils/data/distributed.py, dataloader.py and sampler.py, 2.13.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,21 +42,44 @@ class FirstBatches:
 class Feed:
     """The loaders of one process and how far each is.
 
-    ``batches`` and ``first`` are set once the engine is known; until then loaders are torch's own.
-    ``is_evaluating`` says whether what is drawn now is not trained on.
+    Until ``start`` loaders are torch's own, but as long as in the first round. ``is_evaluating``
+    says whether what is drawn now is not trained on, ``first_dp`` the number of replicas of the
+    first round, None while that is this one.
     """
 
     def __init__(self) -> None:
         self.clocks = Clocks()
         self.batches: Batches | None = None
         self.first: FirstBatches | None = None
+        self._batch_sizes: frozenset[int] = frozenset()
         self.is_evaluating: Callable[[], bool] = lambda: False
+        self.first_dp: Callable[[], int | None] = lambda: None
         self._declined: dict[str, None] = {}
+
+    def start(self, batches: Batches, first: FirstBatches, stated_micro_batch_size: int) -> None:
+        """Begin to keep the order, in loaders whose batches are micro-batches of the engine: as
+        stated in its configuration, as in the first round, or as in this one."""
+        self.batches, self.first = batches, first
+        self._batch_sizes = frozenset(
+            (stated_micro_batch_size, first.micro_batch_size, batches.micro_batch_size)
+        )
+
+    def is_training(self) -> bool:
+        """Whether what is drawn now may be trained on."""
+        return torch.is_grad_enabled() and not self.is_evaluating()
+
+    def is_micro_batch(self, batch_size: int) -> bool:
+        """Whether a loader with such batches feeds the engine."""
+        if self._batch_sizes and batch_size not in self._batch_sizes:
+            sizes = " or ".join(map(str, sorted(self._batch_sizes)))
+            self._declined[f"a loader has batches of {batch_size}, the engine of {sizes}"] = None
+        return batch_size in self._batch_sizes
 
     def install(self) -> None:
         """Hook torch's samplers and loaders, those that are made from now on."""
         wrapt.wrap_function_wrapper(DistributedSampler, "__init__", self._make_sampler)
         wrapt.wrap_function_wrapper(DataLoader, "__init__", self._make_loader)
+        wrapt.wrap_function_wrapper(DataLoader, "__iter__", self._iterate)
         wrapt.wrap_function_wrapper(_BaseDataLoaderIter, "__next__", self._draw)
 
     def step(self) -> None:
@@ -77,11 +100,10 @@ class Feed:
             "place its data by scalai.elastic().consumed_samples."
         )
 
-    def length(self, samples: int, *, drop_last: bool) -> int | None:
+    def length(self, samples: int, *, drop_last: bool) -> int:
         """Return the micro-batches of a pass over so many samples as the first round counted them:
-        schedules that a script computes from them stay as they are. None: not known yet."""
-        if self.first is None:
-            return None
+        schedules that a script computes from them stay as they are. After ``start``."""
+        assert self.first is not None
         length = pass_length(samples, self.first.global_batch_size, drop_last=drop_last)
         return length // (self.first.micro_batch_size * self.first.dp)
 
@@ -104,16 +126,20 @@ class Feed:
             # The loader does not let an attribute be set again; nothing has used it yet.
             vars(instance)["batch_sampler"] = ElasticBatchSampler(instance.batch_sampler, self)
 
+    def _iterate(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+        """Go over consumed passes without starting a loader's workers for them."""
+        sampler = instance.batch_sampler
+        if isinstance(sampler, ElasticBatchSampler) and sampler.skip_consumed_pass():
+            return iter(())
+        batches: Iterator[Any] = wrapped(*args, **kwargs)
+        return batches
+
     def _draw(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
         drawn = wrapped(*args, **kwargs)
         source = instance._sampler_iter
-        if isinstance(source, Pass) and source.number is not None and torch.is_grad_enabled():
-            source.clock.drawn.append(source.number)
+        if isinstance(source, Pass) and source.number is not None:
+            source.sampler.clock.drawn.append(source.number)
         return drawn
-
-    def decline(self, why: str) -> None:
-        """Remember why a loader is left as it is, for the case that the training draws from it."""
-        self._declined[why] = None
 
 
 class ElasticBatchSampler(BatchSampler):
@@ -134,18 +160,15 @@ class ElasticBatchSampler(BatchSampler):
         return self.sampler
 
     @property
+    def clock(self) -> Clock:
+        clock = self.distributed.scalai_clock  # type: ignore[attr-defined]
+        assert isinstance(clock, Clock)
+        return clock
+
+    @property
     def is_elastic(self) -> bool:
         """Whether the samples are trained on by the engine, as far as can be told."""
-        feed, batch_size = self.feed, self.batch_size
-        if feed.batches is None or feed.first is None or feed.is_evaluating():
-            return False
-        if batch_size not in (feed.first.micro_batch_size, feed.batches.micro_batch_size):
-            feed.decline(
-                f"a loader has batches of {batch_size}, the engine micro-batches of "
-                f"{feed.first.micro_batch_size}"
-            )
-            return False
-        return True
+        return self.feed.is_training() and self.feed.is_micro_batch(self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         return Pass(self)
@@ -154,10 +177,24 @@ class ElasticBatchSampler(BatchSampler):
         sampler = self.distributed
         if self.is_elastic:
             is_dropping = self.drop_last or sampler.drop_last
-            length = self.feed.length(len(sampler.dataset), drop_last=is_dropping)  # type: ignore[arg-type]
-            assert length is not None
-            return length
+            return self.feed.length(len(sampler.dataset), drop_last=is_dropping)  # type: ignore[arg-type]
+        if self.feed.first is None and (first_dp := self.feed.first_dp()) is not None:
+            return self._plain_length(first_dp)
         return len(self.plain)
+
+    def _plain_length(self, replicas: int) -> int:
+        """Return how many batches torch gives each of so many replicas."""
+        samples, sampler = len(self.distributed.dataset), self.distributed  # type: ignore[arg-type]
+        each = samples // replicas if sampler.drop_last else -(-samples // replicas)
+        return each // self.batch_size if self.drop_last else -(-each // self.batch_size)
+
+    def skip_consumed_pass(self) -> bool:
+        """Begin and end the next pass if nothing of it is left. Returns whether it was so."""
+        sampler = self.distributed
+        if not self.is_elastic or self.clock.next_pass(sampler.epoch)[1] is not None:
+            return False
+        self.clock.begin(sampler.epoch)
+        return True
 
     def micro_batches(self, consumed: int) -> Iterator[list[int]]:
         """Yield this rank's micro-batches of a pass of which so many samples are consumed."""
@@ -172,7 +209,8 @@ class ElasticBatchSampler(BatchSampler):
         order = pass_order(sampler, batches.global_batch_size, drop_last=is_dropping)
         for begin in range(consumed, len(order), batches.global_batch_size):
             for places in batches.dealt_samples(begin, sampler.rank):
-                yield order[places].tolist()
+                # Beyond the end only where a person has changed the global batch within a pass.
+                yield order[places % len(order)].tolist()
 
 
 class Pass(Iterator[list[int]]):
@@ -183,15 +221,9 @@ class Pass(Iterator[list[int]]):
     """
 
     def __init__(self, sampler: ElasticBatchSampler) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
         self._batches: Iterator[list[int]] | None = None
         self.number: PassNumber | None = None
-
-    @property
-    def clock(self) -> Clock:
-        clock = self._sampler.distributed.scalai_clock  # type: ignore[attr-defined]
-        assert isinstance(clock, Clock)
-        return clock
 
     def __next__(self) -> list[int]:
         if self._batches is None:
@@ -199,10 +231,10 @@ class Pass(Iterator[list[int]]):
         return next(self._batches)
 
     def _begin(self) -> Iterator[list[int]]:
-        if not self._sampler.is_elastic:
-            return iter(self._sampler.plain)
-        self.number, consumed = self.clock.begin(self._sampler.distributed.epoch)
-        return iter(()) if consumed is None else self._sampler.micro_batches(consumed)
+        if not self.sampler.is_elastic:
+            return iter(self.sampler.plain)
+        self.number, consumed = self.sampler.clock.begin(self.sampler.distributed.epoch)
+        return iter(()) if consumed is None else self.sampler.micro_batches(consumed)
 
 
 def pass_order(
@@ -227,12 +259,3 @@ def pass_order(
     else:
         order = np.arange(samples, dtype=np.int64)
     return np.resize(order, length)  # repeats it from its beginning where it is too short
-
-
-def facts_of(first: FirstBatches) -> Mapping[str, int]:
-    """Return what the first round tells later ones."""
-    return {
-        "global_batch_size": first.global_batch_size,
-        "first_micro_batch_size": first.micro_batch_size,
-        "first_dp": first.dp,
-    }

@@ -9,21 +9,35 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
+import torch
 import torch.distributed
 import wrapt
 
+from scalai.converters.deepspeed.config import StatedBatch
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
+from scalai.patches.deepspeed import loaders
 from scalai.patches.deepspeed.checkpoints import Checkpoints
-from scalai.patches.deepspeed.round_config import RoundOrder, batches_of, config_of, rewritten
+from scalai.patches.deepspeed.round_config import (
+    RoundOrder,
+    batches_of,
+    config_of,
+    rewritten,
+    without_batches,
+)
+from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED
 from scalai.runtime.live import Json, LiveState
 
 log = logging.getLogger(__name__)
+
+PARTITIONED = 3
+"""The ZeRO stage whose models may be built in shards."""
 
 Call = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -80,24 +94,25 @@ class EngineHooks:
         engine: The engine that takes part; None before it is built.
     """
 
-    _session: ElasticSession
+    _version: str
 
     def __init__(self, get_session: Callable[[], ElasticSession]) -> None:
         self._get_session = get_session
         self.feed = Feed()
         self.engine: Any = None
+        self._is_due = False
 
     def hook_deepspeed(self, deepspeed: Any) -> None:
+        self._version = deepspeed.__version__
         self.feed.install()
-        self.feed.is_evaluating = lambda: (
-            self.engine is not None and not self.engine.module.training
-        )
-        loaders = importlib.import_module("deepspeed.runtime.dataloader")
+        self.feed.is_evaluating = self._is_evaluating
+        self.feed.first_dp = lambda: self._session.facts.get("first_dp")
+        loaders.install(self.feed)
         pipe = importlib.import_module("deepspeed.runtime.pipe.module")
+        zero = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
         wrapt.wrap_function_wrapper(deepspeed, "initialize", self.initialize)
         wrapt.wrap_function_wrapper(pipe, "PipelineModule.__init__", self.make_pipeline)
-        wrapt.wrap_function_wrapper(loaders, "DeepSpeedDataLoader.__len__", self.count_batches)
-        wrapt.wrap_function_wrapper(loaders, "RepeatingLoader.__next__", self.draw_repeatedly)
+        wrapt.wrap_function_wrapper(zero, "Init.__init__", self.partition)
 
     def initialize(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Build the engine of this round and restore the generation into it."""
@@ -112,13 +127,13 @@ class EngineHooks:
                 "engine a process is carried. Train the models one after another in jobs of their "
                 "own, or run without --elastic."
             )
-        self._session = self._get_session()
+        is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
+        warning = DEEPSPEED.check(self._version, allow_unknown=is_allowed)
         order = self._order()
         batches = batches_of(config, order)
-        self.feed.batches = batches
-        self.feed.first = self._first() or FirstBatches(
-            batches.global_batch_size, batches.micro_batch_size, batches.dp
-        )
+        told = self._first() or batches
+        first = FirstBatches(batches.global_batch_size, told.micro_batch_size, told.dp)
+        self.feed.start(batches, first, StatedBatch.of(config).micro or batches.micro_batch_size)
         given["config"] = rewritten(config, order, batches)
         with _without_named_config(given.get("args")):
             built = wrapped(**given)
@@ -129,13 +144,15 @@ class EngineHooks:
                 batches.micro_batch_size, batches.num_micro_batches, batches.dp,
                 built[0].zero_optimization_stage(),
             )  # fmt: skip
+            if warning:
+                log.warning("event=hook detail=%r", warning)
         self._take_part(built[0])
         return built
 
     def make_pipeline(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
         """Cut a pipeline into as many stages as this round has."""
         given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-        topology, session = given.get("topology"), self._get_session()
+        topology, session = given.get("topology"), self._session
         stages = given.get("num_stages") if topology is None else topology.get_dim("pipe")
         if stages != session.pp and (topology is not None or not session.facts):
             raise RefusedError(
@@ -147,37 +164,35 @@ class EngineHooks:
             given["num_stages"] = session.pp
         wrapped(**given)
 
-    def count_batches(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> int:
-        """A DeepSpeed loader is as long as in the first round."""
-        if not self.feed.is_evaluating() and instance.batch_size == self._micro_batch_size():
-            samples = len(instance.dataset)
-            length = self.feed.length(samples, drop_last=instance.dataloader_drop_last)
-            if length is not None:
-                return length
-        return int(wrapped(*args, **kwargs))
+    def partition(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+        """Build a model under ``zero.Init`` as this round's stage wants it, whole or in shards."""
+        given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        name = "config_dict_or_path" if "config_dict_or_path" in given else "config"
+        config = config_of(None, given.get(name), None)
+        if config is not None:
+            given[name] = without_batches(config)
+        if self._session.settings.get("zero_stage") not in (None, PARTITIONED):
+            given["enabled"] = False
+        wrapped(**given)
 
-    def draw_repeatedly(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """DeepSpeed's repeating loader gives up after one empty pass; consumed ones are empty."""
-        while True:
-            try:
-                return wrapped(*args, **kwargs)
-            except StopIteration:
-                if not self.feed.clocks.is_replaying:
-                    raise
-
-    def boundary(self) -> None:
-        """Say that an optimizer step has ended, and leave where the job stops here."""
-        engine, session = self.engine, self._session
-        if session.settings.get("data_order") != "own" and _draws_samples(engine):
+    def count_step(self) -> None:
+        """An optimizer step has ended: its samples are consumed."""
+        if self._session.settings.get("data_order") != "own" and _draws_samples(self.engine):
             self.feed.step()
-        if session.boundary(engine.global_steps, engine.global_samples):
-            _leave(engine)
+        self._is_due = True
+
+    def end_step(self) -> None:
+        """The script has done what it does after a step: leave where the job stops here."""
+        self._is_due = False
+        if self._session.boundary(self.engine.global_steps, self.engine.global_samples):
+            _leave(self.engine)
+
+    @property
+    def _session(self) -> ElasticSession:
+        return self._get_session()
 
     def _is_evaluating(self) -> bool:
         return self.engine is not None and not self.engine.module.training
-
-    def _micro_batch_size(self) -> int | None:
-        return self.feed.batches.micro_batch_size if self.feed.batches else None
 
     def _first(self) -> FirstBatches | None:
         facts = self._session.facts
@@ -222,23 +237,36 @@ class EngineHooks:
         self.engine = engine
         is_restored = session.attach(DeepSpeedState(engine))
         if is_restored:
-            _draw_anew(engine)
+            loaders.draw_anew(engine)
         checkpoints.install(is_restored=is_restored)
-        for name in ("train_batch",) if _is_pipeline(engine) else ("forward", "backward"):
-            setattr(engine, name, self._behind_boundary(getattr(engine, name)))
+        is_pipeline = _is_pipeline(engine)
+        for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
+            setattr(engine, name, self._after_a_step(getattr(engine, name)))
+        name = "train_batch" if is_pipeline else "step"
+        setattr(engine, name, self._counting_steps(getattr(engine, name)))
 
-    def _behind_boundary(self, method: Call) -> Call:
-        """A step has ended once the script begins the next one: what it does between them, such as
-        reporting, evaluating and saving, belongs to the step before."""
+    def _after_a_step(self, method: Call) -> Call:
+        """Where the next step begins, the script has logged, evaluated and saved the one before:
+        what it does in a step is done once, before a change or after it."""
 
         @functools.wraps(method)
         def begin(*args: Any, **kwargs: Any) -> Any:
-            engine = self.engine
-            if engine.module.training and engine.global_steps != self._session.step:
-                self.boundary()
+            if self._is_due and not self._is_evaluating() and torch.is_grad_enabled():
+                self.end_step()
             return method(*args, **kwargs)
 
         return begin
+
+    def _counting_steps(self, method: Call) -> Call:
+        @functools.wraps(method)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            before = self.engine.global_steps
+            result = method(*args, **kwargs)
+            if self.engine.global_steps != before:
+                self.count_step()
+            return result
+
+        return step
 
 
 def _is_pipeline(engine: Any) -> bool:
@@ -249,13 +277,6 @@ def _is_pipeline(engine: Any) -> bool:
 def _draws_samples(engine: Any) -> bool:
     """Whether this rank reads samples: in a pipeline the first and the last stage do."""
     return not _is_pipeline(engine) or engine.is_first_stage() or engine.is_last_stage()
-
-
-def _draw_anew(engine: Any) -> None:
-    """A pipeline that was given its data set has begun to draw from it when it was built."""
-    loader = engine.training_dataloader
-    if _is_pipeline(engine) and loader is not None and hasattr(loader, "data_iter"):
-        loader.data_iter = iter(loader.loader)
 
 
 def _leave(engine: Any) -> None:

@@ -199,7 +199,15 @@ class Session:
 
         Returns:
             True where a generation was restored: ``step`` and ``consumed_samples`` are its.
+
+        Raises:
+            UsageError: The job takes part already: a process has one state.
         """
+        if self._state is not None:
+            raise UsageError(
+                "attach() was called already. deepspeed.initialize and Megatron-LM's own training "
+                "call it; remove the script's call."
+            )
         self._state = state
         self.step, self.consumed_samples = step, samples
         if self._agent is None:

@@ -1,6 +1,7 @@
 """A small DeepSpeed training script as anybody would write it: nothing of Scalai is in it.
 
-Rank 0 writes one line a step: its loss over the whole batch, the samples, the learning rate.
+Rank 0 writes one line a step: its loss over the whole batch, the samples, the learning rate. With
+``--num-stages`` it trains a pipeline, which does not tell its samples.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 SAMPLES, WIDTH, CLASSES = 60, 7, 5
@@ -36,8 +38,8 @@ class Rows(Dataset):
 def build_model():
     torch.manual_seed(3)
     return torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 13), torch.nn.Tanh(), torch.nn.LayerNorm(13),
-        torch.nn.Linear(13, CLASSES),
+        torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 14), torch.nn.Tanh(),
+        torch.nn.Linear(14, CLASSES),
     )  # fmt: skip
 
 
@@ -45,30 +47,40 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--step-s", type=float, default=0.0, help="what a larger model would take")
+    parser.add_argument("--hurry", type=Path, help="no longer, once this file is there")
     parser.add_argument("--metrics", type=Path, required=True)
-    parser.add_argument("--own-loader", action="store_true", help="torch's instead of DeepSpeed's")
+    parser.add_argument("--loader-workers", type=int, help="torch's loader, not DeepSpeed's")
     parser.add_argument("--micro-batch", type=int, default=3)
+    parser.add_argument("--num-stages", type=int, help="train a pipeline")
+    parser.add_argument("--zero-init", action="store_true", help="build the model in shards")
     parser.add_argument("--save", type=Path, help="save and load checkpoints here")
     deepspeed.add_config_arguments(parser)
     options = parser.parse_args()
 
     deepspeed.init_distributed()
-    data, model = Rows(), build_model()
-    if options.own_loader:
-        sampler = DistributedSampler(data, seed=11)
-        loader = DataLoader(data, options.micro_batch, sampler=sampler, num_workers=1)
+    if options.num_stages is not None:
+        train_pipeline(options)
+        return
+    path = options.deepspeed_config
+    with deepspeed.zero.Init(config_dict_or_path=path, enabled=options.zero_init):
+        model = build_model()
+    data = Rows()
+    is_torchs = options.loader_workers is not None
+    if is_torchs:
+        sampler = DistributedSampler(data)
+        workers = options.loader_workers
+        loader = DataLoader(data, options.micro_batch, sampler=sampler, num_workers=workers)
     engine, _, deepspeed_loader, _ = deepspeed.initialize(
         args=options, model=model, model_parameters=model.parameters(),
-        training_data=None if options.own_loader else data,
+        training_data=None if is_torchs else data,
     )  # fmt: skip
-    if not options.own_loader:
+    if not is_torchs:
         loader, sampler = deepspeed_loader, deepspeed_loader.data_sampler
-    if options.save:
-        engine.load_checkpoint(str(options.save))
+    path, client = engine.load_checkpoint(str(options.save)) if options.save else (None, {})
 
     losses, seen = [], []
-    for epoch in range(options.epochs):
+    for epoch in range(client["epoch"] + 1 if path else 0, options.epochs):
         sampler.set_epoch(epoch)
         for rows, classes, numbers in loader:
             loss = torch.nn.functional.cross_entropy(engine(rows), classes)
@@ -78,10 +90,37 @@ def main():
             if engine.is_gradient_accumulation_boundary():
                 write(options.metrics, engine, losses, seen)
                 losses, seen = [], []
-                time.sleep(options.step_s)
+                compute(options)
             engine.step()
         if options.save:
             engine.save_checkpoint(str(options.save), client_state={"epoch": epoch})
+
+
+def train_pipeline(options):
+    model = PipelineModule(
+        list(build_model()), num_stages=options.num_stages, partition_method="uniform",
+        loss_fn=torch.nn.functional.cross_entropy,
+    )  # fmt: skip
+    data = [(row, kind) for row, kind, _ in Rows()]
+    engine, *_ = deepspeed.initialize(
+        args=options, model=model, training_data=data,
+        model_parameters=[p for p in model.parameters() if p.requires_grad],
+    )  # fmt: skip
+    while engine.global_steps < options.epochs * SAMPLES // engine.train_batch_size():
+        loss = engine.train_batch()
+        if dist.get_rank() == 0:
+            line = {
+                "step": engine.global_steps, "world": dist.get_world_size(), "loss": float(loss),
+                "stages": engine.num_stages, "lr": engine.get_lr()[0], "samples": [],
+            }  # fmt: skip
+            with options.metrics.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            compute(options)
+
+
+def compute(options):
+    if options.hurry is None or not options.hurry.exists():
+        time.sleep(options.step_s)
 
 
 def write(metrics, engine, losses, seen):
@@ -93,7 +132,7 @@ def write(metrics, engine, losses, seen):
         line = {
             "step": engine.global_steps + 1, "world": dist.get_world_size(),
             "loss": float(total) / dist.get_world_size(), "lr": engine.get_lr()[0],
-            "samples": sorted(number for each in everyones for number in each),
+            "samples": sorted({number for each in everyones for number in each}),
             "stage": engine.zero_optimization_stage(),
         }  # fmt: skip
         with metrics.open("a") as file:

@@ -1,0 +1,203 @@
+"""A DeepSpeed script that knows nothing of Scalai changes its ranks: same samples, same losses."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import Agents
+
+SCRIPT = Path(__file__).parents[1] / "support" / "deepspeed_job.py"
+TOLERANCE = 1e-6
+EPOCHS = 12
+STEPS = 5 * EPOCHS
+"""60 samples in batches of 12."""
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    """Return a DeepSpeed configuration, with the block that makes it elastic."""
+    return {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+        "zero_optimization": {"stage": stage},
+        "scalai": {"resize": {"settle_s": 0.2}, **more},
+    }
+
+
+def run_alone(folder: Path, given: Mapping[str, Any], *flags: str) -> "subprocess.Popen[bytes]":
+    """Start the script on one rank, without any launcher: the reference."""
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(given))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ, "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, *arguments(folder, *flags)],
+            stdout=log, stderr=subprocess.STDOUT, env=environment,
+        )  # fmt: skip
+
+
+def arguments(folder: Path, *flags: str) -> list[str]:
+    return [
+        str(SCRIPT), "--metrics", str(folder / "metrics.jsonl"), "--epochs", str(EPOCHS),
+        "--deepspeed", "--deepspeed_config", str(folder / "ds.json"), "--hurry",
+        str(folder / "hurry"), *flags,
+    ]  # fmt: skip
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_through(
+    folder: Path,
+    given: Mapping[str, Any],
+    worlds: Sequence[int],
+    monkeypatch: pytest.MonkeyPatch,
+    *flags: str,
+) -> Agents:
+    """Run the script through the worlds, the widest first, to its end. Returns the job."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(given))
+    script = arguments(folder, "--step-s", "0.6", *flags)
+    with Agents(folder, None, script, nodes="1", slots=worlds[0]) as agents:
+        agents.start("a")
+        agents.wait_for_step(2, world=worlds[0])
+        for changes, world in enumerate(worlds[1:], 1):
+            agents.wait_until(lambda: len(agents.resizes()) == changes, "every rank has stepped")  # noqa: B023
+            agents.scale(nproc=world)
+            agents.wait_for_world(world)
+        (folder / "hurry").touch()
+        assert agents.exit_code("a") == 0, agents.logs()
+    return agents
+
+
+def check(agents: Agents, reference: Sequence[Mapping[str, Any]], worlds: Sequence[int]) -> None:
+    """Each step was made once, and was that of the uninterrupted run."""
+    made = agents.lines()
+    assert [line["step"] for line in made] == list(range(1, STEPS + 1)), agents.logs()
+    assert tuple(world for world, _ in groupby(line["world"] for line in made)) == worlds
+    assert [report.get("steps_lost", 0) for report in agents.resizes()] == [0] * len(worlds)
+    compare(made, reference)
+
+
+def compare(made: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> None:
+    for line in made:
+        expected = reference[line["step"] - 1]
+        assert (line["samples"], line["lr"]) == (expected["samples"], expected["lr"]), line
+        assert line["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE), line
+
+
+def test_a_script_without_a_line_of_ours_goes_through_other_dps_and_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ZeRO stage follows the world as the block says."""
+    given = config(0, deepspeed={"zero_stage": {"default": 1, "2": 2}})
+    alone = run_alone(tmp_path / "alone", given, "--loader-workers", "0")
+    worlds = (3, 1, 2)
+    agents = train_through(
+        tmp_path / "elastic", given, worlds, monkeypatch, "--loader-workers", "0"
+    )
+    assert alone.wait(60) == 0
+    check(agents, lines_of(tmp_path / "alone"), worlds)
+    assert {(line["world"], line["stage"]) for line in agents.lines()} == {(3, 1), (1, 1), (2, 2)}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_every_stage_goes_through_four_changes_of_dp(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With DeepSpeed's own loader and its workers. In stage 2 a checkpoint is saved at the end of
+    each epoch; in stage 3 the model is built in shards, but on two ranks it is of stage 1."""
+    flags = {2: ["--save", str(tmp_path / "checkpoints")], 3: ["--zero-init"]}.get(stage, [])
+    given = config(stage, deepspeed={"zero_stage": {"2": 1}} if stage == 3 else {})
+    alone = run_alone(tmp_path / "alone", given)
+    worlds = (4, 2, 3, 4)
+    agents = train_through(tmp_path / "elastic", given, worlds, monkeypatch, *flags)
+    assert alone.wait(60) == 0
+    check(agents, lines_of(tmp_path / "alone"), worlds)
+
+
+@pytest.mark.campaign
+def test_a_pipeline_changes_its_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script asks for two stages; the block says on how many ranks there are others.
+
+    No clipping: a pipeline's norm in DeepSpeed depends on its stages.
+    """
+    given = config(1, degrees={"default": "pp2", "4": "pp2", "2": "pp1", "3": "pp3"})
+    del given["gradient_clipping"]
+    alone = run_alone(tmp_path / "alone", given, "--num-stages", "1")
+    worlds = (4, 2, 3, 4)
+    folder = tmp_path / "elastic"
+    agents = train_through(folder, given, worlds, monkeypatch, "--num-stages", "2")
+    assert alone.wait(60) == 0
+    check(agents, lines_of(tmp_path / "alone"), worlds)
+    stages = {(line["world"], line["stages"]) for line in agents.lines()}
+    assert stages == {(4, 2), (2, 1), (3, 3)}
+
+
+@pytest.mark.campaign
+def test_a_plain_model_that_deepspeed_cuts_changes_its_tp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TP begins as the configuration's autotp_size says."""
+    layers = [
+        {"patterns": [r".*1\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*3\.weight$"], "partition_type": "row"},
+    ]
+    cuts = {"use_default_specs": False, "layer_specs": layers}
+    given = config(1, degrees={"2": "tp1", "2->4": "tp2"})
+    alone = run_alone(tmp_path / "alone", given)
+    given["tensor_parallel"] = {"autotp_size": 2, "partition_config": cuts}
+    worlds = (4, 2, 4)
+    agents = train_through(tmp_path / "elastic", given, worlds, monkeypatch)
+    assert alone.wait(60) == 0
+    check(agents, lines_of(tmp_path / "alone"), worlds)
+    degrees = [report["after"] for report in agents.resizes()]
+    assert degrees == ["TP2·PP1·DP2", "TP1·PP1·DP2", "TP2·PP1·DP2"]
+
+
+@pytest.mark.campaign
+def test_a_checkpoint_that_is_newer_than_the_generation_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker dies, and the only generation is the start: the script's own checkpoint is newer.
+    What it brought is carried over the next change."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    given = config(1)
+    alone = run_alone(tmp_path / "alone", given, "--loader-workers", "0")
+    folder = tmp_path / "elastic"
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(given))
+    flags = ("--step-s", "0.6", "--loader-workers", "0", "--save", str(tmp_path / "checkpoints"))
+    script, restarts = arguments(folder, *flags), ("--max-restarts", "3")
+    with Agents(folder, None, script, nodes="1", slots=2, flags=restarts) as agents:
+        agents.start("a")
+        agents.wait_for_step(12)
+        agents.kill_worker(1)
+        agents.wait_until(lambda: len(agents.resizes()) == 2, "the workers are started again")
+        agents.scale(nproc=1)
+        agents.wait_for_world(1)
+        (folder / "hurry").touch()
+        assert agents.exit_code("a") == 0, agents.logs()
+    assert alone.wait(60) == 0
+    steps = [line["step"] for line in agents.lines()]
+    begun_again = next(place for place in range(1, len(steps)) if steps[place] <= steps[place - 1])
+    assert steps[begun_again:] == list(range(11, STEPS + 1)), "from the end of the second epoch on"
+    compare(agents.lines(), lines_of(tmp_path / "alone"))

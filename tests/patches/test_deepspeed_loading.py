@@ -1,0 +1,188 @@
+"""``engine.load_checkpoint`` at other degrees and stages than the checkpoint's."""
+
+import shutil
+from collections.abc import Iterator
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed_jobs import Job
+from jobs import AFTER, mean_losses
+from worker_pool import WorkerPool
+
+from scalai.converters.deepspeed.files import find_tag
+
+Run = tuple[list[float], float, list[int]]
+
+FP32, BF16, FP16 = 1e-6, 2e-2, 2e-3
+SAMPLES = 12
+INFO = {
+    "universal_checkpoint_version": 0.2,
+    "tp_replicated_parameter_patterns": [r".*norm\.", r".*down_bias", r".*embed"],
+    "parameter_with_row_parallelism_patterns": [r".*\.down$"],
+    "parameter_with_2_sub_params_cat_dim_0": [r".*gate_up"],
+}
+"""What Megatron-DeepSpeed says of such parameters."""
+
+
+@pytest.fixture(scope="module")
+def ranks_pool() -> Iterator[WorkerPool]:
+    workers = WorkerPool(size=3, trainer="tiny_deepspeed")
+    yield workers
+    workers.close()
+
+
+class Saves:
+    """Checkpoints by the job that saved them, each made once."""
+
+    def __init__(self, pool: WorkerPool, directory: Path) -> None:
+        self._pool, self._directory = pool, directory
+        self._made: dict[str, tuple[Path, Run]] = {}
+
+    def of(self, job: Job) -> tuple[Path, Run]:
+        """Return where a job has saved, and how it went on."""
+        key = repr(job)
+        if key not in self._made:
+            path = self._directory / str(len(self._made))
+            state = {"universal_checkpoint_info": job.info} if job.info else {}
+            arguments = [(job, str(path), state)] * job.world
+            answers = self._pool.run("loading_worker:save", arguments)
+            self._made[key] = path, united(answers)
+        return self._made[key]
+
+
+@pytest.fixture(scope="module")
+def saves(ranks_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    return Saves(ranks_pool, tmp_path_factory.mktemp("saves"))
+
+
+def united(answers: list[Any]) -> Run:
+    _, learning_rate, skipped = answers[0]
+    return mean_losses([losses for losses, _, _ in answers]), learning_rate, skipped
+
+
+def ranks(world: int, stage: int, **values: Any) -> Job:
+    return Job(world=world, stage=stage, **values)
+
+
+def pipeline(pp: int, dp: int, **values: Any) -> Job:
+    return Job(world=pp * dp, pp=pp, **values)
+
+
+BFLOAT: dict[str, Any] = {"precision": "bf16"}
+HALF: dict[str, Any] = {"precision": "fp16"}
+
+CASES = [
+    ("zero1-2-to-3", ranks(2, 1), ranks(3, 1), FP32),
+    ("zero1-to-zero3", ranks(2, 1), ranks(2, 3), FP32),
+    ("pipeline-2x1-to-1x2", pipeline(2, 1), pipeline(1, 2), FP32),
+]
+
+MORE = [
+    ("zero1-2-to-1", ranks(2, 1), ranks(1, 1), FP32),
+    ("zero2-2-to-1", ranks(2, 2), ranks(1, 2), FP32),
+    ("zero3-2-to-3", ranks(2, 3), ranks(3, 3), FP32),
+    *(
+        (f"zero{a}-to-zero{b}", ranks(2, a), ranks(3, b), FP32)
+        for a, b in permutations(range(4), 2)
+    ),
+    ("bf16-zero1-to-zero3", ranks(2, 1, **BFLOAT), ranks(3, 3, **BFLOAT), BF16),
+    ("bf16-zero3-to-zero2", ranks(2, 3, **BFLOAT), ranks(1, 2, **BFLOAT), BF16),
+    ("bf16-optimizer", ranks(2, 1, precision="bf16-fp32"), ranks(3, 1, **BFLOAT), BF16),
+    ("fp16-zero2-to-zero3", ranks(2, 2, **HALF), ranks(2, 3, **HALF), FP16),
+    ("fp32-to-bf16", ranks(2, 1), ranks(3, 2, **BFLOAT), BF16),
+    ("elastic", ranks(2, 1, zero={"elastic_checkpoint": True}, fused=True), ranks(1, 1), FP32),
+    ("pipeline-1x2-to-3x1", pipeline(1, 2), pipeline(3, 1), FP32),
+    ("cut-2x1-to-1x2", Job(world=2, tp=2, info=INFO), Job(world=2, tp=1), FP32),
+    ("cut-1x2-to-2x1", Job(world=2, tp=1), Job(world=2, tp=2), FP32),
+    ("same-zero1", ranks(2, 1), ranks(2, 1), 0.0),
+    ("same-pipeline", pipeline(2, 1), pipeline(2, 1), 0.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tolerance"),
+    [
+        *(pytest.param(*case[1:], id=case[0]) for case in CASES),
+        *(pytest.param(*case[1:], id=case[0], marks=pytest.mark.campaign) for case in MORE),
+    ],
+)
+def test_a_loaded_job_goes_on_as_the_one_that_saved(
+    ranks_pool: WorkerPool, saves: Saves, before: Job, after: Job, tolerance: float
+) -> None:
+    path, (losses, rate, skipped) = saves.of(before)
+    answers = ranks_pool.run("loading_worker:load", [(after, str(path))] * after.world)
+    found, found_rate, found_skipped = united([run for run, _ in answers])
+    differences = [abs(a - b) / abs(a) for a, b in zip(losses, found, strict=True)]
+    print(f"largest relative difference of a loss: {max(differences):.1e}")
+    assert max(differences) <= tolerance
+    assert found_rate == rate
+    assert found_skipped == [step for step in skipped if step in AFTER]
+    for _, (file, note, (steps, samples, _)) in answers:
+        assert Path(file).is_file() and Path(file).parent == find_tag(path, None)
+        assert note == {"text": "kept", "n": 7}
+        assert (steps, samples) == (AFTER.start, AFTER.start * SAMPLES)
+
+
+def refused(
+    pool: WorkerPool, job: Job, path: Path, arguments: dict[str, Any] | None = None
+) -> list[str]:
+    """Return by rank how a load is refused that leaves the engine as it was."""
+    calls = [(job, str(path), dict(arguments or {}))] * job.world
+    answers = pool.run("loading_worker:refuse", calls)
+    assert all(is_untouched for _, is_untouched in answers)
+    return [text for text, _ in answers]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "other step"])
+def test_a_damaged_checkpoint_is_refused_on_all_ranks(
+    ranks_pool: WorkerPool, saves: Saves, tmp_path: Path, damage: str
+) -> None:
+    shutil.copytree(saves.of(ranks(2, 1))[0], tmp_path, dirs_exist_ok=True)
+    directory = find_tag(tmp_path, None)
+    assert directory is not None
+    file = directory / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-1000])
+    elif damage == "missing":
+        file.unlink()
+    else:
+        other = find_tag(saves.of(ranks(2, 3))[0], None)
+        assert other is not None
+        shutil.copy(other / file.name, file)
+    texts = refused(ranks_pool, ranks(3, 1), tmp_path)
+    assert all(text.startswith("RefusedError") for text in texts), texts
+    named = file.name if damage != "missing" else "2 data-parallel ranks"
+    assert all(named in text for text in texts), texts
+
+
+@pytest.mark.campaign
+def test_what_cannot_be_done_is_refused_by_name(ranks_pool: WorkerPool, saves: Saves) -> None:
+    path, _ = saves.of(ranks(2, 1))
+    texts = refused(ranks_pool, ranks(3, 1), path, {"custom_load_fn": True})
+    assert all("custom_load_fn" in text for text in texts), texts
+    texts = refused(ranks_pool, ranks(3, 1, empty=True, frozen=False), path)
+    assert all("exp_avg/blocks.0.down.bias" in text for text in texts), texts
+    texts = refused(ranks_pool, ranks(3, 1, decay=(0.1, 0.1)), saves.of(pipeline(2, 1))[0])
+    assert all("has no" in text for text in texts), texts
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("flag", ["load_module_only", "load_optimizer_states"])
+def test_weights_alone_may_be_loaded(
+    ranks_pool: WorkerPool, saves: Saves, stage: int, precision: str, flag: str
+) -> None:
+    path, (losses, _, _) = saves.of(ranks(2, 3, precision=precision))
+    job = ranks(3, stage, precision=precision)
+    arguments = {flag: flag == "load_module_only"}
+    answers = ranks_pool.run("loading_worker:load_weights", [(job, str(path), arguments)] * 3)
+    (first,) = mean_losses([loss for loss, *_ in answers])
+    assert first == pytest.approx(losses[0], rel=FP32 if precision == "fp32" else BF16)
+    for _, (steps, *_), rate, moments in answers:
+        assert moments == 0
+        is_fresh = flag == "load_module_only"
+        assert steps == (0 if is_fresh else AFTER.start)
+        assert rate == (1e-2 if is_fresh else 5e-3)

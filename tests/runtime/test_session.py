@@ -1,0 +1,29 @@
+"""Outside of an elastic job a session is inert, and says what is wrong all the same."""
+
+import pytest
+from tiny_job import TinyState
+
+from scalai.core.errors import UsageError
+from scalai.runtime.session import Session
+
+
+def test_without_an_agent_nothing_is_restored_and_nothing_stops() -> None:
+    session = Session(tp=2)
+    assert (session.tp, session.facts, session.is_elastic) == (2, {}, False)
+    assert not session.attach(TinyState(0, 1, 0), step=3, samples=9)
+    assert not session.boundary(samples=3)
+    assert (session.step, session.consumed_samples) == (4, 12)
+
+
+def test_a_checkpoint_of_the_frameworks_own_says_how_far_the_state_is() -> None:
+    session = Session()
+    session.attach(TinyState(0, 1, 0))
+    session.renew(TinyState(0, 1, 0), step=7, samples=21)
+    assert (session.step, session.consumed_samples) == (7, 21)
+
+
+def test_a_process_has_one_state() -> None:
+    session = Session()
+    session.attach(TinyState(0, 1, 0))
+    with pytest.raises(UsageError, match="remove the script's call"):
+        session.attach(TinyState(0, 1, 0))
