@@ -51,8 +51,12 @@ class Linears:
         return ["--hidden", str(self.hidden), "--layers", str(self.layers)]
 
     def elastic(self, folder: Path) -> tuple[list[str], list[str]]:
-        resize = {"settle_s": 0.0, "build_ahead": self.build_ahead}
-        return [], self._config(folder, scalai={"resize": resize, "probe": {"kind": "none"}})
+        block = {
+            "resize": {"settle_s": 0.0, "build_ahead": self.build_ahead},
+            "probe": {"kind": "none"},
+            "deepspeed": {"data_order": "own"},
+        }
+        return [], self._config(folder, scalai=block)
 
     def stock(self, folder: Path, layout: Layout) -> list[str]:
         return self._config(folder, checkpoint={"load_universal": True})
@@ -75,16 +79,17 @@ class Linears:
         tag = (saved / "latest").read_text()
         universal = saved.with_name(f"{saved.name}-universal")
         universal.mkdir()
-        subprocess.run(
+        ran = subprocess.run(
             [
                 sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal",
                 *("--input_folder", str(saved / tag), "--output_folder", str(universal / tag)),
                 *("--num_extract_workers", str(WORKERS), "--num_merge_workers", str(WORKERS)),
                 "--inject_missing_state",
             ],
-            check=True, stdout=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
+        if ran.returncode:
+            raise SystemExit(f"ds_to_universal ended with {ran.returncode}:\n{ran.stderr}")
         shutil.rmtree(saved)
         (universal / "latest_universal").write_text(tag)
         return universal

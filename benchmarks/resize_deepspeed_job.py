@@ -72,6 +72,23 @@ def train(options: argparse.Namespace, engine: Any, marks: Marks) -> None:
         marks.note("step", step=step, took_s=time.monotonic() - began, loss=loss)
 
 
+def compare_pairs(options: argparse.Namespace, engine: Any, marks: Marks) -> None:
+    """Make pairs of steps, one with the hooks and one without, in alternating order."""
+    methods = vars(engine)
+    hooks = {name: methods[name] for name in ("forward", "backward", "step")}
+    for number in range(options.pairs):
+        seconds = {}
+        for is_on in (True, False) if number % 2 else (False, True):
+            for name, hook in hooks.items():
+                methods.pop(name, None)
+                if is_on:
+                    methods[name] = hook
+            began = time.perf_counter()
+            make_step(engine, options.hidden)
+            seconds["on" if is_on else "off"] = time.perf_counter() - began
+        marks.note("pair", None, **seconds)
+
+
 def main() -> None:
     options = arguments()
     entered = time.monotonic(), time.process_time()
@@ -86,7 +103,10 @@ def main() -> None:
         engine.load_checkpoint(str(options.load))
     marks.note("restored", step=engine.global_steps)
     try:
-        train(options, engine, marks)
+        if options.pairs:
+            compare_pairs(options, engine, marks)
+        else:
+            train(options, engine, marks)
     except SystemExit:
         marks.note("deposited")
         raise

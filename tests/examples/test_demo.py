@@ -6,19 +6,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from demo_frameworks import FRAMEWORKS
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
-def test_every_check_of_the_demonstration_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_check_of_the_demonstration_holds(tmp_path: Path, framework: str) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"".join(path.read_bytes() for path in sorted(ROOT.glob("plugin/core/*.py"))))
     before = set(os.listdir("/dev/shm"))
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "demo.py"), "--data", str(text),
-         "--out", str(tmp_path / "out")],
+        [sys.executable, str(ROOT / "examples" / "demo.py"), "--framework", framework,
+         "--data", str(text), "--out", str(tmp_path / "out")],
         capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
