@@ -152,8 +152,8 @@ class LoadPlan:
             )
         if self.engine.curriculum_learning_enabled() and self.values.get("data_sampler"):
             raise RefusedError(
-                f"{self.path} has the state of a curriculum's data sampler, which is not carried to "
-                "other degrees. Load it at the degrees and the stage that saved it."
+                f"{self.path} has the state of a curriculum's data sampler, which is not carried "
+                "to other degrees. Load it at the degrees and the stage that saved it."
             )
 
     def _put_groups(self, masters: Sequence[Master]) -> None:

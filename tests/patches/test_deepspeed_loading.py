@@ -84,7 +84,7 @@ MORE = [
     ("zero2-2-to-1", ranks(2, 2), ranks(1, 2), FP32),
     ("zero3-2-to-3", ranks(2, 3), ranks(3, 3), FP32),
     *(
-        (f"zero{a}-to-zero{b}", ranks(2, a), ranks(3, b), FP32)
+        (f"zero{a}-2-to-zero{b}-3", ranks(2, a), ranks(3, b), FP32)
         for a, b in permutations(range(4), 2)
     ),
     ("bf16-zero1-to-zero3", ranks(2, 1, **BFLOAT), ranks(3, 3, **BFLOAT), BF16),

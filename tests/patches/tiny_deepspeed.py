@@ -71,6 +71,7 @@ def _forget_groups() -> None:
     deepspeed.zero.Init.param_id = 0  # the ranks compare it, and not all were in the last job
     deepspeed.comm.comm.cdb = None
     groups: Any = vars(deepspeed.utils.groups)
+    groups["mpu"] = None
     for name, value in groups.items():
         if name.startswith("_") and name.isupper() and not name.startswith("__"):
             groups[name] = {} if isinstance(value, dict) else None
