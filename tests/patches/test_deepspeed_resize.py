@@ -10,8 +10,9 @@ from resize_case import Result, resize
 from worker_pool import WorkerPool
 
 FP32 = 1e-6
-BF16 = 2e-2
-FP16 = 2e-3
+BF16 = 1e-3
+"""Gradients are added up in bf16: 1e-4 to 6e-4 were measured; what is restored is exact."""
+FP16 = 1e-3
 EXACT = 0.0
 
 Layout = dict[str, Any]

@@ -15,6 +15,7 @@ warnings.filterwarnings("ignore")  # DeepSpeed's own, about what a CPU machine l
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed_jobs import Job, make_engine, train
 from jobs import SEED
@@ -74,7 +75,9 @@ def _forget_groups() -> None:
     (count,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
     count[0] = 0
     deepspeed.comm.comm.cdb = None
+    set_autotp_mode(training=False)
     groups: Any = vars(deepspeed.utils.groups)
+    groups["mpu"] = None
     for name, value in groups.items():
         if name.startswith("_") and name.isupper() and not name.startswith("__"):
             groups[name] = {} if isinstance(value, dict) else None
