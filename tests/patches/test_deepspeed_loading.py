@@ -134,7 +134,14 @@ def refused(
     return [text for text, _ in answers]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "other step"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "truncated",
+        pytest.param("missing", marks=pytest.mark.campaign),
+        pytest.param("other stage", marks=pytest.mark.campaign),
+    ],
+)
 def test_a_damaged_checkpoint_is_refused_on_all_ranks(
     ranks_pool: WorkerPool, saves: Saves, tmp_path: Path, damage: str
 ) -> None:
