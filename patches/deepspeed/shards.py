@@ -9,7 +9,7 @@ import torch
 from scalai.core.errors import RefusedError
 from scalai.core.region import Piece
 from scalai.patches.deepspeed.flat import Fragment
-from scalai.patches.deepspeed.masters import shard_fragment
+from scalai.patches.deepspeed.masters import is_vouched, shard_fragment
 from scalai.patches.deepspeed.tensor_parallel import TensorParallel
 
 
@@ -24,8 +24,7 @@ class Shard:
         pieces: The boxes that it holds, as positions in it, flattened; with ZeRO 3, as if it were
             gathered.
         memory: Flat memory of the model, and ``range`` what part of ``data`` lies where in it.
-        is_vouched: Whether this rank may vouch for it. Other stages of a pipeline have copies of
-            tied modules, of which only the tied weights are trained like the first stage's.
+        is_vouched: Whether this rank may vouch for it.
     """
 
     name: str
@@ -46,7 +45,7 @@ def shards_of(module: torch.nn.Module, tensor_parallel: TensorParallel) -> Itera
     for name, parameter in module.named_parameters():
         yield _parameter_shard(name, parameter, tensor_parallel)
     for name, buffer in persistent_buffers(module):
-        yield _plain_shard(name, buffer, TensorParallel(0, 1), is_vouched=True)
+        yield _plain_shard(name, buffer, TensorParallel(0, 1), may_vouch=True)
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,17 +65,16 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 
 
 def _parameter_shard(name: str, parameter: Any, tensor_parallel: TensorParallel) -> Shard:
-    is_vouched = not getattr(parameter, "ds_pipe_replicated", False)
     if not hasattr(parameter, "ds_tensor"):
-        return _plain_shard(name, parameter, tensor_parallel, is_vouched)
+        return _plain_shard(name, parameter, tensor_parallel, is_vouched(parameter))
     shape, pieces = tensor_parallel.pieces(name, parameter, tuple(parameter.ds_shape))
     memory = parameter.ds_tensor.detach().view(-1)
     part = shard_fragment(parameter, memory, name)
-    return Shard(name, shape, parameter, pieces, memory, part, is_vouched)
+    return Shard(name, shape, parameter, pieces, memory, part, is_vouched(parameter))
 
 
 def _plain_shard(
-    name: str, data: torch.Tensor, tensor_parallel: TensorParallel, is_vouched: bool
+    name: str, data: torch.Tensor, tensor_parallel: TensorParallel, may_vouch: bool
 ) -> Shard:
     if not data.is_contiguous():
         raise RefusedError(
@@ -85,4 +83,4 @@ def _plain_shard(
         )
     shape, pieces = tensor_parallel.pieces(name, data, tuple(data.shape))
     memory = data.detach().view(-1)
-    return Shard(name, shape, data, pieces, memory, Fragment(data, 0, data.numel(), 0), is_vouched)
+    return Shard(name, shape, data, pieces, memory, Fragment(data, 0, data.numel(), 0), may_vouch)

@@ -15,6 +15,8 @@ warnings.filterwarnings("ignore")  # DeepSpeed's own, about what a CPU machine l
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.module_inject.layers import set_autotp_mode
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed_jobs import Job, make_engine, train
 from jobs import SEED
 
@@ -68,8 +70,12 @@ def _forget_groups() -> None:
     """Destroy all process groups, and DeepSpeed's memory of them and of earlier parameters."""
     dist.barrier()
     dist.destroy_process_group()
-    deepspeed.zero.Init.param_id = 0  # the ranks compare it, and not all were in the last job
+    # Stage 3 counts parameters and modules; the ranks compare it, and not all were in the last job.
+    deepspeed.zero.Init.param_id = 0
+    (count,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    count[0] = 0
     deepspeed.comm.comm.cdb = None
+    set_autotp_mode(training=False)
     groups: Any = vars(deepspeed.utils.groups)
     groups["mpu"] = None
     for name, value in groups.items():
