@@ -94,9 +94,9 @@ def _read_rows(job: Job, task: Task, descriptor: int, left: Sequence[int]) -> di
             tensor, box = target.collection.box(unit.row)
             path = job.destination / target.files[task.file].path
             raise ProofError(
-                f"{box_text(wanted_box(box, unit))} of {tensor.name!r} has fingerprint {after:016x} "
-                f"in {path}, and {before:016x} in the source. The disk or the memory is not "
-                "sound: check them and run again."
+                f"{box_text(wanted_box(box, unit))} of {tensor.name!r} has fingerprint "
+                f"{after:016x} in {path}, and {before:016x} in the source. The disk or the memory "
+                "is not sound: check them and run again."
             )
         rows[unit.row] = combine((rows.get(unit.row, 0), after))
     return rows

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scalai.converters.deepspeed.config import StatedBatch, stated_stages
+from scalai.converters.deepspeed.config import autotp_size, stated_stages, step_samples
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.core.choice import DegreePolicy
 from scalai.core.degrees import ModelLimits, Wish
@@ -40,8 +40,7 @@ def read_script(
     if deepspeed is None:
         return ScriptFacts(config.model, config.policy())
     # The micro-batch of a DeepSpeed job follows from its DP: only the global batch is a limit.
-    limits = ModelLimits(global_batch_size=StatedBatch.of(deepspeed).train)
-    tp = deepspeed.get("tensor_parallel", {}).get("autotp_size") or 1
-    pp = stated_stages(options.script_args) or 1
+    limits = ModelLimits(global_batch_size=step_samples(deepspeed))
+    tp, pp = autotp_size(deepspeed), stated_stages(options.script_args) or 1
     initial = Wish(tp, pp) if tp * pp > 1 else None
     return ScriptFacts(config.model.filled_from(limits), config.policy(initial))

@@ -47,3 +47,13 @@ def pool() -> "Iterator[WorkerPool]":
     workers = WorkerPool(size=4)
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def deepspeed_pool() -> "Iterator[WorkerPool]":
+    """Four processes with DeepSpeed that live as long as the test session."""
+    from worker_pool import WorkerPool
+
+    workers = WorkerPool(size=4, trainer="tiny_deepspeed")
+    yield workers
+    workers.close()

@@ -24,6 +24,7 @@ STAGE_FLAGS = ("pipeline-parallel-size", "pipe-parallel-size", "num-stages")
 """What scripts with a pipeline call its number of stages, which no configuration states."""
 TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
+AUTOTP, AUTOTP_SIZE = "tensor_parallel", "autotp_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,26 @@ class StatedBatch:
             assert self.micro is not None
             return self.micro * steps * dp, self.micro
         return self.train, self.micro or max(1, self.train // (dp * steps))
+
+
+def autotp_size(config: Mapping[str, Any]) -> int:
+    """Return the tensor parallelism that a configuration asks of DeepSpeed; 1: none."""
+    return int(config.get(AUTOTP, {}).get(AUTOTP_SIZE) or 1)
+
+
+def step_samples(config: Mapping[str, Any]) -> int | None:
+    """Return the samples of an optimizer step by the stated global batch; None: it is not stated.
+
+    With AutoTP, and no ``mpu`` that says otherwise, DeepSpeed counts tensor-parallel ranks as
+    replicas, though they train on the same samples (``DeepSpeedConfig.__init__``).
+
+    Raises:
+        UsageError: The size is no whole number of such batches.
+    """
+    train, tp = StatedBatch.of(config).train, autotp_size(config)
+    if train is not None and train % tp:
+        raise UsageError(f"{TRAIN} = {train} is not a multiple of {AUTOTP_SIZE} = {tp}.")
+    return None if train is None else train // tp
 
 
 def find_config(script_args: Sequence[str]) -> FoundConfig | None:

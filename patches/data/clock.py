@@ -61,8 +61,16 @@ class Clock:
     @property
     def is_replaying(self) -> bool:
         """Whether the script goes through passes that were consumed in earlier rounds."""
-        has_begun = self.current != START or self.consumed > 0
-        return has_begun and (self._newest is None or self._newest < self.current)
+        return self._has_stepped and (self._newest is None or self._newest < self.current)
+
+    @property
+    def may_yield_nothing(self) -> bool:
+        """Whether the pass begun last is one that earlier rounds may have consumed to its end."""
+        return self._has_stepped and (self._newest is None or self._newest <= self.current)
+
+    @property
+    def _has_stepped(self) -> bool:
+        return self.current != START or self.consumed > 0
 
     def step(self, batches: Batches) -> bool:
         """Count an optimizer step. Returns whether its samples were drawn from here."""
@@ -111,6 +119,11 @@ class Clocks:
     def is_replaying(self) -> bool:
         """Whether the script has not yet come to where the training is."""
         return any(clock.is_replaying for clock in (*self._clocks, *self._to_come))
+
+    @property
+    def may_yield_nothing(self) -> bool:
+        """Whether a pass that is empty may be followed by one that is not."""
+        return any(clock.may_yield_nothing for clock in self._clocks)
 
     def take(self) -> Json:
         """Return how far every sampler is, [samplers]."""

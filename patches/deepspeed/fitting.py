@@ -54,8 +54,8 @@ def origins(source: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[
             for saved, tensor in unfit
         )
         raise RefusedError(
-            f"the checkpoint holds {listed(texts)}. Build the model with the sizes that were saved; "
-            "where it has no fp32 values of a tensor, also with its precision."
+            f"the checkpoint holds {listed(texts)}. Build the model with the sizes that were "
+            "saved; where it has no fp32 values of a tensor, also with its precision."
         )
     return found
 

@@ -4,6 +4,7 @@ Not by the groups' numbers: DeepSpeed drops groups that are empty, so on another
 the same number may be another group.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,24 +12,19 @@ from typing import Any
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.masters import Master
+from scalai.patches.deepspeed.masters import Master, Names, vouched_parts
 from scalai.patches.plain import all_plain, live
 from scalai.runtime.live import Json
-
-Names = Mapping[torch.Tensor, str]
 
 
 def take_groups(masters: Sequence[Master], names: Names) -> Json:
     """Return the hyperparameters of the groups of this rank, and which parameters are in which."""
-    identity = {id(master.group): _identity(master.group) for master in masters}
+    groups = {id(master.group): master.group for master in masters}
+    values = {key: _values(group) for key, group in groups.items()}
+    digests = {key: _digest(kept) for key, kept in values.items()}
     return {
-        "values": {text: _values(m.group) for m in masters for text in [identity[id(m.group)]]},
-        "of": {
-            names[fragment.parameter]: identity[id(master.group)]
-            for master in masters
-            for fragment in master.fragments
-            if fragment.low < fragment.high
-        },
+        "values": {digests[key]: kept for key, kept in values.items()},
+        "of": {name: digests[id(m.group)] for name, m in vouched_parts(masters, names)},
     }
 
 
@@ -47,19 +43,23 @@ def put_groups(saved: Mapping[str, Any], masters: Sequence[Master], names: Names
             if id(master.group) == key
             for fragment in master.fragments
         ]
-        _put(saved, group, members)
+        if members:
+            _put(saved, group, members)
 
 
 def _put(saved: Mapping[str, Any], group: dict[str, Any], members: Sequence[str]) -> None:
     found = {saved["of"].get(name): name for name in members}
     if len(found) != 1 or None in found:
+        listed = [
+            f"{name} in {'none' if digest is None else saved['values'].get(digest)}"
+            for digest, name in found.items()
+        ]
         raise RefusedError(
             f"parameters of one group here were in several before, or in none: "
-            f"{', '.join(f'{name} in {text}' for text, name in found.items())}. Give the optimizer "
-            "the parameter groups that the job had."
+            f"{'; '.join(listed)}. Give the optimizer the parameter groups that the job had."
         )
-    (identity,) = found
-    for key, value in saved["values"][identity].items():
+    (digest,) = found
+    for key, value in saved["values"][digest].items():
         present, value = group.get(key), live(value)
         if isinstance(present, torch.Tensor):
             present.copy_(value)  # captured in a graph: keep its place
@@ -72,5 +72,6 @@ def _values(group: Mapping[str, Any]) -> Json:
     return all_plain(kept, "parameter group")
 
 
-def _identity(group: Mapping[str, Any]) -> str:
-    return json.dumps(_values(group), sort_keys=True)
+def _digest(values: Json) -> str:
+    """Name a group by what it says, equal on all ranks."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

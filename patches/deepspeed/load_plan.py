@@ -123,7 +123,8 @@ class LoadPlan:
         engine, values, request = self.engine, self.values, self.request
         if request.is_whole:
             self._put_groups(self.masters)
-            put_loss_scale(self.saved.loss_scale, engine.optimizer)
+            if _is_scaled_dynamically(engine.optimizer):
+                put_loss_scale(self.saved.loss_scale, engine.optimizer)
         elif hasattr(engine.optimizer, "refresh_fp32_params"):
             engine.optimizer.refresh_fp32_params()
         engine.loaded_checkpoint_dp_world_size = values["dp_world_size"]
@@ -152,14 +153,19 @@ class LoadPlan:
             )
         if self.engine.curriculum_learning_enabled() and self.values.get("data_sampler"):
             raise RefusedError(
-                f"{self.path} has the state of a curriculum's data sampler, which is not carried to "
-                "other degrees. Load it at the degrees and the stage that saved it."
+                f"{self.path} has the state of a curriculum's data sampler, which is not carried "
+                "to other degrees. Load it at the degrees and the stage that saved it."
             )
 
     def _put_groups(self, masters: Sequence[Master]) -> None:
         put_steps(self.saved.steps, masters, self.engine.param_names)
         if self.saved.groups["of"]:  # elastic_checkpoint keeps none
             put_groups(self.saved.groups, masters, self.engine.param_names)
+
+
+def _is_scaled_dynamically(optimizer: Any) -> bool:
+    config = getattr(optimizer, "loss_scale_config", optimizer)
+    return bool(getattr(config, "dynamic_loss_scale", False))
 
 
 def _kind(tensor: Tensor) -> str:

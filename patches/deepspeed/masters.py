@@ -14,6 +14,9 @@ from scalai.core.errors import LayoutError, RefusedError
 from scalai.patches.deepspeed.first_step import ensure_state
 from scalai.patches.deepspeed.flat import Fragment, offset_in, partitioned
 
+Names = Mapping[torch.Tensor, str]
+"""An engine's names of its parameters."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Master:
@@ -39,15 +42,15 @@ def masters_of(engine: Any) -> list[Master]:
         RefusedError: The optimizer is not known. LayoutError: Its buffers are not as expected.
     """
     optimizer = engine.optimizer
-    base = base_optimizer(engine)
     adapter = _ADAPTERS.get(type(optimizer).__name__)
-    if adapter is None and optimizer is base:
+    base = optimizer.optimizer if adapter is not None else optimizer
+    if adapter is None and isinstance(optimizer, torch.optim.Optimizer):
         adapter = _bare
     if adapter is None:
         raise RefusedError(
-            f"the optimizer {type(optimizer).__name__} is not known; known are "
-            f"{', '.join(sorted(_ADAPTERS))} of DeepSpeed, and none. Change the configuration to "
-            "one of ZeRO 0 to 3 without further extensions."
+            f"the optimizer {type(optimizer).__name__} is not known; known are torch's and "
+            f"{', '.join(sorted(_ADAPTERS))}. Change the configuration to one of ZeRO 0 to 3 "
+            "without further extensions."
         )
     masters = []
     for values, group, fragments in adapter(optimizer, engine.param_names):
@@ -57,24 +60,31 @@ def masters_of(engine: Any) -> list[Master]:
     return masters
 
 
-def base_optimizer(engine: Any) -> Any:
-    """Return the optimizer that computes the updates, inside of DeepSpeed's own."""
-    optimizer = engine.optimizer
-    return optimizer.optimizer if type(optimizer).__name__ in _ADAPTERS else optimizer
+def vouched_parts(masters: Sequence[Master], names: Names) -> Iterator[tuple[str, Master]]:
+    """Yield the names of the parameters of which this rank has elements that it may vouch for."""
+    for master in masters:
+        for fragment in master.fragments:
+            if fragment.low < fragment.high and is_vouched(fragment.parameter):
+                yield names[fragment.parameter], master
+
+
+def is_vouched(parameter: torch.Tensor) -> bool:
+    """Whether this rank's copy is the one that counts. Later stages of a pipeline have copies of
+    tied modules too, of which only the tied weights are trained as the first stage's are."""
+    return not getattr(parameter, "ds_pipe_replicated", False)
 
 
 _Parts = Iterator[tuple[torch.Tensor, dict[str, Any], Sequence[Fragment]]]
-_Names = Mapping[torch.Tensor, str]
 
 
-def _bare(optimizer: Any, names: _Names) -> _Parts:
+def _bare(optimizer: Any, names: Names) -> _Parts:
     """ZeRO 0 in fp32: the base optimizer updates the parameters themselves."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter, group, [_whole(parameter)]
 
 
-def _unfused(optimizer: Any, names: _Names) -> _Parts:
+def _unfused(optimizer: Any, names: Names) -> _Parts:
     """FP16_UnfusedOptimizer, also for bf16: an fp32 copy of each parameter."""
     groups = optimizer.optimizer.param_groups
     for models, mains, group in zip(
@@ -84,7 +94,7 @@ def _unfused(optimizer: Any, names: _Names) -> _Parts:
             yield main, group, [_whole(model)]
 
 
-def _fused(optimizer: Any, names: _Names) -> _Parts:
+def _fused(optimizer: Any, names: Names) -> _Parts:
     """FP16_Optimizer: an fp32 copy of all parameters of a group in one buffer."""
     groups = optimizer.optimizer.param_groups
     flats = optimizer.fp16_groups_flat, optimizer.fp32_groups_flat
@@ -97,7 +107,7 @@ def _fused(optimizer: Any, names: _Names) -> _Parts:
         yield main, group, fragments
 
 
-def _stage_1_and_2(optimizer: Any, names: _Names) -> _Parts:
+def _stage_1_and_2(optimizer: Any, names: Names) -> _Parts:
     """DeepSpeedZeroOptimizer: a flat buffer a group, cut into one partition a rank."""
     yield from _partitions(
         optimizer,
@@ -108,7 +118,7 @@ def _stage_1_and_2(optimizer: Any, names: _Names) -> _Parts:
     )
 
 
-def _bf16(optimizer: Any, names: _Names) -> _Parts:
+def _bf16(optimizer: Any, names: Names) -> _Parts:
     """BF16_Optimizer: as stage 1."""
     yield from _partitions(
         optimizer,
@@ -124,7 +134,7 @@ def _partitions(
     model_groups: Sequence[Sequence[torch.Tensor]],
     flats: Sequence[torch.Tensor],
     mains: Sequence[torch.Tensor],
-    names: _Names,
+    names: Names,
 ) -> _Parts:
     columns = (optimizer.optimizer.param_groups, optimizer.real_dp_process_group)
     for models, flat, main, group, ranks in zip(model_groups, flats, mains, *columns, strict=True):
@@ -142,7 +152,7 @@ def _partitions(
         yield main, group, fragments
 
 
-def _stage_3(optimizer: Any, names: _Names) -> _Parts:
+def _stage_3(optimizer: Any, names: Names) -> _Parts:
     """DeepSpeedZeroOptimizer_Stage3: a flat buffer a sub-group, of one range of each parameter."""
     for number, (models, flat, main) in enumerate(
         zip(
@@ -175,7 +185,7 @@ def shard_fragment(parameter: Any, flat: torch.Tensor, name: str) -> Fragment:
     return Fragment(parameter, fragment.low, fragment.high, start, fragment.cuts)
 
 
-_ADAPTERS: Mapping[str, Callable[[Any, _Names], _Parts]] = {
+_ADAPTERS: Mapping[str, Callable[[Any, Names], _Parts]] = {
     "FP16_UnfusedOptimizer": _unfused,
     "FP16_Optimizer": _fused,
     "BF16_Optimizer": _bf16,
@@ -194,7 +204,7 @@ def _size_and_rank(ranks: Any) -> tuple[int, int]:
     return comm.get_world_size(group=ranks), comm.get_rank(group=ranks)
 
 
-def _check_inside(values: torch.Tensor, fragments: Sequence[Fragment], names: _Names) -> None:
+def _check_inside(values: torch.Tensor, fragments: Sequence[Fragment], names: Names) -> None:
     for fragment in fragments:
         end = fragment.start + fragment.high - fragment.low
         if fragment.low < fragment.high and not 0 <= fragment.start <= end <= values.numel():

@@ -85,9 +85,8 @@ def loads_itself(engine: Any, directory: Path, request: Request) -> bool:
     own = tag.ranks[engine.checkpoint_mp_rank]
     if not engine.zero_optimization():
         return not own.optimizer
-    return len(own.optimizer) == here["dp"] and _has_equal_buffers(
-        engine, tag.directory / own.model[0]
-    )
+    path = tag.directory / own.model[0]
+    return len(own.optimizer) == here["dp"] and _has_equal_buffers(engine, path)
 
 
 def _has_equal_buffers(engine: Any, path: Path) -> bool:

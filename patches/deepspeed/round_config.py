@@ -7,14 +7,22 @@ deepspeed/__init__.py, 0.19.8.
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN, StatedBatch, read_config
+from scalai.converters.deepspeed.config import (
+    ACCUMULATION,
+    AUTOTP,
+    AUTOTP_SIZE,
+    MICRO,
+    TRAIN,
+    StatedBatch,
+    read_config,
+    step_samples,
+)
 from scalai.core.batches import Batches, fit_batches
 from scalai.core.errors import RefusedError
 
-AUTOTP, AUTOTP_SIZE = "tensor_parallel", "autotp_size"
 PIPELINE_STAGE_LIMIT = 1
 """ZeRO stages above are refused by DeepSpeed's pipelines."""
 
@@ -30,6 +38,8 @@ class RoundOrder:
         this is the first.
         usual_micro_batch_size: The same of the micro-batch, which is known to fit in memory.
         zero_stage: None: what the configuration says.
+        has_mpu: Whether the script tells DeepSpeed which ranks are replicas. With AutoTP alone it
+        counts every rank as one.
     """
 
     tp: int
@@ -39,6 +49,7 @@ class RoundOrder:
     global_batch_size: int | None = None
     usual_micro_batch_size: int | None = None
     zero_stage: int | None = None
+    has_mpu: bool = False
 
 
 def config_of(args: Any, config: Any, config_params: Any) -> dict[str, Any] | None:
@@ -71,7 +82,7 @@ def batches_of(config: Mapping[str, Any], order: RoundOrder) -> Batches:
             "and would keep to their number at another DP. Leave it out, or run without "
             "--elastic."
         )
-    stated = StatedBatch.of(config)
+    stated = _stated(config, order)
     resolved = stated.resolved(order.dp)
     if resolved is None:
         raise RefusedError(
@@ -83,6 +94,12 @@ def batches_of(config: Mapping[str, Any], order: RoundOrder) -> Batches:
     return fit_batches(total, order.dp, stated.micro or order.usual_micro_batch_size or resolved[1])
 
 
+def _stated(config: Mapping[str, Any], order: RoundOrder) -> StatedBatch:
+    """Return what the configuration says, the global batch as the samples that a step has."""
+    stated = StatedBatch.of(config)
+    return stated if order.has_mpu else replace(stated, train=step_samples(config))
+
+
 def rewritten(config: Mapping[str, Any], order: RoundOrder, batches: Batches) -> dict[str, Any]:
     """Return the configuration of this round. The given one stays as it is.
 
@@ -90,7 +107,8 @@ def rewritten(config: Mapping[str, Any], order: RoundOrder, batches: Batches) ->
         RefusedError: The stage or the degrees do not go together in DeepSpeed.
     """
     mine = copy.deepcopy(dict(config))
-    mine[TRAIN] = batches.global_batch_size
+    counted = order.tp if AUTOTP in mine and not order.has_mpu else 1
+    mine[TRAIN] = batches.global_batch_size * counted
     mine[MICRO] = batches.micro_batch_size
     mine[ACCUMULATION] = batches.num_micro_batches
     if order.zero_stage is not None:

@@ -19,6 +19,7 @@ from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.pickles import Foreign
 from scalai.converters.verify import check_samples
+from scalai.core.collection import Collection
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import RefusedError
 from scalai.patches.deepspeed.packing import packed, unpacked
@@ -103,8 +104,15 @@ def _without_steps(placed: Placed) -> Placed:
     rows = np.flatnonzero(is_stored[placed.file])
     files = tuple(file for file in placed.files if file.content is None)
     number = np.cumsum(is_stored) - 1
+    tensors, tensor = np.unique(placed.collection.tensor[rows], return_inverse=True)
+    collection = Collection(
+        tuple(placed.collection.tensors[at] for at in tensors),
+        tensor,
+        placed.collection.offset[rows],
+        placed.collection.shape[rows],
+    )
     return Placed(
-        placed.collection.select(rows), number[placed.file[rows]], placed.begin[rows],
+        collection, number[placed.file[rows]], placed.begin[rows],
         placed.stride[rows], files, placed.rounded()[rows],
     )  # fmt: skip
 

@@ -13,13 +13,13 @@ import torch
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 from scalai.patches.deepspeed import grid, randomness, refusals
+from scalai.patches.deepspeed.alike import cut_alike
 from scalai.patches.deepspeed.flat import Fragment, cut_pieces
 from scalai.patches.deepspeed.masters import Master, masters_of
 from scalai.patches.deepspeed.places import places_of, refuse_moved
 from scalai.patches.deepspeed.scalars import put_scalars, take_scalars
 from scalai.patches.deepspeed.shards import Shard, shards_of
 from scalai.patches.deepspeed.steps import STEP
-from scalai.patches.deepspeed.tied import cut_alike
 from scalai.patches.faults import refuse_changed_axes
 from scalai.runtime.live import Json, Slot, dtype_name
 
@@ -34,8 +34,8 @@ class DeepSpeedState:
     have the model's dtype (fp32), both are the tensor ``param/...``: the master is held, the
     model's copy is filled with it. Else the masters are ``main/...``.
 
-    Build it on every rank: stages of a pipeline that share tied weights tell each other how they
-    cut them. Nothing else here communicates.
+    Build it on every rank: stages of a pipeline that share tied weights, and tensor-parallel ranks,
+    tell each other how they cut their parameters. Nothing else here communicates.
 
     Args:
         engine: What ``deepspeed.initialize`` returned.
@@ -69,9 +69,14 @@ class DeepSpeedState:
             for master in self._masters
             for fragment in master.fragments
         }
+        shards = shards_of(
+            self._engine.module,
+            grid.tensor_parallel(self._engine),
+            is_first_replica=grid.is_first_replica(self._engine),
+        )
         return [
             slot
-            for shard in shards_of(self._engine.module, grid.tensor_parallel(self._engine))
+            for shard in shards
             for slot in _slots(shard, *owners.get(id(shard.data), (None, None)))
         ]
 

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.masters import Master
+from scalai.patches.deepspeed.masters import Master, Names, vouched_parts
 
 STEP = "step"
 """The name of the entry in an optimizer's state."""
 
-Names = Mapping[torch.Tensor, str]
-
 
 def take_steps(masters: Sequence[Master], names: Names) -> dict[str, float]:
-    """Return the steps of the parameters of which this rank has elements, by name."""
+    """Return the steps of the parameters of this rank, by name."""
     # FusedAdam counts for the last parameter of a group alone, and uses that for all.
     newest: dict[int, int] = {}
     for master in masters:
@@ -27,10 +25,9 @@ def take_steps(masters: Sequence[Master], names: Names) -> dict[str, float]:
         if isinstance(count, int):
             newest[id(master.group)] = max(count, newest.get(id(master.group), 0))
     return {
-        names[fragment.parameter]: float(newest.get(id(master.group), master.state[STEP]))
-        for master in masters
-        for fragment in master.fragments
-        if STEP in master.state and fragment.low < fragment.high
+        name: float(newest.get(id(master.group), master.state[STEP]))
+        for name, master in vouched_parts(masters, names)
+        if STEP in master.state
     }
 
 

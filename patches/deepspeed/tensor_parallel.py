@@ -47,6 +47,11 @@ class TensorParallel:
             )
         return self._sliced(name, dim, getattr(parameter, "partition_stride", 1), shape)
 
+    def is_cut(self, name: str, parameter: Any) -> bool:
+        """Whether other ranks hold other elements of a parameter. Raises as ``pieces``."""
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        return self.pieces(name, parameter, shape)[0] != shape
+
     def _sliced(
         self, name: str, dim: int, parts: int, shape: Shape
     ) -> tuple[Shape, tuple[Piece, ...]]:

@@ -69,7 +69,7 @@ class ElasticSession(Protocol):
     def renew(self, state: LiveState, *, step: int, samples: int) -> None:
         """Say that the framework has loaded a checkpoint of its own."""
 
-    def boundary(self, step: int | None = None, consumed_samples: int | None = None) -> bool:
+    def boundary(self, step: int | None = None, *, samples: int = 0) -> bool:
         """Say after each step whether the state was deposited and this process has to end."""
 
 
@@ -129,7 +129,7 @@ class EngineHooks:
             )
         is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
         warning = DEEPSPEED.check(self._version, allow_unknown=is_allowed)
-        order = self._order()
+        order = self._order(has_mpu=given.get("mpu") is not None)
         batches = batches_of(config, order)
         told = self._first() or batches
         first = FirstBatches(batches.global_batch_size, told.micro_batch_size, told.dp)
@@ -184,7 +184,9 @@ class EngineHooks:
     def end_step(self) -> None:
         """The script has done what it does after a step: leave where the job stops here."""
         self._is_due = False
-        if self._session.boundary(self.engine.global_steps, self.engine.global_samples):
+        assert self.feed.batches is not None
+        samples = self.feed.batches.global_batch_size
+        if self._session.boundary(self.engine.global_steps, samples=samples):
             _leave(self.engine)
 
     @property
@@ -202,7 +204,7 @@ class EngineHooks:
             facts["global_batch_size"], facts["first_micro_batch_size"], facts["first_dp"]
         )
 
-    def _order(self) -> RoundOrder:
+    def _order(self, *, has_mpu: bool) -> RoundOrder:
         session, first = self._session, self._first()
         return RoundOrder(
             session.tp,
@@ -212,6 +214,7 @@ class EngineHooks:
             first.global_batch_size if first else None,
             first.micro_batch_size if first else None,
             session.settings.get("zero_stage"),
+            has_mpu,
         )
 
     def _take_part(self, engine: Any) -> None:

@@ -41,7 +41,8 @@ class Job:
     which may have one stage alone. ``info`` is what such a client says of its parameters, as
     ``universal_checkpoint_info``; ``automatic``: AutoTP cuts a plain model.
 
-    A ``fused`` optimizer is what DeepSpeed takes for its FusedAdam, with torch's arithmetic.
+    A ``fused`` optimizer is what DeepSpeed takes for its FusedAdam, with torch's arithmetic;
+    ``cpu_adam`` is DeepSpeed's own for offloading, which is compiled.
     ``separate_steps`` repairs what a universal load of stage 3 leaves, and ``scheduled_rates``
     what one of an elastic checkpoint leaves, as the converter's notes say.
     """
@@ -60,6 +61,7 @@ class Job:
     empty: bool = False
     decay: tuple[float, float] = (0.1, 0.0)
     fused: bool = False
+    cpu_adam: bool = False
     separate_steps: bool = False
     scheduled_rates: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
@@ -246,6 +248,8 @@ def make_engine(job: Job) -> Any:
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     if job.fused:
         optimizer.__class__ = fused_adam()
+    elif job.cpu_adam:
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=1e-2)
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES // dp // micro_batches,
         "gradient_accumulation_steps": micro_batches,

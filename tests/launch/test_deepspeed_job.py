@@ -92,6 +92,7 @@ def test_a_batch_that_only_the_first_round_knows_is_learned(read: Read) -> None:
 def test_the_first_degrees_are_the_scripts_own(read: Read) -> None:
     config = {"train_batch_size": 12, "scalai": {}, "tensor_parallel": {"autotp_size": 2}}
     assert assigned(Sizing(read(config)), 4) == Degrees(2, 1, 2)
+    assert read(config).script.limits.global_batch_size == 6, "what a step has"
     del config["tensor_parallel"]
     spec = read(config, script_flags=("--pipeline-parallel-size", "2"))
     assert assigned(Sizing(spec), 4) == Degrees(1, 2, 2)

@@ -40,17 +40,17 @@ def load_weights(
     rank: int, store: dist.Store, job: Job, directory: str, arguments: dict[str, Any]
 ) -> Any:
     """Load into a fresh job without the optimizer's state; return the first loss, the counters, the
-    learning rate and the sum of the first moments."""
+    schedule's and the sum of the first moments."""
     training = Training(job, rank, store, OTHER_SEED)
     engine = training.engine
     install(engine)
     engine.load_checkpoint(directory, **arguments)
     moments = [s for s in DeepSpeedState(engine).slots() if s.tensor.name.startswith("exp_avg/")]
     total = sum(float(slot.buffer.abs().sum()) for slot in moments)
-    counters, rate = _counters(engine), training.learning_rate()
+    counters, scheduled = _counters(engine), engine.lr_scheduler.last_epoch
     losses = training.train(range(AFTER.start, AFTER.start + 1))
     training.close()
-    return losses, counters, rate, total
+    return losses, counters, scheduled, total
 
 
 def refuse(

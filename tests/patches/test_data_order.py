@@ -244,6 +244,20 @@ def test_passes_that_are_over_are_replayed_until_the_present_one() -> None:
         assert list(loader) == [] and not feed.clocks.is_replaying
 
 
+def test_a_pass_that_is_over_may_be_followed_by_one_that_is_not() -> None:
+    with hooked(1) as feed:
+        train(feed, loader_of(24, 1, 0), 4, sets_epoch=False)
+        saved = feed.clocks.take()
+    with hooked(1) as feed:
+        loader, other = loader_of(24, 1, 0), loader_of(24, 1, 0)
+        feed.clocks.put(saved)
+        for _ in range(2):
+            assert feed.clocks.may_yield_nothing and list(loader) == []
+        assert feed.clocks.may_yield_nothing and len(list(loader)) == 8
+        assert not feed.clocks.may_yield_nothing, "an empty loader is empty now"
+        assert len(list(other)) == 8
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(48))

@@ -1,6 +1,5 @@
 """A DeepSpeed job that changes its layout goes on as if it had not."""
 
-from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from resize_case import Result, resize
 from worker_pool import WorkerPool
 
 FP32 = 1e-6
-BF16 = 2e-2
-FP16 = 2e-3
+BF16 = 1e-3
+"""Gradients are added up in bf16: 1e-4 to 6e-4 were measured; what is restored is exact."""
+FP16 = 1e-3
 EXACT = 0.0
 
 Layout = dict[str, Any]
@@ -24,6 +24,10 @@ OFFLOADED = {
     "config": {"zero_force_ds_cpu_optimizer": False},
 }
 FUSED = {"fused": True}
+COMPILED = {"zero": {"offload_optimizer": {"device": "cpu"}}, "cpu_adam": True}
+UNTIED = {"stage": 1, "tied": False}
+UNCLIPPED = {"config": {"gradient_clipping": 0.0}}
+"""DeepSpeed clips a pipeline's gradients without ZeRO by the norm of its first stage alone."""
 
 
 def pipeline(pp: int, dp: int, **values: Any) -> Layout:
@@ -38,13 +42,6 @@ def ranks(world: int, stage: int, **values: Any) -> Layout:
     return {"world": world, "stage": stage, **values}
 
 
-@pytest.fixture(scope="module")
-def deepspeed_pool() -> Iterator[WorkerPool]:
-    workers = WorkerPool(size=4, trainer="tiny_deepspeed")
-    yield workers
-    workers.close()
-
-
 CASES: list[tuple[str, Layout, Layout, Layout, float]] = [
     ("zero1-round-robin-4-to-2", ROUND_ROBIN, ranks(4, 1), ranks(2, 1), FP32),
     ("zero3-sub-groups-2-to-3", SUB_GROUPS, ranks(2, 3), ranks(3, 3), FP32),
@@ -57,13 +54,15 @@ MORE: list[tuple[str, Layout, Layout, Layout, float]] = [
     *(
         (f"zero{a}-to-zero{b}", {}, ranks(2, a), ranks(3, b), FP32)
         for a, b in permutations(range(4), 2)
+        if (a, b) != (0, 2)  # one of those above
     ),
-    *((f"zero{s}-4-to-2", {}, ranks(4, s), ranks(2, s), FP32) for s in range(4)),
+    *((f"zero{s}-3-to-2", {}, ranks(3, s), ranks(2, s), FP32) for s in range(4)),
+    *((f"zero{s}-4-to-3", {}, ranks(4, s), ranks(3, s), FP32) for s in (0, 1, 3)),
     *((f"zero{s}-2-to-3", {}, ranks(2, s), ranks(3, s), FP32) for s in range(4)),
     *((f"same-zero{s}", {}, ranks(2, s), ranks(2, s), EXACT) for s in range(4)),
     ("zero3-frozen-shards", FROZEN_SHARDS, ranks(4, 3), ranks(3, 3), FP32),
-    ("zero2-round-robin", ROUND_ROBIN, ranks(3, 2), ranks(4, 1), FP32),
-    *((f"offloaded-zero{s}", OFFLOADED, ranks(4, s), ranks(3, s), FP32) for s in (1, 2, 3)),
+    ("zero2-to-zero1-round-robin", ROUND_ROBIN, ranks(3, 2), ranks(4, 1), FP32),
+    *((f"offloaded-zero{s}", OFFLOADED, ranks(3, s), ranks(2, s), FP32) for s in (1, 2, 3)),
     *(
         (f"bf16-zero{a}-to-zero{b}", {"precision": "bf16"}, ranks(2, a), ranks(3, b), BF16)
         for a, b in ((0, 1), (1, 0), (1, 3), (2, 2), (3, 0))
@@ -72,10 +71,12 @@ MORE: list[tuple[str, Layout, Layout, Layout, float]] = [
     ("bf16-fused-to-zero1", {"precision": "bf16", **FUSED}, ranks(2, 0), ranks(3, 1), BF16),
     *(
         (f"fp16-zero{a}-to-zero{b}", {"precision": "fp16"}, ranks(2, a), ranks(2, b), FP16)
-        for a, b in ((0, 0), (0, 1), (1, 1), (2, 3), (3, 3), (3, 2))
+        for a, b in ((0, 0), (1, 1), (2, 3), (3, 3), (3, 2))
     ),
+    # Without ZeRO gradients overflow at other scales: what is restored is exact, the steps fork.
+    ("fp16-static-zero0-to-zero1", {"precision": "fp16-static"}, ranks(2, 0), ranks(3, 1), FP16),
     *(
-        (f"pipeline-zero{a}-{p}x{q}-to-zero{b}-{r}x{s}", {}, x, y, FP32)
+        (f"pipeline-zero{a}-{p}x{q}-to-zero{b}-{r}x{s}", UNCLIPPED, x, y, FP32)
         for a, (p, q), b, (r, s) in (
             (0, (2, 2), 0, (1, 3)),
             (0, (1, 3), 1, (4, 1)),
@@ -85,7 +86,7 @@ MORE: list[tuple[str, Layout, Layout, Layout, float]] = [
         )
         for x, y in [(pipeline(p, q, stage=a), pipeline(r, s, stage=b))]
     ),
-    ("pipeline-untied", {"tied": False, "stage": 1}, pipeline(4, 1), pipeline(2, 2), FP32),
+    ("pipeline-untied", UNTIED, pipeline(2, 2), pipeline(1, 3), FP32),
     *(
         (f"pipeline-bf16-zero{a}", {"precision": "bf16"}, x, y, BF16)
         for a in (0, 1)
@@ -95,7 +96,13 @@ MORE: list[tuple[str, Layout, Layout, Layout, float]] = [
     ("cut-zero2-1x2-to-4x1", {"stage": 2}, cut(1, 2), cut(4, 1), FP32),
     ("cut-zero3-2x2-to-4x1", {"stage": 3}, cut(2, 2), cut(4, 1), FP32),
     ("cut-zero0-to-zero1", {}, cut(2, 1, stage=0), cut(2, 2, stage=1), FP32),
+    *(
+        (f"automatic-zero{a}", {"automatic": True, "stage": a}, cut(2, 2), cut(1, 3), FP32)
+        for a in (1, 3)
+    ),
     ("cut-pipeline-2x1x2-to-1x2x2", {"stage": 1}, cut(2, 1, 2), cut(1, 2, 2), FP32),
+    ("cpu-adam-zero2-to-zero3", COMPILED, ranks(2, 2), ranks(3, 3), FP32),
+    ("cpu-adam-bf16-zero3", {**COMPILED, "precision": "bf16"}, ranks(3, 3), ranks(2, 3), BF16),
     ("fp16-static-zero2", {"precision": "fp16-static"}, ranks(3, 2), ranks(2, 2), FP16),
     ("fp16-static-zero0", {"precision": "fp16-static", **FUSED}, ranks(3, 0), ranks(2, 0), FP16),
 ]

@@ -4,7 +4,7 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from scalai.core.errors import RefusedError
@@ -23,6 +23,7 @@ def rewrite(config: dict[str, Any], order: RoundOrder) -> dict[str, Any]:
     return rewritten(config, order, batches_of(config, order))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 96), st.integers(1, 8), st.integers(1, 12), st.integers(1, 12))
 def test_the_global_batch_stays_and_micro_batches_do_not_grow(
     total: int, micro: int, first_dp: int, dp: int
@@ -77,6 +78,12 @@ def test_stage_and_degrees_are_those_of_the_round_and_the_rest_stays() -> None:
         "tensor_parallel": {"autotp_size": 2, "tp_grain_size": 8},
         "scalai": {},
     }
+    # DeepSpeed counts tensor-parallel ranks as replicas: a step has 12 samples.
+    assert batches_of(config, RoundOrder(2, 1, 2)).global_batch_size == 12
+    assert rewrite(config, RoundOrder(2, 1, 2))["train_batch_size"] == 24
+    assert rewrite(config, RoundOrder(1, 1, 2))["train_batch_size"] == 12
+    assert rewrite(config, RoundOrder(2, 1, 2, has_mpu=True))["train_batch_size"] == 24
+    assert batches_of(config, RoundOrder(2, 1, 2, has_mpu=True)).global_batch_size == 24
     found = rewrite(config, RoundOrder(4, 1, 2, zero_stage=3))
     assert found["zero_optimization"] == {"stage": 3, "contiguous_gradients": True}
     assert found["tensor_parallel"] == {"autotp_size": 4, "tp_grain_size": 8}

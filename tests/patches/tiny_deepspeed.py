@@ -15,6 +15,8 @@ warnings.filterwarnings("ignore")  # DeepSpeed's own, about what a CPU machine l
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.module_inject.layers import set_autotp_mode
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed_jobs import Job, make_engine, train
 from jobs import SEED
 
@@ -22,7 +24,8 @@ from scalai.patches.deepspeed.state import DeepSpeedState
 
 torch.set_num_threads(1)
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-deepspeed.ops.__compatible_ops__.clear()  # nothing is compiled
+# Nothing is compiled.
+deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
 # Torch computes in fp16 on every CPU; DeepSpeed asks whether there are fast kernels.
 type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda _: True
 
@@ -68,9 +71,14 @@ def _forget_groups() -> None:
     """Destroy all process groups, and DeepSpeed's memory of them and of earlier parameters."""
     dist.barrier()
     dist.destroy_process_group()
-    deepspeed.zero.Init.param_id = 0  # the ranks compare it, and not all were in the last job
+    # Stage 3 counts parameters and modules; the ranks compare it, and not all were in the last job.
+    deepspeed.zero.Init.param_id = 0
+    (count,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    count[0] = 0
     deepspeed.comm.comm.cdb = None
+    set_autotp_mode(training=False)
     groups: Any = vars(deepspeed.utils.groups)
+    groups["mpu"] = None
     for name, value in groups.items():
         if name.startswith("_") and name.isupper() and not name.startswith("__"):
             groups[name] = {} if isinstance(value, dict) else None

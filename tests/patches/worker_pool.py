@@ -5,15 +5,17 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 TIMEOUT_S = 120
+AFTER_A_FAILURE_S = 2
 
 
 class WorkerFailed(Exception):
@@ -23,11 +25,11 @@ class WorkerFailed(Exception):
 class WorkerPool:
     """Runs one function on ranks ``0 .. n-1`` at a time; the others stay idle."""
 
-    def __init__(self, size: int, megatron: Path | None = None, trainer: str = "tiny_gpt") -> None:
-        """``megatron``: a directory with another release of megatron-core than the installed.
+    def __init__(self, size: int, release: Path | None = None, trainer: str = "tiny_gpt") -> None:
+        """``release``: a directory with another release of the framework than the installed.
         ``trainer``: the module that trains, with its framework."""
         self._size = size
-        self._megatron = megatron
+        self._release = release
         self.trainer = trainer
         self._calls = 0
         self._workers: list[tuple[Any, Connection]] = []
@@ -47,12 +49,13 @@ class WorkerPool:
         self._calls += 1
         for (_, pipe), values in zip(self._workers, arguments, strict=False):
             pipe.send((function, f"call-{self._calls}", values))
-        answers = [self._answer(rank) for rank in range(world)]
-        failed = [f"rank {rank}:\n{text}" for rank, (text, _) in enumerate(answers) if text]
-        if failed:
+        answers = self._answers(world)
+        failed = [f"rank {rank}:\n{text}" for rank, (text, _) in sorted(answers.items()) if text]
+        if failed or len(answers) < world:
             self.close()
-            raise WorkerFailed("\n".join(failed))
-        return [result for _, result in answers]
+            silent = [rank for rank in range(world) if rank not in answers]
+            raise WorkerFailed("\n".join([*failed, f"ranks without an answer: {silent}"]))
+        return [answers[rank][1] for rank in range(world)]
 
     def close(self) -> None:
         """End the processes; ``run`` starts new ones."""
@@ -74,7 +77,7 @@ class WorkerPool:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             # Megatron's fork server imports torch and megatron once for all pools; there is one a
             # process, so another framework or release is imported once a pool.
-            is_forked = self._megatron is None and self.trainer == "tiny_gpt"
+            is_forked = self._release is None and self.trainer == "tiny_gpt"
             start = self._start_by_server if is_forked else self._start_by_parent
             start(self._store.port)
         finally:
@@ -99,31 +102,37 @@ class WorkerPool:
         pipes = [context.Pipe() for _ in range(self._size)]
         theirs = [there for _, there in pipes]
         parent = context.Process(
-            target=_fork_workers, args=(theirs, port, self._megatron, self.trainer)
+            target=_fork_workers, args=(theirs, port, self._release, self.trainer)
         )
         parent.start()
         for here, there in pipes:
             there.close()
             self._workers.append((parent, here))
 
-    def _answer(self, rank: int) -> tuple[str, Any]:
-        process, pipe = self._workers[rank]
-        try:
-            if pipe.poll(TIMEOUT_S):
-                answer: tuple[str, Any] = pipe.recv()
-                return answer
-        except EOFError:
-            process.join(timeout=5)
-            return f"the process ended with {process.exitcode}", None
-        return f"no answer within {TIMEOUT_S} s", None
+    def _answers(self, world: int) -> dict[int, tuple[str, Any]]:
+        """Return what the ranks answer, by rank; where one fails the others wait in vain for it."""
+        ranks = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world])}
+        answers: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + TIMEOUT_S
+        while ranks and (ready := wait(list(ranks), max(deadline - time.monotonic(), 0))):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = ranks.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = "the process ended", None
+                if answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE_S)
+        return answers
 
 
 def _fork_workers(
-    pipes: Sequence[Connection], port: int, megatron: Path | None, trainer: str
+    pipes: Sequence[Connection], port: int, release: Path | None, trainer: str
 ) -> None:
     """Import a framework and fork workers of it; end when they do, or end them when terminated."""
-    if megatron is not None:
-        sys.path.insert(0, str(megatron))
+    if release is not None:
+        sys.path.insert(0, str(release))
     importlib.import_module(trainer)
     context = multiprocessing.get_context("fork")
     workers = [
