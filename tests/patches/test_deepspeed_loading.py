@@ -1,8 +1,6 @@
 """``engine.load_checkpoint`` at other degrees and stages than the checkpoint's."""
 
 import shutil
-from collections.abc import Iterator
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,6 @@ INFO = {
 """What Megatron-DeepSpeed says of such parameters."""
 
 
-@pytest.fixture(scope="module")
-def ranks_pool() -> Iterator[WorkerPool]:
-    workers = WorkerPool(size=3, trainer="tiny_deepspeed")
-    yield workers
-    workers.close()
-
-
 class Saves:
     """Checkpoints by the job that saved them, each made once."""
 
@@ -53,8 +44,8 @@ class Saves:
 
 
 @pytest.fixture(scope="module")
-def saves(ranks_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
-    return Saves(ranks_pool, tmp_path_factory.mktemp("saves"))
+def saves(deepspeed_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    return Saves(deepspeed_pool, tmp_path_factory.mktemp("saves"))
 
 
 def united(answers: list[Any]) -> Run:
@@ -79,14 +70,16 @@ CASES = [
     ("pipeline-2x1-to-1x2", pipeline(2, 1), pipeline(1, 2), FP32),
 ]
 
+TRAINED: dict[str, Any] = {"frozen": False}
+"""Without ZeRO nothing else tells frozen parameters from others of their shape."""
+
 MORE = [
-    ("zero1-2-to-1", ranks(2, 1), ranks(1, 1), FP32),
     ("zero2-2-to-1", ranks(2, 2), ranks(1, 2), FP32),
     ("zero3-2-to-3", ranks(2, 3), ranks(3, 3), FP32),
-    *(
-        (f"zero{a}-2-to-zero{b}-3", ranks(2, a), ranks(3, b), FP32)
-        for a, b in permutations(range(4), 2)
-    ),
+    ("zero0-to-zero1", ranks(2, 0, **TRAINED), ranks(3, 1, **TRAINED), FP32),
+    ("zero0-to-zero3", ranks(2, 0, **TRAINED), ranks(2, 3, **TRAINED), FP32),
+    ("zero2-to-zero0", ranks(2, 2), ranks(3, 0), FP32),
+    ("zero3-to-zero2", ranks(2, 3), ranks(2, 2), FP32),
     ("bf16-zero1-to-zero3", ranks(2, 1, **BFLOAT), ranks(3, 3, **BFLOAT), BF16),
     ("bf16-zero3-to-zero2", ranks(2, 3, **BFLOAT), ranks(1, 2, **BFLOAT), BF16),
     ("bf16-optimizer", ranks(2, 1, precision="bf16-fp32"), ranks(3, 1, **BFLOAT), BF16),
@@ -108,10 +101,10 @@ MORE = [
     ],
 )
 def test_a_loaded_job_goes_on_as_the_one_that_saved(
-    ranks_pool: WorkerPool, saves: Saves, before: Job, after: Job, tolerance: float
+    deepspeed_pool: WorkerPool, saves: Saves, before: Job, after: Job, tolerance: float
 ) -> None:
     path, (losses, rate, skipped) = saves.of(before)
-    answers = ranks_pool.run("loading_worker:load", [(after, str(path))] * after.world)
+    answers = deepspeed_pool.run("loading_worker:load", [(after, str(path))] * after.world)
     found, found_rate, found_skipped = united([run for run, _ in answers])
     differences = [abs(a - b) / abs(a) for a, b in zip(losses, found, strict=True)]
     print(f"largest relative difference of a loss: {max(differences):.1e}")
@@ -143,7 +136,7 @@ def refused(
     ],
 )
 def test_a_damaged_checkpoint_is_refused_on_all_ranks(
-    ranks_pool: WorkerPool, saves: Saves, tmp_path: Path, damage: str
+    deepspeed_pool: WorkerPool, saves: Saves, tmp_path: Path, damage: str
 ) -> None:
     shutil.copytree(saves.of(ranks(2, 1))[0], tmp_path, dirs_exist_ok=True)
     directory = find_tag(tmp_path, None)
@@ -157,34 +150,40 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks(
         other = find_tag(saves.of(ranks(2, 3))[0], None)
         assert other is not None
         shutil.copy(other / file.name, file)
-    texts = refused(ranks_pool, ranks(3, 1), tmp_path)
+    texts = refused(deepspeed_pool, ranks(3, 1), tmp_path)
     assert all(text.startswith("RefusedError") for text in texts), texts
     named = file.name if damage != "missing" else "2 data-parallel ranks"
     assert all(named in text for text in texts), texts
 
 
 @pytest.mark.campaign
-def test_what_cannot_be_done_is_refused_by_name(ranks_pool: WorkerPool, saves: Saves) -> None:
+def test_what_cannot_be_done_is_refused_by_name(deepspeed_pool: WorkerPool, saves: Saves) -> None:
     path, _ = saves.of(ranks(2, 1))
-    texts = refused(ranks_pool, ranks(3, 1), path, {"custom_load_fn": True})
+    texts = refused(deepspeed_pool, ranks(3, 1), path, {"custom_load_fn": True})
     assert all("custom_load_fn" in text for text in texts), texts
-    texts = refused(ranks_pool, ranks(3, 1, empty=True, frozen=False), path)
+    texts = refused(deepspeed_pool, ranks(3, 1, empty=True, frozen=False), path)
     assert all("exp_avg/blocks.0.down.bias" in text for text in texts), texts
-    texts = refused(ranks_pool, ranks(3, 1, decay=(0.1, 0.1)), saves.of(pipeline(2, 1))[0])
+    texts = refused(deepspeed_pool, ranks(3, 1, decay=(0.1, 0.1)), saves.of(pipeline(2, 1))[0])
     assert all("has no" in text for text in texts), texts
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("flag", ["load_module_only", "load_optimizer_states"])
+@pytest.mark.parametrize(
+    ("stage", "precision", "flag"),
+    [
+        (1, "fp32", "load_module_only"),
+        (1, "bf16", "load_optimizer_states"),
+        (3, "fp32", "load_optimizer_states"),
+        (3, "bf16", "load_module_only"),
+    ],
+)
 def test_weights_alone_may_be_loaded(
-    ranks_pool: WorkerPool, saves: Saves, stage: int, precision: str, flag: str
+    deepspeed_pool: WorkerPool, saves: Saves, stage: int, precision: str, flag: str
 ) -> None:
     path, (losses, _, _) = saves.of(ranks(2, 3, precision=precision))
     job = ranks(3, stage, precision=precision)
     arguments = {flag: flag == "load_module_only"}
-    answers = ranks_pool.run("loading_worker:load_weights", [(job, str(path), arguments)] * 3)
+    answers = deepspeed_pool.run("loading_worker:load_weights", [(job, str(path), arguments)] * 3)
     (first,) = mean_losses([loss for loss, *_ in answers])
     assert first == pytest.approx(losses[0], rel=FP32 if precision == "fp32" else BF16)
     for _, (steps, *_), scheduled, moments in answers:
