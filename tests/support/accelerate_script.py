@@ -9,8 +9,8 @@ from pydoc_data import topics
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, set_seed
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin, set_seed
 
 LENGTH, VOCABULARY, HIDDEN = 16, 128, 16
 
@@ -62,9 +62,13 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    # Accelerate knows of ranks without a GPU only if it is told before it hears of DeepSpeed.
+    PartialState(cpu=True)
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(str(options.deepspeed)),
         gradient_accumulation_steps=options.accumulate,
+        # Else the order of an epoch is drawn from random streams that whatever else uses.
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     set_seed(7)
     model: Any = Model()
