@@ -502,6 +502,8 @@ class Agent:
                 "snapshot_every": self._spec.config.store.snapshot_every,
                 "restorable_step": command["restorable_step"],
                 "is_ahead": current is not self._round,
+                "facts": command["facts"],
+                "settings": self._spec.hook_settings(command["world_size"]),
             }
         )
 

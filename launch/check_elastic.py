@@ -1,7 +1,8 @@
 """``scalai-run --check-elastic``: the degrees for every world that may come."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from scalai.core.choice import Choice, DegreePolicy, check_rules, choose
 from scalai.core.degrees import Degrees, ModelLimits
@@ -23,16 +24,22 @@ class Line:
     reason: str
 
 
-def check_elastic(options: Options, config: ElasticConfig, slots: int) -> str:
+def check_elastic(
+    options: Options,
+    config: ElasticConfig,
+    slots: int,
+    deepspeed: Mapping[str, Any] | None = None,
+) -> str:
     """Return the whole report as text.
 
     Args:
         slots: Workers of one host (``--nproc-per-node`` as a number).
+        deepspeed: The DeepSpeed configuration that the script's arguments name; None: none.
 
     Raises:
         RefusedError: An entry of [degrees] cannot be used, or no world has valid degrees.
     """
-    facts = read_script(options, config)
+    facts = read_script(options, config, deepspeed)
     check_rules(facts.limits, facts.policy)
     lines = report(facts.limits, facts.policy, worlds_of(facts.policy, options.max_nodes * slots))
     if all(line.choice is None for line in lines):

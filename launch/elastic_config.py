@@ -1,6 +1,7 @@
-"""The elastic configuration: one frozen tree, read from TOML and flags, checked when built.
+"""The elastic configuration: one frozen tree, read from TOML, JSON and flags, checked when built.
 
-Precedence: flag > file > default. What a person writes::
+Precedence: flag > file > default. In a DeepSpeed configuration the same sections are objects in its
+block ``"scalai"``. What a person writes::
 
     [degrees]                # what to take on how many ranks; wins over every rule
     default = "tp2 pp1"      # first start, where no entry speaks and the script's flags say nothing
@@ -13,6 +14,7 @@ Precedence: flag > file > default. What a person writes::
     [store]                  # where generations lie
     [resize]                 # when and to what
     [probe]                  # how many devices of this host work
+    [deepspeed]              # what DeepSpeed's own configuration cannot say of an elastic job
 
 A key names the change where the world alone does not decide. Entries taken in order of use would
 need a memory that a restarted coordinator has lost, and would mean another thing after each
@@ -20,6 +22,7 @@ failure.
 """
 
 import difflib
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -33,6 +36,7 @@ from scalai.core.errors import UsageError
 
 BUILD_AHEAD = ("auto", "always", "never")
 PROBE_KINDS = ("nvidia-smi", "command", "file", "none")
+DATA_ORDERS = ("loader", "own")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,33 @@ class ProbeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeepSpeedConfig:
+    """What DeepSpeed's own configuration cannot say of an elastic job.
+
+    Attributes:
+        zero_stage: ZeRO stage by world size, as text, or by ``default``; where neither is there,
+        the stage of DeepSpeed's own configuration.
+        data_order: Who keeps the order of samples over a change: ``loader``, torch's or DeepSpeed's
+        under our hooks; ``own``: the script, by ``scalai.elastic().consumed_samples``.
+    """
+
+    zero_stage: Mapping[str, int] = field(default_factory=dict)
+    data_order: str = "loader"
+
+    def __post_init__(self) -> None:
+        for key, stage in self.zero_stage.items():
+            is_world = key == "default" or (key.isdecimal() and int(key) > 0)
+            _expect(is_world, "zero_stage", key, "a number of ranks or default")
+            _expect(0 <= stage <= 3, f"zero_stage.{key}", stage, "0, 1, 2 or 3")
+        orders = "one of " + ", ".join(DATA_ORDERS)
+        _expect(self.data_order in DATA_ORDERS, "data_order", self.data_order, orders)
+
+    def stage_on(self, world_size: int) -> int | None:
+        """Return the ZeRO stage on so many ranks; None: that of DeepSpeed's configuration."""
+        return self.zero_stage.get(str(world_size), self.zero_stage.get("default"))
+
+
+@dataclass(frozen=True, slots=True)
 class ElasticConfig:
     """Everything that a person can say about an elastic job beside the launcher's own flags."""
 
@@ -128,6 +159,7 @@ class ElasticConfig:
     store: StoreConfig = field(default_factory=StoreConfig)
     resize: ResizeConfig = field(default_factory=ResizeConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     origin: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where a value comes from, by its dotted name: ``flag`` or ``file``; absent: the default."""
 
@@ -152,12 +184,13 @@ class ElasticConfig:
         ]
         if self.default_degrees is not None:
             lines.append(("degrees.default", str(self.default_degrees)))
-        for section in ("model", "store", "resize", "probe"):
+        for section in ("model", "store", "resize", "probe", "deepspeed"):
             part = getattr(self, section)
             for item in fields(part):
                 value = getattr(part, item.name)
-                # Limits that nobody stated say nothing; the other sections are shown whole.
-                if section != "model" or value != item.default:
+                # What nobody stated here says nothing; the other sections are shown whole.
+                is_quiet = section in ("model", "deepspeed")
+                if not is_quiet or f"{section}.{item.name}" in self.origin:
                     shown = list(value) if isinstance(value, tuple) else value
                     lines.append(
                         (f"{section}.{item.name}", "none" if shown is None else str(shown))
@@ -167,7 +200,7 @@ class ElasticConfig:
         )
 
 
-SECTIONS = ("degrees", "model", "store", "resize", "probe")
+SECTIONS = ("degrees", "model", "store", "resize", "probe", "deepspeed")
 
 
 DERIVED_LIMITS = ("fixed", "min_pp_with_vpp", "min_tp", "min_tp_reason")
@@ -196,7 +229,7 @@ def parse_config(
     """Read a configuration and lay ``overrides`` over it.
 
     Args:
-        text: TOML; None: only defaults.
+        text: TOML, or a JSON object; None: only defaults.
         name: What errors call it.
         overrides: Values of flags by dotted name, such as ``{"store.dir": "/dev/shm/mine"}``.
 
@@ -204,10 +237,11 @@ def parse_config(
         UsageError: A key is unknown or a value is not what it should be. The message names the
             file, the key and what was expected.
     """
+    is_json = (text or "").lstrip().startswith("{")  # no TOML document begins so
     try:
-        document = tomllib.loads(text or "")
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{name} is not TOML: {error}.") from error
+        document = json.loads(text or "") if is_json else tomllib.loads(text or "")
+    except ValueError as error:
+        raise UsageError(f"{name} is not {'JSON' if is_json else 'TOML'}: {error}.") from error
     try:
         return _build(document, overrides or {})
     except UsageError as error:
@@ -237,6 +271,7 @@ def _build(document: Mapping[str, object], overrides: Mapping[str, object]) -> E
         _read_section(StoreConfig, tables["store"], "store"),
         _read_section(ResizeConfig, tables["resize"], "resize"),
         _read_section(ProbeConfig, tables["probe"], "probe"),
+        _read_section(DeepSpeedConfig, tables["deepspeed"], "deepspeed"),
         origin,
     )
 
@@ -296,6 +331,9 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     for option in options:
         if get_origin(option) is tuple and isinstance(value, list | tuple):
             return tuple(_typed(item, get_args(option)[0], where) for item in value)
+        if get_origin(option) is Mapping and isinstance(value, dict):
+            of = get_args(option)[1]
+            return {key: _typed(item, of, f"{where}.{key}") for key, item in value.items()}
         if option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if isinstance(option, type) and type(value) is option:

@@ -1,10 +1,13 @@
 """What a job is: the same for all its agents, and what the coordinator decides by."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scalai.converters.deepspeed.config import BLOCK, FoundConfig, find_config
+from scalai.core.errors import UsageError
 from scalai.launch.elastic_config import ElasticConfig, parse_config, read_text
 from scalai.launch.options import Options, parse_options
 from scalai.launch.script import ScriptFacts, read_script
@@ -20,6 +23,7 @@ COMPARED = (
     "max_nodes",
     "max_restarts",
     "elastic_text",
+    "deepspeed",
 )
 """What all agents of a job must have in common; the rest (names, folders, log files) is a host's
 own affair."""
@@ -29,34 +33,51 @@ own affair."""
 class JobSpec:
     """A job as its command line and its elastic configuration state it.
 
-    ``argv`` and ``elastic_text`` are what a person gave; everything else follows from them, on
-    every process alike.
+    ``argv``, ``elastic_text`` and ``deepspeed`` are what a person gave; everything else follows
+    from them, on every process alike. ``elastic_text`` is TOML, or JSON where it comes from a
+    DeepSpeed configuration; ``deepspeed`` is that configuration, None where the script's arguments
+    name none.
     """
 
     argv: tuple[str, ...]
     elastic_text: str | None
     options: Options
     config: ElasticConfig
+    deepspeed: Mapping[str, Json] | None = None
 
     @classmethod
     def read(cls, argv: Sequence[str]) -> "JobSpec":
-        """Read a command line of ``scalai-run`` and the file that its ``--elastic`` names."""
+        """Read a command line of ``scalai-run`` and the files that it names."""
         options = parse_options(argv)
-        text = None if options.elastic is None else read_text(options.elastic)
-        return cls._of(tuple(argv), text, options)
+        found = find_config(options.script_args)
+        text, name = _elastic_text(options, found)
+        return cls._of(tuple(argv), text, name, options, found.content if found else None)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> "JobSpec":
         """Read what ``to_json`` wrote, without any file."""
-        return cls._of(tuple(data["argv"]), data["elastic_text"], parse_options(data["argv"]))
+        options = parse_options(data["argv"])
+        name = options.elastic or BLOCK
+        return cls._of(tuple(data["argv"]), data["elastic_text"], name, options, data["deepspeed"])
 
     @classmethod
-    def _of(cls, argv: tuple[str, ...], text: str | None, options: Options) -> "JobSpec":
-        config = parse_config(text, options.elastic or "flags", options.overrides)
-        return cls(argv, text, options, config)
+    def _of(
+        cls,
+        argv: tuple[str, ...],
+        text: str | None,
+        name: str,
+        options: Options,
+        deepspeed: Mapping[str, Json] | None,
+    ) -> "JobSpec":
+        config = parse_config(text, name, options.overrides)
+        return cls(argv, text, options, config, deepspeed)
 
     def to_json(self) -> Json:
-        return {"argv": list(self.argv), "elastic_text": self.elastic_text}
+        return {
+            "argv": list(self.argv),
+            "elastic_text": self.elastic_text,
+            "deepspeed": self.deepspeed,
+        }
 
     @property
     def job(self) -> str:
@@ -108,13 +129,42 @@ class JobSpec:
         runs."""
         if not self.is_elastic:
             return ScriptFacts(self.config.model, self.config.policy())
-        return read_script(self.options, self.config)
+        return read_script(self.options, self.config, self.deepspeed)
+
+    def hook_settings(self, world_size: int) -> Json:
+        """Return what the frameworks' hooks have to know of the configuration, on so many ranks."""
+        deepspeed = self.config.deepspeed
+        return {
+            "zero_stage": deepspeed.stage_on(world_size),
+            "data_order": deepspeed.data_order,
+        }
 
     def difference(self, other: "JobSpec") -> str | None:
         """Say in what another agent's job differs from this one, None where it is the same."""
         for name in COMPARED:
-            mine = self.elastic_text if name == "elastic_text" else getattr(self.options, name)
-            its = other.elastic_text if name == "elastic_text" else getattr(other.options, name)
+            of_spec = name in ("elastic_text", "deepspeed")
+            mine, its = (getattr(of if of_spec else of.options, name) for of in (self, other))
             if mine != its:
                 return f"{name.replace('_', ' ')} is {its!r}, the job's is {mine!r}"
         return None
+
+
+def _elastic_text(options: Options, found: FoundConfig | None) -> tuple[str | None, str]:
+    """Return the elastic configuration and its name: what ``--elastic`` names, else the block of
+    the DeepSpeed configuration among the script's arguments; None: there is neither."""
+    if options.elastic is None:
+        if found is None or found.block is None:
+            return None, "flags"
+        return json.dumps(found.block), found.name
+    text = read_text(options.elastic)
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return text, options.elastic
+    block = FoundConfig(options.elastic, content).block if isinstance(content, dict) else None
+    if block is None:
+        raise UsageError(
+            f'--elastic {options.elastic} is JSON without a "{BLOCK}" block; add one, or name a '
+            "TOML file."
+        )
+    return json.dumps(block), options.elastic

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
         spec = JobSpec.read(sys.argv[1:] if argv is None else argv)
         if spec.options.is_check:
             slots = determine_local_world_size(spec.options.nproc_per_node)
-            print(check_elastic(spec.options, spec.config, slots))
+            print(check_elastic(spec.options, spec.config, slots, spec.deepspeed))
             code = 0
         else:
             code = run_agent(spec)

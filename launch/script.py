@@ -1,10 +1,13 @@
-"""What is known about a job before it runs, from the flags of its script and the configuration."""
+"""What is known about a job before it runs, from the flags of its script and the configurations."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from scalai.converters.deepspeed.config import StatedBatch, stated_stages
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.core.choice import DegreePolicy
-from scalai.core.degrees import ModelLimits
+from scalai.core.degrees import ModelLimits, Wish
 from scalai.launch.elastic_config import ElasticConfig
 from scalai.launch.options import Options
 
@@ -18,15 +21,27 @@ class ScriptFacts:
     arguments: MegatronArguments | None = None
 
 
-def read_script(options: Options, config: ElasticConfig) -> ScriptFacts:
-    """Return what the script's flags and the configuration say; the configuration wins.
+def read_script(
+    options: Options, config: ElasticConfig, deepspeed: Mapping[str, Any] | None = None
+) -> ScriptFacts:
+    """Return what the script's flags and the configurations say; the elastic one wins.
+
+    Args:
+        deepspeed: The DeepSpeed configuration that the script's arguments name; None: none.
 
     Raises:
         RefusedError: The flags of a Megatron-LM script do not go with changing degrees.
         UsageError: A value among them is not a number.
     """
-    if not is_megatron(options.script_args):
+    if is_megatron(options.script_args):
+        arguments = read_arguments(options.script_args)
+        limits = config.model.filled_from(arguments.limits)
+        return ScriptFacts(limits, config.policy(arguments.initial), arguments)
+    if deepspeed is None:
         return ScriptFacts(config.model, config.policy())
-    arguments = read_arguments(options.script_args)
-    limits = config.model.filled_from(arguments.limits)
-    return ScriptFacts(limits, config.policy(arguments.initial), arguments)
+    # The micro-batch of a DeepSpeed job follows from its DP: only the global batch is a limit.
+    limits = ModelLimits(global_batch_size=StatedBatch.of(deepspeed).train)
+    tp = deepspeed.get("tensor_parallel", {}).get("autotp_size") or 1
+    pp = stated_stages(options.script_args) or 1
+    initial = Wish(tp, pp) if tp * pp > 1 else None
+    return ScriptFacts(config.model.filled_from(limits), config.policy(initial))

@@ -11,6 +11,9 @@ from scalai.core.degrees import parse_wish
 from scalai.core.membership import Assign, Assignment
 from scalai.launch.job import JobSpec
 
+LEARNED = ("padded_vocab_size", "global_batch_size")
+"""Limits that a script may tell: what they were in the first round holds for the job's life."""
+
 
 class Sizing:
     """The inputs of ``make_assign`` for one job. ``scalai scale`` and out-of-memory change them."""
@@ -50,9 +53,9 @@ class Sizing:
 
     def learn(self, about: Mapping[str, Any]) -> None:
         """Take over limits that only the running script knew, from a deposit's ``about``."""
-        padded = about.get("facts", {}).get("padded_vocab_size")
-        if padded is not None:
-            self._limits = replace(self._limits, padded_vocab_size=padded)
+        facts = about.get("facts", {})
+        told = {name: facts[name] for name in LEARNED if facts.get(name) is not None}
+        self._limits = replace(self._limits, **told)
 
     def _with(self, max_workers: int | None, max_hosts: int, wish: str | None) -> Assign:
         return make_assign(

@@ -1,16 +1,51 @@
 """Which frameworks are hooked when a job is elastic, before the script imports any of them."""
 
 import importlib.util
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 from scalai.runtime import session
 
 
+@cache
 def install() -> None:
-    """Hook what is installed. Imports no framework: the hooks act when the script imports it."""
-    if importlib.util.find_spec("megatron") is None:
-        return
-    from scalai.patches.megatron import rehearsal, training
+    """Hook what is installed, once a process and its forks. Imports no framework: the hooks act
+    when the script imports it."""
+    if importlib.util.find_spec("megatron") is not None:
+        from scalai.patches.megatron import training as megatron_training
+
+        # Without CUDA megatron needs its stand-ins before it is imported, and nobody else does.
+        if "megatron" in sys.modules:
+            _rehearse()
+        else:
+            sys.meta_path.insert(0, _RehearsalFirst())
+        megatron_training.install(session.elastic)
+    if importlib.util.find_spec("deepspeed") is not None:
+        from scalai.patches.deepspeed import training as deepspeed_training
+
+        deepspeed_training.install(session.elastic)
+
+
+class _RehearsalFirst:
+    """Finds nothing: turns rehearsal mode on when ``megatron`` is looked for.
+
+    It is a namespace package, which no hook behind an import is called for.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name == "megatron":
+            sys.meta_path.remove(self)
+            _rehearse()
+        return None
+
+
+def _rehearse() -> None:
+    from scalai.patches.megatron import rehearsal
 
     rehearsal.install()
     rehearsal.install_training()
-    training.install(session.elastic)

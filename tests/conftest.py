@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-for folder in ("support", "patches"):
+for folder in ("support", "patches", "converters"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 if TYPE_CHECKING:

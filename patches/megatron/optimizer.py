@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from scalai.core.errors import RefusedError
+from scalai.patches.first_step import torch_state
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -92,41 +93,21 @@ def _ensure_state(leaf: Any) -> None:
     ``step``, so that the first step then fails.
     """
     inner = leaf.optimizer
-    if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-        make = _adam_state
-    elif isinstance(inner, torch.optim.SGD):
-        make = _sgd_state
-    elif leaf.init_state_fn is not None:
-        leaf.init_state_fn(inner, leaf.config)
-        return
-    else:
-        raise RefusedError(
-            f"the state of {type(inner).__name__} does not exist before its first step, and "
-            "megatron has no function to make it. Use --optimizer adam or sgd."
-        )
     for group in inner.param_groups:
         for parameter in group["params"]:
-            if not inner.state[parameter]:
-                inner.state[parameter].update(make(parameter, group))
+            if inner.state[parameter]:
+                continue
+            state = torch_state(inner, parameter, group)
+            if state is None:
+                _let_megatron_make_state(leaf)
+                return
+            inner.state[parameter].update(state)
 
 
-def _adam_state(parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-    # As torch.optim.Adam._init_group does it: one step tensor a parameter, it adds 1 in place.
-    on_device = group.get("capturable") or group.get("fused")
-    device = parameter.device if on_device else torch.device("cpu")
-    moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group.get("amsgrad"))
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=device),
-        **{name: torch.zeros_like(parameter) for name in moments},
-    }
-
-
-def _sgd_state(parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-    if not group["momentum"]:
-        return {}
-    if group["dampening"]:
+def _let_megatron_make_state(leaf: Any) -> None:
+    if leaf.init_state_fn is None:
         raise RefusedError(
-            f"SGD with dampening={group['dampening']} starts its momentum with the first gradient, "
-            "which zeros cannot stand for. Use dampening 0."
+            f"the state of {type(leaf.optimizer).__name__} does not exist before its first step, "
+            "and megatron has no function to make it. Use --optimizer adam or sgd."
         )
-    return {"momentum_buffer": torch.zeros_like(parameter)}
+    leaf.init_state_fn(leaf.optimizer, leaf.config)

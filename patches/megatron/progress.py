@@ -1,13 +1,11 @@
-"""How far a Megatron-LM job is, and which of two states it continues from."""
+"""How far a Megatron-LM job is."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from scalai.core.errors import LayoutError
 from scalai.runtime.live import Json
-
-Source = Literal["generation", "checkpoint", "nothing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,32 +60,6 @@ def put_progress(args: Any, saved: Mapping[str, Json]) -> None:
     args.consumed_valid_samples = progress.consumed_valid_samples
     args.skipped_train_samples = progress.skipped_train_samples
     args.num_floating_point_operations_so_far = progress.num_floating_point_operations_so_far
-
-
-def choose_source(generation_step: int | None, checkpoint_step: int | None) -> Source:
-    """Say which state is newer. At the same step the generation is: it is exact in any layout.
-
-    Args:
-        generation_step: Step of the generation that could be restored; None if there is none.
-        checkpoint_step: Iteration of the checkpoint under ``--load``; None if there is none.
-    """
-    if generation_step is None:
-        return "nothing" if checkpoint_step is None else "checkpoint"
-    if checkpoint_step is not None and checkpoint_step > generation_step:
-        return "checkpoint"
-    return "generation"
-
-
-def describe_source(
-    source: Source, generation_step: int | None, checkpoint_step: int | None, load: str | None
-) -> str:
-    """One line for the log that names both states."""
-    generation = "none" if generation_step is None else f"step {generation_step}"
-    checkpoint = "none" if checkpoint_step is None else f"iteration {checkpoint_step}"
-    return (
-        f"event=continue source={source} generation={generation!r} checkpoint={checkpoint!r} "
-        f"load={load}"
-    )
 
 
 def checkpoint_step(tracker: str | None, ckpt_step: int | None, is_finetune: bool) -> int | None:

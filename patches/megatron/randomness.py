@@ -1,31 +1,31 @@
 """Random number generators of one rank, as JSON."""
 
-import base64
-import random
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from scalai.patches.megatron import grid
+from scalai.patches.streams import (
+    begin_host_streams,
+    continue_host_streams,
+    host_streams,
+    seed_of_step,
+    stream_text,
+    text_of_degrees,
+    text_stream,
+)
 from scalai.runtime.live import Json
-
-_STEP_STRIDE = 1_000_003
-"""Prime, so that the offsets which megatron adds to a seed never meet another step's seed."""
 
 
 def state() -> Json:
     """Return the state of all generators of this rank, and the degrees under which it is valid."""
-    kind, keys, position, has_gauss, gauss = _numpy_state()
     return {
         "degrees": dict(grid.degrees()),
-        "python": list(random.getstate()),
-        "numpy": [kind, _text(keys.tobytes()), position, has_gauss, gauss],
-        "torch": _tensor_text(torch.get_rng_state()),
-        "cuda": _tensor_text(torch.cuda.get_rng_state()),
+        **host_streams(),
+        "cuda": stream_text(torch.cuda.get_rng_state()),
         "tracker": {
-            name: _tensor_text(_tensor_state(value))
+            name: stream_text(_tensor_state(value))
             for name, value in _tracker().get_states().items()
         },
     }
@@ -44,26 +44,23 @@ def restore(saved: Json | None, seed: int, step: int) -> str:
     if saved is not None and saved["degrees"] == here:
         _continue(saved)
         return "rng=continued"
-    before = _text_of(saved["degrees"]) if saved is not None else "none"
+    before = text_of_degrees(saved["degrees"]) if saved is not None else "none"
     _begin(seed, step)
-    return f"rng=reseeded seed={seed} step={step} degrees_before={before} degrees={_text_of(here)}"
+    after = text_of_degrees(here)
+    return f"rng=reseeded seed={seed} step={step} degrees_before={before} degrees={after}"
 
 
 def _continue(saved: Mapping[str, Any]) -> None:
-    version, keys, gauss = saved["python"]
-    random.setstate((version, tuple(keys), gauss))
-    kind, words, *rest = saved["numpy"]
-    np.random.set_state((kind, np.frombuffer(_bytes(words), dtype=np.uint32), *rest))
-    torch.set_rng_state(_text_tensor(saved["torch"]))
-    torch.cuda.set_rng_state(_text_tensor(saved["cuda"]))
+    continue_host_streams(saved)
+    torch.cuda.set_rng_state(text_stream(saved["cuda"]))
     tracker = _tracker()
     states = tracker.get_states()
     for name, text in saved["tracker"].items():
         current = states.get(name)
         if isinstance(current, torch.Generator):  # a tracker for CUDA graphs
-            current.set_state(_text_tensor(text))
+            current.set_state(text_stream(text))
         else:
-            states[name] = _text_tensor(text)
+            states[name] = text_stream(text)
     tracker.set_states(states)
 
 
@@ -71,19 +68,9 @@ def _begin(seed: int, step: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    # As in Megatron-LM's _set_random_seed: stages have streams of their own, replicas do not.
-    seed = (seed + _STEP_STRIDE * (step + 1)) % 2**31 + 100 * stage
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    seed = seed_of_step(seed, step, parallel_state.get_pipeline_model_parallel_rank())
+    begin_host_streams(seed)
     model_parallel_cuda_manual_seed(seed)
-
-
-def _numpy_state() -> tuple[str, np.ndarray[Any, np.dtype[np.uint32]], int, int, float]:
-    state = np.random.get_state(legacy=True)
-    assert isinstance(state, tuple)  # numpy's own typing allows a dict too
-    return state
 
 
 def _tracker() -> Any:
@@ -94,23 +81,3 @@ def _tracker() -> Any:
 
 def _tensor_state(value: torch.Tensor | torch.Generator) -> torch.Tensor:
     return value.get_state() if isinstance(value, torch.Generator) else value
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
-
-
-def _tensor_text(state: torch.Tensor) -> str:
-    return _text(state.cpu().numpy().tobytes())
-
-
-def _text_tensor(text: str) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(_bytes(text), dtype=np.uint8).copy())
-
-
-def _text_of(degrees: Mapping[str, int]) -> str:
-    return ",".join(f"{axis}{size}" for axis, size in degrees.items() if size > 1) or "all1"

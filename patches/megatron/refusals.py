@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from scalai.core.errors import RefusedError
+from scalai.patches.faults import refuse_all
 from scalai.patches.megatron.optimizer import is_distributed, leaf_optimizers
 from scalai.patches.megatron.shapes import unwrap
 
@@ -39,7 +39,7 @@ def refuse_arguments(args: Any) -> None:
     Raises:
         RefusedError: Names every flag that is in the way, with the reason.
     """
-    _refuse(_faults_of_arguments(args))
+    refuse_all(_faults_of_arguments(args))
 
 
 def refuse_unsupported(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
@@ -48,31 +48,7 @@ def refuse_unsupported(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Non
     Raises:
         RefusedError: Names everything that is in the way, with the reason.
     """
-    _refuse((*_faults_of_model(chunks), *_faults_of_optimizer(optimizer)))
-
-
-def refuse_changed_axes(before: Mapping[str, int], here: Mapping[str, int]) -> None:
-    """Compare the degrees that have to stay.
-
-    Raises:
-        RefusedError: One of them changed.
-    """
-    for axis, size in before.items():
-        if here[axis] != size:
-            raise RefusedError(
-                f"{axis}={size} when the state was taken and {axis}={here[axis]} now; this degree "
-                f"cannot change. Start with {axis}={size}."
-            )
-
-
-def _refuse(faults: Sequence[str] | Iterator[str]) -> None:
-    listed = sorted(set(faults))
-    if listed:
-        raise RefusedError(
-            "this job cannot be elastic:\n  "
-            + "\n  ".join(listed)
-            + "\nChange this, or run without --elastic."
-        )
+    refuse_all((*_faults_of_model(chunks), *_faults_of_optimizer(optimizer)))
 
 
 def _faults_of_arguments(args: Any) -> Iterator[str]:

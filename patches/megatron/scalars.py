@@ -8,6 +8,7 @@ import torch
 
 from scalai.core.errors import RefusedError
 from scalai.patches.megatron.optimizer import leaf_optimizers
+from scalai.patches.plain import all_live, all_plain, live, plain
 from scalai.runtime.live import Json
 
 _GROUP_VALUES = ("lr", "weight_decay", "step")
@@ -23,8 +24,8 @@ def take_scalars(optimizer: Any, scheduler: Any) -> Mapping[str, Json]:
     leaves = list(leaf_optimizers(optimizer))
     scalers = [leaf.grad_scaler for leaf in leaves if getattr(leaf, "grad_scaler", None)]
     return {
-        "scheduler": _all_plain(scheduler.state_dict(), "scheduler") if scheduler else None,
-        "grad_scaler": _all_plain(scalers[0].state_dict(), "grad scaler") if scalers else None,
+        "scheduler": all_plain(scheduler.state_dict(), "scheduler") if scheduler else None,
+        "grad_scaler": all_plain(scalers[0].state_dict(), "grad scaler") if scalers else None,
         "param_groups": _all_groups(leaves),
     }
 
@@ -40,11 +41,11 @@ def put_scalars(scalars: Mapping[str, Json], optimizer: Any, scheduler: Any) -> 
             _put_group(scalars["param_groups"], group)
         scaler = getattr(leaf, "grad_scaler", None)
         if scaler and scalars["grad_scaler"] is not None:
-            scaler.load_state_dict(_all_live(scalars["grad_scaler"]))
+            scaler.load_state_dict(all_live(scalars["grad_scaler"]))
     if scheduler and scalars["scheduler"] is not None:
         if hasattr(scheduler, "num_steps"):
             scheduler.num_steps = 0  # OptimizerParamScheduler.load_state_dict() adds the saved ones
-        scheduler.load_state_dict(_all_live(scalars["scheduler"]))
+        scheduler.load_state_dict(all_live(scalars["scheduler"]))
 
 
 def _all_groups(leaves: Sequence[Any]) -> Json:
@@ -55,7 +56,7 @@ def _all_groups(leaves: Sequence[Any]) -> Json:
             if group["params"]:  # FusedAdam counts no steps without any: another rank knows better
                 for key in _GROUP_VALUES:
                     if key in group:
-                        values[key] = _plain(group[key], f"parameter group's {key}")
+                        values[key] = plain(group[key], f"parameter group's {key}")
     return groups
 
 
@@ -68,9 +69,9 @@ def _put_group(groups: Mapping[str, Mapping[str, Json]], group: dict[str, Any]) 
         )
     for key, value in saved.items():
         if isinstance(group.get(key), torch.Tensor):
-            group[key].copy_(_live(value))  # captured in a CUDA graph: keep its place
+            group[key].copy_(live(value))  # captured in a CUDA graph: keep its place
         else:
-            group[key] = _live(value)
+            group[key] = live(value)
 
 
 def _identity(group: Mapping[str, Any]) -> str:
@@ -89,30 +90,3 @@ def _identity(group: Mapping[str, Any]) -> str:
         },
         sort_keys=True,
     )
-
-
-def _all_plain(values: Mapping[str, Any], owner: str) -> Json:
-    return {key: _plain(value, f"{owner}'s {key}") for key, value in values.items()}
-
-
-def _plain(value: Any, what: str) -> Json:
-    if isinstance(value, torch.Tensor):
-        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, list | tuple):
-        return [_plain(entry, what) for entry in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise RefusedError(
-        f"{what} is a {type(value).__name__}, which cannot be kept as JSON. Leave the scheduler "
-        "out of MegatronState and carry it by register_state."
-    )
-
-
-def _all_live(values: Mapping[str, Json]) -> dict[str, Any]:
-    return {key: _live(value) for key, value in values.items()}
-
-
-def _live(value: Json) -> Any:
-    if isinstance(value, Mapping):
-        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
-    return value

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scalai.core.errors import RefusedError
+from scalai.patches.faults import refuse_all
 
 _FLAGS: Mapping[str, str] = {
     "decrease_batch_size_if_needed": (
@@ -30,13 +31,7 @@ def refuse_script_arguments(args: Any) -> None:
     Raises:
         RefusedError: Names every switch that is in the way, with the reason.
     """
-    faults = sorted(_faults(vars(args)))
-    if faults:
-        raise RefusedError(
-            "this job cannot be elastic:\n  "
-            + "\n  ".join(faults)
-            + "\nChange this, or run without --elastic."
-        )
+    refuse_all(_faults(vars(args)))
 
 
 def _faults(args: Mapping[str, Any]) -> Iterator[str]:

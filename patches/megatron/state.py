@@ -13,6 +13,7 @@ import torch
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import Piece, clip, whole
+from scalai.patches.faults import refuse_changed_axes
 from scalai.patches.megatron import grid, randomness, refusals
 from scalai.patches.megatron.optimizer import (
     Owned,
@@ -90,7 +91,7 @@ class MegatronState:
 
     def load_scalars(self, scalars: Mapping[str, Json]) -> None:
         """Put back what ``scalars`` returned. ``RefusedError`` where a fixed degree changed."""
-        refusals.refuse_changed_axes(scalars["fixed_degrees"], grid.degrees())
+        refuse_changed_axes(scalars["fixed_degrees"], grid.degrees())
         put_scalars(scalars["megatron"], self._optimizer, self._scheduler)
 
     def rank_state(self) -> Json:

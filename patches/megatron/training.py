@@ -21,14 +21,9 @@ import wrapt
 
 from scalai.patches.megatron import script, writers
 from scalai.patches.megatron.ledger import Ledger
-from scalai.patches.megatron.progress import (
-    checkpoint_step,
-    choose_source,
-    describe_source,
-    put_progress,
-    take_progress,
-)
-from scalai.patches.megatron.versions import ALLOW_UNKNOWN_VERSION, check_version
+from scalai.patches.megatron.progress import checkpoint_step, put_progress, take_progress
+from scalai.patches.progress import choose_source, describe_source
+from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, MEGATRON
 from scalai.runtime.live import Json, LiveState
 
 log = logging.getLogger(__name__)
@@ -185,7 +180,7 @@ class TrainingHooks:
         from scalai.patches.megatron.refusals import refuse_arguments
 
         is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
-        warning = check_version(megatron.core.__version__, allow_unknown=is_allowed)
+        warning = MEGATRON.check(megatron.core.__version__, allow_unknown=is_allowed)
         refuse_arguments(job)
         script.refuse_script_arguments(job)
         if job.rank == 0:

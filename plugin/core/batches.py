@@ -53,13 +53,53 @@ class Batches:
 
         Source: MegatronPretrainingSampler, megatron/training/datasets/data_samplers.py (0.16).
         """
+        shape = (self.num_micro_batches, self.dp, self.micro_batch_size)
+        return self._block(consumed_samples, dp_rank).reshape(shape)[:, dp_rank]
+
+    def dealt_samples(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
+        """Return what ``samples`` does, where a block is dealt out sample by sample.
+
+        Source: DistributedSampler, torch/utils/data/distributed.py (2.13): rank r takes every
+        ``dp``-th sample from the r-th on.
+        """
+        shape = (self.num_micro_batches, self.micro_batch_size, self.dp)
+        return self._block(consumed_samples, dp_rank).reshape(shape)[:, :, dp_rank]
+
+    def _block(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
         if not 0 <= dp_rank < self.dp:
             raise RefusedError(f"dp_rank={dp_rank} is not in 0 to {self.dp - 1}.")
         if consumed_samples < 0:
             raise RefusedError(f"consumed_samples={consumed_samples} is negative.")
-        block = np.arange(self.global_batch_size, dtype=np.int64) + consumed_samples
-        shape = (self.num_micro_batches, self.dp, self.micro_batch_size)
-        return block.reshape(shape)[:, dp_rank]
+        return np.arange(self.global_batch_size, dtype=np.int64) + consumed_samples
+
+
+def fit_batches(global_batch_size: int, dp: int, micro_batch_size: int) -> Batches:
+    """Spread a global batch over ``dp`` replicas, in micro-batches of the given size where that
+    divides, else of the largest size below it that does.
+
+    Raises:
+        RefusedError: ``dp`` does not divide the global batch.
+    """
+    if min(global_batch_size, dp, micro_batch_size) < 1 or global_batch_size % dp:
+        raise RefusedError(
+            f"dp={dp} does not divide global_batch_size={global_batch_size} into micro-batches of "
+            f"{micro_batch_size} or fewer. Use a DP that divides it."
+        )
+    share = global_batch_size // dp
+    micro = next(m for m in range(min(micro_batch_size, share), 0, -1) if share % m == 0)
+    return Batches(global_batch_size, micro, dp)
+
+
+def pass_length(samples: int, global_batch_size: int, *, drop_last: bool) -> int:
+    """Return how many samples one pass over a data set takes: whole global batches.
+
+    Args:
+        samples: Size of the data set.
+        drop_last: Leave out the incomplete batch at the end; else it is filled from the beginning
+            of the pass.
+    """
+    batches = samples // global_batch_size if drop_last else -(-samples // global_batch_size)
+    return batches * global_batch_size
 
 
 @dataclass(frozen=True, slots=True)

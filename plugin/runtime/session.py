@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from scalai.core.collection import Tensor
-from scalai.core.errors import PeerError, StoreError, UsageError
+from scalai.core.errors import LayoutError, PeerError, StoreError, UsageError
 from scalai.core.region import Piece, row_major, whole
 from scalai.runtime.control import ControlPage, control_path
 from scalai.runtime.deposit import ordered_fingerprints, place_rows
@@ -94,6 +94,8 @@ class Session:
         none. A worker that ``is_ahead`` will find a later one.
         is_ahead: Whether this worker was started while those of the round before still train.
         ``attach`` returns once they have stopped.
+        facts: What the job's first workers told by ``report_facts``; empty on a fresh start.
+        settings: What the elastic configuration says to a framework's hooks.
     """
 
     def __init__(self, **defaults: int) -> None:
@@ -102,11 +104,13 @@ class Session:
         self.micro_batch_size: int | None = None
         self.restorable_step: int | None = None
         self.is_ahead = False
+        self.facts: Mapping[str, Json] = {}
+        self.settings: Mapping[str, Json] = {}
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._rank = int(os.environ.get("RANK", "0"))
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._registered: list[_Registered] = []
-        self._facts: dict[str, Json] = {}
+        self._told: dict[str, Json] = {}
         self._state: LiveState | None = None
         self._held: list[Row] = []
         self._rings: Mapping[torch.device, StagingRing] = {}
@@ -128,6 +132,7 @@ class Session:
             self._snapshot_every = welcome["snapshot_every"]
             self.restorable_step = welcome["restorable_step"]
             self.is_ahead = welcome["is_ahead"]
+            self.facts, self.settings = welcome["facts"], welcome["settings"]
         self.tp, self.pp, self.vpp = degrees["tp"], degrees["pp"], degrees["vpp"]
         self.cp, self.ep = degrees["cp"], degrees["ep"]
         self.dp = self.world_size // (self.tp * self.pp * self.cp)
@@ -175,7 +180,7 @@ class Session:
     def report_facts(self, **facts: Json) -> None:
         """Tell what later rounds must know and only the script knows, such as
         ``padded_vocab_size``."""
-        self._facts.update(facts)
+        self._told.update(facts)
 
     def attach(
         self, state: LiveState, *, step: int = 0, samples: int = 0, restore: bool = True
@@ -210,7 +215,7 @@ class Session:
             is_restoring=restore,
             held=collection_of(self._held).to_json(),
             wanted=collection_of(wanted).to_json(),
-            facts=self._facts,
+            facts={**self.facts, **self._told},
             uses_devices=any(slot.buffer.device.type != "cpu" for slot in slots),
         )
         if source is None:
@@ -219,6 +224,29 @@ class Session:
             self._restore(wanted, source)
         self._page.report(self._local_rank, self.step)
         return source is not None
+
+    def renew(self, state: LiveState, *, step: int, samples: int) -> None:
+        """Say, after ``attach``, that the framework has loaded a checkpoint of its own.
+
+        Args:
+            state: The same tensors, which may lie elsewhere now.
+            step, samples: How far the loaded state is.
+
+        Raises:
+            LayoutError: They are other tensors, or other parts of them.
+        """
+        self.step, self.consumed_samples = step, samples
+        self._state = state
+        if self._agent is None:
+            return
+        held = held_rows([*state.slots(), *self._user_slots()])
+        if collection_of(held).to_json() != collection_of(self._held).to_json():
+            raise LayoutError(
+                "the checkpoint has brought other tensors than the model and the optimizer had. "
+                "Load it before the job becomes elastic, or run without --elastic."
+            )
+        self._held = held
+        self._page.report(self._local_rank, self.step)
 
     def boundary(
         self, step: int | None = None, consumed_samples: int | None = None, *, samples: int = 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs import AFTER, OTHER_SEED, SEED, Job, mean_losses
+from jobs import AFTER, OTHER_SEED, SEED, mean_losses
 from worker_pool import WorkerPool
 
 from scalai.core.collection import Collection, concatenate
@@ -17,6 +17,8 @@ from scalai.store.host import HostStore
 from scalai.store.moves import holders_of, read_orders
 
 Proof = tuple[Collection, list[int]]
+AnyJob = Any
+"""What the pool's trainer takes: it has a ``world``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Result:
         return max(abs(a - b) / abs(a) for a, b in pairs)
 
 
-def resize(pool: WorkerPool, before: Job, after: Job, directory: Path) -> Result:
+def resize(pool: WorkerPool, before: AnyJob, after: AnyJob, directory: Path) -> Result:
     """Run one case through a Tensor Store in ``directory``.
 
     Raises:
@@ -55,9 +57,9 @@ def resize(pool: WorkerPool, before: Job, after: Job, directory: Path) -> Result
         return _restore_and_train(pool, after, store, uninterrupted)
 
 
-def train_and_deposit(pool: WorkerPool, job: Job, store: HostStore) -> Run:
+def train_and_deposit(pool: WorkerPool, job: AnyJob, store: HostStore) -> Run:
     """Deposit generation 1 between the steps of a job that goes on."""
-    held = pool.run("resize_worker:build", [(job, SEED, "held")] * job.world)
+    held = pool.run("resize_worker:build", [(pool.trainer, job, SEED, "held")] * job.world)
     deposit = store.reserve(dict(enumerate(held)))
     orders = [(deposit.orders[rank],) for rank in range(job.world)]
     answers = pool.run("resize_worker:deposit_between_steps", orders)
@@ -67,11 +69,14 @@ def train_and_deposit(pool: WorkerPool, job: Job, store: HostStore) -> Run:
     return _united([run for _, run in answers])
 
 
-def _restore_and_train(pool: WorkerPool, job: Job, store: HostStore, uninterrupted: Run) -> Result:
+def _restore_and_train(
+    pool: WorkerPool, job: AnyJob, store: HostStore, uninterrupted: Run
+) -> Result:
     manifest = store.manifest(1)
     check_coverage(manifest.collection)
     before = tensor_fingerprints(manifest.collection, manifest.fingerprint)
-    wanted = pool.run("resize_worker:build", [(job, OTHER_SEED, "wanted")] * job.world)
+    build = pool.trainer, job, OTHER_SEED, "wanted"
+    wanted = pool.run("resize_worker:build", [build] * job.world)
     targets = [Holder("here", collection) for collection in wanted]
     moves = plan(holders_of([manifest]), targets)
     orders = read_orders(moves, [manifest], {"here": store.generation_directory(1)})

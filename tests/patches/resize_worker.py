@@ -1,19 +1,18 @@
 """The ranks' side of a resize: build, train, deposit; build, restore, train."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from jobs import AFTER, BEFORE, SEED, Job
-from tiny_gpt import Training
+from jobs import AFTER, BEFORE
 
 from scalai.core.collection import Collection
 from scalai.core.region import Piece
-from scalai.patches.megatron.state import MegatronState
 from scalai.runtime.deposit import write_rows
 from scalai.runtime.fingerprints import live_fingerprints
-from scalai.runtime.live import Slot
+from scalai.runtime.live import LiveState, Slot
 from scalai.runtime.restore import read_rows
 from scalai.runtime.rows import collection_of, held_rows, wanted_rows
 from scalai.store.orders import RankDeposit, ReadOrder, WriteOrder
@@ -26,21 +25,24 @@ Proof = tuple[Collection, list[int]]
 class _Live:
     """A job that is built in this worker, from one call of the pool to the next."""
 
-    training: Training
-    state: MegatronState
+    training: Any
+    state: LiveState
     slots: Sequence[Slot]
 
 
 _live: list[_Live] = []
 
 
-def build(rank: int, store: dist.Store, job: Job, seed: int, what: str) -> Collection:
-    """Build a job and leave it there; return what this rank holds or wants."""
+def build(rank: int, store: dist.Store, trainer: str, job: Any, seed: int, what: str) -> Collection:
+    """Build a job and leave it there; return what this rank holds or wants.
+
+    ``trainer``: the module whose ``Training`` builds and trains it.
+    """
     for forgotten in _live:
         forgotten.training.close()
     _live.clear()
-    training = Training(job, rank, store, seed)
-    state = MegatronState(training.chunks, training.optimizer, training.scheduler, seed=SEED)
+    training = importlib.import_module(trainer).Training(job, rank, store, seed)
+    state = training.state()
     _live.append(_Live(training, state, state.slots()))
     slots = _live[0].slots
     return collection_of(held_rows(slots) if what == "held" else wanted_rows(slots))

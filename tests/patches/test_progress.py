@@ -3,13 +3,8 @@ from argparse import Namespace
 import pytest
 
 from scalai.core.errors import LayoutError
-from scalai.patches.megatron.progress import (
-    checkpoint_step,
-    choose_source,
-    describe_source,
-    put_progress,
-    take_progress,
-)
+from scalai.patches.megatron.progress import checkpoint_step, put_progress, take_progress
+from scalai.patches.progress import choose_source, describe_source
 
 
 def arguments(**values: object) -> Namespace:

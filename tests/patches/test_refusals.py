@@ -7,11 +7,8 @@ import pytest
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.patches.megatron.refusals import (
-    refuse_arguments,
-    refuse_changed_axes,
-    refuse_unsupported,
-)
+from scalai.patches.faults import refuse_changed_axes
+from scalai.patches.megatron.refusals import refuse_arguments, refuse_unsupported
 
 
 class LayerWiseDistributedOptimizer(SimpleNamespace):

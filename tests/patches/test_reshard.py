@@ -84,7 +84,9 @@ def test_a_live_job_goes_on_from_a_converted_checkpoint(pool: WorkerPool, tmp_pa
     convert(tmp_path / "saved", tmp_path / "converted", new, "scalai")
     directory = tmp_path / "converted" / "generation-1" / "offline"
     manifest = read_manifest(directory)
-    wanted = pool.run("resize_worker:build", [(new, OTHER_SEED, "wanted")] * new.world)
+    wanted = pool.run(
+        "resize_worker:build", [(pool.trainer, new, OTHER_SEED, "wanted")] * new.world
+    )
     moves = plan(holders_of([manifest]), [Holder("offline", held) for held in wanted])
     orders = read_orders(moves, [manifest], {"offline": directory})
     answers = pool.run(

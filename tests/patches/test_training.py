@@ -11,7 +11,7 @@ import pytest
 from scalai.core.errors import RefusedError
 from scalai.patches.megatron import training
 from scalai.patches.megatron.training import TrainingHooks
-from scalai.patches.megatron.versions import ALLOW_UNKNOWN_VERSION
+from scalai.patches.versions import ALLOW_UNKNOWN_VERSION
 
 
 class FakeSession:

@@ -18,7 +18,7 @@ rehearsal.install()
 import torch
 import torch._dynamo  # the first optimizer would import it: here once for all workers
 import torch.distributed as dist
-from jobs import Job
+from jobs import SEED, Job
 from megatron.core import num_microbatches_calculator as microbatches
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -34,6 +34,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from scalai.patches.megatron.state import MegatronState
 
 torch.set_num_threads(1)
 
@@ -73,6 +75,9 @@ class Training:
     def train(self, steps: range) -> list[dict[int, float]]:
         """Train; return each step's loss by sample, on the last stage's first tensor rank."""
         return [self._train_step(step) for step in steps]
+
+    def state(self) -> MegatronState:
+        return MegatronState(self.chunks, self.optimizer, self.scheduler, seed=SEED)
 
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])

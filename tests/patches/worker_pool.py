@@ -1,4 +1,4 @@
-"""A few processes that stay alive from test to test: torch and megatron are imported once."""
+"""A few processes that stay alive from test to test: torch and a framework are imported once."""
 
 import importlib
 import multiprocessing
@@ -22,10 +22,12 @@ class WorkerFailed(Exception):
 class WorkerPool:
     """Runs one function on ranks ``0 .. n-1`` at a time; the others stay idle."""
 
-    def __init__(self, size: int, megatron: Path | None = None) -> None:
-        """``megatron``: a directory with another release of megatron-core than the installed."""
+    def __init__(self, size: int, megatron: Path | None = None, trainer: str = "tiny_gpt") -> None:
+        """``megatron``: a directory with another release of megatron-core than the installed.
+        ``trainer``: the module that trains, with its framework."""
         self._size = size
         self._megatron = megatron
+        self.trainer = trainer
         self._calls = 0
         self._workers: list[tuple[Any, Connection]] = []
         self._store: dist.TCPStore | None = None
@@ -64,19 +66,21 @@ class WorkerPool:
 
     def _start(self) -> None:
         # The fork server imports torch and megatron once; the workers are its children. There is
-        # one server a process, so that another release needs processes of their own.
-        context: Any = multiprocessing.get_context("spawn" if self._megatron else "forkserver")
-        if self._megatron is None:
-            context.set_forkserver_preload(["tiny_gpt"])
+        # one server a process, so that another framework or release needs processes of their own.
+        is_forked = self._megatron is None and self.trainer == "tiny_gpt"
+        context: Any = multiprocessing.get_context("forkserver" if is_forked else "spawn")
+        if is_forked:
+            context.set_forkserver_preload([self.trainer])
         before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-        os.environ.update(PYTHONPATH=str(Path(__file__).parent), OMP_NUM_THREADS="1")
+        folders = [Path(__file__).parent, Path(__file__).parent.with_name("converters")]
+        os.environ.update(PYTHONPATH=os.pathsep.join(map(str, folders)), OMP_NUM_THREADS="1")
         try:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             for rank in range(self._size):
                 here, there = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(rank, self._store.port, there, self._megatron),
+                    args=(rank, self._store.port, there, self._megatron, self.trainer),
                     daemon=True,
                 )
                 process.start()
@@ -101,10 +105,10 @@ class WorkerPool:
         return f"no answer within {TIMEOUT_S} s", None
 
 
-def _serve(rank: int, port: int, pipe: Connection, megatron: Path | None) -> None:
+def _serve(rank: int, port: int, pipe: Connection, megatron: Path | None, trainer: str) -> None:
     if megatron is not None:
         sys.path.insert(0, str(megatron))
-        importlib.import_module("tiny_gpt")  # as the fork server: rehearsal comes before megatron
+    importlib.import_module(trainer)  # before all else: it prepares what the framework imports
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:

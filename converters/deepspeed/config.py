@@ -1,0 +1,181 @@
+"""DeepSpeed's JSON configuration: where a command line names it, and what it says of batches.
+
+Source: ``DeepSpeedConfig`` of deepspeed/runtime/config.py and ``_add_core_arguments`` of
+deepspeed/__init__.py, 0.19.8. Nothing of DeepSpeed is imported.
+"""
+
+import base64
+import binascii
+import importlib
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scalai.core.errors import UsageError
+
+BLOCK = "scalai"
+"""Top-level key of the elastic configuration. DeepSpeed keeps keys that it does not know."""
+FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed", "--deepscale_config")
+"""Flags of scripts whose value is a DeepSpeed configuration; ``--deepspeed`` is Trainer's."""
+STAGE_FLAGS = ("pipeline-parallel-size", "pipe-parallel-size", "num-stages")
+"""What scripts with a pipeline call its number of stages, which no configuration states."""
+TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundConfig:
+    """A DeepSpeed configuration that a command line names, and what errors call it."""
+
+    name: str
+    content: Mapping[str, Any]
+
+    @property
+    def block(self) -> Mapping[str, Any] | None:
+        """Its elastic configuration; None where it has none.
+
+        Raises:
+            UsageError: The key's value is not an object.
+        """
+        block = self.content.get(BLOCK)
+        if block is not None and not isinstance(block, dict):
+            raise UsageError(
+                f'{self.name}: "{BLOCK}" = {block!r} is not an object of sections; write '
+                f'"{BLOCK}": {{}} for the defaults.'
+            )
+        return block
+
+
+@dataclass(frozen=True, slots=True)
+class StatedBatch:
+    """What a configuration says of its batches, in samples and steps; None: it does not say.
+
+    ``train`` is the global batch, ``micro`` that of one forward pass and replica. ``"auto"``, which
+    Trainer fills in, says nothing.
+    """
+
+    train: int | None
+    micro: int | None
+    accumulation: int | None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "StatedBatch":
+        """Read a configuration. ``UsageError`` where a size is no whole number of 1 or more."""
+        return cls(*(_size(config, key) for key in (TRAIN, MICRO, ACCUMULATION)))
+
+    def resolved(self, dp: int) -> tuple[int, int] | None:
+        """Return global batch and micro-batch as DeepSpeed takes them on ``dp`` replicas.
+
+        A stated global batch wins over what the others make of it. None: neither is stated.
+        """
+        if self.train is None and self.micro is None:
+            return None
+        steps = self.accumulation or 1
+        if self.train is None:
+            assert self.micro is not None
+            return self.micro * steps * dp, self.micro
+        return self.train, self.micro or max(1, self.train // (dp * steps))
+
+
+def find_config(script_args: Sequence[str]) -> FoundConfig | None:
+    """Return the DeepSpeed configuration among a script's arguments; None where there is none.
+
+    It is what follows DeepSpeed's flags, a file or base64; else any argument that names a ``.json``
+    file with the block.
+
+    Raises:
+        UsageError: Two of them have a block, or a file that has one cannot be read.
+    """
+    found = {config.name: config for config in _candidates(script_args)}
+    blocks = [config for config in found.values() if BLOCK in config.content]
+    if len(blocks) > 1:
+        raise UsageError(
+            f'{blocks[0].name} and {blocks[1].name} both have a "{BLOCK}" block; keep one.'
+        )
+    return next(iter([*blocks, *found.values()]), None)
+
+
+def stated_stages(script_args: Sequence[str]) -> int | None:
+    """Return the pipeline stages that a script's own flags ask for; None: they do not say."""
+    values = [*script_args, ""]
+    for place, argument in enumerate(script_args):
+        name, equals, value = argument.partition("=")
+        value = value if equals else values[place + 1]
+        if name.lstrip("-").replace("_", "-") in STAGE_FLAGS and value.isdecimal():
+            return int(value) or None
+    return None
+
+
+def read_config(source: str) -> dict[str, Any] | None:
+    """Read a configuration from a path or from base64, as DeepSpeed does; None: it is neither.
+
+    Raises:
+        UsageError: The file is there and is no JSON object.
+    """
+    try:
+        text = Path(source).read_text() if Path(source).is_file() else _decoded(source)
+    except (OSError, UnicodeDecodeError, ValueError, binascii.Error):
+        return None
+    return _parsed(text, source)
+
+
+def _candidates(script_args: Sequence[str]) -> Iterator[FoundConfig]:
+    flag = ""
+    for argument in script_args:
+        name, equals, value = argument.partition("=")
+        is_flag = argument.startswith("--")
+        if is_flag and not equals:
+            flag = argument
+            continue
+        source, given = (value, name) if is_flag else (argument, flag)
+        flag = ""
+        if given in FLAGS:
+            config = read_config(source)
+        elif source.endswith(".json") and Path(source).is_file():
+            config = _of_any_json(source)
+        else:
+            continue
+        if config is not None:
+            yield FoundConfig(source if len(source) < 200 else f"{given} (base64)", config)
+
+
+def _of_any_json(path: str) -> dict[str, Any] | None:
+    """Return a file's content if it has a block. Other JSON is not ours, be it as it may."""
+    try:
+        text = Path(path).read_text()
+        return config if BLOCK in (config := _parsed(text, path)) else None
+    except (OSError, UnicodeDecodeError, UsageError):
+        return None
+
+
+def _decoded(source: str) -> str:
+    return base64.urlsafe_b64decode(source).decode()
+
+
+def _parsed(text: str, name: str) -> dict[str, Any]:
+    """Return the object that a text is, in JSON or, as DeepSpeed reads it, Hjson."""
+    parsers = [json.loads]
+    if importlib.util.find_spec("hjson") is not None:
+        parsers.append(importlib.import_module("hjson").loads)
+    for parse in parsers:
+        try:
+            content = parse(text)
+        except ValueError:
+            continue
+        if isinstance(content, dict):
+            # Hjson returns ordered dictionaries: plain ones travel to other processes as well.
+            plain: dict[str, Any] = json.loads(json.dumps(content))
+            return plain
+    raise UsageError(f"{name} is not a JSON object; DeepSpeed needs one.")
+
+
+def _size(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{key} = {value!r} is not a whole number of 1 or more.")
+    return value

@@ -1,0 +1,114 @@
+"""How far a job is in its data: passes over each sampler's data set, and samples within a pass.
+
+A script of a later round runs from its beginning and knows nothing of the rounds before. It goes
+through its passes again: those that were consumed yield nothing, the one under way yields what is
+left, so that an epoch's number, and with it ``set_epoch``, come out as they were.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import NamedTuple
+
+from scalai.core.batches import Batches
+from scalai.runtime.live import Json
+
+
+class PassNumber(NamedTuple):
+    """Which pass over a sampler this is: the epoch that the script set, and how often it began a
+    pass in that epoch before. Without ``set_epoch`` all passes are of epoch 0."""
+
+    epoch: int
+    repeat: int
+
+
+START = PassNumber(0, 0)
+
+
+@dataclass(slots=True)
+class Clock:
+    """The passes over one sampler.
+
+    Attributes:
+        current: The pass that the newest step drew from.
+        consumed: Samples of it that were trained on.
+        drawn: Passes of micro-batches that were drawn and not yet trained on, oldest first: a
+        script may draw ahead.
+    """
+
+    current: PassNumber = START
+    consumed: int = 0
+    drawn: deque[PassNumber] = field(default_factory=deque)
+    _newest: PassNumber | None = None
+    """The pass that this process has begun last."""
+
+    def begin(self, epoch: int) -> tuple[PassNumber, int | None]:
+        """Begin a pass. Return which it is, and how many samples of it are consumed; None: all."""
+        is_repeated = self._newest is not None and self._newest.epoch == epoch
+        repeat = self._newest.repeat + 1 if is_repeated and self._newest is not None else 0
+        number = self._newest = PassNumber(epoch, repeat)
+        if number < self.current:
+            return number, None
+        return number, self.consumed if number == self.current else 0
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the script goes through passes that were consumed in earlier rounds."""
+        has_begun = self.current != START or self.consumed > 0
+        return has_begun and (self._newest is None or self._newest < self.current)
+
+    def step(self, batches: Batches) -> bool:
+        """Count an optimizer step. Returns whether its samples were drawn from here."""
+        if len(self.drawn) < batches.num_micro_batches:
+            return False
+        for _ in range(batches.num_micro_batches):
+            number = self.drawn.popleft()
+        if number != self.current:
+            self.current, self.consumed = number, 0
+        self.consumed += batches.global_batch_size
+        return True
+
+    def restart(self, current: PassNumber, consumed: int) -> None:
+        """Be as far as told. What was begun and drawn before does not count."""
+        self.current, self.consumed, self._newest = current, consumed, None
+        self.drawn.clear()
+
+
+class Clocks:
+    """The clocks of all samplers of this process, in the order in which the script makes them."""
+
+    def __init__(self) -> None:
+        self._clocks: list[Clock] = []
+        self._to_come: list[Clock] = []
+        """Restored clocks of samplers that the script has not made yet."""
+
+    def add(self) -> Clock:
+        """Return the clock of one sampler more."""
+        clock = self._to_come.pop(0) if self._to_come else Clock()
+        self._clocks.append(clock)
+        return clock
+
+    def step(self, batches: Batches) -> bool:
+        """Count an optimizer step. Returns whether any sampler gave its samples."""
+        return any([clock.step(batches) for clock in self._clocks])
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the script has not yet come to where the training is."""
+        return any(clock.is_replaying for clock in (*self._clocks, *self._to_come))
+
+    def take(self) -> Json:
+        """Return how far every sampler is, [samplers]."""
+        every = (*self._clocks, *self._to_come)
+        return [{"pass": list(clock.current), "consumed": clock.consumed} for clock in every]
+
+    def put(self, saved: list[Mapping[str, Json]]) -> None:
+        """Take up what ``take`` returned; samplers that were not told of begin anew."""
+        told = [(PassNumber(*entry["pass"]), int(entry["consumed"])) for entry in saved]
+        self._to_come = []
+        for clock, place in zip_longest(self._clocks, told):
+            if clock is None:
+                self._to_come.append(Clock(*place))
+            else:
+                clock.restart(*(place or (START, 0)))

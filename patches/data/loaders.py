@@ -1,0 +1,238 @@
+"""Torch's data loaders under hooks: the order that torch gave at the first layout, at any layout.
+
+A loader with a ``DistributedSampler`` deals the samples of a pass to the ranks; here the global
+batch of each optimizer step is the same for every number of replicas, and the passes can be taken
+up in the middle. While the number of replicas is the first one, every rank draws what it would draw
+without us, but for the end of a pass: whole global batches are taken, the last one dropped or
+filled from the beginning of the pass as ``drop_last`` says.
+
+Source: torch/utils/data/distributed.py, dataloader.py and sampler.py, 2.13.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import wrapt
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from scalai.core.batches import Batches, pass_length
+from scalai.core.errors import RefusedError
+from scalai.patches.data.clock import Clock, Clocks, PassNumber
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstBatches:
+    """What the first round of a job did, which later rounds must not show to the script.
+
+    ``micro_batch_size`` samples a forward pass and replica, ``dp`` replicas.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    dp: int
+
+
+class Feed:
+    """The loaders of one process and how far each is.
+
+    ``batches`` and ``first`` are set once the engine is known; until then loaders are torch's own.
+    ``is_evaluating`` says whether what is drawn now is not trained on.
+    """
+
+    def __init__(self) -> None:
+        self.clocks = Clocks()
+        self.batches: Batches | None = None
+        self.first: FirstBatches | None = None
+        self.is_evaluating: Callable[[], bool] = lambda: False
+        self._declined: dict[str, None] = {}
+
+    def install(self) -> None:
+        """Hook torch's samplers and loaders, those that are made from now on."""
+        wrapt.wrap_function_wrapper(DistributedSampler, "__init__", self._make_sampler)
+        wrapt.wrap_function_wrapper(DataLoader, "__init__", self._make_loader)
+        wrapt.wrap_function_wrapper(_BaseDataLoaderIter, "__next__", self._draw)
+
+    def step(self) -> None:
+        """Count an optimizer step.
+
+        Raises:
+            RefusedError: Its samples came from no loader whose order can be kept.
+        """
+        assert self.batches is not None
+        if self.clocks.step(self.batches):
+            return
+        seen = "; ".join(self._declined) or "it has no torch DataLoader with a DistributedSampler"
+        raise RefusedError(
+            f"the order of samples could not be kept over a change: {seen}. Use training_data= of "
+            "deepspeed.initialize, or a DataLoader over a map-style data set with a "
+            "DistributedSampler and the micro-batch of DeepSpeed's configuration; or say "
+            '"deepspeed": {"data_order": "own"} in the elastic configuration, and have the script '
+            "place its data by scalai.elastic().consumed_samples."
+        )
+
+    def length(self, samples: int, *, drop_last: bool) -> int | None:
+        """Return the micro-batches of a pass over so many samples as the first round counted them:
+        schedules that a script computes from them stay as they are. None: not known yet."""
+        if self.first is None:
+            return None
+        length = pass_length(samples, self.first.global_batch_size, drop_last=drop_last)
+        return length // (self.first.micro_batch_size * self.first.dp)
+
+    def _make_sampler(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> None:
+        wrapped(*args, **kwargs)
+        instance.scalai_clock = self.clocks.add()
+
+    def _make_loader(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> None:
+        wrapped(*args, **kwargs)
+        given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        is_plain = isinstance(instance.batch_sampler, BatchSampler) and (
+            given.get("batch_sampler") is None
+        )
+        if isinstance(instance.dataset, IterableDataset):
+            self._declined["an iterable data set has no order that could be taken up"] = None
+        elif not is_plain or type(instance.sampler) is not DistributedSampler:
+            name = type(instance.batch_sampler if not is_plain else instance.sampler).__name__
+            self._declined[f"{name} is not torch's DistributedSampler"] = None
+        else:
+            # The loader does not let an attribute be set again; nothing has used it yet.
+            vars(instance)["batch_sampler"] = ElasticBatchSampler(instance.batch_sampler, self)
+
+    def _draw(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
+        drawn = wrapped(*args, **kwargs)
+        source = instance._sampler_iter
+        if isinstance(source, Pass) and source.number is not None and torch.is_grad_enabled():
+            source.clock.drawn.append(source.number)
+        return drawn
+
+    def decline(self, why: str) -> None:
+        """Remember why a loader is left as it is, for the case that the training draws from it."""
+        self._declined[why] = None
+
+
+class ElasticBatchSampler(BatchSampler):
+    """Torch's batches of a ``DistributedSampler``, dealt in the order of the first layout.
+
+    Args:
+        plain: What torch made for the loader.
+        feed: The process's loaders.
+    """
+
+    def __init__(self, plain: BatchSampler, feed: Feed) -> None:
+        super().__init__(plain.sampler, plain.batch_size, plain.drop_last)
+        self.plain, self.feed = plain, feed
+
+    @property
+    def distributed(self) -> "DistributedSampler[Any]":
+        assert isinstance(self.sampler, DistributedSampler)
+        return self.sampler
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the samples are trained on by the engine, as far as can be told."""
+        feed, batch_size = self.feed, self.batch_size
+        if feed.batches is None or feed.first is None or feed.is_evaluating():
+            return False
+        if batch_size not in (feed.first.micro_batch_size, feed.batches.micro_batch_size):
+            feed.decline(
+                f"a loader has batches of {batch_size}, the engine micro-batches of "
+                f"{feed.first.micro_batch_size}"
+            )
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return Pass(self)
+
+    def __len__(self) -> int:
+        sampler = self.distributed
+        if self.is_elastic:
+            is_dropping = self.drop_last or sampler.drop_last
+            length = self.feed.length(len(sampler.dataset), drop_last=is_dropping)  # type: ignore[arg-type]
+            assert length is not None
+            return length
+        return len(self.plain)
+
+    def micro_batches(self, consumed: int) -> Iterator[list[int]]:
+        """Yield this rank's micro-batches of a pass of which so many samples are consumed."""
+        batches, sampler = self.feed.batches, self.distributed
+        assert batches is not None
+        if sampler.num_replicas != batches.dp:
+            raise RefusedError(
+                f"a DistributedSampler deals to {sampler.num_replicas} replicas, the job has "
+                f"DP{batches.dp}. Give it num_replicas and rank of the data-parallel group."
+            )
+        is_dropping = self.drop_last or sampler.drop_last
+        order = pass_order(sampler, batches.global_batch_size, drop_last=is_dropping)
+        for begin in range(consumed, len(order), batches.global_batch_size):
+            for places in batches.dealt_samples(begin, sampler.rank):
+                yield order[places].tolist()
+
+
+class Pass(Iterator[list[int]]):
+    """One pass over a sampler: begins when its first batch is asked for.
+
+    ``number`` says which; None where nothing is counted, because this is not what the engine trains
+    on.
+    """
+
+    def __init__(self, sampler: ElasticBatchSampler) -> None:
+        self._sampler = sampler
+        self._batches: Iterator[list[int]] | None = None
+        self.number: PassNumber | None = None
+
+    @property
+    def clock(self) -> Clock:
+        clock = self._sampler.distributed.scalai_clock  # type: ignore[attr-defined]
+        assert isinstance(clock, Clock)
+        return clock
+
+    def __next__(self) -> list[int]:
+        if self._batches is None:
+            self._batches = self._begin()
+        return next(self._batches)
+
+    def _begin(self) -> Iterator[list[int]]:
+        if not self._sampler.is_elastic:
+            return iter(self._sampler.plain)
+        self.number, consumed = self.clock.begin(self._sampler.distributed.epoch)
+        return iter(()) if consumed is None else self._sampler.micro_batches(consumed)
+
+
+def pass_order(
+    sampler: "DistributedSampler[Any]", global_batch_size: int, *, drop_last: bool
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the samples of a pass in the order of training, [samples of whole global batches].
+
+    Raises:
+        RefusedError: The data set has no whole global batch, and the incomplete one is dropped.
+    """
+    samples = len(sampler.dataset)  # type: ignore[arg-type]
+    length = pass_length(samples, global_batch_size, drop_last=drop_last)
+    if length == 0:
+        raise RefusedError(
+            f"the data set has {samples} samples, fewer than a global batch of "
+            f"{global_batch_size}, and drop_last drops them. Use a smaller batch or more data."
+        )
+    if sampler.shuffle:
+        generator = torch.Generator()
+        generator.manual_seed(sampler.seed + sampler.epoch)
+        order = torch.randperm(samples, generator=generator).numpy()
+    else:
+        order = np.arange(samples, dtype=np.int64)
+    return np.resize(order, length)  # repeats it from its beginning where it is too short
+
+
+def facts_of(first: FirstBatches) -> Mapping[str, int]:
+    """Return what the first round tells later ones."""
+    return {
+        "global_batch_size": first.global_batch_size,
+        "first_micro_batch_size": first.micro_batch_size,
+        "first_dp": first.dp,
+    }

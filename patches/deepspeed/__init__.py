@@ -1,0 +1,1 @@
+"""What touches DeepSpeed: the live state of an engine."""

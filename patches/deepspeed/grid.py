@@ -1,0 +1,42 @@
+"""Where this rank stands on the parallel axes of an engine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+
+def degrees(engine: Any) -> Mapping[str, int]:
+    """Return the sizes of the parallel axes; ``dp`` is how many ranks ZeRO partitions over."""
+    from deepspeed.utils import bwc, groups
+
+    return {
+        "tp": bwc.bwc_tensor_model_parallel_world_size(engine.mpu),
+        "pp": bwc.bwc_pipeline_parallel_world_size(engine.mpu),
+        "sp": groups._get_sequence_parallel_world_size(),
+        "dp": dist.get_world_size(engine.seq_data_parallel_group),
+    }
+
+
+def fixed_degrees(engine: Any) -> Mapping[str, int]:
+    """Return the degrees that may not change: no adapter is proven for another split of
+    sequences."""
+    return {"sp": degrees(engine)["sp"]}
+
+
+def coordinate(engine: Any) -> str:
+    """Return this rank's position, ``tp0-pp1-dp0``."""
+    from deepspeed.utils import bwc
+
+    tp_rank = bwc.bwc_tensor_model_parallel_rank(engine.mpu)
+    dp_rank = dist.get_rank(engine.seq_data_parallel_group)
+    return f"tp{tp_rank}-pp{stage(engine)}-dp{dp_rank}"
+
+
+def stage(engine: Any) -> int:
+    """Return the pipeline stage of this rank, 0 without a pipeline."""
+    mpu = engine.mpu
+    for name in ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank"):
+        if hasattr(mpu, name):
+            return int(getattr(mpu, name)())
+    return 0

@@ -1,0 +1,76 @@
+"""The hyperparameters of parameter groups, by the parameters that are in them.
+
+Not by the groups' numbers: DeepSpeed drops groups that are empty, so on another stage of a pipeline
+the same number may be another group.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from scalai.core.errors import RefusedError
+from scalai.patches.deepspeed.masters import Master
+from scalai.patches.plain import all_plain, live
+from scalai.runtime.live import Json
+
+Names = Mapping[torch.Tensor, str]
+
+
+def take_groups(masters: Sequence[Master], names: Names) -> Json:
+    """Return the hyperparameters of the groups of this rank, and which parameters are in which."""
+    identity = {id(master.group): _identity(master.group) for master in masters}
+    return {
+        "values": {text: _values(m.group) for m in masters for text in [identity[id(m.group)]]},
+        "of": {
+            names[fragment.parameter]: identity[id(master.group)]
+            for master in masters
+            for fragment in master.fragments
+            if fragment.low < fragment.high
+        },
+    }
+
+
+def put_groups(saved: Mapping[str, Any], masters: Sequence[Master], names: Names) -> None:
+    """Give the groups of this rank the hyperparameters that ``take_groups`` returned, of all ranks.
+
+    Raises:
+        RefusedError: Parameters that are in one group here were in groups with other values, or in
+            none.
+    """
+    groups = {id(master.group): master.group for master in masters}
+    for key, group in groups.items():
+        members = [
+            names[fragment.parameter]
+            for master in masters
+            if id(master.group) == key
+            for fragment in master.fragments
+        ]
+        _put(saved, group, members)
+
+
+def _put(saved: Mapping[str, Any], group: dict[str, Any], members: Sequence[str]) -> None:
+    found = {saved["of"].get(name): name for name in members}
+    if len(found) != 1 or None in found:
+        raise RefusedError(
+            f"parameters of one group here were in several before, or in none: "
+            f"{', '.join(f'{name} in {text}' for text, name in found.items())}. Give the optimizer "
+            "the parameter groups that the job had."
+        )
+    (identity,) = found
+    for key, value in saved["values"][identity].items():
+        present, value = group.get(key), live(value)
+        if isinstance(present, torch.Tensor):
+            present.copy_(value)  # captured in a graph: keep its place
+        else:
+            group[key] = tuple(value) if isinstance(present, tuple) else value
+
+
+def _values(group: Mapping[str, Any]) -> Json:
+    kept = {key: value for key, value in group.items() if key != "params" and key[0] != "_"}
+    return all_plain(kept, "parameter group")
+
+
+def _identity(group: Mapping[str, Any]) -> str:
+    return json.dumps(_values(group), sort_keys=True)

@@ -1,0 +1,204 @@
+"""What DeepSpeed's optimizers keep for the parameters of a model, by class.
+
+Source: deepspeed/runtime (0.16.0 to 0.19.8): zero/stage_1_and_2.py, zero/stage3.py,
+bf16_optimizer.py, fp16/fused_optimizer.py, fp16/unfused_optimizer.py.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scalai.core.errors import LayoutError, RefusedError
+from scalai.patches.deepspeed.first_step import ensure_state
+from scalai.patches.deepspeed.flat import Fragment, offset_in, partitioned
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Master:
+    """A tensor that the base optimizer updates, with its own dict of state for it.
+
+    ``values``: the parameter itself, its fp32 copy, or a flat buffer of several. ``fragments``: one
+    for each parameter that the buffer was made of, also where this rank has none of its elements.
+    ``group``: its parameter group.
+    """
+
+    values: torch.Tensor
+    state: dict[str, Any]
+    group: dict[str, Any]
+    fragments: tuple[Fragment, ...]
+
+
+def masters_of(engine: Any) -> list[Master]:
+    """List what the optimizer of an engine updates on this rank, with its state.
+
+    A fresh optimizer gets the state that its first step would make.
+
+    Raises:
+        RefusedError: The optimizer is not known. LayoutError: Its buffers are not as expected.
+    """
+    optimizer = engine.optimizer
+    base = base_optimizer(engine)
+    adapter = _ADAPTERS.get(type(optimizer).__name__)
+    if adapter is None and optimizer is base:
+        adapter = _bare
+    if adapter is None:
+        raise RefusedError(
+            f"the optimizer {type(optimizer).__name__} is not known; known are "
+            f"{', '.join(sorted(_ADAPTERS))} of DeepSpeed, and none. Change the configuration to "
+            "one of ZeRO 0 to 3 without further extensions."
+        )
+    masters = []
+    for values, group, fragments in adapter(optimizer, engine.param_names):
+        _check_inside(values, fragments, engine.param_names)
+        ensure_state(base, values, group)
+        masters.append(Master(values, base.state[values], group, tuple(fragments)))
+    return masters
+
+
+def base_optimizer(engine: Any) -> Any:
+    """Return the optimizer that computes the updates, inside of DeepSpeed's own."""
+    optimizer = engine.optimizer
+    return optimizer.optimizer if type(optimizer).__name__ in _ADAPTERS else optimizer
+
+
+_Parts = Iterator[tuple[torch.Tensor, dict[str, Any], Sequence[Fragment]]]
+_Names = Mapping[torch.Tensor, str]
+
+
+def _bare(optimizer: Any, names: _Names) -> _Parts:
+    """ZeRO 0 in fp32: the base optimizer updates the parameters themselves."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter, group, [_whole(parameter)]
+
+
+def _unfused(optimizer: Any, names: _Names) -> _Parts:
+    """FP16_UnfusedOptimizer, also for bf16: an fp32 copy of each parameter."""
+    groups = optimizer.optimizer.param_groups
+    for models, mains, group in zip(
+        optimizer.fp16_groups, optimizer.fp32_groups, groups, strict=True
+    ):
+        for model, main in zip(models, mains, strict=True):
+            yield main, group, [_whole(model)]
+
+
+def _fused(optimizer: Any, names: _Names) -> _Parts:
+    """FP16_Optimizer: an fp32 copy of all parameters of a group in one buffer."""
+    groups = optimizer.optimizer.param_groups
+    flats = optimizer.fp16_groups_flat, optimizer.fp32_groups_flat
+    for models, flat, main, group in zip(optimizer.fp16_groups, *flats, groups, strict=True):
+        fragments = [
+            Fragment(model, 0, model.numel(), offset_in(flat, model, names[model]))
+            for model in models
+            if model.numel()
+        ]
+        yield main, group, fragments
+
+
+def _stage_1_and_2(optimizer: Any, names: _Names) -> _Parts:
+    """DeepSpeedZeroOptimizer: a flat buffer a group, cut into one partition a rank."""
+    yield from _partitions(
+        optimizer,
+        optimizer.bit16_groups,
+        optimizer.bit16_groups_flat,
+        optimizer.single_partition_of_fp32_groups,
+        names,
+    )
+
+
+def _bf16(optimizer: Any, names: _Names) -> _Parts:
+    """BF16_Optimizer: as stage 1."""
+    yield from _partitions(
+        optimizer,
+        optimizer.bf16_groups,
+        optimizer.bf16_groups_flat,
+        optimizer.fp32_groups_flat_partition,
+        names,
+    )
+
+
+def _partitions(
+    optimizer: Any,
+    model_groups: Sequence[Sequence[torch.Tensor]],
+    flats: Sequence[torch.Tensor],
+    mains: Sequence[torch.Tensor],
+    names: _Names,
+) -> _Parts:
+    columns = (optimizer.optimizer.param_groups, optimizer.real_dp_process_group)
+    for models, flat, main, group, ranks in zip(model_groups, flats, mains, *columns, strict=True):
+        world, rank = _size_and_rank(ranks)
+        if main.numel() * world != flat.numel():
+            raise LayoutError(
+                f"{world} ranks have {main.numel()} elements each of a flat buffer of "
+                f"{flat.numel()}; expected equal partitions. Use a known version of DeepSpeed."
+            )
+        fragments = [
+            partitioned(m, m.numel(), offset_in(flat, m, names[m]), main.numel(), rank)
+            for m in models
+            if m.numel()
+        ]
+        yield main, group, fragments
+
+
+def _stage_3(optimizer: Any, names: _Names) -> _Parts:
+    """DeepSpeedZeroOptimizer_Stage3: a flat buffer a sub-group, of one range of each parameter."""
+    for number, (models, flat, main) in enumerate(
+        zip(
+            optimizer.fp16_groups,
+            optimizer.fp16_partitioned_groups_flat,
+            optimizer.fp32_partitioned_groups_flat,
+            strict=True,
+        )
+    ):
+        if main.numel() != flat.numel():
+            raise LayoutError(
+                f"the master of sub-group {number} has {main.numel()} elements and its model's "
+                f"buffer {flat.numel()}; expected equal ones. Use a known version of DeepSpeed."
+            )
+        group = optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[number]]
+        yield main, group, [shard_fragment(m, flat, names[m]) for m in models if m.ds_numel]
+
+
+def shard_fragment(parameter: Any, flat: torch.Tensor, name: str) -> Fragment:
+    """Return the range of a parameter of stage 3 that this rank has, which lies in ``flat``."""
+    shard = parameter.ds_tensor
+    world, rank = _size_and_rank(parameter.ds_process_group)
+    if shard.numel() * world < parameter.ds_numel:
+        raise LayoutError(
+            f"{world} ranks have {shard.numel()} elements each of {name}, which has "
+            f"{parameter.ds_numel}. Use a known version of DeepSpeed."
+        )
+    fragment = partitioned(parameter, parameter.ds_numel, 0, shard.numel(), rank)
+    start = offset_in(flat, shard, name)
+    return Fragment(parameter, fragment.low, fragment.high, start, fragment.cuts)
+
+
+_ADAPTERS: Mapping[str, Callable[[Any, _Names], _Parts]] = {
+    "FP16_UnfusedOptimizer": _unfused,
+    "FP16_Optimizer": _fused,
+    "BF16_Optimizer": _bf16,
+    "DeepSpeedZeroOptimizer": _stage_1_and_2,
+    "DeepSpeedZeroOptimizer_Stage3": _stage_3,
+}
+
+
+def _whole(parameter: torch.Tensor) -> Fragment:
+    return Fragment(parameter, 0, parameter.numel(), 0)
+
+
+def _size_and_rank(ranks: Any) -> tuple[int, int]:
+    from deepspeed import comm
+
+    return comm.get_world_size(group=ranks), comm.get_rank(group=ranks)
+
+
+def _check_inside(values: torch.Tensor, fragments: Sequence[Fragment], names: _Names) -> None:
+    for fragment in fragments:
+        end = fragment.start + fragment.high - fragment.low
+        if fragment.low < fragment.high and not 0 <= fragment.start <= end <= values.numel():
+            raise LayoutError(
+                f"{names[fragment.parameter]} would end at element {end} of a buffer of "
+                f"{values.numel()} of the optimizer. Use a known version of DeepSpeed."
+            )

@@ -1,0 +1,81 @@
+"""Random number generators of one rank, as JSON."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from scalai.patches.deepspeed import grid
+from scalai.patches.streams import (
+    begin_host_streams,
+    continue_host_streams,
+    host_streams,
+    seed_of_step,
+    stream_text,
+    text_of_degrees,
+    text_stream,
+)
+from scalai.runtime.live import Json
+
+
+def state(engine: Any) -> Json:
+    """Return the state of all generators of this rank, and the layout under which it is valid."""
+    return {
+        "degrees": _layout(engine),
+        **host_streams(),
+        "device": stream_text(_accelerator().get_rng_state()),
+        "tracker": {name: stream_text(value) for name, value in _tracker().get_states().items()},
+    }
+
+
+def restore(engine: Any, saved: Json | None, seed: int, step: int) -> str:
+    """Continue the streams of this coordinate, or begin new ones where the layout changed.
+
+    New ones are equal on all ranks but for the stages of a pipeline, as DeepSpeed's users seed
+    them; ``seed`` and ``step`` determine them.
+
+    Returns:
+        One line for the log that says which.
+    """
+    here = _layout(engine)
+    if saved is not None and saved["degrees"] == here:
+        _continue(saved)
+        return "rng=continued"
+    before = text_of_degrees(saved["degrees"]) if saved is not None else "none"
+    _begin(seed_of_step(seed, step, grid.stage(engine)))
+    after = text_of_degrees(here)
+    return f"rng=reseeded seed={seed} step={step} degrees_before={before} degrees={after}"
+
+
+def _layout(engine: Any) -> dict[str, int]:
+    """Return all degrees and the ZeRO stage, which decides on when modules run."""
+    return {**grid.degrees(engine), "zero": engine.zero_optimization_stage()}
+
+
+def _continue(saved: Mapping[str, Any]) -> None:
+    continue_host_streams(saved)
+    _accelerator().set_rng_state(text_stream(saved["device"]))
+    if saved["tracker"]:
+        _tracker().set_states({k: text_stream(text) for k, text in saved["tracker"].items()})
+
+
+def _begin(seed: int) -> None:
+    begin_host_streams(seed)
+    _accelerator().manual_seed_all(seed)
+    if _tracker().get_states():
+        _checkpointing().model_parallel_cuda_manual_seed(seed)
+
+
+def _tracker() -> Any:
+    """Return the streams of model-parallel regions, which activation checkpointing keeps."""
+    return _checkpointing().get_cuda_rng_tracker()
+
+
+def _checkpointing() -> Any:
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    return checkpointing
+
+
+def _accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()

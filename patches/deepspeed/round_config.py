@@ -1,0 +1,111 @@
+"""DeepSpeed's configuration for one round: the same global batch at another DP, and the degrees.
+
+Values in, values out: nothing of DeepSpeed is imported.
+Source: ``DeepSpeedConfig`` of deepspeed/runtime/config.py and ``initialize`` of
+deepspeed/__init__.py, 0.19.8.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN, StatedBatch, read_config
+from scalai.core.batches import Batches, fit_batches
+from scalai.core.errors import RefusedError
+
+AUTOTP, AUTOTP_SIZE = "tensor_parallel", "autotp_size"
+PIPELINE_STAGE_LIMIT = 1
+"""ZeRO stages above are refused by DeepSpeed's pipelines."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOrder:
+    """What a round asks of DeepSpeed's configuration.
+
+    Attributes:
+        tp, pp, dp: Degrees.
+        micro_batch_size: What a person asked for with the degrees; None: nobody did.
+        global_batch_size: That of the first round; None: this is the first.
+        usual_micro_batch_size: That of the first round, known to fit in memory; None as above.
+        zero_stage: None: what the configuration says.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    micro_batch_size: int | None = None
+    global_batch_size: int | None = None
+    usual_micro_batch_size: int | None = None
+    zero_stage: int | None = None
+
+
+def config_of(args: Any, config: Any, config_params: Any) -> dict[str, Any] | None:
+    """Return a copy of the configuration that ``deepspeed.initialize`` would read; None: there is
+    none that can be read, and DeepSpeed says so better than we can.
+
+    Args:
+        args: Its ``deepspeed_config``, or ``deepscale_config`` of old, is a path or base64.
+        config, config_params: A path, base64 or a dictionary.
+    """
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    source = next((given for given in (config, config_params, named) if given is not None), None)
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source))
+    return None if source is None else read_config(str(source))
+
+
+def batches_of(config: Mapping[str, Any], order: RoundOrder) -> Batches:
+    """Return how this round spreads the global batch over its replicas.
+
+    The global batch is the first round's, which is the configuration's, or what its micro-batch and
+    accumulation make of it there.
+
+    Raises:
+        RefusedError: It cannot be spread so, or the configuration does not say how large it is.
+    """
+    if config.get("managed_gradient_accumulation") is False:
+        raise RefusedError(
+            "managed_gradient_accumulation is false: the script counts its micro-batches itself, "
+            "and would keep to their number at another DP. Leave it out, or run without "
+            "--elastic."
+        )
+    resolved = StatedBatch.of(config).resolved(order.dp)
+    if resolved is None:
+        raise RefusedError(
+            f"DeepSpeed's configuration states neither {TRAIN} nor {MICRO}. State one of them."
+        )
+    total = order.global_batch_size or resolved[0]
+    if order.micro_batch_size is not None:
+        return Batches(total, order.micro_batch_size, order.dp)
+    return fit_batches(total, order.dp, order.usual_micro_batch_size or resolved[1])
+
+
+def rewritten(config: Mapping[str, Any], order: RoundOrder, batches: Batches) -> dict[str, Any]:
+    """Return the configuration of this round. The given one stays as it is.
+
+    Raises:
+        RefusedError: The stage or the degrees do not go together in DeepSpeed.
+    """
+    mine = copy.deepcopy(dict(config))
+    mine[TRAIN] = batches.global_batch_size
+    mine[MICRO] = batches.micro_batch_size
+    mine[ACCUMULATION] = batches.num_micro_batches
+    if order.zero_stage is not None:
+        if order.pp > 1 and order.zero_stage > PIPELINE_STAGE_LIMIT:
+            raise RefusedError(
+                f"zero_stage {order.zero_stage} on {order.tp * order.pp * order.dp} ranks: "
+                f"DeepSpeed's pipelines (PP{order.pp}) know stages 0 and 1. Correct [deepspeed] "
+                "zero_stage."
+            )
+        mine["zero_optimization"] = {
+            **mine.get("zero_optimization", {}),
+            "stage": order.zero_stage,
+        }
+    if order.tp > 1 and AUTOTP in mine:
+        mine[AUTOTP] = {**mine[AUTOTP], AUTOTP_SIZE: order.tp}
+    elif AUTOTP_SIZE in mine.get(AUTOTP, {}):
+        mine[AUTOTP] = {**mine[AUTOTP], AUTOTP_SIZE: 0}  # 1 leaves its groups unmade
+    if "data_parallel_size" in mine:
+        mine["data_parallel_size"] = order.dp
+    return mine

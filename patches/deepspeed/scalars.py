@@ -1,0 +1,61 @@
+"""The small part of an engine's training state: schedule, loss scale, groups, counters. As JSON."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scalai.core.errors import RefusedError
+from scalai.patches.deepspeed.groups import put_groups, take_groups
+from scalai.patches.deepspeed.loss_scale import put_loss_scale, take_loss_scale
+from scalai.patches.deepspeed.masters import Master
+from scalai.patches.deepspeed.steps import put_steps, take_steps
+from scalai.patches.plain import all_live, all_plain
+from scalai.runtime.live import Json
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def take_scalars(engine: Any, masters: Sequence[Master]) -> Json:
+    """Return the scalars of this rank.
+
+    Raises:
+        RefusedError: The engine is in the middle of accumulating gradients, or something is not
+            plain enough for JSON.
+    """
+    names, schedule = engine.param_names, engine.lr_scheduler
+    return {
+        "steps": take_steps(masters, names),
+        "groups": take_groups(masters, names),
+        "loss_scale": take_loss_scale(engine.optimizer),
+        "scheduler": all_plain(schedule.state_dict(), "scheduler") if schedule else None,
+        "counters": {key: getattr(engine, key) for key in _COUNTERS},
+        "boundaries": _boundaries(engine),
+    }
+
+
+def put_scalars(saved: Mapping[str, Any], engine: Any, masters: Sequence[Master]) -> None:
+    """Put back what ``take_scalars`` returned, united over all ranks.
+
+    Raises:
+        RefusedError: Steps or parameter groups do not fit the layout of this engine.
+    """
+    put_steps(saved["steps"], masters, engine.param_names)
+    put_groups(saved["groups"], masters, engine.param_names)
+    put_loss_scale(saved["loss_scale"], engine.optimizer)
+    if engine.lr_scheduler and saved["scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(all_live(saved["scheduler"]))
+    for key in _COUNTERS:
+        setattr(engine, key, saved["counters"][key])
+    # With another number of ranks a step has another number of micro-batches.
+    engine.micro_steps = saved["boundaries"] * engine.gradient_accumulation_steps()
+
+
+def _boundaries(engine: Any) -> int:
+    """Return how often gradients were accumulated in full."""
+    accumulation = engine.gradient_accumulation_steps()
+    boundaries, rest = divmod(engine.micro_steps, accumulation)
+    if rest:
+        raise RefusedError(
+            f"{rest} of {accumulation} micro-batches of a step are accumulated in gradients, which "
+            "are not carried. Call boundary() after engine.step() at the end of an accumulation."
+        )
+    return int(boundaries)

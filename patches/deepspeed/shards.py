@@ -1,0 +1,87 @@
+"""Which global tensors the parameters and buffers of an engine's model are."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scalai.core.errors import RefusedError
+from scalai.core.region import Piece, row_major, whole
+from scalai.patches.deepspeed.flat import Fragment
+from scalai.patches.deepspeed.masters import shard_fragment
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Shard:
+    """A parameter or a persistent buffer of this rank.
+
+    Attributes:
+        name: The same in every layout.
+        shape: Of the global tensor.
+        data: DeepSpeed's own parameter, or the buffer.
+        pieces: The boxes that it holds, as positions in it, flattened; with ZeRO 3, as if it were
+            gathered.
+        memory: Flat memory of the model, and ``range`` what part of ``data`` lies where in it.
+        is_vouched: Whether this rank may vouch for it. Other stages of a pipeline have copies of
+            tied modules, of which only the tied weights are trained like the first stage's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    data: torch.Tensor
+    pieces: tuple[Piece, ...]
+    memory: torch.Tensor
+    range: Fragment
+    is_vouched: bool
+
+
+def shards_of(module: torch.nn.Module) -> Iterator[Shard]:
+    """Yield the parameters and persistent buffers of a model, in its order. Shared ones once.
+
+    Raises:
+        RefusedError: Something cannot be carried; the message names it.
+    """
+    for name, parameter in module.named_parameters():
+        yield _parameter_shard(name, parameter)
+    for name, buffer in persistent_buffers(module):
+        yield _plain_shard(name, buffer, is_vouched=True)
+
+
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that belong to a model's ``state_dict``, with their names."""
+    seen: set[int] = set()
+    for prefix, part in module.named_modules():
+        if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
+            raise RefusedError(
+                f"{prefix} ({type(part).__name__}) keeps extra state, which need not mean the same "
+                "in another layout. Keep this module out of an elastic job."
+            )
+        for key, buffer in part._buffers.items():
+            if buffer is None or key in part._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield f"{prefix}.{key}" if prefix else key, buffer
+
+
+def _parameter_shard(name: str, parameter: Any) -> Shard:
+    is_vouched = not getattr(parameter, "ds_pipe_replicated", False)
+    if not hasattr(parameter, "ds_tensor"):
+        return _plain_shard(name, parameter, is_vouched)
+    shape = tuple(parameter.ds_shape)
+    pieces = (Piece(whole(shape), 0, row_major(shape)),)
+    memory = parameter.ds_tensor.detach().view(-1)
+    part = shard_fragment(parameter, memory, name)
+    return Shard(name, shape, parameter, pieces, memory, part, is_vouched)
+
+
+def _plain_shard(name: str, data: torch.Tensor, is_vouched: bool) -> Shard:
+    if not data.is_contiguous():
+        raise RefusedError(
+            f"{name} has strides {data.stride()} for shape {list(data.shape)}, so it is not one "
+            "run of memory. Make it contiguous before deepspeed.initialize."
+        )
+    shape = tuple(data.shape)
+    pieces = (Piece(whole(shape), 0, row_major(shape)),)
+    memory = data.detach().view(-1)
+    return Shard(name, shape, data, pieces, memory, Fragment(data, 0, data.numel(), 0), is_vouched)

@@ -1,0 +1,159 @@
+"""The training state of a live DeepSpeed engine, as slots over DeepSpeed's own memory.
+
+Source: the Parallelizable Tensor Collection of Tenplex/Scalai (arXiv 2312.05181, section 3) for
+DeepSpeed 0.16 to 0.19. Differs in: optimizer state is part of the collection, also where ZeRO owns
+flat ranges; nothing is gathered.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from scalai.core.collection import Tensor
+from scalai.core.errors import RefusedError
+from scalai.patches.deepspeed import grid, randomness, refusals
+from scalai.patches.deepspeed.flat import Fragment, cut_pieces
+from scalai.patches.deepspeed.masters import Master, masters_of
+from scalai.patches.deepspeed.scalars import put_scalars, take_scalars
+from scalai.patches.deepspeed.shards import Shard, shards_of
+from scalai.patches.deepspeed.steps import STEP
+from scalai.patches.faults import refuse_changed_axes
+from scalai.runtime.live import Json, Slot, dtype_name
+
+PARAM, MAIN = "param", "main"
+"""Kinds of tensors; the others are the base optimizer's own names: exp_avg, exp_avg_sq."""
+
+
+class DeepSpeedState:
+    """What one rank of a DeepSpeed job needs to go on in another layout (``LiveState``).
+
+    Names and shapes depend neither on the ZeRO stage nor on the degrees. Where the master weights
+    have the model's dtype (fp32), both are the tensor ``param/...``: the master is held, the
+    model's copy is filled with it. Else the masters are ``main/...``.
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned.
+        seed: The job's seed. Where the layout changes, new random streams begin from it and the
+            step.
+
+    Raises:
+        RefusedError: The job uses something that cannot change its layout; the message names it.
+    """
+
+    def __init__(self, engine: Any, *, seed: int = 1234) -> None:
+        refusals.refuse_unsupported(engine)
+        self._engine = engine
+        self._seed = seed
+        self._masters = masters_of(engine)
+
+    @property
+    def coordinate(self) -> str:
+        """Position of this rank: ``tp0-pp1-dp0``."""
+        return grid.coordinate(self._engine)
+
+    def slots(self) -> Sequence[Slot]:
+        """List parameters, persistent buffers, masters and optimizer state of this rank.
+
+        Call it before the first step.
+        """
+        owners = {
+            id(fragment.parameter): (master, fragment)
+            for master in self._masters
+            for fragment in master.fragments
+        }
+        return [
+            slot
+            for shard in shards_of(self._engine.module)
+            for slot in _slots(shard, *owners.get(id(shard.data), (None, None)))
+        ]
+
+    def scalars(self) -> Mapping[str, Json]:
+        """Return schedule, loss scale, parameter groups, counters, and the degrees that may not
+        change."""
+        return {
+            "deepspeed": take_scalars(self._engine, self._masters),
+            "fixed_degrees": grid.fixed_degrees(self._engine),
+        }
+
+    def load_scalars(self, scalars: Mapping[str, Json]) -> None:
+        """Put back what ``scalars`` returned, and let DeepSpeed see the restored values.
+
+        Raises:
+            RefusedError: A fixed degree changed, or the optimizer steps or parameter groups do not
+            fit this layout.
+        """
+        refuse_changed_axes(scalars["fixed_degrees"], grid.fixed_degrees(self._engine))
+        put_scalars(scalars["deepspeed"], self._engine, self._masters)
+        if hasattr(self._engine.optimizer, "checkpoint_event_prologue"):
+            # ZeRO 3: frees parameters that are gathered; the next forward pass gathers new values.
+            self._engine.optimizer.checkpoint_event_prologue()
+
+    def rank_state(self) -> Json:
+        """Return the random number generators of this rank."""
+        return randomness.state(self._engine)
+
+    def load_rank_state(self, state: Json | None, step: int) -> str:
+        """Continue this rank's random streams, or begin new ones where the layout changed."""
+        return randomness.restore(self._engine, state, self._seed, step)
+
+
+def _slots(shard: Shard, master: Master | None, owned: Fragment | None) -> Iterator[Slot]:
+    """Yield the slots of a parameter or buffer: the model's, its master's, the optimizer's."""
+    model = shard.memory
+    tensor = _tensor(PARAM, shard, model)
+    if master is None or owned is None:  # a buffer, or nothing trains it
+        yield _slot(tensor, model, shard, shard.range, is_held=shard.is_vouched)
+        return
+    values = master.values.detach().view(-1)
+    is_one_tensor = values.dtype == model.dtype
+    is_one_memory = is_one_tensor and _place(values, owned) == _place(model, shard.range)
+    # Boxes of one tensor have to be equal wherever they overlap: a second memory is cut alike.
+    cuts = owned.cuts if is_one_tensor else ()
+    yield _slot(
+        tensor,
+        model,
+        shard,
+        shard.range,
+        cuts,
+        is_held=shard.is_vouched and (is_one_memory or not is_one_tensor),
+    )
+    if not is_one_memory:
+        main = tensor if is_one_tensor else _tensor(MAIN, shard, values)
+        yield _slot(main, values, shard, owned, owned.cuts, is_held=shard.is_vouched)
+    for kind, state in master.state.items():
+        if kind != STEP and state is not None:
+            flat = _flat_state(kind, state, shard, values)
+            name = _tensor(kind, shard, flat)
+            yield _slot(name, flat, shard, owned, owned.cuts, is_held=shard.is_vouched)
+
+
+def _flat_state(kind: str, state: Any, shard: Shard, values: torch.Tensor) -> torch.Tensor:
+    if isinstance(state, torch.Tensor) and state.numel() == values.numel():
+        return state.detach().view(-1)
+    found = list(state.shape) if isinstance(state, torch.Tensor) else repr(state)
+    raise RefusedError(
+        f"the optimizer keeps {kind} {found} for {shard.name}, not one value for each of the "
+        f"{values.numel()} elements that it updates. Use Adam, AdamW or SGD."
+    )
+
+
+def _slot(
+    tensor: Tensor,
+    buffer: torch.Tensor,
+    shard: Shard,
+    part: Fragment,
+    cuts: Sequence[int] = (),
+    *,
+    is_held: bool,
+) -> Slot:
+    pieces = cut_pieces(shard.pieces, part.low, part.high, part.start, cuts)
+    return Slot(tensor, buffer, tuple(pieces), is_held=is_held)
+
+
+def _place(buffer: torch.Tensor, part: Fragment) -> tuple[int, int, int]:
+    return buffer.data_ptr() + part.start * buffer.element_size(), part.low, part.high
+
+
+def _tensor(kind: str, shard: Shard, values: torch.Tensor) -> Tensor:
+    return Tensor(f"{kind}/{shard.name}", shard.shape, dtype_name(values.dtype))

@@ -1,0 +1,278 @@
+"""Hooks that make a DeepSpeed script elastic, without editing it.
+
+``deepspeed.initialize`` is wrapped: the configuration is rewritten for the round, and the engine
+that comes out takes part in the job. What is to be decided is decided in ``round_config``,
+``progress`` and ``scalai.patches.data``.
+"""
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol
+
+import torch.distributed
+import wrapt
+
+from scalai.core.errors import RefusedError
+from scalai.patches.data.loaders import Feed, FirstBatches
+from scalai.patches.deepspeed.checkpoints import Checkpoints
+from scalai.patches.deepspeed.round_config import RoundOrder, batches_of, config_of, rewritten
+from scalai.runtime.live import Json, LiveState
+
+log = logging.getLogger(__name__)
+
+Call = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+class ElasticSession(Protocol):
+    """What the hooks need of ``scalai.runtime.session.Session``."""
+
+    tp: int
+    pp: int
+    dp: int
+    micro_batch_size: int | None
+    step: int
+    facts: Mapping[str, Json]
+    settings: Mapping[str, Json]
+
+    def report_facts(self, **facts: Json) -> None:
+        """Tell what the launcher and later rounds have to know."""
+
+    def register_state(
+        self, name: str, get: Callable[[], Json], set: Callable[[Any], None]
+    ) -> None:
+        """Carry a value beside the state. Before ``attach``."""
+
+    def attach(self, state: LiveState) -> bool:
+        """Restore the generation into ``state``, or make a start generation of ``state``."""
+
+    def renew(self, state: LiveState, *, step: int, samples: int) -> None:
+        """Say that the framework has loaded a checkpoint of its own."""
+
+    def boundary(self, step: int | None = None, consumed_samples: int | None = None) -> bool:
+        """Say after each step whether the state was deposited and this process has to end."""
+
+
+@cache
+def install(get_session: Callable[[], ElasticSession]) -> "EngineHooks":
+    """Hook ``deepspeed`` when it is imported, once a process.
+
+    Args:
+        get_session: Returns this worker's session. Asked for when an engine is built, not before:
+            a fork server imports DeepSpeed, hooks included, for workers to come.
+    """
+    hooks = EngineHooks(get_session)
+    wrapt.register_post_import_hook(hooks.hook_deepspeed, "deepspeed")
+    return hooks
+
+
+class EngineHooks:
+    """The hooks and what they remember between two calls. Every rank has them.
+
+    Attributes:
+        feed: The process's data loaders.
+        engine: The engine that takes part; None before it is built.
+    """
+
+    _session: ElasticSession
+
+    def __init__(self, get_session: Callable[[], ElasticSession]) -> None:
+        self._get_session = get_session
+        self.feed = Feed()
+        self.engine: Any = None
+
+    def hook_deepspeed(self, deepspeed: Any) -> None:
+        self.feed.install()
+        self.feed.is_evaluating = lambda: (
+            self.engine is not None and not self.engine.module.training
+        )
+        loaders = importlib.import_module("deepspeed.runtime.dataloader")
+        pipe = importlib.import_module("deepspeed.runtime.pipe.module")
+        wrapt.wrap_function_wrapper(deepspeed, "initialize", self.initialize)
+        wrapt.wrap_function_wrapper(pipe, "PipelineModule.__init__", self.make_pipeline)
+        wrapt.wrap_function_wrapper(loaders, "DeepSpeedDataLoader.__len__", self.count_batches)
+        wrapt.wrap_function_wrapper(loaders, "RepeatingLoader.__next__", self.draw_repeatedly)
+
+    def initialize(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Build the engine of this round and restore the generation into it."""
+        given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        config = config_of(given.get("args"), given.get("config"), given.pop("config_params", None))
+        has_optimizer = given.get("optimizer") is not None or "optimizer" in (config or {})
+        if config is None or not has_optimizer:
+            return wrapped(*args, **kwargs)  # nothing to train, or nothing to read
+        if self.engine is not None:
+            raise RefusedError(
+                "deepspeed.initialize is called for a second engine that trains; the state of one "
+                "engine a process is carried. Train the models one after another in jobs of their "
+                "own, or run without --elastic."
+            )
+        self._session = self._get_session()
+        order = self._order()
+        batches = batches_of(config, order)
+        self.feed.batches = batches
+        self.feed.first = self._first() or FirstBatches(
+            batches.global_batch_size, batches.micro_batch_size, batches.dp
+        )
+        given["config"] = rewritten(config, order, batches)
+        with _without_named_config(given.get("args")):
+            built = wrapped(**given)
+        if torch.distributed.get_rank() == 0:
+            log.warning(
+                "event=hook framework=deepspeed global_batch_size=%d micro_batch_size=%d "
+                "accumulation=%d dp=%d zero_stage=%d", batches.global_batch_size,
+                batches.micro_batch_size, batches.num_micro_batches, batches.dp,
+                built[0].zero_optimization_stage(),
+            )  # fmt: skip
+        self._take_part(built[0])
+        return built
+
+    def make_pipeline(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+        """Cut a pipeline into as many stages as this round has."""
+        given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        topology, session = given.get("topology"), self._get_session()
+        stages = given.get("num_stages") if topology is None else topology.get_dim("pipe")
+        if stages != session.pp and (topology is not None or not session.facts):
+            raise RefusedError(
+                f"the script builds a pipeline of {stages} stages, this round has PP{session.pp}. "
+                f'Say [degrees] default = "pp{stages}" in the elastic configuration'
+                + ("." if topology is None else ", and build topology from scalai.elastic().pp.")
+            )
+        if topology is None:
+            given["num_stages"] = session.pp
+        wrapped(**given)
+
+    def count_batches(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> int:
+        """A DeepSpeed loader is as long as in the first round."""
+        if not self.feed.is_evaluating() and instance.batch_size == self._micro_batch_size():
+            samples = len(instance.dataset)
+            length = self.feed.length(samples, drop_last=instance.dataloader_drop_last)
+            if length is not None:
+                return length
+        return int(wrapped(*args, **kwargs))
+
+    def draw_repeatedly(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """DeepSpeed's repeating loader gives up after one empty pass; consumed ones are empty."""
+        while True:
+            try:
+                return wrapped(*args, **kwargs)
+            except StopIteration:
+                if not self.feed.clocks.is_replaying:
+                    raise
+
+    def boundary(self) -> None:
+        """Say that an optimizer step has ended, and leave where the job stops here."""
+        engine, session = self.engine, self._session
+        if session.settings.get("data_order") != "own" and _draws_samples(engine):
+            self.feed.step()
+        if session.boundary(engine.global_steps, engine.global_samples):
+            _leave(engine)
+
+    def _is_evaluating(self) -> bool:
+        return self.engine is not None and not self.engine.module.training
+
+    def _micro_batch_size(self) -> int | None:
+        return self.feed.batches.micro_batch_size if self.feed.batches else None
+
+    def _first(self) -> FirstBatches | None:
+        facts = self._session.facts
+        if "first_dp" not in facts:
+            return None
+        return FirstBatches(
+            facts["global_batch_size"], facts["first_micro_batch_size"], facts["first_dp"]
+        )
+
+    def _order(self) -> RoundOrder:
+        session, first = self._session, self._first()
+        return RoundOrder(
+            session.tp,
+            session.pp,
+            session.dp,
+            session.micro_batch_size,
+            first.global_batch_size if first else None,
+            first.micro_batch_size if first else None,
+            session.settings.get("zero_stage"),
+        )
+
+    def _take_part(self, engine: Any) -> None:
+        """Restore the generation into a new engine, and hook what it does from now on."""
+        from scalai.patches.deepspeed.state import DeepSpeedState
+
+        session, first = self._session, self.feed.first
+        assert first is not None
+        if engine.dp_world_size != session.dp:
+            raise RefusedError(
+                f"the engine has {engine.dp_world_size} data-parallel ranks, this round has "
+                f"DP{session.dp} (TP{session.tp}, PP{session.pp}). Build mpu and mesh from "
+                "scalai.elastic().tp and .pp."
+            )
+        checkpoints = Checkpoints(engine, session, self.feed.clocks)
+        session.report_facts(
+            global_batch_size=first.global_batch_size,
+            first_micro_batch_size=first.micro_batch_size,
+            first_dp=first.dp,
+        )
+        session.register_state("data", self.feed.clocks.take, self.feed.clocks.put)
+        session.register_state("loaded", checkpoints.take, checkpoints.put)
+        self.engine = engine
+        is_restored = session.attach(DeepSpeedState(engine))
+        if is_restored:
+            _draw_anew(engine)
+        checkpoints.install(is_restored=is_restored)
+        name = "train_batch" if _is_pipeline(engine) else "step"
+        setattr(engine, name, self._with_boundary(getattr(engine, name)))
+
+    def _with_boundary(self, method: Call) -> Call:
+        @functools.wraps(method)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            before = self.engine.global_steps
+            result = method(*args, **kwargs)
+            if self.engine.global_steps != before:
+                self.boundary()
+            return result
+
+        return step
+
+
+def _is_pipeline(engine: Any) -> bool:
+    pipe = importlib.import_module("deepspeed.runtime.pipe.engine")
+    return isinstance(engine, pipe.PipelineEngine)
+
+
+def _draws_samples(engine: Any) -> bool:
+    """Whether this rank reads samples: in a pipeline the first and the last stage do."""
+    return not _is_pipeline(engine) or engine.is_first_stage() or engine.is_last_stage()
+
+
+def _draw_anew(engine: Any) -> None:
+    """A pipeline that was given its data set has begun to draw from it when it was built."""
+    loader = engine.training_dataloader
+    if _is_pipeline(engine) and loader is not None and hasattr(loader, "data_iter"):
+        loader.data_iter = iter(loader.loader)
+
+
+def _leave(engine: Any) -> None:
+    """End this worker. The code behind the training loop belongs to the end of the job."""
+    tensorboard = getattr(getattr(engine, "monitor", None), "tb_monitor", None)
+    if tensorboard is not None and tensorboard.summary_writer is not None:
+        tensorboard.summary_writer.flush()
+    raise SystemExit(0)
+
+
+@contextmanager
+def _without_named_config(args: Any) -> Iterator[None]:
+    """Have DeepSpeed read the configuration that it is given, not the one that ``args`` names."""
+    names = [name for name in ("deepspeed_config", "deepscale_config") if hasattr(args, name)]
+    saved = {name: getattr(args, name) for name in names}
+    for name in names:
+        setattr(args, name, None)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(args, name, value)

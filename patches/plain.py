@@ -1,0 +1,56 @@
+"""Values of a framework's small state as JSON, and back."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from scalai.core.errors import RefusedError
+from scalai.runtime.live import Json
+
+
+def all_plain(values: Mapping[str, Any], owner: str) -> dict[str, Json]:
+    """Return ``values`` as JSON; ``all_live`` returns them as they were, tuples as lists.
+
+    Args:
+        owner: Whose values these are, for the message.
+
+    Raises:
+        RefusedError: One of them is nothing that JSON can hold.
+    """
+    return {key: plain(value, f"{owner}'s {key}") for key, value in values.items()}
+
+
+def all_live(values: Mapping[str, Json]) -> dict[str, Any]:
+    """Return the values that ``all_plain`` made JSON of."""
+    return {key: live(value) for key, value in values.items()}
+
+
+def plain(value: Any, what: str) -> Json:
+    """Return one value as JSON; a mapping as pairs, because its keys need not be strings."""
+    if isinstance(value, torch.Tensor):
+        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, list | tuple):
+        return [plain(entry, what) for entry in value]
+    if isinstance(value, Mapping):
+        pairs = [[plain(key, what), plain(entry, what)] for key, entry in value.items()]
+        return {"pairs": pairs, "is_counter": isinstance(value, Counter)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise RefusedError(
+        f"{what} is a {type(value).__name__}, which cannot be kept as JSON. Leave the scheduler "
+        "out of the job's state and carry it by register_state."
+    )
+
+
+def live(value: Json) -> Any:
+    """Return the value that ``plain`` made JSON of."""
+    if isinstance(value, Mapping):
+        if "pairs" in value:
+            pairs = {live(key): live(entry) for key, entry in value["pairs"]}
+            return Counter(pairs) if value["is_counter"] else pairs
+        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+    if isinstance(value, list):
+        return [live(entry) for entry in value]
+    return value

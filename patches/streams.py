@@ -1,0 +1,75 @@
+"""Random number generators of a process that every framework uses, as JSON."""
+
+import base64
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from scalai.runtime.live import Json
+
+_STEP_STRIDE = 1_000_003
+"""Prime, so that the offsets which frameworks add to a seed never meet another step's seed."""
+
+
+def host_streams() -> dict[str, Json]:
+    """Return the state of Python's, numpy's and torch's generators of this process."""
+    kind, keys, position, has_gauss, gauss = _numpy_state()
+    return {
+        "python": list(random.getstate()),
+        "numpy": [kind, _text(keys.tobytes()), position, has_gauss, gauss],
+        "torch": stream_text(torch.get_rng_state()),
+    }
+
+
+def continue_host_streams(saved: Mapping[str, Any]) -> None:
+    """Go on with what ``host_streams`` returned."""
+    version, keys, gauss = saved["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, words, *rest = saved["numpy"]
+    np.random.set_state((kind, np.frombuffer(_bytes(words), dtype=np.uint32), *rest))
+    torch.set_rng_state(text_stream(saved["torch"]))
+
+
+def begin_host_streams(seed: int) -> None:
+    """Begin new streams."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def seed_of_step(seed: int, step: int, stage: int) -> int:
+    """Return the seed of the streams that begin at a step. Pipeline stages have streams of their
+    own, as in Megatron-LM's _set_random_seed; replicas do not."""
+    return (seed + _STEP_STRIDE * (step + 1)) % 2**31 + 100 * stage
+
+
+def stream_text(state: torch.Tensor) -> str:
+    """Return the state of one of torch's generators as text."""
+    return _text(state.cpu().numpy().tobytes())
+
+
+def text_stream(text: str) -> torch.Tensor:
+    """Return the state that ``stream_text`` wrote, [bytes] uint8."""
+    return torch.from_numpy(np.frombuffer(_bytes(text), dtype=np.uint8).copy())
+
+
+def text_of_degrees(degrees: Mapping[str, int]) -> str:
+    """Return degrees for one line of the log: those above 1."""
+    return ",".join(f"{axis}{size}" for axis, size in degrees.items() if size > 1) or "all1"
+
+
+def _numpy_state() -> tuple[str, np.ndarray[Any, np.dtype[np.uint32]], int, int, float]:
+    state = np.random.get_state(legacy=True)
+    assert isinstance(state, tuple)  # numpy's own typing allows a dict too
+    return state
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

@@ -1,0 +1,75 @@
+"""The tiny DeepSpeed jobs of the converters' tests, in processes that outlive a job."""
+
+# What DeepSpeed is to run on is said before it is imported.
+# ruff: noqa: E402
+
+import gc
+import logging
+import os
+import warnings
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+warnings.filterwarnings("ignore")  # DeepSpeed's own, about what a CPU machine lacks
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed_jobs import Job, make_engine, train
+from jobs import SEED
+
+from scalai.patches.deepspeed.state import DeepSpeedState
+
+torch.set_num_threads(1)
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+deepspeed.ops.__compatible_ops__.clear()  # nothing is compiled
+# Torch computes in fp16 on every CPU; DeepSpeed asks whether there are fast kernels.
+type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda _: True
+
+
+class Training:
+    """One rank of a job: builds it, trains it, takes it down."""
+
+    def __init__(self, job: Job, rank: int, store: dist.Store, seed: int) -> None:
+        self.job = job
+        self.skipped: list[int] = []
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+        torch.manual_seed(seed)
+        self.engine = make_engine(job)
+
+    def state(self) -> DeepSpeedState:
+        return DeepSpeedState(self.engine, seed=SEED)
+
+    def train(self, steps: range) -> list[dict[int, float]]:
+        """Train; return each step's loss, the mean over all samples, on rank 0."""
+        return [self._train_step(step) for step in steps]
+
+    def learning_rate(self) -> float:
+        return float(self.engine.get_lr()[0])
+
+    def close(self) -> None:
+        """Take the job down, so that another one can be built in this process."""
+        self.engine.destroy()
+        del self.engine
+        gc.collect()
+        _forget_groups()
+
+    def _train_step(self, step: int) -> dict[int, float]:
+        skipped = self.engine.skipped_steps
+        loss = train(self.engine, self.job, step)
+        if self.engine.skipped_steps > skipped:
+            self.skipped.append(step)
+        return {0: loss} if dist.get_rank() == 0 else {}
+
+
+def _forget_groups() -> None:
+    """Destroy all process groups, and DeepSpeed's memory of them."""
+    dist.barrier()
+    dist.destroy_process_group()
+    deepspeed.comm.comm.cdb = None
+    groups: Any = vars(deepspeed.utils.groups)
+    for name, value in groups.items():
+        if name.startswith("_") and name.isupper() and not name.startswith("__"):
+            groups[name] = {} if isinstance(value, dict) else None

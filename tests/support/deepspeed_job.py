@@ -1,0 +1,104 @@
+"""A small DeepSpeed training script as anybody would write it: nothing of Scalai is in it.
+
+Rank 0 writes one line a step: its loss over the whole batch, the samples, the learning rate.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+SAMPLES, WIDTH, CLASSES = 60, 7, 5
+
+deepspeed.ops.__compatible_ops__.clear()  # nothing is compiled
+
+
+class Rows(Dataset):
+    """Rows of noise with a class each, and their numbers."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(7)
+        self.rows = torch.randn(SAMPLES, WIDTH, generator=generator)
+        self.classes = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return self.rows[index], self.classes[index], index
+
+
+def build_model():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 13), torch.nn.Tanh(), torch.nn.LayerNorm(13),
+        torch.nn.Linear(13, CLASSES),
+    )  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--metrics", type=Path, required=True)
+    parser.add_argument("--own-loader", action="store_true", help="torch's instead of DeepSpeed's")
+    parser.add_argument("--micro-batch", type=int, default=3)
+    parser.add_argument("--save", type=Path, help="save and load checkpoints here")
+    deepspeed.add_config_arguments(parser)
+    options = parser.parse_args()
+
+    deepspeed.init_distributed()
+    data, model = Rows(), build_model()
+    if options.own_loader:
+        sampler = DistributedSampler(data, seed=11)
+        loader = DataLoader(data, options.micro_batch, sampler=sampler, num_workers=1)
+    engine, _, deepspeed_loader, _ = deepspeed.initialize(
+        args=options, model=model, model_parameters=model.parameters(),
+        training_data=None if options.own_loader else data,
+    )  # fmt: skip
+    if not options.own_loader:
+        loader, sampler = deepspeed_loader, deepspeed_loader.data_sampler
+    if options.save:
+        engine.load_checkpoint(str(options.save))
+
+    losses, seen = [], []
+    for epoch in range(options.epochs):
+        sampler.set_epoch(epoch)
+        for rows, classes, numbers in loader:
+            loss = torch.nn.functional.cross_entropy(engine(rows), classes)
+            engine.backward(loss)
+            losses.append(loss.detach())
+            seen += numbers.tolist()
+            if engine.is_gradient_accumulation_boundary():
+                write(options.metrics, engine, losses, seen)
+                losses, seen = [], []
+                time.sleep(options.step_s)
+            engine.step()
+        if options.save:
+            engine.save_checkpoint(str(options.save), client_state={"epoch": epoch})
+
+
+def write(metrics, engine, losses, seen):
+    total = torch.stack(losses).mean()
+    dist.all_reduce(total)
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, seen)
+    if dist.get_rank() == 0:
+        line = {
+            "step": engine.global_steps + 1, "world": dist.get_world_size(),
+            "loss": float(total) / dist.get_world_size(), "lr": engine.get_lr()[0],
+            "samples": sorted(number for each in everyones for number in each),
+            "stage": engine.zero_optimization_stage(),
+        }  # fmt: skip
+        with metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
