@@ -26,7 +26,11 @@ def install() -> None:
     if importlib.util.find_spec("deepspeed") is not None:
         from scalai.patches.deepspeed import training as deepspeed_training
 
-        deepspeed_training.install(session.elastic)
+        engines = deepspeed_training.install(session.elastic)
+        if importlib.util.find_spec("transformers") is not None:
+            from scalai.patches.transformers import training as trainer_training
+
+            trainer_training.install(session.elastic, engines)
 
 
 class _RehearsalFirst:

@@ -78,6 +78,8 @@ class EngineHooks:
     Attributes:
         feed: The process's data loaders.
         engine: The engine that takes part; None before it is built.
+        has_steps_elsewhere: Whether a loop around the engine says when a step has ended, by
+        ``end_step``; else the engine's own ``step`` does.
     """
 
     _session: ElasticSession
@@ -86,6 +88,7 @@ class EngineHooks:
         self._get_session = get_session
         self.feed = Feed()
         self.engine: Any = None
+        self.has_steps_elsewhere = False
 
     def hook_deepspeed(self, deepspeed: Any) -> None:
         self.feed.install()
@@ -170,7 +173,12 @@ class EngineHooks:
         engine, session = self.engine, self._session
         if session.settings.get("data_order") != "own" and _draws_samples(engine):
             self.feed.step()
-        if session.boundary(engine.global_steps, engine.global_samples):
+        self.end_step()
+
+    def end_step(self) -> None:
+        """The same, where the samples are counted elsewhere."""
+        engine = self.engine
+        if self._session.boundary(engine.global_steps, engine.global_samples):
             _leave(engine)
 
     def _is_evaluating(self) -> bool:
@@ -232,7 +240,7 @@ class EngineHooks:
         def step(*args: Any, **kwargs: Any) -> Any:
             before = self.engine.global_steps
             result = method(*args, **kwargs)
-            if self.engine.global_steps != before:
+            if self.engine.global_steps != before and not self.has_steps_elsewhere:
                 self.boundary()
             return result
 
