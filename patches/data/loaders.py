@@ -10,7 +10,7 @@ Source: torch/utils/data/distributed.py, dataloader.py and sampler.py, 2.13.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,16 +42,32 @@ class FirstBatches:
 class Feed:
     """The loaders of one process and how far each is.
 
-    ``batches`` and ``first`` are set once the engine is known; until then loaders are torch's own.
-    ``is_evaluating`` says whether what is drawn now is not trained on.
+    Until ``start`` loaders are torch's own. ``is_evaluating`` says whether what is drawn now is not
+    trained on.
     """
 
     def __init__(self) -> None:
         self.clocks = Clocks()
         self.batches: Batches | None = None
         self.first: FirstBatches | None = None
+        self._batch_sizes: frozenset[int] = frozenset()
         self.is_evaluating: Callable[[], bool] = lambda: False
         self._declined: dict[str, None] = {}
+
+    def start(self, batches: Batches, first: FirstBatches, stated_micro_batch_size: int) -> None:
+        """Begin to keep the order, in loaders whose batches are micro-batches of the engine: as
+        stated in its configuration, as in the first round, or as in this one."""
+        self.batches, self.first = batches, first
+        self._batch_sizes = frozenset(
+            (stated_micro_batch_size, first.micro_batch_size, batches.micro_batch_size)
+        )
+
+    def is_micro_batch(self, batch_size: int) -> bool:
+        """Whether a loader with such batches feeds the engine."""
+        if self._batch_sizes and batch_size not in self._batch_sizes:
+            sizes = " or ".join(map(str, sorted(self._batch_sizes)))
+            self._declined[f"a loader has batches of {batch_size}, the engine of {sizes}"] = None
+        return batch_size in self._batch_sizes
 
     def install(self) -> None:
         """Hook torch's samplers and loaders, those that are made from now on."""
@@ -77,11 +93,10 @@ class Feed:
             "place its data by scalai.elastic().consumed_samples."
         )
 
-    def length(self, samples: int, *, drop_last: bool) -> int | None:
+    def length(self, samples: int, *, drop_last: bool) -> int:
         """Return the micro-batches of a pass over so many samples as the first round counted them:
-        schedules that a script computes from them stay as they are. None: not known yet."""
-        if self.first is None:
-            return None
+        schedules that a script computes from them stay as they are. After ``start``."""
+        assert self.first is not None
         length = pass_length(samples, self.first.global_batch_size, drop_last=drop_last)
         return length // (self.first.micro_batch_size * self.first.dp)
 
@@ -111,10 +126,6 @@ class Feed:
             source.clock.drawn.append(source.number)
         return drawn
 
-    def decline(self, why: str) -> None:
-        """Remember why a loader is left as it is, for the case that the training draws from it."""
-        self._declined[why] = None
-
 
 class ElasticBatchSampler(BatchSampler):
     """Torch's batches of a ``DistributedSampler``, dealt in the order of the first layout.
@@ -136,16 +147,7 @@ class ElasticBatchSampler(BatchSampler):
     @property
     def is_elastic(self) -> bool:
         """Whether the samples are trained on by the engine, as far as can be told."""
-        feed, batch_size = self.feed, self.batch_size
-        if feed.batches is None or feed.first is None or feed.is_evaluating():
-            return False
-        if batch_size not in (feed.first.micro_batch_size, feed.batches.micro_batch_size):
-            feed.decline(
-                f"a loader has batches of {batch_size}, the engine micro-batches of "
-                f"{feed.first.micro_batch_size}"
-            )
-            return False
-        return True
+        return not self.feed.is_evaluating() and self.feed.is_micro_batch(self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         return Pass(self)
@@ -154,9 +156,7 @@ class ElasticBatchSampler(BatchSampler):
         sampler = self.distributed
         if self.is_elastic:
             is_dropping = self.drop_last or sampler.drop_last
-            length = self.feed.length(len(sampler.dataset), drop_last=is_dropping)  # type: ignore[arg-type]
-            assert length is not None
-            return length
+            return self.feed.length(len(sampler.dataset), drop_last=is_dropping)  # type: ignore[arg-type]
         return len(self.plain)
 
     def micro_batches(self, consumed: int) -> Iterator[list[int]]:
@@ -227,12 +227,3 @@ def pass_order(
     else:
         order = np.arange(samples, dtype=np.int64)
     return np.resize(order, length)  # repeats it from its beginning where it is too short
-
-
-def facts_of(first: FirstBatches) -> Mapping[str, int]:
-    """Return what the first round tells later ones."""
-    return {
-        "global_batch_size": first.global_batch_size,
-        "first_micro_batch_size": first.micro_batch_size,
-        "first_dp": first.dp,
-    }

@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -17,10 +18,12 @@ from typing import Any, Protocol
 import torch.distributed
 import wrapt
 
+from scalai.converters.deepspeed.config import StatedBatch
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
 from scalai.patches.deepspeed.checkpoints import Checkpoints
 from scalai.patches.deepspeed.round_config import RoundOrder, batches_of, config_of, rewritten
+from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED
 from scalai.runtime.live import Json, LiveState
 
 log = logging.getLogger(__name__)
@@ -83,6 +86,7 @@ class EngineHooks:
     """
 
     _session: ElasticSession
+    _version: str
 
     def __init__(self, get_session: Callable[[], ElasticSession]) -> None:
         self._get_session = get_session
@@ -91,6 +95,7 @@ class EngineHooks:
         self.has_steps_elsewhere = False
 
     def hook_deepspeed(self, deepspeed: Any) -> None:
+        self._version = deepspeed.__version__
         self.feed.install()
         self.feed.is_evaluating = lambda: (
             self.engine is not None and not self.engine.module.training
@@ -115,13 +120,15 @@ class EngineHooks:
                 "engine a process is carried. Train the models one after another in jobs of their "
                 "own, or run without --elastic."
             )
+        is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
+        warning = DEEPSPEED.check(self._version, allow_unknown=is_allowed)
         self._session = self._get_session()
         order = self._order()
         batches = batches_of(config, order)
-        self.feed.batches = batches
-        self.feed.first = self._first() or FirstBatches(
+        first = self._first() or FirstBatches(
             batches.global_batch_size, batches.micro_batch_size, batches.dp
         )
+        self.feed.start(batches, first, StatedBatch.of(config).micro or batches.micro_batch_size)
         given["config"] = rewritten(config, order, batches)
         with _without_named_config(given.get("args")):
             built = wrapped(**given)
@@ -132,6 +139,8 @@ class EngineHooks:
                 batches.micro_batch_size, batches.num_micro_batches, batches.dp,
                 built[0].zero_optimization_stage(),
             )  # fmt: skip
+            if warning:
+                log.warning("event=hook detail=%r", warning)
         self._take_part(built[0])
         return built
 
@@ -152,12 +161,9 @@ class EngineHooks:
 
     def count_batches(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> int:
         """A DeepSpeed loader is as long as in the first round."""
-        if not self.feed.is_evaluating() and instance.batch_size == self._micro_batch_size():
-            samples = len(instance.dataset)
-            length = self.feed.length(samples, drop_last=instance.dataloader_drop_last)
-            if length is not None:
-                return length
-        return int(wrapped(*args, **kwargs))
+        if self.feed.is_evaluating() or not self.feed.is_micro_batch(instance.batch_size):
+            return int(wrapped(*args, **kwargs))
+        return self.feed.length(len(instance.dataset), drop_last=instance.dataloader_drop_last)
 
     def draw_repeatedly(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """DeepSpeed's repeating loader gives up after one empty pass; consumed ones are empty."""
@@ -183,9 +189,6 @@ class EngineHooks:
 
     def _is_evaluating(self) -> bool:
         return self.engine is not None and not self.engine.module.training
-
-    def _micro_batch_size(self) -> int | None:
-        return self.feed.batches.micro_batch_size if self.feed.batches else None
 
     def _first(self) -> FirstBatches | None:
         facts = self._session.facts

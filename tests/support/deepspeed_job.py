@@ -47,7 +47,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--metrics", type=Path, required=True)
-    parser.add_argument("--own-loader", action="store_true", help="torch's instead of DeepSpeed's")
+    parser.add_argument("--loader-workers", type=int, help="torch's loader, not DeepSpeed's")
     parser.add_argument("--micro-batch", type=int, default=3)
     parser.add_argument("--save", type=Path, help="save and load checkpoints here")
     deepspeed.add_config_arguments(parser)
@@ -55,14 +55,16 @@ def main():
 
     deepspeed.init_distributed()
     data, model = Rows(), build_model()
-    if options.own_loader:
-        sampler = DistributedSampler(data, seed=11)
-        loader = DataLoader(data, options.micro_batch, sampler=sampler, num_workers=1)
+    is_torchs = options.loader_workers is not None
+    if is_torchs:
+        sampler = DistributedSampler(data)
+        workers = options.loader_workers
+        loader = DataLoader(data, options.micro_batch, sampler=sampler, num_workers=workers)
     engine, _, deepspeed_loader, _ = deepspeed.initialize(
         args=options, model=model, model_parameters=model.parameters(),
-        training_data=None if options.own_loader else data,
+        training_data=None if is_torchs else data,
     )  # fmt: skip
-    if not options.own_loader:
+    if not is_torchs:
         loader, sampler = deepspeed_loader, deepspeed_loader.data_sampler
     if options.save:
         engine.load_checkpoint(str(options.save))

@@ -1,0 +1,124 @@
+"""A DeepSpeed script that knows nothing of Scalai changes its ranks: same samples, same losses."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import Agents
+
+SCRIPT = Path(__file__).parents[1] / "support" / "deepspeed_job.py"
+TOLERANCE = 1e-6
+EPOCHS = 8
+STEPS = 5 * EPOCHS
+"""60 samples in batches of 12."""
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    """Return a DeepSpeed configuration, with the block that makes it elastic."""
+    return {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+        "zero_optimization": {"stage": stage},
+        "scalai": {"resize": {"settle_s": 0.2}, **more},
+    }
+
+
+def run_alone(folder: Path, given: Mapping[str, Any], *flags: str) -> "subprocess.Popen[bytes]":
+    """Start the script on one rank, without any launcher: the reference."""
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(given))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ, "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, *arguments(folder, *flags)],
+            stdout=log, stderr=subprocess.STDOUT, env=environment,
+        )  # fmt: skip
+
+
+def arguments(folder: Path, *flags: str) -> list[str]:
+    return [
+        str(SCRIPT), "--metrics", str(folder / "metrics.jsonl"), "--epochs", str(EPOCHS),
+        "--deepspeed", "--deepspeed_config", str(folder / "ds.json"), *flags,
+    ]  # fmt: skip
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_through(
+    folder: Path,
+    given: Mapping[str, Any],
+    worlds: Sequence[int],
+    monkeypatch: pytest.MonkeyPatch,
+    *flags: str,
+) -> Agents:
+    """Run the script through the worlds, to its end. Returns the job, which has ended."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(given))
+    script = arguments(folder, "--step-s", "0.3", *flags)
+    with Agents(folder, None, script, nodes="1", slots=max(worlds)) as agents:
+        agents.start("a")
+        agents.wait_for_step(2, world=worlds[0])
+        for changes, world in enumerate(worlds[1:], 1):
+            agents.wait_until(lambda: len(agents.resizes()) == changes, "every rank has stepped")  # noqa: B023
+            agents.scale(nproc=world)
+            agents.wait_for_world(world)
+        assert agents.exit_code("a") == 0, agents.logs()
+    return agents
+
+
+def check(agents: Agents, reference: Sequence[Mapping[str, Any]], worlds: Sequence[int]) -> None:
+    """Each step was made once, and was that of the uninterrupted run."""
+    made = agents.lines()
+    assert [line["step"] for line in made] == list(range(1, STEPS + 1)), agents.logs()
+    assert list(dict.fromkeys(line["world"] for line in made)) == list(dict.fromkeys(worlds))
+    assert [report.get("steps_lost", 0) for report in agents.resizes()] == [0] * len(worlds)
+    for line, expected in zip(made, reference, strict=True):
+        assert (line["samples"], line["lr"]) == (expected["samples"], expected["lr"]), line
+        assert line["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE), line
+
+
+def test_a_script_without_a_line_of_ours_goes_through_other_dps_and_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ZeRO stage follows the world as the block says."""
+    given = config(0, deepspeed={"zero_stage": {"default": 1, "3": 2}})
+    alone = run_alone(tmp_path / "alone", given, "--loader-workers", "0")
+    worlds = (2, 3, 1)
+    agents = train_through(
+        tmp_path / "elastic", given, worlds, monkeypatch, "--loader-workers", "0"
+    )
+    assert alone.wait(60) == 0
+    check(agents, lines_of(tmp_path / "alone"), worlds)
+    assert {(line["world"], line["stage"]) for line in agents.lines()} == {(2, 1), (3, 2), (1, 1)}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_every_stage_goes_through_four_changes_of_dp(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With DeepSpeed's own loader, its workers, and checkpoints at the end of each epoch."""
+    flags = ["--save", str(tmp_path / "checkpoints")] if stage == 2 else []
+    alone = run_alone(tmp_path / "alone", config(stage))
+    worlds = (4, 2, 3, 4)
+    agents = train_through(tmp_path / "elastic", config(stage), worlds, monkeypatch, *flags)
+    assert alone.wait(60) == 0
+    check(agents, lines_of(tmp_path / "alone"), worlds)

@@ -1,0 +1,244 @@
+"""Torch's loaders under hooks: one order of samples, whatever layouts a job goes through."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from scalai.core.batches import fit_batches
+from scalai.core.errors import RefusedError
+from scalai.patches.data.loaders import Feed, FirstBatches
+
+GLOBAL_BATCH, MICRO_BATCH = 12, 3
+DPS = (1, 2, 3, 4, 6, 12)
+
+
+class Numbers(Dataset[int]):
+    """A data set whose samples are their own numbers."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@contextlib.contextmanager
+def hooked(dp: int | None = None, first_dp: int = 4) -> Iterator[Feed]:
+    """Hook torch for one process of a round, as long as the context lasts."""
+    places = [(DistributedSampler, "__init__"), (DataLoader, "__init__")]
+    places += [(_BaseDataLoaderIter, "__next__")]
+    originals = [(owner, name, owner.__dict__[name]) for owner, name in places]
+    feed = Feed()
+    feed.install()
+    if dp is not None:
+        micro = fit_batches(GLOBAL_BATCH, first_dp, MICRO_BATCH).micro_batch_size
+        first = FirstBatches(GLOBAL_BATCH, micro, first_dp)
+        feed.start(fit_batches(GLOBAL_BATCH, dp, MICRO_BATCH), first, MICRO_BATCH)
+    try:
+        yield feed
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def loader_of(
+    samples: int, dp: int, rank: int, *, shuffle: bool = True, drop_last: bool = False,
+    workers: int = 0, batch_size: int = MICRO_BATCH,
+) -> "DataLoader[int]":  # fmt: skip
+    data = Numbers(samples)
+    sampler: DistributedSampler[int] = DistributedSampler(data, dp, rank, shuffle=shuffle)
+    return DataLoader(data, batch_size, sampler=sampler, drop_last=drop_last, num_workers=workers)
+
+
+def train(
+    feed: Feed, loader: "DataLoader[int]", steps: int, *, epochs: int = 3, sets_epoch: bool = True
+) -> list[list[int]]:
+    """Go through the epochs as a script does, from the first one on, for so many steps at most.
+    Returns the samples of each step."""
+    assert feed.batches is not None
+    made: list[list[int]] = []
+    seen: list[int] = []
+    drawn = 0
+    for epoch in range(epochs):
+        if sets_epoch:
+            assert isinstance(loader.sampler, DistributedSampler)
+            loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            seen += batch.tolist()
+            drawn += 1
+            if drawn % feed.batches.num_micro_batches == 0:
+                made.append(seen)
+                seen = []
+                feed.step()
+                if len(made) == steps:
+                    return made
+    return made
+
+
+def uninterrupted(samples: int, *, shuffle: bool, sets_epoch: bool, epochs: int) -> list[set[int]]:
+    """Return the samples of each step as torch deals them to one rank, which keeps the order."""
+    loader = loader_of(samples, 1, 0, shuffle=shuffle, batch_size=GLOBAL_BATCH)
+    steps = []
+    for epoch in range(epochs):
+        if sets_epoch:
+            assert isinstance(loader.sampler, DistributedSampler)
+            loader.sampler.set_epoch(epoch)
+        steps += [set(batch.tolist()) for batch in loader]
+    return steps
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rounds=st.lists(st.tuples(st.sampled_from(DPS), st.integers(1, 7)), min_size=1, max_size=6),
+    shuffle=st.booleans(),
+    sets_epoch=st.booleans(),
+)
+def test_any_changes_of_dp_leave_every_global_batch_as_it_was(
+    rounds: Sequence[tuple[int, int]], shuffle: bool, sets_epoch: bool
+) -> None:
+    samples, epochs = 48, 3
+    reference = uninterrupted(samples, shuffle=shuffle, sets_epoch=sets_epoch, epochs=epochs)
+    made: list[set[int]] = []
+    saved: list[dict[str, object]] = []
+    for dp, steps in (*rounds, (2, len(reference))):
+        parts = []
+        for rank in range(dp):
+            with hooked(dp, rounds[0][0]) as feed:
+                loader = loader_of(samples, dp, rank, shuffle=shuffle)
+                feed.clocks.put(saved)
+                parts.append(train(feed, loader, steps, epochs=epochs, sets_epoch=sets_epoch))
+                after = feed.clocks.take()
+        saved = after
+        together = [[n for part in step for n in part] for step in zip(*parts, strict=True)]
+        assert all(len(step) == GLOBAL_BATCH for step in together)
+        made += [set(step) for step in together]
+    assert made == reference
+
+
+@pytest.mark.parametrize("dp", DPS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_while_nothing_changes_a_rank_draws_what_torch_gives_it(dp: int, workers: int) -> None:
+    micro = fit_batches(GLOBAL_BATCH, dp, MICRO_BATCH).micro_batch_size
+    plain = [b.tolist() for b in loader_of(48, dp, dp - 1, batch_size=micro)]
+    with hooked(dp, dp):
+        loader = loader_of(48, dp, dp - 1, batch_size=micro, workers=workers)
+        assert len(loader) == len(plain)
+        assert [batch.tolist() for batch in loader] == plain
+
+
+@pytest.mark.parametrize(("drop_last", "steps"), [(False, 5), (True, 4)])
+@pytest.mark.parametrize("dp", DPS)
+def test_a_pass_ends_with_a_whole_global_batch(dp: int, drop_last: bool, steps: int) -> None:
+    made: list[list[int]] = [[] for _ in range(steps)]
+    for rank in range(dp):
+        with hooked(dp) as feed:
+            loader = loader_of(50, dp, rank, drop_last=drop_last, shuffle=False)
+            for step, samples in enumerate(train(feed, loader, 100, epochs=1)):
+                made[step] += samples
+    numbers = [sorted(step) for step in made]
+    assert numbers[:4] == [list(range(at, at + 12)) for at in range(0, 48, 12)]
+    assert drop_last or numbers[4] == [*range(10), 48, 49]
+
+
+def test_a_loader_is_as_long_as_in_the_first_round() -> None:
+    for dp in DPS:
+        with hooked(dp, first_dp=4):
+            assert len(loader_of(48, dp, 0)) == 4
+
+
+def test_micro_batches_that_are_drawn_ahead_are_drawn_again() -> None:
+    with hooked(2) as feed:
+        loader = loader_of(48, 2, 0, shuffle=False)
+        batches = iter(loader)
+        first = [next(batches).tolist() for _ in range(3)]  # one more than a step has
+        feed.step()
+        saved = feed.clocks.take()
+    with hooked(2) as feed:
+        loader = loader_of(48, 2, 0, shuffle=False)
+        feed.clocks.put(saved)
+        assert next(iter(loader)).tolist() == first[2]
+
+
+def test_an_evaluation_neither_counts_nor_is_cut() -> None:
+    with hooked(2) as feed:
+        loader, other = loader_of(48, 2, 0), loader_of(50, 2, 0, shuffle=False)
+        train(feed, loader, 2)
+        feed.is_evaluating = lambda: True
+        assert sum(len(batch) for batch in other) == 25
+        assert len(other) == 9
+        feed.is_evaluating = lambda: False
+        with torch.no_grad():
+            next(iter(other))
+        train(feed, loader, 1)
+        assert [entry["consumed"] for entry in feed.clocks.take()] == [12, 0]
+
+
+def test_a_sampler_for_each_epoch_is_taken_up_too() -> None:
+    def script(feed: Feed, steps: int) -> list[list[int]]:
+        made: list[list[int]] = []
+        for _ in range(3):
+            made += train(feed, loader_of(24, 1, 0), steps - len(made), epochs=1)
+            if len(made) == steps:
+                break
+        return made
+
+    with hooked(1) as feed:
+        reference = script(feed, 6)
+    with hooked(1) as feed:
+        begun = script(feed, 3)
+        saved = feed.clocks.take()
+    with hooked(1) as feed:
+        feed.clocks.put(saved)
+        assert begun + script(feed, 3) == reference
+
+
+def test_passes_that_are_over_are_replayed_until_the_present_one() -> None:
+    with hooked(1) as feed:
+        train(feed, loader_of(24, 1, 0), 4)
+        assert not feed.clocks.is_replaying
+        saved = feed.clocks.take()
+    with hooked(1) as feed:
+        loader = loader_of(24, 1, 0)
+        feed.clocks.put(saved)
+        assert feed.clocks.is_replaying
+        assert list(loader) == []
+        assert isinstance(loader.sampler, DistributedSampler)
+        loader.sampler.set_epoch(1)
+        # The second epoch was at its end: what a script does behind it has not been done.
+        assert list(loader) == [] and not feed.clocks.is_replaying
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(48))
+
+
+def test_an_order_that_nobody_knows_is_refused_with_the_reason() -> None:
+    with hooked(1) as feed:
+        next(iter(DataLoader(Stream(), 3)))
+        with pytest.raises(RefusedError, match="an iterable data set has no order"):
+            feed.step()
+    with hooked(1) as feed:
+        next(iter(DataLoader(Numbers(48), 3, shuffle=True)))
+        with pytest.raises(RefusedError, match="RandomSampler is not torch's DistributedSampler"):
+            feed.step()
+    with hooked(1) as feed:
+        next(iter(loader_of(48, 1, 0, batch_size=5)))
+        with pytest.raises(RefusedError, match="a loader has batches of 5, the engine of 3"):
+            feed.step()
+
+
+def test_too_small_data_and_other_replicas_are_refused() -> None:
+    with hooked(1), pytest.raises(RefusedError, match="11 samples, fewer than a global batch"):
+        next(iter(loader_of(11, 1, 0, drop_last=True)))
+    with hooked(2), pytest.raises(RefusedError, match="deals to 4 replicas, the job has DP2"):
+        next(iter(loader_of(48, 4, 0)))
