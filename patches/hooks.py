@@ -27,10 +27,13 @@ def install() -> None:
         from scalai.patches.deepspeed import training as deepspeed_training
 
         engines = deepspeed_training.install(session.elastic)
-        if importlib.util.find_spec("transformers") is not None:
+        if importlib.util.find_spec("accelerate") is not None:
+            from scalai.patches.accelerate import training as loop_training
             from scalai.patches.transformers import training as trainer_training
 
-            trainer_training.install(session.elastic, engines)
+            trainer = trainer_training.install(session.elastic, engines)
+            loops = loop_training.install(session.elastic, engines)
+            loops.is_another = lambda: trainer.has_trainer
 
 
 class _RehearsalFirst:

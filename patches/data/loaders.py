@@ -12,7 +12,7 @@ Source: torch/utils/data/distributed.py, dataloader.py and sampler.py, 2.13.
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -52,6 +52,8 @@ class Feed:
         self.first: FirstBatches | None = None
         self._batch_sizes: frozenset[int] = frozenset()
         self.is_evaluating: Callable[[], bool] = lambda: False
+        self.before_draw: Callable[[], None] = lambda: None
+        """Called when the next batch that is trained on is asked for."""
         self._declined: dict[str, None] = {}
 
     def start(self, batches: Batches, first: FirstBatches, stated_micro_batch_size: int) -> None:
@@ -119,12 +121,41 @@ class Feed:
             # The loader does not let an attribute be set again; nothing has used it yet.
             vars(instance)["batch_sampler"] = ElasticBatchSampler(instance.batch_sampler, self)
 
+    def decline(self, why: str) -> None:
+        """Remember why a loader stays as it is, for the case that the training draws from it."""
+        self._declined[why] = None
+
     def _draw(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
-        drawn = wrapped(*args, **kwargs)
         source = instance._sampler_iter
+        if isinstance(source, Pass) and torch.is_grad_enabled() and not self.is_evaluating():
+            self.before_draw()
+        drawn = wrapped(*args, **kwargs)
         if isinstance(source, Pass) and source.number is not None and torch.is_grad_enabled():
             source.clock.drawn.append(source.number)
         return drawn
+
+
+class Dealer(Protocol):
+    """What deals a loader's batches, pass by pass."""
+
+    plain: Any
+    """The batches where nothing is counted."""
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def is_elastic(self) -> bool: ...
+
+    def skip(self) -> None:
+        """Take note of a pass of which nothing is left."""
+
+    def micro_batches(self, consumed: int) -> Iterator[list[int]]:
+        """Yield this rank's micro-batches of a pass of which so many samples are consumed."""
+        ...
 
 
 class ElasticBatchSampler(BatchSampler):
@@ -143,6 +174,19 @@ class ElasticBatchSampler(BatchSampler):
     def distributed(self) -> "DistributedSampler[Any]":
         assert isinstance(self.sampler, DistributedSampler)
         return self.sampler
+
+    @property
+    def clock(self) -> Clock:
+        clock = self.distributed.scalai_clock  # type: ignore[attr-defined]
+        assert isinstance(clock, Clock)
+        return clock
+
+    @property
+    def epoch(self) -> int:
+        return self.distributed.epoch
+
+    def skip(self) -> None:
+        """Nothing is left of a pass: torch's samplers do not count passes."""
 
     @property
     def is_elastic(self) -> bool:
@@ -182,16 +226,14 @@ class Pass(Iterator[list[int]]):
     on.
     """
 
-    def __init__(self, sampler: ElasticBatchSampler) -> None:
+    def __init__(self, sampler: Dealer) -> None:
         self._sampler = sampler
         self._batches: Iterator[list[int]] | None = None
         self.number: PassNumber | None = None
 
     @property
     def clock(self) -> Clock:
-        clock = self._sampler.distributed.scalai_clock  # type: ignore[attr-defined]
-        assert isinstance(clock, Clock)
-        return clock
+        return self._sampler.clock
 
     def __next__(self) -> list[int]:
         if self._batches is None:
@@ -201,8 +243,11 @@ class Pass(Iterator[list[int]]):
     def _begin(self) -> Iterator[list[int]]:
         if not self._sampler.is_elastic:
             return iter(self._sampler.plain)
-        self.number, consumed = self.clock.begin(self._sampler.distributed.epoch)
-        return iter(()) if consumed is None else self._sampler.micro_batches(consumed)
+        self.number, consumed = self.clock.begin(self._sampler.epoch)
+        if consumed is None:
+            self._sampler.skip()
+            return iter(())
+        return self._sampler.micro_batches(consumed)
 
 
 def pass_order(

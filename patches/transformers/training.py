@@ -65,6 +65,11 @@ class TrainerHooks:
         self._streams: Json = None
         """Random streams that the next forward pass goes on with; None: those that run."""
 
+    @property
+    def has_trainer(self) -> bool:
+        """Whether the script trains by Trainer, with DeepSpeed."""
+        return self._batches is not None
+
     def hook_config(self, module: Any) -> None:
         wrapt.wrap_function_wrapper(
             module, "HfTrainerDeepSpeedConfig.trainer_config_process", self.fit_arguments

@@ -3,6 +3,7 @@ Each rank notes the losses and samples of its micro-batches, one JSON line each.
 
 import argparse
 import json
+import time
 from hashlib import blake2b
 from pathlib import Path
 from pydoc_data import topics
@@ -57,6 +58,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--save-at", type=int, default=0, help="after so many steps")
+    parser.add_argument("--step-s", type=float, default=0.0, help="a step takes longer by so much")
     return parser.parse_args()
 
 
@@ -110,6 +112,7 @@ def main() -> None:
             }
             print(json.dumps(note), file=notes, flush=True)
             step += accelerator.sync_gradients
+            time.sleep(options.step_s)
             if accelerator.sync_gradients and step == options.save_at:
                 accelerator.save_state(str(options.output))
                 if accelerator.is_main_process:

@@ -3,13 +3,21 @@ of Scalai. Each rank notes the losses and samples of its micro-batches, one JSON
 
 import argparse
 import json
+import time
 from hashlib import blake2b
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 LENGTH, VOCABULARY = 16, 128
 
@@ -52,6 +60,16 @@ class NotingTrainer(Trainer):
         return loss
 
 
+class Slow(TrainerCallback):
+    """Makes each step longer."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        time.sleep(self.seconds)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
@@ -65,6 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--step-s", type=float, default=0.0, help="a step takes longer by so much")
     return parser.parse_args()
 
 
@@ -96,6 +115,7 @@ def main() -> None:
         )
     )  # fmt: skip
     trainer = NotingTrainer(model=model, args=arguments, train_dataset=Text(options.samples))
+    trainer.add_callback(Slow(options.step_s))
     options.notes.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{options.notes}.{arguments.process_index}", "a") as trainer.notes:
         trainer.train(resume_from_checkpoint=options.resume and str(options.resume))

@@ -1,0 +1,172 @@
+"""Hooks that make a loop on Accelerate elastic, without editing it.
+
+The engine is DeepSpeed's, and takes part by ``scalai.patches.deepspeed.training``. A later round
+runs the loop from its beginning; epochs that were trained on give no batch. A step ends for the job
+where the loop asks for the next batch, so that what it does after a step is done before a worker
+leaves.
+
+Source: accelerate/accelerator.py, 1.15.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import wrapt
+
+from scalai.core.errors import RefusedError
+from scalai.patches.accelerate import schedules
+from scalai.patches.accelerate.loaders import put_in_order
+from scalai.patches.deepspeed import randomness
+from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
+from scalai.runtime.live import Json
+
+log = logging.getLogger(__name__)
+
+Call = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+@cache
+def install(get_session: Callable[[], ElasticSession], engines: EngineHooks) -> "LoopHooks":
+    """Hook ``accelerate`` when it is imported, once a process.
+
+    Args:
+        get_session: Returns this worker's session.
+        engines: The hooks of the engine.
+    """
+    hooks = LoopHooks(get_session, engines)
+    wrapt.register_post_import_hook(hooks.hook_accelerator, "accelerate.accelerator")
+    wrapt.register_post_import_hook(hooks.hook_scheduler, "accelerate.scheduler")
+    return hooks
+
+
+class LoopHooks:
+    """The hooks and what they remember between two calls. Every rank has them.
+
+    ``is_another`` says that another loop around the engine, Trainer's, counts the steps.
+    """
+
+    def __init__(self, get_session: Callable[[], ElasticSession], engines: EngineHooks) -> None:
+        self._get_session, self._engines = get_session, engines
+        self.is_another: Callable[[], bool] = lambda: False
+        self._accelerator: Any = None
+        self._saved: Mapping[str, Any] | None = None
+        """What the last round has left; None: nothing."""
+        self._restored_step = 0
+        self._streams: Json = None
+        self._stepping: dict[int, int] = {}
+        """How many ranks step a schedule, by the identity of Accelerate's wrapper."""
+        self._accumulates = False
+
+    def hook_accelerator(self, module: Any) -> None:
+        wrapt.wrap_function_wrapper(module, "Accelerator._prepare_deepspeed", self.prepare)
+        wrapt.wrap_function_wrapper(module, "Accelerator.prepare_data_loader", self.prepare_loader)
+        wrapt.wrap_function_wrapper(module, "Accelerator.accumulate", self.accumulate)
+        wrapt.wrap_function_wrapper(module, "Accelerator.backward", self.backward)
+        wrapt.wrap_function_wrapper(module, "Accelerator.load_state", self.load_state)
+
+    def hook_scheduler(self, module: Any) -> None:
+        wrapt.wrap_function_wrapper(module, "AcceleratedScheduler.step", self.step_schedule)
+
+    def prepare_loader(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Have a loader keep its order on any number of ranks."""
+        loader = wrapped(*args, **kwargs)
+        has_engine = getattr(instance.state, "deepspeed_plugin", None) is not None
+        if has_engine and not self.is_another() and not _is_ordered(loader):
+            put_in_order(loader, self._engines.feed, instance.process_index)
+        return loader
+
+    def prepare(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Build the engine, and have Accelerate accumulate as it does."""
+        if self.is_another() or not any(isinstance(arg, torch.nn.Module) for arg in args):
+            return wrapped(*args, **kwargs)
+        session, engines = self._get_session(), self._engines
+        if session.tp * session.pp != 1:
+            raise RefusedError(
+                f"TP{session.tp} PP{session.pp}: of a job of Accelerate the number of "
+                "data-parallel ranks changes alone. Leave tp and pp out of [degrees]."
+            )
+        self._accelerator = instance
+        session.register_state("accelerate", self._take, self._put)
+        engines.has_steps_elsewhere = True
+        engines.feed.before_draw = self.begin_draw
+        result = wrapped(*args, **kwargs)
+        batches = engines.feed.batches
+        if engines.engine is None or batches is None:
+            raise RefusedError(
+                "accelerator.prepare has built no engine that trains. Give it model, optimizer and "
+                "data loader in one call, or run without --elastic."
+            )
+        instance.gradient_accumulation_steps = batches.num_micro_batches
+        if self._saved is not None:
+            self._streams = randomness.state(engines.engine)
+            self._restored_step = session.step
+            self._put_schedules(self._saved)
+        return result
+
+    def accumulate(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Notice that the loop accumulates gradients itself."""
+        self._accumulates = True
+        return wrapped(*args, **kwargs)
+
+    def backward(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Accumulate gradients for a loop that does not know of it, but has to in this round."""
+        is_mine = instance is self._accelerator
+        if is_mine and not self._accumulates and instance.gradient_accumulation_steps > 1:
+            instance._do_sync()
+        return wrapped(*args, **kwargs)
+
+    def step_schedule(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Step a schedule as often as the script has meant it to be."""
+        ranks = self._stepping.get(id(instance))
+        if ranks is None or self._accelerator is None or ranks == self._accelerator.num_processes:
+            return wrapped(*args, **kwargs)
+        return schedules.step(instance, wrapped, ranks, *args, **kwargs)
+
+    def load_state(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Of a checkpoint that is older than the generation nothing is taken."""
+        result = wrapped(*args, **kwargs)
+        is_older = self._get_session().step == self._restored_step
+        if instance is self._accelerator and self._saved is not None and is_older:
+            self._put_schedules(self._saved)  # the streams follow when the first batch is drawn
+        return result
+
+    def begin_draw(self) -> None:
+        """Say that the step before has ended, and leave where the job stops here."""
+        engine = self._engines.engine
+        if engine is None:
+            return
+        if engine.global_steps != self._get_session().step:
+            self._engines.boundary()
+        elif self._streams is not None:
+            # What the script and its loaders did until here has drawn numbers.
+            randomness.restore(engine, self._streams, 0, engine.global_steps)
+            self._streams = None
+
+    def _take(self) -> Json:
+        """Return where the schedules stand."""
+        ranks = self._accelerator.num_processes
+        return {
+            "schedules": [
+                schedules.taken(wrapper, self._stepping.get(id(wrapper), ranks))
+                for wrapper in self._accelerator._schedulers
+            ]
+        }
+
+    def _put(self, saved: Mapping[str, Any]) -> None:
+        self._saved = saved
+
+    def _put_schedules(self, saved: Mapping[str, Any]) -> None:
+        ranks, wrappers = self._accelerator.num_processes, self._accelerator._schedulers
+        # Before the first step there were none: those of the script begin.
+        for told, wrapper in zip(saved["schedules"], wrappers, strict=False):
+            if told is not None:
+                self._stepping[id(wrapper)] = schedules.put(told, wrapper, ranks)
+
+
+def _is_ordered(loader: Any) -> bool:
+    return type(getattr(loader, "batch_sampler", None)).__name__ == "ShardedBatches"
