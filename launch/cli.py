@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import PeerError, ScalaiError, UsageError
-from scalai.launch import clean, inspect, reshard, verify
+from scalai.launch import clean, doctor, inspect, reshard, verify
 from scalai.launch.card import TOKEN_VARIABLE, read_card, split_endpoint
 from scalai.runtime.messages import Channel
 from scalai.store.places import default_store_dir
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     reshard.add_parser(commands)
     verify.add_parser(commands)
     clean.add_parser(commands)
+    doctor.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:
         code = arguments.run(arguments)

@@ -8,7 +8,8 @@ from typing import Any
 
 from scalai.converters.deepspeed.config import BLOCK, FoundConfig, find_config
 from scalai.core.errors import UsageError
-from scalai.launch.elastic_config import ElasticConfig, parse_config, read_text
+from scalai.launch.elastic_config import ElasticConfig
+from scalai.launch.elastic_file import parse_config, read_text
 from scalai.launch.options import Options, parse_options
 from scalai.launch.script import ScriptFacts, read_script
 

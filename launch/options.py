@@ -109,12 +109,21 @@ def build_parser() -> argparse.ArgumentParser:
         )
         group.add_argument(*spellings, **settings)  # type: ignore[arg-type]  # argparse's overloads
 
-    add("--elastic", metavar="CONFIG", help="elastic configuration (TOML); makes the job elastic")
+    add("--elastic", metavar="CONFIG", 
+        help="elastic configuration: TOML, or a DeepSpeed configuration with a block "
+        '"scalai"; makes the job elastic')  # fmt: skip
     # SUPPRESS: an alias that is not given must not undo the default of the flag it stands for.
     add("--coordinator", dest="rdzv_endpoint", metavar="HOST:PORT", default=argparse.SUPPRESS,
         help="where the coordinator is; the same as --rdzv-endpoint")  # fmt: skip
     add("--job", dest="rdzv_id", metavar="NAME", default=argparse.SUPPRESS,
         help="name of the job; the same as --rdzv-id")  # fmt: skip
+    add(
+        "--hostfile",
+        metavar="FILE",
+        help="DeepSpeed's host file: the hosts, and the workers of this one",
+    )
+    add("--include", metavar="HOST[:SLOT,...]@...", help="hosts and slots of the host file to use")
+    add("--exclude", metavar="HOST[:SLOT,...]@...", help="those not to use")
     add("--host-id", metavar="NAME", help="name of this host in the job (default: its host name)")
     add("--store-dir", metavar="DIR", help="folder of the Tensor Store (default: in /dev/shm)")
     add("--store-budget-gb", type=float, metavar="GB", help="how much the store may take")

@@ -17,8 +17,10 @@ from torch.distributed.run import determine_local_world_size
 from scalai.core.errors import ScalaiError
 from scalai.launch.agent import Agent
 from scalai.launch.check_elastic import check_elastic
+from scalai.launch.hostfile import expand_hostfile
 from scalai.launch.job import JobSpec
 from scalai.launch.logs import configure
+from scalai.launch.options import build_parser
 from scalai.launch.places import find_coordinator
 from scalai.launch.probe import DeviceProbe
 from scalai.launch.torch_elastic import WorkerSet, self_check
@@ -30,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point. Exits 0: done or drained; 1: failed; 2: wrong usage; 3: refused; 75: stopped,
     resumable."""
     try:
-        spec = JobSpec.read(sys.argv[1:] if argv is None else argv)
+        spec = JobSpec.read(_with_hostfile(sys.argv[1:] if argv is None else argv))
         if spec.options.is_check:
             slots = determine_local_world_size(spec.options.nproc_per_node)
             print(check_elastic(spec.options, spec.config, slots, spec.deepspeed))
@@ -44,6 +46,15 @@ def main(argv: list[str] | None = None) -> None:
     sys.stderr.flush()
     # Threads of torch's log tailing and of our servers must not keep a finished agent alive.
     os._exit(code)
+
+
+def _with_hostfile(argv: list[str]) -> list[str]:
+    """Return the command line with what its host file says; take its slots for the devices."""
+    expanded, own = expand_hostfile(argv, build_parser().parse_args(argv))
+    for slots in own.values():
+        if slots != tuple(range(len(slots))):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+    return expanded
 
 
 def run_agent(spec: JobSpec) -> int:

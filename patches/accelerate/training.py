@@ -1,9 +1,7 @@
 """Hooks that make a loop on Accelerate elastic, without editing it.
 
 The engine is DeepSpeed's, and takes part by ``scalai.patches.deepspeed.training``. A later round
-runs the loop from its beginning; epochs that were trained on give no batch. A step ends for the job
-where the loop asks for the next batch, so that what it does after a step is done before a worker
-leaves.
+runs the loop from its beginning; epochs that were trained on give no batch.
 
 Source: accelerate/accelerator.py, 1.15.
 """
@@ -19,7 +17,6 @@ import wrapt
 from scalai.core.errors import RefusedError
 from scalai.patches.accelerate import schedules
 from scalai.patches.accelerate.loaders import put_in_order
-from scalai.patches.deepspeed import randomness
 from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
 from scalai.runtime.live import Json
 
@@ -57,7 +54,6 @@ class LoopHooks:
         self._saved: Mapping[str, Any] | None = None
         """What the last round has left; None: nothing."""
         self._restored_step = 0
-        self._streams: Json = None
         self._stepping: dict[int, int] = {}
         """How many ranks step a schedule, by the identity of Accelerate's wrapper."""
         self._accumulates = False
@@ -92,8 +88,6 @@ class LoopHooks:
             )
         self._accelerator = instance
         session.register_state("accelerate", self._take, self._put)
-        engines.has_steps_elsewhere = True
-        engines.feed.before_draw = self.begin_draw
         result = wrapped(*args, **kwargs)
         batches = engines.feed.batches
         if engines.engine is None or batches is None:
@@ -103,7 +97,6 @@ class LoopHooks:
             )
         instance.gradient_accumulation_steps = batches.num_micro_batches
         if self._saved is not None:
-            self._streams = randomness.state(engines.engine)
             self._restored_step = session.step
             self._put_schedules(self._saved)
         return result
@@ -132,20 +125,8 @@ class LoopHooks:
         result = wrapped(*args, **kwargs)
         is_older = self._get_session().step == self._restored_step
         if instance is self._accelerator and self._saved is not None and is_older:
-            self._put_schedules(self._saved)  # the streams follow when the first batch is drawn
+            self._put_schedules(self._saved)
         return result
-
-    def begin_draw(self) -> None:
-        """Say that the step before has ended, and leave where the job stops here."""
-        engine = self._engines.engine
-        if engine is None:
-            return
-        if engine.global_steps != self._get_session().step:
-            self._engines.boundary()
-        elif self._streams is not None:
-            # What the script and its loaders did until here has drawn numbers.
-            randomness.restore(engine, self._streams, 0, engine.global_steps)
-            self._streams = None
 
     def _take(self) -> Json:
         """Return where the schedules stand."""

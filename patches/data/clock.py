@@ -69,6 +69,14 @@ class Clock:
         self.consumed += batches.global_batch_size
         return True
 
+    @property
+    def place(self) -> tuple[PassNumber, int]:
+        """Where a later round goes on: a pass, and how many samples of it are consumed. Where the
+        script has begun the next pass already, what it does at the end of one is done."""
+        if self._newest is not None and self._newest > self.current:
+            return self._newest, 0
+        return self.current, self.consumed
+
     def restart(self, current: PassNumber, consumed: int) -> None:
         """Be as far as told. What was begun and drawn before does not count."""
         self.current, self.consumed, self._newest = current, consumed, None
@@ -100,8 +108,8 @@ class Clocks:
 
     def take(self) -> Json:
         """Return how far every sampler is, [samplers]."""
-        every = (*self._clocks, *self._to_come)
-        return [{"pass": list(clock.current), "consumed": clock.consumed} for clock in every]
+        places = [clock.place for clock in (*self._clocks, *self._to_come)]
+        return [{"pass": list(number), "consumed": consumed} for number, consumed in places]
 
     def put(self, saved: list[Mapping[str, Json]]) -> None:
         """Take up what ``take`` returned; samplers that were not told of begin anew."""

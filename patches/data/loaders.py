@@ -52,8 +52,6 @@ class Feed:
         self.first: FirstBatches | None = None
         self._batch_sizes: frozenset[int] = frozenset()
         self.is_evaluating: Callable[[], bool] = lambda: False
-        self.before_draw: Callable[[], None] = lambda: None
-        """Called when the next batch that is trained on is asked for."""
         self._declined: dict[str, None] = {}
 
     def start(self, batches: Batches, first: FirstBatches, stated_micro_batch_size: int) -> None:
@@ -126,11 +124,9 @@ class Feed:
         self._declined[why] = None
 
     def _draw(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
-        source = instance._sampler_iter
-        if isinstance(source, Pass) and torch.is_grad_enabled() and not self.is_evaluating():
-            self.before_draw()
         drawn = wrapped(*args, **kwargs)
-        if isinstance(source, Pass) and source.number is not None and torch.is_grad_enabled():
+        source = instance._sampler_iter
+        if isinstance(source, Pass) and source.number is not None:
             source.clock.drawn.append(source.number)
         return drawn
 
@@ -191,7 +187,8 @@ class ElasticBatchSampler(BatchSampler):
     @property
     def is_elastic(self) -> bool:
         """Whether the samples are trained on by the engine, as far as can be told."""
-        return not self.feed.is_evaluating() and self.feed.is_micro_batch(self.batch_size)
+        is_training = torch.is_grad_enabled() and not self.feed.is_evaluating()
+        return is_training and self.feed.is_micro_batch(self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         return Pass(self)

@@ -5,13 +5,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from scalai.patches.deepspeed.tensor_parallel import TensorParallel
+
 
 def degrees(engine: Any) -> Mapping[str, int]:
     """Return the sizes of the parallel axes; ``dp`` is how many ranks ZeRO partitions over."""
     from deepspeed.utils import bwc, groups
 
     return {
-        "tp": bwc.bwc_tensor_model_parallel_world_size(engine.mpu),
+        "tp": tensor_parallel(engine).size,
         "pp": bwc.bwc_pipeline_parallel_world_size(engine.mpu),
         "sp": groups._get_sequence_parallel_world_size(),
         "dp": dist.get_world_size(engine.seq_data_parallel_group),
@@ -26,11 +28,18 @@ def fixed_degrees(engine: Any) -> Mapping[str, int]:
 
 def coordinate(engine: Any) -> str:
     """Return this rank's position, ``tp0-pp1-dp0``."""
+    dp_rank = dist.get_rank(engine.seq_data_parallel_group)
+    return f"tp{tensor_parallel(engine).rank}-pp{stage(engine)}-dp{dp_rank}"
+
+
+def tensor_parallel(engine: Any) -> TensorParallel:
+    """Return this rank's place among the ranks that cut parameters."""
     from deepspeed.utils import bwc
 
-    tp_rank = bwc.bwc_tensor_model_parallel_rank(engine.mpu)
-    dp_rank = dist.get_rank(engine.seq_data_parallel_group)
-    return f"tp{tp_rank}-pp{stage(engine)}-dp{dp_rank}"
+    return TensorParallel(
+        bwc.bwc_tensor_model_parallel_rank(engine.mpu),
+        bwc.bwc_tensor_model_parallel_world_size(engine.mpu),
+    )
 
 
 def stage(engine: Any) -> int:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.core.region import Piece, row_major, whole
+from scalai.core.region import Piece
 from scalai.patches.deepspeed.flat import Fragment
 from scalai.patches.deepspeed.masters import shard_fragment
+from scalai.patches.deepspeed.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -36,16 +37,16 @@ class Shard:
     is_vouched: bool
 
 
-def shards_of(module: torch.nn.Module) -> Iterator[Shard]:
+def shards_of(module: torch.nn.Module, tensor_parallel: TensorParallel) -> Iterator[Shard]:
     """Yield the parameters and persistent buffers of a model, in its order. Shared ones once.
 
     Raises:
         RefusedError: Something cannot be carried; the message names it.
     """
     for name, parameter in module.named_parameters():
-        yield _parameter_shard(name, parameter)
+        yield _parameter_shard(name, parameter, tensor_parallel)
     for name, buffer in persistent_buffers(module):
-        yield _plain_shard(name, buffer, is_vouched=True)
+        yield _plain_shard(name, buffer, TensorParallel(0, 1), is_vouched=True)
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -64,24 +65,24 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
             yield f"{prefix}.{key}" if prefix else key, buffer
 
 
-def _parameter_shard(name: str, parameter: Any) -> Shard:
+def _parameter_shard(name: str, parameter: Any, tensor_parallel: TensorParallel) -> Shard:
     is_vouched = not getattr(parameter, "ds_pipe_replicated", False)
     if not hasattr(parameter, "ds_tensor"):
-        return _plain_shard(name, parameter, is_vouched)
-    shape = tuple(parameter.ds_shape)
-    pieces = (Piece(whole(shape), 0, row_major(shape)),)
+        return _plain_shard(name, parameter, tensor_parallel, is_vouched)
+    shape, pieces = tensor_parallel.pieces(name, parameter, tuple(parameter.ds_shape))
     memory = parameter.ds_tensor.detach().view(-1)
     part = shard_fragment(parameter, memory, name)
     return Shard(name, shape, parameter, pieces, memory, part, is_vouched)
 
 
-def _plain_shard(name: str, data: torch.Tensor, is_vouched: bool) -> Shard:
+def _plain_shard(
+    name: str, data: torch.Tensor, tensor_parallel: TensorParallel, is_vouched: bool
+) -> Shard:
     if not data.is_contiguous():
         raise RefusedError(
             f"{name} has strides {data.stride()} for shape {list(data.shape)}, so it is not one "
             "run of memory. Make it contiguous before deepspeed.initialize."
         )
-    shape = tuple(data.shape)
-    pieces = (Piece(whole(shape), 0, row_major(shape)),)
+    shape, pieces = tensor_parallel.pieces(name, data, tuple(data.shape))
     memory = data.detach().view(-1)
     return Shard(name, shape, data, pieces, memory, Fragment(data, 0, data.numel(), 0), is_vouched)

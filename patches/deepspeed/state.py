@@ -15,9 +15,11 @@ from scalai.core.errors import RefusedError
 from scalai.patches.deepspeed import grid, randomness, refusals
 from scalai.patches.deepspeed.flat import Fragment, cut_pieces
 from scalai.patches.deepspeed.masters import Master, masters_of
+from scalai.patches.deepspeed.places import places_of, refuse_moved
 from scalai.patches.deepspeed.scalars import put_scalars, take_scalars
 from scalai.patches.deepspeed.shards import Shard, shards_of
 from scalai.patches.deepspeed.steps import STEP
+from scalai.patches.deepspeed.tied import cut_alike
 from scalai.patches.faults import refuse_changed_axes
 from scalai.runtime.live import Json, Slot, dtype_name
 
@@ -32,6 +34,9 @@ class DeepSpeedState:
     have the model's dtype (fp32), both are the tensor ``param/...``: the master is held, the
     model's copy is filled with it. Else the masters are ``main/...``.
 
+    Build it on every rank: stages of a pipeline that share tied weights tell each other how they
+    cut them. Nothing else here communicates.
+
     Args:
         engine: What ``deepspeed.initialize`` returned.
         seed: The job's seed. Where the layout changes, new random streams begin from it and the
@@ -45,7 +50,8 @@ class DeepSpeedState:
         refusals.refuse_unsupported(engine)
         self._engine = engine
         self._seed = seed
-        self._masters = masters_of(engine)
+        self._places: dict[str, int] = {}
+        self._masters = cut_alike(engine, masters_of(engine))
 
     @property
     def coordinate(self) -> str:
@@ -57,6 +63,7 @@ class DeepSpeedState:
 
         Call it before the first step.
         """
+        self._places = places_of(self._engine)
         owners = {
             id(fragment.parameter): (master, fragment)
             for master in self._masters
@@ -64,13 +71,18 @@ class DeepSpeedState:
         }
         return [
             slot
-            for shard in shards_of(self._engine.module)
+            for shard in shards_of(self._engine.module, grid.tensor_parallel(self._engine))
             for slot in _slots(shard, *owners.get(id(shard.data), (None, None)))
         ]
 
     def scalars(self) -> Mapping[str, Json]:
         """Return schedule, loss scale, parameter groups, counters, and the degrees that may not
-        change."""
+        change.
+
+        Raises:
+            RefusedError: The engine accumulates gradients, or the memory of the slots was replaced.
+        """
+        refuse_moved(self._engine, self._places)
         return {
             "deepspeed": take_scalars(self._engine, self._masters),
             "fixed_degrees": grid.fixed_degrees(self._engine),

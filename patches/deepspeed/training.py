@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
+import torch
 import torch.distributed
 import wrapt
 
 from scalai.converters.deepspeed.config import StatedBatch
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
+from scalai.patches.deepspeed import randomness
 from scalai.patches.deepspeed.checkpoints import Checkpoints
 from scalai.patches.deepspeed.round_config import RoundOrder, batches_of, config_of, rewritten
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED
@@ -81,8 +83,9 @@ class EngineHooks:
     Attributes:
         feed: The process's data loaders.
         engine: The engine that takes part; None before it is built.
-        has_steps_elsewhere: Whether a loop around the engine says when a step has ended, by
-        ``end_step``; else the engine's own ``step`` does.
+        keeps_order: Whether the samples of a step are counted here; else a framework around the
+        engine does.
+        is_due: Whether a step has ended that the job was not told of.
     """
 
     _session: ElasticSession
@@ -92,7 +95,9 @@ class EngineHooks:
         self._get_session = get_session
         self.feed = Feed()
         self.engine: Any = None
-        self.has_steps_elsewhere = False
+        self.keeps_order = True
+        self.is_due = False
+        self._streams: Json = None
 
     def hook_deepspeed(self, deepspeed: Any) -> None:
         self._version = deepspeed.__version__
@@ -174,18 +179,21 @@ class EngineHooks:
                 if not self.feed.clocks.is_replaying:
                     raise
 
-    def boundary(self) -> None:
-        """Say that an optimizer step has ended, and leave where the job stops here."""
-        engine, session = self.engine, self._session
-        if session.settings.get("data_order") != "own" and _draws_samples(engine):
+    def count_step(self) -> None:
+        """An optimizer step has ended: its samples are consumed."""
+        is_ours = self.keeps_order and self._session.settings.get("data_order") != "own"
+        if is_ours and _draws_samples(self.engine):
             self.feed.step()
-        self.end_step()
+        # Accelerate calls the engine's step once an accumulation, not once a micro-batch.
+        engine, each = self.engine, self.engine.gradient_accumulation_steps()
+        engine.micro_steps = -(-engine.micro_steps // each) * each
+        self.is_due = True
 
     def end_step(self) -> None:
-        """The same, where the samples are counted elsewhere."""
-        engine = self.engine
-        if self._session.boundary(engine.global_steps, engine.global_samples):
-            _leave(engine)
+        """The script has done what it does after a step: leave where the job stops here."""
+        self.is_due = False
+        if self._session.boundary(self.engine.global_steps, self.engine.global_samples):
+            _leave(self.engine)
 
     def _is_evaluating(self) -> bool:
         return self.engine is not None and not self.engine.module.training
@@ -233,18 +241,43 @@ class EngineHooks:
         self.engine = engine
         is_restored = session.attach(DeepSpeedState(engine))
         if is_restored:
+            self._streams = randomness.state(engine)
             _draw_anew(engine)
         checkpoints.install(is_restored=is_restored)
-        name = "train_batch" if _is_pipeline(engine) else "step"
-        setattr(engine, name, self._with_boundary(getattr(engine, name)))
+        is_pipeline = _is_pipeline(engine)
+        for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
+            setattr(engine, name, self._after_a_step(getattr(engine, name)))
+        name = "train_batch" if is_pipeline else "step"
+        setattr(engine, name, self._counting_steps(getattr(engine, name)))
 
-    def _with_boundary(self, method: Call) -> Call:
+    def _after_a_step(self, method: Call) -> Call:
+        """Where the next step begins, the script has logged, evaluated and saved the one before:
+        what it does in a step is done once, before a change or after it."""
+
+        @functools.wraps(method)
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_evaluating() and torch.is_grad_enabled():
+                if self.is_due:
+                    self.end_step()
+                self._continue_streams()
+            return method(*args, **kwargs)
+
+        return begin
+
+    def _continue_streams(self) -> None:
+        """Random streams go on where the last round left them, whatever the script has drawn until
+        its first step: a loader draws a number when it is begun."""
+        streams, self._streams = self._streams, None
+        if streams is not None:
+            randomness.restore(self.engine, streams, 0, self.engine.global_steps)
+
+    def _counting_steps(self, method: Call) -> Call:
         @functools.wraps(method)
         def step(*args: Any, **kwargs: Any) -> Any:
             before = self.engine.global_steps
             result = method(*args, **kwargs)
-            if self.engine.global_steps != before and not self.has_steps_elsewhere:
-                self.boundary()
+            if self.engine.global_steps != before:
+                self.count_step()
             return result
 
         return step

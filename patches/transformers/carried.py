@@ -26,7 +26,8 @@ def taken(trainer: Any) -> Json:
     state["total_flos"] += getattr(trainer, "current_flos", 0) * trainer.args.world_size
     state["stateful_callbacks"] = {}
     schedule = trainer.lr_scheduler
-    is_own = schedule is not None and type(schedule).__name__ != _ON_ENGINE
+    # Before the engine is built it may be a stand-in for one that the engine will have.
+    is_own = hasattr(schedule, "state_dict") and type(schedule).__name__ != _ON_ENGINE
     try:
         text = json.dumps(state)
     except (TypeError, ValueError) as error:

@@ -20,10 +20,8 @@ from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN
 from scalai.core.batches import Batches, fit_batches
 from scalai.core.errors import RefusedError
 from scalai.patches.data.epochs import EpochBatches
-from scalai.patches.deepspeed import randomness
 from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
 from scalai.patches.transformers.carried import put_losses, put_schedule, put_state, taken
-from scalai.runtime.live import Json
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +54,11 @@ class TrainerHooks:
     def __init__(self, get_session: Callable[[], ElasticSession], engines: EngineHooks) -> None:
         self._get_session, self._engines = get_session, engines
         self._batches: Batches | None = None
-        self._trainer: Any = None
         self._loader: Any = None
         self._has_begun = False
         self._prepared: Any = None
         self._saved: Mapping[str, Any] | None = None
         """What the last round has left; None: nothing."""
-        self._streams: Json = None
-        """Random streams that the next forward pass goes on with; None: those that run."""
 
     @property
     def has_trainer(self) -> bool:
@@ -140,9 +135,8 @@ class TrainerHooks:
             return wrapped(*args, **kwargs)
         given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
         session = self._get_session()
-        self._trainer = instance
         session.register_state("trainer", lambda: taken(instance), self._put)
-        self._engines.has_steps_elsewhere = True
+        self._engines.keeps_order = False
         self._prepared = instance._prepare_for_training(
             given["max_steps"], self._loader, given["resume_from_checkpoint"]
         )
@@ -152,7 +146,6 @@ class TrainerHooks:
         if saved is None or not saved["state"]["global_step"]:
             self._saved = None
             return wrapped(*args, **kwargs)
-        self._streams = randomness.state(self._engines.engine)
         put_schedule(saved, instance)
         put_state(saved, instance)
         epochs, steps = divmod(instance.state.global_step, given["num_update_steps_per_epoch"])
@@ -169,8 +162,11 @@ class TrainerHooks:
     def run_epoch(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Let Trainer skip what its first epoch of this round has consumed."""
         given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-        if self._saved is not None and given["resume_from_checkpoint"] is None:
-            given["resume_from_checkpoint"] = _IN_MEMORY
+        if self._saved is not None:
+            given["resume_from_checkpoint"] = given["resume_from_checkpoint"] or _IN_MEMORY
+            if not self._has_begun:
+                self._has_begun = True
+                put_losses(self._saved, instance)
         return wrapped(**given)
 
     def load_streams(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
@@ -179,22 +175,10 @@ class TrainerHooks:
             wrapped(*args, **kwargs)
 
     def begin_step(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Say that the step before has ended, and leave where the job stops here."""
-        engine = self._engines.engine
-        if engine is not None and self._trainer is not None:
-            if not self._has_begun:
-                self._has_begun = True
-                self._go_on(engine)
-            elif engine.global_steps != self._get_session().step:
-                self._engines.end_step()
+        """Leave, where the job stops here, before callbacks hear of a step that is not made."""
+        if self._engines.is_due:
+            self._engines.end_step()
         return wrapped(*args, **kwargs)
-
-    def _go_on(self, engine: Any) -> None:
-        """Take up sums and random streams where the last round has left them: Trainer has begun
-        new sums, and its loaders have drawn numbers."""
-        if self._saved is not None:
-            put_losses(self._saved, self._trainer)
-            randomness.restore(engine, self._streams, 0, engine.global_steps)
 
     def _put(self, saved: Any) -> None:
         self._saved = saved

@@ -53,6 +53,7 @@ def cut(whole: torch.Tensor, dim: int, parts: int = 1) -> nn.Parameter:
     shards = [part.chunk(tp, dim)[rank] for part in whole.chunk(parts, dim)]
     parameter = nn.Parameter(torch.cat(shards, dim).contiguous())
     parameter.tensor_model_parallel = True  # DeepSpeed adds up its norm over the ranks
+    parameter.partition_dim, parameter.partition_stride = dim, parts  # as Megatron's layers
     return parameter
 
 

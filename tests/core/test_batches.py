@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalai.core.batches import Batches, BatchRamp, combine_hashes, sample_hashes
+from scalai.core.batches import (
+    Batches,
+    BatchRamp,
+    combine_hashes,
+    fit_batches,
+    pass_length,
+    sample_hashes,
+)
 from scalai.core.errors import RefusedError
 
 TOKENS = np.random.default_rng(7).integers(0, 50257, size=(24, 33))
@@ -93,3 +100,28 @@ def test_a_sample_that_is_missing_or_twice_changes_the_hash() -> None:
     assert combine_hashes(hashes[1:]) != combine_hashes(hashes)
     assert combine_hashes(hashes, hashes[:1]) != combine_hashes(hashes)
     assert combine_hashes() == 0
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000))
+def test_dealt_samples_are_those_of_torchs_distributed_sampler(
+    dp: int, micro: int, rounds: int, consumed: int
+) -> None:
+    batches = Batches(dp * micro * rounds, micro, dp)
+    block = list(range(consumed, consumed + batches.global_batch_size))
+    for dp_rank in range(dp):
+        dealt = batches.dealt_samples(consumed, dp_rank)
+        assert dealt.shape == (rounds, micro)
+        assert dealt.ravel().tolist() == block[dp_rank::dp]
+
+
+def test_micro_batches_are_the_largest_that_fit() -> None:
+    assert fit_batches(24, 2, 4).micro_batch_size == 4
+    assert fit_batches(24, 4, 4).micro_batch_size == 3
+    assert fit_batches(24, 24, 4).micro_batch_size == 1
+    with pytest.raises(RefusedError, match="dp=7 does not divide global_batch_size=24"):
+        fit_batches(24, 7, 4)
+
+
+def test_a_pass_is_whole_global_batches() -> None:
+    assert pass_length(48, 12, drop_last=False) == pass_length(48, 12, drop_last=True) == 48
+    assert (pass_length(50, 12, drop_last=False), pass_length(50, 12, drop_last=True)) == (60, 48)

@@ -6,7 +6,8 @@ import pytest
 
 from scalai.core.errors import RefusedError
 from scalai.launch.check_elastic import check_elastic
-from scalai.launch.elastic_config import ElasticConfig, load_config
+from scalai.launch.elastic_config import ElasticConfig
+from scalai.launch.elastic_file import load_config
 from scalai.launch.options import parse_options
 
 GPT = (

@@ -177,6 +177,7 @@ def test_an_evaluation_neither_counts_nor_is_cut() -> None:
         assert len(other) == 9
         feed.is_evaluating = lambda: False
         with torch.no_grad():
+            assert sum(len(batch) for batch in other) == 25
             next(iter(other))
         train(feed, loader, 1)
         assert [entry["consumed"] for entry in feed.clocks.take()] == [12, 0]
@@ -199,6 +200,19 @@ def test_a_sampler_for_each_epoch_is_taken_up_too() -> None:
     with hooked(1) as feed:
         feed.clocks.put(saved)
         assert begun + script(feed, 3) == reference
+
+
+def test_what_was_done_at_the_end_of_a_pass_is_not_done_again() -> None:
+    with hooked(1) as feed:
+        loader = loader_of(24, 1, 0)
+        train(feed, loader, 2, sets_epoch=False)
+        next(iter(loader))  # the script is in its second epoch
+        saved = feed.clocks.take()
+    with hooked(1) as feed:
+        loader = loader_of(24, 1, 0)
+        feed.clocks.put(saved)
+        assert list(loader) == [] and feed.clocks.is_replaying
+        assert len(list(loader)) == 8
 
 
 def test_passes_that_are_over_are_replayed_until_the_present_one() -> None:

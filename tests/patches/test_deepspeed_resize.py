@@ -1,7 +1,9 @@
 """A DeepSpeed job that changes its layout goes on as if it had not."""
 
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deepspeed_jobs import Job
@@ -9,6 +11,31 @@ from resize_case import Result, resize
 from worker_pool import WorkerPool
 
 FP32 = 1e-6
+BF16 = 2e-2
+FP16 = 2e-3
+EXACT = 0.0
+
+Layout = dict[str, Any]
+ROUND_ROBIN = {"zero": {"round_robin_gradients": True}}
+SUB_GROUPS = {"zero": {"sub_group_size": 300, "stage3_param_persistence_threshold": 60}}
+FROZEN_SHARDS = {"zero": {"stage3_param_persistence_threshold": 0}}
+OFFLOADED = {
+    "zero": {"offload_optimizer": {"device": "cpu"}},
+    "config": {"zero_force_ds_cpu_optimizer": False},
+}
+FUSED = {"fused": True}
+
+
+def pipeline(pp: int, dp: int, **values: Any) -> Layout:
+    return {"world": pp * dp, "pp": pp, **values}
+
+
+def cut(tp: int, dp: int, pp: int = 0, **values: Any) -> Layout:
+    return {"world": tp * dp * max(pp, 1), "tp": tp, "pp": pp, **values}
+
+
+def ranks(world: int, stage: int, **values: Any) -> Layout:
+    return {"world": world, "stage": stage, **values}
 
 
 @pytest.fixture(scope="module")
@@ -18,21 +45,79 @@ def deepspeed_pool() -> Iterator[WorkerPool]:
     workers.close()
 
 
-CASES = [
-    ("zero1-4-to-2", Job(world=4, stage=1), Job(world=2, stage=1), FP32),
-    ("zero2-to-zero0", Job(world=2, stage=2), Job(world=3, stage=0), FP32),
-    ("zero0-to-zero2", Job(world=2, stage=0), Job(world=3, stage=2), FP32),
-    ("zero3-2-to-3", Job(world=2, stage=3), Job(world=3, stage=3), FP32),
+CASES: list[tuple[str, Layout, Layout, Layout, float]] = [
+    ("zero1-round-robin-4-to-2", ROUND_ROBIN, ranks(4, 1), ranks(2, 1), FP32),
+    ("zero3-sub-groups-2-to-3", SUB_GROUPS, ranks(2, 3), ranks(3, 3), FP32),
+    ("zero0-to-zero2", {}, ranks(2, 0), ranks(3, 2), FP32),
+    ("bf16-zero3-to-zero1", {"precision": "bf16"}, ranks(3, 3), ranks(2, 1), BF16),
+    ("pipeline-2x2-to-1x3", {"stage": 1}, pipeline(2, 2), pipeline(1, 3), FP32),
+]
+
+MORE: list[tuple[str, Layout, Layout, Layout, float]] = [
+    *(
+        (f"zero{a}-to-zero{b}", {}, ranks(2, a), ranks(3, b), FP32)
+        for a, b in permutations(range(4), 2)
+    ),
+    *((f"zero{s}-4-to-2", {}, ranks(4, s), ranks(2, s), FP32) for s in range(4)),
+    *((f"zero{s}-2-to-3", {}, ranks(2, s), ranks(3, s), FP32) for s in range(4)),
+    *((f"same-zero{s}", {}, ranks(2, s), ranks(2, s), EXACT) for s in range(4)),
+    ("zero3-frozen-shards", FROZEN_SHARDS, ranks(4, 3), ranks(3, 3), FP32),
+    ("zero2-round-robin", ROUND_ROBIN, ranks(3, 2), ranks(4, 1), FP32),
+    *((f"offloaded-zero{s}", OFFLOADED, ranks(4, s), ranks(3, s), FP32) for s in (1, 2, 3)),
+    *(
+        (f"bf16-zero{a}-to-zero{b}", {"precision": "bf16"}, ranks(2, a), ranks(3, b), BF16)
+        for a, b in ((0, 1), (1, 0), (1, 3), (2, 2), (3, 0))
+    ),
+    ("bf16-optimizer", {"precision": "bf16-fp32"}, ranks(2, 1), ranks(3, 1), BF16),
+    ("bf16-fused-to-zero1", {"precision": "bf16", **FUSED}, ranks(2, 0), ranks(3, 1), BF16),
+    *(
+        (f"fp16-zero{a}-to-zero{b}", {"precision": "fp16"}, ranks(2, a), ranks(2, b), FP16)
+        for a, b in ((0, 0), (0, 1), (1, 1), (2, 3), (3, 3), (3, 2))
+    ),
+    *(
+        (f"pipeline-zero{a}-{p}x{q}-to-zero{b}-{r}x{s}", {}, x, y, FP32)
+        for a, (p, q), b, (r, s) in (
+            (0, (2, 2), 0, (1, 3)),
+            (0, (1, 3), 1, (4, 1)),
+            (1, (4, 1), 1, (2, 2)),
+            (1, (2, 2), 0, (4, 1)),
+            (1, (1, 2), 1, (2, 2)),
+        )
+        for x, y in [(pipeline(p, q, stage=a), pipeline(r, s, stage=b))]
+    ),
+    ("pipeline-untied", {"tied": False, "stage": 1}, pipeline(4, 1), pipeline(2, 2), FP32),
+    *(
+        (f"pipeline-bf16-zero{a}", {"precision": "bf16"}, x, y, BF16)
+        for a in (0, 1)
+        for x, y in [(pipeline(2, 2, stage=a), pipeline(1, 3, stage=a))]
+    ),
+    ("cut-zero1-2x2-to-1x3", {"stage": 1}, cut(2, 2), cut(1, 3), FP32),
+    ("cut-zero2-1x2-to-4x1", {"stage": 2}, cut(1, 2), cut(4, 1), FP32),
+    ("cut-zero3-2x2-to-4x1", {"stage": 3}, cut(2, 2), cut(4, 1), FP32),
+    ("cut-zero0-to-zero1", {}, cut(2, 1, stage=0), cut(2, 2, stage=1), FP32),
+    ("cut-pipeline-2x1x2-to-1x2x2", {"stage": 1}, cut(2, 1, 2), cut(1, 2, 2), FP32),
+    ("fp16-static-zero2", {"precision": "fp16-static"}, ranks(3, 2), ranks(2, 2), FP16),
+    ("fp16-static-zero0", {"precision": "fp16-static", **FUSED}, ranks(3, 0), ranks(2, 0), FP16),
 ]
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "tolerance"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+    ("model", "before", "after", "tolerance"),
+    [
+        *(pytest.param(*case[1:], id=case[0]) for case in CASES),
+        *(pytest.param(*case[1:], id=case[0], marks=pytest.mark.campaign) for case in MORE),
+    ],
 )
 def test_a_resized_job_goes_on_as_the_uninterrupted_one(
-    deepspeed_pool: WorkerPool, tmp_path: Path, before: Job, after: Job, tolerance: float
+    deepspeed_pool: WorkerPool,
+    tmp_path: Path,
+    model: Layout,
+    before: Layout,
+    after: Layout,
+    tolerance: float,
 ) -> None:
-    check(resize(deepspeed_pool, before, after, tmp_path), tolerance)
+    jobs = [Job(**{**model, **layout}) for layout in (before, after)]
+    check(resize(deepspeed_pool, *jobs, tmp_path), tolerance)
 
 
 def check(result: Result, tolerance: float) -> None:

@@ -65,9 +65,10 @@ class Training:
 
 
 def _forget_groups() -> None:
-    """Destroy all process groups, and DeepSpeed's memory of them."""
+    """Destroy all process groups, and DeepSpeed's memory of them and of earlier parameters."""
     dist.barrier()
     dist.destroy_process_group()
+    deepspeed.zero.Init.param_id = 0  # the ranks compare it, and not all were in the last job
     deepspeed.comm.comm.cdb = None
     groups: Any = vars(deepspeed.utils.groups)
     for name, value in groups.items():

@@ -3,6 +3,7 @@
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -55,43 +56,55 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the processes; ``run`` starts new ones."""
-        for process, pipe in self._workers:
+        for _, pipe in self._workers:
             pipe.close()
+        for process, _ in self._workers:
             process.join(timeout=1)
             if process.is_alive():
-                process.kill()
+                process.terminate()
                 process.join()
         self._workers = []
         self._store = None
 
     def _start(self) -> None:
-        # The fork server imports torch and megatron once; the workers are its children. There is
-        # one server a process, so that another framework or release needs processes of their own.
-        is_forked = self._megatron is None and self.trainer == "tiny_gpt"
-        context: Any = multiprocessing.get_context("forkserver" if is_forked else "spawn")
-        if is_forked:
-            context.set_forkserver_preload([self.trainer])
         before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
         folders = [Path(__file__).parent, Path(__file__).parent.with_name("converters")]
         os.environ.update(PYTHONPATH=os.pathsep.join(map(str, folders)), OMP_NUM_THREADS="1")
         try:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            for rank in range(self._size):
-                here, there = context.Pipe()
-                process = context.Process(
-                    target=_serve,
-                    args=(rank, self._store.port, there, self._megatron, self.trainer),
-                    daemon=True,
-                )
-                process.start()
-                there.close()
-                self._workers.append((process, here))
+            # Megatron's fork server imports torch and megatron once for all pools; there is one a
+            # process, so another framework or release is imported once a pool.
+            is_forked = self._megatron is None and self.trainer == "tiny_gpt"
+            start = self._start_by_server if is_forked else self._start_by_parent
+            start(self._store.port)
         finally:
             for name, value in before.items():
                 if value is None:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
+
+    def _start_by_server(self, port: int) -> None:
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([self.trainer])
+        for rank in range(self._size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, port, there), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+
+    def _start_by_parent(self, port: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(self._size)]
+        theirs = [there for _, there in pipes]
+        parent = context.Process(
+            target=_fork_workers, args=(theirs, port, self._megatron, self.trainer)
+        )
+        parent.start()
+        for here, there in pipes:
+            there.close()
+            self._workers.append((parent, here))
 
     def _answer(self, rank: int) -> tuple[str, Any]:
         process, pipe = self._workers[rank]
@@ -105,10 +118,31 @@ class WorkerPool:
         return f"no answer within {TIMEOUT_S} s", None
 
 
-def _serve(rank: int, port: int, pipe: Connection, megatron: Path | None, trainer: str) -> None:
+def _fork_workers(
+    pipes: Sequence[Connection], port: int, megatron: Path | None, trainer: str
+) -> None:
+    """Import a framework and fork workers of it; end when they do, or end them when terminated."""
     if megatron is not None:
         sys.path.insert(0, str(megatron))
-    importlib.import_module(trainer)  # before all else: it prepares what the framework imports
+    importlib.import_module(trainer)
+    context = multiprocessing.get_context("fork")
+    workers = [
+        context.Process(target=_serve, args=(rank, port, pipes[rank], pipes), daemon=True)
+        for rank in range(len(pipes))
+    ]
+    for worker in workers:
+        worker.start()
+    for pipe in pipes:
+        pipe.close()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which terminates daemons
+    for worker in workers:
+        worker.join()
+
+
+def _serve(rank: int, port: int, pipe: Connection, pipes: Sequence[Connection] = ()) -> None:
+    for other in pipes:
+        if other is not pipe:
+            other.close()  # else nobody would see that its worker died
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:

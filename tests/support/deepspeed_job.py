@@ -1,6 +1,7 @@
 """A small DeepSpeed training script as anybody would write it: nothing of Scalai is in it.
 
-Rank 0 writes one line a step: its loss over the whole batch, the samples, the learning rate.
+Rank 0 writes one line a step: its loss over the whole batch, the samples, the learning rate. With
+``--num-stages`` it trains a pipeline, which does not tell its samples.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 SAMPLES, WIDTH, CLASSES = 60, 7, 5
@@ -49,11 +51,15 @@ def main():
     parser.add_argument("--metrics", type=Path, required=True)
     parser.add_argument("--loader-workers", type=int, help="torch's loader, not DeepSpeed's")
     parser.add_argument("--micro-batch", type=int, default=3)
+    parser.add_argument("--num-stages", type=int, help="train a pipeline")
     parser.add_argument("--save", type=Path, help="save and load checkpoints here")
     deepspeed.add_config_arguments(parser)
     options = parser.parse_args()
 
     deepspeed.init_distributed()
+    if options.num_stages is not None:
+        train_pipeline(options)
+        return
     data, model = Rows(), build_model()
     is_torchs = options.loader_workers is not None
     if is_torchs:
@@ -66,11 +72,10 @@ def main():
     )  # fmt: skip
     if not is_torchs:
         loader, sampler = deepspeed_loader, deepspeed_loader.data_sampler
-    if options.save:
-        engine.load_checkpoint(str(options.save))
+    path, client = engine.load_checkpoint(str(options.save)) if options.save else (None, {})
 
     losses, seen = [], []
-    for epoch in range(options.epochs):
+    for epoch in range(client["epoch"] + 1 if path else 0, options.epochs):
         sampler.set_epoch(epoch)
         for rows, classes, numbers in loader:
             loss = torch.nn.functional.cross_entropy(engine(rows), classes)
@@ -84,6 +89,28 @@ def main():
             engine.step()
         if options.save:
             engine.save_checkpoint(str(options.save), client_state={"epoch": epoch})
+
+
+def train_pipeline(options):
+    model = PipelineModule(
+        list(build_model()), num_stages=options.num_stages, partition_method="uniform",
+        loss_fn=torch.nn.functional.cross_entropy,
+    )  # fmt: skip
+    data = [(row, kind) for row, kind, _ in Rows()]
+    engine, *_ = deepspeed.initialize(
+        args=options, model=model, training_data=data,
+        model_parameters=[p for p in model.parameters() if p.requires_grad],
+    )  # fmt: skip
+    while engine.global_steps < options.epochs * SAMPLES // engine.train_batch_size():
+        loss = engine.train_batch()
+        if dist.get_rank() == 0:
+            line = {
+                "step": engine.global_steps, "world": dist.get_world_size(), "loss": float(loss),
+                "stages": engine.num_stages, "lr": engine.get_lr()[0], "samples": [],
+            }  # fmt: skip
+            with options.metrics.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            time.sleep(options.step_s)
 
 
 def write(metrics, engine, losses, seen):

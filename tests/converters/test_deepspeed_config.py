@@ -1,0 +1,100 @@
+"""DeepSpeed's configuration among a script's arguments: found, read as DeepSpeed reads it."""
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalai.converters.deepspeed.config import StatedBatch, find_config, stated_stages
+from scalai.core.errors import UsageError
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_file(content: Any, name: str = "ds.json") -> str:
+        path = tmp_path / name
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return write_file
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--deepspeed", "--deepspeed_config", "{}"],
+        ["--deepspeed_config={}", "--local_rank", "0"],
+        ["--deepspeed", "{}"],
+        ["--deepspeed={}", "--fp16"],
+        ["--cfg", "{}"],
+        ["train", "{}"],
+    ],
+)
+def test_a_block_is_found_wherever_the_file_is_named(flags: list[str], write: Write) -> None:
+    path = write({"train_batch_size": 8, "scalai": {"degrees": {"4": "tp2"}}})
+    found = find_config([flag.format(path) for flag in flags])
+    assert found is not None and found.block == {"degrees": {"4": "tp2"}}
+    assert found.name == path
+
+
+def test_without_a_block_only_deepspeeds_flags_name_a_configuration(write: Write) -> None:
+    path = write({"train_batch_size": 8})
+    found = find_config(["--deepspeed_config", path])
+    assert found is not None and found.block is None
+    assert find_config(["--model_config", path]) is None
+    assert find_config(["--model_config", write("[not json", "other.json")]) is None
+    assert find_config(["--deepspeed", "--deepspeed_config", "missing.json"]) is None
+
+
+def test_base64_and_comments_are_read_as_deepspeed_reads_them(write: Write) -> None:
+    pytest.importorskip("hjson")
+    content = '{\n  // a comment\n  "train_batch_size": 8,\n  "scalai": {}\n}'
+    packed = base64.urlsafe_b64encode(content.encode()).decode()
+    for source in (write(content), packed):
+        found = find_config(["--deepspeed_config", source])
+        assert found is not None and found.block == {}
+
+
+def test_two_blocks_and_a_block_that_is_none_are_refused(write: Write) -> None:
+    one, two = write({"scalai": {}}), write({"scalai": {}}, "two.json")
+    with pytest.raises(UsageError, match="both have"):
+        find_config(["--deepspeed_config", one, "--other", two])
+    found = find_config(["--deepspeed_config", write({"scalai": True})])
+    assert found is not None
+    with pytest.raises(UsageError, match="not an object"):
+        _ = found.block
+
+
+@pytest.mark.parametrize(
+    ("config", "dp", "resolved"),
+    [
+        ({"train_batch_size": 12}, 4, (12, 3)),
+        ({"train_batch_size": 12, "gradient_accumulation_steps": 3}, 4, (12, 1)),
+        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 1}, 4, (12, 1)),
+        ({"train_micro_batch_size_per_gpu": 2}, 4, (8, 2)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, 4, (24, 2)),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2}, 3, (6, 2)),
+        ({"gradient_accumulation_steps": 3}, 4, None),
+    ],
+)
+def test_batches_are_resolved_as_deepspeed_does(
+    config: dict[str, Any], dp: int, resolved: tuple[int, int] | None
+) -> None:
+    assert StatedBatch.of(config).resolved(dp) == resolved
+
+
+def test_a_size_that_is_none_is_named() -> None:
+    with pytest.raises(UsageError, match="train_batch_size = '12'"):
+        StatedBatch.of({"train_batch_size": "12"})
+
+
+def test_a_scripts_own_flags_tell_the_stages() -> None:
+    assert stated_stages(["--pipe_parallel_size", "2"]) == 2
+    assert stated_stages(["--lr", "1", "--num-stages=4"]) == 4
+    assert stated_stages(["--pipeline-parallel-size"]) is None
+    assert stated_stages(["--lr", "2"]) is None

@@ -1,0 +1,104 @@
+"""A DeepSpeed configuration is all that an elastic job needs: block, batches and degrees."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalai.core.degrees import Degrees
+from scalai.core.errors import UsageError
+from scalai.launch.check_elastic import check_elastic
+from scalai.launch.job import JobSpec
+from scalai.launch.sizing import Sizing
+
+Read = Callable[..., JobSpec]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """Return a function that reads the job of a DeepSpeed configuration."""
+
+    def of(config: dict[str, Any], *flags: str, script_flags: tuple[str, ...] = ()) -> JobSpec:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps(config))
+        named = ("--deepspeed_config", str(path))
+        return JobSpec.read([*flags, "--nnodes", "1", "train.py", *named, *script_flags])
+
+    return of
+
+
+def assigned(sizing: Sizing, slots: int) -> Degrees | None:
+    found = sizing.assign()((("a", slots),), None)
+    return found.degrees if found else None
+
+
+def test_a_block_makes_the_job_elastic_and_no_block_does_not(read: Read) -> None:
+    spec = read({"train_batch_size": 12, "scalai": {"store": {"snapshot_every": 7}}})
+    assert spec.is_elastic and spec.config.store.snapshot_every == 7
+    again = JobSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    assert again == spec and spec.difference(again) is None
+    assert not read({"train_batch_size": 12}).is_elastic
+    other = read({"train_batch_size": 24, "scalai": {"store": {"snapshot_every": 7}}})
+    assert "deepspeed is" in (spec.difference(other) or "")
+
+
+def test_a_slip_in_the_block_is_named_with_the_file(read: Read) -> None:
+    with pytest.raises(UsageError, match=r"ds\.json: .*'snapshot_every'"):
+        read({"train_batch_size": 12, "scalai": {"store": {"snapshot_evry": 7}}})
+    with pytest.raises(UsageError, match="expected 0, 1, 2 or 3"):
+        read({"scalai": {"deepspeed": {"zero_stage": {"4": 4}}}})
+    with pytest.raises(UsageError, match="a number of ranks or default"):
+        read({"scalai": {"deepspeed": {"zero_stage": {"four": 1}}}})
+
+
+def test_elastic_wins_over_the_block(read: Read, tmp_path: Path) -> None:
+    config = {"train_batch_size": 12, "scalai": {"store": {"snapshot_every": 7}}}
+    toml, other = tmp_path / "elastic.toml", tmp_path / "other.json"
+    toml.write_text("[store]\nsnapshot_every = 8\n")
+    other.write_text('{"scalai": {"store": {"snapshot_every": 9}}}')
+    assert read(config, "--elastic", str(toml)).config.store.snapshot_every == 8
+    spec = read(config, "--elastic", str(other))
+    assert spec.config.store.snapshot_every == 9
+    assert spec.script.limits.global_batch_size == 12
+    other.write_text("{}")
+    with pytest.raises(UsageError, match='without a "scalai" block'):
+        read(config, "--elastic", str(other))
+
+
+def test_worlds_that_cannot_keep_the_global_batch_are_not_chosen(read: Read) -> None:
+    spec = read({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "scalai": {}})
+    sizing = Sizing(spec)
+    assert [assigned(sizing, slots) for slots in (4, 5, 7)] == [
+        Degrees(1, 1, 4), Degrees(1, 1, 4), Degrees(1, 1, 6),
+    ]  # fmt: skip
+    report = check_elastic(spec.options, spec.config, 5, spec.deepspeed)
+    assert "dp=5 does not divide global_batch_size=12" in report
+    strict = read({"train_batch_size": 12, "scalai": {"degrees": {"5": "dp5"}}})
+    with pytest.raises(ValueError, match="Correct the entry"):
+        check_elastic(strict.options, strict.config, 5, strict.deepspeed)
+
+
+def test_a_batch_that_only_the_first_round_knows_is_learned(read: Read) -> None:
+    sizing = Sizing(read({"train_micro_batch_size_per_gpu": 2, "scalai": {}}))
+    assert assigned(sizing, 5) == Degrees(1, 1, 5)
+    sizing.learn({"facts": {"global_batch_size": 8}})
+    assert assigned(sizing, 5) == Degrees(1, 1, 4)
+
+
+def test_the_first_degrees_are_the_scripts_own(read: Read) -> None:
+    config = {"train_batch_size": 12, "scalai": {}, "tensor_parallel": {"autotp_size": 2}}
+    assert assigned(Sizing(read(config)), 4) == Degrees(2, 1, 2)
+    del config["tensor_parallel"]
+    spec = read(config, script_flags=("--pipeline-parallel-size", "2"))
+    assert assigned(Sizing(spec), 4) == Degrees(1, 2, 2)
+    spec = read({**config, "scalai": {"degrees": {"default": "pp4"}}})
+    assert assigned(Sizing(spec), 4) == Degrees(1, 4, 1)
+
+
+def test_the_stage_follows_the_world(read: Read) -> None:
+    block = {"deepspeed": {"zero_stage": {"default": 1, "2": 3}}}
+    spec = read({"train_batch_size": 12, "scalai": block})
+    assert [spec.hook_settings(n)["zero_stage"] for n in (4, 2)] == [1, 3]
+    assert read({"scalai": {}}).hook_settings(4)["zero_stage"] is None

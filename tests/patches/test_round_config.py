@@ -1,0 +1,88 @@
+"""DeepSpeed's configuration of a round: the global batch stays, whatever the degrees."""
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from scalai.core.errors import RefusedError
+from scalai.patches.deepspeed.round_config import RoundOrder, batches_of, config_of, rewritten
+
+STATED = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}
+
+
+def rewrite(config: dict[str, Any], order: RoundOrder) -> dict[str, Any]:
+    return rewritten(config, order, batches_of(config, order))
+
+
+@given(st.integers(1, 96), st.integers(1, 8), st.integers(1, 12), st.integers(1, 12))
+def test_the_global_batch_stays_and_micro_batches_do_not_grow(
+    total: int, micro: int, first_dp: int, dp: int
+) -> None:
+    assume(total % first_dp == 0 and total % dp == 0)
+    config = {"train_batch_size": total, "train_micro_batch_size_per_gpu": micro}
+    first = batches_of(config, RoundOrder(1, 1, first_dp))
+    later = RoundOrder(
+        1, 1, dp, global_batch_size=total, usual_micro_batch_size=first.micro_batch_size
+    )
+    found = rewrite(config, later)
+    size, steps = found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]
+    assert found["train_batch_size"] == size * steps * dp == total
+    assert size <= first.micro_batch_size <= micro
+    if total // dp % first.micro_batch_size == 0:
+        assert size == first.micro_batch_size
+
+
+def test_where_only_micro_batches_are_stated_the_first_round_makes_the_global_batch() -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    assert rewrite(config, RoundOrder(1, 1, 4))["train_batch_size"] == 24
+    later = rewrite(config, RoundOrder(1, 1, 3, None, 24, 2))
+    assert (later["train_batch_size"], later["gradient_accumulation_steps"]) == (24, 4)
+
+
+def test_a_wish_for_a_micro_batch_wins() -> None:
+    found = rewrite(STATED, RoundOrder(1, 1, 2, micro_batch_size=6))
+    assert (found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]) == (6, 2)
+    with pytest.raises(RefusedError, match="not a multiple"):
+        rewrite(STATED, RoundOrder(1, 1, 2, micro_batch_size=5))
+
+
+def test_what_cannot_keep_its_batch_is_refused() -> None:
+    with pytest.raises(RefusedError, match="dp=5 does not divide global_batch_size=24"):
+        rewrite(STATED, RoundOrder(1, 1, 5))
+    with pytest.raises(RefusedError, match="states neither"):
+        rewrite({"gradient_accumulation_steps": 2}, RoundOrder(1, 1, 2))
+    with pytest.raises(RefusedError, match="managed_gradient_accumulation is false"):
+        rewrite({**STATED, "managed_gradient_accumulation": False}, RoundOrder(1, 1, 2))
+
+
+def test_stage_and_degrees_are_those_of_the_round_and_the_rest_stays() -> None:
+    config = {
+        **STATED,
+        "zero_optimization": {"stage": 1, "contiguous_gradients": True},
+        "tensor_parallel": {"autotp_size": 2, "tp_grain_size": 8},
+        "scalai": {},
+    }
+    found = rewrite(config, RoundOrder(4, 1, 2, zero_stage=3))
+    assert found["zero_optimization"] == {"stage": 3, "contiguous_gradients": True}
+    assert found["tensor_parallel"] == {"autotp_size": 4, "tp_grain_size": 8}
+    assert rewrite(config, RoundOrder(1, 1, 2))["tensor_parallel"]["autotp_size"] == 0
+    assert config["zero_optimization"] == {"stage": 1, "contiguous_gradients": True}
+    assert "zero_optimization" not in rewrite(STATED, RoundOrder(1, 1, 2))
+    with pytest.raises(RefusedError, match="stages 0 and 1"):
+        rewrite(config, RoundOrder(1, 2, 2, zero_stage=2))
+
+
+def test_the_configuration_is_taken_from_wherever_deepspeed_takes_it(tmp_path: Any) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8}')
+    named = Namespace(deepspeed_config=str(path))
+    for found in (
+        config_of(named, None, None),
+        config_of(None, str(path), None),
+        config_of(None, None, {"train_batch_size": 8}),
+    ):
+        assert found == {"train_batch_size": 8}
+    assert config_of(Namespace(), None, None) is None
