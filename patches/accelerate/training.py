@@ -124,8 +124,11 @@ class LoopHooks:
         """Of a checkpoint that is older than the generation nothing is taken."""
         result = wrapped(*args, **kwargs)
         is_older = self._get_session().step == self._restored_step
-        if instance is self._accelerator and self._saved is not None and is_older:
-            self._put_schedules(self._saved)
+        if instance is self._accelerator and self._saved is not None:
+            if is_older:
+                self._put_schedules(self._saved)
+            else:
+                self._engines.streams = None
         return result
 
     def _take(self) -> Json:

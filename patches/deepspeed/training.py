@@ -86,6 +86,7 @@ class EngineHooks:
         keeps_order: Whether the samples of a step are counted here; else a framework around the
         engine does.
         is_due: Whether a step has ended that the job was not told of.
+        streams: Random streams that the first step goes on with; None: those that run.
     """
 
     _session: ElasticSession
@@ -97,7 +98,7 @@ class EngineHooks:
         self.engine: Any = None
         self.keeps_order = True
         self.is_due = False
-        self._streams: Json = None
+        self.streams: Json = None
 
     def hook_deepspeed(self, deepspeed: Any) -> None:
         self._version = deepspeed.__version__
@@ -241,7 +242,7 @@ class EngineHooks:
         self.engine = engine
         is_restored = session.attach(DeepSpeedState(engine))
         if is_restored:
-            self._streams = randomness.state(engine)
+            self.streams = randomness.state(engine)
             _draw_anew(engine)
         checkpoints.install(is_restored=is_restored)
         is_pipeline = _is_pipeline(engine)
@@ -267,7 +268,7 @@ class EngineHooks:
     def _continue_streams(self) -> None:
         """Random streams go on where the last round left them, whatever the script has drawn until
         its first step: a loader draws a number when it is begun."""
-        streams, self._streams = self._streams, None
+        streams, self.streams = self.streams, None
         if streams is not None:
             randomness.restore(self.engine, streams, 0, self.engine.global_steps)
 

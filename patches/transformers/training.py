@@ -142,7 +142,8 @@ class TrainerHooks:
         )
         saved = self._saved
         if saved is not None and saved["state"]["global_step"] != self._engines.engine.global_steps:
-            saved = self._saved = None  # a checkpoint of Trainer's own is newer
+            # A checkpoint of Trainer's own is newer, and has random streams of its own.
+            saved = self._saved = self._engines.streams = None
         if saved is None or not saved["state"]["global_step"]:
             self._saved = None
             return wrapped(*args, **kwargs)

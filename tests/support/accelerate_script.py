@@ -82,11 +82,10 @@ def main() -> None:
     steps = options.epochs * len(loader) // options.accumulate
     scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 1 - at / steps)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    step = skipped = 0
+    skipped = 0
     if options.resume:
         accelerator.load_state(str(options.resume))
-        step = int((options.resume / "step").read_text())
-        skipped = step * options.accumulate
+        skipped = model.global_steps * options.accumulate
     options.notes.parent.mkdir(parents=True, exist_ok=True)
     notes = open(f"{options.notes}.{accelerator.process_index}", "a")
     for epoch in range(skipped // len(loader), options.epochs):
@@ -95,6 +94,7 @@ def main() -> None:
         batches = accelerator.skip_first_batches(loader, left) if left else loader
         skipped = 0
         for tokens in batches:
+            step = model.global_steps
             with accelerator.accumulate(model):
                 loss = model(tokens)
                 accelerator.backward(loss)
@@ -111,12 +111,9 @@ def main() -> None:
                 "rate": scheduler.get_last_lr()[0],
             }
             print(json.dumps(note), file=notes, flush=True)
-            step += accelerator.sync_gradients
-            time.sleep(options.step_s)
-            if accelerator.sync_gradients and step == options.save_at:
+            if accelerator.sync_gradients and model.global_steps == options.save_at:
                 accelerator.save_state(str(options.output))
-                if accelerator.is_main_process:
-                    (options.output / "step").write_text(str(step))
+            time.sleep(options.step_s)
     accelerator.end_training()
 
 
