@@ -68,7 +68,13 @@ def check_report(checkpoint: Checkpoint, found: Mapping[str, int]) -> None:
     """
     found = {name: value for name, value in found.items() if name not in checkpoint.changed}
     _compare(found, noted_fingerprints(checkpoint)[0], checkpoint.directory)
-    for folder in (checkpoint.directory, *checkpoint.directory.parents[:2]):
+    check_reports(checkpoint.directory, found)
+
+
+def check_reports(directory: Path, found: Mapping[str, int]) -> None:
+    """Compare with the fingerprints that a conversion left beside a checkpoint. Raises as
+    ``check_report``."""
+    for folder in (directory, *directory.parents[:2]):
         _check_report(folder / REPORT, found)
 
 

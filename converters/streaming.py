@@ -68,7 +68,7 @@ def _copy(job: Job, task: Task, descriptor: int) -> list[int]:
     """Write a task's units; return their fingerprints in the source."""
     left = []
     for unit in task.units:
-        buffer, fingerprint = _gather(job, unit)
+        buffer, fingerprint = gather(job.source, job.work, unit)
         left.append(fingerprint)
         _write_all(descriptor, buffer, _begin(job.work.target, unit))
     return left
@@ -94,7 +94,7 @@ def _read_rows(job: Job, task: Task, descriptor: int, left: Sequence[int]) -> di
             tensor, box = target.collection.box(unit.row)
             path = job.destination / target.files[task.file].path
             raise ProofError(
-                f"{box_text(_wanted(box, unit))} of {tensor.name!r} has fingerprint {after:016x} "
+                f"{box_text(wanted_box(box, unit))} of {tensor.name!r} has fingerprint {after:016x} "
                 f"in {path}, and {before:016x} in the source. The disk or the memory is not "
                 "sound: check them and run again."
             )
@@ -130,17 +130,17 @@ def _map(path: Path) -> memoryview:
     return map_file(path)
 
 
-def _gather(job: Job, unit: Unit) -> tuple[Bits, int]:
-    """Return the elements of a unit, put together from the source, and their fingerprint."""
-    work = job.work
+def gather(source: Path, work: Work, unit: Unit) -> tuple[Bits, int]:
+    """Return the elements of a unit, put together from the source's directory, and their
+    fingerprint. The next call overwrites them."""
     tensor, box = work.target.collection.box(unit.row)
-    wanted = _wanted(box, unit)
+    wanted = wanted_box(box, unit)
     buffer = _scratch("gathered", unit, wanted.shape, tensor)
     fingerprints = []
     for row, part in copies_into(work, unit.row, wanted):
         inside = tuple(low - at for low, at in zip(part.offset, wanted.offset, strict=True))
         values = buffer[slices(Box(inside, part.shape))]
-        _read_into(values, job.source, work.source, row, part)
+        _read_into(values, source, work.source, row, part)
         fingerprints.append(piece_fingerprint(values, part, tensor.shape))
     return buffer, combine(fingerprints)
 
@@ -186,7 +186,15 @@ def _open(path: Path) -> FileIO:
     return FileIO(path)
 
 
-def _wanted(box: Box, unit: Unit) -> Box:
+def forget_files() -> None:
+    """Close what stays open and mapped, and let go of the buffers: for a process that goes on with
+    something else, and may come back to other files of these names."""
+    _open.cache_clear()
+    _map.cache_clear()
+    _buffers.clear()
+
+
+def wanted_box(box: Box, unit: Unit) -> Box:
     """Return a unit's box in the tensor."""
     offset = tuple(a + b for a, b in zip(box.offset, unit.block.offset, strict=True))
     return Box(offset, unit.block.shape)
@@ -212,4 +220,4 @@ def _read_back(target: Placed, unit: Unit, descriptor: int) -> int:
     tensor, box = target.collection.box(unit.row)
     values = _scratch("read back", unit, unit.block.shape, tensor)
     _read_all(descriptor, values, _begin(target, unit))
-    return piece_fingerprint(values, _wanted(box, unit), tensor.shape)
+    return piece_fingerprint(values, wanted_box(box, unit), tensor.shape)

@@ -79,12 +79,19 @@ def plan_work(source: Checkpoint, target: Target, buffer_bytes: int) -> Work:
             target wants what it does not hold.
     """
     check_coverage(source.placed.collection, exact_partition=not source.may_overlap)
-    holders = [Holder(HERE, source.placed.collection)], [Holder(HERE, target.placed.collection)]
+    return work_between(source.placed, target.placed, buffer_bytes)
+
+
+def work_between(source: Placed, target: Placed, buffer_bytes: int) -> Work:
+    """Plan what fills ``target`` from a source that is known to be whole.
+
+    Raises:
+        LayoutError: The target wants what the source does not hold.
+    """
+    holders = [Holder(HERE, source.collection)], [Holder(HERE, target.collection)]
     copies = plan(*holders).copies
-    rows = len(target.placed.collection)
-    first = np.searchsorted(copies.target_row, np.arange(rows + 1))
-    tasks = tuple(_tasks(target.placed, buffer_bytes))
-    return Work(source.placed, target.placed, copies, first, tasks)
+    first = np.searchsorted(copies.target_row, np.arange(len(target.collection) + 1))
+    return Work(source, target, copies, first, tuple(_tasks(target, buffer_bytes)))
 
 
 def copies_into(work: Work, row: int, wanted: Box) -> Iterator[tuple[int, Box]]:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.deepspeed.config import BLOCK, FoundConfig, find_config
-from scalai.core.errors import UsageError
+from scalai.converters.deepspeed.config import BLOCK, find_config, json_config
 from scalai.launch.elastic_config import ElasticConfig
 from scalai.launch.elastic_file import parse_config, read_text
 from scalai.launch.options import Options, parse_options
@@ -50,8 +49,14 @@ class JobSpec:
     def read(cls, argv: Sequence[str]) -> "JobSpec":
         """Read a command line of ``scalai-run`` and the files that it names."""
         options = parse_options(argv)
-        found = find_config(options.script_args)
-        text, name = _elastic_text(options, found)
+        named = given = find_config(options.script_args)
+        text, name = None, "flags"
+        if options.elastic is not None:
+            text, name = read_text(options.elastic), options.elastic
+            given = json_config(text, name)
+        if given is not None and given.block is not None:
+            text, name = json.dumps(given.block), given.name
+        found = named or given
         return cls._of(tuple(argv), text, name, options, found.content if found else None)
 
     @classmethod
@@ -148,24 +153,3 @@ class JobSpec:
             if mine != its:
                 return f"{name.replace('_', ' ')} is {its!r}, the job's is {mine!r}"
         return None
-
-
-def _elastic_text(options: Options, found: FoundConfig | None) -> tuple[str | None, str]:
-    """Return the elastic configuration and its name: what ``--elastic`` names, else the block of
-    the DeepSpeed configuration among the script's arguments; None: there is neither."""
-    if options.elastic is None:
-        if found is None or found.block is None:
-            return None, "flags"
-        return json.dumps(found.block), found.name
-    text = read_text(options.elastic)
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return text, options.elastic
-    block = FoundConfig(options.elastic, content).block if isinstance(content, dict) else None
-    if block is None:
-        raise UsageError(
-            f'--elastic {options.elastic} is JSON without a "{BLOCK}" block; add one, or name a '
-            "TOML file."
-        )
-    return json.dumps(block), options.elastic

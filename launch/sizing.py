@@ -11,9 +11,6 @@ from scalai.core.degrees import parse_wish
 from scalai.core.membership import Assign, Assignment
 from scalai.launch.job import JobSpec
 
-LEARNED = ("padded_vocab_size", "global_batch_size")
-"""Limits that a script may tell: what they were in the first round holds for the job's life."""
-
 
 class Sizing:
     """The inputs of ``make_assign`` for one job. ``scalai scale`` and out-of-memory change them."""
@@ -54,8 +51,12 @@ class Sizing:
     def learn(self, about: Mapping[str, Any]) -> None:
         """Take over limits that only the running script knew, from a deposit's ``about``."""
         facts = about.get("facts", {})
-        told = {name: facts[name] for name in LEARNED if facts.get(name) is not None}
-        self._limits = replace(self._limits, **told)
+        if facts.get("padded_vocab_size") is not None:
+            self._limits = replace(self._limits, padded_vocab_size=facts["padded_vocab_size"])
+        if self._limits.global_batch_size is None:
+            # What a configuration states may be changed by a person before the job goes on.
+            batch_size = facts.get("global_batch_size")
+            self._limits = replace(self._limits, global_batch_size=batch_size)
 
     def _with(self, max_workers: int | None, max_hosts: int, wish: str | None) -> Assign:
         return make_assign(

@@ -20,6 +20,9 @@ from scalai.patches import hooks
 def preload(path: Path) -> None:
     """Import what the file lists (``modules``), from where its workers imported it
     (``sys_path``)."""
+    # DeepSpeed asks for devices when it is imported. A fork cannot use CUDA that its parent began,
+    # and torch begins it to answer, unless it asks the driver's library.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     order = json.loads(path.read_text())
     # The order matters: a framework may lie beside the script and be installed as well.
     others = [entry for entry in sys.path if entry not in order["sys_path"]]

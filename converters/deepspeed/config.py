@@ -98,6 +98,21 @@ def find_config(script_args: Sequence[str]) -> FoundConfig | None:
     return next(iter([*blocks, *found.values()]), None)
 
 
+def json_config(text: str, name: str) -> FoundConfig | None:
+    """Return the DeepSpeed configuration that a file's text is; None where it does not begin as
+    JSON, or JSON with comments, does.
+
+    Raises:
+        UsageError: It is no object, or has no block.
+    """
+    if not text.lstrip().startswith(("{", "//", "/*")):
+        return None
+    content = _parsed(text, name)
+    if BLOCK not in content:
+        raise UsageError(f'{name} is JSON without a "{BLOCK}" block; add one, or name a TOML file.')
+    return FoundConfig(name, content)
+
+
 def stated_stages(script_args: Sequence[str]) -> int | None:
     """Return the pipeline stages that a script's own flags ask for; None: they do not say."""
     values = [*script_args, ""]

@@ -44,7 +44,7 @@ class ShardedBatches(BatchSampler):
         feed = self._feed
         return (
             feed.batches is not None
-            and not feed.is_evaluating()
+            and feed.is_training()
             and feed.is_micro_batch(getattr(self.plain, "batch_size", self.batch_size))
         )
 

@@ -43,14 +43,20 @@ class Clock:
     _newest: PassNumber | None = None
     """The pass that this process has begun last."""
 
-    def begin(self, epoch: int) -> tuple[PassNumber, int | None]:
-        """Begin a pass. Return which it is, and how many samples of it are consumed; None: all."""
+    def next_pass(self, epoch: int) -> tuple[PassNumber, int | None]:
+        """Return which pass would begin now, and how many samples of it are consumed; None: all."""
         is_repeated = self._newest is not None and self._newest.epoch == epoch
         repeat = self._newest.repeat + 1 if is_repeated and self._newest is not None else 0
-        number = self._newest = PassNumber(epoch, repeat)
+        number = PassNumber(epoch, repeat)
         if number < self.current:
             return number, None
         return number, self.consumed if number == self.current else 0
+
+    def begin(self, epoch: int) -> tuple[PassNumber, int | None]:
+        """Begin the next pass, and return what ``next_pass`` does."""
+        number, consumed = self.next_pass(epoch)
+        self._newest = number
+        return number, consumed
 
     @property
     def is_replaying(self) -> bool:

@@ -62,6 +62,10 @@ class Feed:
             (stated_micro_batch_size, first.micro_batch_size, batches.micro_batch_size)
         )
 
+    def is_training(self) -> bool:
+        """Whether what is drawn now may be trained on."""
+        return torch.is_grad_enabled() and not self.is_evaluating()
+
     def is_micro_batch(self, batch_size: int) -> bool:
         """Whether a loader with such batches feeds the engine."""
         if self._batch_sizes and batch_size not in self._batch_sizes:
@@ -73,6 +77,7 @@ class Feed:
         """Hook torch's samplers and loaders, those that are made from now on."""
         wrapt.wrap_function_wrapper(DistributedSampler, "__init__", self._make_sampler)
         wrapt.wrap_function_wrapper(DataLoader, "__init__", self._make_loader)
+        wrapt.wrap_function_wrapper(DataLoader, "__iter__", self._iterate)
         wrapt.wrap_function_wrapper(_BaseDataLoaderIter, "__next__", self._draw)
 
     def step(self) -> None:
@@ -123,11 +128,19 @@ class Feed:
         """Remember why a loader stays as it is, for the case that the training draws from it."""
         self._declined[why] = None
 
+    def _iterate(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+        """Go over consumed passes without starting a loader's workers for them."""
+        sampler = instance.batch_sampler
+        if isinstance(sampler, ElasticBatchSampler) and sampler.skip_consumed_pass():
+            return iter(())
+        batches: Iterator[Any] = wrapped(*args, **kwargs)
+        return batches
+
     def _draw(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
         drawn = wrapped(*args, **kwargs)
         source = instance._sampler_iter
         if isinstance(source, Pass) and source.number is not None:
-            source.clock.drawn.append(source.number)
+            source.sampler.clock.drawn.append(source.number)
         return drawn
 
 
@@ -187,8 +200,7 @@ class ElasticBatchSampler(BatchSampler):
     @property
     def is_elastic(self) -> bool:
         """Whether the samples are trained on by the engine, as far as can be told."""
-        is_training = torch.is_grad_enabled() and not self.feed.is_evaluating()
-        return is_training and self.feed.is_micro_batch(self.batch_size)
+        return self.feed.is_training() and self.feed.is_micro_batch(self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         return Pass(self)
@@ -199,6 +211,14 @@ class ElasticBatchSampler(BatchSampler):
             is_dropping = self.drop_last or sampler.drop_last
             return self.feed.length(len(sampler.dataset), drop_last=is_dropping)  # type: ignore[arg-type]
         return len(self.plain)
+
+    def skip_consumed_pass(self) -> bool:
+        """Begin and end the next pass if nothing of it is left. Returns whether it was so."""
+        sampler = self.distributed
+        if not self.is_elastic or self.clock.next_pass(sampler.epoch)[1] is not None:
+            return False
+        self.clock.begin(sampler.epoch)
+        return True
 
     def micro_batches(self, consumed: int) -> Iterator[list[int]]:
         """Yield this rank's micro-batches of a pass of which so many samples are consumed."""
@@ -213,7 +233,8 @@ class ElasticBatchSampler(BatchSampler):
         order = pass_order(sampler, batches.global_batch_size, drop_last=is_dropping)
         for begin in range(consumed, len(order), batches.global_batch_size):
             for places in batches.dealt_samples(begin, sampler.rank):
-                yield order[places].tolist()
+                # Beyond the end only where a person has changed the global batch within a pass.
+                yield order[places % len(order)].tolist()
 
 
 class Pass(Iterator[list[int]]):
@@ -224,13 +245,9 @@ class Pass(Iterator[list[int]]):
     """
 
     def __init__(self, sampler: Dealer) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
         self._batches: Iterator[list[int]] | None = None
         self.number: PassNumber | None = None
-
-    @property
-    def clock(self) -> Clock:
-        return self._sampler.clock
 
     def __next__(self) -> list[int]:
         if self._batches is None:
@@ -238,13 +255,13 @@ class Pass(Iterator[list[int]]):
         return next(self._batches)
 
     def _begin(self) -> Iterator[list[int]]:
-        if not self._sampler.is_elastic:
-            return iter(self._sampler.plain)
-        self.number, consumed = self.clock.begin(self._sampler.epoch)
+        if not self.sampler.is_elastic:
+            return iter(self.sampler.plain)
+        self.number, consumed = self.sampler.clock.begin(self.sampler.epoch)
         if consumed is None:
-            self._sampler.skip()
+            self.sampler.skip()
             return iter(())
-        return self._sampler.micro_batches(consumed)
+        return self.sampler.micro_batches(consumed)
 
 
 def pass_order(

@@ -5,28 +5,23 @@ first round: it then goes through the same epochs, of which the consumed ones yi
 """
 
 import functools
-import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-import torch.distributed
-
 from scalai.patches.data.clock import Clocks
-from scalai.patches.deepspeed.progress import (
-    DEEPSPEEDS_OWN,
-    checkpoint_step,
-    checkpoint_tag,
-    client_state,
-)
+from scalai.patches.deepspeed import loading
+from scalai.patches.deepspeed.agreement import ranks_of
+from scalai.patches.deepspeed.native import Request
+from scalai.patches.deepspeed.progress import checkpoint_step, client_state, plain_client_state
 from scalai.patches.progress import choose_source, describe_source
 from scalai.runtime.live import Json, LiveState
 
 log = logging.getLogger(__name__)
-NO_CHECKPOINT = -1
-"""Stands for "no checkpoint" where a number has to be agreed on."""
+
+Loaded = tuple[Any, Any]
 
 
 class Renewable(Protocol):
@@ -57,6 +52,7 @@ class Checkpoints:
         """Hook the engine, once it has what it goes on from."""
         if is_restored:
             self._restored_step = self._session.step
+        loading.install(self._engine)
         for name, hook in (("load_checkpoint", self._load), ("save_checkpoint", self._save)):
             method = getattr(self._engine, name)
             setattr(self._engine, name, functools.wraps(method)(functools.partial(hook, method)))
@@ -67,43 +63,43 @@ class Checkpoints:
     def put(self, told: Json) -> None:
         self._told = told
 
-    def _load(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def _load(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Loaded:
         """Load a checkpoint that is newer than the restored generation; else leave it."""
         from scalai.patches.deepspeed.state import DeepSpeedState
 
-        given = inspect.signature(method).bind(*args, **kwargs).arguments
-        load_dir, engine = str(given["load_dir"]), self._engine
-        latest = "latest_universal" if engine.load_universal_checkpoint() else "latest"
-        tag = checkpoint_tag(load_dir, given.get("tag"), latest)
         if self._restored_step is not None:
-            is_whole = not given.get("load_module_only") and given.get(
-                "load_optimizer_states", True
-            )
-            # Weights alone are where a training began, not where it is.
-            step = checkpoint_step(load_dir, tag) if tag is not None and is_whole else None
-            step = _agreed(step)
-            source = choose_source(self._restored_step, step)
-            if torch.distributed.get_rank() == 0:
-                log.warning(describe_source(source, self._restored_step, step, load_dir))
-            if source == "generation":
-                return self._as_the_first_round(load_dir, tag)
+            request = Request.of(method, args, kwargs)
+            directory = request.directory()
+            if self._is_generation_newer(request, directory):
+                return self._as_the_first_round(directory)
         path, client = method(*args, **kwargs)
-        self._told = [path, _plain(client or {})]
+        self._told = [path, plain_client_state(client or {})]
         if path is not None:
-            self._restored_step = None
+            engine, self._restored_step = self._engine, None
             self._clocks.put([])
             self._session.renew(
                 DeepSpeedState(engine), step=engine.global_steps, samples=engine.global_samples
             )
         return path, client
 
-    def _as_the_first_round(self, load_dir: str, tag: str | None) -> tuple[Any, Any]:
+    def _is_generation_newer(self, request: Request, directory: Path | None) -> bool:
+        """Whether to stay at the restored generation, by what rank 0 sees. A collective."""
+        ranks = ranks_of(self._engine)
+        # Weights alone are where a training began, not where it is.
+        whole = directory if request.is_whole else None
+        step = json.loads(ranks.from_first(lambda: json.dumps(_step_of(whole)).encode()))
+        source = choose_source(self._restored_step, step)
+        if ranks.rank == 0:
+            log.warning(describe_source(source, self._restored_step, step, request.load_dir))
+        return source == "generation"
+
+    def _as_the_first_round(self, directory: Path | None) -> Loaded:
         """Return what the first round was told. Where it did not ask, because there was nothing to
         load yet, what the checkpoint says beside the state."""
-        if self._told is None:
-            return (None, {}) if tag is None else (load_dir, client_state(load_dir, tag))
-        path, client = self._told
-        return path, client
+        if self._told is not None:
+            path, client = self._told
+            return path, client
+        return (None, {}) if directory is None else (str(directory), client_state(directory))
 
     def _save(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Save, but not while the script goes through epochs that are over: what it would save
@@ -114,27 +110,5 @@ class Checkpoints:
         return method(*args, **kwargs)
 
 
-def _agreed(step: int | None) -> int | None:
-    """Return the newest step that any rank sees. A collective."""
-    device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda() else "cpu"
-    told = torch.tensor([NO_CHECKPOINT if step is None else step], device=device)
-    torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
-    found = int(told.item())
-    return None if found == NO_CHECKPOINT else found
-
-
-def _on_cuda() -> bool:
-    return torch.distributed.get_backend() == "nccl"
-
-
-def _plain(client: Mapping[str, Any]) -> dict[str, Json]:
-    """Return what can be carried as JSON of what a script saved beside the state."""
-    kept = {}
-    for name, value in client.items():
-        if name in DEEPSPEEDS_OWN:
-            continue
-        try:
-            kept[name] = json.loads(json.dumps(value))
-        except (TypeError, ValueError):
-            log.warning("event=client_state dropped=%s: it is not JSON", name)
-    return kept
+def _step_of(directory: Path | None) -> int | None:
+    return None if directory is None else checkpoint_step(directory)

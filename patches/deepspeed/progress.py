@@ -1,55 +1,58 @@
-"""Which DeepSpeed checkpoint a script asks for, and of which step it is."""
+"""How far a DeepSpeed checkpoint is, and what a script saved beside its state.
+
+Source: ``_common_checkpoint_state`` of deepspeed/runtime/engine.py, 0.19.8.
+"""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from scalai.converters.deepspeed.files import read_dictionary
+from scalai.runtime.live import Json
 
-LATEST = "latest"
 _STEP_TAG = re.compile(r"global_step(\d{1,18})")
-_STATES = "*mp_rank_00_model_states.pt"
-_PLAIN = (bool, int, float, str)
-DEEPSPEEDS_OWN = frozenset((
+_FIRST_STATES = "*mp_rank_00_model_states.pt"
+_DEEPSPEEDS_OWN = frozenset((
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps",
     "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
     "checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts",
 ))  # fmt: skip
-"""Entries of a checkpoint that are not a script's own (``_common_checkpoint_state``)."""
+"""Entries that are not a script's own."""
 
 
-def checkpoint_tag(load_dir: str, tag: str | None, latest: str = LATEST) -> str | None:
-    """Return the tag that ``load_checkpoint`` would load; None: there is no checkpoint.
-
-    Source: ``load_checkpoint`` of deepspeed/runtime/engine.py, 0.19.8.
-    """
-    if tag is None:
-        file = Path(load_dir, latest)
-        tag = file.read_text().strip() if file.is_file() else None
-    return tag if tag is not None and Path(load_dir, tag).is_dir() else None
-
-
-def checkpoint_step(load_dir: str, tag: str) -> int | None:
+def checkpoint_step(directory: Path) -> int | None:
     """Return the step of a checkpoint: by its tag where DeepSpeed chose that, else by what its
     first file says. None: neither says."""
-    match = _STEP_TAG.fullmatch(tag)
+    match = _STEP_TAG.fullmatch(directory.name)
     if match is not None:
         return int(match[1])
-    for file in sorted(Path(load_dir, tag).glob(_STATES)):
-        step: Any = read_dictionary(file, trust=False).get("global_steps")
-        if isinstance(step, int):
-            return step
-    return None
+    step = _first_file(directory).get("global_steps")
+    return step if isinstance(step, int) else None
 
 
-def client_state(load_dir: str, tag: str) -> dict[str, Any]:
-    """Return what a script saved beside the state: the plain values that are not DeepSpeed's."""
-    for file in sorted(Path(load_dir, tag).glob(_STATES)):
-        content = read_dictionary(file, trust=False)
-        return {
-            name: value
-            for name, value in content.items()
-            if name not in DEEPSPEEDS_OWN and isinstance(value, _PLAIN)
-        }
+def client_state(directory: Path) -> dict[str, Json]:
+    """Return what a script saved beside the state of a checkpoint, as far as it is JSON."""
+    return plain_client_state(_first_file(directory))
+
+
+def plain_client_state(content: Mapping[str, Any]) -> dict[str, Json]:
+    """Return of what ``load_checkpoint`` returns the entries that are a script's own and JSON."""
+    own = {name: value for name, value in content.items() if name not in _DEEPSPEEDS_OWN}
+    return {name: value for name, value in own.items() if _is_json(value)}
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _first_file(directory: Path) -> dict[str, Any]:
+    # Classes become stand-ins, and nothing of the file runs.
+    for file in sorted(directory.glob(_FIRST_STATES)):
+        return read_dictionary(file, trust=True)
     return {}

@@ -26,8 +26,9 @@ class RoundOrder:
     Attributes:
         tp, pp, dp: Degrees.
         micro_batch_size: What a person asked for with the degrees; None: nobody did.
-        global_batch_size: That of the first round; None: this is the first.
-        usual_micro_batch_size: That of the first round, known to fit in memory; None as above.
+        global_batch_size: That of the first round, where the configuration does not state it; None:
+        this is the first.
+        usual_micro_batch_size: The same of the micro-batch, which is known to fit in memory.
         zero_stage: None: what the configuration says.
     """
 
@@ -58,8 +59,8 @@ def config_of(args: Any, config: Any, config_params: Any) -> dict[str, Any] | No
 def batches_of(config: Mapping[str, Any], order: RoundOrder) -> Batches:
     """Return how this round spreads the global batch over its replicas.
 
-    The global batch is the first round's, which is the configuration's, or what its micro-batch and
-    accumulation make of it there.
+    The global batch is the configuration's, or what its micro-batch and accumulation made of it in
+    the first round.
 
     Raises:
         RefusedError: It cannot be spread so, or the configuration does not say how large it is.
@@ -70,15 +71,16 @@ def batches_of(config: Mapping[str, Any], order: RoundOrder) -> Batches:
             "and would keep to their number at another DP. Leave it out, or run without "
             "--elastic."
         )
-    resolved = StatedBatch.of(config).resolved(order.dp)
+    stated = StatedBatch.of(config)
+    resolved = stated.resolved(order.dp)
     if resolved is None:
         raise RefusedError(
             f"DeepSpeed's configuration states neither {TRAIN} nor {MICRO}. State one of them."
         )
-    total = order.global_batch_size or resolved[0]
+    total = stated.train or order.global_batch_size or resolved[0]
     if order.micro_batch_size is not None:
         return Batches(total, order.micro_batch_size, order.dp)
-    return fit_batches(total, order.dp, order.usual_micro_batch_size or resolved[1])
+    return fit_batches(total, order.dp, stated.micro or order.usual_micro_batch_size or resolved[1])
 
 
 def rewritten(config: Mapping[str, Any], order: RoundOrder, batches: Batches) -> dict[str, Any]:

@@ -22,13 +22,16 @@ import wrapt
 from scalai.converters.deepspeed.config import StatedBatch
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
-from scalai.patches.deepspeed import randomness
+from scalai.patches.deepspeed import loaders, randomness
 from scalai.patches.deepspeed.checkpoints import Checkpoints
 from scalai.patches.deepspeed.round_config import RoundOrder, batches_of, config_of, rewritten
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED
 from scalai.runtime.live import Json, LiveState
 
 log = logging.getLogger(__name__)
+
+PARTITIONED = 3
+"""The ZeRO stage whose models may be built in shards."""
 
 Call = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -89,7 +92,6 @@ class EngineHooks:
         streams: Random streams that the first step goes on with; None: those that run.
     """
 
-    _session: ElasticSession
     _version: str
 
     def __init__(self, get_session: Callable[[], ElasticSession]) -> None:
@@ -106,12 +108,12 @@ class EngineHooks:
         self.feed.is_evaluating = lambda: (
             self.engine is not None and not self.engine.module.training
         )
-        loaders = importlib.import_module("deepspeed.runtime.dataloader")
+        loaders.install(self.feed)
         pipe = importlib.import_module("deepspeed.runtime.pipe.module")
+        zero = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
         wrapt.wrap_function_wrapper(deepspeed, "initialize", self.initialize)
         wrapt.wrap_function_wrapper(pipe, "PipelineModule.__init__", self.make_pipeline)
-        wrapt.wrap_function_wrapper(loaders, "DeepSpeedDataLoader.__len__", self.count_batches)
-        wrapt.wrap_function_wrapper(loaders, "RepeatingLoader.__next__", self.draw_repeatedly)
+        wrapt.wrap_function_wrapper(zero, "Init.__init__", self.partition)
 
     def initialize(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Build the engine of this round and restore the generation into it."""
@@ -128,12 +130,10 @@ class EngineHooks:
             )
         is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
         warning = DEEPSPEED.check(self._version, allow_unknown=is_allowed)
-        self._session = self._get_session()
         order = self._order()
         batches = batches_of(config, order)
-        first = self._first() or FirstBatches(
-            batches.global_batch_size, batches.micro_batch_size, batches.dp
-        )
+        told = self._first() or batches
+        first = FirstBatches(batches.global_batch_size, told.micro_batch_size, told.dp)
         self.feed.start(batches, first, StatedBatch.of(config).micro or batches.micro_batch_size)
         given["config"] = rewritten(config, order, batches)
         with _without_named_config(given.get("args")):
@@ -153,7 +153,7 @@ class EngineHooks:
     def make_pipeline(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
         """Cut a pipeline into as many stages as this round has."""
         given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-        topology, session = given.get("topology"), self._get_session()
+        topology, session = given.get("topology"), self._session
         stages = given.get("num_stages") if topology is None else topology.get_dim("pipe")
         if stages != session.pp and (topology is not None or not session.facts):
             raise RefusedError(
@@ -165,20 +165,17 @@ class EngineHooks:
             given["num_stages"] = session.pp
         wrapped(**given)
 
-    def count_batches(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> int:
-        """A DeepSpeed loader is as long as in the first round."""
-        if self.feed.is_evaluating() or not self.feed.is_micro_batch(instance.batch_size):
-            return int(wrapped(*args, **kwargs))
-        return self.feed.length(len(instance.dataset), drop_last=instance.dataloader_drop_last)
-
-    def draw_repeatedly(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        """DeepSpeed's repeating loader gives up after one empty pass; consumed ones are empty."""
-        while True:
-            try:
-                return wrapped(*args, **kwargs)
-            except StopIteration:
-                if not self.feed.clocks.is_replaying:
-                    raise
+    def partition(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+        """Build a model under ``zero.Init`` as this round's stage wants it, whole or in shards."""
+        given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        name = "config_dict_or_path" if "config_dict_or_path" in given else "config"
+        config = config_of(None, given.get(name), None)
+        if config is not None and StatedBatch.of(config).resolved(1) is not None:
+            order = self._order()
+            given[name] = rewritten(config, order, batches_of(config, order))
+        if self._session.settings.get("zero_stage") not in (None, PARTITIONED):
+            given["enabled"] = False
+        wrapped(**given)
 
     def count_step(self) -> None:
         """An optimizer step has ended: its samples are consumed."""
@@ -195,6 +192,10 @@ class EngineHooks:
         self.is_due = False
         if self._session.boundary(self.engine.global_steps, self.engine.global_samples):
             _leave(self.engine)
+
+    @property
+    def _session(self) -> ElasticSession:
+        return self._get_session()
 
     def _is_evaluating(self) -> bool:
         return self.engine is not None and not self.engine.module.training
@@ -243,7 +244,7 @@ class EngineHooks:
         is_restored = session.attach(DeepSpeedState(engine))
         if is_restored:
             self.streams = randomness.state(engine)
-            _draw_anew(engine)
+            loaders.draw_anew(engine)
         checkpoints.install(is_restored=is_restored)
         is_pipeline = _is_pipeline(engine)
         for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
@@ -292,13 +293,6 @@ def _is_pipeline(engine: Any) -> bool:
 def _draws_samples(engine: Any) -> bool:
     """Whether this rank reads samples: in a pipeline the first and the last stage do."""
     return not _is_pipeline(engine) or engine.is_first_stage() or engine.is_last_stage()
-
-
-def _draw_anew(engine: Any) -> None:
-    """A pipeline that was given its data set has begun to draw from it when it was built."""
-    loader = engine.training_dataloader
-    if _is_pipeline(engine) and loader is not None and hasattr(loader, "data_iter"):
-        loader.data_iter = iter(loader.loader)
 
 
 def _leave(engine: Any) -> None:

@@ -121,11 +121,13 @@ def test_a_script_without_a_line_of_ours_goes_through_other_dps_and_stages(
 def test_every_stage_goes_through_four_changes_of_dp(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With DeepSpeed's own loader, its workers, and checkpoints at the end of each epoch."""
-    flags = ["--save", str(tmp_path / "checkpoints")] if stage == 2 else []
-    alone = run_alone(tmp_path / "alone", config(stage))
+    """With DeepSpeed's own loader and its workers. In stage 2 a checkpoint is saved at the end of
+    each epoch; in stage 3 the model is built in shards, but on two ranks it is of stage 1."""
+    flags = {2: ["--save", str(tmp_path / "checkpoints")], 3: ["--zero-init"]}.get(stage, [])
+    given = config(stage, deepspeed={"zero_stage": {"2": 1}} if stage == 3 else {})
+    alone = run_alone(tmp_path / "alone", given)
     worlds = (4, 2, 3, 4)
-    agents = train_through(tmp_path / "elastic", config(stage), worlds, monkeypatch, *flags)
+    agents = train_through(tmp_path / "elastic", given, worlds, monkeypatch, *flags)
     assert alone.wait(60) == 0
     check(agents, lines_of(tmp_path / "alone"), worlds)
 
@@ -146,6 +148,27 @@ def test_a_pipeline_changes_its_stages(tmp_path: Path, monkeypatch: pytest.Monke
     check(agents, lines_of(tmp_path / "alone"), worlds)
     stages = {(line["world"], line["stages"]) for line in agents.lines()}
     assert stages == {(4, 2), (2, 1), (3, 3)}
+
+
+@pytest.mark.campaign
+def test_a_plain_model_that_deepspeed_cuts_changes_its_tp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TP begins as the configuration's autotp_size says."""
+    layers = [
+        {"patterns": [r".*1\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*3\.weight$"], "partition_type": "row"},
+    ]
+    cuts = {"use_default_specs": False, "layer_specs": layers}
+    given = config(1, degrees={"2": "tp1", "2->4": "tp2"})
+    alone = run_alone(tmp_path / "alone", given)
+    given["tensor_parallel"] = {"autotp_size": 2, "partition_config": cuts}
+    worlds = (4, 2, 4)
+    agents = train_through(tmp_path / "elastic", given, worlds, monkeypatch)
+    assert alone.wait(60) == 0
+    check(agents, lines_of(tmp_path / "alone"), worlds)
+    degrees = [report["after"] for report in agents.resizes()]
+    assert degrees == ["TP2·PP1·DP2", "TP1·PP1·DP2", "TP2·PP1·DP2"]
 
 
 @pytest.mark.campaign

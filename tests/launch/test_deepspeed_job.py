@@ -62,6 +62,8 @@ def test_elastic_wins_over_the_block(read: Read, tmp_path: Path) -> None:
     spec = read(config, "--elastic", str(other))
     assert spec.config.store.snapshot_every == 9
     assert spec.script.limits.global_batch_size == 12
+    alone = JobSpec.read(["--elastic", str(other), "train.py"])
+    assert alone.deepspeed == json.loads(other.read_text()) and alone.is_elastic
     other.write_text("{}")
     with pytest.raises(UsageError, match='without a "scalai" block'):
         read(config, "--elastic", str(other))

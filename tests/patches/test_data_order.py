@@ -35,7 +35,7 @@ class Numbers(Dataset[int]):
 def hooked(dp: int | None = None, first_dp: int = 4) -> Iterator[Feed]:
     """Hook torch for one process of a round, as long as the context lasts."""
     places = [(DistributedSampler, "__init__"), (DataLoader, "__init__")]
-    places += [(_BaseDataLoaderIter, "__next__")]
+    places += [(DataLoader, "__iter__"), (_BaseDataLoaderIter, "__next__")]
     originals = [(owner, name, owner.__dict__[name]) for owner, name in places]
     feed = Feed()
     feed.install()
@@ -209,9 +209,11 @@ def test_what_was_done_at_the_end_of_a_pass_is_not_done_again() -> None:
         next(iter(loader))  # the script is in its second epoch
         saved = feed.clocks.take()
     with hooked(1) as feed:
-        loader = loader_of(24, 1, 0)
+        loader = loader_of(24, 1, 0, workers=2)
         feed.clocks.put(saved)
-        assert list(loader) == [] and feed.clocks.is_replaying
+        batches = iter(loader)
+        assert not isinstance(batches, _BaseDataLoaderIter), "no worker is started for it"
+        assert list(batches) == [] and feed.clocks.is_replaying
         assert len(list(loader)) == 8
 
 

@@ -22,17 +22,23 @@ def test_the_global_batch_stays_and_micro_batches_do_not_grow(
     total: int, micro: int, first_dp: int, dp: int
 ) -> None:
     assume(total % first_dp == 0 and total % dp == 0)
-    config = {"train_batch_size": total, "train_micro_batch_size_per_gpu": micro}
-    first = batches_of(config, RoundOrder(1, 1, first_dp))
-    later = RoundOrder(
-        1, 1, dp, global_batch_size=total, usual_micro_batch_size=first.micro_batch_size
-    )
-    found = rewrite(config, later)
-    size, steps = found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]
-    assert found["train_batch_size"] == size * steps * dp == total
-    assert size <= first.micro_batch_size <= micro
-    if total // dp % first.micro_batch_size == 0:
-        assert size == first.micro_batch_size
+    micro_stated = {"train_batch_size": total, "train_micro_batch_size_per_gpu": micro}
+    for config in (micro_stated, {"train_batch_size": total}):
+        first = batches_of(config, RoundOrder(1, 1, first_dp))
+        usual = config.get("train_micro_batch_size_per_gpu", first.micro_batch_size)
+        later = RoundOrder(1, 1, dp, None, total, first.micro_batch_size)
+        found = rewrite(config, later)
+        size, steps = found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]
+        assert found["train_batch_size"] == size * steps * dp == total
+        assert size <= usual
+        if total // dp % usual == 0:
+            assert size == usual
+
+
+def test_another_batch_in_the_configuration_of_a_job_that_is_started_again_is_taken() -> None:
+    later = RoundOrder(1, 1, 2, None, 48, 2)
+    found = rewrite(STATED, later)
+    assert (found["train_batch_size"], found["train_micro_batch_size_per_gpu"]) == (24, 4)
 
 
 def test_where_only_micro_batches_are_stated_the_first_round_makes_the_global_batch() -> None:

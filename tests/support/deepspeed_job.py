@@ -38,8 +38,8 @@ class Rows(Dataset):
 def build_model():
     torch.manual_seed(3)
     return torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 13), torch.nn.Tanh(), torch.nn.LayerNorm(13),
-        torch.nn.Linear(13, CLASSES),
+        torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 14), torch.nn.Tanh(),
+        torch.nn.Linear(14, CLASSES),
     )  # fmt: skip
 
 
@@ -52,6 +52,7 @@ def main():
     parser.add_argument("--loader-workers", type=int, help="torch's loader, not DeepSpeed's")
     parser.add_argument("--micro-batch", type=int, default=3)
     parser.add_argument("--num-stages", type=int, help="train a pipeline")
+    parser.add_argument("--zero-init", action="store_true", help="build the model in shards")
     parser.add_argument("--save", type=Path, help="save and load checkpoints here")
     deepspeed.add_config_arguments(parser)
     options = parser.parse_args()
@@ -60,7 +61,11 @@ def main():
     if options.num_stages is not None:
         train_pipeline(options)
         return
-    data, model = Rows(), build_model()
+    with deepspeed.zero.Init(
+        config_dict_or_path=options.deepspeed_config, enabled=options.zero_init, dtype=torch.float32
+    ):
+        model = build_model()
+    data = Rows()
     is_torchs = options.loader_workers is not None
     if is_torchs:
         sampler = DistributedSampler(data)
@@ -122,7 +127,7 @@ def write(metrics, engine, losses, seen):
         line = {
             "step": engine.global_steps + 1, "world": dist.get_world_size(),
             "loss": float(total) / dist.get_world_size(), "lr": engine.get_lr()[0],
-            "samples": sorted(number for each in everyones for number in each),
+            "samples": sorted({number for each in everyones for number in each}),
             "stage": engine.zero_optimization_stage(),
         }  # fmt: skip
         with metrics.open("a") as file:

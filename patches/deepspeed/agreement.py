@@ -1,0 +1,119 @@
+"""How the ranks of a job come to one outcome: what one of them refuses, all refuse.
+
+Bytes and JSON go between ranks, no pickles. Every method is a collective of all ranks.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from scalai.core.errors import (
+    LayoutError,
+    PeerError,
+    ProofError,
+    RefusedError,
+    ScalaiError,
+    StoreError,
+    UsageError,
+)
+
+Result = TypeVar("Result")
+
+_KINDS = {
+    kind.__name__: kind for kind in (LayoutError, ProofError, RefusedError, StoreError, UsageError)
+}
+"""Errors that are the same on the ranks that only hear of them."""
+
+
+class Ranks:
+    """All ranks of a job.
+
+    Args:
+        device: Where the backend of the default group takes tensors from.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.rank = dist.get_rank()
+
+    def together(self, step: Callable[[], Result]) -> Result:
+        """Return what ``step`` returns on this rank, once it has ended on all.
+
+        Raises:
+            ScalaiError: It has failed on some rank: its own error where it failed, the same kind
+                with the rank's number on the others.
+        """
+        result: Result | None = None
+        own: Exception | None = None
+        try:
+            result = step()
+        except Exception as error:  # of whatever kind: the others would wait forever
+            own = error
+        texts = self._gather(b"" if own is None else _described(own), everywhere=True)
+        failed = [(rank, json.loads(text)) for rank, text in enumerate(texts) if text]
+        if own is not None:
+            raise own
+        if failed:
+            rank, (kind, text) = failed[0]
+            raise _KINDS.get(kind, PeerError)(f"rank {rank}: {text}")
+        return result  # type: ignore[return-value]
+
+    def from_first(self, make: Callable[[], bytes]) -> bytes:
+        """Return what ``make`` returns on rank 0, on all ranks. Raises as ``together``."""
+        made = self.together(lambda: make() if self.rank == 0 else b"")
+        size = torch.tensor([len(made)], device=self._device)
+        dist.broadcast(size, src=0)
+        data = self._tensor(made, int(size.item()))
+        dist.broadcast(data, src=0)
+        return data.cpu().numpy().tobytes()
+
+    def to_first(self, payload: bytes) -> list[bytes]:
+        """Return what each rank gives, by rank, on rank 0; nothing on others."""
+        return self._gather(payload, everywhere=False)
+
+    def any_of(self, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Return where any rank's mask, of one length on all, is true."""
+        found = torch.from_numpy(mask.astype(np.uint8)).to(self._device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return np.asarray(found.cpu().numpy() != 0)
+
+    def _gather(self, payload: bytes, *, everywhere: bool) -> list[bytes]:
+        world = dist.get_world_size()
+        own = torch.tensor([len(payload)], device=self._device)
+        sizes = [torch.zeros_like(own) for _ in range(world)]
+        dist.all_gather(sizes, own)
+        most = max(int(size.item()) for size in sizes)
+        if not most:
+            return [b""] * world
+        data = self._tensor(payload, most)
+        is_told = everywhere or self.rank == 0
+        parts = [torch.empty_like(data) for _ in range(world)] if is_told else None
+        if everywhere:
+            dist.all_gather(parts, data)
+        else:
+            dist.gather(data, parts)
+        pairs = zip(parts or (), sizes, strict=False)
+        return [part[: int(size.item())].cpu().numpy().tobytes() for part, size in pairs]
+
+    def _tensor(self, payload: bytes, size: int) -> torch.Tensor:
+        """Return bytes on the device, padded to ``size``."""
+        padded = np.zeros(size, dtype=np.uint8)
+        padded[: len(payload)] = np.frombuffer(payload, dtype=np.uint8)
+        return torch.from_numpy(padded).to(self._device)
+
+
+def ranks_of(engine: Any) -> Ranks:
+    """Return the ranks of an engine's job."""
+    is_host = dist.get_backend() == "gloo"
+    return Ranks(torch.device("cpu") if is_host else torch.device(engine.device))
+
+
+def _described(error: Exception) -> bytes:
+    kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS), "")
+    text = str(error) if isinstance(error, ScalaiError) else f"{type(error).__name__}: {error}"
+    return json.dumps([kind, text]).encode()

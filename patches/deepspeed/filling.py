@@ -1,0 +1,126 @@
+"""Fills live memory from a checkpoint's files, and proves it.
+
+Each rank reads the parts that it wants, through one small buffer. The fingerprint of what is read
+is taken by the source's geometry, that of the live memory by the engine's.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from scalai.converters import streaming
+from scalai.converters.checkpoint import CheckpointFile, Placed
+from scalai.converters.noted import check_reports
+from scalai.converters.work import Work, work_between
+from scalai.core.collection import Collection, concatenate
+from scalai.core.coverage import check_coverage
+from scalai.core.errors import LayoutError, ProofError, StoreError
+from scalai.core.fingerprint import combine, tensor_fingerprints
+from scalai.core.region import Piece
+from scalai.patches.deepspeed.packing import packed, unpacked
+from scalai.runtime.fingerprints import live_fingerprints
+from scalai.runtime.live import Slot
+from scalai.runtime.rows import collection_of, piece_view
+from scalai.store.files import Bits, box_text
+
+Row = tuple[Slot, Piece]
+BUFFER_BYTES = 4 << 20
+_SIGNED = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+_SPOILT = (
+    "The engine now holds parts of this checkpoint and parts of what it had: load a checkpoint "
+    "again, or start the job anew."
+)
+
+
+def work_into(source: Placed, wanted: Collection) -> Work:
+    """Plan what fills the wanted rows.
+
+    Args:
+        source: Pieces in files, under the names and dtypes of ``wanted``.
+        wanted: The rows of live memory.
+
+    Raises:
+        LayoutError: Something wanted is held by no piece.
+    """
+    rows = np.zeros(len(wanted), dtype=np.int64)
+    memory = (CheckpointFile("live memory", 0),)
+    return work_between(
+        source, Placed(wanted, rows, rows, np.zeros_like(wanted.shape), memory), BUFFER_BYTES
+    )
+
+
+def fill(directory: Path, work: Work, rows: Sequence[Row]) -> npt.NDArray[np.uint64]:
+    """Read the wanted rows into live memory; return their fingerprints, [rows].
+
+    Raises:
+        StoreError: A file cannot be read. ProofError: Live memory is not what was read. Of both,
+            the engine's state is spoilt.
+    """
+    read: list[list[int]] = [[] for _ in rows]
+    streaming.forget_files()
+    try:
+        for task in work.tasks:
+            for unit in task.units:
+                slot, piece = rows[unit.row]
+                bits, fingerprint = streaming.gather(directory, work, unit)
+                part = streaming.wanted_box(piece.box, unit)
+                piece_view(slot, piece.sub(part)).copy_(_signed(bits))
+                read[unit.row].append(fingerprint)
+    except OSError as error:
+        raise StoreError(
+            f"{directory} could not be read to its end ({error}). {_SPOILT}"
+        ) from error
+    finally:
+        streaming.forget_files()
+    prints = np.array([combine(parts) for parts in read], dtype=np.uint64)
+    _check(rows, prints, live_fingerprints(rows))
+    return prints
+
+
+def _check(rows: Sequence[Row], read: npt.NDArray[np.uint64], live: npt.NDArray[np.uint64]) -> None:
+    differing = np.flatnonzero(read != live).tolist()
+    if differing:
+        named = (rows[row] for row in differing[:5])
+        raise ProofError(
+            f"{len(differing)} pieces of live memory are not what was read: "
+            f"{', '.join(slot.tensor.name + box_text(piece.box) for slot, piece in named)}. "
+            f"The memory is not sound. {_SPOILT}"
+        )
+
+
+def _signed(bits: Bits) -> torch.Tensor:
+    """Return bits as the integers that ``piece_view`` has."""
+    return torch.from_numpy(bits.view(_SIGNED[bits.itemsize]))
+
+
+def proof(rows: Sequence[Row], prints: npt.NDArray[np.uint64]) -> bytes:
+    """Return what ``check_proofs`` needs of a rank: its rows and their fingerprints."""
+    return packed(collection_of(rows), None, prints=prints)
+
+
+def check_proofs(directory: Path, source: Collection, proofs: Sequence[bytes]) -> None:
+    """Add up the fingerprints of all ranks to those of tensors, and compare them with those that a
+    conversion left beside the checkpoint.
+
+    Args:
+        directory: The checkpoint's.
+        source: Its tensors.
+        proofs: Of each rank what ``proof`` returned.
+
+    Raises:
+        LayoutError: Together the ranks do not have every element of every tensor.
+        ProofError: Ranks that have the same elements differ, or tensors from what was converted.
+    """
+    parts = [unpacked(part) for part in proofs]
+    rows = concatenate([collection for collection, _, _ in parts])
+    try:
+        check_coverage(rows)
+        prints = np.concatenate([columns["prints"] for _, _, columns in parts])
+        found = tensor_fingerprints(rows, prints)
+        held = set(source.tensors)
+        check_reports(directory, {t.name: found[t.name] for t in rows.tensors if t in held})
+    except (LayoutError, ProofError) as error:
+        raise type(error)(f"{error} {_SPOILT}") from error

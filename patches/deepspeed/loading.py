@@ -1,0 +1,116 @@
+"""``engine.load_checkpoint`` at other degrees or another ZeRO stage than the checkpoint's.
+
+Where DeepSpeed loads a checkpoint itself it does, untouched. Else every rank reads what it wants
+out of the files into its own live memory. Nothing is written before all ranks have agreed that it
+can be done.
+
+    engine, *_ = deepspeed.initialize(...)
+    scalai.patches.deepspeed.loading.install(engine)
+    path, client_state = engine.load_checkpoint(directory)
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scalai.core.errors import RefusedError
+from scalai.patches.deepspeed import grid
+from scalai.patches.deepspeed.agreement import Ranks, ranks_of
+from scalai.patches.deepspeed.filling import check_proofs, fill, proof
+from scalai.patches.deepspeed.load_plan import LoadPlan
+from scalai.patches.deepspeed.native import Request, is_out_of_scope, loads_itself
+from scalai.patches.deepspeed.saved import Saved, read_saved
+from scalai.patches.deepspeed.values import client_state
+
+log = logging.getLogger(__name__)
+
+Loaded = tuple[str | None, dict[str, Any] | None]
+
+
+def install(engine: Any) -> None:
+    """Let the ``load_checkpoint`` of one engine take checkpoints of other degrees and stages.
+
+    It takes what ``deepspeed.initialize`` returned, on all ranks, and no launcher.
+    """
+    method = engine.load_checkpoint
+
+    @functools.wraps(method)
+    def load(*args: Any, **kwargs: Any) -> Loaded:
+        return load_checkpoint(method, engine, args, kwargs)
+
+    engine.load_checkpoint = load
+
+
+def load_checkpoint(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Loaded:
+    """Load a checkpoint, whatever degrees and stage saved it: a wrapper for wrapt. All ranks.
+
+    Args:
+        wrapped: DeepSpeed's own ``load_checkpoint``, bound to the engine.
+        instance: The engine.
+        args, kwargs: Of the call.
+
+    Returns:
+        What DeepSpeed does: the path of a model file, and the script's ``client_state``.
+
+    Raises:
+        RefusedError: On all ranks, where it cannot be done on one; the engine is as it was.
+        ProofError, StoreError: On all ranks, where a file cannot be read to its end, or what
+            arrives is not what was saved. The message says whether the engine's state is spoilt.
+    """
+    request = Request.of(wrapped, args, kwargs)
+    if is_out_of_scope(instance):
+        return _own(wrapped, args, kwargs)
+    ranks, directory = ranks_of(instance), request.directory()
+    is_own = ranks.together(lambda: directory is None or loads_itself(instance, directory, request))
+    if not ranks.any_of(np.array([not is_own]))[0]:
+        return _own(wrapped, args, kwargs)
+    return _load(ranks, instance, ranks.together(lambda: _seen(directory)), request)
+
+
+def _own(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Loaded:
+    loaded: Loaded = wrapped(*args, **kwargs)
+    return loaded
+
+
+def _seen(directory: Path | None) -> Path:
+    if directory is None:
+        raise RefusedError(
+            "this rank sees no checkpoint where others do. Put it on a disk that all hosts share."
+        )
+    return directory
+
+
+def _load(ranks: Ranks, engine: Any, directory: Path, request: Request) -> Loaded:
+    saved = Saved.from_bytes(ranks.from_first(lambda: read_saved(directory).to_bytes()))
+    plan = ranks.together(lambda: LoadPlan.of(engine, directory, saved, request))
+    plan.refuse_left_over(ranks.any_of(plan.used))
+    _event(engine, "checkpoint_event_prologue")  # stage 3 lets go of what is gathered
+    prints = ranks.together(lambda: fill(directory, plan.work, plan.rows))
+    proofs = ranks.to_first(proof(plan.rows, prints))
+    source = saved.placed.collection
+    ranks.together(lambda: check_proofs(directory, source, proofs) if proofs else None)
+    ranks.together(plan.put_scalars)
+    _event(engine, "checkpoint_event_epilogue")
+    if ranks.rank == 0:
+        log.warning(
+            "event=load framework=deepspeed checkpoint=%s dp=%s->%s tp=%d pp=%d zero_stage=%d "
+            "tensors=%d", directory, plan.values["dp_world_size"], *_degrees(engine),
+            engine.zero_optimization_stage(), len(source.tensors),
+        )  # fmt: skip
+    return str(plan.path), client_state(plan.values, request)
+
+
+def _event(engine: Any, name: str) -> None:
+    if hasattr(engine.optimizer, name):
+        getattr(engine.optimizer, name)()
+
+
+def _degrees(engine: Any) -> tuple[int, int, int]:
+    here = grid.degrees(engine)
+    return here["dp"], here["tp"], here["pp"]

@@ -1,0 +1,108 @@
+"""Whether DeepSpeed loads a checkpoint into an engine by itself: decided by looking at both.
+
+Source: ``load_checkpoint``, ``_load_checkpoint`` and ``_load_zero_checkpoint`` of
+deepspeed/runtime/engine.py, ``SDLoaderBase.load`` of runtime/state_dict_factory.py, 0.19.8.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scalai.converters.deepspeed.files import Tag, TagFiles, find_tag, list_files, read_dictionary
+from scalai.core.errors import RefusedError
+from scalai.patches.deepspeed import grid
+
+_STATES = "*mp_rank_*_model_states.pt"
+
+Shapes = list[list[tuple[str, tuple[int, ...]]]]
+"""By flat buffer its parameters, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a script asks of ``load_checkpoint``: its arguments, with their defaults."""
+
+    load_dir: str
+    tag: str | None
+    load_module_strict: bool
+    load_optimizer_states: bool
+    load_lr_scheduler_states: bool
+    load_module_only: bool
+    custom_load_fn: Callable[..., Any] | None
+
+    @classmethod
+    def of(
+        cls, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> "Request":
+        """Bind a call. Raises ``TypeError`` as the call would."""
+        given = inspect.signature(method).bind(*args, **kwargs)
+        given.apply_defaults()
+        return cls(**{name: given.arguments[name] for name in cls.__slots__})
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the optimizer's state is asked for, too."""
+        return self.load_optimizer_states and not self.load_module_only
+
+    def directory(self) -> Path | None:
+        """Return where the checkpoint lies; None: there is none of a kind that is known here."""
+        path = Path(self.load_dir)
+        found = find_tag(path, None) if self.tag is None else path / str(self.tag)
+        # Without a tag this may be the tag's own directory; DeepSpeed does not take it.
+        is_known = found is not None and found != path and any(found.glob(_STATES))
+        return found if is_known else None
+
+
+def is_out_of_scope(engine: Any) -> bool:
+    """Tell whether this engine's checkpoints are DeepSpeed's own business: universal ones, experts,
+    files on each node's disks, an engine that does not train."""
+    return bool(
+        engine.load_universal_checkpoint()
+        or engine.has_moe_layers
+        or engine.use_node_local_storage()
+        or engine.optimizer is None
+    )
+
+
+def loads_itself(engine: Any, directory: Path, request: Request) -> bool:
+    """Tell whether DeepSpeed loads this on this rank: the same stage, degrees and flat buffers.
+
+    Raises:
+        RefusedError: Files are missing or damaged.
+    """
+    tag = list_files(directory)
+    here = grid.degrees(engine)
+    tp = len(tag.layers) or len(tag.ranks)
+    pp = len(tag.ranks) // tp
+    is_3, was_3 = engine.zero_optimization_stage() == 3, tag.ranks[0].is_stage_3
+    if not request.is_whole and not is_3 and not was_3:
+        # Weights are whole in these files; a pipeline has a file for each layer.
+        return tp == here["tp"] and (pp == here["pp"] or bool(tag.layers))
+    if (tp, pp, is_3) != (here["tp"], here["pp"], was_3):
+        return False
+    own = tag.ranks[engine.checkpoint_mp_rank]
+    if not engine.zero_optimization():
+        return not own.optimizer
+    return len(own.optimizer) == here["dp"] and _has_equal_buffers(engine, tag, own)
+
+
+def _has_equal_buffers(engine: Any, tag: Tag, own: TagFiles) -> bool:
+    """Tell whether flat buffers hold the same parameters in the same order, for one optimizer."""
+    model = read_dictionary(tag.directory / own.model[0], trust=True)
+    state = read_dictionary(tag.directory / own.optimizer[0], trust=True)
+    inner = state.get("optimizer_state_dict")
+    if not isinstance(inner, dict):
+        raise RefusedError(
+            f"{tag.directory / own.optimizer[0]} holds no optimizer_state_dict. Use another "
+            "checkpoint."
+        )
+    is_bf16 = type(engine.optimizer).__name__ == "BF16_Optimizer"
+    was_bf16 = not own.is_stage_3 and inner.get("zero_stage") is None
+    saved = _plain(model.get("param_shapes") or [])
+    return is_bf16 == was_bf16 and saved == _plain(engine._get_zero_param_shapes())
+
+
+def _plain(groups: Any) -> Shapes:
+    return [[(name, tuple(shape)) for name, shape in group.items()] for group in groups]

@@ -1,0 +1,101 @@
+"""Values of a checkpoint's model file, as a script and its scheduler take them: read without
+running any code of the file."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scalai.converters.deepspeed.files import Tag, carried, read_dictionary
+from scalai.converters.pickles import Foreign
+from scalai.converters.torch_archive import TORCH_DTYPES, NewTensor
+from scalai.core.errors import RefusedError
+from scalai.patches.deepspeed import grid
+from scalai.patches.deepspeed.native import Request
+from scalai.runtime.live import DTYPE_NAMES
+
+_TORCH = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_OF_THE_LAYOUT = frozenset((
+    "module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "buffer_names", "checkpoint_parallel_dimensions",
+))  # fmt: skip
+"""Entries that are true of the saved degrees alone, or are tensors of the state."""
+_LOADED = frozenset((
+    "skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd",
+))  # fmt: skip
+"""Entries that ``load_checkpoint`` keeps to itself."""
+
+
+def own_file(engine: Any, tag: Tag) -> Path:
+    """Return the model file of a tag that this rank saved, or where degrees differ one that stands
+    for it."""
+    here = grid.degrees(engine)
+    is_alike = len(tag.ranks) == here["tp"] * here["pp"] and len(tag.layers or [1]) == here["tp"]
+    files = tag.ranks[engine.checkpoint_mp_rank if is_alike else 0].model
+    dp_rank = dist.get_rank(engine.seq_data_parallel_group)
+    return tag.directory / files[dp_rank if len(files) == here["dp"] else 0]
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """Return the entries of a model file that hold at any degrees.
+
+    Raises:
+        RefusedError: It is damaged, or an entry holds an object of a class that is not plain.
+    """
+    model = read_dictionary(path, trust=True)  # classes become stand-ins, nothing of them runs
+    return {
+        key: live_value(carried(value, path), f"{key} in {path}")
+        for key, value in model.items()
+        if key not in _OF_THE_LAYOUT
+    }
+
+
+def client_state(values: Mapping[str, Any], request: Request) -> dict[str, Any]:
+    """Return of ``live_values`` what ``load_checkpoint`` returns to the script: all but what it has
+    loaded, as ``_load_checkpoint`` of deepspeed/runtime/engine.py does (0.19.8)."""
+    loaded = frozenset() if request.load_module_only else _LOADED
+    schedule = {"lr_scheduler"} if request.load_lr_scheduler_states else set()
+    return {key: value for key, value in values.items() if key not in loaded | schedule}
+
+
+def live_value(value: Any, what: str) -> Any:
+    """Return a value with torch's tensors and dtypes. Dictionaries are changed in place.
+
+    Args:
+        value: A tree of plain values, ``NewTensor`` and stand-ins.
+        what: Whose it is, for the message.
+
+    Raises:
+        RefusedError: It holds an object of a class that is not plain.
+    """
+    if isinstance(value, NewTensor):
+        data = torch.frombuffer(bytearray(value.content or b""), dtype=torch.uint8)
+        return data.view(_TORCH[value.dtype]).view(value.shape)
+    if isinstance(value, Foreign) or (isinstance(value, type) and issubclass(value, Foreign)):
+        return _of_torch(value, what)
+    if isinstance(value, dict):
+        pairs = [(live_value(key, what), live_value(of, what)) for key, of in value.items()]
+        value.clear()
+        value.update(pairs)
+    if isinstance(value, list | tuple):
+        return type(value)(live_value(entry, what) for entry in value)
+    if isinstance(value, Namespace):
+        return Namespace(**live_value(vars(value), what))
+    return value
+
+
+def _of_torch(value: Any, what: str) -> Any:
+    """Return the dtype or device that a stand-in is of. Raises as ``live_value``."""
+    module, name = value.path
+    if module == "torch" and name in TORCH_DTYPES:
+        return getattr(torch, name)
+    if (module, name) == ("torch", "device") and isinstance(value, Foreign):
+        return torch.device(*value.args)
+    raise RefusedError(
+        f"{what} holds an object of {module}.{name}, and to make one would run code that the "
+        "checkpoint names. Save plain values, or convert the checkpoint by scalai reshard "
+        "--trust-pickle to this engine's degrees and stage: then DeepSpeed loads it itself."
+    )
