@@ -60,4 +60,4 @@ class EpochBatches(BatchSampler):
         order = np.resize(np.fromiter(self.sampler, dtype=np.int64), self._samples)
         for begin in range(consumed, len(order), self._batches.global_batch_size):
             for places in self._batches.samples(begin, self._dp_rank):
-                yield order[places].tolist()
+                yield order[places % len(order)].tolist()
