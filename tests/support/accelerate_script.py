@@ -106,7 +106,7 @@ def main() -> None:
                 "step": step,
                 "rank": accelerator.process_index,
                 "world": accelerator.num_processes,
-                "loss": float(loss) / options.accumulate,
+                "loss": float(loss.detach()) / options.accumulate,
                 "samples": names,
                 "rate": scheduler.get_last_lr()[0],
             }

@@ -52,7 +52,7 @@ class NotingTrainer(Trainer):
             "step": self.state.global_step,
             "rank": self.args.process_index,
             "world": self.args.world_size,
-            "loss": float(loss),
+            "loss": float(loss.detach()),
             "samples": names,
             "epoch": self.state.epoch,
         }
