@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import wrapt
 
+from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN
 from scalai.core.errors import RefusedError
 from scalai.patches.accelerate import schedules
+from scalai.patches.accelerate.batches import round_batches
 from scalai.patches.accelerate.loaders import put_in_order
 from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
 from scalai.runtime.live import Json
@@ -81,11 +83,8 @@ class LoopHooks:
         if self.is_another() or not any(isinstance(arg, torch.nn.Module) for arg in args):
             return wrapped(*args, **kwargs)
         session, engines = self._get_session(), self._engines
-        if session.tp * session.pp != 1:
-            raise RefusedError(
-                f"TP{session.tp} PP{session.pp}: of a job of Accelerate the number of "
-                "data-parallel ranks changes alone. Leave tp and pp out of [degrees]."
-            )
+        if session.facts:
+            self._fit(instance, args)
         self._accelerator = instance
         session.register_state("accelerate", self._take, self._put)
         result = wrapped(*args, **kwargs)
@@ -100,6 +99,18 @@ class LoopHooks:
             self._restored_step = session.step
             self._put_schedules(self._saved)
         return result
+
+    def _fit(self, accelerator: Any, prepared: Args) -> None:
+        """Have Accelerate compute DeepSpeed's batches for this round's ranks."""
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        sizes = [size for arg in prepared if (size := getattr(arg, "batch_size", None))]
+        batches = round_batches(
+            self._get_session(), max(sizes, default=1), accelerator.gradient_accumulation_steps,
+            "Accelerate",
+        )  # fmt: skip
+        config[MICRO] = batches.micro_batch_size
+        config[ACCUMULATION] = batches.num_micro_batches
+        config[TRAIN] = batches.global_batch_size
 
     def accumulate(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Notice that the loop accumulates gradients itself."""

@@ -17,8 +17,9 @@ from typing import Any
 import wrapt
 
 from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN
-from scalai.core.batches import Batches, fit_batches
+from scalai.core.batches import Batches
 from scalai.core.errors import RefusedError
+from scalai.patches.accelerate.batches import round_batches
 from scalai.patches.data.epochs import EpochBatches
 from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
 from scalai.patches.transformers.carried import put_losses, put_schedule, put_state, taken
@@ -93,7 +94,12 @@ class TrainerHooks:
                 "auto_find_batch_size changes the batch while it trains. Leave it out, or run "
                 "without --elastic."
             )
-        batches = self._fit(mine)
+        batches = round_batches(
+            self._get_session(),
+            mine.per_device_train_batch_size,
+            mine.gradient_accumulation_steps,
+            "transformers' Trainer",
+        )
         mine.per_device_train_batch_size = batches.micro_batch_size
         mine.gradient_accumulation_steps = batches.num_micro_batches
         sizes = {
@@ -183,21 +189,6 @@ class TrainerHooks:
 
     def _put(self, saved: Any) -> None:
         self._saved = saved
-
-    def _fit(self, arguments: Any) -> Batches:
-        session = self._get_session()
-        if session.tp * session.pp != 1:
-            raise RefusedError(
-                f"TP{session.tp} PP{session.pp}: of a job of transformers' Trainer the number of "
-                "data-parallel ranks changes alone. Leave tp and pp out of [degrees]."
-            )
-        facts = session.facts
-        usual = facts.get("first_micro_batch_size", arguments.per_device_train_batch_size)
-        stated = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
-        total = facts.get("global_batch_size", stated * session.dp)
-        if session.micro_batch_size is not None:
-            return Batches(total, session.micro_batch_size, session.dp)
-        return fit_batches(total, session.dp, usual)
 
     def _takes_part(self, trainer: Any) -> bool:
         return self._batches is not None and bool(trainer.is_deepspeed_enabled)
