@@ -59,9 +59,9 @@ def run_alone(folder: Path, command: Sequence[str]) -> "subprocess.Popen[bytes]"
         )
 
 
-def train_through(folder: Path, command: Sequence[str]) -> Agents:
+def train_through(folder: Path, command: Sequence[str], step_s: float) -> Agents:
     """Run a script through the worlds, to its end. Returns the job, which has ended."""
-    slow = [*command, "--step-s", "0.3"]
+    slow = [*command, "--step-s", str(step_s)]
     with Agents(folder, None, slow, nodes="1", slots=max(WORLDS)) as agents:
         agents.metrics = folder / "notes" / "n.0"
         agents.start("a")
@@ -115,9 +115,8 @@ def test_a_script_on_trainer_goes_through_other_worlds(
     """Its logs tell of one training: a line a step, with the learning rate of that step."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     alone = run_alone(tmp_path / "alone", words(TRAINER, tmp_path / "alone", stage, 6))
-    agents = train_through(
-        tmp_path / "elastic", words(TRAINER, tmp_path / "elastic", stage, 2, "--save-every", "4")
-    )
+    script = words(TRAINER, tmp_path / "elastic", stage, 2, "--save-every", "4")
+    agents = train_through(tmp_path / "elastic", script, step_s=1.2)
     assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]
     check(tmp_path, agents)
     told, expected = (
@@ -136,7 +135,8 @@ def test_a_loop_on_accelerate_goes_through_other_worlds(
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     alone = run_alone(tmp_path / "alone", words(ACCELERATE, tmp_path / "alone", 2, 6))
-    agents = train_through(tmp_path / "elastic", words(ACCELERATE, tmp_path / "elastic", 2, 2))
+    script = words(ACCELERATE, tmp_path / "elastic", 2, 2)
+    agents = train_through(tmp_path / "elastic", script, step_s=0.3)
     assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]
     check(tmp_path, agents)
     rates = [
