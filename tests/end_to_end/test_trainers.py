@@ -23,6 +23,8 @@ TOLERANCE = 1e-6
 BATCH, SAMPLES, EPOCHS = 12, 60, 6
 STEPS = SAMPLES // BATCH * EPOCHS
 WORLDS = (3, 1, 2)
+STEP_S = 1.2
+"""The workers of the next round are started and built meanwhile."""
 
 
 def words(script: Path, folder: Path, stage: int, accumulate: int, *flags: str) -> list[str]:
@@ -59,9 +61,9 @@ def run_alone(folder: Path, command: Sequence[str]) -> "subprocess.Popen[bytes]"
         )
 
 
-def train_through(folder: Path, command: Sequence[str], step_s: float) -> Agents:
+def train_through(folder: Path, command: Sequence[str]) -> Agents:
     """Run a script through the worlds, to its end. Returns the job, which has ended."""
-    slow = [*command, "--step-s", str(step_s)]
+    slow = [*command, "--step-s", str(STEP_S)]
     with Agents(folder, None, slow, nodes="1", slots=max(WORLDS)) as agents:
         agents.metrics = folder / "notes" / "n.0"
         agents.start("a")
@@ -116,7 +118,7 @@ def test_a_script_on_trainer_goes_through_other_worlds(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     alone = run_alone(tmp_path / "alone", words(TRAINER, tmp_path / "alone", stage, 6))
     script = words(TRAINER, tmp_path / "elastic", stage, 2, "--save-every", "4")
-    agents = train_through(tmp_path / "elastic", script, step_s=1.2)
+    agents = train_through(tmp_path / "elastic", script)
     assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]
     check(tmp_path, agents)
     told, expected = (
@@ -136,7 +138,7 @@ def test_a_loop_on_accelerate_goes_through_other_worlds(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     alone = run_alone(tmp_path / "alone", words(ACCELERATE, tmp_path / "alone", 2, 6))
     script = words(ACCELERATE, tmp_path / "elastic", 2, 2)
-    agents = train_through(tmp_path / "elastic", script, step_s=0.3)
+    agents = train_through(tmp_path / "elastic", script)
     assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]
     check(tmp_path, agents)
     rates = [

@@ -113,7 +113,8 @@ def main() -> None:
             print(json.dumps(note), file=notes, flush=True)
             if accelerator.sync_gradients and model.global_steps == options.save_at:
                 accelerator.save_state(str(options.output))
-            time.sleep(options.step_s)
+            if accelerator.sync_gradients:
+                time.sleep(options.step_s)
     accelerator.end_training()
 
 
