@@ -106,7 +106,7 @@ def main() -> None:
                 "step": step,
                 "rank": accelerator.process_index,
                 "world": accelerator.num_processes,
-                "loss": float(loss.detach()) / options.accumulate,
+                "loss": float(loss.detach()) / accelerator.gradient_accumulation_steps,
                 "samples": names,
                 "rate": scheduler.get_last_lr()[0],
             }
