@@ -203,6 +203,19 @@ def parameters_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {t.name.partition("/")[2]: t for t in tensors if t.name.startswith(f"{PARAM}/")}
 
 
+@dataclass(frozen=True, slots=True)
+class BesideFile:
+    """A file of a target that holds no tensors: a copy of ``source``, or ``content``.
+
+    ``path`` is relative to the target's directory.
+    """
+
+    path: str
+    size_bytes: int
+    source: Path | None = None
+    content: bytes | None = None
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Target:
     """A checkpoint that is to be written.
@@ -217,6 +230,7 @@ class Target:
             the fingerprint of each row [rows]: writes the small files that complete the
             checkpoint, the framework's marker of completeness last.
         notes: What the target does not carry, or what was invented, one line each.
+        beside: What else belongs to it; written before ``finish`` is called.
     """
 
     layout: str
@@ -224,6 +238,7 @@ class Target:
     fixed: Mapping[int, Sequence[tuple[int, bytes]]]
     finish: Callable[[Path, npt.NDArray[np.uint64]], None]
     notes: tuple[str, ...] = ()
+    beside: tuple[BesideFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

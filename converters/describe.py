@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.converters.checkpoint import Checkpoint
+from scalai.converters.hugging_face.carrying import describe_companions
 from scalai.converters.streaming import source_view
 from scalai.core.collection import Tensor
 from scalai.core.coverage import find_gaps
@@ -44,6 +45,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Json]:
             for tensor, box in gaps
         ],
         "notes": list(checkpoint.notes),
+        "beside": describe_companions(checkpoint),
         "tensors": [
             {
                 "name": tensor.name,

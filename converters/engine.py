@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 import scalai
+from scalai.converters.beside import BESIDE, beside_bytes, identify, write_beside
 from scalai.converters.checkpoint import REPORT, REPORT_VERSION, Checkpoint, Placed, Target
 from scalai.converters.forked import map_forked
 from scalai.converters.journal import Done, Journal
@@ -94,10 +95,10 @@ def look_ahead(source: Checkpoint, target: Target, limits: Limits) -> tuple[Work
     return work, Outlook(
         tensors=len(target.placed.collection.tensors),
         read_bytes=work.size_bytes,
-        write_bytes=sum(file.size_bytes for file in target.placed.files),
+        write_bytes=sum(file.size_bytes for file in target.placed.files) + beside_bytes(target),
         peak_bytes=limits.workers * (WORKER_BYTES + BUFFERS * limits.buffer_bytes),
         tasks=len(work.tasks),
-        files=len(target.placed.files),
+        files=len(target.placed.files) + len(target.beside),
         unused={kind: len(names) for kind, names in unused(source, target).items()},
     )
 
@@ -156,6 +157,7 @@ def reshard(
             rows = _row_fingerprints(done, len(target.placed.collection))
             report = {
                 **_report(source, target, rows),
+                BESIDE: write_beside(partial, target),
                 "conversion": identity,
                 "bytes": outlook.write_bytes,
                 "seconds": round(time.monotonic() - began, 3),
@@ -220,6 +222,8 @@ def _identity(source: Checkpoint, target: Target, buffer_bytes: int) -> str:
     for number in sorted(target.fixed):
         for at, data in target.fixed[number]:
             digest.update(repr((number, at)).encode() + data)
+    for beside in target.beside:
+        digest.update(identify(beside))
     return digest.hexdigest()
 
 

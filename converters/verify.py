@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from scalai.converters.beside import check_beside
 from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Placed
 from scalai.converters.fingerprints import batches, fingerprints, parts_of, row_fingerprints
 from scalai.converters.forked import map_forked
@@ -51,7 +52,7 @@ class Difference:
 
 def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
     """Check one checkpoint: coverage, replicas, second copies, masters against weights, and the
-    fingerprints that a conversion left beside it.
+    fingerprints that a conversion left beside it, also of files without tensors.
 
     Returns:
         The fingerprints of its tensors.
@@ -64,6 +65,7 @@ def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
     _refuse(checkpoint, _twin_differences(checkpoint, workers))
     _refuse(checkpoint, _master_differences(checkpoint, workers))
     check_report(checkpoint, found)
+    check_beside(checkpoint)
     return found
 
 

@@ -100,6 +100,9 @@ def _checkpoint_lines(report: dict[str, Json]) -> Iterator[str]:
         yield f"{key} {value}"
     state = "whole" if report["is_whole"] else f"not whole, {len(report['missing'])} holes"
     yield f"state      {state}, {size_text(report['size_bytes'])} in {report['files']} files"
+    if beside := report["beside"]:
+        streams = f", random streams of {beside['random_streams']} ranks"
+        yield f"saved by   {beside['saved_by']}: {', '.join(beside['files'])}{streams}"
     yield from (f"note       {note}" for note in report["notes"])
     yield ""
     width = max((len(tensor["name"]) for tensor in report["tensors"]), default=0)

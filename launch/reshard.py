@@ -16,6 +16,7 @@ from scalai.converters.between.reference import read_reference
 from scalai.converters.between.translation import INVENTED, LEFT_OUT
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, WriteOptions
 from scalai.converters.engine import Limits, Outlook, look_ahead, reshard
+from scalai.converters.hugging_face.carrying import accompanied
 from scalai.converters.layouts import LAYOUTS, layout_named, open_checkpoint
 from scalai.converters.megatron.limits import limits_of
 from scalai.converters.parts import Part
@@ -95,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
     _check_degrees(source, degrees, reference)
     is_split = None if args.optimizer is None else args.optimizer == "distributed"
     target = layout.lay_out(source, WriteOptions(degrees, is_split, reference, cuts))
+    target = accompanied(source, target, degrees)
     memory = parse_size(args.memory) if args.memory else _quarter_of_free()
     limits = Limits(memory, args.workers)
     tell = _tell_json if args.json else _tell

@@ -26,7 +26,14 @@ def install() -> None:
     if importlib.util.find_spec("deepspeed") is not None:
         from scalai.patches.deepspeed import training as deepspeed_training
 
-        deepspeed_training.install(session.elastic)
+        engines = deepspeed_training.install(session.elastic)
+        if importlib.util.find_spec("accelerate") is not None:
+            from scalai.patches.accelerate import training as loop_training
+            from scalai.patches.transformers import training as trainer_training
+
+            trainer = trainer_training.install(session.elastic, engines)
+            loops = loop_training.install(session.elastic, engines)
+            loops.is_another = lambda: trainer.has_trainer
 
 
 class _RehearsalFirst:

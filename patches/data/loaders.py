@@ -12,7 +12,7 @@ Source: torch/utils/data/distributed.py, dataloader.py and sampler.py, 2.13.
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -126,6 +126,10 @@ class Feed:
             # The loader does not let an attribute be set again; nothing has used it yet.
             vars(instance)["batch_sampler"] = ElasticBatchSampler(instance.batch_sampler, self)
 
+    def decline(self, why: str) -> None:
+        """Remember why a loader stays as it is, for the case that the training draws from it."""
+        self._declined[why] = None
+
     def _iterate(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Iterator[Any]:
         """Go over consumed passes without starting a loader's workers for them."""
         sampler = instance.batch_sampler
@@ -140,6 +144,29 @@ class Feed:
         if isinstance(source, Pass) and source.number is not None:
             source.sampler.clock.drawn.append(source.number)
         return drawn
+
+
+class Dealer(Protocol):
+    """What deals a loader's batches, pass by pass."""
+
+    plain: Any
+    """The batches where nothing is counted."""
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def is_elastic(self) -> bool: ...
+
+    def skip(self) -> None:
+        """Take note of a pass of which nothing is left."""
+
+    def micro_batches(self, consumed: int) -> Iterator[list[int]]:
+        """Yield this rank's micro-batches of a pass of which so many samples are consumed."""
+        ...
 
 
 class ElasticBatchSampler(BatchSampler):
@@ -164,6 +191,13 @@ class ElasticBatchSampler(BatchSampler):
         clock = self.distributed.scalai_clock  # type: ignore[attr-defined]
         assert isinstance(clock, Clock)
         return clock
+
+    @property
+    def epoch(self) -> int:
+        return self.distributed.epoch
+
+    def skip(self) -> None:
+        """Nothing is left of a pass: torch's samplers do not count passes."""
 
     @property
     def is_elastic(self) -> bool:
@@ -220,7 +254,7 @@ class Pass(Iterator[list[int]]):
     on.
     """
 
-    def __init__(self, sampler: ElasticBatchSampler) -> None:
+    def __init__(self, sampler: Dealer) -> None:
         self.sampler = sampler
         self._batches: Iterator[list[int]] | None = None
         self.number: PassNumber | None = None
@@ -233,8 +267,11 @@ class Pass(Iterator[list[int]]):
     def _begin(self) -> Iterator[list[int]]:
         if not self.sampler.is_elastic:
             return iter(self.sampler.plain)
-        self.number, consumed = self.sampler.clock.begin(self.sampler.distributed.epoch)
-        return iter(()) if consumed is None else self.sampler.micro_batches(consumed)
+        self.number, consumed = self.sampler.clock.begin(self.sampler.epoch)
+        if consumed is None:
+            self.sampler.skip()
+            return iter(())
+        return self.sampler.micro_batches(consumed)
 
 
 def pass_order(

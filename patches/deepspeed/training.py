@@ -22,7 +22,7 @@ import wrapt
 from scalai.converters.deepspeed.config import StatedBatch
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
-from scalai.patches.deepspeed import loaders
+from scalai.patches.deepspeed import loaders, randomness
 from scalai.patches.deepspeed.checkpoints import Checkpoints
 from scalai.patches.deepspeed.round_config import (
     RoundOrder,
@@ -92,6 +92,10 @@ class EngineHooks:
     Attributes:
         feed: The process's data loaders.
         engine: The engine that takes part; None before it is built.
+        keeps_order: Whether the samples of a step are counted here; else a framework around the
+        engine does.
+        is_due: Whether a step has ended that the job was not told of.
+        streams: Random streams that the first step goes on with; None: those that run.
     """
 
     _version: str
@@ -100,7 +104,9 @@ class EngineHooks:
         self._get_session = get_session
         self.feed = Feed()
         self.engine: Any = None
-        self._is_due = False
+        self.keeps_order = True
+        self.is_due = False
+        self.streams: Json = None
 
     def hook_deepspeed(self, deepspeed: Any) -> None:
         self._version = deepspeed.__version__
@@ -177,13 +183,17 @@ class EngineHooks:
 
     def count_step(self) -> None:
         """An optimizer step has ended: its samples are consumed."""
-        if self._session.settings.get("data_order") != "own" and _draws_samples(self.engine):
+        is_ours = self.keeps_order and self._session.settings.get("data_order") != "own"
+        if is_ours and _draws_samples(self.engine):
             self.feed.step()
-        self._is_due = True
+        # Accelerate calls the engine's step once an accumulation, not once a micro-batch.
+        engine, each = self.engine, self.engine.gradient_accumulation_steps()
+        engine.micro_steps = -(-engine.micro_steps // each) * each
+        self.is_due = True
 
     def end_step(self) -> None:
         """The script has done what it does after a step: leave where the job stops here."""
-        self._is_due = False
+        self.is_due = False
         assert self.feed.batches is not None
         samples = self.feed.batches.global_batch_size
         if self._session.boundary(self.engine.global_steps, samples=samples):
@@ -240,6 +250,7 @@ class EngineHooks:
         self.engine = engine
         is_restored = session.attach(DeepSpeedState(engine))
         if is_restored:
+            self.streams = randomness.state(engine)
             loaders.draw_anew(engine)
         checkpoints.install(is_restored=is_restored)
         is_pipeline = _is_pipeline(engine)
@@ -254,11 +265,20 @@ class EngineHooks:
 
         @functools.wraps(method)
         def begin(*args: Any, **kwargs: Any) -> Any:
-            if self._is_due and not self._is_evaluating() and torch.is_grad_enabled():
-                self.end_step()
+            if not self._is_evaluating() and torch.is_grad_enabled():
+                if self.is_due:
+                    self.end_step()
+                self._continue_streams()
             return method(*args, **kwargs)
 
         return begin
+
+    def _continue_streams(self) -> None:
+        """Random streams go on where the last round left them, whatever the script has drawn until
+        its first step: a loader draws a number when it is begun."""
+        streams, self.streams = self.streams, None
+        if streams is not None:
+            randomness.restore(self.engine, streams, 0, self.engine.global_steps)
 
     def _counting_steps(self, method: Call) -> Call:
         @functools.wraps(method)

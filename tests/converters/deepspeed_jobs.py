@@ -6,6 +6,7 @@ DeepSpeed is imported once; the ranks of a job are forks, so that each job begin
 import json
 import multiprocessing
 import os
+import runpy
 import sys
 import tempfile
 import traceback
@@ -70,6 +71,8 @@ class Job:
     load: str | None = None
     gpt: dict[str, Any] | None = None
     """A model of ``hugging_models``, trained by ``hugging_jobs`` as Megatron trains its own."""
+    script: list[str] | None = None
+    """A script and its arguments, which torchrun would start; nothing else of the job counts."""
 
 
 Runner = Callable[[Job], list[dict[str, Any]]]
@@ -92,6 +95,8 @@ def serve() -> None:
     context = multiprocessing.get_context("fork")
     for line in sys.stdin:
         job = Job(**json.loads(line))
+        if job.script is not None:
+            import transformers.trainer  # noqa: F401  before the ranks are forked
         with tempfile.NamedTemporaryFile() as meeting:
             pipes, ranks = [], []
             for rank in range(job.world):
@@ -117,7 +122,9 @@ def receive(pipe: Any) -> Any:
 def answer(job: Job, rank: int, meeting: str, pipe: Any) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world))
     try:
-        if job.gpt is not None:
+        if job.script is not None:
+            pipe.send(run_script(job, meeting))
+        elif job.gpt is not None:
             from hugging_jobs import run as run_gpt
 
             pipe.send(run_gpt(job, meeting))
@@ -125,6 +132,18 @@ def answer(job: Job, rank: int, meeting: str, pipe: Any) -> None:
             pipe.send(run(job, meeting))
     except BaseException:
         pipe.send({"error": traceback.format_exc()})
+
+
+def run_script(job: Job, meeting: str) -> dict[str, Any]:
+    """Run a script as torchrun would."""
+    assert job.script is not None
+    os.environ.update(
+        MASTER_ADDR="localhost", MASTER_PORT=str(20000 + hash(meeting) % 10000),
+        LOCAL_WORLD_SIZE=str(job.world),
+    )  # fmt: skip
+    sys.argv = job.script
+    runpy.run_path(job.script[0], run_name="__main__")
+    return {}
 
 
 def join(job: Job, meeting: str) -> None:

@@ -19,9 +19,9 @@ here.
     14 missing and extra files of ranks       test_rejects: missing file, extra file
     15 a kill at any byte                     here: a_kill_at_any_byte, a_kill_at_any_call
     16 ZeRO at DP 4 -> 6, 8 -> 16, 32 -> 128  here: zero_at_any_number_of_ranks
-    17 Hugging Face's Trainer                 none: DeepSpeed's engine writes it
+    17 Hugging Face's Trainer                 test_trainers: a_checkpoint_of_trainer
     18 layout from param_shapes               test_deepspeed: stages 1 to 3
-    19 Accelerate                             none: DeepSpeed's engine writes it
+    19 Accelerate                             test_trainers: a_checkpoint_of_accelerate
     20 replicas are compared, never joined    here: replicas_that_differ
     21 first losses                           test_deepspeed, test_reshard
     22 ZeRO 3 with tensor parallelism         none here: model-parallel ranks

@@ -1,0 +1,111 @@
+"""Files of a target that hold no tensors: copied, brought to disk, read back; checked later.
+
+Their digests are kept in the proof that a conversion leaves, under ``beside``.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from scalai.converters.checkpoint import REPORT, BesideFile, Checkpoint, Target
+from scalai.converters.intake import read_json
+from scalai.core.errors import ProofError, RefusedError
+from scalai.store.manifest import sync_directory
+
+BESIDE = "beside"
+"""The digests' key in the proof."""
+BLOCK_BYTES = 4 << 20
+
+
+def beside_bytes(target: Target) -> int:
+    """Return how much room a target's files without tensors take."""
+    return sum(file.size_bytes for file in target.beside)
+
+
+def identify(file: BesideFile) -> bytes:
+    """Return what changes whenever a file's content is to be another."""
+    if file.source is None:
+        return repr(file.path).encode() + (file.content or b"")
+    stat = file.source.stat()
+    return repr((file.path, str(file.source), stat.st_size, stat.st_mtime_ns)).encode()
+
+
+def write_beside(directory: Path, target: Target) -> dict[str, str]:
+    """Write a target's files without tensors.
+
+    Returns:
+        Their SHA-256 by path.
+
+    Raises:
+        ProofError: What was read back is not what was written.
+    """
+    digests = {file.path: _write(directory / file.path, file) for file in target.beside}
+    for folder in sorted({(directory / path).parent for path in digests}):
+        sync_directory(folder)
+    return digests
+
+
+def _write(path: Path, file: BesideFile) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with open(path, "wb") as target:
+        for block in _blocks(file):
+            digest.update(block)
+            target.write(block)
+        target.flush()
+        os.fsync(target.fileno())
+    if _digest(path) != digest.hexdigest():
+        raise ProofError(
+            f"{path} is not what was written to it. The disk or the memory is not sound: check "
+            "them and run again."
+        )
+    return digest.hexdigest()
+
+
+def _blocks(file: BesideFile) -> Iterator[bytes]:
+    if file.source is None:
+        yield file.content or b""
+        return
+    with open(file.source, "rb") as source:
+        while block := source.read(BLOCK_BYTES):
+            yield block
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_beside(checkpoint: Checkpoint) -> None:
+    """Compare the files without tensors with the digests that a conversion left.
+
+    Raises:
+        ProofError: They differ, or are missing; names them.
+        RefusedError: The proof is damaged.
+    """
+    for folder in (checkpoint.directory, *checkpoint.directory.parents[:2]):
+        noted = _noted(folder / REPORT)
+        wrong = [
+            path
+            for path, digest in sorted(noted.items())
+            if not (folder / path).is_file() or _digest(folder / path) != digest
+        ]
+        if wrong:
+            raise ProofError(
+                f"{len(wrong)} files beside the tensors are missing or not what {folder / REPORT} "
+                f"says was written: {', '.join(wrong[:5])}. They were changed since."
+            )
+
+
+def _noted(path: Path) -> Mapping[str, str]:
+    if not path.is_file():
+        return {}
+    report: Any = read_json(path)
+    noted = report.get(BESIDE, {}) if isinstance(report, dict) else None
+    if not isinstance(noted, dict) or not all(
+        isinstance(text, str) and ".." not in Path(text).parts for text in noted
+    ):
+        raise RefusedError(f"{path} is damaged. Remove it, or convert again.")
+    return noted

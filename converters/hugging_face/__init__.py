@@ -1,0 +1,1 @@
+"""What Hugging Face's trainers save beside a DeepSpeed engine's checkpoint."""

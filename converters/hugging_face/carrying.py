@@ -1,0 +1,168 @@
+"""Says which of a trainer's files go with a checkpoint to its target, and as what.
+
+All are copied byte for byte, so that no pickle among them is read. Two depend on the number of
+ranks: random streams, which a rank of the target takes from one of the source, and a schedule that
+Accelerate has stepped by every rank.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from scalai.converters.checkpoint import BesideFile, Checkpoint, Target
+from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
+from scalai.converters.hugging_face.companions import Companions, find_companions
+from scalai.converters.hugging_face.schedule import FUNCTIONS, counts_ranks, read_schedule, rescaled
+from scalai.core.errors import RefusedError
+
+_OF_MODEL = re.compile(r"(?!trainer_state|zero_to_).*\.(?:json|txt|model|jinja|tiktoken|py)")
+"""What describes a model and its tokenizer: all that ``from_pretrained`` reads but weights."""
+_INDEX = ".index.json"
+_SCHEDULE = re.compile(r"scheduler(?:_\d+)?\.bin")
+_PLACES = re.compile(r"dl_state_dict(?:_\d+)?\.bin")
+
+
+def accompanied(source: Checkpoint, target: Target, degrees: Mapping[str, int]) -> Target:
+    """Return a target with what a trainer has saved beside the source.
+
+    Args:
+        source: What is converted.
+        target: What it becomes.
+        degrees: Of the target; those not named are the source's.
+
+    Raises:
+        RefusedError: Random streams are not those of the source's ranks; or as
+            ``find_companions``.
+    """
+    companions = find_companions(source)
+    if companions is None or source.changed:
+        return target
+    if target.layout == "safetensors":
+        files = [name for name in companions.files if _OF_MODEL.fullmatch(name)]
+        kept = [name for name in files if not name.endswith(_INDEX)]
+        return replace(target, beside=tuple(_copy(companions, name) for name in kept))
+    if not target.layout.startswith("deepspeed_"):
+        return target
+    carrying = _Carrying(source, companions, *_worlds(source, companions, degrees))
+    notes: list[str] = []
+    beside = tuple(carrying.files(notes))
+    return replace(target, beside=beside, notes=(*target.notes, *notes, *carrying.notes()))
+
+
+def _worlds(
+    source: Checkpoint, companions: Companions, degrees: Mapping[str, int]
+) -> tuple[int, int]:
+    """Return the number of ranks of the source and of the target."""
+    axes = ("dp", "tp", "pp")
+    known = source.values.degrees
+    before = prod(known.get(axis, 1) for axis in axes) if "dp" in known else len(companions.streams)
+    if companions.streams and len(companions.streams) != before:
+        raise RefusedError(
+            f"{companions.directory} has random streams of {len(companions.streams)} ranks, and "
+            f"was saved by {before}. Copy the missing files of the same save, or remove all of "
+            f"them ({companions.streams[0]} ...) to begin new streams."
+        )
+    after = prod({"dp": before, **known, **degrees}.get(axis, 1) for axis in axes)
+    return before, after
+
+
+def _copy(companions: Companions, name: str, path: str | None = None) -> BesideFile:
+    source = companions.directory / name
+    return BesideFile(path or name, source.stat().st_size, source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Carrying:
+    """What goes to a target of ``after`` ranks from a source of ``before``."""
+
+    source: Checkpoint
+    companions: Companions
+    before: int
+    after: int
+
+    def files(self, notes: list[str]) -> Iterator[BesideFile]:
+        """Yield the target's files; adds to ``notes`` what was changed."""
+        for name in self.companions.files:
+            is_of_ranks = self.companions.saved_by == "Accelerate" and self.before != self.after
+            content = self._schedule(name, notes) if is_of_ranks else None
+            if content is None:
+                yield _copy(self.companions, name)
+            else:
+                yield BesideFile(name, len(content), content=content)
+        if self.companions.streams:
+            for rank in range(self.after):
+                of = self.companions.streams[rank % self.before]
+                yield _copy(self.companions, of, self.companions.stream_file(rank, self.after))
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the target's job must know."""
+        yield (
+            f"saved by {self.companions.saved_by}: {len(self.companions.files)} files beside the "
+            "engine's go along"
+        )
+        if self.companions.other_tags:
+            yield (
+                f"left out: {', '.join(self.companions.other_tags)}, of other engines or steps; "
+                "convert each by its own path"
+            )
+        if self.before == self.after:
+            return
+        if self.companions.streams:
+            yield (
+                f"random streams: rank r of {self.after} goes on with those of rank r modulo "
+                f"{self.before}"
+            )
+        samples = self._samples()
+        yield (
+            f"{self.companions.saved_by} finds its place in the data by steps: micro-batch × "
+            f"accumulation × {self.after} ranks must stay "
+            f"{samples or 'what it was'}, then the samples of each step do too"
+        )
+
+    def _samples(self) -> int | None:
+        """Return the samples of a step, as far as the engine's configuration says."""
+        job = self.source.values.extra.get(STATE)
+        config = job.model.get("ds_config") if isinstance(job, DeepSpeedJob) else None
+        size = config.get("train_batch_size") if isinstance(config, Mapping) else None
+        return size if isinstance(size, int) else None
+
+    def _schedule(self, name: str, notes: list[str]) -> bytes | None:
+        """Return another content of a file that counts what all ranks did; None: it stays."""
+        if _PLACES.fullmatch(name):
+            notes.append(
+                f"{name} is torchdata's place in the data of {self.before} ranks: without it, "
+                "skip_first_batches finds the place"
+            )
+        if not _SCHEDULE.fullmatch(name):
+            return None
+        try:
+            state = read_schedule(self.companions.directory / name)
+        except RefusedError as error:
+            notes.append(f"{name} stays as it is, for {self.before} ranks: {error}")
+            return None
+        if not counts_ranks(state, self.source.values.step, self.before):
+            return None
+        if FUNCTIONS not in state:
+            notes.append(
+                f"{name} stays as it is: a schedule that Accelerate steps once a rank, not made of "
+                f"functions of the step (LambdaLR), goes on as for {self.before} ranks"
+            )
+            return None
+        notes.append(
+            f"{name} stands where {self.after} ranks would have stepped it, as Accelerate does "
+            "without split_batches"
+        )
+        return rescaled(state, self.before, self.after)
+
+
+def describe_companions(checkpoint: Checkpoint) -> dict[str, object] | None:
+    """Return who saved a checkpoint and what lies beside it, as plain values; None: nothing."""
+    found = find_companions(checkpoint)
+    if found is None:
+        return None
+    return {
+        "saved_by": found.saved_by,
+        "files": list(found.files),
+        "random_streams": len(found.streams),
+    }

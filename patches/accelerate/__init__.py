@@ -1,0 +1,1 @@
+"""Loops on Hugging Face's Accelerate with DeepSpeed, made elastic without editing them."""

@@ -1,0 +1,43 @@
+"""How a round of a Hugging Face trainer spreads the global batch of the first one."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from scalai.core.batches import Batches, fit_batches
+from scalai.core.errors import RefusedError
+from scalai.runtime.live import Json
+
+
+class Round(Protocol):
+    """What is asked of the session."""
+
+    tp: int
+    pp: int
+    dp: int
+    micro_batch_size: int | None
+    facts: Mapping[str, Json]
+
+
+def round_batches(session: Round, micro_batch_size: int, accumulation: int, who: str) -> Batches:
+    """Return this round's micro-batches.
+
+    Args:
+        session: This worker's.
+        micro_batch_size, accumulation: What the script says: those of the first round.
+        who: Which trainer asks, for the message.
+
+    Raises:
+        RefusedError: The round has other degrees than data parallelism, or does not divide the
+            global batch.
+    """
+    if session.tp * session.pp != 1:
+        raise RefusedError(
+            f"TP{session.tp} PP{session.pp}: of a job of {who} the number of data-parallel ranks "
+            "changes alone. Leave tp and pp out of [degrees]."
+        )
+    usual = session.facts.get("first_micro_batch_size", micro_batch_size)
+    stated = micro_batch_size * accumulation * session.dp
+    total = session.facts.get("global_batch_size", stated)
+    if session.micro_batch_size is not None:
+        return Batches(total, session.micro_batch_size, session.dp)
+    return fit_batches(total, session.dp, usual)

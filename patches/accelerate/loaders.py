@@ -1,0 +1,84 @@
+"""The loaders that Accelerate prepares, in an order that any number of ranks keeps.
+
+Source: ``DataLoaderShard`` and ``BatchSamplerShard`` of accelerate/data_loader.py, 1.15.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler
+
+from scalai.patches.data.clock import Clock
+from scalai.patches.data.epochs import SEEDED, EpochBatches
+from scalai.patches.data.loaders import Feed, Pass
+
+
+class ShardedBatches(BatchSampler):
+    """The batches of a prepared loader: an epoch's own where the engine trains on them, else what
+    Accelerate deals.
+
+    Args:
+        loader: The prepared loader.
+        plain: What Accelerate deals.
+        batch_sampler: Torch's, of all ranks.
+        feed: The process's loaders.
+        rank: The data-parallel rank.
+    """
+
+    def __init__(
+        self, loader: Any, plain: Any, batch_sampler: BatchSampler, feed: Feed, rank: int
+    ) -> None:
+        super().__init__(batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last)
+        self.plain: Any = plain
+        self.batch_sampler = batch_sampler
+        self._clock = feed.clocks.add()
+        self._loader, self._feed, self._rank = loader, feed, rank
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the samples are trained on by the engine, as far as can be told."""
+        feed = self._feed
+        return (
+            feed.batches is not None
+            and feed.is_training()
+            and feed.is_micro_batch(getattr(self.plain, "batch_size", self.batch_size))
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, as the script set it or Accelerate counts it."""
+        return int(self._loader.iteration)
+
+    def skip(self) -> None:
+        """Count an epoch of which nothing is left: Accelerate counts those that gave a batch."""
+        self._loader.iteration += 1
+
+    def micro_batches(self, consumed: int) -> Iterator[list[int]]:
+        """Yield this rank's micro-batches of an epoch of which so many samples are consumed."""
+        assert self._feed.batches is not None
+        epoch = EpochBatches(self.sampler, self._feed.batches, self._rank, drop_last=self.drop_last)
+        return epoch.after(consumed)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return Pass(self)
+
+    def __len__(self) -> int:
+        if self.is_elastic and type(self.sampler).__name__ in SEEDED:
+            return self._feed.length(len(self.sampler), drop_last=self.drop_last)  # type: ignore[arg-type]
+        return len(self.plain)
+
+
+def put_in_order(loader: Any, feed: Feed, rank: int) -> None:
+    """Have a prepared loader draw ``ShardedBatches``; one that has no order stays as it is."""
+    base = getattr(loader, "base_dataloader", None)
+    plain = getattr(base, "batch_sampler", None)
+    batch_sampler = getattr(plain, "batch_sampler", plain)  # of Accelerate's shard, or torch's own
+    if type(loader).__name__ != "DataLoaderShard" or not isinstance(batch_sampler, BatchSampler):
+        feed.decline(f"a {type(loader).__name__} has no order that could be taken up")
+        return
+    # The loader does not let an attribute be set again; nothing has used it yet.
+    vars(base)["batch_sampler"] = ShardedBatches(loader, plain, batch_sampler, feed, rank)

@@ -1,0 +1,167 @@
+"""Hooks that make a loop on Accelerate elastic, without editing it.
+
+The engine is DeepSpeed's, and takes part by ``scalai.patches.deepspeed.training``. A later round
+runs the loop from its beginning; epochs that were trained on give no batch.
+
+Source: accelerate/accelerator.py, 1.15.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import wrapt
+
+from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN
+from scalai.core.errors import RefusedError
+from scalai.patches.accelerate import schedules
+from scalai.patches.accelerate.batches import round_batches
+from scalai.patches.accelerate.loaders import put_in_order
+from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
+from scalai.runtime.live import Json
+
+log = logging.getLogger(__name__)
+
+Call = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+@cache
+def install(get_session: Callable[[], ElasticSession], engines: EngineHooks) -> "LoopHooks":
+    """Hook ``accelerate`` when it is imported, once a process.
+
+    Args:
+        get_session: Returns this worker's session.
+        engines: The hooks of the engine.
+    """
+    hooks = LoopHooks(get_session, engines)
+    wrapt.register_post_import_hook(hooks.hook_accelerator, "accelerate.accelerator")
+    wrapt.register_post_import_hook(hooks.hook_scheduler, "accelerate.scheduler")
+    return hooks
+
+
+class LoopHooks:
+    """The hooks and what they remember between two calls. Every rank has them.
+
+    ``is_another`` says that another loop around the engine, Trainer's, counts the steps.
+    """
+
+    def __init__(self, get_session: Callable[[], ElasticSession], engines: EngineHooks) -> None:
+        self._get_session, self._engines = get_session, engines
+        self.is_another: Callable[[], bool] = lambda: False
+        self._accelerator: Any = None
+        self._saved: Mapping[str, Any] | None = None
+        """What the last round has left; None: nothing."""
+        self._restored_step = 0
+        self._stepping: dict[int, int] = {}
+        """How many ranks step a schedule, by the identity of Accelerate's wrapper."""
+        self._accumulates = False
+
+    def hook_accelerator(self, module: Any) -> None:
+        wrapt.wrap_function_wrapper(module, "Accelerator._prepare_deepspeed", self.prepare)
+        wrapt.wrap_function_wrapper(module, "Accelerator.prepare_data_loader", self.prepare_loader)
+        wrapt.wrap_function_wrapper(module, "Accelerator.accumulate", self.accumulate)
+        wrapt.wrap_function_wrapper(module, "Accelerator.backward", self.backward)
+        wrapt.wrap_function_wrapper(module, "Accelerator.load_state", self.load_state)
+
+    def hook_scheduler(self, module: Any) -> None:
+        wrapt.wrap_function_wrapper(module, "AcceleratedScheduler.step", self.step_schedule)
+
+    def prepare_loader(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Have a loader keep its order on any number of ranks."""
+        loader = wrapped(*args, **kwargs)
+        has_engine = getattr(instance.state, "deepspeed_plugin", None) is not None
+        if has_engine and not self.is_another() and not _is_ordered(loader):
+            put_in_order(loader, self._engines.feed, instance.process_index)
+        return loader
+
+    def prepare(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Build the engine, and have Accelerate accumulate as it does."""
+        if self.is_another() or not any(isinstance(arg, torch.nn.Module) for arg in args):
+            return wrapped(*args, **kwargs)
+        session, engines = self._get_session(), self._engines
+        if session.facts:
+            self._fit(instance, args)
+        self._accelerator = instance
+        session.register_state("accelerate", self._take, self._put)
+        result = wrapped(*args, **kwargs)
+        batches = engines.feed.batches
+        if engines.engine is None or batches is None:
+            raise RefusedError(
+                "accelerator.prepare has built no engine that trains. Give it model, optimizer and "
+                "data loader in one call, or run without --elastic."
+            )
+        instance.gradient_accumulation_steps = batches.num_micro_batches
+        if self._saved is not None:
+            self._restored_step = session.step
+            self._put_schedules(self._saved)
+        return result
+
+    def _fit(self, accelerator: Any, prepared: Args) -> None:
+        """Have Accelerate compute DeepSpeed's batches for this round's ranks."""
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        sizes = [size for arg in prepared if (size := getattr(arg, "batch_size", None))]
+        batches = round_batches(
+            self._get_session(), max(sizes, default=1), accelerator.gradient_accumulation_steps,
+            "Accelerate",
+        )  # fmt: skip
+        config[MICRO] = batches.micro_batch_size
+        config[ACCUMULATION] = batches.num_micro_batches
+        config[TRAIN] = batches.global_batch_size
+
+    def accumulate(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Notice that the loop accumulates gradients itself."""
+        self._accumulates = True
+        return wrapped(*args, **kwargs)
+
+    def backward(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Accumulate gradients for a loop that does not know of it, but has to in this round."""
+        is_mine = instance is self._accelerator
+        if is_mine and not self._accumulates and instance.gradient_accumulation_steps > 1:
+            instance._do_sync()
+        return wrapped(*args, **kwargs)
+
+    def step_schedule(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Step a schedule as often as the script has meant it to be."""
+        ranks = self._stepping.get(id(instance))
+        if ranks is None or self._accelerator is None or ranks == self._accelerator.num_processes:
+            return wrapped(*args, **kwargs)
+        return schedules.step(instance, wrapped, ranks, *args, **kwargs)
+
+    def load_state(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Of a checkpoint that is older than the generation nothing is taken."""
+        result = wrapped(*args, **kwargs)
+        is_older = self._get_session().step == self._restored_step
+        if instance is self._accelerator and self._saved is not None:
+            if is_older:
+                self._put_schedules(self._saved)
+            else:
+                self._engines.streams = None
+        return result
+
+    def _take(self) -> Json:
+        """Return where the schedules stand."""
+        ranks = self._accelerator.num_processes
+        return {
+            "schedules": [
+                schedules.taken(wrapper, self._stepping.get(id(wrapper), ranks))
+                for wrapper in self._accelerator._schedulers
+            ]
+        }
+
+    def _put(self, saved: Mapping[str, Any]) -> None:
+        self._saved = saved
+
+    def _put_schedules(self, saved: Mapping[str, Any]) -> None:
+        ranks, wrappers = self._accelerator.num_processes, self._accelerator._schedulers
+        # Before the first step there were none: those of the script begin.
+        for told, wrapper in zip(saved["schedules"], wrappers, strict=False):
+            if told is not None:
+                self._stepping[id(wrapper)] = schedules.put(told, wrapper, ranks)
+
+
+def _is_ordered(loader: Any) -> bool:
+    return type(getattr(loader, "batch_sampler", None)).__name__ == "ShardedBatches"

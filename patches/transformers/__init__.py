@@ -1,0 +1,1 @@
+"""transformers' Trainer with DeepSpeed, made elastic without editing the script."""

@@ -1,0 +1,148 @@
+"""Scripts on transformers' Trainer and on Accelerate change their ranks while they train: same
+samples, same losses, same learning rates, same logs."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import Agents
+
+pytest.importorskip("accelerate", reason="pip install transformers accelerate")
+pytestmark = pytest.mark.campaign
+
+SUPPORT = Path(__file__).parents[1] / "support"
+TRAINER, ACCELERATE = SUPPORT / "trainer_script.py", SUPPORT / "accelerate_script.py"
+TOLERANCE = 1e-6
+BATCH, SAMPLES, EPOCHS = 12, 60, 6
+STEPS = SAMPLES // BATCH * EPOCHS
+WORLDS = (3, 1, 2)
+STEP_S = 1.2
+"""The workers of the next round are started and built meanwhile."""
+
+
+def words(script: Path, folder: Path, stage: int, accumulate: int, *flags: str) -> list[str]:
+    """Return a command line; DeepSpeed's configuration is as Hugging Face's documentation has it,
+    but for the block that makes it elastic."""
+    folder.mkdir()
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    content = {
+        **dict.fromkeys((*auto, "gradient_clipping"), "auto"),
+        "zero_optimization": {"stage": stage},
+        "scalai": {"resize": {"settle_s": 0.2}},
+    }
+    (folder / "ds.json").write_text(json.dumps(content))
+    given = {
+        "--output": folder / "out", "--notes": folder / "notes" / "n",
+        "--deepspeed": folder / "ds.json", "--samples": SAMPLES, "--epochs": EPOCHS,
+        "--micro-batch": 2, "--accumulate": accumulate,
+    }  # fmt: skip
+    return [str(script), *(str(word) for pair in given.items() for word in pair), *flags]
+
+
+def run_alone(folder: Path, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+    """Start a script on one rank, without any launcher: the reference."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env=environment
+        )
+
+
+def train_through(folder: Path, command: Sequence[str]) -> Agents:
+    """Run a script through the worlds, to its end. Returns the job, which has ended."""
+    slow = [*command, "--step-s", str(STEP_S)]
+    with Agents(folder, None, slow, nodes="1", slots=max(WORLDS)) as agents:
+        agents.metrics = folder / "notes" / "n.0"
+        agents.start("a")
+        agents.wait_for_step(2, world=WORLDS[0])
+        for changes, world in enumerate(WORLDS[1:], 1):
+            agents.wait_until(lambda: len(agents.resizes()) == changes, "every rank has stepped")  # noqa: B023
+            agents.scale(nproc=world)
+            agents.wait_for_world(world)
+        assert agents.exit_code("a") == 0, agents.logs()
+    return agents
+
+
+def notes_of(folder: Path) -> list[dict[str, Any]]:
+    paths = (folder / "notes").glob("n.[0-9]*")
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def by_step(notes: Sequence[Mapping[str, Any]]) -> list[tuple[float, list[str]]]:
+    """Return by step the mean loss and the samples. A step belongs to one world."""
+    found: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for note in notes:
+        found[note["step"]].append(note)
+    assert sorted(found) == list(range(STEPS))
+    for step, of in found.items():
+        assert len({note["world"] for note in of}) == 1, step
+    return [
+        (
+            sum(note["loss"] for note in found[step]) / found[step][0]["world"],
+            sorted(name for note in found[step] for name in note["samples"]),
+        )
+        for step in range(STEPS)
+    ]
+
+
+def check(folder: Path, agents: Agents) -> None:
+    """Each step was made once, on the samples and with the loss of the uninterrupted run."""
+    assert [report.get("steps_lost", 0) for report in agents.resizes()] == [0] * len(WORLDS)
+    expected, made = by_step(notes_of(folder / "alone")), by_step(notes_of(folder / "elastic"))
+    assert [samples for _, samples in made] == [samples for _, samples in expected]
+    differences = [abs(a - b) / b for (a, _), (b, _) in zip(made, expected, strict=True)]
+    print(f"largest relative difference of {STEPS} losses: {max(differences):.1e}")
+    assert max(differences) < TOLERANCE
+    worlds = sorted((note["step"], note["world"]) for note in notes_of(folder / "elastic"))
+    assert list(dict.fromkeys(world for _, world in worlds)) == list(WORLDS)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_script_on_trainer_goes_through_other_worlds(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its logs tell of one training: a line a step, with the learning rate of that step."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    alone = run_alone(tmp_path / "alone", words(TRAINER, tmp_path / "alone", stage, 6))
+    script = words(TRAINER, tmp_path / "elastic", stage, 2, *os.environ.get("TRSAVE", "").split())
+    agents = train_through(tmp_path / "elastic", script)
+    assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]
+    check(tmp_path, agents)
+    told, expected = (
+        json.loads((tmp_path / name / "notes" / "n.history").read_text())
+        for name in ("elastic", "alone")
+    )
+    assert told["step"] == expected["step"] == STEPS
+    steps = [[line for line in of["log"] if "loss" in line] for of in (told, expected)]
+    for mine, its in zip(*steps, strict=True):
+        assert mine == pytest.approx(its, rel=1e-5), mine
+    assert told["log"][-1]["train_loss"] == pytest.approx(expected["log"][-1]["train_loss"])
+
+
+def test_a_loop_on_accelerate_goes_through_other_worlds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    alone = run_alone(tmp_path / "alone", words(ACCELERATE, tmp_path / "alone", 2, 6))
+    script = words(ACCELERATE, tmp_path / "elastic", 2, 2)
+    agents = train_through(tmp_path / "elastic", script)
+    assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]
+    check(tmp_path, agents)
+    rates = [
+        {note["step"]: note["rate"] for note in notes_of(tmp_path / name)}
+        for name in ("elastic", "alone")
+    ]
+    assert rates[0] == pytest.approx(rates[1], rel=1e-9)

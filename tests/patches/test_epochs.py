@@ -1,0 +1,87 @@
+"""An epoch has one order, and each step of it the same samples, on any number of replicas."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from scalai.core.batches import Batches
+from scalai.core.errors import RefusedError
+from scalai.patches.accelerate import schedules
+from scalai.patches.data.epochs import EpochBatches
+
+
+class SeedableRandomSampler(RandomSampler):
+    """Accelerate's in short: its order follows from the epoch."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(3)
+        return super().__iter__()
+
+
+def steps_of(samples: int, batches: Batches, consumed: int, drop_last: bool) -> list[list[int]]:
+    """Return the samples of each step of an epoch, of all replicas."""
+    sampler: Any = SeedableRandomSampler(range(samples))
+    found = []
+    for rank in range(batches.dp):
+        epoch = EpochBatches(sampler, batches, rank, drop_last=drop_last)
+        of = list(epoch.after(consumed))
+        assert consumed or len(of) == len(epoch)
+        each = batches.num_micro_batches
+        found.append([list(chain(*of[at : at + each])) for at in range(0, len(of), each)])
+    return [sorted(chain(*step)) for step in zip(*found, strict=True)]
+
+
+@given(st.integers(12, 60), st.sampled_from([1, 2, 3, 4, 6, 12]), st.booleans(), st.integers(0, 4))
+def test_steps_have_the_same_samples_on_any_number_of_replicas(
+    samples: int, dp: int, drop_last: bool, step: int
+) -> None:
+    expected = steps_of(samples, Batches(12, 12, 1), 0, drop_last)
+    assert steps_of(samples, Batches(12, 1, dp), 12 * step, drop_last) == expected[step:]
+    seen = list(chain(*expected))
+    once = np.bincount(seen, minlength=samples)
+    if drop_last:
+        assert once.max() == 1 and len(seen) == samples // 12 * 12
+    else:
+        assert once.min() == 1 and len(seen) == -(-samples // 12) * 12
+
+
+def test_an_order_that_seed_and_epoch_do_not_give_is_refused() -> None:
+    random: Any = RandomSampler(range(20))
+    with pytest.raises(RefusedError, match="use_seedable_sampler"):
+        EpochBatches(random, Batches(4, 2, 2), 0, drop_last=False)
+    few: Any = SequentialSampler(range(3))
+    with pytest.raises(RefusedError, match="fewer than a global batch"):
+        EpochBatches(few, Batches(4, 2, 2), 0, drop_last=True)
+
+
+class Wrapper:
+    """Accelerate's wrapper, as far as a schedule is carried."""
+
+    def __init__(self, total: int) -> None:
+        self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda at: 1 - at / total
+        )
+
+
+@pytest.mark.parametrize(("total", "stepping"), [(4096 * 8, 2), (4096 * 8 // 2 * 3, 3)])
+def test_a_schedule_goes_on_as_the_script_has_meant_it(total: int, stepping: int) -> None:
+    """Said in steps of one rank it is stepped as in the first round; said in steps times ranks, by
+    as many ranks as there are."""
+    before = Wrapper(4096 * 8)
+    for _ in range(5 * 2):
+        before.optimizer.step()
+        before.scheduler.step()
+    after = Wrapper(total)
+    assert schedules.put(schedules.taken(before, 2), after, 3) == stepping
+    for _ in range(stepping):
+        after.optimizer.step()
+        after.scheduler.step()
+    assert after.optimizer.param_groups[0]["lr"] == pytest.approx(1 - 6 * 2 / (4096 * 8))
