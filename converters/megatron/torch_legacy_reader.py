@@ -10,6 +10,7 @@ megatron/core/models/gpt/gpt_model.py (0.16.1).
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,9 @@ class _Reader:
         stated = getattr(first.tree.get("args"), "untie_embeddings_and_output_weights", None)
         if stated is not None or output is None or embedding is None:
             return not stated
-        size = CHECKED * ITEM_BYTES[output.dtype]
+        if (output.dtype, output.shape) != (embedding.dtype, embedding.shape):
+            return False
+        size = min(CHECKED, prod(output.shape)) * ITEM_BYTES[output.dtype]
         one = self.found.read(f"{first.folder}/{MODEL}", embedding.begin, size)
         return one == self.found.read(f"{last.folder}/{MODEL}", output.begin, size)
 

@@ -97,6 +97,21 @@ def test_every_element_survives_any_degrees(
     assert fingerprints(tmp_path / "again") == fingerprints(tmp_path / "straight")
 
 
+@pytest.mark.parametrize("is_split", [True, False])
+@pytest.mark.parametrize("rows", [16, 64], ids=lambda rows: f"{rows}-rows")
+def test_without_arguments_a_tied_embedding_is_told_by_its_content(
+    tmp_path: Path, rows: int, is_split: bool
+) -> None:
+    # A tensor-parallel rank has fewer elements of the smaller one than are compared elsewhere.
+    made = gpt({**SHAPES, "embedding.word_embeddings.weight": (rows, 8)})
+    source = replace(made, values=replace(made.values, arguments=None))
+    legacy = convert(source, tmp_path / "legacy", is_split=is_split, tp=2, pp=2)
+    verify(legacy, workers=0)
+    convert(legacy, tmp_path / "again", "scalai")
+    convert(source, tmp_path / "straight", "scalai")
+    assert fingerprints(tmp_path / "again") == fingerprints(tmp_path / "straight")
+
+
 def test_experts_are_found_under_their_own_numbers(tmp_path: Path) -> None:
     shapes = {name: shape for name, shape in SHAPES.items() if "mlp.linear_fc" not in name}
     for layer in range(LAYERS):
