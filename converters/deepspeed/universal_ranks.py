@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters.checkpoint import ReadOptions
+from scalai.converters.deepspeed.config import check_config
 from scalai.converters.deepspeed.cut_rules import INFO, CutRules, Rule, read_cuts
 from scalai.converters.deepspeed.cuts import Cut
 from scalai.converters.deepspeed.files import read_dictionary
@@ -61,6 +62,7 @@ def read_ranks(directory: Path, trust: bool) -> list[ModelStates]:
 
 def _read(directory: Path, names: Sequence[str], *, is_stage_3: bool, trust: bool) -> ModelStates:
     state = read_dictionary(directory / names[0], trust=trust)
+    check_config(state.get("ds_config"), str(directory / names[0]))
     layers: dict[str, StoredTensor] | None = None
     if not is_stage_3 and state.get("module") is None:
         # The files of a pipeline's layers are not there: its weights are the masters, rounded.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from scalai.converters.megatron.names import layer_of, leading_axes, name_at
+from scalai.converters.megatron.names import PREDICTED, layer_of, leading_axes, name_at
 from scalai.converters.megatron.torch_dist_metadata import Chunk, StoredKey
 from scalai.core import region
 from scalai.core.errors import RefusedError
@@ -98,10 +98,15 @@ class Model:
         first = stored.chunks[0].box.offset[: leading_axes(stored.key)]
         return sum(chunk.box.offset[: len(first)] == first for chunk in stored.chunks)
 
-    def head(self, rank: int) -> Iterator[Parameter]:
+    @cached_property
+    def predicts(self) -> bool:
+        """Whether it predicts further tokens: its last stage then has the embedding too."""
+        return any(key.key.startswith(PREDICTED) for key in self.behind)
+
+    def head(self, rank: int, *, is_copy: bool = False) -> Iterator[Parameter]:
         """Yield what lies before the first layer, as a TP rank has it."""
         for stored in self.before:
-            yield self._parameter(stored, (), rank, self.tp)
+            yield self._parameter(stored, (), rank, self.tp, is_copy=is_copy)
 
     def body(self, layers: range, rank: int, *, with_experts: bool) -> Iterator[Parameter]:
         """Yield the parameters of these layers."""
@@ -140,7 +145,7 @@ class Model:
         for stored in self.behind:
             yield self._parameter(stored, (), rank, self.tp)
         is_tied = not any(key.key == "output_layer.weight" for key in self.behind)
-        for stored in self.before if is_copied and is_tied else ():
+        for stored in self.before if is_copied and is_tied and not self.predicts else ():
             if stored.key.endswith("word_embeddings.weight"):
                 yield self._parameter(stored, (), rank, self.tp, is_copy=True)
 
@@ -185,7 +190,7 @@ class Model:
 
 
 def _is_layer(key: str) -> bool:
-    return ".layers." in key
+    return ".layers." in key and not key.startswith(PREDICTED)
 
 
 def _is_expert(key: str) -> bool:
