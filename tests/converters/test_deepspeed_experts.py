@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import experts_state, write
 from deepspeed_checks import FP32, HALF, cases, check, convert
 from deepspeed_jobs import Job, Runner, Saver
 from test_deepspeed_precision import differences, read
@@ -16,6 +17,7 @@ from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.deepspeed import experts
 from scalai.converters.deepspeed.expert_names import Name, expert_of
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.verify import verify
 from scalai.core.errors import RefusedError
 from scalai.launch import cli
 
@@ -118,6 +120,16 @@ def test_there_and_back_again_is_what_deepspeed_wrote(
     assert files[0] == files[1]
     for name in files[0]:
         assert list(differences(*(read(tag / name) for tag in tags))) == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("dp", "ep"), [(1, 1), (2, 2), (6, 2), (4, 4)])
+def test_every_element_survives_any_degrees(tmp_path: Path, stage: int, dp: int, ep: int) -> None:
+    there = write(tmp_path / "there", f"deepspeed_zero{stage}", experts_state(), dp=dp, ep=ep)
+    assert (there.values.degrees["dp"], there.values.degrees["ep"]) == (dp, ep)
+    back = write(tmp_path / "back", f"deepspeed_zero{2 - stage}", there, dp=3, ep=1)
+    straight = write(tmp_path / "straight", "scalai", experts_state())
+    assert verify(there, 0) == verify(back, 0) == verify(straight, 0)
 
 
 @pytest.fixture(scope="module")
