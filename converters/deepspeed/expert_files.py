@@ -35,8 +35,8 @@ class ExpertFiles:
     optimizers: tuple[str, ...]
 
     @classmethod
-    def read(cls, tag: Tag, state: Mapping[str, Any], *, trust: bool) -> "ExpertFiles | None":
-        """Read a tag's files of experts; None: it has none.
+    def read(cls, tag: Tag, state: Mapping[str, Any], *, trust: bool) -> "ExpertFiles":
+        """Read a tag's files of experts, if it has some.
 
         Args:
             tag: The files.
@@ -52,7 +52,7 @@ class ExpertFiles:
                 "fused weights are not read. Load it in DeepSpeed at the degrees that saved it."
             )
         if not tag.experts.model:
-            return None
+            return NO_EXPERT_FILES
         config = state.get("ds_config")
         if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
             raise RefusedError(
@@ -82,6 +82,19 @@ class ExpertFiles:
         experts.check(ep, int(state["dp_world_size"]))
         return cls(experts, tensors, files, ep, tag.experts.optimizers)
 
+    def degree(self) -> dict[str, int]:
+        """Return ``ep``, if there are experts."""
+        return {"ep": self.ep} if self.files else {}
+
+    def widen(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return names of the whole model for those of expert-parallel rank 0. Raises as
+        ``Experts.widen``."""
+        return self.experts.widen(names, self.ep)
+
+    def is_on(self, name: str, ep_rank: int) -> bool:
+        """Tell whether an expert-parallel rank has a parameter."""
+        return self.experts.is_on(name, self.ep, ep_rank)
+
     def whole_groups(
         self,
         groups: Sequence[Sequence[str]],
@@ -103,8 +116,10 @@ class ExpertFiles:
                     f"{names[0]} is with experts in one parameter group, which DeepSpeed splits. "
                     "Use another checkpoint."
                 )
-        united, kept = unite_groups(groups, values, sizes)
-        return [self.experts.widen(names, self.ep) for names in united], kept
+        united, kept = [tuple(names) for names in groups], list(values)
+        if values:  # which elastic checkpoints do not have
+            united, kept = unite_groups(groups, values, sizes)
+        return [self.widen(names) for names in united], kept
 
     def into(self, module: Mapping[str, Any]) -> OrderedDict[str, Any]:
         """Return a module's entries with those of experts where the module has them: behind the
@@ -130,6 +145,9 @@ class ExpertFiles:
             if of.name == layer:
                 for number in range(of.count):
                     yield from (str(Name(of.name, number, rest)) for rest in of.entries)
+
+
+NO_EXPERT_FILES = ExpertFiles(Experts(()), {}, {}, 1, ())
 
 
 def _read_expert(path: Path, number: int, trust: bool) -> dict[str, StoredTensor]:

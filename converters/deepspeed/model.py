@@ -13,7 +13,7 @@ from typing import Any
 
 from scalai.converters.checkpoint import PARAM, CheckpointFile, Piece, Values
 from scalai.converters.deepspeed.config import check_config
-from scalai.converters.deepspeed.expert_files import ExpertFiles
+from scalai.converters.deepspeed.expert_files import NO_EXPERT_FILES, ExpertFiles
 from scalai.converters.deepspeed.files import Tag, carried, read_dictionary
 from scalai.converters.deepspeed.flat import part_of
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
@@ -48,7 +48,7 @@ class ModelStates:
     is_stage_3: bool
     has_layers: bool = False
     nesting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    experts: ExpertFiles | None = None
+    experts: ExpertFiles = NO_EXPERT_FILES
     layer_files: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -74,14 +74,16 @@ class ModelStates:
         """
         states = tuple(read_dictionary(directory / name, trust=trust) for name in files)
         nesting: dict[str, tuple[str, ...]] = {}
-        experts = ExpertFiles.read(tag, states[0], trust=trust) if tag is not None else None
+        experts = NO_EXPERT_FILES
+        if tag is not None:
+            experts = ExpertFiles.read(tag, states[0], trust=trust)
         for state in states:
             if layers is not None:
                 state["module"] = _of_stage(state, layers)
             elif isinstance(state.get("module"), dict):
                 trained = [name for of in state.get("param_shapes") or () for name in of]
                 state["module"], nesting = flatten(state["module"], trained)
-            if experts is not None and isinstance(state.get("module"), dict):
+            if experts.files and isinstance(state.get("module"), dict):
                 state["module"] = experts.into(state["module"])
             if shared is not None:
                 state["shared_params"] = shared
@@ -142,34 +144,12 @@ class ModelStates:
 
     def file_of(self, name: str) -> str:
         """Return the file that holds an entry of the module."""
-        files = self.experts.files if self.experts is not None else self.layer_files
-        return files.get(name, self.files[0])
+        return self.layer_files.get(name, self.experts.files.get(name, self.files[0]))
 
     def expert_files(self) -> list[CheckpointFile]:
         """Return the files of experts' weights."""
-        names = sorted(set(self.experts.files.values())) if self.experts is not None else []
+        names = sorted(set(self.experts.files.values()))
         return [CheckpointFile(name, (self.directory / name).stat().st_size) for name in names]
-
-    @property
-    def expert_optimizers(self) -> tuple[str, ...]:
-        """The files of expert-parallel ranks' optimizers, without ZeRO."""
-        return self.experts.optimizers if self.experts is not None else ()
-
-    def _expert_degree(self) -> dict[str, int]:
-        return {"ep": self.ep} if self.experts is not None else {}
-
-    def is_on(self, name: str, ep_rank: int) -> bool:
-        """Tell whether an expert-parallel rank has a parameter."""
-        return self.experts is None or self.experts.experts.is_on(name, self.ep, ep_rank)
-
-    @property
-    def ep(self) -> int:
-        """How many expert-parallel ranks there were."""
-        return self.experts.ep if self.experts is not None else 1
-
-    def widen(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return names of the whole model for those of expert-parallel rank 0."""
-        return self.experts.experts.widen(names, self.ep) if self.experts else tuple(names)
 
     def weight_dtype(self, name: str) -> str:
         """Return the dtype that a parameter is computed with."""
@@ -241,7 +221,7 @@ class ModelStates:
         module = self.first["module"]
         stored = {name: v.dtype for name, v in module.items() if isinstance(v, StoredTensor)}
         aliases = self.aliases()
-        buffers = self.widen(self.first.get("buffer_names") or ())
+        buffers = self.experts.widen(self.first.get("buffer_names") or ())
         known = {*aliases, *buffers, *(name for group in groups for name in group)}
         values = {name: value for name, value in module.items() if name not in stored}
         model = {key: value for key, value in self.first.items() if key not in _MADE_ANEW}
@@ -261,7 +241,7 @@ class ModelStates:
             has_number_steps=has_number_steps,
             is_bf16=is_bf16,
             is_fused=is_fused,
-            experts=self.experts.experts if self.experts is not None else None,
+            experts=self.experts.experts if self.experts.files else None,
         )
 
     def values(
@@ -274,7 +254,7 @@ class ModelStates:
         """Return what is no tensor."""
         return Values(
             step=int(self.first["global_steps"]),
-            degrees={"tp": 1, "pp": 1, "dp": self.dp, **self._expert_degree()},
+            degrees={"tp": 1, "pp": 1, "dp": self.dp, **self.experts.degree()},
             framework="deepspeed",
             is_split=is_split,
             scheduler=job.model.get("lr_scheduler"),

@@ -81,14 +81,14 @@ class _Tree:
             for name, entry in model.first["module"].items()
             if isinstance(entry, StoredTensor)
             and name not in others
-            and model.is_on(name, self.ep_rank)
+            and model.experts.is_on(name, self.ep_rank)
             # The 16-bit optimizers leave out what has no elements.
             and not (has_masters and 0 in entry.shape)
         }
 
         def advance(group: int, at: int, name: str) -> int | None:
             weight = weights[name]
-            is_other = bool(model.experts) and is_of_experts[group] != bool(expert_of(name))
+            is_other = is_of_experts[group] != bool(expert_of(name))
             if is_other or not state.fits(group, at, weight, directory / model.file_of(name)):
                 return None
             return at + state.size(weight)
@@ -134,11 +134,10 @@ class PlainReader:
         if "dynamic_loss_scale" in tree:
             scale |= to_zero(carried(_plain_entries(tree), path), self.model.config)
         bf16 = self.model.config.get("bf16") or self.model.config.get("bfloat16") or {}
-        groups, param_groups = names, carried(inner["param_groups"], path)
-        if self.model.experts is not None:
-            module = self.model.first["module"]
-            sizes = {name: prod(module[name].shape) for of in names for name in of}
-            groups, param_groups = self.model.experts.whole_groups(names, param_groups, sizes)
+        module = self.model.first["module"]
+        sizes = {name: prod(module[name].shape) for of in names for name in of}
+        param_groups = carried(inner["param_groups"], path)
+        groups, param_groups = self.model.experts.whole_groups(names, param_groups, sizes)
         job = self.model.job(
             groups,
             scale,
@@ -169,7 +168,7 @@ class PlainReader:
         """Return the states of all expert-parallel ranks, that of the model's file first."""
         model = self.model
         trees = [_Tree(model, model.path, model.first["optimizer"], 0)]
-        for ep_rank, name in enumerate(model.expert_optimizers):
+        for ep_rank, name in enumerate(model.experts.optimizers):
             path = model.directory / name
             tree = read_dictionary(path, trust=self.trust).get("optimizer")
             if not isinstance(tree, dict):

@@ -63,16 +63,15 @@ def open_rank(files: TagFiles, model: ModelStates, trust: bool) -> "ZeroReader":
             raise RefusedError(f"{directory / name} holds no optimizer_state_dict.")
         counts = state.get("partition_count")
         expected = [
-            model.dp // model.ep if any(map(expert_of, shapes)) else model.dp
+            model.dp // model.experts.ep if any(map(expert_of, shapes)) else model.dp
             for shapes in model.shapes()
         ]
         told = counts if isinstance(counts, list | tuple) else [counts] * len(expected)
         if list(told) != expected:
             raise RefusedError(
                 f"{directory / name} is one of {counts} parts, and {files.model[0]} of "
-                f"{model.dp} data-parallel ranks"
-                f"{f', {model.ep} expert-parallel ones' if model.ep > 1 else ''}: files of two "
-                "checkpoints are mixed. Use another checkpoint."
+                f"{model.dp} data-parallel ranks ({model.experts.ep} expert-parallel ones): files "
+                "of two checkpoints are mixed. Use another checkpoint."
             )
         optimizers.append(as_rigid(state))
     if model.dp != len(optimizers):
@@ -174,12 +173,12 @@ class ZeroReader:
         self, shapes: Mapping[str, tuple[int, ...]]
     ) -> Iterator[tuple[Sequence[int], Mapping[str, tuple[int, ...]]]]:
         """Yield the ranks that share a buffer, and its parameters by their names in the model."""
-        dp, ep, experts = self.model.dp, self.model.ep, self.model.experts
-        if experts is None or not any(map(expert_of, shapes)):
+        dp, ep, experts = self.model.dp, self.model.experts.ep, self.model.experts.experts
+        if not any(map(expert_of, shapes)):
             yield range(dp), shapes
             return
         for ep_rank in range(ep):
-            names = {experts.experts.whole(n, ep, ep_rank): shape for n, shape in shapes.items()}
+            names = {experts.whole(name, ep, ep_rank): shape for name, shape in shapes.items()}
             yield range(ep_rank, dp, ep), names
 
     def _check_sizes(self, rank: int, state: Mapping[str, Any], flat: Flat, padding: int) -> None:
@@ -254,9 +253,8 @@ class ZeroReader:
         elif round_robins(self.model.config) and not self._is_bf16_optimizer():
             counts = self.optimizers[0]["partition_count"]
             names = [undo_round_robin(of, n) for of, n in zip(names, counts, strict=True)]
-        if self.model.experts is not None:
-            sizes = {name: prod(of[name]) for of in self.model.shapes() for name in of}
-            names, param_groups = self.model.experts.whole_groups(names, param_groups, sizes)
+        sizes = {name: prod(of[name]) for of in self.model.shapes() for name in of}
+        names, param_groups = self.model.experts.whole_groups(names, param_groups, sizes)
         rest = {k: v for k, v in self.optimizers[0].items() if k not in _MADE_ANEW}
         job = self.model.job(
             names,
