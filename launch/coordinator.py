@@ -10,13 +10,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
-
 from scalai.core import membership as m
-from scalai.core.assignment import place_ranks
 from scalai.core.errors import LayoutError, ProofError, UsageError
 from scalai.core.resize import active, advance, staying
 from scalai.launch.gathering import Gathering, Restored
@@ -24,9 +20,10 @@ from scalai.launch.generations import Generations, check_whole, deposit_name
 from scalai.launch.job import JobSpec
 from scalai.launch.roster import Agent, Roster
 from scalai.launch.sizing import Sizing
+from scalai.launch.starter import Starter
 from scalai.launch.timeline import Timeline
 from scalai.runtime.messages import Address, Peer, Server
-from scalai.store.manifest import HostManifest, manifest_from_message, manifest_message
+from scalai.store.manifest import HostManifest, manifest_from_message
 
 POLL_S = 1.0
 Json = Any
@@ -75,9 +72,7 @@ class Coordinator:
         self._told = Gathering()
         self._exit_code = 0
         self._degrees_before: str | None = None
-        self._store: TCPStore | None = None
-        self._store_ahead: TCPStore | None = None
-        self._interface = address[0]
+        self._starter = Starter(self._run, address[0], self._roster, self._generations)
         self._server = Server(address, token, self._handle, self._gone)
 
     @property
@@ -423,7 +418,7 @@ class Coordinator:
             case m.Build(ahead):
                 self._build(ahead)
             case m.GiveUp(round):
-                self._store_ahead = None
+                self._starter.give_up()
                 self._command(self._roster.hosts(), command="give_up", round=round)
             case m.Prepare(hosts, stop):
                 self._command(hosts, command="prepare", stop=stop)
@@ -495,71 +490,15 @@ class Coordinator:
         self._timeline.mark_first("committed")
         self._degrees_before = str(assignment.degrees)
         self._log(f"event=round {assignment.reason!r} generation={action.generation}")
-        self._store, self._store_ahead = self._store_ahead or self._new_store(), None
         self._prepare_round(action)
-        sources = {}
-        if action.generation is not None:
-            for host, part in self._generations.parts(action.generation).items():
-                address = self._roster[host].address
-                sources[host] = {"address": address, "part": manifest_message(part)}
-        self._start_workers(
-            "start",
-            action.round,
-            assignment,
-            self._store,
-            action.generation,
-            sources=sources,
-            is_built=action.is_built,
-        )
+        self._starter.start(action)
+        self._changed.notify_all()
 
     def _build(self, ahead: m.Ahead) -> None:
-        """Start the next round's workers beside the present ones."""
         self._log(f"event=build {ahead.assignment.reason!r} round_ahead={ahead.round}")
-        self._store_ahead = self._new_store()
         newest = self._job.newest_generation
-        number = newest.number if newest else None
-        self._start_workers("build", ahead.round, ahead.assignment, self._store_ahead, number)
-
-    def _new_store(self) -> TCPStore:
-        """Return what the workers of a round meet at (TORCHELASTIC_USE_AGENT_STORE): a new one a
-        round, so that no key is stale."""
-        return TCPStore(
-            self._interface,
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(minutes=10),
-        )
-
-    def _start_workers(
-        self,
-        command: str,
-        round: int,
-        assignment: m.Assignment,
-        store: TCPStore,
-        generation: int | None,
-        **more: Json,
-    ) -> None:
-        """Tell each host of an assignment which workers to start, and what is known of the newest
-        generation."""
-        step = None if generation is None else self._generations.step(generation)
-        facts = {} if generation is None else self._generations.facts(generation)
-        for host, place in place_ranks(assignment).items():
-            self._command(
-                [host],
-                command=command,
-                run=self._run,
-                round=round,
-                generation=generation,
-                restorable_step=step,
-                facts=facts,
-                degrees=assignment.degrees.to_json(),
-                micro_batch_size=assignment.micro_batch_size,
-                master_addr=self._interface,
-                master_port=store.port,
-                **place,
-                **more,
-            )
+        self._starter.build(ahead, newest.number if newest else None)
+        self._changed.notify_all()
 
     def _prepare_round(self, action: m.StartRound) -> None:
         """Leave behind what the earlier round left: its answers, steps, deposits and whatever was

@@ -23,7 +23,8 @@ def test_every_check_of_the_demonstration_holds(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "✗" not in done.stdout
-    assert not done.stderr
+    # Where the fonts are not known yet, matplotlib says so.
+    assert not [line for line in done.stderr.splitlines() if "atplotlib" not in line]
     assert (tmp_path / "out" / "scalai-demo.png").is_file()
     left = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("scalai-demo")}
     assert not left
