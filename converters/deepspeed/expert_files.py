@@ -76,6 +76,11 @@ class ExpertFiles:
                     f"{tag.directory} has experts of layer {place} that are not alike: files of "
                     "two checkpoints are mixed. Use another one."
                 )
+            if found[0].name in {layer.name for layer in layers}:
+                raise RefusedError(
+                    f"{tag.directory} has {found[0].name} as layer {place} and as another one: "
+                    "files of two checkpoints are mixed. Use another one."
+                )
             layers.append(found[0])
         experts = Experts(tuple(layers))
         ep = _degree(tag, experts, state)

@@ -152,6 +152,11 @@ def swap_experts(tag: Path) -> None:
     shutil.copy(files[0], files[1])
 
 
+def repeat_a_layer(tag: Path) -> None:
+    for file in tag.glob("layer_0_expert_*"):
+        shutil.copy(file, tag / file.name.replace("layer_0", "layer_2"))
+
+
 def add_a_model_parallel_rank(tag: Path) -> None:
     file = tag / "layer_0_expert_0_mp_rank_00_model_states.pt"
     shutil.copy(file, tag / "layer_0_expert_0_mp_rank_01_model_states.pt")
@@ -167,6 +172,7 @@ def leave_one_expert_less(tag: Path) -> None:
         (lose_an_expert, r"has no file of expert \(of layer 1\) 3 \(of 8"),
         (lose_a_layer, r"has no file of layer with experts 0 \(of 2"),
         (swap_experts, "and tensors of expert 3 are expected"),
+        (repeat_a_layer, "as layer 2 and as another one"),
         (add_a_model_parallel_rank, "experts of several model-parallel ranks"),
         (leave_one_expert_less, "unequal expert-parallel sizes"),
     ],
