@@ -125,8 +125,6 @@ class _Rescue:
     def run(self) -> Rescued:
         chains = sorted({chain for chain, _, _ in self._buffers})
         experts = chains[-1] if len(chains) > 1 and self._model.has_experts else None
-        if self._model.predicts and self._model.has_experts:
-            raise self._misfit("it has experts and layers that predict further tokens (MTP)")
         dense = [chain for chain in chains if chain != experts]
         if len(dense) != 1:
             raise self._misfit(f"{len(dense)} chained optimizers of dense parameters")
@@ -135,6 +133,10 @@ class _Rescue:
         if groups % tp:
             raise self._misfit(f"{groups} groups of data-parallel ranks at tp={tp}")
         pp = groups // tp
+        if self._model.predicts and (pp > 1 or self._model.has_experts):
+            raise self._misfit(
+                "it has layers that predict further tokens (MTP) beside pipeline stages or experts"
+            )
         chunks = len({buffer for chain, _, buffer in self._buffers if chain == dense[0]})
         # Parameters of another dtype have a buffer of their own in every chunk.
         chunks //= max(len(self._dtypes(dense[0])), 1)
@@ -170,13 +172,12 @@ class _Rescue:
             even = self._model.layers // stages
             rest = self._model.layers - layer
             is_last = stage == stages - 1
-            has_head = stage == 0 or (is_last and self._model.predicts)
             tried = [rest] if is_last else sorted(range(rest + 1), key=lambda n: (n != even, n))
             for count in tried:
                 layers = range(layer, layer + count)
                 parameters = [
                     [
-                        *(self._model.head(rank, is_copy=stage > 0) if has_head else ()),
+                        *(self._model.head(rank) if stage == 0 else ()),
                         *self._model.body(layers, rank, with_experts=with_experts),
                         *(self._model.tail(rank, is_copied=pp > 1) if is_last else ()),
                     ]

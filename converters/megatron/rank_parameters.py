@@ -100,13 +100,13 @@ class Model:
 
     @cached_property
     def predicts(self) -> bool:
-        """Whether it predicts further tokens: its last stage then has the embedding too."""
+        """Whether it has layers that predict further tokens (MTP): in front of the output layer."""
         return any(key.key.startswith(PREDICTED) for key in self.behind)
 
-    def head(self, rank: int, *, is_copy: bool = False) -> Iterator[Parameter]:
+    def head(self, rank: int) -> Iterator[Parameter]:
         """Yield what lies before the first layer, as a TP rank has it."""
         for stored in self.before:
-            yield self._parameter(stored, (), rank, self.tp, is_copy=is_copy)
+            yield self._parameter(stored, (), rank, self.tp)
 
     def body(self, layers: range, rank: int, *, with_experts: bool) -> Iterator[Parameter]:
         """Yield the parameters of these layers."""
@@ -145,7 +145,7 @@ class Model:
         for stored in self.behind:
             yield self._parameter(stored, (), rank, self.tp)
         is_tied = not any(key.key == "output_layer.weight" for key in self.behind)
-        for stored in self.before if is_copied and is_tied and not self.predicts else ():
+        for stored in self.before if is_copied and is_tied else ():
             if stored.key.endswith("word_embeddings.weight"):
                 yield self._parameter(stored, (), rank, self.tp, is_copy=True)
 

@@ -143,6 +143,20 @@ def test_extra_state_of_transformer_engine_is_no_parameter(tmp_path: Path, is_sp
     ]
 
 
+def test_layers_that_predict_further_tokens_are_refused(tmp_path: Path) -> None:
+    convert(gpt(), tmp_path / "legacy", pp=2)
+    entry = {"mtp.layers.0.eh_proj.weight": NewTensor("F32", (8, 16), bytes(512))}
+    change_tree(
+        tmp_path / "legacy" / ITERATION / "mp_rank_00_001" / "model_optim_rng.pt",
+        lambda tree: {**tree, "model": {**tree["model"], **entry}},
+    )
+    with pytest.raises(RefusedError, match=r"\(MTP\), .* --ckpt-format torch_dist"):
+        open_checkpoint(tmp_path / "legacy")
+    source = gpt({**SHAPES, "mtp.layers.0.eh_proj.weight": (8, 16)})
+    with pytest.raises(RefusedError, match=r"mtp\..*Write torch_dist instead"):
+        layout_named("torch").lay_out(source, WriteOptions({"pp": 2}))
+
+
 def test_extra_state_travels_by_layer_in_torch_dist(tmp_path: Path) -> None:
     made = gpt()
     key = "decoder.layers.self_attention.linear_qkv._extra_state/shard_"
