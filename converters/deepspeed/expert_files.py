@@ -61,7 +61,7 @@ class ExpertFiles:
             )
         tensors: dict[str, StoredTensor] = {}
         files: dict[str, str] = {}
-        layers = []
+        layers: list[Layer] = []
         for place in sorted({place for place, _ in tag.experts.model}):
             numbers = [number for at, number in tag.experts.model if at == place]
             found = []
