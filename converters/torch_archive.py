@@ -36,6 +36,13 @@ MAX_VALUE_BYTES = 64 << 20
 MAX_VERSION = 10
 """``kMaxSupportedFileFormatVersion`` of torch 2.13."""
 
+UNREADABLE = (
+    OSError, zipfile.BadZipFile, struct.error, LookupError, RuntimeError, ValueError,
+    OverflowError, EOFError,
+)  # fmt: skip
+"""What ``zipfile`` raises; RuntimeError of a member that claims to be encrypted, or of an unknown
+method."""
+
 STORAGE_DTYPES: Mapping[str, str] = {
     "BoolStorage": "BOOL", "ByteStorage": "U8", "CharStorage": "I8",
     "ShortStorage": "I16", "HalfStorage": "F16", "BFloat16Storage": "BF16",
@@ -114,15 +121,11 @@ def read_archive(
     """
     try:
         with open(path, "rb") as file:
-            window = _Window(file, begin, size_bytes)
+            window = Window(file, begin, size_bytes)
             return _read(window, path, begin, trust)
     except ScalaiError:
         raise
-    # RuntimeError: a member that claims to be encrypted, or of an unknown method.
-    except (
-        OSError, zipfile.BadZipFile, struct.error, LookupError, RuntimeError, ValueError,
-        OverflowError, EOFError,
-    ) as error:  # fmt: skip
+    except UNREADABLE as error:
         raise RefusedError(
             f"{path} is damaged or truncated: no whole torch archive at byte {begin} "
             f"({type(error).__name__}: {error}). Use another checkpoint."
@@ -153,7 +156,7 @@ def with_content(value: Any, data: memoryview) -> Any:
     return value
 
 
-class _Window(io.RawIOBase):
+class Window(io.RawIOBase):
     """A part of a file as a file."""
 
     def __init__(self, file: io.BufferedIOBase, begin: int, size_bytes: int | None) -> None:
@@ -185,7 +188,7 @@ class _Window(io.RawIOBase):
         return data
 
 
-def _read(window: _Window, path: Path, begin: int, trust: bool) -> Any:
+def _read(window: Window, path: Path, begin: int, trust: bool) -> Any:
     with zipfile.ZipFile(window) as archive:
         members = {name.filename.partition("/")[2]: name for name in archive.infolist()}
         for member in members.values():
@@ -218,7 +221,7 @@ def _read(window: _Window, path: Path, begin: int, trust: bool) -> Any:
         if kind != "storage" or name not in STORAGE_DTYPES:
             raise RefusedError(f"{path} holds a storage {pid!r} of an unknown kind.")
         member, dtype = members[f"data/{key}"], STORAGE_DTYPES[name]
-        start = _member_begin(window, member)
+        start = member_begin(window, member)
         if start + member.file_size > window.size_bytes:
             raise zipfile.BadZipFile(f"{member.filename} ends beyond the file")
         if member.file_size < numel * ITEM_BYTES[dtype]:
@@ -231,7 +234,7 @@ def _read(window: _Window, path: Path, begin: int, trust: bool) -> Any:
     return pickles.loads(data, str(path), classes=_REBUILDERS, persistent=storage, trust=trust)
 
 
-def _member_begin(window: _Window, member: zipfile.ZipInfo) -> int:
+def member_begin(window: Window, member: zipfile.ZipInfo) -> int:
     """Return where the bytes of a member begin, behind its local header."""
     window.seek(member.header_offset)
     header = window.read(30)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from scalai.converters.beside import check_beside
 from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Placed
+from scalai.converters.checksums import check_checksums
 from scalai.converters.fingerprints import batches, fingerprints, parts_of, row_fingerprints
 from scalai.converters.forked import map_forked
 from scalai.converters.noted import (
@@ -51,8 +52,8 @@ class Difference:
 
 
 def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
-    """Check one checkpoint: coverage, replicas, second copies, masters against weights, and the
-    fingerprints that a conversion left beside it, also of files without tensors.
+    """Check one checkpoint: checksums, coverage, replicas, second copies, masters against weights,
+    and the fingerprints that a conversion left beside it, also of files without tensors.
 
     Returns:
         The fingerprints of its tensors.
@@ -61,6 +62,7 @@ def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
         LayoutError: It is not whole.
         ProofError: Something in it differs from something else; names tensors and index ranges.
     """
+    check_checksums(checkpoint, workers)
     found = checked_fingerprints(checkpoint, workers)
     _refuse(checkpoint, _twin_differences(checkpoint, workers))
     _refuse(checkpoint, _master_differences(checkpoint, workers))

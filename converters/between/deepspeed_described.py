@@ -22,6 +22,7 @@ from typing import Any
 from scalai.converters.between.mapping import NameMapping
 from scalai.converters.checkpoint import Checkpoint, parameters_of
 from scalai.converters.deepspeed.job import DeepSpeedJob
+from scalai.converters.deepspeed.stored_config import check_config
 from scalai.converters.scalars import made_steps
 from scalai.core.errors import RefusedError, UsageError
 
@@ -121,6 +122,7 @@ def _config(table: Mapping[str, Any], where: Path) -> dict[str, Any]:
             raise UsageError(f"{where} names {path} as DeepSpeed's config ({error}).") from error
     if not isinstance(config, dict):
         raise UsageError(f"config under [deepspeed] of {where} is neither a table nor a path.")
+    check_config(config, str(where))
     return config
 
 

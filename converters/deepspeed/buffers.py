@@ -6,9 +6,11 @@ from typing import Any
 
 from scalai.converters.deepspeed.archives import Filled, pieces_of
 from scalai.converters.deepspeed.draft import Draft
+from scalai.converters.deepspeed.expert_names import expert_of
 from scalai.converters.deepspeed.flat import (
     Flat,
     Shape,
+    Span,
     gaps_of,
     round_robin,
     split_each,
@@ -35,12 +37,28 @@ class Buffer:
         flat: Where they lie.
         group: Its parameter group.
         gaps: Elements behind each parameter; none in stage 3.
+        ep: Of experts, how many expert-parallel ranks there are: each ``ep``-th data-parallel rank
+            has a part of this buffer.
     """
 
     shapes: Mapping[str, Shape]
     flat: Flat
     group: int
     gaps: Sequence[int] = ()
+    ep: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts it is cut."""
+        return len(self.flat.spans)
+
+    def padding(self, rank: int) -> int:
+        """Return how many elements of a data-parallel rank's part belong to no parameter."""
+        return self.flat.padding[rank // self.ep]
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """Return what lies in a data-parallel rank's part."""
+        return self.flat.spans[rank // self.ep]
 
 
 def buffers_of(draft: Draft) -> Iterator[Buffer]:
@@ -52,14 +70,16 @@ def buffers_of(draft: Draft) -> Iterator[Buffer]:
                 part = {name: shapes[name] for name in some}
                 yield Buffer(part, split_each(part, draft.dp), number)
             continue
+        ep = draft.ep if expert_of(names[0]) else 1
+        dp = draft.dp // ep
         is_bf16_optimizer = uses_bf16_optimizer(draft.config, draft.stage)
         if round_robins(draft.config) and not is_bf16_optimizer:
-            shapes = {name: shapes[name] for name in round_robin(names, draft.dp)}
+            shapes = {name: shapes[name] for name in round_robin(names, dp)}
         # DeepSpeed looks at the first of the parameters for the size of an element.
         item = ITEM_BYTES[draft.parameter(next(iter(shapes))).dtype]
         is_aligned = aligns_parameters(draft.config) and not is_bf16_optimizer
         gaps = gaps_of(shapes, item, is_aligned=is_aligned)
-        yield Buffer(shapes, split_whole(shapes, draft.dp, gaps), number, gaps)
+        yield Buffer(shapes, split_whole(shapes, dp, gaps), number, gaps, ep)
 
 
 def members(draft: Draft, buffers: Sequence[Buffer]) -> list[list[int]]:
@@ -93,8 +113,9 @@ def part(
             f"({', '.join(sorted(dtypes))}); ZeRO keeps them in one buffer."
         )
     new = NewTensor(dtypes.pop(), (elements,))
-    spans = buffer.flat.spans[rank]
-    filled[new] = [piece for span in spans for piece in pieces_of(tensors[span.name], span)]
+    filled[new] = [
+        piece for span in buffer.spans(rank) for piece in pieces_of(tensors[span.name], span)
+    ]
     return new
 
 

@@ -2,13 +2,17 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from scalai.converters.checkpoint import MAIN, PARAM, STEP, Checkpoint, Piece, WriteOptions
 from scalai.converters.deepspeed.archives import Archives, Filled
-from scalai.converters.deepspeed.job import STATE, DeepSpeedJob, sub_group_elements, zero_config
+from scalai.converters.deepspeed.expert_names import expert_of
+from scalai.converters.deepspeed.experts import split_groups
+from scalai.converters.deepspeed.job import STATE, DeepSpeedJob, sub_group_elements
 from scalai.converters.deepspeed.loss_scale import to_plain
+from scalai.converters.deepspeed.stored_config import is_number
 from scalai.converters.pickles import foreign
 from scalai.converters.scalars import read_steps
 from scalai.converters.torch_archive import NewTensor
@@ -45,6 +49,8 @@ class Draft:
         folder: The tag's directory.
         degrees: ``tp`` and ``pp`` of the target.
         rank: Which model-parallel rank this is.
+        ep, ep_rank: How many expert-parallel ranks there are, and of which the job's groups are.
+        origins: Which of the source's parameter groups each of the job's is; None: the same.
         tensors: The source's tensors by name, in the rank's own shapes.
         kept: By parameter, what the optimizer keeps of it.
     """
@@ -58,10 +64,15 @@ class Draft:
     folder: str
     degrees: tuple[int, int] = (1, 1)
     rank: int = 0
+    ep: int = 1
+    ep_rank: int = 0
+    origins: Sequence[int] | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     kept: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.tensors:
+            return
         shard = self.archives.shards.shard
         tensors = {tensor.name: shard(tensor) for tensor in self.source.placed.collection.tensors}
         self.tensors.update(tensors)
@@ -77,21 +88,74 @@ class Draft:
                 f"module, first {missing[0]}. It is of another model, or names need a mapping."
             )
 
+    def of_experts(self) -> list["Draft"]:
+        """Return drafts of the expert-parallel ranks: the job's groups as each has them."""
+        experts = self.job.experts
+        if experts is None:
+            return [self]
+        drafts = []
+        for ep_rank in range(self.ep):
+            mine = [
+                tuple(name for name in group if experts.is_on(name, self.ep, ep_rank))
+                for group in self.job.groups
+            ]
+            sizes = {name: prod(self.parameter(name).shape) for group in mine for name in group}
+            groups, origins = split_groups(mine, sizes)
+            job = replace(self.job, groups=tuple(groups))
+            drafts.append(replace(self, job=job, ep_rank=ep_rank, origins=origins))
+        return drafts
+
+    def local(self, name: str) -> str:
+        """Return what this expert-parallel rank calls a parameter."""
+        experts = self.job.experts
+        return name if experts is None else experts.local(name, self.ep)
+
+    def is_here(self, name: str) -> bool:
+        """Tell whether this expert-parallel rank has a parameter or a buffer."""
+        experts = self.job.experts
+        return experts is None or experts.is_on(name, self.ep, self.ep_rank)
+
     @property
     def config(self) -> dict[str, Any]:
         """The job's configuration with the target's stage."""
         config = dict(self.job.model.get("ds_config") or {})
-        config["zero_optimization"] = {**zero_config(config), "stage": self.stage}
+        config["zero_optimization"] = {
+            **(config.get("zero_optimization") or {}),
+            "stage": self.stage,
+        }
         return config
 
     @property
     def clip_grad(self) -> float:
-        """The largest norm of the gradient, as the source's optimizer or configuration says."""
+        """The largest norm of the gradient, as the source's optimizer or configuration says.
+
+        Raises:
+            RefusedError: It is no number.
+        """
         stated = self.job.optimizer.get("clip_grad", self.config.get("gradient_clipping", 0.0))
+        if not is_number(stated):
+            raise RefusedError(
+                f"{self.source.directory}: the optimizer's clip_grad is {stated!r:.80}, and a "
+                "number that is not negative is expected. Use another checkpoint."
+            )
         return float(stated)
+
+    @property
+    def spreads_frozen_experts(self) -> bool:
+        """Whether expert-parallel ranks have frozen parameters that are not the same on all.
+
+        With stage 2 DeepSpeed keeps those of rank 0 a second time, and gives them to all ranks when
+        it loads (``load_module_state_dict`` of deepspeed/runtime/engine.py, 0.19.8).
+        """
+        return self.ep > 1 and any(map(expert_of, self.job.frozen))
 
     def notes(self) -> Iterator[str]:
         """Yield what the target's job must know."""
+        if self.stage == 2 and self.spreads_frozen_experts:
+            yield (
+                "frozen experts are kept once: DeepSpeed 0.19.8 with stage 2 saves those of rank 0 "
+                "again, and when it loads what it saved gives them to every expert-parallel rank"
+            )
         yield "ds_config of the source is kept, but for the stage: set the batch sizes anew"
         if self.stage == 3:
             size = sub_group_elements(self.config)
@@ -108,8 +172,9 @@ class Draft:
         return self.tensors[f"{PARAM}/{name}"]
 
     def sizes(self, names: Iterable[str]) -> OrderedDict[str, Any]:
-        """Return the shapes of parameters as torch has them."""
-        size = foreign("torch", "Size")
+        """Return the shapes of parameters as torch has them, or as tuples: of a model with experts
+        DeepSpeed saves a copy, in which they are (``clone_tensors_for_torch_save``)."""
+        size = foreign("torch", "Size") if self.job.experts is None else tuple
         return OrderedDict((name, size(self.parameter(name).shape)) for name in names)
 
     def stored(self, kind: str | None, name: str) -> Tensor:
@@ -163,16 +228,21 @@ class Draft:
         Raises:
             RefusedError: The source has not as many.
         """
-        values = self._group_values()
-        if len(values) != len(members):
+        values, origins = self._group_values(), self.origins
+        count = len(members) if origins is None else len(set(origins))
+        if len(values) != count:
             raise RefusedError(
                 f"{self.source.directory} has {len(values)} parameter groups, and the DeepSpeed "
-                f"job {len(members)}. Pass --args-from with a checkpoint of the same job."
+                f"job {count}. Pass --args-from with a checkpoint of the same job."
             )
         return [
-            {**group, "params": list(numbers)}
-            for group, numbers in zip(values, members, strict=True)
+            {**values[origin], **self._of_group(values[origin]), "params": list(numbers)}
+            for origin, numbers in zip(origins or range(count), members, strict=True)
         ]
+
+    def _of_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a group says of the target's ranks: DeepSpeed finds them by its name."""
+        return {"name": f"ep_size_{self.ep}"} if group.get("moe") else {}
 
     @property
     def knows_param_groups(self) -> bool:

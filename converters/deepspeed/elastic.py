@@ -30,7 +30,7 @@ def elastic_state(
     states = []
     for buffer in buffers:
         names = list(buffer.shapes)
-        elements = buffer.flat.rank_elements - buffer.flat.padding[rank]
+        elements = buffer.flat.rank_elements - buffer.padding(rank)
         kinds = draft.kinds(names)
         moments = {kind: part(draft, kind, buffer, rank, elements, filled) for kind in kinds}
         states.append({**draft.step(names[0], filled), **moments})

@@ -6,6 +6,7 @@
         zero_pp_rank_<d>_mp_rank_<m>_model_states.pt        stage 3
         [bf16_]zero_pp_rank_<d>_mp_rank_<m>_optim_states.pt stages 1 to 3
         layer_<l>[-model_<t>]-model_states.pt               a pipeline's weights
+        layer_<l>_expert_<e>_*, expp_rank_*                 experts, see ``expert_names``
 
 ``d`` is a data-parallel rank, whatever DeepSpeed calls it; ``m`` a model-parallel one: the number
 of the pipeline's stage times the tensor-parallel ranks, plus ``t``. ``l`` is the place of a layer
@@ -24,6 +25,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scalai.converters.deepspeed.expert_names import (
+    NO_EXPERTS,
+    ExpertNames,
+    check_numbers,
+)
 from scalai.converters.torch_archive import (
     MAX_VALUE_BYTES,
     NewTensor,
@@ -41,7 +47,6 @@ _FILE = re.compile(
     r"(?P<kind>model|optim)_states\.pt"
 )
 _LAYER = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<tp>\d+))?-model_states\.pt")
-_EXPERTS = re.compile(r"(layer_\d+_expert_\d+_mp_rank_|expp_rank_)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +89,13 @@ class Tag:
         directory: Where they lie.
         ranks: By model-parallel rank.
         layers: A pipeline's files of layers, by tensor-parallel rank and place.
+        experts: Files of experts.
     """
 
     directory: Path
     ranks: tuple[TagFiles, ...]
     layers: tuple[Mapping[int, str], ...]
+    experts: ExpertNames = NO_EXPERTS
 
 
 def list_files(directory: Path) -> Tag:
@@ -99,17 +106,14 @@ def list_files(directory: Path) -> Tag:
     """
     names: dict[int, list[tuple[re.Match[str], str]]] = {}
     layers: dict[int, dict[int, str]] = {}
-    for name in sorted(entry.name for entry in directory.iterdir()):
-        if _EXPERTS.match(name):
-            raise RefusedError(
-                f"{directory} holds experts ({name}), which are not read: their ranks are others "
-                "than those of the rest. Load it in DeepSpeed at the degrees that saved it."
-            )
+    files = sorted(entry.name for entry in directory.iterdir())
+    experts = ExpertNames.of(directory, files)
+    for name in files:
         if match := _LAYER.fullmatch(name):
             layers.setdefault(int(match["tp"] or 0), {})[int(match["layer"])] = name
         elif match := _FILE.fullmatch(name):
             names.setdefault(int(match["mp"]), []).append((match, name))
-    _check_numbers(directory, "model-parallel rank", {mp: of[0][1] for mp, of in names.items()})
+    check_numbers(directory, "model-parallel rank", {mp: of[0][1] for mp, of in names.items()})
     _check_layers(directory, layers)
     ranks = tuple(_rank_files(directory, names[mp]) for mp in sorted(names))
     for rank in ranks:
@@ -120,7 +124,12 @@ def list_files(directory: Path) -> Tag:
                 f"and {len(rank.optimizer)} beside {rank.model[0]}: a rank's file is missing, or "
                 "files of two checkpoints are mixed. Use another checkpoint."
             )
-    return Tag(directory, ranks, tuple(layers[tp] for tp in sorted(layers)))
+    if experts.model and (layers or len(ranks) > 1):
+        raise RefusedError(
+            f"{directory} holds experts beside stages or tensor-parallel ranks, which is not read. "
+            "Load it in DeepSpeed at the degrees that saved it."
+        )
+    return Tag(directory, ranks, tuple(layers[tp] for tp in sorted(layers)), experts)
 
 
 def _rank_files(directory: Path, names: Sequence[tuple[re.Match[str], str]]) -> TagFiles:
@@ -142,7 +151,7 @@ def _rank_files(directory: Path, names: Sequence[tuple[re.Match[str], str]]) -> 
         if match["kind"] == "optim":
             prefixes.add(match["bf16"] or "")
     for files in found.values():
-        _check_numbers(directory, "data-parallel rank", files)
+        check_numbers(directory, "data-parallel rank", files)
     model, optimizer = found["model"], found["optim"]
     if bool(model) == bool(whole) or len(whole) > 1 or (model and len(model) != len(optimizer)):
         raise RefusedError(
@@ -170,16 +179,6 @@ def _check_layers(directory: Path, layers: Mapping[int, Mapping[int, str]]) -> N
                 f"rank {tp} has not those of rank 0 (layers {missing[:5]}). Copy the missing files "
                 "of the same save, or use another checkpoint."
             )
-
-
-def _check_numbers(directory: Path, what: str, names: Mapping[int, str]) -> None:
-    missing = next((at for at, number in enumerate(sorted(names)) if number != at), None)
-    if missing is not None:
-        like = next(iter(names.values()))
-        raise RefusedError(
-            f"{directory} has no file of {what} {missing} (of {max(names) + 1}, as {like}). "
-            "Copy the missing files of the same save, or use another checkpoint."
-        )
 
 
 def read_dictionary(path: Path, *, trust: bool) -> dict[str, Any]:

@@ -88,6 +88,11 @@ class Grid:
         files = tuple(of.files(_trained(states[rank::tp]), tied) for rank, of in enumerate(layers))
         stages: tuple[frozenset[str], ...] = ()
         if layers and states[0].get("param_shapes") is None:
+            if tag.ranks[0].optimizer:
+                raise RefusedError(
+                    f"{tag.directory} is of a bf16 pipeline without ZeRO, which DeepSpeed 0.19.8 "
+                    "saves in a form that it cannot load itself. Save the job with ZeRO stage 1."
+                )
             tensors = layers[0].tensors(files[0])
             stages = units_by_stage(tag.directory, files[0], tied, tensors, states[::tp])
         return cls(tag, options, tp, count // tp, layers, files, stages)
@@ -100,6 +105,7 @@ class Grid:
             tensors = self._tensors(number) if has_layers else None
             # Only the job's first rank notes which parameters are shared.
             model = read(files, tensors, None if has_layers else shared)
+            model = replace(model, layer_files=self._files(number))
             shared = model.first.get("shared_params") if number == 0 else shared
             yield files, model
 
@@ -110,6 +116,17 @@ class Grid:
         units = self.stages[number // self.tp] if self.stages else None
         names = order([name for name in tensors if units is None or unit_of(name) in units])
         return {name: tensors[name] for name in names}
+
+    def _files(self, number: int) -> dict[str, str]:
+        """Return the files of the tensors of layers that a rank may have."""
+        if not self.layers:
+            return {}
+        layers, files = self.layers[number % self.tp], self.files[number % self.tp]
+        return {
+            f"{layer.unit}.{name}": layers.names[layer.place]
+            for layer in reversed(files)
+            for name in layer.names
+        }
 
     def unite(self, layout: str, states: Sequence[RankState], *, is_split: bool) -> Checkpoint:
         """Put the ranks together.

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scalai.converters.deepspeed.cuts import Cut
+from scalai.converters.deepspeed.experts import Experts
 from scalai.converters.deepspeed.pipeline import Pipeline
+from scalai.converters.deepspeed.stored_config import AUTO
 
 STATE = "deepspeed"
 """The key of a ``DeepSpeedJob`` in ``Values.extra``."""
@@ -41,6 +43,7 @@ class DeepSpeedJob:
         cuts: How tensor-parallel ranks cut parameters; without such ranks none.
         of_ranks: ``model`` by model-parallel rank, where it is not the same for all.
         pipeline: The layers of a pipeline engine; None: of another one.
+        experts: Its layers with experts; None: it has none.
     """
 
     tag: str
@@ -61,12 +64,15 @@ class DeepSpeedJob:
     of_ranks: tuple[Mapping[str, Any], ...] = ()
     pipeline: Pipeline | None = None
     module_nesting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    experts: Experts | None = None
 
 
 def zero_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section on ZeRO of a DeepSpeed configuration."""
+    """Return the section on ZeRO of a DeepSpeed configuration, without what is a default."""
     section = config.get("zero_optimization")
-    return section if isinstance(section, Mapping) else {}
+    if not isinstance(section, Mapping):
+        return {}
+    return {key: value for key, value in section.items() if value != AUTO}
 
 
 def uses_bf16_optimizer(config: Mapping[str, Any], stage: int) -> bool:

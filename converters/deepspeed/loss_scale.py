@@ -13,6 +13,7 @@ from typing import Any
 
 from scalai.converters.deepspeed.classes import made
 from scalai.converters.pickles import Foreign, foreign
+from scalai.core.errors import RefusedError
 
 _MODULE = "deepspeed.runtime.fp16.loss_scaler"
 _ATTRIBUTES = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
@@ -57,6 +58,9 @@ def to_plain(entries: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """Return what an optimizer of stage 0 keeps of the scale, of ZeRO's entries.
 
     ``steps``: how many the engine has made; of a static scale ZeRO does not count them.
+
+    Raises:
+        RefusedError: A part of it is missing.
     """
     scaler = entries.get("loss_scaler")
     state = scaler.state if isinstance(scaler, Foreign) and isinstance(scaler.state, dict) else {}
@@ -66,4 +70,10 @@ def to_plain(entries: Mapping[str, Any], steps: int) -> dict[str, Any]:
             "cur_scale": state.get("cur_scale", 1.0),
             "cur_iter": steps,
         }
+    missing = [name for name in _ATTRIBUTES if name not in state]
+    if missing:
+        raise RefusedError(
+            f"the state of the fp16 loss scale lacks {', '.join(missing)} (it has "
+            f"{sorted(map(str, state))}). Use another checkpoint."
+        )
     return {"dynamic_loss_scale": True, **{name: state[name] for name in _ATTRIBUTES}}

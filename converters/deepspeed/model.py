@@ -11,12 +11,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.checkpoint import PARAM, Piece, Values
-from scalai.converters.deepspeed.files import carried, read_dictionary
+from scalai.converters.checkpoint import PARAM, CheckpointFile, Piece, Values
+from scalai.converters.deepspeed.expert_files import NO_EXPERT_FILES, ExpertFiles
+from scalai.converters.deepspeed.files import Tag, carried, read_dictionary
 from scalai.converters.deepspeed.flat import part_of
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.deepspeed.nested import flatten
 from scalai.converters.deepspeed.pipeline import unit_of
+from scalai.converters.deepspeed.stored_config import check_config
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.collection import ITEM_BYTES, Tensor
 from scalai.core.errors import RefusedError
@@ -36,7 +38,8 @@ class ModelStates:
     """The files of one model-parallel rank: one, or in stage 3 one a data-parallel rank.
 
     ``has_layers``: whether the module's tensors lie in a pipeline's files of layers, not in these;
-    ``nesting``: where they lie in the module, if not under their names.
+    ``layer_files`` is which; ``nesting``: where they lie in the module, if not under their names;
+    ``experts``: those of the module's tensors that lie in files of their own.
     """
 
     directory: Path
@@ -45,6 +48,8 @@ class ModelStates:
     is_stage_3: bool
     has_layers: bool = False
     nesting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    experts: ExpertFiles = NO_EXPERT_FILES
+    layer_files: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(
@@ -57,26 +62,33 @@ class ModelStates:
         needed: Sequence[str] = NEEDED,
         layers: Mapping[str, StoredTensor] | None = None,
         shared: Mapping[str, str] | None = None,
+        tag: Tag | None = None,
     ) -> "ModelStates":
         """Read the files, and check that they are of one save and have what is ``needed``.
 
         ``layers`` are the tensors of a pipeline's layers, by the engine's names; ``shared`` the
-        parameters that another rank says are shared.
+        parameters that another rank says are shared; ``tag`` has the files of experts.
 
         Raises:
             RefusedError: They are not, or not of an engine with ZeRO.
         """
         states = tuple(read_dictionary(directory / name, trust=trust) for name in files)
         nesting: dict[str, tuple[str, ...]] = {}
+        experts = NO_EXPERT_FILES
+        if tag is not None:
+            experts = ExpertFiles.read(tag, states[0], trust=trust)
         for state in states:
             if layers is not None:
                 state["module"] = _of_stage(state, layers)
             elif isinstance(state.get("module"), dict):
                 trained = [name for of in state.get("param_shapes") or () for name in of]
                 state["module"], nesting = flatten(state["module"], trained)
+            if experts.files and isinstance(state.get("module"), dict):
+                state["module"] = experts.into(state["module"])
             if shared is not None:
                 state["shared_params"] = shared
         for name, state in zip(files, states, strict=True):
+            check_config(state.get("ds_config"), str(directory / name))
             for key in needed:
                 if state.get(key) is None:
                     raise RefusedError(
@@ -103,7 +115,8 @@ class ModelStates:
                             f"{directory / name} trains {parameter} and has no tensor of it. Use "
                             "another checkpoint."
                         )
-        return cls(directory, tuple(files), states, is_stage_3, layers is not None, nesting)
+        has_layers = layers is not None
+        return cls(directory, tuple(files), states, is_stage_3, has_layers, nesting, experts)
 
     @property
     def first(self) -> dict[str, Any]:
@@ -129,6 +142,15 @@ class ModelStates:
         """Return the trained parameters of each flat buffer, in its order."""
         return _plain(self.first["param_shapes"])
 
+    def file_of(self, name: str) -> str:
+        """Return the file that holds an entry of the module."""
+        return self.layer_files.get(name, self.experts.files.get(name, self.files[0]))
+
+    def expert_files(self) -> list[CheckpointFile]:
+        """Return the files of experts' weights."""
+        names = sorted(set(self.experts.files.values()))
+        return [CheckpointFile(name, (self.directory / name).stat().st_size) for name in names]
+
     def weight_dtype(self, name: str) -> str:
         """Return the dtype that a parameter is computed with."""
         stored: StoredTensor = self.first["module"][name]
@@ -146,7 +168,8 @@ class ModelStates:
         owners: dict[tuple[int, str, tuple[int, ...]], str] = {}
         found = {}
         for name, entry in self.first["module"].items():
-            if isinstance(entry, StoredTensor) and 0 not in entry.shape:
+            is_here = self.file_of(name) == self.files[0]
+            if isinstance(entry, StoredTensor) and is_here and 0 not in entry.shape:
                 owner = owners.setdefault((entry.begin, entry.dtype, entry.shape), name)
                 if owner != name:
                     found[name] = owner
@@ -161,7 +184,8 @@ class ModelStates:
             is_here = not self.is_stage_3 or name in self.first["buffer_names"]
             if isinstance(entry, StoredTensor) and is_here:
                 tensor = Tensor(f"{PARAM}/{aliases.get(name, name)}", entry.shape, entry.dtype)
-                yield Piece(tensor, whole(entry.shape), self.files[0], entry.begin, entry.stride)
+                file = self.file_of(name)
+                yield Piece(tensor, whole(entry.shape), file, entry.begin, entry.stride)
         if self.is_stage_3:
             yield from self._frozen()
 
@@ -197,7 +221,7 @@ class ModelStates:
         module = self.first["module"]
         stored = {name: v.dtype for name, v in module.items() if isinstance(v, StoredTensor)}
         aliases = self.aliases()
-        buffers = tuple(self.first.get("buffer_names") or ())
+        buffers = self.experts.widen(self.first.get("buffer_names") or ())
         known = {*aliases, *buffers, *(name for group in groups for name in group)}
         values = {name: value for name, value in module.items() if name not in stored}
         model = {key: value for key, value in self.first.items() if key not in _MADE_ANEW}
@@ -217,6 +241,7 @@ class ModelStates:
             has_number_steps=has_number_steps,
             is_bf16=is_bf16,
             is_fused=is_fused,
+            experts=self.experts.experts if self.experts.files else None,
         )
 
     def values(
@@ -229,7 +254,7 @@ class ModelStates:
         """Return what is no tensor."""
         return Values(
             step=int(self.first["global_steps"]),
-            degrees={"tp": 1, "pp": 1, "dp": self.dp},
+            degrees={"tp": 1, "pp": 1, "dp": self.dp, **self.experts.degree()},
             framework="deepspeed",
             is_split=is_split,
             scheduler=job.model.get("lr_scheduler"),

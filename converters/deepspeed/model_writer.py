@@ -12,6 +12,7 @@ from scalai.converters.checkpoint import Piece
 from scalai.converters.deepspeed.archives import Filled, pieces_of
 from scalai.converters.deepspeed.buffers import Buffer
 from scalai.converters.deepspeed.draft import Draft
+from scalai.converters.deepspeed.expert_names import Name, expert_of, model_file
 from scalai.converters.deepspeed.flat import Span, part_of
 from scalai.converters.deepspeed.nested import nest
 from scalai.converters.torch_archive import NewTensor
@@ -45,7 +46,7 @@ def add_model(
     entries: dict[str, Any] = {
         **job.model,
         "module": nest(module, job.module_nesting) if module and job.module_nesting else module,
-        "buffer_names": list(job.buffers),
+        "buffer_names": [name for name in job.buffers if draft.is_here(name)],
         "optimizer": optimizer,
         "shared_params": shared if draft.stage else None,
         "param_shapes": [draft.sizes(buffer.shapes) for buffer in buffers] or None,
@@ -57,10 +58,11 @@ def add_model(
     }
     if _DEGREES in entries or tp * pp > 1:
         entries[_DEGREES] = {"pp_degree": pp, "tp_degree": tp}
-    if draft.stage > 1 and module is not None:
-        entries["frozen_param_shapes"] = draft.sizes(job.frozen)
+    if draft.stage > 1 and module is not None and not draft.spreads_frozen_experts:
+        frozen = [name for name in job.frozen if draft.is_here(name)]
+        entries["frozen_param_shapes"] = draft.sizes(frozen)
         entries["frozen_param_fragments"] = OrderedDict(
-            (name, _frozen(draft, name, rank, module, filled)) for name in job.frozen
+            (name, _frozen(draft, name, rank, module, filled)) for name in frozen
         )
     prefix = f"zero_pp_rank_{rank}_" if draft.stage == 3 else ""
     name = f"{prefix}mp_rank_{draft.rank:02d}_model_states.pt"
@@ -77,31 +79,49 @@ def add_layers(draft: Draft) -> None:
         filled = Filled()
         state: OrderedDict[str, Any] = OrderedDict()
         for name in layer.names:
-            tensor = draft.parameter(f"{layer.unit}.{name}")
-            state[name] = NewTensor(tensor.dtype, tensor.shape)
-            filled[state[name]] = [Piece(tensor, whole(tensor.shape), "", 0)]
+            state[name] = _whole(draft, f"{layer.unit}.{name}", filled)
         if layer.metadata is not None:
             state.__dict__["_metadata"] = layer.metadata
         path = f"{draft.folder}/layer_{layer.place:02d}{suffix}-model_states.pt"
         draft.archives.add(path, state, filled)
 
 
+def add_experts(draft: Draft) -> None:
+    """Lay out the files of experts, if there are."""
+    for place, layer in enumerate(draft.job.experts.layers if draft.job.experts else ()):
+        for number in range(layer.count):
+            filled = Filled()
+            state = {}
+            for rest in layer.entries:
+                name = str(Name(layer.name, number, rest))
+                state[name] = _whole(draft, name, filled)
+            draft.archives.add(f"{draft.folder}/{model_file(place, number)}", state, filled)
+
+
+def _whole(draft: Draft, name: str, filled: Filled) -> NewTensor:
+    """Return a parameter, or a buffer, as the module has it."""
+    tensor = draft.parameter(name)
+    new = NewTensor(tensor.dtype, tensor.shape)
+    filled[new] = [Piece(tensor, whole(tensor.shape), "", 0)]
+    return new
+
+
 def _module(draft: Draft, filled: Filled) -> OrderedDict[str, Any]:
-    """Return the module's state_dict, shared parameters as one tensor."""
+    """Return the module's state_dict without experts, shared parameters as one tensor."""
     job = draft.job
     module: OrderedDict[str, Any] = OrderedDict()
     new: dict[str, NewTensor] = {}
     for name in job.module:
         owner = job.aliases.get(name, name)
+        if expert_of(name):
+            continue
         if name in job.module_values:
             module[name] = job.module_values[name]
         elif draft.stage == 3 and name not in job.buffers:
             module[name] = NewTensor(job.dtypes[name], (0,), b"")
         else:
-            tensor = draft.parameter(owner)
             if owner not in new:
-                new[owner] = NewTensor(tensor.dtype, tensor.shape)
-                filled[new[owner]] = [Piece(tensor, whole(tensor.shape), "", 0)]
+                new[owner] = _whole(draft, owner, filled)
             module[name] = new[owner]
     if job.module_metadata is not None:
         module.__dict__["_metadata"] = job.module_metadata
@@ -113,7 +133,7 @@ def _frozen(
 ) -> NewTensor:
     """Return what a rank keeps of a parameter that is not trained."""
     if draft.stage == 2:
-        same: NewTensor = module[name]
+        same: NewTensor = module[name] if name in module else _whole(draft, name, filled)
         return same
     tensor = draft.parameter(name)
     numel, part = prod(tensor.shape), part_of(tensor.shape, draft.dp)

@@ -65,7 +65,7 @@ def _stage_3(draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled)
 def _stage_1_and_2(
     draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
 ) -> dict[str, Any]:
-    padding = [buffer.flat.padding[rank] for buffer in buffers]
+    padding = [buffer.padding(rank) for buffer in buffers]
     base: Mapping[str, Any] = (
         {"base_optimizer_state": inner_state(draft, rank, buffers, filled)}
         if draft.knows_param_groups
@@ -79,26 +79,28 @@ def _stage_1_and_2(
             for buffer, elements in zip(buffers, padding, strict=True)
         ],
         "group_paddings": padding,
-        "partition_count": [draft.dp] * len(buffers),
+        "partition_count": [buffer.parts for buffer in buffers],
         "param_alignment_paddings": [list(buffer.gaps) for buffer in buffers],
-        "param_slice_mappings": _fragments(buffers, rank),
+        "param_slice_mappings": _fragments(draft, buffers, rank),
     }
 
 
 def _bf16_optimizer(
     draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
 ) -> dict[str, Any]:
-    is_last = rank == draft.dp - 1
     return {
         "clip_grad": draft.clip_grad,
         "base_optimizer_state": inner_state(draft, rank, buffers, filled),
         "single_partition_of_fp32_groups": [
             _masters(draft, buffer, rank, 0, filled) for buffer in buffers
         ],
-        "group_paddings": [sum(buffer.flat.padding) if is_last else 0 for buffer in buffers],
-        "partition_count": [draft.dp] * len(buffers),
+        "group_paddings": [
+            sum(buffer.flat.padding) if rank // buffer.ep == buffer.parts - 1 else 0
+            for buffer in buffers
+        ],
+        "partition_count": [buffer.parts for buffer in buffers],
         "ds_version": draft.job.model.get("ds_version"),
-        "param_slice_mappings": _fragments(buffers, rank),
+        "param_slice_mappings": _fragments(draft, buffers, rank),
     }
 
 
@@ -107,9 +109,9 @@ def _masters(draft: Draft, buffer: Buffer, rank: int, padding: int, filled: Fill
     return part(draft, None, buffer, rank, buffer.flat.rank_elements - padding, filled)
 
 
-def _fragments(buffers: Sequence[Buffer], rank: int) -> list[OrderedDict[str, Any]]:
+def _fragments(draft: Draft, buffers: Sequence[Buffer], rank: int) -> list[OrderedDict[str, Any]]:
     """Return where parameters lie in a rank's parts, as ds_to_universal asks."""
     return [
-        OrderedDict((span.name, fragment(span)) for span in buffer.flat.spans[rank])
+        OrderedDict((draft.local(span.name), fragment(span)) for span in buffer.spans(rank))
         for buffer in buffers
     ]

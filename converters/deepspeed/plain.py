@@ -27,11 +27,11 @@ class DeepSpeedPlainLayout:
     name: str = "deepspeed_zero0"
 
     def find(self, path: Path) -> bool:
-        """Tell whether there is a tag with one file of the model and none of an optimizer."""
+        """Tell whether there is a tag with one file of the model and none of ZeRO's optimizer."""
         directory = find_tag(path, None)
         if directory is None or (directory / "zero").exists():
             return False
-        return (directory / FILE).is_file() and not any(directory.glob("*_optim_states.pt"))
+        return (directory / FILE).is_file() and not any(directory.glob("*zero_pp_rank_*"))
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
         """Read the metadata of a tag, or of the one that ``latest`` names."""
@@ -52,9 +52,12 @@ class DeepSpeedPlainLayout:
                 needed=_NEEDED,
                 layers=layers,
                 shared=shared,
+                tag=tag,
             )
 
-        states = [PlainReader(model).read() for _, model in grid.models(read_model)]
+        states = [
+            PlainReader(model, options.trust_pickle).read() for _, model in grid.models(read_model)
+        ]
         return grid.unite(self.name, states, is_split=False)
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:

@@ -37,8 +37,9 @@ class PlainState(Protocol):
         """Return how many places a parameter takes."""
         ...
 
-    def fits(self, group: int, place: int, weight: StoredTensor) -> bool:
-        """Tell whether a parameter's state can begin at a place."""
+    def fits(self, group: int, place: int, weight: StoredTensor, file: Path) -> bool:
+        """Tell whether the state of a parameter, whose weight is in a file, can begin at a
+        place."""
         ...
 
     def at(self, group: int, place: int, shape: tuple[int, ...]) -> Mapping[str, Any]:
@@ -59,12 +60,12 @@ class Separate:
     def size(self, weight: StoredTensor) -> int:
         return 1
 
-    def fits(self, group: int, place: int, weight: StoredTensor) -> bool:
+    def fits(self, group: int, place: int, weight: StoredTensor, file: Path) -> bool:
         if place == len(self.groups[group]):
             return False
         state = self.groups[group][place]
         shapes = {entry.shape for key, entry in state.items() if _is_of_elements(key, entry)}
-        return shapes == {weight.shape} and _rounds(state.get(MASTERS), weight, self.path)
+        return shapes == {weight.shape} and _rounds(state.get(MASTERS), self.path, weight, file)
 
     def at(self, group: int, place: int, shape: tuple[int, ...]) -> Mapping[str, Any]:
         return self.groups[group][place]
@@ -83,11 +84,11 @@ class Flattened:
     def size(self, weight: StoredTensor) -> int:
         return prod(weight.shape)
 
-    def fits(self, group: int, place: int, weight: StoredTensor) -> bool:
+    def fits(self, group: int, place: int, weight: StoredTensor, file: Path) -> bool:
         if place + prod(weight.shape) > self.ends()[group]:
             return False
         masters = self.at(group, place, weight.shape)[MASTERS]
-        return _rounds(masters, weight, self.path)
+        return _rounds(masters, self.path, weight, file)
 
     def at(self, group: int, place: int, shape: tuple[int, ...]) -> Mapping[str, Any]:
         return {
@@ -106,13 +107,13 @@ def _part(buffer: StoredTensor, place: int, shape: tuple[int, ...]) -> StoredTen
     return replace(buffer, shape=shape, stride=row_major(shape), begin=begin)
 
 
-def _rounds(masters: StoredTensor | None, weight: StoredTensor, path: Path) -> bool:
+def _rounds(masters: StoredTensor | None, path: Path, weight: StoredTensor, file: Path) -> bool:
     """Tell whether masters, which fp32 has not, round to weights, as far as they are compared."""
     if masters is None:
         return True
     rows = _first_rows(weight.shape)
-    parts = (replace(tensor, shape=rows) for tensor in (masters, weight))
-    mine, its = ((part.dtype, with_bytes(part, path).content or b"") for part in parts)
+    stored = ((replace(masters, shape=rows), path), (replace(weight, shape=rows), file))
+    mine, its = ((part.dtype, with_bytes(part, at).content or b"") for part, at in stored)
     return rounds_to(mine[1], mine[0], its[1], its[0])
 
 

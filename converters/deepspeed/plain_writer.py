@@ -15,13 +15,15 @@ from scalai.converters.checkpoint import MAIN, Checkpoint, Piece, Target, WriteO
 from scalai.converters.deepspeed.archives import Archives, Filled, write_tag
 from scalai.converters.deepspeed.buffers import Buffer, inner_state, part
 from scalai.converters.deepspeed.draft import Draft, job_of
+from scalai.converters.deepspeed.expert_names import optimizer_file
 from scalai.converters.deepspeed.files import LATEST
 from scalai.converters.deepspeed.flat import split_each
 from scalai.converters.deepspeed.loss_scale import to_plain
-from scalai.converters.deepspeed.model_writer import add_layers, add_model
+from scalai.converters.deepspeed.model_writer import add_experts, add_layers, add_model
 from scalai.converters.deepspeed.ranks import Ranks
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.collection import Tensor
+from scalai.core.errors import RefusedError
 from scalai.core.region import whole
 
 
@@ -32,11 +34,23 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
         RefusedError: The source has no DeepSpeed job's names, or lacks tensors of them.
     """
     job, archives = job_of(source, options), Archives()
+    if job.pipeline is not None and job.is_bf16:
+        raise RefusedError(
+            "stage 0 is asked of a bf16 pipeline, for which DeepSpeed 0.19.8 cannot load its own "
+            "checkpoints without ZeRO. Convert to deepspeed_zero1."
+        )
     ranks = Ranks.of(source, job, 0, options)
     drafts = ranks.drafts(archives, job.tag)
     for draft in drafts:
-        filled = Filled()
-        add_model(draft, 0, [], _optimizer(draft, filled), filled)
+        for share in draft.of_experts():
+            filled = Filled()
+            optimizer = _optimizer(share, filled)
+            if not share.ep_rank:
+                add_model(share, 0, [], optimizer, filled)
+            if draft.job.experts is not None:
+                path = f"{draft.folder}/{optimizer_file(share.ep_rank)}"
+                archives.add(path, {"optimizer": optimizer}, filled)
+        add_experts(draft)
     for draft in drafts[: ranks.tp]:
         add_layers(draft)
 

@@ -20,7 +20,7 @@ class Ranks:
 
     Attributes:
         source, options, job, stage: As of ``Draft``, but for all ranks.
-        dp, tp, pp: The target's degrees.
+        dp, tp, pp, ep: The target's degrees.
         known: How parameters are cut, as far as anything says.
         cuts: How they are at the target's ``tp``.
         stages: By stage its units; none without a pipeline.
@@ -34,6 +34,7 @@ class Ranks:
     dp: int
     tp: int
     pp: int
+    ep: int
     known: Mapping[str, Cut]
     cuts: Mapping[str, Cut]
     stages: tuple[frozenset[str], ...]
@@ -49,13 +50,18 @@ class Ranks:
             RefusedError: The degrees are not known or not possible, or nothing says how parameters
                 are cut, or where stages begin.
         """
-        dp, tp, pp = _degrees(source, options)
+        dp, tp, pp, ep = _degrees(source, options, job)
+        if job.experts is not None and (stage == 3 or tp * pp > 1):
+            raise RefusedError(
+                f"stage {stage} at tp={tp} pp={pp} is asked of a DeepSpeed job with experts, which "
+                "are written for stages 0 to 2, tp=1 and pp=1. Convert to deepspeed_zero2."
+            )
         shapes = {name: tensor.shape for name, tensor in parameters_of(source).items()}
         stages, how = _stages(source, job, stage, pp, shapes, options)
         uncut = {name: shape for name, shape in shapes.items() if name not in job.buffers}
         known = _known(job, uncut, options, is_needed=tp > 1)
         cuts = {name: known[name].recut(name, tp) for name in uncut} if tp > 1 else {}
-        return cls(source, options, job, stage, dp, tp, pp, known, cuts, stages, how)
+        return cls(source, options, job, stage, dp, tp, pp, ep, known, cuts, stages, how)
 
     def notes(self) -> Iterator[str]:
         """Yield what the target's job must know."""
@@ -93,6 +99,7 @@ class Ranks:
                 folder,
                 (self.tp, self.pp),
                 rank,
+                self.ep,
             )
             for rank in range(self.tp * self.pp)
         ]
@@ -139,18 +146,24 @@ class Ranks:
         )
 
 
-def _degrees(source: Checkpoint, options: WriteOptions) -> tuple[int, int, int]:
-    """Return ``dp``, ``tp`` and ``pp`` of the target."""
+def _degrees(
+    source: Checkpoint, options: WriteOptions, job: DeepSpeedJob
+) -> tuple[int, int, int, int]:
+    """Return ``dp``, ``tp``, ``pp`` and ``ep`` of the target."""
     degrees = {**source.values.degrees, **options.degrees}
+    known = ("dp", "tp", "pp", "ep") if job.experts is not None else ("dp", "tp", "pp")
     for axis, size in sorted(degrees.items()):
-        if axis not in ("dp", "tp", "pp") and size != 1:
+        if axis not in known and size != 1:
             raise RefusedError(
-                f"{axis}={size} is asked of a DeepSpeed checkpoint, which has dp, tp and pp alone. "
-                f"Give --{axis} 1."
+                f"{axis}={size} is asked of a DeepSpeed checkpoint, which has {', '.join(known)} "
+                f"alone. Give --{axis} 1."
             )
     if "dp" not in degrees:
         raise RefusedError("the number of data-parallel ranks is not known. Give --dp.")
-    return degrees["dp"], degrees.get("tp", 1), degrees.get("pp", 1)
+    dp, ep = degrees["dp"], degrees.get("ep", 1)
+    if job.experts is not None:
+        job.experts.check(ep, dp)
+    return dp, degrees.get("tp", 1), degrees.get("pp", 1), ep
 
 
 def _stages(

@@ -18,6 +18,7 @@ from scalai.converters.deepspeed.files import read_dictionary
 from scalai.converters.deepspeed.flat import Shape
 from scalai.converters.deepspeed.model import ModelStates
 from scalai.converters.deepspeed.pipeline import TIED, LayerFile, unit_of
+from scalai.converters.deepspeed.stored_config import check_config
 from scalai.converters.pickles import Foreign
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.errors import RefusedError
@@ -61,6 +62,7 @@ def read_ranks(directory: Path, trust: bool) -> list[ModelStates]:
 
 def _read(directory: Path, names: Sequence[str], *, is_stage_3: bool, trust: bool) -> ModelStates:
     state = read_dictionary(directory / names[0], trust=trust)
+    check_config(state.get("ds_config"), str(directory / names[0]))
     layers: dict[str, StoredTensor] | None = None
     if not is_stage_3 and state.get("module") is None:
         # The files of a pipeline's layers are not there: its weights are the masters, rounded.

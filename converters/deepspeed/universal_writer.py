@@ -28,6 +28,7 @@ from scalai.converters.deepspeed.universal_files import (
     SUFFIX,
 )
 from scalai.converters.torch_archive import NewTensor
+from scalai.core.errors import RefusedError
 from scalai.core.region import whole
 
 
@@ -38,6 +39,12 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
         RefusedError: The source has no DeepSpeed job's names, or lacks tensors of them.
     """
     job, archives = job_of(source, options), Archives()
+    if job.experts is not None:
+        raise RefusedError(
+            f"{source.directory} has experts ({job.experts.layers[0].name}), for which DeepSpeed "
+            "0.19.8 has no universal checkpoints: it takes those of all ranks for one. Convert to "
+            "deepspeed_zero0, deepspeed_zero1 or deepspeed_zero2."
+        )
     folder = f"{job.tag}{SUFFIX}"
     alone = replace(options, degrees={**options.degrees, "tp": 1, "pp": 1, "dp": 1})
     stages = (2, 3) if job.pipeline is None else (1,)

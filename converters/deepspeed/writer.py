@@ -17,7 +17,7 @@ from scalai.converters.deepspeed.archives import Archives, write_tag
 from scalai.converters.deepspeed.buffers import buffers_of
 from scalai.converters.deepspeed.draft import job_of
 from scalai.converters.deepspeed.files import LATEST
-from scalai.converters.deepspeed.model_writer import add_layers, add_model
+from scalai.converters.deepspeed.model_writer import add_experts, add_layers, add_model
 from scalai.converters.deepspeed.optimizer_writer import add_optimizer
 from scalai.converters.deepspeed.ranks import Ranks
 
@@ -32,11 +32,14 @@ def lay_out(source: Checkpoint, options: WriteOptions, stage: int) -> Target:
     ranks = Ranks.of(source, job, stage, options)
     drafts = ranks.drafts(archives, job.tag)
     for draft in drafts:
-        buffers = list(buffers_of(draft))
+        of_experts = draft.of_experts()
+        buffers = [list(buffers_of(share)) for share in of_experts]
         for rank in range(draft.dp):
-            add_optimizer(draft, rank, buffers)
+            at = rank % len(of_experts)
+            add_optimizer(of_experts[at], rank, buffers[at])
         for rank in range(draft.dp if stage == 3 else 1):
-            add_model(draft, rank, buffers)
+            add_model(of_experts[0], rank, buffers[0])
+        add_experts(draft)
     for draft in drafts[: ranks.tp]:
         add_layers(draft)
 

@@ -60,8 +60,9 @@ def _read(tag: Tag, options: ReadOptions) -> Checkpoint:
     def read_model(files: TagFiles, layers: Any, shared: Any) -> ModelStates:
         is_3 = files.is_stage_3
         return ModelStates.read(
-            files.directory, files.model, is_stage_3=is_3, trust=trust, layers=layers, shared=shared
-        )
+            files.directory, files.model, is_stage_3=is_3, trust=trust, layers=layers,
+            shared=shared, tag=tag,
+        )  # fmt: skip
 
     readers = [open_rank(files, model, trust) for files, model in grid.models(read_model)]
     states = [reader.read() for reader in readers]

@@ -5,6 +5,7 @@ Source: as ``zero``.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from scalai.converters.checkpoint import MAIN, PARAM, STEP, CheckpointFile, Piece
 from scalai.converters.deepspeed.elastic import as_rigid
+from scalai.converters.deepspeed.expert_names import expert_of
 from scalai.converters.deepspeed.files import TagFiles, carried, read_dictionary, scalar_of
 from scalai.converters.deepspeed.flat import Flat, Span, split_each, split_whole, undo_round_robin
 from scalai.converters.deepspeed.grid import RankState
@@ -35,13 +37,15 @@ _MADE_ANEW = (
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A flat buffer of all ranks.
+    """A flat buffer of all ranks, or of those that share experts.
 
-    ``states`` is, by rank, what the optimizer keeps of its part, and the masters as ``MASTERS``.
+    ``states`` is, by one of its ``ranks``, what the optimizer keeps of its part, and the masters as
+    ``MASTERS``.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     flat: Flat
+    ranks: Sequence[int]
     states: tuple[Mapping[str, Any], ...]
 
 
@@ -58,11 +62,16 @@ def open_rank(files: TagFiles, model: ModelStates, trust: bool) -> "ZeroReader":
         if not isinstance(state, dict):
             raise RefusedError(f"{directory / name} holds no optimizer_state_dict.")
         counts = state.get("partition_count")
-        if set(counts if isinstance(counts, list | tuple) else [counts]) != {model.dp}:
+        expected = [
+            model.dp // model.experts.ep if any(map(expert_of, shapes)) else model.dp
+            for shapes in model.shapes()
+        ]
+        told = counts if isinstance(counts, list | tuple) else [counts] * len(expected)
+        if list(told) != expected:
             raise RefusedError(
                 f"{directory / name} is one of {counts} parts, and {files.model[0]} of "
-                f"{model.dp} data-parallel ranks: files of two checkpoints are mixed, or "
-                "parameters have ranks of their own (experts), which is not read yet."
+                f"{model.dp} data-parallel ranks ({model.experts.ep} expert-parallel ones): files "
+                "of two checkpoints are mixed. Use another checkpoint."
             )
         optimizers.append(as_rigid(state))
     if model.dp != len(optimizers):
@@ -92,10 +101,11 @@ class ZeroReader:
         for group in groups:
             self._check_steps(group)
             self._place_group(group)
+        job, param_groups = self._job(groups)
         return RankState(
             self.model,
-            self._job(groups),
-            carried(self._inner(0)["param_groups"], self._path(0)),
+            job,
+            param_groups,
             self.pieces,
             self.twins,
             self._placed_files(),
@@ -131,35 +141,49 @@ class ZeroReader:
         stored = [
             CheckpointFile(name, (self.files.directory / name).stat().st_size) for name in names
         ]
-        return [*stored, *self.steps.values()]
+        return [*stored, *self.model.expert_files(), *self.steps.values()]
 
     def _groups(self) -> Iterator[_Group]:
-        """Yield the flat buffers: a parameter group each, or in stage 3 a part of one."""
+        """Yield the flat buffers: a parameter group each, for experts as often as they are spread
+        over ranks; or in stage 3 a part of a group."""
         is_3 = self.files.is_stage_3
         key = "fp32_flat_groups" if is_3 else "single_partition_of_fp32_groups"
-        for number, shapes in enumerate(self.model.shapes()):
-            if is_3:
-                flat = split_each(shapes, self.model.dp)
-            else:
-                gaps = self.optimizers[0].get("param_alignment_paddings")
-                flat = split_whole(shapes, self.model.dp, gaps[number] if gaps else ())
-            states = []
-            for rank, optimizer in enumerate(self.optimizers):
-                masters = optimizer.get(key, ())
-                if len(masters) != len(self.model.shapes()):
-                    raise RefusedError(
-                        f"{self._path(rank)} has {len(masters)} buffers of masters for "
-                        f"{len(self.model.shapes())} groups of parameters: files of two "
-                        "checkpoints are mixed. Use another one."
-                    )
-                state = self._inner(rank)["state"].get(number, {})
-                states.append({**state, MASTERS: masters[number]})
-                self._check_sizes(rank, states[-1], flat)
-            yield _Group(shapes, flat, tuple(states))
+        for number, of_rank in enumerate(self.model.shapes()):
+            for ranks, shapes in self._shares(of_rank):
+                if is_3:
+                    flat = split_each(shapes, self.model.dp)
+                else:
+                    gaps = self.optimizers[0].get("param_alignment_paddings")
+                    flat = split_whole(shapes, len(ranks), gaps[number] if gaps else ())
+                states = []
+                for part, rank in enumerate(ranks):
+                    masters = self.optimizers[rank].get(key, ())
+                    if len(masters) != len(self.model.shapes()):
+                        raise RefusedError(
+                            f"{self._path(rank)} has {len(masters)} buffers of masters for "
+                            f"{len(self.model.shapes())} groups of parameters: files of two "
+                            "checkpoints are mixed. Use another one."
+                        )
+                    state = self._inner(rank)["state"].get(number, {})
+                    states.append({**state, MASTERS: masters[number]})
+                    self._check_sizes(rank, states[-1], flat, flat.padding[part])
+                yield _Group(shapes, flat, ranks, tuple(states))
 
-    def _check_sizes(self, rank: int, state: Mapping[str, Any], flat: Flat) -> None:
+    def _shares(
+        self, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[tuple[Sequence[int], Mapping[str, tuple[int, ...]]]]:
+        """Yield the ranks that share a buffer, and its parameters by their names in the model."""
+        dp, ep, experts = self.model.dp, self.model.experts.ep, self.model.experts.experts
+        if not any(map(expert_of, shapes)):
+            yield range(dp), shapes
+            return
+        for ep_rank in range(ep):
+            names = {experts.whole(name, ep, ep_rank): shape for name, shape in shapes.items()}
+            yield range(ep_rank, dp, ep), names
+
+    def _check_sizes(self, rank: int, state: Mapping[str, Any], flat: Flat, padding: int) -> None:
         """Refuse buffers that are not as long as these parameters make them."""
-        sizes = {flat.rank_elements, flat.rank_elements - flat.padding[rank]}
+        sizes = {flat.rank_elements, flat.rank_elements - padding}
         for key, entry in state.items():
             if not _is_flat(entry):
                 continue
@@ -175,24 +199,24 @@ class ZeroReader:
         """Refuse ranks that are not equally far."""
         steps = [
             scalar_of(state.get("step"), self._path(rank))
-            for rank, state in enumerate(group.states)
+            for rank, state in zip(group.ranks, group.states, strict=True)
         ]
-        for rank, step in enumerate(steps):
+        for rank, step in zip(group.ranks, steps, strict=True):
             if step != steps[0]:
                 raise RefusedError(
                     f"{self._path(rank)} has made {step} optimizer steps, and "
-                    f"{self.files.optimizer[0]} {steps[0]}: files of two checkpoints are mixed. "
-                    "Use another one."
+                    f"{self.files.optimizer[group.ranks[0]]} {steps[0]}: files of two checkpoints "
+                    "are mixed. Use another one."
                 )
 
     def _place_group(self, group: _Group) -> None:
         """Place masters and states of a group's parameters, and a step of each."""
-        for rank, state in enumerate(group.states):
+        for rank, state, spans in zip(group.ranks, group.states, group.flat.spans, strict=True):
             for key, entry in state.items():
                 if _is_flat(entry):
-                    for span in group.flat.spans[rank]:
+                    for span in spans:
                         self._place_span(key, span, group.shapes[span.name], entry, rank)
-        step = scalar_of(group.states[0].get("step"), self._path(0))
+        step = scalar_of(group.states[0].get("step"), self._path(group.ranks[0]))
         if step is not None:
             for name in group.shapes:
                 self._place_step(name, step)
@@ -219,20 +243,26 @@ class ZeroReader:
         self.steps[file] = CheckpointFile(file, len(content), content)
         self.pieces.append(Piece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0))
 
-    def _job(self, groups: Sequence[_Group]) -> DeepSpeedJob:
-        names = [tuple(group.shapes) for group in groups]
+    def _job(self, groups: Sequence[_Group]) -> tuple[DeepSpeedJob, Sequence[Mapping[str, Any]]]:
+        """Return the job, and its parameter groups."""
+        names = [tuple(shapes) for shapes in self.model.shapes()]
+        param_groups = carried(self._inner(0)["param_groups"], self._path(0))
         if self.files.is_stage_3:
-            parts = [group["params"] for group in self._inner(0)["param_groups"]]
+            parts = [group["params"] for group in param_groups]
             names = [tuple(name for part in group for name in names[part]) for group in parts]
         elif round_robins(self.model.config) and not self._is_bf16_optimizer():
-            names = [undo_round_robin(group, self.model.dp) for group in names]
+            counts = self.optimizers[0]["partition_count"]
+            names = [undo_round_robin(of, n) for of, n in zip(names, counts, strict=True)]
+        sizes = {name: prod(of[name]) for of in self.model.shapes() for name in of}
+        names, param_groups = self.model.experts.whole_groups(names, param_groups, sizes)
         rest = {k: v for k, v in self.optimizers[0].items() if k not in _MADE_ANEW}
-        return self.model.job(
+        job = self.model.job(
             names,
             carried(rest, self._path(0)),
             has_number_steps=any(isinstance(g.states[0].get("step"), int) for g in groups),
             is_bf16=self.files.is_bf16,
         )
+        return job, param_groups
 
     def _notes(self) -> Iterator[str]:
         if not self._inner(0)["state"]:

@@ -133,6 +133,10 @@ class _Rescue:
         if groups % tp:
             raise self._misfit(f"{groups} groups of data-parallel ranks at tp={tp}")
         pp = groups // tp
+        if self._model.predicts and (pp > 1 or self._model.has_experts):
+            raise self._misfit(
+                "it has layers that predict further tokens (MTP) beside pipeline stages or experts"
+            )
         chunks = len({buffer for chain, _, buffer in self._buffers if chain == dense[0]})
         # Parameters of another dtype have a buffer of their own in every chunk.
         chunks //= max(len(self._dtypes(dense[0])), 1)

@@ -14,6 +14,9 @@ from collections.abc import Iterable
 _CONTAINERS = ("layers", "experts.experts")
 """Modules whose index may be a leading axis, the outermost first."""
 
+PREDICTED = "mtp."
+"""What the parameters of layers begin with that predict further tokens (MTP)."""
+
 _AXES = (
     (re.compile(r"(word_embeddings|output_layer|linear_qkv|linear_fc1)\.weight$"), 0),
     (re.compile(r"(output_layer|linear_qkv|linear_fc1)\.bias$"), 0),
@@ -42,7 +45,8 @@ def fold(name: str, is_homogeneous: bool) -> tuple[str, tuple[int, ...]]:
     Experts are always one; layers where they are alike, else they stay in the key.
     """
     index = []
-    for container in _CONTAINERS if is_homogeneous else _CONTAINERS[1:]:
+    has_axis = is_homogeneous and not name.startswith(PREDICTED)
+    for container in _CONTAINERS if has_axis else _CONTAINERS[1:]:
         found = re.search(rf"(?:^|\.){re.escape(container)}\.(\d+)\.", name)
         if found:
             index.append(int(found[1]))
@@ -51,8 +55,8 @@ def fold(name: str, is_homogeneous: bool) -> tuple[str, tuple[int, ...]]:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the decoder layer that a parameter is of."""
-    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    """Return the decoder layer that a parameter is of; those that predict are none of these."""
+    found = None if name.startswith(PREDICTED) else re.search(r"(?:^|\.)layers\.(\d+)\.", name)
     return int(found[1]) if found else None
 
 

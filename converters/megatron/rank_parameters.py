@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from scalai.converters.megatron.names import layer_of, leading_axes, name_at
+from scalai.converters.megatron.names import PREDICTED, layer_of, leading_axes, name_at
 from scalai.converters.megatron.torch_dist_metadata import Chunk, StoredKey
 from scalai.core import region
 from scalai.core.errors import RefusedError
@@ -97,6 +97,11 @@ class Model:
     def _shards(self, stored: StoredKey) -> int:
         first = stored.chunks[0].box.offset[: leading_axes(stored.key)]
         return sum(chunk.box.offset[: len(first)] == first for chunk in stored.chunks)
+
+    @cached_property
+    def predicts(self) -> bool:
+        """Whether it has layers that predict further tokens (MTP): in front of the output layer."""
+        return any(key.key.startswith(PREDICTED) for key in self.behind)
 
     def head(self, rank: int) -> Iterator[Parameter]:
         """Yield what lies before the first layer, as a TP rank has it."""
@@ -185,7 +190,7 @@ class Model:
 
 
 def _is_layer(key: str) -> bool:
-    return ".layers." in key
+    return ".layers." in key and not key.startswith(PREDICTED)
 
 
 def _is_expert(key: str) -> bool:

@@ -10,6 +10,7 @@ megatron/core/models/gpt/gpt_model.py (0.16.1).
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from scalai.converters.megatron.modules import (
     parts,
     whole_shape,
 )
-from scalai.converters.megatron.names import expert_of, layer_of
+from scalai.converters.megatron.names import PREDICTED, expert_of, layer_of
 from scalai.converters.megatron.torch_legacy_optimizer import (
     CHECKED,
     MODEL,
@@ -39,6 +40,9 @@ from scalai.core.collection import ITEM_BYTES, Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import whole
 
+EXTRA_STATE = "_extra_state"
+"""What Transformer Engine keeps of a module beside its parameters, as of fp8: bytes, as an object
+or as a tensor, which is empty where there is nothing."""
 STEP_FILE = "(step)"
 """The file in memory that holds the optimizer's step."""
 
@@ -119,11 +123,19 @@ class _Reader:
         return state
 
     def _naming(self) -> Naming:
-        names = [name for rank in self.ranks.values() for name in self._state(rank, 0)]
+        chunks = range(self.degrees["vpp"])
+        ranks = self.ranks.values()
+        names = [name for rank in ranks for chunk in chunks for name in self._state(rank, chunk)]
         if any(re.search(r"\.experts\.weight[12]$", name) for name in names):
             raise RefusedError(
                 f"{self.directory}: the experts are those of --moe-use-legacy-grouped-gemm, one "
                 "transposed tensor for all. Save it in Megatron with --ckpt-format torch_dist."
+            )
+        if any(name.startswith(PREDICTED) for name in names):
+            raise RefusedError(
+                f"{self.directory}: the model has layers that predict further tokens (MTP), whose "
+                "place among the optimizer's parameters is not known here. Save it in Megatron "
+                "with --ckpt-format torch_dist."
             )
         return Naming(
             is_local=any(".input_layernorm.weight" in name for name in names),
@@ -151,7 +163,9 @@ class _Reader:
         stated = getattr(first.tree.get("args"), "untie_embeddings_and_output_weights", None)
         if stated is not None or output is None or embedding is None:
             return not stated
-        size = CHECKED * ITEM_BYTES[output.dtype]
+        if (output.dtype, output.shape) != (embedding.dtype, embedding.shape):
+            return False
+        size = min(CHECKED, prod(output.shape)) * ITEM_BYTES[output.dtype]
         one = self.found.read(f"{first.folder}/{MODEL}", embedding.begin, size)
         return one == self.found.read(f"{last.folder}/{MODEL}", output.begin, size)
 
@@ -169,10 +183,12 @@ class _Reader:
         for chunk in range(vpp):
             state = self._state(rank, chunk)
             tensors = {
-                key: value for key, value in state.items() if isinstance(value, StoredTensor)
+                key: value
+                for key, value in state.items()
+                if isinstance(value, StoredTensor) and not key.endswith(EXTRA_STATE)
             }
             for key, value in state.items():
-                if key not in tensors and value is not None:
+                if key not in tensors and not _is_nothing(value):
                     self.found.notes.append(f"{re.sub(r'[.][0-9]+[.]', '.*.', key)} is not carried")
             experts = {expert_of(naming.to_global(key, 0, 0)) for key in tensors} - {None}
             names = {
@@ -190,3 +206,8 @@ class _Reader:
                 shape = whole_shape(name, stored.shape, tp)
                 mine = parts(name, shape, tp, tp_rank, is_gated=name in local)
                 yield Parameter(name, shape, stored, mine, chunk, is_copy, is_shared)
+
+
+def _is_nothing(value: Any) -> bool:
+    """Tell whether an entry of a state dict that is no parameter says nothing."""
+    return value is None or (isinstance(value, StoredTensor) and not prod(value.shape))

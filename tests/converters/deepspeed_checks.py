@@ -46,11 +46,16 @@ def goes_on(
 
 
 def convert(
-    source: Path, destination: Path, layout: str, dp: int, reference: Values | None = None
+    source: Path,
+    destination: Path,
+    layout: str,
+    dp: int,
+    reference: Values | None = None,
+    **degrees: int,
 ) -> None:
     """Convert a checkpoint; see that the tensors are the same."""
     checkpoint = open_checkpoint(source)
-    options = WriteOptions({"dp": dp}, reference=reference)
+    options = WriteOptions({"dp": dp, **degrees}, reference=reference)
     reshard(checkpoint, layout_named(layout).lay_out(checkpoint, options), destination, LIMITS)
     assert verify(checkpoint, 1) == verify(open_checkpoint(destination), 1)
 

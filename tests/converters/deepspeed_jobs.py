@@ -39,11 +39,12 @@ class Job:
     those that are left.
 
     With ``tp`` or ``pp`` it is the model of ``deepspeed_parallel``; with ``pp`` as a pipeline,
-    which may have one stage alone. ``info`` is what such a client says of its parameters, as
+    which may have one stage alone. With ``experts`` it is that of ``deepspeed_experts``, each layer
+    of which has as many. ``info`` is what such a client says of its parameters, as
     ``universal_checkpoint_info``; ``automatic``: AutoTP cuts a plain model.
 
     A ``fused`` optimizer is what DeepSpeed takes for its FusedAdam, with torch's arithmetic;
-    ``cpu_adam`` is DeepSpeed's own for offloading, which is compiled.
+    ``compiled`` names one of its own, which count their steps in whole numbers.
     ``separate_steps`` repairs what a universal load of stage 3 leaves, and ``scheduled_rates``
     what one of an elastic checkpoint leaves, as the converter's notes say.
     """
@@ -51,6 +52,8 @@ class Job:
     world: int = 1
     tp: int = 0
     pp: int = 0
+    experts: tuple[int, ...] = ()
+    ep: int = 1
     tied: bool = True
     partition: str = "parameters"
     has_buffer: bool = True
@@ -62,7 +65,7 @@ class Job:
     empty: bool = False
     decay: tuple[float, float] = (0.1, 0.0)
     fused: bool = False
-    cpu_adam: bool = False
+    compiled: str = ""
     separate_steps: bool = False
     scheduled_rates: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
@@ -97,6 +100,9 @@ def serve() -> None:
         job = Job(**json.loads(line))
         if job.script is not None:
             import transformers.trainer  # noqa: F401  before the ranks are forked
+        if job.compiled:
+            builder = f"{job.compiled.removeprefix('DeepSpeed')}Builder"
+            getattr(deepspeed.ops.op_builder, builder)().load(verbose=False)
         with tempfile.NamedTemporaryFile() as meeting:
             pipes, ranks = [], []
             for rank in range(job.world):
@@ -256,6 +262,10 @@ def make_engine(job: Job) -> Any:
         from deepspeed_parallel import Automatic
 
         model = Automatic()
+    elif job.experts:
+        from deepspeed_experts import Routed
+
+        model = Routed(job)
     micro_batches = MICRO_BATCHES if job.pp else 1
     dp = job.world // max(job.tp, 1) // max(job.pp, 1)
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
@@ -264,11 +274,14 @@ def make_engine(job: Job) -> Any:
         {"params": members, "weight_decay": decay}
         for members, decay in zip((decayed, others), job.decay, strict=True)
     ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    if job.experts:
+        from deepspeed_experts import split
+
+        groups = split(groups)
+    kind = getattr(deepspeed.ops.adam, job.compiled) if job.compiled else torch.optim.AdamW
+    optimizer = kind(groups, lr=1e-2)
     if job.fused:
         optimizer.__class__ = fused_adam()
-    elif job.cpu_adam:
-        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=1e-2)
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES // dp // micro_batches,
         "gradient_accumulation_steps": micro_batches,

@@ -82,6 +82,38 @@ def make_a_size_negative(path: Path) -> None:
     write_view(path, {"optimizer_state_dict": View((-4,), (1,))})
 
 
+def with_config(key: str, value: Any, section: str | None = None) -> Any:
+    """Return what puts a value under a key of the stored configuration."""
+
+    def change(path: Path) -> None:
+        def put(tree: Any) -> Any:
+            config = dict(tree["ds_config"] or {})
+            if section is None:
+                config[key] = value
+            else:
+                config[section] = {**config.get(section, {}), key: value}
+            return {**tree, "ds_config": config}
+
+        change_tree(path, put)
+
+    return rename(change, f"with_{key}")
+
+
+def settings(model: str, tag: str = TAG) -> list[Case]:
+    """Cases of the stored configuration."""
+    said = f"{model}: ds_config has "
+    sub_group = "zero_optimization.sub_group_size = 'abc', and a number that is not negative is"
+    return [
+        Case("setting", on(with_config(*given), model, tag), said + words)
+        for given, words in (
+            (("sub_group_size", "abc", "zero_optimization"), sub_group),
+            (("zero_optimization", [1]), "zero_optimization = [1], and a table is expected"),
+            (("gradient_clipping", float("nan")), "gradient_clipping = nan, and a number"),
+            (("bf16", "yes"), "bf16 = 'yes', and a table is expected"),
+        )
+    ]
+
+
 def of_another_step(layout: str, name: str) -> Any:
     def damage(directory: Path) -> None:
         other = directory.parent / "other"
@@ -94,6 +126,7 @@ def of_another_step(layout: str, name: str) -> Any:
 def common(model: str) -> list[Case]:
     """Cases of all stages with ranks of their own."""
     return [
+        *settings(model),
         Case("path", on(link_outside, SECOND), "is a link to outside"),
         Case("dtype", on(make_complex, SECOND), "of an unknown kind"),
         Case("shape", on(make_a_size_negative, SECOND), "a tensor [-4] reaches beyond its"),
@@ -159,6 +192,7 @@ def lose_a_moment(path: Path) -> None:
 
 
 ZERO_0 = [
+    *settings(WHOLE),
     Case("path", on(link_outside, WHOLE), "is a link to outside"),
     Case("dtype", on(make_complex, WHOLE), "of an unknown kind"),
     Case("shape", on(make_a_size_negative, WHOLE), "a tensor [-4] reaches beyond its"),
@@ -225,6 +259,7 @@ def claim_ranks(directory: Path) -> None:
 
 
 UNIVERSAL = [
+    *settings(WHOLE, UNIVERSAL_TAG),
     Case("path", at(link_outside, f"{WEIGHT}/fp32.pt"), "is a link to outside"),
     Case("dtype", at(make_complex, f"{WEIGHT}/fp32.pt"), "of an unknown kind"),
     Case("shape", at(negative_shape, f"{WEIGHT}/fp32.pt"), "a tensor [-4] reaches beyond its"),

@@ -229,6 +229,7 @@ TORCH_DIST = [
     Case("code", call_a_function_of_torch, "calls torch.utils.collect_env.run, which no"),
 ]
 TORCH_DIST_NOT = {
+    "setting": "arguments travel as they are, and the degrees among them decide nothing",
     "world": "what lies where is told by .metadata alone, not by names of files",
     "run": "nothing in it says of which job it is",
 }
@@ -360,4 +361,7 @@ TORCH = [
     Case("code", hide_a_command, "builtins.print, which no checkpoint"),
     Case("count", write_nonsense, "does not hold what a checkpoint of the layout torch does"),
 ]
-TORCH_NOT = {"run": "nothing in it says of which job it is"}
+TORCH_NOT = {
+    "setting": "arguments travel as they are; the degrees among them are those of the files",
+    "run": "nothing in it says of which job it is",
+}

@@ -145,6 +145,7 @@ GENERATION = [
     Case("version", report_version, "scalai.json is of version 2"),
 ]
 GENERATION_NOT = {
+    "setting": "it holds no settings that decide how it is read",
     "overlap": "pieces that hosts fetched from each other may overlap: all are proven",
     "world": "no file is named by a rank of a world",
     "code": "JSON and raw bytes alone",
@@ -285,6 +286,7 @@ SAFETENSORS = [
     Case("version", report_version, "scalai.json is of version 2"),
 ]
 SAFETENSORS_NOT = {
+    "setting": "it holds no settings of a job",
     "iterations": "weights without a step",
     "run": "nothing in it says of which job it is",
     "code": "JSON and raw bytes alone",

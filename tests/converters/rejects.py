@@ -29,6 +29,7 @@ ITEMS = {
     "suspect": "tensors of nothing but NaN or denormal numbers: a warning",
     "run": "parts of several jobs",
     "version": "a version from the future",
+    "setting": "a setting of the job that is of another kind",
     "code": "a pickle that would run something",
 }
 

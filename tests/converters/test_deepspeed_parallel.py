@@ -52,6 +52,7 @@ def at(tp: int = 0, pp: int = 0, dp: int = 1, **more: Any) -> Job:
 AUTO = {"automatic": True, "info": {}}
 MIXED = {"precision": "bf16-fp32"}
 UNTIED = {"tied": False}
+FP16 = {"precision": "fp16-unscaled", "config": {"gradient_clipping": 0.0}, **UNTIED}
 NO_CLIP = {"config": {"gradient_clipping": 0.0}, **UNTIED}
 """Without ZeRO DeepSpeed's clipping leaves out parameters of later stages that are not cut."""
 
@@ -73,6 +74,7 @@ LONG_CASES = [
     ("autotp-tp2-to-dp2", at(tp=2, **AUTO), at(tp=1, dp=2, **AUTO)),
     ("stage-3-autotp-tp2-to-tp3", at(tp=2, stage=3, **AUTO), at(tp=3, stage=1, **AUTO)),
     ("bf16-optimizer-pp2-to-dp2", at(pp=2, **MIXED), at(pp=1, dp=2, **MIXED)),
+    ("fp16-stage-0-pp2-to-pp1", at(pp=2, stage=0, **FP16), at(pp=1, stage=0, **FP16)),
 ]
 
 
@@ -88,7 +90,8 @@ def test_a_resharded_checkpoint_goes_on_as_the_run_that_never_stopped(
     convert(saved, tmp_path / "out", f"deepspeed_zero{after.stage}", after, cuts)
     assert prints(tmp_path / "out", cuts) == prints(saved, cuts)
     resumed = run_deepspeed(replace(after, load=str(tmp_path / "out")))
-    check(uninterrupted, resumed, HALF if "bf16" in after.precision else FP32, has_module=False)
+    tolerance = FP32 if after.precision == "fp32" else HALF
+    check(uninterrupted, resumed, tolerance, has_module=False)
     assert buffers(resumed, "loaded") == buffers(uninterrupted, "saved")
 
 
@@ -182,7 +185,7 @@ def forget_the_cuts(tag: Path) -> None:
         (remove_a_layer, r"rank 1 has not those of rank 0 \(layers \[2\]\)"),
         (remove_a_rank, "no file of model-parallel rank 1"),
         (remove_all_layers, "a pipeline engine whose layer_.* are missing"),
-        (add_an_expert, "holds experts"),
+        (add_an_expert, "holds experts beside stages or tensor-parallel ranks"),
         (mix_stages, r"mp_rank_03_model_states\.pt is of step 6"),
         (forget_the_cuts, r"nothing says .* cut .*tied_modules\.embed\.weight"),
     ],
@@ -219,6 +222,23 @@ def test_copies_that_differ_are_refused(grid: Path, tmp_path: Path) -> None:
     torch.save(state, path)
     with pytest.raises(ProofError, match=r"param/1\.norm\.weight\[3:4\]: 1 elements differ"):
         check_samples(open_checkpoint(tmp_path / "damaged"))
+
+
+@pytest.mark.campaign
+def test_what_deepspeed_does_not_keep_or_load_of_pipelines_is_refused(
+    save: Saver, tmp_path: Path
+) -> None:
+    saved, _ = save(at(pp=2, dp=2))
+    convert(saved, tmp_path / "universal", "deepspeed_universal", at(), None)
+    with pytest.raises(RefusedError, match=r"with buffers .* Convert the checkpoint that it was"):
+        open_checkpoint(tmp_path / "universal")
+    bf16 = {"precision": "bf16", **UNTIED}
+    plain, _ = save(at(pp=2, stage=0, **bf16))
+    with pytest.raises(RefusedError, match=r"bf16 pipeline without ZeRO, .* ZeRO stage 1"):
+        open_checkpoint(plain)
+    split, _ = save(at(pp=2, stage=1, **bf16))
+    with pytest.raises(RefusedError, match="stage 0 is asked of a bf16 pipeline"):
+        layout_named("deepspeed_zero0").lay_out(open_checkpoint(split), WriteOptions({}))
 
 
 @pytest.mark.parametrize(

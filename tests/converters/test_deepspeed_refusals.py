@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from deepspeed_jobs import Job, Runner
 
+from scalai.converters.checksums import check_checksums
+from scalai.converters.layouts import open_checkpoint
 from scalai.launch import cli
 
 Damage = Callable[[Path], None]
@@ -94,12 +96,38 @@ def test_damage_is_refused_with_words_and_exit_code_3(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_changed_bit_of_a_moment_is_named_by_its_checksum(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(saved / "global_step3", tmp_path / "global_step3")
+    checkpoint = open_checkpoint(tmp_path / "global_step3")
+    assert check_checksums(checkpoint, workers=0) > 10
+    placed = checkpoint.placed
+    row = next(
+        row
+        for row in range(len(placed.collection))
+        if placed.collection.box(row)[0].name.startswith("exp_avg/")
+        and placed.files[placed.file[row]].path == SECOND
+    )
+    with open(tmp_path / "global_step3" / SECOND, "r+b") as file:
+        file.seek(int(placed.begin[row]) + 5)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["verify", str(tmp_path / "global_step3")])
+    assert ended.value.code == 4
+    said = capsys.readouterr().err
+    assert SECOND in said and "are not what their CRC-32 was taken of" in said
+    assert "exp_avg/" in said
+
+
 @pytest.mark.parametrize(
     ("axis", "words"),
     [
         ("tp", "nothing says along which dimension tensor-parallel ranks cut"),
         ("pp", "whose engine is no pipeline. Give --pp 1"),
-        ("cp", "which has dp, tp and pp alone. Give --cp 1"),
+        ("cp", "which has dp, tp, pp alone. Give --cp 1"),
     ],
 )
 def test_axes_that_a_job_does_not_have_are_refused(

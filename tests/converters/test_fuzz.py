@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import LIMITS, deepspeed_state, write
+from checkpoints import LIMITS, deepspeed_state, experts_state, write
 from reject_others import write_shards
 from test_torch_legacy import convert, gpt
 
@@ -48,6 +48,8 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "deepspeed_zero0": lambda path: write(path, "deepspeed_zero0", deepspeed_state(), dp=2),
     "deepspeed_zero1": lambda path: write(path, "deepspeed_zero1", deepspeed_state(), dp=2),
     "deepspeed_zero3": lambda path: write(path, "deepspeed_zero3", deepspeed_state(), dp=2),
+    "experts-zero0": lambda path: write(path, "deepspeed_zero0", experts_state(), dp=2, ep=2),
+    "experts-zero2": lambda path: write(path, "deepspeed_zero2", experts_state(), dp=4, ep=2),
     "deepspeed_universal": lambda path: write(path, "deepspeed_universal", deepspeed_state(), dp=1),
     "scalai": lambda path: write(path, "scalai"),
     "safetensors": write_shards,

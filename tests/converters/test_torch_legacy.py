@@ -1,6 +1,8 @@
 """Megatron's legacy layout without a framework: round trips, flat buffers, what is refused."""
 
+import io
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +10,15 @@ from typing import Any
 
 import pytest
 from checkpoints import GROUP, LIMITS, state
+from damage import change_tree
 
 from scalai.converters import pickles
 from scalai.converters.checkpoint import REPORT, Checkpoint, WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.grad_buffers import Member, bucket_numel, lay_buffer
+from scalai.converters.megatron.torch_dist_common import content_of
+from scalai.converters.torch_archive import NewTensor, lay_out_archive
 from scalai.converters.verify import verify
 from scalai.core.errors import RefusedError
 
@@ -95,6 +100,71 @@ def test_every_element_survives_any_degrees(
     convert(legacy, tmp_path / "again", "scalai")
     convert(gpt(), tmp_path / "straight", "scalai")
     assert fingerprints(tmp_path / "again") == fingerprints(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+@pytest.mark.parametrize("rows", [16, 64], ids=lambda rows: f"{rows}-rows")
+def test_without_arguments_a_tied_embedding_is_told_by_its_content(
+    tmp_path: Path, rows: int, is_split: bool
+) -> None:
+    # A tensor-parallel rank has fewer elements of the smaller one than are compared elsewhere.
+    made = gpt({**SHAPES, "embedding.word_embeddings.weight": (rows, 8)})
+    source = replace(made, values=replace(made.values, arguments=None))
+    legacy = convert(source, tmp_path / "legacy", is_split=is_split, tp=2, pp=2)
+    verify(legacy, workers=0)
+    convert(legacy, tmp_path / "again", "scalai")
+    convert(source, tmp_path / "straight", "scalai")
+    assert fingerprints(tmp_path / "again") == fingerprints(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_extra_state_of_transformer_engine_is_no_parameter(tmp_path: Path, is_split: bool) -> None:
+    legacy = convert(gpt(), tmp_path / "legacy", is_split=is_split, tp=2)
+    linear = "decoder.layers.0.self_attention.linear_"
+    # As its releases write it: an object, or a tensor, which is empty without fp8.
+    entries = {
+        f"{linear}qkv._extra_state": NewTensor("U8", (0,), b""),
+        f"{linear}proj._extra_state": NewTensor("U8", (3,), b"fp8"),
+        "decoder.layers.0.mlp.linear_fc1._extra_state": io.BytesIO(b"fp8"),
+        "decoder.layers.0.mlp.linear_fc2._extra_state": None,
+    }
+    shutil.copytree(tmp_path / "legacy", tmp_path / "theirs")
+    for folder in (tmp_path / "theirs" / ITERATION).iterdir():
+        change_tree(
+            folder / "model_optim_rng.pt",
+            lambda tree: {**tree, "model": {**tree["model"], **entries}},
+        )
+    again = open_checkpoint(tmp_path / "theirs")
+    assert verify(again, workers=0) == verify(legacy, workers=0)
+    said = [note for note in again.notes if "_extra_state" in note]
+    assert said == [
+        "decoder.layers.*.self_attention.linear_proj._extra_state is not carried",
+        "decoder.layers.*.mlp.linear_fc1._extra_state is not carried",
+    ]
+
+
+def test_layers_that_predict_further_tokens_are_refused(tmp_path: Path) -> None:
+    convert(gpt(), tmp_path / "legacy", pp=2)
+    entry = {"mtp.layers.0.eh_proj.weight": NewTensor("F32", (8, 16), bytes(512))}
+    change_tree(
+        tmp_path / "legacy" / ITERATION / "mp_rank_00_001" / "model_optim_rng.pt",
+        lambda tree: {**tree, "model": {**tree["model"], **entry}},
+    )
+    with pytest.raises(RefusedError, match=r"\(MTP\), .* --ckpt-format torch_dist"):
+        open_checkpoint(tmp_path / "legacy")
+    source = gpt({**SHAPES, "mtp.layers.0.eh_proj.weight": (8, 16)})
+    with pytest.raises(RefusedError, match=r"mtp\..*Write torch_dist instead"):
+        layout_named("torch").lay_out(source, WriteOptions({"pp": 2}))
+
+
+def test_extra_state_travels_by_layer_in_torch_dist(tmp_path: Path) -> None:
+    made = gpt()
+    key = "decoder.layers.self_attention.linear_qkv._extra_state/shard_"
+    kept = {f"{key}{n}_{LAYERS}": content_of(lay_out_archive([io.BytesIO(b"fp8")])) for n in (0, 3)}
+    source = replace(made, values=replace(made.values, extra={"objects": kept}))
+    converted = convert(source, tmp_path / "dist", "torch_dist", tp=2, pp=2)
+    objects = converted.values.extra["objects"]
+    assert {name: data for name, data in objects.items() if "_extra_state" in name} == kept
 
 
 def test_experts_are_found_under_their_own_numbers(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ class Job:
     query_groups: int | None = None
     is_gated: bool = False
     experts: int | None = None
+    predicted: int = 0
+    """Layers that predict further tokens (MTP)."""
     padded_vocabulary: int = 64
     vocabulary: int = 61
     is_tied: bool = True

@@ -24,7 +24,7 @@ OFFLOADED = {
     "config": {"zero_force_ds_cpu_optimizer": False},
 }
 FUSED = {"fused": True}
-COMPILED = {"zero": {"offload_optimizer": {"device": "cpu"}}, "cpu_adam": True}
+COMPILED = {"zero": {"offload_optimizer": {"device": "cpu"}}, "compiled": "DeepSpeedCPUAdam"}
 UNTIED = {"stage": 1, "tied": False}
 UNCLIPPED = {"config": {"gradient_clipping": 0.0}}
 """DeepSpeed clips a pipeline's gradients without ZeRO by the norm of its first stage alone."""

@@ -33,7 +33,7 @@ PP2 = {"world": 2, "pp": 2}
 VPP2 = {"world": 2, "pp": 2, "vpp": 2}
 TP2DP2, PP2DP2 = {"world": 4, "tp": 2}, {"world": 4, "pp": 2}
 TP2PP2 = {"world": 4, "tp": 2, "pp": 2}
-EP2 = {"world": 2, "ep": 2}
+EP2, EP4 = {"world": 2, "ep": 2}, {"world": 4, "ep": 4}
 
 SPLIT = {"distributed": True}
 BUCKETS = {"distributed": True, "overlap": True}

@@ -16,6 +16,7 @@ from test_reshard import (
     DP2,
     DP3,
     EP2,
+    EP4,
     FLAT,
     FP32,
     FULL,
@@ -81,7 +82,13 @@ def test_every_layout_into_every_other(
         ({**MOE, **BUCKETS}, EP2, ONE),
         ({**MOE, **BUCKETS}, ONE, EP2),
         ({**MOE, **SPLIT}, PP2, EP2),
+        ({**MOE, **BUCKETS}, ONE, EP4),
+        ({**MOE, **BUCKETS}, EP4, {**DP2}),
+        ({**MOE, **SPLIT}, EP4, {**EP2, "world": 4}),
+        ({**MOE, **SPLIT}, {**EP2, "world": 4}, EP4),
         ({**BUCKETS, "is_tied": False}, TP2PP2, TP4),
+        ({**BUCKETS, "predicted": 1}, DP2, TP2),
+        ({**SPLIT, "predicted": 1}, TP2, DP2),
     ],
 )
 def test_models_that_are_cut_in_their_own_way(

@@ -13,6 +13,7 @@ from test_reshard import (
     DP2,
     DP3,
     EP2,
+    EP4,
     FP16,
     FP32,
     FULL,
@@ -46,13 +47,19 @@ CASES = [
     ("split-fp16-tp2-to-pp2", {**SPLIT, "precision": "fp16"}, TP2, PP2, FP16),
     ("split-experts-ep2-to-dp2", {**MOE, **SPLIT}, EP2, DP2, FP32),
     ("split-experts-dp2-to-ep2", {**MOE, **SPLIT}, DP2, EP2, FP32),
+    ("split-experts-ep4-to-ep2dp2", {**MOE, **SPLIT}, EP4, {**EP2, "world": 4}, FP32),
+    ("split-experts-ep2dp2-to-ep4", {**MOE, **SPLIT}, {**EP2, "world": 4}, EP4, FP32),
+    ("whole-experts-ep4-to-dp2", {**MOE}, EP4, DP2, FP32),
     ("whole-tp2pp2-to-one", {}, TP2PP2, ONE, FP32),
     ("whole-bf16-one-to-tp2pp2", {"precision": "bf16"}, ONE, TP2PP2, BF16),
     ("whole-gated-fp16-pp2-to-tp2", {**GATED, "precision": "fp16"}, PP2, TP2, FP16),
     ("whole-experts-ep2-to-one", {**MOE}, EP2, ONE, FP32),
 ]
 
-LONG = {"split-dp2-to-tp2", "split-experts-dp2-to-ep2", "whole-gated-fp16-pp2-to-tp2"}
+LONG = {
+    "split-dp2-to-tp2", "split-experts-dp2-to-ep2", "whole-gated-fp16-pp2-to-tp2",
+    "split-experts-ep4-to-ep2dp2", "split-experts-ep2dp2-to-ep4", "whole-experts-ep4-to-dp2",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,10 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -151,6 +154,7 @@ def _transformer(job: Job) -> TransformerConfig:
         add_qkv_bias=job.has_qkv_bias,
         normalization="RMSNorm" if job.is_rotary else "LayerNorm",
         num_moe_experts=job.experts,
+        mtp_num_layers=job.predicted or None,
         moe_router_topk=2,
         moe_token_dispatcher_type="alltoall" if job.experts else "allgather",
         tensor_model_parallel_size=job.tp,
@@ -176,16 +180,20 @@ def _transformer(job: Job) -> TransformerConfig:
 
 def _chunk(job: Job, config: TransformerConfig, stage: int) -> Any:
     where = {"ignore_virtual": False, "vp_stage": stage} if job.vpp else {}
+    layer = get_gpt_layer_local_spec(job.experts, normalization=config.normalization)
+    at = stage if job.vpp else None
+    predicted = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=at)
     model: Any = GPTModel(
         config,
-        get_gpt_layer_local_spec(job.experts, normalization=config.normalization),
+        layer,
         job.padded_vocabulary,
         job.sequence,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=job.is_tied,
         position_embedding_type="rope" if job.is_rotary else "learned_absolute",
-        vp_stage=stage if job.vpp else None,
+        vp_stage=at,
+        mtp_block_spec=predicted,
     )
     if job.precision != "fp32":
         model = Float16Module(config, model)

@@ -15,6 +15,8 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     place,
 )
+from scalai.converters.deepspeed.expert_names import Name
+from scalai.converters.deepspeed.experts import Experts, Layer
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.engine import Limits, reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
@@ -89,4 +91,20 @@ def deepspeed_state(step: int = 3, shapes: Mapping[str, tuple[int, ...]] = SHAPE
         is_bf16=False,
     )
     values = replace(source.values, framework="deepspeed", degrees={}, extra={STATE: job})
+    return replace(source, values=values)
+
+
+def experts_state(count: int = 4) -> Checkpoint:
+    """Return a state in memory of a DeepSpeed job with a layer of experts."""
+    layer = Layer("moe", (".up.weight", ".up.bias"), count)
+    names = [str(Name("moe", at, rest)) for at in range(count) for rest in layer.entries]
+    dense = {"moe.deepspeed_moe.gate.wg.weight": (count, 5), "norm.weight": (5,)}
+    experts = {name: (7, 5) if name.endswith("weight") else (7,) for name in names}
+    source = deepspeed_state(shapes={**dense, **experts})
+    (group,) = source.values.param_groups
+    groups = group, {**group, "moe": True, "name": "ep_size_1"}
+    job = replace(
+        source.values.extra[STATE], groups=(tuple(dense), tuple(names)), experts=Experts((layer,))
+    )
+    values = replace(source.values, param_groups=groups, extra={STATE: job})
     return replace(source, values=values)

@@ -1,0 +1,71 @@
+"""Whether a job's DeepSpeed configuration holds what is taken from it here.
+
+Source: deepspeed 0.19.8: runtime/zero/config.py, runtime/precision_config.py and
+``DeepSpeedConfigModel`` of runtime/config_utils.py, which leaves out what is ``"auto"``.
+"""
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from scalai.core.errors import RefusedError
+
+AUTO = "auto"
+"""What stands for a default."""
+
+_TABLES = (
+    "zero_optimization", "zero_optimization.offload_optimizer", "bf16", "bfloat16", "fp16",
+    "data_types",
+)  # fmt: skip
+_NUMBERS = (
+    "gradient_clipping", "zero_optimization.sub_group_size", "fp16.hysteresis",
+    "fp16.min_loss_scale",
+)  # fmt: skip
+
+
+def check_config(config: Any, where: str) -> None:
+    """Refuse a configuration of which a part that is needed is not what DeepSpeed takes.
+
+    Args:
+        config: What a checkpoint or a file calls so; None: nothing.
+        where: What holds it, for the message.
+
+    Raises:
+        RefusedError: Names the key, what was found and what was expected.
+    """
+    if config is None:
+        return
+    if not isinstance(config, Mapping):
+        raise RefusedError(f"{where} has {config!r:.80} as ds_config, not a table of settings.")
+    for keys in _TABLES:
+        found = _find(config, keys)
+        if found is not None and found != AUTO and not isinstance(found, Mapping):
+            raise _odd(where, keys, found, "a table")
+    for keys in _NUMBERS:
+        found = _find(config, keys)
+        if found is not None and found != AUTO and not is_number(found):
+            raise _odd(where, keys, found, "a number that is not negative")
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether this is a number, or text of one, of 0 or more."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return isfinite(number) and number >= 0
+
+
+def _find(config: Mapping[str, Any], keys: str) -> Any:
+    """Return the value under keys that are joined by dots; None: there is none."""
+    found: Any = config
+    for key in keys.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _odd(where: str, keys: str, found: Any, expected: str) -> RefusedError:
+    return RefusedError(
+        f"{where}: ds_config has {keys} = {found!r:.80}, and {expected} is expected. The file is "
+        "damaged or was edited: use another checkpoint, or set it right in the job and save again."
+    )
