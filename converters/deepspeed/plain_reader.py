@@ -60,8 +60,6 @@ class _Tree:
                         "cannot be told. Save with ZeRO, or train a step first."
                     )
             groups.append([dict(inner["state"][number]) for number in group["params"]])
-            if "bias_correction" in group and "amsgrad" not in group:
-                _count_alike(groups[-1])
         for group, masters in zip(groups, tree.get("fp32_groups", ()), strict=False):
             for state, master in zip(group, masters, strict=True):
                 state[MASTERS] = master
@@ -206,15 +204,6 @@ class PlainReader:
             content = np.float32(step).tobytes()
             self.steps[known] = CheckpointFile(known, len(content), content)
             into.append(Piece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), known, 0))
-
-
-def _count_alike(states: Sequence[dict[str, Any]]) -> None:
-    """Give the parameters of a group of DeepSpeed's FusedAdam the step that it counts for all of
-    them, in the last one's state (``step`` of deepspeed/ops/adam/fused_adam.py)."""
-    steps = [state.get(STEP) for state in states]
-    if all(isinstance(step, int) for step in steps):
-        for state in states:
-            state[STEP] = max(filter(None, steps), default=0)
 
 
 def _plain_entries(tree: Mapping[str, Any]) -> dict[str, Any]:
