@@ -42,6 +42,11 @@ def tensor_parallel(engine: Any) -> TensorParallel:
     )
 
 
+def is_first_replica(engine: Any) -> bool:
+    """Whether this rank is the first of those that have the same layers."""
+    return dist.get_rank(engine.seq_data_parallel_group) == 0 == tensor_parallel(engine).rank
+
+
 def stage(engine: Any) -> int:
     """Return the pipeline stage of this rank, 0 without a pipeline."""
     mpu = engine.mpu

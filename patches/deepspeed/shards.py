@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.core.region import Piece
+from scalai.core.region import Piece, row_major, whole
 from scalai.patches.deepspeed.flat import Fragment
 from scalai.patches.deepspeed.masters import is_vouched, shard_fragment
 from scalai.patches.deepspeed.tensor_parallel import TensorParallel
@@ -36,8 +36,13 @@ class Shard:
     is_vouched: bool
 
 
-def shards_of(module: torch.nn.Module, tensor_parallel: TensorParallel) -> Iterator[Shard]:
+def shards_of(
+    module: torch.nn.Module, tensor_parallel: TensorParallel, *, is_first_replica: bool
+) -> Iterator[Shard]:
     """Yield the parameters and persistent buffers of a model, in its order. Shared ones once.
+
+    Buffers may differ between replicas, as running means do: the first one's are vouched for, as
+    DeepSpeed's checkpoints keep them.
 
     Raises:
         RefusedError: Something cannot be carried; the message names it.
@@ -45,7 +50,7 @@ def shards_of(module: torch.nn.Module, tensor_parallel: TensorParallel) -> Itera
     for name, parameter in module.named_parameters():
         yield _parameter_shard(name, parameter, tensor_parallel)
     for name, buffer in persistent_buffers(module):
-        yield _plain_shard(name, buffer, TensorParallel(0, 1), may_vouch=True)
+        yield _buffer_shard(name, buffer, is_first_replica)
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -65,22 +70,30 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 
 
 def _parameter_shard(name: str, parameter: Any, tensor_parallel: TensorParallel) -> Shard:
-    if not hasattr(parameter, "ds_tensor"):
-        return _plain_shard(name, parameter, tensor_parallel, is_vouched(parameter))
-    shape, pieces = tensor_parallel.pieces(name, parameter, tuple(parameter.ds_shape))
-    memory = parameter.ds_tensor.detach().view(-1)
-    part = shard_fragment(parameter, memory, name)
-    return Shard(name, shape, parameter, pieces, memory, part, is_vouched(parameter))
+    local = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    shape, pieces = tensor_parallel.pieces(name, parameter, local)
+    # Replicas on tensor-parallel ranks need not be equal to the last bit: the first one's counts.
+    may_vouch = is_vouched(parameter) and (tensor_parallel.rank == 0 or shape != local)
+    if hasattr(parameter, "ds_tensor"):
+        memory = parameter.ds_tensor.detach().view(-1)
+        part = shard_fragment(parameter, memory, name)
+    else:
+        memory, part = _whole(name, parameter)
+    return Shard(name, shape, parameter, pieces, memory, part, may_vouch)
 
 
-def _plain_shard(
-    name: str, data: torch.Tensor, tensor_parallel: TensorParallel, may_vouch: bool
-) -> Shard:
+def _buffer_shard(name: str, buffer: torch.Tensor, is_first_replica: bool) -> Shard:
+    shape = tuple(buffer.shape)
+    memory, part = _whole(name, buffer)
+    pieces = (Piece(whole(shape), 0, row_major(shape)),)
+    return Shard(name, shape, buffer, pieces, memory, part, is_first_replica)
+
+
+def _whole(name: str, data: torch.Tensor) -> tuple[torch.Tensor, Fragment]:
+    """Return flat memory that holds all of ``data``."""
     if not data.is_contiguous():
         raise RefusedError(
             f"{name} has strides {data.stride()} for shape {list(data.shape)}, so it is not one "
             "run of memory. Make it contiguous before deepspeed.initialize."
         )
-    shape, pieces = tensor_parallel.pieces(name, data, tuple(data.shape))
-    memory = data.detach().view(-1)
-    return Shard(name, shape, data, pieces, memory, Fragment(data, 0, data.numel(), 0), may_vouch)
+    return data.detach().view(-1), Fragment(data, 0, data.numel(), 0)

@@ -69,9 +69,14 @@ class DeepSpeedState:
             for master in self._masters
             for fragment in master.fragments
         }
+        shards = shards_of(
+            self._engine.module,
+            grid.tensor_parallel(self._engine),
+            is_first_replica=grid.is_first_replica(self._engine),
+        )
         return [
             slot
-            for shard in shards_of(self._engine.module, grid.tensor_parallel(self._engine))
+            for shard in shards
             for slot in _slots(shard, *owners.get(id(shard.data), (None, None)))
         ]
 

@@ -38,6 +38,16 @@ def held_twice(rank: int, store: dist.Store, job: Job) -> bool:
     return same
 
 
+def buffers(rank: int, store: dist.Store, job: Job) -> tuple[set[str], set[str]]:
+    """Return the names of the buffers that this rank vouches for, and that it wants."""
+    training = Training(job, rank, store, SEED)
+    names = {f"param/{name}" for name, _ in training.engine.module.named_buffers()}
+    slots = [slot for slot in training.state().slots() if slot.tensor.name in names]
+    training.close()
+    held = {slot.tensor.name for slot in slots if slot.is_held}
+    return held, {slot.tensor.name for slot in slots if slot.is_wanted}
+
+
 def random_streams(rank: int, store: dist.Store, job: Job) -> dict[str, Any]:
     """Continue the streams from their JSON; then begin new ones."""
     training = Training(job, rank, store, SEED)

@@ -54,22 +54,25 @@ MORE: list[tuple[str, Layout, Layout, Layout, float]] = [
     *(
         (f"zero{a}-to-zero{b}", {}, ranks(2, a), ranks(3, b), FP32)
         for a, b in permutations(range(4), 2)
+        if (a, b) != (0, 2)  # one of those above
     ),
-    *((f"zero{s}-4-to-2", {}, ranks(4, s), ranks(2, s), FP32) for s in range(4)),
+    *((f"zero{s}-3-to-2", {}, ranks(3, s), ranks(2, s), FP32) for s in range(4)),
+    *((f"zero{s}-4-to-3", {}, ranks(4, s), ranks(3, s), FP32) for s in (0, 1, 3)),
     *((f"zero{s}-2-to-3", {}, ranks(2, s), ranks(3, s), FP32) for s in range(4)),
     *((f"same-zero{s}", {}, ranks(2, s), ranks(2, s), EXACT) for s in range(4)),
     ("zero3-frozen-shards", FROZEN_SHARDS, ranks(4, 3), ranks(3, 3), FP32),
-    ("zero2-round-robin", ROUND_ROBIN, ranks(3, 2), ranks(4, 1), FP32),
-    *((f"offloaded-zero{s}", OFFLOADED, ranks(4, s), ranks(3, s), FP32) for s in (1, 2, 3)),
+    ("zero2-to-zero1-round-robin", ROUND_ROBIN, ranks(3, 2), ranks(4, 1), FP32),
+    *((f"offloaded-zero{s}", OFFLOADED, ranks(3, s), ranks(2, s), FP32) for s in (1, 2, 3)),
     *(
         (f"bf16-zero{a}-to-zero{b}", {"precision": "bf16"}, ranks(2, a), ranks(3, b), BF16)
         for a, b in ((0, 1), (1, 0), (1, 3), (2, 2), (3, 0))
     ),
     ("bf16-optimizer", {"precision": "bf16-fp32"}, ranks(2, 1), ranks(3, 1), BF16),
     ("bf16-fused-to-zero1", {"precision": "bf16", **FUSED}, ranks(2, 0), ranks(3, 1), BF16),
+    # Not from ZeRO 0 to another: DeepSpeed trains otherwise there (docs/offline.md).
     *(
         (f"fp16-zero{a}-to-zero{b}", {"precision": "fp16"}, ranks(2, a), ranks(2, b), FP16)
-        for a, b in ((0, 0), (0, 1), (1, 1), (2, 3), (3, 3), (3, 2))
+        for a, b in ((0, 0), (1, 1), (2, 3), (3, 3), (3, 2))
     ),
     *(
         (f"pipeline-zero{a}-{p}x{q}-to-zero{b}-{r}x{s}", UNCLIPPED, x, y, FP32)

@@ -27,6 +27,14 @@ def test_listing_the_state_changes_nothing_and_it_stays_where_it_is(
     assert held == [True, True]
 
 
+def test_buffers_are_those_of_the_first_replica_and_all_get_them(
+    deepspeed_pool: WorkerPool,
+) -> None:
+    first, second = deepspeed_pool.run("deepspeed_state_checks:buffers", [(Job(world=2),)] * 2)
+    names = {f"param/{name}" for name in ("calls", "average", "is_seen", "order")}
+    assert (first, second) == ((names, names), (set(), names))
+
+
 def test_random_streams_go_on_from_their_json_or_begin_anew_alike_on_replicas(
     deepspeed_pool: WorkerPool,
 ) -> None:

@@ -24,7 +24,8 @@ from scalai.patches.deepspeed.state import DeepSpeedState
 
 torch.set_num_threads(1)
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-deepspeed.ops.__compatible_ops__.clear()  # nothing is compiled
+# Nothing is compiled.
+deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
 # Torch computes in fp16 on every CPU; DeepSpeed asks whether there are fast kernels.
 type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda _: True
 

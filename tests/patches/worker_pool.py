@@ -54,7 +54,7 @@ class WorkerPool:
         if failed or len(answers) < world:
             self.close()
             silent = [rank for rank in range(world) if rank not in answers]
-            raise WorkerFailed("\n".join([*failed, f"no answer from ranks {silent}"]))
+            raise WorkerFailed("\n".join([*failed, f"ranks without an answer: {silent}"]))
         return [answers[rank][1] for rank in range(world)]
 
     def close(self) -> None:
