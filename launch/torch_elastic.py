@@ -130,7 +130,7 @@ def run_forked(*arguments: str) -> None:
     -m``."""
     # Processes of the script's own, such as those of a data loader, start as they do in a cold one:
     # a fork server's children are told to ask that server.
-    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # the default
+    multiprocessing.set_start_method(None, force=True)
     try:
         importlib.import_module(WORKER_MODULE).main(list(arguments))
     finally:
