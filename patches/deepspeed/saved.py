@@ -18,6 +18,7 @@ from scalai.converters.checkpoint import STEP, Checkpoint, CheckpointFile, Place
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.pickles import Foreign
+from scalai.converters.streaming import forget_files
 from scalai.converters.verify import check_samples
 from scalai.core.collection import Collection
 from scalai.core.coverage import check_coverage
@@ -81,7 +82,10 @@ def read_saved(directory: Path) -> Saved:
     """
     checkpoint = open_checkpoint(directory)
     check_coverage(checkpoint.placed.collection)
-    check_samples(checkpoint)
+    try:
+        check_samples(checkpoint)
+    finally:
+        forget_files()
     for note in checkpoint.notes:
         log.warning("event=load note=%s", note)
     job = checkpoint.values.extra.get(STATE)
