@@ -24,7 +24,7 @@ def taken(trainer: Any) -> Json:
     """
     state = dataclasses.asdict(trainer.state)
     state["total_flos"] += getattr(trainer, "current_flos", 0) * trainer.args.world_size
-    state["stateful_callbacks"] = {}
+    del state["stateful_callbacks"]  # made of the callbacks again
     schedule = trainer.lr_scheduler
     # Before the engine is built it may be a stand-in for one that the engine will have.
     is_own = hasattr(schedule, "state_dict") and type(schedule).__name__ != _ON_ENGINE
@@ -49,13 +49,16 @@ def taken(trainer: Any) -> Json:
 
 def put_state(saved: Mapping[str, Any], trainer: Any) -> None:
     """Restore TrainerState and callbacks, once Trainer would read them from a checkpoint."""
-    trainer.state = type(trainer.state)(**copy.deepcopy(saved["state"]))
-    trainer.state.train_batch_size = trainer.args.per_device_train_batch_size
     told = [(name, all_live(values)) for name, values in saved["callbacks"]]
     for name, target in _attributes(trainer, is_live=True):
         at = next((n for n, (known, _) in enumerate(told) if known == name), None)
         if at is not None:
             vars(target).update(told.pop(at)[1])
+    trainer.state = type(trainer.state)(
+        **copy.deepcopy(saved["state"]),
+        stateful_callbacks=[target for _, target in _attributes(trainer, is_live=True)],
+    )
+    trainer.state.train_batch_size = trainer.args.per_device_train_batch_size
 
 
 def put_schedule(saved: Mapping[str, Any], trainer: Any) -> None:

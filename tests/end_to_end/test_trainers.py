@@ -117,7 +117,7 @@ def test_a_script_on_trainer_goes_through_other_worlds(
     """Its logs tell of one training: a line a step, with the learning rate of that step."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     alone = run_alone(tmp_path / "alone", words(TRAINER, tmp_path / "alone", stage, 6))
-    script = words(TRAINER, tmp_path / "elastic", stage, 2, *os.environ.get("TRSAVE", "").split())
+    script = words(TRAINER, tmp_path / "elastic", stage, 2, "--save-every", "4")
     agents = train_through(tmp_path / "elastic", script)
     assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]
     check(tmp_path, agents)
