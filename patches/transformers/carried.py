@@ -43,6 +43,7 @@ def taken(trainer: Any) -> Json:
         "schedule": all_plain(schedule.state_dict(), "lr_scheduler") if is_own else None,
         "loss": float(getattr(trainer, "_tr_loss", 0.0)),
         "total_loss": float(getattr(trainer, "_total_loss_scalar", 0.0)),
+        "initial_step": int(getattr(trainer, "_initial_global_step", 0)),
         "last_logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
     }
 
@@ -77,6 +78,7 @@ def put_losses(saved: Mapping[str, Any], trainer: Any) -> None:
     """Restore what was summed for the logs, once Trainer has begun to sum anew."""
     trainer._tr_loss += saved["loss"]
     trainer._total_loss_scalar = saved["total_loss"]
+    trainer._initial_global_step = saved["initial_step"]
     trainer._globalstep_last_logged = saved["last_logged"]
 
 
