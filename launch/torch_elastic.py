@@ -12,6 +12,7 @@ import atexit
 import importlib
 import inspect
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -127,6 +128,9 @@ class _Assigned(RendezvousHandler):
 def run_forked(*arguments: str) -> None:
     """Entry of a worker that was forked warm: the same module that a cold worker runs with ``python
     -m``."""
+    # Processes of the script's own, such as those of a data loader, start as they do in a cold one:
+    # a fork server's children are told to ask that server.
+    multiprocessing.set_start_method(None, force=True)
     try:
         importlib.import_module(WORKER_MODULE).main(list(arguments))
     finally:

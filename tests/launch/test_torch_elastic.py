@@ -1,5 +1,6 @@
 """The contract with torch's private hooks, and a host's set of workers."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -25,12 +26,13 @@ from scalai.launch.warm import write_preload
 
 DEADLINE_S = 120.0
 SCRIPT = """
-import os, sys, time
+import multiprocessing, os, sys, time
 folder, how = sys.argv[1:3]
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
          "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "MINE")
 with open(f"{folder}/{os.environ['RANK']}.new", "w") as file:
-    file.write("\\n".join([os.environ.get(name, "-") for name in names] + [str(os.getpid())]))
+    told = [os.environ.get(name, "-") for name in names] + [multiprocessing.get_start_method()]
+    file.write("\\n".join([*told, str(os.getpid())]))
 os.rename(f"{folder}/{os.environ['RANK']}.new", f"{folder}/{os.environ['RANK']}")
 if how == "done":
     sys.exit(0)
@@ -142,6 +144,7 @@ def test_workers_know_their_place_and_leave(
     for local, rank in enumerate((2, 3)):
         assert told(tmp_path, rank)[:-1] == [
             str(rank), str(local), "4", "2", "1", "127.0.0.1", "29876", "2", "True", "yes",
+            multiprocessing.get_start_method(),
         ]  # fmt: skip
     assert outcome(workers) == Outcome(())
     assert workers.poll() is None, "an end is told once"
