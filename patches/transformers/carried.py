@@ -24,7 +24,7 @@ def taken(trainer: Any) -> Json:
     """
     state = dataclasses.asdict(trainer.state)
     state["total_flos"] += getattr(trainer, "current_flos", 0) * trainer.args.world_size
-    state["stateful_callbacks"] = {}
+    del state["stateful_callbacks"]  # made of the callbacks again
     schedule = trainer.lr_scheduler
     # Before the engine is built it may be a stand-in for one that the engine will have.
     is_own = hasattr(schedule, "state_dict") and type(schedule).__name__ != _ON_ENGINE
@@ -43,19 +43,23 @@ def taken(trainer: Any) -> Json:
         "schedule": all_plain(schedule.state_dict(), "lr_scheduler") if is_own else None,
         "loss": float(getattr(trainer, "_tr_loss", 0.0)),
         "total_loss": float(getattr(trainer, "_total_loss_scalar", 0.0)),
+        "initial_step": int(getattr(trainer, "_initial_global_step", 0)),
         "last_logged": int(getattr(trainer, "_globalstep_last_logged", 0)),
     }
 
 
 def put_state(saved: Mapping[str, Any], trainer: Any) -> None:
     """Restore TrainerState and callbacks, once Trainer would read them from a checkpoint."""
-    trainer.state = type(trainer.state)(**copy.deepcopy(saved["state"]))
-    trainer.state.train_batch_size = trainer.args.per_device_train_batch_size
     told = [(name, all_live(values)) for name, values in saved["callbacks"]]
     for name, target in _attributes(trainer, is_live=True):
         at = next((n for n, (known, _) in enumerate(told) if known == name), None)
         if at is not None:
             vars(target).update(told.pop(at)[1])
+    trainer.state = type(trainer.state)(
+        **copy.deepcopy(saved["state"]),
+        stateful_callbacks=[target for _, target in _attributes(trainer, is_live=True)],
+    )
+    trainer.state.train_batch_size = trainer.args.per_device_train_batch_size
 
 
 def put_schedule(saved: Mapping[str, Any], trainer: Any) -> None:
@@ -74,6 +78,7 @@ def put_losses(saved: Mapping[str, Any], trainer: Any) -> None:
     """Restore what was summed for the logs, once Trainer has begun to sum anew."""
     trainer._tr_loss += saved["loss"]
     trainer._total_loss_scalar = saved["total_loss"]
+    trainer._initial_global_step = saved["initial_step"]
     trainer._globalstep_last_logged = saved["last_logged"]
 
 
