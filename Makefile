@@ -4,6 +4,8 @@ PYTHON := $(VENV)/bin/python
 BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/*.py)))
 export OMP_NUM_THREADS := 1
 export DS_BUILD_OPS := 0
+# What torch compiles for DeepSpeed: a build that was killed elsewhere leaves a lock that all wait for.
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions
 
 .PHONY: demo test campaign check bench clean
 
