@@ -36,6 +36,8 @@ from scalai.core.errors import RefusedError
 
 WORKER_MODULE = "scalai.patches.worker"
 PRELOAD_MODULE = "scalai.patches.preload"
+LOCK_S = 1.0
+"""How long a worker may hold the lock of an event that takes it microseconds."""
 
 _HOOKS: Mapping[str, tuple[str, ...]] = {
     "_initialize_workers": ("self", "worker_group"),
@@ -139,6 +141,26 @@ def run_forked(*arguments: str) -> None:
         atexit._run_exitfuncs()
 
 
+class _LettingGo:
+    """Torch's event for which finished workers wait until all have finished, as its parent sees it.
+
+    ``multiprocessing.Event.set`` waits until each of them has woken, so it would wait for good for
+    one that was killed meanwhile.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._flag, self._condition = event._flag, event._cond
+
+    def set(self) -> None:
+        """Wake all that wait, and those to come."""
+        is_mine = self._condition.acquire(timeout=LOCK_S)  # who was killed may have it for good
+        self._flag.release()
+        while self._condition._sleeping_count.acquire(False):
+            self._condition._wait_semaphore.release()
+        if is_mine:
+            self._condition.release()
+
+
 class WorkerSet(LocalElasticAgent):
     """The worker processes of one host.
 
@@ -171,6 +193,10 @@ class WorkerSet(LocalElasticAgent):
         spec.local_world_size = place.local_world_size
         self._assigned.placement = place
         self._initialize_workers(self._worker_group)
+        if warm:
+            assert self._pcontext is not None
+            event = self._pcontext._worker_finished_event  # type: ignore[attr-defined]
+            self._pcontext._worker_finished_event = _LettingGo(event)  # type: ignore[attr-defined]
         self._is_up = True
 
     def poll(self) -> Outcome | None:

@@ -10,10 +10,8 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from select import POLLIN, poll
 
 VARIABLE = "SCALAI_FAILPOINT"
-ENDING_MS = 5000
 _processes: dict[str, int] = {}
 
 
@@ -36,12 +34,4 @@ def reached(place: str) -> None:
         os.rename(path, f"{path}.reached")
     except FileNotFoundError:
         return  # nothing is to happen, or it has just happened elsewhere
-    victim = _processes[name]
-    ending = os.pidfd_open(victim)
-    os.kill(victim, signal.Signals[number])
-    if number == "SIGKILL" and victim != os.getpid():
-        # Torch hangs where it ends a worker that is finished, and dying, but not yet dead.
-        waiter = poll()
-        waiter.register(ending, POLLIN)
-        waiter.poll(ENDING_MS)
-    os.close(ending)
+    os.kill(_processes[name], signal.Signals[number])

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +149,19 @@ def test_workers_know_their_place_and_leave(
         ]  # fmt: skip
     assert outcome(workers) == Outcome(())
     assert workers.poll() is None, "an end is told once"
+
+
+def test_a_worker_that_is_killed_when_it_has_finished_holds_up_nobody(
+    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: None
+) -> None:
+    workers.start(place(1), [str(script), str(tmp_path), "done"], warm=True)
+    process = psutil.Process(int(told(tmp_path, 2)[-1]))
+    time.sleep(1.0)  # it waits to be let go
+    process.suspend()
+    killing = threading.Timer(1.0, process.kill)
+    killing.start()
+    assert outcome(workers).failures == ("rank 2 was killed by SIGKILL",)
+    killing.join()
 
 
 @both
