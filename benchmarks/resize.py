@@ -20,7 +20,6 @@ between the moments that workers note; ``..._cpu_s`` are the same as processor t
 ``--small`` tries all of it with a small model.
 """
 
-import argparse
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from pathlib import Path
 from statistics import median
 
 from report import Report
-from resize_figures import add_ours, add_overhead, add_stock, check_losses, there
+from resize_figures import add_ours, add_overhead, add_stock, check_losses, read_options, there
 from resize_runs import Change, Layout, run_by_checkpoint, run_by_scalai
 from warm_copies import copy_seconds
 
@@ -81,18 +80,6 @@ SMALL = Gpt(hidden=256, layers=2, steps=4)
 PAIRED = Gpt(hidden=256, layers=4, steps=0)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--small", action="store_true", help="a small model: only to try it")
-    parser.add_argument("--changes", type=int, default=5, help="there, back, there, ...")
-    parser.add_argument("--pairs", type=int, default=400)
-    parser.add_argument("--build-ahead", default="auto", choices=("auto", "never"))
-    parser.add_argument("--only", choices=("downtime", "ours", "move", "overhead"))
-    return parser.parse_args()
-
-
 def add_moves(report: Report, changes: Sequence[Change], runs: int) -> None:
     """Add what our changes did with bytes, beside plain copies of as many."""
     seconds, faults, prints, ratios = [], [], [], []
@@ -119,7 +106,7 @@ def add_moves(report: Report, changes: Sequence[Change], runs: int) -> None:
 
 
 def main() -> None:
-    options = arguments()
+    options = read_options(__doc__, ("downtime", "ours", "move", "overhead"))
     report = Report("resize")
     job = replace(SMALL if options.small else FULL, build_ahead=options.build_ahead)
     wanted = {options.only} if options.only else {"downtime", "ours", "move", "overhead"}

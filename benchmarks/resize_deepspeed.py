@@ -15,7 +15,6 @@ between the moments that workers note; ``..._cpu_s`` are the same as processor t
 ``--small`` tries all of it with a small model.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from report import Report
-from resize_figures import add_ours, add_overhead, add_stock, check_losses
+from resize_figures import add_ours, add_overhead, add_stock, check_losses, read_options
 from resize_runs import Layout, run_by_checkpoint, run_by_scalai
 
 WORKERS = 2
@@ -100,20 +99,8 @@ SMALL = Linears(hidden=256, layers=8, steps=4)
 PAIRED = Linears(hidden=256, layers=48, steps=0)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--small", action="store_true", help="a small model: only to try it")
-    parser.add_argument("--changes", type=int, default=5, help="there, back, there, ...")
-    parser.add_argument("--pairs", type=int, default=400)
-    parser.add_argument("--build-ahead", default="auto", choices=("auto", "never"))
-    parser.add_argument("--only", choices=("downtime", "ours", "overhead"))
-    return parser.parse_args()
-
-
 def main() -> None:
-    options = arguments()
+    options = read_options(__doc__, ("downtime", "ours", "overhead"))
     report = Report("resize_deepspeed")
     job = replace(SMALL if options.small else FULL, build_ahead=options.build_ahead)
     wanted = {options.only} if options.only else {"downtime", "ours", "overhead"}

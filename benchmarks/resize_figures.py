@@ -1,5 +1,6 @@
 """The figures that ``resize.py`` and ``resize_deepspeed.py`` have in common."""
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,19 @@ from report import Report
 from resize_runs import Change, Job, Layout, Run, elastic_job
 
 LOSS_TOLERANCE = 1e-4
+
+
+def read_options(description: str | None, only: Sequence[str]) -> argparse.Namespace:
+    """Return what the command line asks for; ``only`` are the groups of figures that there are."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--small", action="store_true", help="a small model: only to try it")
+    parser.add_argument("--changes", type=int, default=5, help="there, back, there, ...")
+    parser.add_argument("--pairs", type=int, default=400)
+    parser.add_argument("--build-ahead", default="auto", choices=("auto", "never"))
+    parser.add_argument("--only", choices=only)
+    return parser.parse_args()
 
 
 def medians(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
