@@ -57,3 +57,11 @@ def deepspeed_pool() -> "Iterator[WorkerPool]":
     workers = WorkerPool(size=4, trainer="tiny_deepspeed")
     yield workers
     workers.close()
+
+
+@pytest.fixture(autouse=True)
+def _renewed_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Take other processes for the next test where those of a pool have grown heavy."""
+    yield
+    for name in {"pool", "deepspeed_pool"} & set(request.fixturenames):
+        request.getfixturevalue(name).renew()

@@ -89,6 +89,7 @@ class Training:
         """Take the job down, so that another layout can be built in this process."""
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        del self.chunks, self.optimizer, self.scheduler
         gc.collect()
 
     def _train_step(self, step: int) -> dict[int, float]:

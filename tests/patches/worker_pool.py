@@ -1,5 +1,6 @@
 """A few processes that stay alive from test to test: torch and a framework are imported once."""
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -16,6 +17,9 @@ import torch.distributed as dist
 
 TIMEOUT_S = 120
 AFTER_A_FAILURE_S = 2
+MANY_THREADS = 150
+"""A job of four ranks has about 110. Those of a process group stay where something still refers to
+the group, as Megatron's gradient hooks do, and each wakes up a hundred times a second."""
 
 
 class WorkerFailed(Exception):
@@ -32,6 +36,7 @@ class WorkerPool:
         self._release = release
         self.trainer = trainer
         self._calls = 0
+        self._threads = 0
         self._workers: list[tuple[Any, Connection]] = []
         self._store: dist.TCPStore | None = None
 
@@ -50,12 +55,18 @@ class WorkerPool:
         for (_, pipe), values in zip(self._workers, arguments, strict=False):
             pipe.send((function, f"call-{self._calls}", values))
         answers = self._answers(world)
-        failed = [f"rank {rank}:\n{text}" for rank, (text, _) in sorted(answers.items()) if text]
+        failed = [f"rank {rank}:\n{text}" for rank, (text, *_) in sorted(answers.items()) if text]
         if failed or len(answers) < world:
             self.close()
             silent = [rank for rank in range(world) if rank not in answers]
             raise WorkerFailed("\n".join([*failed, f"ranks without an answer: {silent}"]))
+        self._threads = max(threads for *_, threads in answers.values())
         return [answers[rank][1] for rank in range(world)]
+
+    def renew(self) -> None:
+        """End the processes where earlier jobs have left them too many threads; between jobs."""
+        if self._threads > MANY_THREADS:
+            self.close()
 
     def close(self) -> None:
         """End the processes; ``run`` starts new ones."""
@@ -66,6 +77,7 @@ class WorkerPool:
             if process.is_alive():
                 process.terminate()
                 process.join()
+        self._threads = 0
         self._workers = []
         self._store = None
 
@@ -109,10 +121,13 @@ class WorkerPool:
             there.close()
             self._workers.append((parent, here))
 
-    def _answers(self, world: int) -> dict[int, tuple[str, Any]]:
-        """Return what the ranks answer, by rank; where one fails the others wait in vain for it."""
+    def _answers(self, world: int) -> dict[int, tuple[str, Any, int]]:
+        """Return what the ranks answer, by rank: an error, a result, its number of threads.
+
+        Where one fails the others wait in vain for it.
+        """
         ranks = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world])}
-        answers: dict[int, tuple[str, Any]] = {}
+        answers: dict[int, tuple[str, Any, int]] = {}
         deadline = time.monotonic() + TIMEOUT_S
         while ranks and (ready := wait(list(ranks), max(deadline - time.monotonic(), 0))):
             for pipe in ready:
@@ -121,7 +136,7 @@ class WorkerPool:
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
-                    answers[rank] = "the process ended", None
+                    answers[rank] = "the process ended", None, 0
                 if answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE_S)
         return answers
@@ -153,6 +168,7 @@ def _serve(rank: int, port: int, pipe: Connection, pipes: Sequence[Connection] =
         if other is not pipe:
             other.close()  # else nobody would see that its worker died
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    gc.freeze()  # what the frameworks consist of is not looked through again
     while True:
         try:
             function, prefix, values = pipe.recv()
@@ -161,7 +177,8 @@ def _serve(rank: int, port: int, pipe: Connection, pipes: Sequence[Connection] =
         try:
             module, _, name = function.partition(":")
             call = getattr(importlib.import_module(module), name)
-            answer = "", call(rank, dist.PrefixStore(prefix, store), *values)
+            error, answer = "", call(rank, dist.PrefixStore(prefix, store), *values)
         except BaseException:
-            answer = traceback.format_exc(), None
-        pipe.send(answer)
+            error, answer = traceback.format_exc(), None
+        gc.collect()
+        pipe.send((error, answer, len(os.listdir("/proc/self/task"))))
