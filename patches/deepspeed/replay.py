@@ -104,7 +104,7 @@ class Replay:
 
     def _keep_newest(self) -> None:
         if self._newest is not None:
-            self._losses.append(float(self._newest))
+            self._losses.append(float(torch.as_tensor(self._newest).float().mean()))
             self._newest = None
 
     def _step_again(self) -> torch.Tensor:
