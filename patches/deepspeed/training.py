@@ -22,7 +22,7 @@ import wrapt
 from scalai.converters.deepspeed.config import StatedBatch
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
-from scalai.patches.deepspeed import loaders, randomness
+from scalai.patches.deepspeed import loaders, mends, randomness
 from scalai.patches.deepspeed.checkpoints import Checkpoints
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.deepspeed.round_config import (
@@ -117,6 +117,7 @@ class EngineHooks:
         self.feed.is_evaluating = self._is_evaluating
         self.feed.first_dp = lambda: self._session.facts.get("first_dp")
         loaders.install(self.feed)
+        mends.install()
         pipe = importlib.import_module("deepspeed.runtime.pipe.module")
         self.replay.show(importlib.import_module("deepspeed.runtime.pipe.engine").PipelineEngine)
         zero = importlib.import_module("deepspeed.runtime.zero.partition_parameters")

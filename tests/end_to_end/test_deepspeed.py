@@ -1,108 +1,24 @@
 """A DeepSpeed script that knows nothing of Scalai changes its ranks: same samples, same losses."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agents import Agents
+from deepspeed_elastic import (
+    STEPS,
+    arguments,
+    check,
+    compare,
+    config,
+    lines_of,
+    run_alone,
+    train_through,
+)
 
-SCRIPT = Path(__file__).parents[1] / "support" / "deepspeed_job.py"
-TOLERANCE = 1e-6
-EPOCHS = 12
-STEPS = 5 * EPOCHS
-"""60 samples in batches of 12."""
 PLACES = ("drain", "deposit", "deposited", "commit", "relaunch", "plan", "move", "restore", "leave")
 """Where a worker may die in a change."""
-
-
-def config(stage: int, **more: Any) -> dict[str, Any]:
-    """Return a DeepSpeed configuration, with the block that makes it elastic."""
-    return {
-        "train_batch_size": 12,
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
-        "zero_optimization": {"stage": stage},
-        "scalai": {"resize": {"settle_s": 0.2}, **more},
-    }
-
-
-def run_alone(folder: Path, given: Mapping[str, Any], *flags: str) -> "subprocess.Popen[bytes]":
-    """Start the script on one rank, without any launcher: the reference."""
-    folder.mkdir()
-    (folder / "ds.json").write_text(json.dumps(given))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ, "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    with (folder / "log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, *arguments(folder, *flags)],
-            stdout=log, stderr=subprocess.STDOUT, env=environment,
-        )  # fmt: skip
-
-
-def arguments(folder: Path, *flags: str) -> list[str]:
-    return [
-        str(SCRIPT), "--metrics", str(folder / "metrics.jsonl"), "--epochs", str(EPOCHS),
-        "--deepspeed", "--deepspeed_config", str(folder / "ds.json"), "--hurry",
-        str(folder / "hurry"), *flags,
-    ]  # fmt: skip
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def train_through(
-    folder: Path,
-    given: Mapping[str, Any],
-    worlds: Sequence[int],
-    monkeypatch: pytest.MonkeyPatch,
-    *flags: str,
-) -> Agents:
-    """Run the script through the worlds, the widest first, to its end. Returns the job."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    folder.mkdir()
-    (folder / "ds.json").write_text(json.dumps(given))
-    script = arguments(folder, "--step-s", "0.6", *flags)
-    with Agents(folder, None, script, nodes="1", slots=worlds[0]) as agents:
-        agents.start("a")
-        agents.wait_for_step(2, world=worlds[0])
-        for changes, world in enumerate(worlds[1:], 1):
-            agents.wait_until(lambda: len(agents.resizes()) == changes, "every rank has stepped")  # noqa: B023
-            agents.scale(nproc=world)
-            agents.wait_for_world(world)
-        (folder / "hurry").touch()
-        assert agents.exit_code("a") == 0, agents.logs()
-    return agents
-
-
-def check(agents: Agents, reference: Sequence[Mapping[str, Any]], worlds: Sequence[int]) -> None:
-    """Each step was made once, and was that of the uninterrupted run."""
-    made = agents.lines()
-    assert [line["step"] for line in made] == list(range(1, STEPS + 1)), agents.logs()
-    assert tuple(world for world, _ in groupby(line["world"] for line in made)) == worlds
-    assert [report.get("steps_lost", 0) for report in agents.resizes()] == [0] * len(worlds)
-    compare(made, reference)
-
-
-def compare(made: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> None:
-    for line in made:
-        expected = reference[line["step"] - 1]
-        assert (line["samples"], line["lr"]) == (expected["samples"], expected["lr"]), line
-        assert line["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE), line
 
 
 def test_a_script_without_a_line_of_ours_goes_through_other_dps_and_stages(

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 SAMPLES, WIDTH, CLASSES = 60, 7, 5
 
-deepspeed.ops.__compatible_ops__.clear()  # nothing is compiled
+ops = deepspeed.ops.__compatible_ops__
+ops.update(dict.fromkeys(ops, False))  # nothing is compiled
 
 
 class Rows(Dataset):
@@ -141,7 +142,7 @@ def write(metrics, engine, losses, seen):
             "step": engine.global_steps + 1, "world": dist.get_world_size(),
             "loss": float(total) / dist.get_world_size(), "lr": engine.get_lr()[0],
             "samples": sorted({number for each in everyones for number in each}),
-            "stage": engine.zero_optimization_stage(),
+            "stage": engine.zero_optimization_stage(), "version": deepspeed.__version__,
         }  # fmt: skip
         with metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -1,0 +1,50 @@
+"""One common job with a release of every minor version of DeepSpeed that is known.
+
+The installed version goes through all the other tests. For the campaign: each release is built.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deepspeed_elastic import check, config, lines_of, run_alone, train_through
+
+pytestmark = pytest.mark.campaign
+
+PIP = [sys.executable, "-m", "pip"]
+WORLDS = (3, 2, 1)
+STAGES = {"3": 2, "2": 3, "1": 1}
+
+
+@pytest.fixture(params=["0.16.9", "0.17.6", "0.18.9"])
+def release(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Put a release before the installed one, for processes to come."""
+    asked = subprocess.run(
+        [*PIP, "index", "versions", "deepspeed", "--retries", "1"], capture_output=True, text=True
+    )
+    if asked.returncode != 0:
+        pytest.skip(f"the package index cannot be reached: {asked.stderr.strip()}")
+    folder = tmp_path / "release"
+    command = [*PIP, "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    command += ["--target", str(folder), f"deepspeed=={request.param}"]
+    subprocess.run(command, check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    return str(request.param)
+
+
+def test_other_versions_go_through_other_dps_and_stages(
+    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = config(0, deepspeed={"zero_stage": STAGES})
+    alone = run_alone(tmp_path / "alone", given, "--loader-workers", "0")
+    agents = train_through(
+        tmp_path / "elastic", given, WORLDS, monkeypatch, "--loader-workers", "0"
+    )
+    assert alone.wait(60) == 0
+    reference = lines_of(tmp_path / "alone")
+    assert {line["version"] for line in (*reference, *agents.lines())} == {release}
+    check(agents, reference, WORLDS)
+    seen = {(str(line["world"]), line["stage"]) for line in agents.lines()}
+    assert seen == set(STAGES.items())
