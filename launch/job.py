@@ -142,6 +142,7 @@ class JobSpec:
         deepspeed = self.config.deepspeed
         return {
             "zero_stage": deepspeed.stage_on(world_size),
+            "zero_stages": dict(deepspeed.zero_stage),
             "data_order": deepspeed.data_order,
         }
 

@@ -30,8 +30,7 @@ class KnownVersions:
         Raises:
             RefusedError: The version is unknown, and unknown ones are not allowed.
         """
-        found = re.match(r"(\d+)\.(\d+)", version)
-        if found is not None and self.oldest <= (int(found[1]), int(found[2])) <= self.newest:
+        if self.oldest <= numbers_of(version)[:2] <= self.newest:
             return None
         known = f"{_dotted(self.oldest)} to {_dotted(self.newest)}"
         if allow_unknown:
@@ -46,6 +45,12 @@ class KnownVersions:
 # The names that the hooks and the adapters rely on are the same in all of them.
 MEGATRON = KnownVersions("megatron-core", (0, 14), (0, 19))
 DEEPSPEED = KnownVersions("deepspeed", (0, 16), (0, 19))
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """Return the numbers that a version begins with, none where it begins with something else."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in found[0].split(".")) if found is not None else ()
 
 
 def _dotted(version: tuple[int, int]) -> str:

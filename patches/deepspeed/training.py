@@ -32,6 +32,7 @@ from scalai.patches.deepspeed.round_config import (
     rewritten,
     without_batches,
 )
+from scalai.patches.deepspeed.stages import refuse_unfit_stages, stages_of
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED
 from scalai.runtime.live import Json, LiveState
 
@@ -141,6 +142,9 @@ class EngineHooks:
         is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
         warning = DEEPSPEED.check(self._version, allow_unknown=is_allowed)
         order = self._order(has_mpu=given.get("mpu") is not None)
+        facts, by_world = self._session.facts, self._session.settings.get("zero_stages", {})
+        stages = stages_of(config, by_world, facts.get("zero_stage"))
+        refuse_unfit_stages(config, stages, self._version)
         batches = batches_of(config, order)
         told = self._first() or batches
         first = FirstBatches(batches.global_batch_size, told.micro_batch_size, told.dp)
@@ -249,6 +253,7 @@ class EngineHooks:
             global_batch_size=first.global_batch_size,
             first_micro_batch_size=first.micro_batch_size,
             first_dp=first.dp,
+            zero_stage=engine.zero_optimization_stage(),
         )
         session.register_state("data", self.feed.clocks.take, self.feed.clocks.put)
         session.register_state("loaded", checkpoints.take, checkpoints.put)

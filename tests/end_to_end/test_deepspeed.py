@@ -183,3 +183,16 @@ def test_a_worker_may_die_at_every_place_of_a_change(
     made = agents.lines()
     assert {line["step"] for line in made} == set(range(1, 5 * 60 + 1))
     compare(made, lines_of(tmp_path / "alone"))
+
+
+@pytest.mark.campaign
+def test_stages_between_which_fp16_would_fork_are_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    given = {**config(1, deepspeed={"zero_stage": {"1": 0}}), "fp16": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(given))
+    with Agents(tmp_path, None, arguments(tmp_path), nodes="1", slots=2) as agents:
+        agents.start("a")
+        assert agents.exit_code("a") != 0
+        assert "fp16 with ZeRO stages 0, 1 in one job" in agents.logs()
