@@ -144,6 +144,7 @@ class JobSpec:
             "zero_stage": deepspeed.stage_on(world_size),
             "zero_stages": dict(deepspeed.zero_stage),
             "data_order": deepspeed.data_order,
+            "cuts": deepspeed.cuts,
         }
 
     def difference(self, other: "JobSpec") -> str | None:

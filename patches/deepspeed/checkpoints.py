@@ -7,7 +7,7 @@ first round: it then goes through the same epochs, of which the consumed ones yi
 import functools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ class Renewable(Protocol):
     """What a load needs of the session."""
 
     step: int
+    settings: Mapping[str, Json]
 
     def renew(self, state: LiveState, *, step: int, samples: int) -> None:
         """Say that the framework has loaded a checkpoint of its own."""
@@ -55,7 +56,7 @@ class Checkpoints:
         """Hook the engine, once it has what it goes on from."""
         if is_restored:
             self._restored_step = self._session.step
-        loading.install(self._engine)
+        loading.install(self._engine, self._session.settings.get("cuts"))
         for name, hook in (("load_checkpoint", self._load), ("save_checkpoint", self._save)):
             method = getattr(self._engine, name)
             setattr(self._engine, name, functools.wraps(method)(functools.partial(hook, method)))

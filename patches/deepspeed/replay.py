@@ -20,6 +20,9 @@ from scalai.patches.data.clock import Clocks
 from scalai.patches.deepspeed.agreement import ranks_of
 from scalai.runtime.live import Json
 
+FETCHED_TOGETHER = 100
+"""Losses that wait on the device for being kept: fetching one waits for its whole step."""
+
 _NOT_THE_SCRIPT = frozenset(("deepspeed", "scalai"))
 
 
@@ -36,9 +39,9 @@ class Replay:
         self._begun: int | None = None
         """Steps that were done when the script of the first round made its first."""
         self._losses = array("f")
-        """Of each step since then, but for the newest one."""
-        self._newest: Any = None
-        """That one's loss, on its device: it is not waited for within its own step."""
+        """Of each step since then, but for the newest ones."""
+        self._newest: list[torch.Tensor] = []
+        """Those of the newest, on their device: they are fetched together."""
         self._left = 0
         """Steps to go through until the script is where the training is."""
         self._has_begun = False
@@ -62,16 +65,18 @@ class Replay:
                 self._begin()
             if self._left:
                 return self._step_again()
-            self._keep_newest()
             self.is_behind = False
-            self._newest = method(*args, **kwargs)
-            return self._newest
+            loss = method(*args, **kwargs)
+            self._newest.append(torch.as_tensor(loss).detach().float().mean())
+            if len(self._newest) == FETCHED_TOGETHER:
+                self._fetch()
+            return loss
 
         engine.train_batch = train_batch
 
     def take(self) -> Json:
         """Return where the script began, and the losses since then."""
-        self._keep_newest()
+        self._fetch()
         losses = base64.b64encode(self._losses.tobytes()).decode()
         return {"begun": self._begun, "losses": losses}
 
@@ -82,7 +87,7 @@ class Replay:
     def restart(self) -> None:
         """The engine has loaded a checkpoint, and the script was told so: it begins there."""
         self._begun, self._has_begun, self._was_asked = None, False, False
-        self._losses, self._newest = array("f"), None
+        self._losses, self._newest = array("f"), []
 
     def behind(self, engine: Any) -> int:
         """Return how many steps the script is behind; it may be asking where to go on."""
@@ -102,10 +107,10 @@ class Replay:
             if not ranks_of(self._engine).any_of(finds_its_place)[0]:
                 self._left = done - self._begun
 
-    def _keep_newest(self) -> None:
-        if self._newest is not None:
-            self._losses.append(float(torch.as_tensor(self._newest).float().mean()))
-            self._newest = None
+    def _fetch(self) -> None:
+        if self._newest:
+            self._losses.extend(torch.stack(self._newest).tolist())
+            self._newest.clear()
 
     def _step_again(self) -> torch.Tensor:
         loss = self._losses[len(self._losses) - self._left]
