@@ -31,7 +31,7 @@ def stages_of(
         by_world: The table ``deepspeed.zero_stage`` of the elastic one.
         before: That of the round before; None: this is the first.
     """
-    usual = by_world.get("default", config.get("zero_optimization", {}).get("stage", 0))
+    usual = by_world.get("default", (config.get("zero_optimization") or {}).get("stage", 0))
     return frozenset((*by_world.values(), usual, usual if before is None else before))
 
 
@@ -50,7 +50,7 @@ def refuse_unfit_stages(config: Mapping[str, Any], stages: frozenset[int], versi
 
 
 def _faults(config: Mapping[str, Any], stages: frozenset[int], version: str) -> Iterator[str]:
-    fp16 = config.get("fp16", {})
+    fp16 = config.get("fp16") or {}
     is_scaled = fp16.get("enabled") and fp16.get("loss_scale", 0) != 1
     if is_scaled and 0 in stages and stages != {0} and numbers_of(version) >= UNSCALED_SINCE:
         yield (

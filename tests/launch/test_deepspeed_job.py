@@ -104,4 +104,5 @@ def test_the_stage_follows_the_world(read: Read) -> None:
     block = {"deepspeed": {"zero_stage": {"default": 1, "2": 3}}}
     spec = read({"train_batch_size": 12, "scalai": block})
     assert [spec.hook_settings(n)["zero_stage"] for n in (4, 2)] == [1, 3]
+    assert spec.hook_settings(4)["zero_stages"] == {"default": 1, "2": 3}, "that may come to be"
     assert read({"scalai": {}}).hook_settings(4)["zero_stage"] is None
