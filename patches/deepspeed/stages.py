@@ -21,35 +21,36 @@ UNSCALED_SINCE = (0, 18, 3)
 LOSING_SINCE, KEEPING_SINCE = (0, 17, 6), (0, 18, 3)
 
 
-def stages_of(
-    config: Mapping[str, Any], by_world: Mapping[str, int], before: int | None
-) -> frozenset[int]:
-    """Return the stages that a job has had and may come to have.
+def stages_of(config: Mapping[str, Any], by_world: Mapping[str, int]) -> frozenset[int]:
+    """Return the stages that a job may come to have.
 
     Args:
         config: DeepSpeed's configuration.
         by_world: The table ``deepspeed.zero_stage`` of the elastic one.
-        before: That of the round before; None: this is the first.
     """
     usual = by_world.get("default", (config.get("zero_optimization") or {}).get("stage", 0))
-    return frozenset((*by_world.values(), usual, usual if before is None else before))
+    return frozenset((*by_world.values(), usual))
 
 
-def refuse_unfit_stages(config: Mapping[str, Any], stages: frozenset[int], version: str) -> None:
+def refuse_unfit_stages(
+    config: Mapping[str, Any], stages: frozenset[int], before: int | None, version: str
+) -> None:
     """Check the stages of a job.
 
     Args:
         config: DeepSpeed's configuration.
         stages: By ``stages_of``.
+        before: That of the round before; None: this is the first.
         version: DeepSpeed's.
 
     Raises:
         RefusedError: The losses would not go on as they were.
     """
-    refuse_all(_faults(config, stages, version))
+    passed = stages if before is None else stages | {before}
+    refuse_all((*_forking(config, passed, version), *_losing(stages, version)))
 
 
-def _faults(config: Mapping[str, Any], stages: frozenset[int], version: str) -> Iterator[str]:
+def _forking(config: Mapping[str, Any], stages: frozenset[int], version: str) -> Iterator[str]:
     fp16 = config.get("fp16") or {}
     is_scaled = fp16.get("enabled") and fp16.get("loss_scale", 0) != 1
     if is_scaled and 0 in stages and stages != {0} and numbers_of(version) >= UNSCALED_SINCE:
@@ -60,6 +61,9 @@ def _faults(config: Mapping[str, Any], stages: frozenset[int], version: str) -> 
             "correct zero_optimization.stage and [deepspeed] zero_stage, use bf16, or set "
             "fp16.loss_scale to 1"
         )
+
+
+def _losing(stages: frozenset[int], version: str) -> Iterator[str]:
     if 2 in stages and LOSING_SINCE <= numbers_of(version) < KEEPING_SINCE:
         yield (
             f"ZeRO stage 2 with DeepSpeed {version}: of gradients that it accumulates it keeps "

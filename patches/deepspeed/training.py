@@ -142,9 +142,8 @@ class EngineHooks:
         is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
         warning = DEEPSPEED.check(self._version, allow_unknown=is_allowed)
         order = self._order(has_mpu=given.get("mpu") is not None)
-        facts, by_world = self._session.facts, self._session.settings.get("zero_stages", {})
-        stages = stages_of(config, by_world, facts.get("zero_stage"))
-        refuse_unfit_stages(config, stages, self._version)
+        stages = stages_of(config, self._session.settings.get("zero_stages", {}))
+        refuse_unfit_stages(config, stages, self._session.facts.get("zero_stage"), self._version)
         batches = batches_of(config, order)
         told = self._first() or batches
         first = FirstBatches(batches.global_batch_size, told.micro_batch_size, told.dp)
