@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from scalai.core import actions, events
 from scalai.core import membership as m
 from scalai.core.errors import LayoutError, ProofError, UsageError
-from scalai.core.resize import active, advance, staying
+from scalai.core.membership import active, staying
+from scalai.core.resize import advance
 from scalai.launch.gathering import Gathering, Restored
 from scalai.launch.generations import Generations, check_whole, deposit_name
 from scalai.launch.job import JobSpec
@@ -89,7 +91,7 @@ class Coordinator:
                 for host in self._roster.silent():
                     self._lose(host)
                 now = time.monotonic()
-                self._feed(m.Ticked(now, self._roster.newest()))
+                self._feed(events.Ticked(now, self._roster.newest()))
                 if self._job.phase is m.Phase.ENDED and not self._roster.has_commands():
                     break
                 if self._roster.hosts():
@@ -130,7 +132,7 @@ class Coordinator:
         self._roster.remove(host)
         self._generations.forget(host)
         self._timeline.begin(f"host {host} is lost")
-        self._feed(m.HostLost(host, self._generations.covered(), time.monotonic()))
+        self._feed(events.HostLost(host, self._generations.covered(), time.monotonic()))
 
     def _read_spec(self, peer: Peer) -> Json:
         return self._spec.to_json()
@@ -166,7 +168,7 @@ class Coordinator:
         self._job = m.replace_assign(self._job, self._sizing.assign())
         covered = self._generations.covered()
         has_parts = bool(manifests or covered)
-        self._feed(m.HostJoined(host, slots, covered, has_parts, time.monotonic()))
+        self._feed(events.HostJoined(host, slots, covered, has_parts, time.monotonic()))
         return {"round": self._job.round}
 
     def _is_obsolete(self, part: HostManifest) -> bool:
@@ -216,8 +218,10 @@ class Coordinator:
 
     def _tell(self, peer: Peer, host: str, event: str, **facts: Json) -> Json:
         handlers: Mapping[str, Callable[..., None]] = {
-            "built": lambda host, round: self._feed(m.Built(host, round)),
-            "not_built": lambda host, round, reason: self._feed(m.NotBuilt(host, round, reason)),
+            "built": lambda host, round: self._feed(events.Built(host, round)),
+            "not_built": lambda host, round, reason: self._feed(
+                events.NotBuilt(host, round, reason)
+            ),
             "prepared": self._on_prepared,
             "sealed": self._on_sealed,
             "committed": self._on_committed,
@@ -227,9 +231,9 @@ class Coordinator:
             "grown": self._on_grown,
             "restored": self._on_restored,
             "stepped": self._on_stepped,
-            "finished": lambda host, round: self._feed(m.Finished(host, round)),
-            "saved": lambda host: self._feed(m.Saved(host)),
-            "unsaved": lambda host, reason: self._feed(m.NotSaved(host, reason)),
+            "finished": lambda host, round: self._feed(events.Finished(host, round)),
+            "saved": lambda host: self._feed(events.Saved(host)),
+            "unsaved": lambda host, reason: self._feed(events.NotSaved(host, reason)),
             "leaving": self._on_leaving,
             "slots": self._on_slots,
         }
@@ -272,7 +276,7 @@ class Coordinator:
         if not dry_run:
             self._sizing.rescale(nproc, nnodes, degrees)
             self._timeline.begin("scale")
-            self._feed(m.Rescaled(self._sizing.assign(), time.monotonic(), nnodes))
+            self._feed(events.Rescaled(self._sizing.assign(), time.monotonic(), nnodes))
         return {
             "degrees": str(target.degrees),
             "workers": dict(target.workers),
@@ -282,7 +286,7 @@ class Coordinator:
     # ------------------------------------------------------------------ what agents tell
 
     def _on_prepared(self, host: str, stop: int, newest: int) -> None:
-        self._feed(m.Prepared(host, stop, newest))
+        self._feed(events.Prepared(host, stop, newest))
 
     def _on_sealed(
         self, host: str, round: int, reason: str, part: Json, seconds: dict[str, float]
@@ -294,7 +298,7 @@ class Coordinator:
             parts = self._generations.deposit(manifest_from_message(part, host))
         if reason == "stop":
             self._told.deposits[host] = seconds
-            self._feed(m.Deposited(host, round))
+            self._feed(events.Deposited(host, round))
             return
         hosts = tuple(sorted(active(self._job)))
         if part is not None and round == self._job.round and set(parts) >= set(hosts):
@@ -306,16 +310,16 @@ class Coordinator:
                 return
             number = self._commit(name)
             self._log(f"event={reason} committed={number} step={step}")
-            self._feed(m.Snapshotted(hosts, step, number))
+            self._feed(events.Snapshotted(hosts, step, number))
 
     def _on_committed(self, host: str, generation: int) -> None:
-        self._feed(m.Committed(host, generation))
+        self._feed(events.Committed(host, generation))
         if self._job.phase is m.Phase.STOPPING:
             self._timeline.phase("commit", self._timeline.since("sealed"), generation=generation)
             self._timeline.mark("committed")
 
     def _on_stopped(self, host: str, round: int, newest: int) -> None:
-        self._feed(m.Stopped(host, round, newest))
+        self._feed(events.Stopped(host, round, newest))
 
     def _on_failed(self, host: str, round: int, reason: str, out_of_memory: bool = False) -> None:
         current = self._job.current
@@ -324,7 +328,7 @@ class Coordinator:
             self._job = m.replace_assign(self._job, self._sizing.assign())
             reason += f"; {current.degrees} is not tried again"
         self._timeline.begin(reason)
-        self._feed(m.WorkersFailed(host, round, reason))
+        self._feed(events.WorkersFailed(host, round, reason))
 
     def _on_published(self, host: str, round: int, tensors: list[Json]) -> None:
         """A host's workers have built their models and said what they hold."""
@@ -364,7 +368,7 @@ class Coordinator:
             self._generations.prove(number, rows, fingerprints)
         except (ProofError, LayoutError) as error:
             reason = f"the restored state is not the deposited one: {error}"
-            self._feed(m.WorkersFailed("any", self._job.round, reason))
+            self._feed(events.WorkersFailed("any", self._job.round, reason))
             return
         took = self._told.slowest("proof") + time.monotonic() - began
         self._timeline.phase("proof", took, generation=number, proven=len(rows.tensors))
@@ -372,25 +376,25 @@ class Coordinator:
         self._command(active(self._job), command="proceed")
 
     def _on_stepped(self, host: str, round: int) -> None:
-        self._feed(m.Stepped(host, round))
+        self._feed(events.Stepped(host, round))
 
     def _on_leaving(self, host: str) -> None:
         self._timeline.begin(f"host {host} drains")
         self._log(f"event=leaving host={host}")
-        self._feed(m.HostLeaving(host, time.monotonic()))
+        self._feed(events.HostLeaving(host, time.monotonic()))
 
     def _on_slots(self, host: str, slots: int) -> None:
         self._timeline.begin(f"host {host} has {slots} devices")
-        self._feed(m.SlotsChanged(host, slots, time.monotonic()))
+        self._feed(events.SlotsChanged(host, slots, time.monotonic()))
 
     # ------------------------------------------------------------------ events in, actions out
 
-    def _feed(self, event: m.Event) -> None:
+    def _feed(self, event: events.Event) -> None:
         was = self._job.phase
-        self._job, actions = advance(self._job, event)
+        self._job, due = advance(self._job, event)
         if self._job.phase is not was:
             self._entered(was, self._job.phase)
-        for action in actions:
+        for action in due:
             self._perform(action)
         if self._job.phase is m.Phase.RUNNING and self._job.changed_at is None:
             self._timeline.forget()
@@ -413,42 +417,42 @@ class Coordinator:
             line.phase("deposit", deposit, deposit_proof_s=round(proof, 6))
             line.mark("sealed")
 
-    def _perform(self, action: m.Action) -> None:
+    def _perform(self, action: actions.Action) -> None:
         match action:
-            case m.Build(ahead):
+            case actions.Build(ahead):
                 self._build(ahead)
-            case m.GiveUp(round):
+            case actions.GiveUp(round):
                 self._starter.give_up()
                 self._command(self._roster.hosts(), command="give_up", round=round)
-            case m.Prepare(hosts, stop):
+            case actions.Prepare(hosts, stop):
                 self._command(hosts, command="prepare", stop=stop)
-            case m.Agree(hosts, stop):
+            case actions.Agree(hosts, stop):
                 self._command(hosts, command="agree", stop=stop)
-            case m.Withdraw(hosts):
+            case actions.Withdraw(hosts):
                 self._command(hosts, command="withdraw")
-            case m.Judge(hosts):
+            case actions.Judge(hosts):
                 self._judge(hosts)
-            case m.Commit(hosts, generation):
+            case actions.Commit(hosts, generation):
                 name = self._generations.name(generation)
                 self._command(hosts, command="commit", generation=generation, deposit=name)
-            case m.Hurry(hosts):
+            case actions.Hurry(hosts):
                 self._command(hosts, command="hurry")
-            case m.StopWorkers(hosts, reason, has_deposited):
+            case actions.StopWorkers(hosts, reason, has_deposited):
                 self._log(f"event=stop_workers reason={reason!r}")
                 self._command(
                     hosts, command="stop", round=self._job.round, has_deposited=has_deposited
                 )
-            case m.StartRound():
+            case actions.StartRound():
                 self._start(action)
-            case m.Release():
+            case actions.Release():
                 self._release(action)
-            case m.SaveDurable(hosts, generation):
+            case actions.SaveDurable(hosts, generation):
                 self._command(hosts, command="save", generation=generation)
-            case m.Exit(hosts, code, reason):
+            case actions.Exit(hosts, code, reason):
                 self._exit_code = code
                 self._log(f"event=exit code={code} reason={reason!r}")
                 self._command(hosts, command="exit", code=code, reason=reason)
-            case m.Say(text):
+            case actions.Say(text):
                 self._log(f"event=note {text}")
 
     def _judge(self, hosts: Iterable[str]) -> None:
@@ -460,10 +464,10 @@ class Coordinator:
             check_whole(parts.values())
         except LayoutError as error:
             self._log(f"event=deposit_incomplete step={self._job.stop} {error}")
-            self._feed(m.Judged(False))
+            self._feed(events.Judged(False))
             return
         number = self._commit(name)
-        self._feed(m.Judged(True, self._job.stop, number, frozenset(parts)))
+        self._feed(events.Judged(True, self._job.stop, number, frozenset(parts)))
 
     def _commit(self, name: str) -> int:
         """Number the parts of a deposit: from now on they are a generation."""
@@ -475,7 +479,7 @@ class Coordinator:
         self._job = m.replace_assign(self._job, self._sizing.assign())
         return self._last_number
 
-    def _start(self, action: m.StartRound) -> None:
+    def _start(self, action: actions.StartRound) -> None:
         assignment = action.assignment
         self._timeline.note(
             round=action.round,
@@ -500,7 +504,7 @@ class Coordinator:
         self._starter.build(ahead, newest.number if newest else None)
         self._changed.notify_all()
 
-    def _prepare_round(self, action: m.StartRound) -> None:
+    def _prepare_round(self, action: actions.StartRound) -> None:
         """Leave behind what the earlier round left: its answers, steps, deposits and whatever was
         newer than the generation that the job goes on from."""
         self._source = action.generation
@@ -516,7 +520,7 @@ class Coordinator:
             self._timeline.note(steps_lost=action.steps_lost)
             self._log(f"event=went_back steps_lost={action.steps_lost}")
 
-    def _release(self, action: m.Release) -> None:
+    def _release(self, action: actions.Release) -> None:
         if self._job.phase is m.Phase.RUNNING and self._timeline.has_round:
             self._timeline.phase("first_step", self._timeline.since("proven"))
             report = self._timeline.close()
