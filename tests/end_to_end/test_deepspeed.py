@@ -166,7 +166,7 @@ def test_a_script_that_counts_its_steps_makes_none_twice(
     del given["gradient_clipping"]
     alone = run_alone(tmp_path / "alone", given, "--num-stages", "1", "--counts-steps")
     worlds = (2, 1, 2)
-    flags = ("--num-stages", "2", "--counts-steps", "--step-s", "0.3")
+    flags = ("--num-stages", "2", "--counts-steps")
     agents = train_through(tmp_path / "elastic", given, worlds, monkeypatch, *flags)
     assert alone.wait(60) == 0
     told, reference = agents.lines(), lines_of(tmp_path / "alone")
