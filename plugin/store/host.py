@@ -32,12 +32,7 @@ from scalai.store.manifest import (
     write_manifest,
 )
 from scalai.store.orders import RankDeposit, WriteOrder
-from scalai.store.places import (
-    MANIFEST,
-    default_store_dir,
-    generation_name,
-    host_directory,
-)
+from scalai.store.places import MANIFEST, default_store_dir, generation_name, host_directory
 from scalai.store.rows import StoredRows
 
 Json = Any
@@ -50,7 +45,7 @@ class HostStore:
     lock.
 
     Opening adopts what an earlier owner left: committed generations, sealed deposits; it removes
-        torn ones.
+    torn ones.
 
     Raises:
         StoreError: Another live process has it open, or the directory belongs to another user.
@@ -66,8 +61,8 @@ class HostStore:
         self._budget_bytes = budget_bytes
         root = default_store_dir() if store_dir is None else Path(store_dir)
         self.job, self.host = job, host
-        self._own = HostDirectory(host_directory(root, job, host))
-        self.directory = self._own.path
+        self._folders = HostDirectory(host_directory(root, job, host))
+        self.directory = self._folders.path
         self._mutex = threading.RLock()
         self._committed: dict[int, HostManifest] = {}
         self._sealed: dict[Path, HostManifest] = {}
@@ -78,7 +73,7 @@ class HostStore:
 
     def close(self) -> None:
         """Give the lock up. What is committed or sealed stays for the next owner."""
-        self._own.close()
+        self._folders.close()
 
     def __enter__(self) -> "HostStore":
         return self
@@ -139,12 +134,12 @@ class HostStore:
         """
         shares = share_out(held)
         self._check_budget(sum(share.layout.size_bytes for share in shares))
-        directory = self._own.new("deposit")
+        directory = self._folders.new("deposit")
         try:
             for share in shares:
-                self._own.make_file(directory / share.file, share.layout)
+                self._folders.make_file(directory / share.file, share.layout)
         except (OSError, StoreError):
-            self._own.recycle(directory)
+            self._folders.recycle(directory)
             raise
         return Deposit.reserved(directory, held, shares)
 
@@ -180,7 +175,7 @@ class HostStore:
             if stored.name in kept:
                 _sync_file(deposit.directory / stored.name)
             else:
-                self._own.recycle_file(deposit.directory / stored.name)
+                self._folders.recycle_file(deposit.directory / stored.name)
         write_manifest(deposit.directory, manifest)
         with self._mutex:
             self._sealed[deposit.directory] = manifest
@@ -220,7 +215,7 @@ class HostStore:
         """Give up a reserved or sealed deposit; its files are reused."""
         with self._mutex:
             self._sealed.pop(deposit.directory, None)
-        self._own.recycle(deposit.directory)
+        self._folders.recycle(deposit.directory)
 
     @contextmanager
     def open_rows(self, generation: int) -> Iterator[StoredRows]:
@@ -243,7 +238,7 @@ class HostStore:
                     del self._readers[generation]
             dropped = self.directory / f"dropped-{generation}"
             if is_last and dropped.is_dir():
-                self._own.recycle(dropped)
+                self._folders.recycle(dropped)
 
     def drop(self, generation: int) -> None:
         """End a committed generation; its files are reused once nobody reads them.
@@ -258,7 +253,7 @@ class HostStore:
             is_read = generation in self._readers
         log.info("event=drop generation=%d host=%s", generation, self.host)
         if not is_read:
-            self._own.recycle(dropped)
+            self._folders.recycle(dropped)
 
     def stage(self, pieces: Collection) -> tuple[Path, Columns]:
         """Make a file for pieces of other hosts, its pages faulted in.
@@ -266,17 +261,17 @@ class HostStore:
         Returns the file and the byte offset of each piece, [rows]. Raises ``StoreError`` where
         there is no room."""
         layout = lay_out(pieces, {"format": "scalai"})
-        path = self._own.new("fetched") / "pieces.safetensors"
+        path = self._folders.new("fetched") / "pieces.safetensors"
         try:
-            self._own.make_file(path, layout)
+            self._folders.make_file(path, layout)
         except (OSError, StoreError):
-            self._own.recycle(path.parent)
+            self._folders.recycle(path.parent)
             raise
         return path, layout.begin
 
     def unstage(self, path: Path) -> None:
         """Give back a file of ``stage``."""
-        self._own.recycle(path.parent)
+        self._folders.recycle(path.parent)
 
     def adopt_empty(self, like: HostManifest) -> None:
         """Take part in a generation of which this host has nothing yet, so that it can be extended.
@@ -286,7 +281,7 @@ class HostStore:
         with self._mutex:
             if like.generation in self._committed:
                 return
-            directory = self._own.new("deposit")
+            directory = self._folders.new("deposit")
             empty = empty_part(like, self.host)
             write_manifest(directory, empty)
             os.rename(directory, self.directory / generation_name(like.generation))
@@ -336,19 +331,19 @@ class HostStore:
 
     def clear_pool(self) -> None:
         """Remove the files that wait for reuse."""
-        self._own.trim(0)
+        self._folders.trim(0)
 
     def remove(self) -> None:
         """Close the store and remove all that it holds; the job's directory too if it is the last
         host's."""
         with self._mutex:
-            self._own.remove()
+            self._folders.remove()
             self._committed.clear()
             self._sealed.clear()
 
     def _adopt(self) -> None:
         """Take over what an earlier owner left."""
-        for kind, number, path in self._own.adopt():
+        for kind, number, path in self._folders.adopt():
             if kind == "generation":
                 try:
                     self._committed[number] = read_manifest(path)
@@ -356,7 +351,7 @@ class HostStore:
                     self.damaged[number] = str(error)
                     log.warning("event=damaged generation=%d host=%s: %s", number, self.host, error)
             elif kind != "deposit" or not self._adopt_sealed(path):
-                self._own.recycle(path)
+                self._folders.recycle(path)
 
     def _adopt_sealed(self, directory: Path) -> bool:
         """Take a deposit over if it is sealed; False for a torn one."""
@@ -373,13 +368,15 @@ class HostStore:
     def _check_budget(self, needed: int) -> None:
         """Raise ``StoreError`` unless two generations of ``needed`` bytes fit, beside what others
         have in use."""
-        room = self._own.room()
+        room = self._folders.room()
         log.info(
             "event=reserve host=%s distinct_bytes=%d budget_bytes=%d in_use_bytes=%d "
             "reusable_bytes=%d free_bytes=%d",
             self.host, needed, 2 * needed, room.in_use, room.reusable, room.free,
         )  # fmt: skip
-        self._own.trim(check_budget(needed, room, self._budget_bytes, self.host, self.directory))
+        self._folders.trim(
+            check_budget(needed, room, self._budget_bytes, self.host, self.directory)
+        )
 
 
 def _sync_file(path: Path) -> None:
