@@ -35,11 +35,13 @@ class Clock:
         consumed: Samples of it that were trained on.
         drawn: Passes of micro-batches that were drawn and not yet trained on, oldest first: a
         script may draw ahead.
+    over: The pass that this process has gone through to its end last; None: none yet.
     """
 
     current: PassNumber = START
     consumed: int = 0
     drawn: deque[PassNumber] = field(default_factory=deque)
+    over: PassNumber | None = None
     _newest: PassNumber | None = None
     """The pass that this process has begun last."""
 
@@ -55,21 +57,24 @@ class Clock:
     def begin(self, epoch: int) -> tuple[PassNumber, int | None]:
         """Begin the next pass, and return what ``next_pass`` does."""
         number, consumed = self.next_pass(epoch)
+        if self.over != self._newest:
+            self.drawn.clear()  # the script has broken off the pass before, and leaves its rest
         self._newest = number
         return number, consumed
 
     @property
     def is_replaying(self) -> bool:
         """Whether the script goes through passes that were consumed in earlier rounds."""
-        return self._has_stepped and (self._newest is None or self._newest < self.current)
+        return self.has_stepped and (self._newest is None or self._newest < self.current)
 
     @property
     def may_yield_nothing(self) -> bool:
         """Whether the pass begun last is one that earlier rounds may have consumed to its end."""
-        return self._has_stepped and (self._newest is None or self._newest <= self.current)
+        return self.has_stepped and (self._newest is None or self._newest <= self.current)
 
     @property
-    def _has_stepped(self) -> bool:
+    def has_stepped(self) -> bool:
+        """Whether samples from here were trained on."""
         return self.current != START or self.consumed > 0
 
     def step(self, batches: Batches) -> bool:
@@ -93,8 +98,13 @@ class Clock:
 
     def restart(self, current: PassNumber, consumed: int) -> None:
         """Be as far as told. What was begun and drawn before does not count."""
-        self.current, self.consumed, self._newest = current, consumed, None
+        self.current, self.consumed = current, consumed
+        self.begin_after(None)
         self.drawn.clear()
+
+    def begin_after(self, over: PassNumber | None) -> None:
+        """Have the script go on behind a pass; None: from the first one on."""
+        self._newest = self.over = over
 
 
 class Clocks:
@@ -124,6 +134,17 @@ class Clocks:
     def may_yield_nothing(self) -> bool:
         """Whether a pass that is empty may be followed by one that is not."""
         return any(clock.may_yield_nothing for clock in self._clocks)
+
+    def over(self) -> Json:
+        """Return by sampler the pass that the script has gone through to its end last,
+        [samplers]."""
+        return [clock.over and list(clock.over) for clock in (*self._clocks, *self._to_come)]
+
+    def begin_after(self, over: list[Json]) -> None:
+        """Have a script that does not begin with its first pass go on behind what ``over``
+        returned."""
+        for clock, told in zip((*self._clocks, *self._to_come), over, strict=False):
+            clock.begin_after(told and PassNumber(*told))
 
     def take(self) -> Json:
         """Return how far every sampler is, [samplers]."""

@@ -107,6 +107,7 @@ class EngineHooks:
         self.keeps_order = True
         self.is_due = False
         self.streams: Json = None
+        self._has_train_mode = False
 
     def hook_deepspeed(self, deepspeed: Any) -> None:
         self._version = deepspeed.__version__
@@ -204,7 +205,11 @@ class EngineHooks:
         return self._get_session()
 
     def _is_evaluating(self) -> bool:
-        return self.engine is not None and not self.engine.module.training
+        """Whether the script has turned ``train()`` off; where it never was on, as in a model that
+        ``from_pretrained`` has made, it says nothing."""
+        is_training = self.engine is None or self.engine.module.training
+        self._has_train_mode |= self.engine is not None and is_training
+        return self._has_train_mode and not is_training
 
     def _first(self) -> FirstBatches | None:
         facts = self._session.facts
