@@ -35,7 +35,7 @@ class Clock:
         consumed: Samples of it that were trained on.
         drawn: Passes of micro-batches that were drawn and not yet trained on, oldest first: a
         script may draw ahead.
-    over: The pass that this process has gone through to its end last; None: none yet.
+        over: The pass that this process has gone through to its end last; None: none yet.
     """
 
     current: PassNumber = START
@@ -129,6 +129,11 @@ class Clocks:
     def is_replaying(self) -> bool:
         """Whether the script has not yet come to where the training is."""
         return any(clock.is_replaying for clock in (*self._clocks, *self._to_come))
+
+    @property
+    def have_drawn(self) -> bool:
+        """Whether a micro-batch was drawn that is not trained on yet."""
+        return any(clock.drawn for clock in self._clocks)
 
     @property
     def may_yield_nothing(self) -> bool:

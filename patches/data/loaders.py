@@ -45,9 +45,10 @@ class FirstBatches:
 class Feed:
     """The loaders of one process and how far each is.
 
-    Until ``start`` loaders are torch's own, but as long as in the first round. ``is_evaluating``
-    says whether what is drawn now is not trained on, ``first_dp`` the number of replicas of the
-    first round, None while that is this one.
+    Until ``start`` loaders are torch's own, but as long as in the first round. ``is_counting`` says
+    whether steps are counted here, and with them what is drawn; ``is_evaluating`` whether what is
+    drawn now is not trained on; ``first_dp`` the number of replicas of the first round, None while
+    that is this one.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,7 @@ class Feed:
         self.batches: Batches | None = None
         self.first: FirstBatches | None = None
         self._batch_sizes: frozenset[int] = frozenset()
+        self.is_counting = True
         self.is_evaluating: Callable[[], bool] = lambda: False
         self.first_dp: Callable[[], int | None] = lambda: None
         self._declined: dict[str, None] = {}
@@ -174,7 +176,7 @@ class Feed:
         except StopIteration:
             clock.over = source.number or clock.over
             raise
-        if source.number is not None and self.is_training(clock):
+        if self.is_counting and source.number is not None and self.is_training(clock):
             clock.drawn.append(source.number)
         return drawn
 
