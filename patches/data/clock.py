@@ -6,7 +6,7 @@ left, so that an epoch's number, and with it ``set_epoch``, come out as they wer
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
@@ -36,12 +36,14 @@ class Clock:
         drawn: Passes of micro-batches that were drawn and not yet trained on, oldest first: a
         script may draw ahead.
         over: The pass that this process has gone through to its end last; None: none yet.
+        glanced: Passes that the script has only looked into, as for the shape of a batch.
     """
 
     current: PassNumber = START
     consumed: int = 0
     drawn: deque[PassNumber] = field(default_factory=deque)
     over: PassNumber | None = None
+    glanced: list[PassNumber] = field(default_factory=list)
     _newest: PassNumber | None = None
     """The pass that this process has begun last."""
 
@@ -51,14 +53,16 @@ class Clock:
         repeat = self._newest.repeat + 1 if is_repeated and self._newest is not None else 0
         number = PassNumber(epoch, repeat)
         if number < self.current:
-            return number, None
+            return number, 0 if number in self.glanced else None
         return number, self.consumed if number == self.current else 0
 
     def begin(self, epoch: int) -> tuple[PassNumber, int | None]:
         """Begin the next pass, and return what ``next_pass`` does."""
         number, consumed = self.next_pass(epoch)
-        if self.over != self._newest:
+        if self._newest is not None and self._newest != self.over:
             self.drawn.clear()  # the script has broken off the pass before, and leaves its rest
+            if (self._newest, 0) >= (self.current, self.consumed):
+                self.glanced.append(self._newest)
         self._newest = number
         return number, consumed
 
@@ -96,9 +100,11 @@ class Clock:
             return self._newest, 0
         return self.current, self.consumed
 
-    def restart(self, current: PassNumber, consumed: int) -> None:
+    def restart(
+        self, current: PassNumber, consumed: int, glanced: Sequence[PassNumber] = ()
+    ) -> None:
         """Be as far as told. What was begun and drawn before does not count."""
-        self.current, self.consumed = current, consumed
+        self.current, self.consumed, self.glanced = current, consumed, list(glanced)
         self.begin_after(None)
         self.drawn.clear()
 
@@ -153,15 +159,22 @@ class Clocks:
 
     def take(self) -> Json:
         """Return how far every sampler is, [samplers]."""
-        places = [clock.place for clock in (*self._clocks, *self._to_come)]
-        return [{"pass": list(number), "consumed": consumed} for number, consumed in places]
+        return [
+            {
+                "pass": list(clock.place[0]), "consumed": clock.place[1],
+                "glanced": [list(number) for number in clock.glanced],
+            }
+            for clock in (*self._clocks, *self._to_come)
+        ]  # fmt: skip
 
     def put(self, saved: list[Mapping[str, Json]]) -> None:
         """Take up what ``take`` returned; samplers that were not told of begin anew."""
-        told = [(PassNumber(*entry["pass"]), int(entry["consumed"])) for entry in saved]
         self._to_come = []
-        for clock, place in zip_longest(self._clocks, told):
+        for clock, told in zip_longest(self._clocks, saved):
             if clock is None:
-                self._to_come.append(Clock(*place))
+                self._to_come.append(clock := Clock())
+            if told is None:
+                clock.restart(START, 0)
             else:
-                clock.restart(*(place or (START, 0)))
+                glanced = [PassNumber(*number) for number in told["glanced"]]
+                clock.restart(PassNumber(*told["pass"]), int(told["consumed"]), glanced)

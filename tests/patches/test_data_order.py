@@ -232,7 +232,28 @@ def test_what_a_script_leaves_of_its_epochs_is_not_taken_for_drawn_ahead() -> No
                 next(batches)
             feed.step()
             feed.step()
-        assert feed.clocks.take() == [{"pass": [0, 11], "consumed": 24}]
+        assert feed.clocks.take() == [{"pass": [0, 11], "consumed": 24, "glanced": []}]
+
+
+def test_a_script_may_look_at_a_batch_before_it_trains() -> None:
+    def script(feed: Feed, steps: int) -> list[list[int]]:
+        loader, made = loader_of(24, 1, 0), []
+        for _ in range(3):
+            assert len(next(iter(loader))) == MICRO_BATCH
+            made += train(feed, loader, steps - len(made), epochs=1, sets_epoch=False)
+            if len(made) == steps:
+                break
+        return made
+
+    with hooked(1) as feed:
+        expected = script(feed, 6)
+    made, saved = [], []
+    for steps in (1, 2, 1, 2):
+        with hooked(1) as feed:
+            feed.clocks.put(saved)
+            made += script(feed, steps)
+            saved = feed.clocks.take()
+    assert made == expected
 
 
 def test_batches_that_are_skipped_are_refused() -> None:
