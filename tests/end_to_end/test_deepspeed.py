@@ -1,10 +1,6 @@
 """A DeepSpeed script that knows nothing of Scalai changes its ranks: same samples, same losses."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -12,57 +8,9 @@ from typing import Any
 
 import pytest
 from agents import Agents
+from deepspeed_runs import EPOCHS, STEPS_PER_EPOCH, arguments, compare, config, lines_of, run_alone
 
-SCRIPT = Path(__file__).parents[1] / "support" / "deepspeed_job.py"
-TOLERANCE = 1e-6
-EPOCHS = 12
-STEPS = 5 * EPOCHS
-"""60 samples in batches of 12."""
-PLACES = ("drain", "deposit", "deposited", "commit", "relaunch", "plan", "move", "restore", "leave")
-"""Where a worker may die in a change."""
-
-
-def config(stage: int, **more: Any) -> dict[str, Any]:
-    """Return a DeepSpeed configuration, with the block that makes it elastic."""
-    return {
-        "train_batch_size": 12,
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
-        "zero_optimization": {"stage": stage},
-        "scalai": {"resize": {"settle_s": 0.2}, **more},
-    }
-
-
-def run_alone(folder: Path, given: Mapping[str, Any], *flags: str) -> "subprocess.Popen[bytes]":
-    """Start the script on one rank, without any launcher: the reference."""
-    folder.mkdir()
-    (folder / "ds.json").write_text(json.dumps(given))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ, "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    with (folder / "log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, *arguments(folder, *flags)],
-            stdout=log, stderr=subprocess.STDOUT, env=environment,
-        )  # fmt: skip
-
-
-def arguments(folder: Path, *flags: str) -> list[str]:
-    return [
-        str(SCRIPT), "--metrics", str(folder / "metrics.jsonl"), "--epochs", str(EPOCHS),
-        "--deepspeed", "--deepspeed_config", str(folder / "ds.json"), "--hurry",
-        str(folder / "hurry"), *flags,
-    ]  # fmt: skip
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+STEPS = STEPS_PER_EPOCH * EPOCHS
 
 
 def train_through(
@@ -96,13 +44,6 @@ def check(agents: Agents, reference: Sequence[Mapping[str, Any]], worlds: Sequen
     assert tuple(world for world, _ in groupby(line["world"] for line in made)) == worlds
     assert [report.get("steps_lost", 0) for report in agents.resizes()] == [0] * len(worlds)
     compare(made, reference)
-
-
-def compare(made: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> None:
-    for line in made:
-        expected = reference[line["step"] - 1]
-        assert (line["samples"], line["lr"]) == (expected["samples"], expected["lr"]), line
-        assert line["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE), line
 
 
 def test_a_script_without_a_line_of_ours_goes_through_other_dps_and_stages(
@@ -206,40 +147,3 @@ def test_a_checkpoint_that_is_newer_than_the_generation_is_loaded(
     begun_again = next(place for place in range(1, len(steps)) if steps[place] <= steps[place - 1])
     assert steps[begun_again:] == list(range(11, STEPS + 1)), "from the end of the second epoch on"
     compare(agents.lines(), lines_of(tmp_path / "alone"))
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_worker_may_die_at_every_place_of_a_change(
-    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a stage the other ranks have all that the dead one had, and no step is lost. Where
-    state is in shards, what dies before it is deposited is gone, and the newest snapshot counts."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    epochs = ("--epochs", "60")
-    given = config(stage, store={"snapshot_every": 5})
-    alone = run_alone(tmp_path / "alone", given, "--loader-workers", "0", *epochs)
-    folder = tmp_path / "elastic"
-    folder.mkdir()
-    (folder / "ds.json").write_text(json.dumps(given))
-    script = arguments(folder, "--step-s", "0.6", "--loader-workers", "0", *epochs)
-    restarts = ("--max-restarts", "100")
-    with Agents(folder, None, script, nodes="1", slots=2, flags=restarts) as agents:
-        agents.start("a")
-        agents.wait_for_step(2, world=2)
-        for number, place in enumerate(PLACES):
-            changes, world = len(agents.resizes()), 1 + number % 2
-            agents.arm(place, "0")
-            agents.scale(nproc=world)
-            agents.wait_for_death()
-            agents.wait_until(lambda: len(agents.resizes()) > changes, f"steps after {place}")  # noqa: B023
-            agents.wait_for_world(world)
-            lost = agents.resizes()[-1].get("steps_lost", 0)
-            may_lose = place in PLACES[:3] and (stage > 0 or world == 2)
-            assert lost == 0 or may_lose, f"{place}: {lost}\n{agents.logs()}"
-        (folder / "hurry").touch()
-        assert agents.exit_code("a") == 0, agents.logs()
-    assert alone.wait(60) == 0
-    made = agents.lines()
-    assert {line["step"] for line in made} == set(range(1, 5 * 60 + 1))
-    compare(made, lines_of(tmp_path / "alone"))

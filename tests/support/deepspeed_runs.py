@@ -1,0 +1,68 @@
+"""Runs of the small DeepSpeed script: without any launcher, and what both runs must have equal."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("deepspeed_job.py")
+TOLERANCE = 1e-6
+EPOCHS = 12
+STEPS_PER_EPOCH = 5
+"""60 samples in batches of 12."""
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    """Return a DeepSpeed configuration, with the block that makes it elastic."""
+    return {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+        "zero_optimization": {"stage": stage},
+        "scalai": {"resize": {"settle_s": 0.2}, **more},
+    }
+
+
+def run_alone(folder: Path, given: Mapping[str, Any], *flags: str) -> "subprocess.Popen[bytes]":
+    """Start the script on one rank, without any launcher: the reference."""
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(given))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ, "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, *arguments(folder, *flags)],
+            stdout=log, stderr=subprocess.STDOUT, env=environment,
+        )  # fmt: skip
+
+
+def arguments(folder: Path, *flags: str) -> list[str]:
+    return [
+        str(SCRIPT), "--metrics", str(folder / "metrics.jsonl"), "--epochs", str(EPOCHS),
+        "--deepspeed", "--deepspeed_config", str(folder / "ds.json"), "--hurry",
+        str(folder / "hurry"), *flags,
+    ]  # fmt: skip
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def compare(made: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> None:
+    for line in made:
+        expected = reference[line["step"] - 1]
+        assert (line["samples"], line["lr"]) == (expected["samples"], expected["lr"]), line
+        assert line["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE), line
