@@ -104,10 +104,13 @@ class DeepSpeedConfig:
         the stage of DeepSpeed's own configuration.
         data_order: Who keeps the order of samples over a change: ``loader``, torch's or DeepSpeed's
         under our hooks; ``own``: the script, by ``scalai.elastic().consumed_samples``.
+        cuts: Name or path of a file that says how tensor-parallel ranks cut the parameters of a
+        checkpoint which does not say it, as ``scalai reshard --cuts``; for ``load_checkpoint``.
     """
 
     zero_stage: Mapping[str, int] = field(default_factory=dict)
     data_order: str = "loader"
+    cuts: str | None = None
 
     def __post_init__(self) -> None:
         for key, stage in self.zero_stage.items():

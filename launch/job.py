@@ -143,6 +143,7 @@ class JobSpec:
         return {
             "zero_stage": deepspeed.stage_on(world_size),
             "data_order": deepspeed.data_order,
+            "cuts": deepspeed.cuts,
         }
 
     def difference(self, other: "JobSpec") -> str | None:

@@ -108,8 +108,9 @@ class CutRules:
             more = f" and {len(unknown) - 20} more" if len(unknown) > 20 else ""
             raise RefusedError(
                 f"nothing says along which dimension tensor-parallel ranks cut "
-                f"{', '.join(unknown[:20])}{more}. Pass --cuts with a file that says it (gpt and "
-                "llama are shipped), or --args-from with a checkpoint of the job that does."
+                f"{', '.join(unknown[:20])}{more}. Name a file that says it (gpt and llama are "
+                "shipped) by --cuts, or for load_checkpoint by cuts in the elastic configuration's "
+                "section deepspeed; or pass --args-from with a checkpoint of the job that does."
             )
         return {name: rule.cut(name, shapes[name]) for name, rule in rules.items() if rule}
 

@@ -121,6 +121,11 @@ class Clocks:
         return any(clock.is_replaying for clock in (*self._clocks, *self._to_come))
 
     @property
+    def have_drawn(self) -> bool:
+        """Whether a micro-batch was drawn that is not trained on yet."""
+        return any(clock.drawn for clock in self._clocks)
+
+    @property
     def may_yield_nothing(self) -> bool:
         """Whether a pass that is empty may be followed by one that is not."""
         return any(clock.may_yield_nothing for clock in self._clocks)

@@ -7,7 +7,7 @@ first round: it then goes through the same epochs, of which the consumed ones yi
 import functools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from scalai.patches.deepspeed import loading
 from scalai.patches.deepspeed.agreement import ranks_of
 from scalai.patches.deepspeed.native import Request
 from scalai.patches.deepspeed.progress import checkpoint_step, client_state, plain_client_state
+from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.progress import choose_source, describe_source
 from scalai.runtime.live import Json, LiveState
 
@@ -28,6 +29,7 @@ class Renewable(Protocol):
     """What a load needs of the session."""
 
     step: int
+    settings: Mapping[str, Json]
 
     def renew(self, state: LiveState, *, step: int, samples: int) -> None:
         """Say that the framework has loaded a checkpoint of its own."""
@@ -40,10 +42,12 @@ class Checkpoints:
         engine: The engine that takes part.
         session: This worker's session.
         clocks: How far the data is.
+        replay: How far a pipeline's script is.
     """
 
-    def __init__(self, engine: Any, session: Renewable, clocks: Clocks) -> None:
-        self._engine, self._session, self._clocks = engine, session, clocks
+    def __init__(self, engine: Any, session: Renewable, clocks: Clocks, replay: Replay) -> None:
+        self._engine, self._session = engine, session
+        self._clocks, self._replay = clocks, replay
         self._restored_step: int | None = None
         self._told: Json = None
         """Path and client state that the first round was told; None: it did not ask."""
@@ -52,7 +56,7 @@ class Checkpoints:
         """Hook the engine, once it has what it goes on from."""
         if is_restored:
             self._restored_step = self._session.step
-        loading.install(self._engine)
+        loading.install(self._engine, self._session.settings.get("cuts"))
         for name, hook in (("load_checkpoint", self._load), ("save_checkpoint", self._save)):
             method = getattr(self._engine, name)
             setattr(self._engine, name, functools.wraps(method)(functools.partial(hook, method)))
@@ -77,6 +81,7 @@ class Checkpoints:
         if path is not None:
             engine, self._restored_step = self._engine, None
             self._clocks.put([])
+            self._replay.restart()
             self._session.renew(
                 DeepSpeedState(engine), step=engine.global_steps, samples=engine.global_samples
             )
@@ -102,10 +107,10 @@ class Checkpoints:
         return (None, {}) if directory is None else (str(directory), client_state(directory))
 
     def _save(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Save, but not while the script goes through epochs that are over: what it would save
-        under their names is of a later step."""
-        if self._clocks.is_replaying:
-            log.info("event=save skipped='this epoch was trained on in an earlier round'")
+        """Save, but not while the script goes through epochs or steps that are over: what it would
+        save under their names is of a later step."""
+        if self._clocks.is_replaying or self._replay.is_behind:
+            log.info("event=save skipped='this was trained on in an earlier round'")
             return True
         return method(*args, **kwargs)
 

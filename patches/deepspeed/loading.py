@@ -11,7 +11,7 @@ can be done.
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +32,31 @@ log = logging.getLogger(__name__)
 Loaded = tuple[str | None, dict[str, Any] | None]
 
 
-def install(engine: Any) -> None:
+def install(engine: Any, cuts: str | None = None) -> None:
     """Let the ``load_checkpoint`` of one engine take checkpoints of other degrees and stages.
 
     It takes what ``deepspeed.initialize`` returned, on all ranks, and no launcher.
+
+    Args:
+        cuts: As ``scalai reshard --cuts``, for tensor-parallel checkpoints that do not say it.
     """
     method = engine.load_checkpoint
 
     @functools.wraps(method)
     def load(*args: Any, **kwargs: Any) -> Loaded:
-        return load_checkpoint(method, engine, args, kwargs)
+        own = functools.partial(method, *args, **kwargs)
+        return _load_checkpoint(engine, own, Request.of(method, args, kwargs), cuts)
 
     engine.load_checkpoint = load
 
 
-def load_checkpoint(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def _load_checkpoint(
+    engine: Any, own: Callable[[], Loaded], request: Request, cuts: str | None
 ) -> Loaded:
-    """Load a checkpoint, whatever degrees and stage saved it: a wrapper for wrapt. All ranks.
+    """Load a checkpoint, whatever degrees and stage saved it. All ranks.
 
     Args:
-        wrapped: DeepSpeed's own ``load_checkpoint``, bound to the engine.
-        instance: The engine.
-        args, kwargs: Of the call.
+        own: Calls DeepSpeed's own ``load_checkpoint`` with what was asked.
 
     Returns:
         What DeepSpeed does: the path of a model file, and the script's ``client_state``.
@@ -64,19 +66,13 @@ def load_checkpoint(
         ProofError, StoreError: On all ranks, where a file cannot be read to its end, or what
             arrives is not what was saved. The message says whether the engine's state is spoilt.
     """
-    request = Request.of(wrapped, args, kwargs)
-    if is_out_of_scope(instance):
-        return _own(wrapped, args, kwargs)
-    ranks, directory = ranks_of(instance), request.directory()
-    is_own = ranks.together(lambda: directory is None or loads_itself(instance, directory, request))
+    if is_out_of_scope(engine):
+        return own()
+    ranks, directory = ranks_of(engine), request.directory()
+    is_own = ranks.together(lambda: directory is None or loads_itself(engine, directory, request))
     if not ranks.any_of(np.array([not is_own]))[0]:
-        return _own(wrapped, args, kwargs)
-    return _load(ranks, instance, ranks.together(lambda: _seen(directory)), request)
-
-
-def _own(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Loaded:
-    loaded: Loaded = wrapped(*args, **kwargs)
-    return loaded
+        return own()
+    return _load_pieces(ranks, engine, ranks.together(lambda: _seen(directory)), request, cuts)
 
 
 def _seen(directory: Path | None) -> Path:
@@ -87,10 +83,12 @@ def _seen(directory: Path | None) -> Path:
     return directory
 
 
-def _load(ranks: Ranks, engine: Any, directory: Path, request: Request) -> Loaded:
+def _load_pieces(
+    ranks: Ranks, engine: Any, directory: Path, request: Request, cuts: str | None
+) -> Loaded:
     # A fresh optimizer gets the state that its first step would make.
     slots = ranks.together(lambda: DeepSpeedState(engine).slots())
-    saved = Saved.from_bytes(ranks.from_first(lambda: read_saved(directory).to_bytes()))
+    saved = Saved.from_bytes(ranks.from_first(lambda: read_saved(directory, cuts).to_bytes()))
     plan = ranks.together(lambda: LoadPlan.of(engine, directory, saved, request, slots))
     plan.refuse_left_over(ranks.any_of(plan.used))
     _event(engine, "checkpoint_event_prologue")  # stage 3 lets go of what is gathered

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from scalai.converters.checkpoint import STEP, Checkpoint, CheckpointFile, Placed
+from scalai.converters.between.mapping_files import find_mapping
+from scalai.converters.checkpoint import STEP, Checkpoint, CheckpointFile, Placed, ReadOptions
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.pickles import Foreign
@@ -73,14 +74,20 @@ class Saved:
         return cls(Placed(collection, *columns, files, rows["is_rounded"]), *scalars)
 
 
-def read_saved(directory: Path) -> Saved:
+def read_saved(directory: Path, cuts: str | None = None) -> Saved:
     """Read the headers of all files of a tag, and check that they are of one whole save.
 
+    Args:
+        cuts: Name or path of a file that says how tensor-parallel ranks cut parameters, where the
+            checkpoint does not.
+
     Raises:
+        UsageError: There is no such file of cuts.
         RefusedError: It is damaged, incomplete or of a kind that is not read.
         ProofError: Second copies differ at their start.
     """
-    checkpoint = open_checkpoint(directory)
+    told = find_mapping(cuts, "cuts") if cuts else None
+    checkpoint = open_checkpoint(directory, ReadOptions(cuts=told))
     check_coverage(checkpoint.placed.collection)
     try:
         check_samples(checkpoint)

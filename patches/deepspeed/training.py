@@ -24,6 +24,7 @@ from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
 from scalai.patches.deepspeed import loaders, randomness
 from scalai.patches.deepspeed.checkpoints import Checkpoints
+from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.deepspeed.round_config import (
     RoundOrder,
     batches_of,
@@ -91,6 +92,7 @@ class EngineHooks:
 
     Attributes:
         feed: The process's data loaders.
+        replay: The steps that a pipeline's script counts.
         engine: The engine that takes part; None before it is built.
         keeps_order: Whether the samples of a step are counted here; else a framework around the
         engine does.
@@ -103,6 +105,7 @@ class EngineHooks:
     def __init__(self, get_session: Callable[[], ElasticSession]) -> None:
         self._get_session = get_session
         self.feed = Feed()
+        self.replay = Replay(self.feed.clocks)
         self.engine: Any = None
         self.keeps_order = True
         self.is_due = False
@@ -115,6 +118,7 @@ class EngineHooks:
         self.feed.first_dp = lambda: self._session.facts.get("first_dp")
         loaders.install(self.feed)
         pipe = importlib.import_module("deepspeed.runtime.pipe.module")
+        self.replay.show(importlib.import_module("deepspeed.runtime.pipe.engine").PipelineEngine)
         zero = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
         wrapt.wrap_function_wrapper(deepspeed, "initialize", self.initialize)
         wrapt.wrap_function_wrapper(pipe, "PipelineModule.__init__", self.make_pipeline)
@@ -239,7 +243,7 @@ class EngineHooks:
                 f"DP{session.dp} (TP{session.tp}, PP{session.pp}). Build mpu and mesh from "
                 "scalai.elastic().tp and .pp."
             )
-        checkpoints = Checkpoints(engine, session, self.feed.clocks)
+        checkpoints = Checkpoints(engine, session, self.feed.clocks, self.replay)
         session.report_facts(
             global_batch_size=first.global_batch_size,
             first_micro_batch_size=first.micro_batch_size,
@@ -247,17 +251,21 @@ class EngineHooks:
         )
         session.register_state("data", self.feed.clocks.take, self.feed.clocks.put)
         session.register_state("loaded", checkpoints.take, checkpoints.put)
+        is_pipeline = _is_pipeline(engine)
+        if is_pipeline:
+            session.register_state("steps", self.replay.take, self.replay.put)
         self.engine = engine
         is_restored = session.attach(DeepSpeedState(engine))
         if is_restored:
             self.streams = randomness.state(engine)
             loaders.draw_anew(engine)
         checkpoints.install(is_restored=is_restored)
-        is_pipeline = _is_pipeline(engine)
         for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
             setattr(engine, name, self._after_a_step(getattr(engine, name)))
         name = "train_batch" if is_pipeline else "step"
         setattr(engine, name, self._counting_steps(getattr(engine, name)))
+        if is_pipeline and session.settings.get("data_order") != "own":
+            self.replay.install(engine)
 
     def _after_a_step(self, method: Call) -> Call:
         """Where the next step begins, the script has logged, evaluated and saved the one before:

@@ -156,7 +156,7 @@ def test_what_nothing_says_is_refused_by_name() -> None:
     rules = CutRules({}, read_cuts(find_mapping("llama", "cuts")))
     known = {"layers.0.up_proj.weight": [(4, 4)] * 2}
     assert rules.cuts(known) == {"layers.0.up_proj.weight": Cut(0, ((4, 4),))}
-    with pytest.raises(RefusedError, match=r"cut first\.weight, second\.weight\. Pass --cuts"):
+    with pytest.raises(RefusedError, match=r"cut first\.weight, second\.weight\. Name a file"):
         rules.cuts({"first.weight": [(1,)], **known, "second.weight": [(1,)]})
 
 

@@ -98,6 +98,30 @@ def test_a_pipeline_changes_its_stages(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.campaign
+def test_a_script_that_counts_its_steps_makes_none_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the examples of pipelines do. It goes through the steps of earlier rounds again, and sees
+    the losses that they had."""
+    given = config(1, degrees={"default": "pp2", "1": "pp1"})
+    del given["gradient_clipping"]
+    alone = run_alone(tmp_path / "alone", given, "--num-stages", "1", "--counts-steps")
+    worlds = (2, 1, 2)
+    flags = ("--num-stages", "2", "--counts-steps")
+    agents = train_through(tmp_path / "elastic", given, worlds, monkeypatch, *flags)
+    assert alone.wait(60) == 0
+    told, reference = agents.lines(), lines_of(tmp_path / "alone")
+    assert [line["step"] for line in told].count(1) == len(worlds)
+    assert [line["step"] for line in told[-STEPS:]] == list(range(1, STEPS + 1))
+    made: dict[int, Any] = {}
+    for line in told:
+        assert line["loss"] == made.setdefault(line["step"], line)["loss"]
+    compare(list(made.values()), reference)
+    assert {line["world"] for line in made.values()} == set(worlds)
+    assert [report.get("steps_lost", 0) for report in agents.resizes()] == [0] * len(worlds)
+
+
+@pytest.mark.campaign
 def test_a_plain_model_that_deepspeed_cuts_changes_its_tp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

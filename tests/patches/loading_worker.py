@@ -25,10 +25,10 @@ def save(rank: int, store: dist.Store, job: Job, directory: str, state: Any) -> 
     return _to_the_end(training)
 
 
-def load(rank: int, store: dist.Store, job: Job, directory: str) -> Any:
+def load(rank: int, store: dist.Store, job: Job, directory: str, cuts: str | None = None) -> Any:
     """Load into a fresh job, train on; also return what was told of the checkpoint."""
     training = Training(job, rank, store, OTHER_SEED)
-    install(training.engine)
+    install(training.engine, cuts)
     path, client = training.engine.load_checkpoint(directory)
     streams = client.pop("streams")
     assert streams.dtype == torch.uint8 and streams.tolist() == CLIENT["streams"].tolist()

@@ -117,6 +117,39 @@ def test_a_loaded_job_goes_on_as_the_one_that_saved(
         assert (steps, samples) == (AFTER.start, AFTER.start * SAMPLES)
 
 
+CUTS = """
+[[cut]]
+parameters = '.*(norm\\..*|down_bias|embed.*)'
+
+[[cut]]
+parameters = '.*\\.down'
+dimension = 1
+
+[[cut]]
+parameters = '.*gate_up'
+dimension = 0
+parts = 2
+
+[[cut]]
+parameters = '.*'
+dimension = 0
+"""
+"""The same as ``INFO``, as a person says it."""
+
+
+@pytest.mark.campaign
+def test_cuts_that_a_checkpoint_does_not_tell_are_told_by_a_file(
+    deepspeed_pool: WorkerPool, saves: Saves, tmp_path: Path
+) -> None:
+    path, (losses, *_) = saves.of(Job(world=2, tp=2))
+    after = Job(world=2, tp=1)
+    assert all("Name a file that says it" in text for text in refused(deepspeed_pool, after, path))
+    file = tmp_path / "cuts.toml"
+    file.write_text(CUTS)
+    answers = deepspeed_pool.run("loading_worker:load", [(after, str(path), str(file))] * 2)
+    assert united([run for run, _ in answers])[0] == pytest.approx(losses, rel=FP32)
+
+
 def refused(
     pool: WorkerPool, job: Job, path: Path, arguments: dict[str, Any] | None = None
 ) -> list[str]:

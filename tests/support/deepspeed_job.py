@@ -53,6 +53,7 @@ def main():
     parser.add_argument("--loader-workers", type=int, help="torch's loader, not DeepSpeed's")
     parser.add_argument("--micro-batch", type=int, default=3)
     parser.add_argument("--num-stages", type=int, help="train a pipeline")
+    parser.add_argument("--counts-steps", action="store_true", help="do not ask the engine")
     parser.add_argument("--zero-init", action="store_true", help="build the model in shards")
     parser.add_argument("--save", type=Path, help="save and load checkpoints here")
     deepspeed.add_config_arguments(parser)
@@ -106,16 +107,23 @@ def train_pipeline(options):
         args=options, model=model, training_data=data,
         model_parameters=[p for p in model.parameters() if p.requires_grad],
     )  # fmt: skip
-    while engine.global_steps < options.epochs * SAMPLES // engine.train_batch_size():
+    steps = options.epochs * SAMPLES // engine.train_batch_size()
+    for step in range(steps) if options.counts_steps else steps_to(engine, steps):
         loss = engine.train_batch()
         if dist.get_rank() == 0:
+            assert engine.global_steps == step + 1
             line = {
-                "step": engine.global_steps, "world": dist.get_world_size(), "loss": float(loss),
+                "step": step + 1, "world": dist.get_world_size(), "loss": float(loss),
                 "stages": engine.num_stages, "lr": engine.get_lr()[0], "samples": [],
             }  # fmt: skip
             with options.metrics.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             compute(options)
+
+
+def steps_to(engine, last):
+    while engine.global_steps < last:
+        yield engine.global_steps
 
 
 def compute(options):

@@ -1,0 +1,142 @@
+"""Steps that a pipeline's script counts itself: those of earlier rounds are gone through, not made.
+
+A script of a later round runs from its beginning. ``while engine.global_steps < n`` and loops over
+batches come to where the training is by themselves; ``for step in range(n): engine.train_batch()``
+does not. Where a script has neither asked the engine how far it is, nor drawn a batch, before its
+first ``train_batch``, the steps that are done return the losses that they had, at once, and the
+script sees the counters that the engine had then.
+"""
+
+import base64
+import functools
+import sys
+from array import array
+from typing import Any
+
+import numpy as np
+import torch
+
+from scalai.patches.data.clock import Clocks
+from scalai.patches.deepspeed.agreement import ranks_of
+from scalai.runtime.live import Json
+
+FETCHED_TOGETHER = 100
+"""Losses that wait on the device for being kept: fetching one waits for its whole step."""
+
+_NOT_THE_SCRIPT = frozenset(("deepspeed", "scalai"))
+
+
+class Replay:
+    """The steps of one pipeline engine, as its script counts them.
+
+    Args:
+        clocks: How far the data is.
+    """
+
+    def __init__(self, clocks: Clocks) -> None:
+        self._clocks = clocks
+        self._engine: Any = None
+        self._begun: int | None = None
+        """Steps that were done when the script of the first round made its first."""
+        self._losses = array("f")
+        """Of each step since then, but for the newest ones."""
+        self._newest: list[torch.Tensor] = []
+        """Those of the newest, on their device: they are fetched together."""
+        self._left = 0
+        """Steps to go through until the script is where the training is."""
+        self._has_begun = False
+        self._was_asked = False
+        self.is_behind = False
+        """Whether what the script does now was done in an earlier round."""
+
+    def show(self, pipeline_engine: Any) -> None:
+        """Have all engines of a class show the counters of the step that their script is at."""
+        for name in ("global_steps", "global_samples"):
+            setattr(pipeline_engine, name, _ShownCounter(name, self))
+
+    def install(self, engine: Any) -> None:
+        """Take part in what an engine's ``train_batch`` does."""
+        self._engine = engine
+        method = engine.train_batch
+
+        @functools.wraps(method)
+        def train_batch(*args: Any, **kwargs: Any) -> Any:
+            if not self._has_begun:
+                self._begin()
+            if self._left:
+                return self._step_again()
+            self.is_behind = False
+            loss = method(*args, **kwargs)
+            self._newest.append(torch.as_tensor(loss).detach().float().mean())
+            if len(self._newest) == FETCHED_TOGETHER:
+                self._fetch()
+            return loss
+
+        engine.train_batch = train_batch
+
+    def take(self) -> Json:
+        """Return where the script began, and the losses since then."""
+        self._fetch()
+        losses = base64.b64encode(self._losses.tobytes()).decode()
+        return {"begun": self._begun, "losses": losses}
+
+    def put(self, saved: dict[str, Any]) -> None:
+        self._begun = saved["begun"]
+        self._losses = array("f", base64.b64decode(saved["losses"]))
+
+    def restart(self) -> None:
+        """The engine has loaded a checkpoint, and the script was told so: it begins there."""
+        self._begun, self._has_begun, self._was_asked = None, False, False
+        self._losses, self._newest = array("f"), []
+
+    def behind(self, engine: Any) -> int:
+        """Return how many steps the script is behind; it may be asking where to go on."""
+        if engine is not self._engine:
+            return 0
+        self._was_asked |= not self._has_begun
+        return self._left
+
+    def _begin(self) -> None:
+        """Decide at the script's first step, on all ranks alike."""
+        self._has_begun = True
+        done = self._engine.global_steps
+        if self._begun is None:
+            self._begun = done
+        elif done > self._begun:
+            finds_its_place = np.array([self._was_asked or self._clocks.have_drawn])
+            if not ranks_of(self._engine).any_of(finds_its_place)[0]:
+                self._left = done - self._begun
+
+    def _fetch(self) -> None:
+        if self._newest:
+            self._losses.extend(torch.stack(self._newest).tolist())
+            self._newest.clear()
+
+    def _step_again(self) -> torch.Tensor:
+        loss = self._losses[len(self._losses) - self._left]
+        self._left -= 1
+        self.is_behind = True
+        return torch.tensor(loss, device=self._engine.device)
+
+
+class _ShownCounter:
+    """An engine's counter, in the place of its attribute: the script's own while it is behind."""
+
+    def __init__(self, name: str, replay: Replay) -> None:
+        self._name, self._replay = name, replay
+
+    def __get__(self, engine: Any, owner: type | None = None) -> Any:
+        if engine is None:
+            return self
+        try:
+            value = vars(engine)[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        if asking.partition(".")[0] in _NOT_THE_SCRIPT:
+            return value
+        each = 1 if self._name == "global_steps" else engine.train_batch_size()
+        return value - self._replay.behind(engine) * each
+
+    def __set__(self, engine: Any, value: Any) -> None:
+        vars(engine)[self._name] = value
