@@ -64,6 +64,11 @@ TRAINING = (Phase.RUNNING, Phase.BUILDING)
 FALLIBLE = (Phase.STARTING, *TRAINING, Phase.PREPARING, Phase.DRAINING)
 """Phases that need the workers; in the others they have done their work or are being stopped."""
 
+_NOT_WHOLE = (
+    " for the hosts whose stores hold the newest generation (if their memory is lost: stop the "
+    "job, run scalai clean on every host, and start it again from the script's own checkpoint)"
+)
+
 
 def advance(job: Job, event: Event) -> Result:
     """Return the job after ``event`` and the actions that the coordinator must carry out, in
@@ -212,9 +217,9 @@ def _start_round(job: Job) -> Result:
         return job, (*given_up, *actions)
     if target is None or (job.has_state and source is None):
         job, given_up = _without_ahead(job)
-        missing = "" if target is None else " for the hosts whose stores hold the newest generation"
+        missing = " for hosts" if target is None else _NOT_WHOLE
         job = replace(job, phase=Phase.WAITING, awaited=frozenset())
-        return job, (*given_up, Say(f"waiting{missing or ' for hosts'}: {len(job.hosts)} present"))
+        return job, (*given_up, Say(f"waiting{missing}: {len(job.hosts)} present"))
     reached = job.newest
     is_built = source is not None and _is_built_for(job, target)
     job, given_up = (job, ()) if is_built else _without_ahead(job)
