@@ -8,6 +8,7 @@ torch/utils/cpp_extension.py, 2.13: who builds keeps the lock's file open.
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,11 +45,10 @@ def find_locks(root: Path) -> Iterator[Lock]:
 
 def _holder(path: Path) -> int | None:
     """Return a process that has a file open."""
-    wanted = str(path.resolve())
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if os.readlink(descriptor) == wanted:
-                return int(descriptor.parts[2])
-        except OSError:
-            continue  # the process, or its file, is gone
+    wanted = os.path.realpath(path)
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            for name in os.listdir(process / "fd"):
+                if os.path.realpath(process / "fd" / name) == wanted:
+                    return int(process.name)
     return None

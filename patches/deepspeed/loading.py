@@ -110,6 +110,7 @@ def _load_pieces(
 
 
 def _check_storages(ranks: Ranks, directory: Path, saved: Saved, plan: LoadPlan) -> None:
+    """Compare what the ranks will read with the checksums beside it, each rank a share."""
     if not saved.storages:
         return  # written without checksums
     is_read = ranks.any_of(touched(saved.storages, plan.work.source))
