@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -94,11 +95,12 @@ def demonstrate(framework: Framework, data: Path | None, out: Path) -> int:
         stack.callback(shutil.rmtree, store, ignore_errors=True)
         stack.enter_context(no_process_left())
         print(introduction(framework, data), flush=True)
-        elastic = Training("elastic", framework, store, out, data, hosts=2, steps=MOST_STEPS)
+        setting = Setting(framework, data, store, out)
+        elastic = Training(setting, "elastic", hosts=2, steps=MOST_STEPS)
         _tell(framework.story, elastic)
         steps = elastic.run.last_step
         print(f"\n  Now {steps} steps without any change ...\n", flush=True)
-        reference = Training("reference", framework, store, out, data, hosts=1, steps=steps)
+        reference = Training(setting, "reference", hosts=1, steps=steps)
         _train_to_the_end(reference, steps)
     resizes = elastic.resizes()
     checks = check(
@@ -116,21 +118,26 @@ def demonstrate(framework: Framework, data: Path | None, out: Path) -> int:
     return 0 if all(one.is_kept for one in checks) else 4
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What both trainings have in common.
+
+    ``data``: text to train on, None: Python's own docs; ``store``: folder of the hosts' stores;
+    ``out``: folder of logs.
+    """
+
+    framework: Framework
+    data: Path | None
+    store: Path
+    out: Path
+
+
 class Training:
     """One training on 4 workers at the start: its job, its hosts and what it writes down."""
 
-    def __init__(
-        self,
-        name: str,
-        framework: Framework,
-        store: Path,
-        out: Path,
-        data: Path | None,
-        *,
-        hosts: int,
-        steps: int,
-    ) -> None:
-        self._name, self._store, self._folder = name, store, out / name
+    def __init__(self, setting: Setting, name: str, *, hosts: int, steps: int) -> None:
+        framework, data = setting.framework, setting.data
+        self._name, self._store, self._folder = name, setting.store, setting.out / name
         shutil.rmtree(self._folder, ignore_errors=True)
         (self._folder / "metrics").mkdir(parents=True)
         self._script = [
@@ -144,7 +151,7 @@ class Training:
             *("--nnodes", f"1:{hosts}", "--nproc-per-node", str(4 // hosts), "--job", name),
             # Port 0: any free one; agents on one machine find their coordinator by the job's name.
             *("--coordinator", "127.0.0.1:0", "--max-restarts", "0"),
-            *("--store-dir", str(store), "--durable-dir", str(self._folder / "saved")),
+            *("--store-dir", str(self._store), "--durable-dir", str(self._folder / "saved")),
             *("--report-dir", str(self._folder / "reports"), "--settle-s", str(SETTLE_S)),
             *framework.launch,
         ]

@@ -4,8 +4,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
+from scalai.launch.background import Background
 from scalai.launch.round import DepositUnderWay, Round, keep_longest
 from scalai.runtime.failpoints import reached
 from scalai.store.deposit import Deposit
@@ -18,31 +19,17 @@ Json = Any
 log = logging.getLogger(__name__)
 
 
-class Background(Protocol):
-    """Runs work beside the agent's loop; see ``Agent``."""
-
-    def __call__(
-        self,
-        work: Callable[[], Any],
-        then: Callable[[Any], None],
-        what: str,
-        too_late: Callable[[Any], None] = ...,
-    ) -> None: ...
-
-
 class Deposits:
     """Deposits of one host's workers, of any round. Only the agent's own thread calls it.
 
     Args:
         store: This host's.
         tell: Tells the coordinator of an event.
-        in_background: Runs what blocks.
+        background: Runs what blocks.
     """
 
-    def __init__(
-        self, store: HostStore, tell: Callable[..., None], in_background: Background
-    ) -> None:
-        self._store, self._tell, self._in_background = store, tell, in_background
+    def __init__(self, store: HostStore, tell: Callable[..., None], background: Background) -> None:
+        self._store, self._tell, self._background = store, tell, background
 
     def reserve(self, current: Round | None) -> None:
         """Make the next deposit's files beside the training, once the store has room for them."""
@@ -67,12 +54,18 @@ class Deposits:
             self.give_orders(current)
             self.seal_if_complete(current)
 
-        self._in_background(
+        self._background.run(
             lambda: self._store.reserve(held),
             reserved,
             "making room for a deposit",
             self._store.discard,
         )
+
+    def give_back(self, ended: Round) -> None:
+        """The workers are gone: the next deposit's files are used again."""
+        is_sealing = ended.deposit is not None and ended.deposit.is_sealing
+        if ended.reserved is not None and not is_sealing:
+            self._store.discard(ended.reserved)
 
     def await_slot(self, current: Round, answer: "Future[Json]", rank: int) -> None:
         """A worker wants to map its file of the next deposit, once it is there."""
@@ -182,7 +175,7 @@ class Deposits:
             for again in postponed:
                 again()
 
-        self._in_background(
+        self._background.run(
             seal, sealed, "sealing the deposit", lambda part: self._store.discard(deposit)
         )
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from scalai.core.collection import Collection, concatenate
-from scalai.launch.deposits import Background
+from scalai.launch.background import Background
 from scalai.launch.mover import Restore, prepare_restore
 from scalai.launch.round import Published, Round, answers, keep_longest
 from scalai.runtime.failpoints import reached
@@ -25,7 +25,7 @@ class Restores:
         store: This host's.
         token: The job's secret, for the data planes of other hosts.
         tell: Tells the coordinator of an event.
-        in_background: Runs what blocks.
+        background: Runs what blocks.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class Restores:
         store: HostStore,
         token: bytes,
         tell: Callable[..., None],
-        in_background: Background,
+        background: Background,
     ) -> None:
         self._store, self._token = store, token
-        self._tell, self._in_background = tell, in_background
+        self._tell, self._background = tell, background
 
     @staticmethod
     def publish(
@@ -74,7 +74,7 @@ class Restores:
 
     def _prepare(self, current: Round) -> None:
         wants = {rank: entry.wanted for rank, entry in current.published.items()}
-        self._in_background(
+        self._background.run(
             lambda: prepare_restore(self._store, current.command, wants, self._token),
             lambda restore: self._prepared(current, restore),
             "planning and moving",

@@ -1,7 +1,7 @@
 """The agents that the coordinator talks to, and the commands that wait for each."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from scalai.runtime.messages import Peer
@@ -48,9 +48,10 @@ class Agent:
 
 class Roster:
     """Agents by host: those that take part, and those that were released and fetch their last
-    command."""
+    command. ``wake`` is called when commands wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
         self._present: dict[str, Agent] = {}
         self._released: dict[str, Agent] = {}
 
@@ -98,3 +99,4 @@ class Roster:
         for host in hosts:
             if host in self._present:
                 self._present[host].command(dict(command))
+        self._wake()

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
+from scalai.core import actions
 from scalai.core import membership as m
 from scalai.core.assignment import place_ranks
 from scalai.launch.generations import Generations
@@ -43,7 +44,7 @@ class Starter:
         """The workers that were built ahead will not be needed."""
         self._store_ahead = None
 
-    def start(self, action: m.StartRound) -> None:
+    def start(self, action: actions.StartRound) -> None:
         """Start the workers of a round, or let those that were built ahead begin."""
         self._store, self._store_ahead = self._store_ahead or self._new_store(), None
         sources = {}

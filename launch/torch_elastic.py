@@ -14,11 +14,13 @@ import inspect
 import logging
 import multiprocessing
 import os
+import platform
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, get_context
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
     RendezvousInfo,
@@ -46,6 +49,12 @@ _HOOKS: Mapping[str, tuple[str, ...]] = {
     "_monitor_workers": ("self", "worker_group"),
     "_shutdown": ("self", "death_sig", "timeout"),
 }
+_FINISHED_EVENT = "_worker_finished_event"
+_EVENT_PARTS = ("_flag", "_cond", "_cond._sleeping_count", "_cond._wait_semaphore")
+_WAY_OUT = (
+    "This version of scalai-run was made for torch 2.13 and CPython 3.11 to 3.13; install those or "
+    "a newer scalai."
+)
 
 
 # The agent's own handlers drain: torch must not, and need not, register its own.
@@ -55,17 +64,30 @@ logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
 
 
 def self_check() -> None:
-    """Raise ``RefusedError`` if torch's agent does not have the hooks that this module uses."""
+    """Raise ``RefusedError`` if torch's agent does not have the hooks that this module uses, or
+    Python's event not the parts."""
     for name, parameters in _HOOKS.items():
         method = getattr(LocalElasticAgent, name, None)
         found = tuple(inspect.signature(inspect.unwrap(method)).parameters) if method else None
         if found != parameters:
             raise RefusedError(
                 f"torch {torch.__version__}: LocalElasticAgent.{name} takes {found}, expected "
-                f"{parameters}. "
-                "This version of scalai-run was made for torch 2.13; install that or a newer "
-                "scalai."
+                f"{parameters}. {_WAY_OUT}"
             )
+    if _FINISHED_EVENT not in MultiprocessContext.__init__.__code__.co_names:
+        raise RefusedError(
+            f"torch {torch.__version__}: MultiprocessContext has no {_FINISHED_EVENT}, at which "
+            f"finished workers wait for each other. {_WAY_OUT}"
+        )
+    event = get_context("fork").Event()  # the same class; its semaphores go with it
+    for part in _EVENT_PARTS:
+        try:
+            attrgetter(part)(event)
+        except AttributeError as error:
+            raise RefusedError(
+                f"Python {platform.python_version()}: multiprocessing's Event has no {part}. "
+                f"{_WAY_OUT}"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +217,8 @@ class WorkerSet(LocalElasticAgent):
         self._initialize_workers(self._worker_group)
         if warm:
             assert self._pcontext is not None
-            event = self._pcontext._worker_finished_event  # type: ignore[attr-defined]
-            self._pcontext._worker_finished_event = _LettingGo(event)  # type: ignore[attr-defined]
+            event = getattr(self._pcontext, _FINISHED_EVENT)
+            setattr(self._pcontext, _FINISHED_EVENT, _LettingGo(event))
         self._is_up = True
 
     def poll(self) -> Outcome | None:

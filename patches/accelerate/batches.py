@@ -18,6 +18,24 @@ class Round(Protocol):
     facts: Mapping[str, Json]
 
 
+def check_ranks(session: Round, counted: int, who: str) -> None:
+    """Check that a trainer deals samples to as many ranks as there are.
+
+    Args:
+        session: This worker's.
+        counted: The processes that the trainer counts.
+        who: Which trainer, for the message.
+
+    Raises:
+        RefusedError: Every rank would train on the same samples.
+    """
+    if counted != session.dp:
+        raise RefusedError(
+            f"{who} counts {counted} process(es), the round has DP{session.dp}. Without GPUs begin "
+            "with accelerate.PartialState(cpu=True), or give Trainer --use_cpu."
+        )
+
+
 def round_batches(session: Round, micro_batch_size: int, accumulation: int, who: str) -> Batches:
     """Return this round's micro-batches.
 

@@ -32,7 +32,7 @@ class ShardedBatches(BatchSampler):
         self.plain: Any = plain
         self.batch_sampler = batch_sampler
         self._clock = feed.clocks.add()
-        self._loader, self._feed, self._rank = loader, feed, rank
+        self._loader, self.feed, self._rank = loader, feed, rank
 
     @property
     def clock(self) -> Clock:
@@ -41,10 +41,10 @@ class ShardedBatches(BatchSampler):
     @property
     def is_elastic(self) -> bool:
         """Whether the samples are trained on by the engine, as far as can be told."""
-        feed = self._feed
+        feed = self.feed
         return (
             feed.batches is not None
-            and feed.is_training()
+            and feed.is_training(self._clock)
             and feed.is_micro_batch(getattr(self.plain, "batch_size", self.batch_size))
         )
 
@@ -59,8 +59,8 @@ class ShardedBatches(BatchSampler):
 
     def micro_batches(self, consumed: int) -> Iterator[list[int]]:
         """Yield this rank's micro-batches of an epoch of which so many samples are consumed."""
-        assert self._feed.batches is not None
-        epoch = EpochBatches(self.sampler, self._feed.batches, self._rank, drop_last=self.drop_last)
+        assert self.feed.batches is not None
+        epoch = EpochBatches(self.sampler, self.feed.batches, self._rank, drop_last=self.drop_last)
         return epoch.after(consumed)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -68,7 +68,7 @@ class ShardedBatches(BatchSampler):
 
     def __len__(self) -> int:
         if self.is_elastic and type(self.sampler).__name__ in SEEDED:
-            return self._feed.length(len(self.sampler), drop_last=self.drop_last)  # type: ignore[arg-type]
+            return self.feed.length(len(self.sampler), drop_last=self.drop_last)  # type: ignore[arg-type]
         return len(self.plain)
 
 

@@ -17,7 +17,7 @@ import wrapt
 from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN
 from scalai.core.errors import RefusedError
 from scalai.patches.accelerate import schedules
-from scalai.patches.accelerate.batches import round_batches
+from scalai.patches.accelerate.batches import check_ranks, round_batches
 from scalai.patches.accelerate.loaders import put_in_order
 from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
 from scalai.runtime.live import Json
@@ -83,6 +83,7 @@ class LoopHooks:
         if self.is_another() or not any(isinstance(arg, torch.nn.Module) for arg in args):
             return wrapped(*args, **kwargs)
         session, engines = self._get_session(), self._engines
+        check_ranks(session, instance.num_processes, "Accelerate")
         if session.facts:
             self._fit(instance, args)
         self._accelerator = instance

@@ -6,7 +6,7 @@ left, so that an epoch's number, and with it ``set_epoch``, come out as they wer
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
@@ -35,11 +35,15 @@ class Clock:
         consumed: Samples of it that were trained on.
         drawn: Passes of micro-batches that were drawn and not yet trained on, oldest first: a
         script may draw ahead.
+        over: The pass that this process has gone through to its end last; None: none yet.
+        glanced: Passes that the script has only looked into, as for the shape of a batch.
     """
 
     current: PassNumber = START
     consumed: int = 0
     drawn: deque[PassNumber] = field(default_factory=deque)
+    over: PassNumber | None = None
+    glanced: list[PassNumber] = field(default_factory=list)
     _newest: PassNumber | None = None
     """The pass that this process has begun last."""
 
@@ -49,27 +53,32 @@ class Clock:
         repeat = self._newest.repeat + 1 if is_repeated and self._newest is not None else 0
         number = PassNumber(epoch, repeat)
         if number < self.current:
-            return number, None
+            return number, 0 if number in self.glanced else None
         return number, self.consumed if number == self.current else 0
 
     def begin(self, epoch: int) -> tuple[PassNumber, int | None]:
         """Begin the next pass, and return what ``next_pass`` does."""
         number, consumed = self.next_pass(epoch)
+        if self._newest is not None and self._newest != self.over:
+            self.drawn.clear()  # the script has broken off the pass before, and leaves its rest
+            if (self._newest, 0) >= (self.current, self.consumed):
+                self.glanced.append(self._newest)
         self._newest = number
         return number, consumed
 
     @property
     def is_replaying(self) -> bool:
         """Whether the script goes through passes that were consumed in earlier rounds."""
-        return self._has_stepped and (self._newest is None or self._newest < self.current)
+        return self.has_stepped and (self._newest is None or self._newest < self.current)
 
     @property
     def may_yield_nothing(self) -> bool:
         """Whether the pass begun last is one that earlier rounds may have consumed to its end."""
-        return self._has_stepped and (self._newest is None or self._newest <= self.current)
+        return self.has_stepped and (self._newest is None or self._newest <= self.current)
 
     @property
-    def _has_stepped(self) -> bool:
+    def has_stepped(self) -> bool:
+        """Whether samples from here were trained on."""
         return self.current != START or self.consumed > 0
 
     def step(self, batches: Batches) -> bool:
@@ -91,10 +100,17 @@ class Clock:
             return self._newest, 0
         return self.current, self.consumed
 
-    def restart(self, current: PassNumber, consumed: int) -> None:
+    def restart(
+        self, current: PassNumber, consumed: int, glanced: Sequence[PassNumber] = ()
+    ) -> None:
         """Be as far as told. What was begun and drawn before does not count."""
-        self.current, self.consumed, self._newest = current, consumed, None
+        self.current, self.consumed, self.glanced = current, consumed, list(glanced)
+        self.begin_after(None)
         self.drawn.clear()
+
+    def begin_after(self, over: PassNumber | None) -> None:
+        """Have the script go on behind a pass; None: from the first one on."""
+        self._newest = self.over = over
 
 
 class Clocks:
@@ -130,17 +146,35 @@ class Clocks:
         """Whether a pass that is empty may be followed by one that is not."""
         return any(clock.may_yield_nothing for clock in self._clocks)
 
+    def over(self) -> Json:
+        """Return by sampler the pass that the script has gone through to its end last,
+        [samplers]."""
+        return [clock.over and list(clock.over) for clock in (*self._clocks, *self._to_come)]
+
+    def begin_after(self, over: list[Json]) -> None:
+        """Have a script that does not begin with its first pass go on behind what ``over``
+        returned."""
+        for clock, told in zip((*self._clocks, *self._to_come), over, strict=False):
+            clock.begin_after(told and PassNumber(*told))
+
     def take(self) -> Json:
         """Return how far every sampler is, [samplers]."""
-        places = [clock.place for clock in (*self._clocks, *self._to_come)]
-        return [{"pass": list(number), "consumed": consumed} for number, consumed in places]
+        return [
+            {
+                "pass": list(clock.place[0]), "consumed": clock.place[1],
+                "glanced": [list(number) for number in clock.glanced],
+            }
+            for clock in (*self._clocks, *self._to_come)
+        ]  # fmt: skip
 
     def put(self, saved: list[Mapping[str, Json]]) -> None:
         """Take up what ``take`` returned; samplers that were not told of begin anew."""
-        told = [(PassNumber(*entry["pass"]), int(entry["consumed"])) for entry in saved]
         self._to_come = []
-        for clock, place in zip_longest(self._clocks, told):
+        for clock, told in zip_longest(self._clocks, saved):
             if clock is None:
-                self._to_come.append(Clock(*place))
+                self._to_come.append(clock := Clock())
+            if told is None:
+                clock.restart(START, 0)
             else:
-                clock.restart(*(place or (START, 0)))
+                glanced = [PassNumber(*number) for number in told["glanced"]]
+                clock.restart(PassNumber(*told["pass"]), int(told["consumed"]), glanced)

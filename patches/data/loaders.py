@@ -26,6 +26,9 @@ from scalai.patches.data.clock import Clock, Clocks, PassNumber
 
 Call = Callable[..., Any]
 
+LOOK_AHEAD = 8
+"""Micro-batches that a script may draw ahead of its steps, where two steps have no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class FirstBatches:
@@ -42,9 +45,10 @@ class FirstBatches:
 class Feed:
     """The loaders of one process and how far each is.
 
-    Until ``start`` loaders are torch's own, but as long as in the first round. ``is_evaluating``
-    says whether what is drawn now is not trained on, ``first_dp`` the number of replicas of the
-    first round, None while that is this one.
+    Until ``start`` loaders are torch's own, but as long as in the first round. ``is_counting`` says
+    whether steps are counted here, and with them what is drawn; ``is_evaluating`` whether what is
+    drawn now is not trained on; ``first_dp`` the number of replicas of the first round, None while
+    that is this one.
     """
 
     def __init__(self) -> None:
@@ -52,6 +56,7 @@ class Feed:
         self.batches: Batches | None = None
         self.first: FirstBatches | None = None
         self._batch_sizes: frozenset[int] = frozenset()
+        self.is_counting = True
         self.is_evaluating: Callable[[], bool] = lambda: False
         self.first_dp: Callable[[], int | None] = lambda: None
         self._declined: dict[str, None] = {}
@@ -64,9 +69,11 @@ class Feed:
             (stated_micro_batch_size, first.micro_batch_size, batches.micro_batch_size)
         )
 
-    def is_training(self) -> bool:
-        """Whether what is drawn now may be trained on."""
-        return torch.is_grad_enabled() and not self.is_evaluating()
+    def is_training(self, clock: Clock | None = None) -> bool:
+        """Whether what is drawn now may be trained on. From a sampler that was trained on before it
+        may in ``eval()`` too: a script may turn ``train()`` on behind the draw."""
+        is_known = clock is not None and clock.has_stepped
+        return torch.is_grad_enabled() and (is_known or not self.is_evaluating())
 
     def is_micro_batch(self, batch_size: int) -> bool:
         """Whether a loader with such batches feeds the engine."""
@@ -130,6 +137,26 @@ class Feed:
         """Remember why a loader stays as it is, for the case that the training draws from it."""
         self._declined[why] = None
 
+    def note_evaluation(self) -> None:
+        """Remember that a pass was taken for one of an evaluation."""
+        if self.is_evaluating():
+            self.decline("a pass over a loader began in eval(); call engine.train() before it")
+
+    def refuse_skipping(self, clock: Clock) -> None:
+        """Check, where a pass begins, that the one before was trained on.
+
+        Raises:
+            RefusedError: More was drawn than a script may draw ahead.
+        """
+        assert self.batches is not None
+        if len(clock.drawn) > max(LOOK_AHEAD, 2 * self.batches.num_micro_batches):
+            raise RefusedError(
+                f"{len(clock.drawn)} micro-batches were drawn and not trained on: the script skips "
+                "them, or evaluates by the loader that it trains by, and it is not known how far "
+                'it is. Do not skip, evaluate within torch.no_grad(); or say "deepspeed": '
+                '{"data_order": "own"} in the elastic configuration.'
+            )
+
     def _iterate(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Iterator[Any]:
         """Go over consumed passes without starting a loader's workers for them."""
         sampler = instance.batch_sampler
@@ -139,10 +166,18 @@ class Feed:
         return batches
 
     def _draw(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
-        drawn = wrapped(*args, **kwargs)
+        """Count what the script draws, and not what a loader's workers read ahead."""
         source = instance._sampler_iter
-        if isinstance(source, Pass) and source.number is not None:
-            source.sampler.clock.drawn.append(source.number)
+        if not isinstance(source, Pass):
+            return wrapped(*args, **kwargs)
+        clock = source.sampler.clock
+        try:
+            drawn = wrapped(*args, **kwargs)
+        except StopIteration:
+            clock.over = source.number or clock.over
+            raise
+        if self.is_counting and source.number is not None and self.is_training(clock):
+            clock.drawn.append(source.number)
         return drawn
 
 
@@ -151,6 +186,7 @@ class Dealer(Protocol):
 
     plain: Any
     """The batches where nothing is counted."""
+    feed: Feed
 
     @property
     def clock(self) -> Clock: ...
@@ -202,7 +238,7 @@ class ElasticBatchSampler(BatchSampler):
     @property
     def is_elastic(self) -> bool:
         """Whether the samples are trained on by the engine, as far as can be told."""
-        return self.feed.is_training() and self.feed.is_micro_batch(self.batch_size)
+        return self.feed.is_training(self.clock) and self.feed.is_micro_batch(self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         return Pass(self)
@@ -227,7 +263,7 @@ class ElasticBatchSampler(BatchSampler):
         sampler = self.distributed
         if not self.is_elastic or self.clock.next_pass(sampler.epoch)[1] is not None:
             return False
-        self.clock.begin(sampler.epoch)
+        self.clock.over, _ = self.clock.begin(sampler.epoch)
         return True
 
     def micro_batches(self, consumed: int) -> Iterator[list[int]]:
@@ -266,8 +302,10 @@ class Pass(Iterator[list[int]]):
 
     def _begin(self) -> Iterator[list[int]]:
         if not self.sampler.is_elastic:
+            self.sampler.feed.note_evaluation()
             return iter(self.sampler.plain)
         self.number, consumed = self.sampler.clock.begin(self.sampler.epoch)
+        self.sampler.feed.refuse_skipping(self.sampler.clock)
         if consumed is None:
             self.sampler.skip()
             return iter(())

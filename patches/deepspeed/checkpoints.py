@@ -5,6 +5,7 @@ first round: it then goes through the same epochs, of which the consumed ones yi
 """
 
 import functools
+import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -23,6 +24,9 @@ from scalai.runtime.live import Json, LiveState
 log = logging.getLogger(__name__)
 
 Loaded = tuple[Any, Any]
+
+REMEMBERED = 100
+"""How many of the newest checkpoints it is known of which epochs were over."""
 
 
 class Renewable(Protocol):
@@ -51,6 +55,8 @@ class Checkpoints:
         self._restored_step: int | None = None
         self._told: Json = None
         """Path and client state that the first round was told; None: it did not ask."""
+        self._over: dict[str, Json] = {}
+        """By directory of a checkpoint that was saved the passes that were over then."""
 
     def install(self, *, is_restored: bool) -> None:
         """Hook the engine, once it has what it goes on from."""
@@ -62,10 +68,10 @@ class Checkpoints:
             setattr(self._engine, name, functools.wraps(method)(functools.partial(hook, method)))
 
     def take(self) -> Json:
-        return self._told
+        return {"told": self._told, "over": self._over}
 
-    def put(self, told: Json) -> None:
-        self._told = told
+    def put(self, saved: Mapping[str, Any]) -> None:
+        self._told, self._over = saved["told"], dict(saved["over"])
 
     def _load(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Loaded:
         """Load a checkpoint that is newer than the restored generation; else leave it."""
@@ -104,7 +110,12 @@ class Checkpoints:
         if self._told is not None:
             path, client = self._told
             return path, client
-        return (None, {}) if directory is None else (str(directory), client_state(directory))
+        if directory is None:
+            return None, {}
+        # The script goes on behind the epochs and steps that were over, and not with its first.
+        self._clocks.begin_after(self._over.get(_name(directory), []))
+        self._replay.begin_at(checkpoint_step(directory))
+        return str(directory), client_state(directory)
 
     def _save(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Save, but not while the script goes through epochs or steps that are over: what it would
@@ -112,7 +123,17 @@ class Checkpoints:
         if self._clocks.is_replaying or self._replay.is_behind:
             log.info("event=save skipped='this was trained on in an earlier round'")
             return True
-        return method(*args, **kwargs)
+        result = method(*args, **kwargs)
+        given = inspect.signature(method).bind(*args, **kwargs).arguments
+        tag = given.get("tag") or f"global_step{self._engine.global_steps}"
+        self._over[_name(Path(given["save_dir"]) / str(tag))] = self._clocks.over()
+        for name in list(self._over)[:-REMEMBERED]:
+            del self._over[name]
+        return result
+
+
+def _name(directory: Path) -> str:
+    return str(directory.resolve())
 
 
 def _step_of(directory: Path | None) -> int | None:

@@ -38,6 +38,8 @@ class Replay:
         self._engine: Any = None
         self._begun: int | None = None
         """Steps that were done when the script of the first round made its first."""
+        self._resumed: int | None = None
+        """The same of this round's script, where that is another one."""
         self._losses = array("f")
         """Of each step since then, but for the newest ones."""
         self._newest: list[torch.Tensor] = []
@@ -89,6 +91,11 @@ class Replay:
         self._begun, self._has_begun, self._was_asked = None, False, False
         self._losses, self._newest = array("f"), []
 
+    def begin_at(self, step: int | None) -> None:
+        """The script of this round begins behind a checkpoint of this step; None: it is not
+        known."""
+        self._resumed = step
+
     def behind(self, engine: Any) -> int:
         """Return how many steps the script is behind; it may be asking where to go on."""
         if engine is not self._engine:
@@ -102,10 +109,12 @@ class Replay:
         done = self._engine.global_steps
         if self._begun is None:
             self._begun = done
-        elif done > self._begun:
+            return
+        begun = self._begun if self._resumed is None else self._resumed
+        if done > begun:
             finds_its_place = np.array([self._was_asked or self._clocks.have_drawn])
             if not ranks_of(self._engine).any_of(finds_its_place)[0]:
-                self._left = done - self._begun
+                self._left = done - begun
 
     def _fetch(self) -> None:
         if self._newest:

@@ -110,6 +110,7 @@ class EngineHooks:
         self.keeps_order = True
         self.is_due = False
         self.streams: Json = None
+        self._has_train_mode = False
 
     def hook_deepspeed(self, deepspeed: Any) -> None:
         self._version = deepspeed.__version__
@@ -144,6 +145,8 @@ class EngineHooks:
         told = self._first() or batches
         first = FirstBatches(batches.global_batch_size, told.micro_batch_size, told.dp)
         self.feed.start(batches, first, StatedBatch.of(config).micro or batches.micro_batch_size)
+        is_own = self._session.settings.get("data_order") == "own"
+        self.feed.is_counting = self.keeps_order and not is_own
         given["config"] = rewritten(config, order, batches)
         with _without_named_config(given.get("args")):
             built = wrapped(**given)
@@ -187,8 +190,7 @@ class EngineHooks:
 
     def count_step(self) -> None:
         """An optimizer step has ended: its samples are consumed."""
-        is_ours = self.keeps_order and self._session.settings.get("data_order") != "own"
-        if is_ours and _draws_samples(self.engine):
+        if self.feed.is_counting and _draws_samples(self.engine):
             self.feed.step()
         # Accelerate calls the engine's step once an accumulation, not once a micro-batch.
         engine, each = self.engine, self.engine.gradient_accumulation_steps()
@@ -208,7 +210,11 @@ class EngineHooks:
         return self._get_session()
 
     def _is_evaluating(self) -> bool:
-        return self.engine is not None and not self.engine.module.training
+        """Whether the script has turned ``train()`` off; where it never was on, as in a model that
+        ``from_pretrained`` has made, it says nothing."""
+        is_training = self.engine is None or self.engine.module.training
+        self._has_train_mode |= self.engine is not None and is_training
+        return self._has_train_mode and not is_training
 
     def _first(self) -> FirstBatches | None:
         facts = self._session.facts

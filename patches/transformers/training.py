@@ -19,7 +19,7 @@ import wrapt
 from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN
 from scalai.core.batches import Batches
 from scalai.core.errors import RefusedError
-from scalai.patches.accelerate.batches import round_batches
+from scalai.patches.accelerate.batches import check_ranks, round_batches
 from scalai.patches.data.epochs import EpochBatches
 from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
 from scalai.patches.transformers.carried import put_losses, put_schedule, put_state, taken
@@ -111,6 +111,7 @@ class TrainerHooks:
             if isinstance(instance.config.get(key), int):
                 instance.config[key] = size
         self._batches = batches
+        check_ranks(self._get_session(), mine.world_size, "transformers' Trainer")
         return wrapped(*args, **kwargs)
 
     def order_samples(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -1,9 +1,9 @@
-"""Who takes part in a job, and what happens when that changes: state and event in, state and
-actions out.
+"""Who takes part in a job, and how far it has come: the state that the rules of membership work on.
 
-This module has the values; ``resize.advance`` has the rules. The coordinator is the loop around
-``advance``: it feeds events in (a host joined, every worker has deposited) and carries the actions
-out (send this command to these hosts). One pass through the phases is a resize:
+``resize.advance`` has the rules: state and event (``events``) in, state and actions (``actions``)
+out. The coordinator is the loop around it: it feeds events in (a host joined, every worker has
+deposited) and carries the actions out (send this command to these hosts). One pass through the
+phases is a resize:
 
     running -> preparing -> draining -> committing -> stopping -> starting -> running
 
@@ -34,6 +34,17 @@ class Phase(Enum):
     STOPPING = "stopping"  # workers are made to exit
     SAVING = "saving"  # nobody stays: the generation goes to the durable directory
     ENDED = "ended"
+
+
+RESIZABLE = (Phase.WAITING, Phase.STARTING, Phase.RUNNING, Phase.BUILDING)
+"""Phases in which a change begins something new; in the others it is met when the next round is
+assigned."""
+
+TRAINING = (Phase.RUNNING, Phase.BUILDING)
+"""Phases in which the workers train and no stop is under way."""
+
+FALLIBLE = (Phase.STARTING, *TRAINING, Phase.PREPARING, Phase.DRAINING)
+"""Phases that need the workers; in the others they have done their work or are being stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,300 +153,27 @@ def replace_generations(job: Job, covered: tuple[Generation, ...]) -> Job:
     return replace(job, generations=covered)
 
 
-# ------------------------------------------------------------------------------------------------
-# events
+def staying(job: Job) -> tuple[tuple[str, int], ...]:
+    """Hosts that take part in the next round, with their slots: those of the current round keep
+    their order."""
+    current = [name for name, _ in job.current.workers] if job.current else []
+    hosts = [host for host in job.hosts.values() if not host.is_leaving]
+    place = {name: number for number, name in enumerate(current)}
+    hosts.sort(key=lambda host: (place.get(host.name, len(place)), host.order))
+    return tuple((host.name, host.slots) for host in hosts)
 
 
-@dataclass(frozen=True, slots=True)
-class HostJoined:
-    """An agent came. ``covered`` are the generations that the hosts now present hold wholly, oldest
-    first; ``has_parts``: it holds a part of some generation, so the job has a state that must not
-    be lost."""
+def active(job: Job) -> frozenset[str]:
+    """Hosts that are present and have workers in the current round."""
+    return frozenset(job.current.active if job.current else ()) & frozenset(job.hosts)
 
-    host: str
-    slots: int
-    covered: tuple[Generation, ...]
-    has_parts: bool
-    at: float
 
+def next_assignment(job: Job) -> Assignment | None:
+    """The assignment of the hosts that stay; None where no world fits them, or none stays."""
+    hosts = staying(job)
+    return job.assign(hosts, job.current.degrees if job.current else None) if hosts else None
 
-@dataclass(frozen=True, slots=True)
-class HostLeaving:
-    """A first SIGTERM or SIGINT: the host drains."""
 
-    host: str
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class HostLost:
-    """The agent is gone without a word; its store counts as lost until it comes back. ``covered``
-    as in ``HostJoined``."""
-
-    host: str
-    covered: tuple[Generation, ...]
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class SlotsChanged:
-    """The device probe of a host reports another number."""
-
-    host: str
-    slots: int
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rescaled:
-    """A person said ``scalai scale``: the limits inside ``assign`` changed, and perhaps how many
-    hosts there may be (None: as before)."""
-
-    assign: Assign
-    at: float
-    max_hosts: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ticked:
-    """Time passes; only settling depends on it. ``newest`` is the furthest step that any agent has
-    told of."""
-
-    at: float
-    newest: int
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """Every worker of this host has built its model for the round ahead."""
-
-    host: str
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class NotBuilt:
-    """This host cannot build a round beside the present one, or failed to."""
-
-    host: str
-    round: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A host wrote the proposed stop and then read its workers: ``newest`` is the furthest."""
-
-    host: str
-    stop: int
-    newest: int
-
-
-@dataclass(frozen=True, slots=True)
-class Deposited:
-    """A host's workers have deposited or died; its part is sealed."""
-
-    host: str
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """Whether the union of the deposits covers every tensor, their step and number, and the hosts
-    that have a part (asked for by ``Judge``)."""
-
-    is_covered: bool
-    step: int = 0
-    number: int = 0
-    hosts: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshotted:
-    """A snapshot, or the state at the start, is sealed by every active host, without a stop, and
-    covers."""
-
-    hosts: tuple[str, ...]
-    step: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    host: str
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """No worker of this host is alive; ``newest`` is the step that they had come to."""
-
-    host: str
-    round: int
-    newest: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkersFailed:
-    host: str
-    round: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """Every worker of this host has made its first step, or has stored the state at the start."""
-
-    host: str
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Every worker of this host came to the end of its script."""
-
-    host: str
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """This host's part is in the durable directory."""
-
-    host: str
-
-
-@dataclass(frozen=True, slots=True)
-class NotSaved:
-    """This host's part could not be written to the durable directory."""
-
-    host: str
-    reason: str
-
-
-Event = (
-    HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Built | NotBuilt
-    | Prepared | Deposited | Judged | Snapshotted | Committed | Stopped | WorkersFailed | Stepped
-    | Finished | Saved | NotSaved
-)  # fmt: skip
-
-# ------------------------------------------------------------------------------------------------
-# actions
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """Start these workers beside the present ones; they build their models and wait."""
-
-    ahead: Ahead
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """End the workers that were built ahead for this round."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """Propose a stop to these hosts."""
-
-    hosts: tuple[str, ...]
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Agree:
-    hosts: tuple[str, ...]
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Withdraw:
-    """Forget the proposed stop."""
-
-    hosts: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Hurry:
-    """Another host has deposited or is lost: workers of these that do not come to the stop in time
-    hang, and must be given up."""
-
-    hosts: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """Unite the deposits of these hosts and answer with ``Judged``."""
-
-    hosts: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """These hosts rename their sealed part to this generation."""
-
-    hosts: tuple[str, ...]
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopWorkers:
-    """Make the workers exit. ``has_deposited``: they leave by themselves, and may say goodbye."""
-
-    hosts: tuple[str, ...]
-    reason: str
-    has_deposited: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StartRound:
-    """Start these workers from this generation (None: from the script's own initial state).
-    ``steps_lost``: steps that were made and are in no generation; ``is_built``: the workers were
-    started by ``Build``."""
-
-    round: int
-    assignment: Assignment
-    generation: int | None
-    steps_lost: int = 0
-    is_built: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Every rank has stepped: older generations may go, leaving hosts may exit."""
-
-    round: int
-    keep: int | None
-    leaving: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SaveDurable:
-    hosts: tuple[str, ...]
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """These agents end with this code."""
-
-    hosts: tuple[str, ...]
-    code: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    """One line for the log."""
-
-    text: str
-
-
-Action = (
-    Build | GiveUp | Prepare | Agree | Withdraw | Hurry | Judge | Commit | StopWorkers | StartRound
-    | Release | SaveDurable | Exit | Say
-)  # fmt: skip
-Result = tuple[Job, tuple[Action, ...]]
+def leaving(job: Job) -> frozenset[str]:
+    """Hosts that drain."""
+    return frozenset(host.name for host in job.hosts.values() if host.is_leaving)

@@ -7,13 +7,45 @@ from typing import Any
 
 import numpy as np
 
-from scalai.core.collection import Collection, Columns
+from scalai.core.collection import Collection, Columns, concatenate
+from scalai.core.deposit import assign_writers
 from scalai.core.errors import StoreError
 from scalai.core.region import Box
+from scalai.store.files import FileLayout, lay_out
 from scalai.store.manifest import UNNUMBERED, HostManifest, StoredFile, unite
 from scalai.store.orders import RankDeposit, WriteOrder
+from scalai.store.places import rank_file
 
 Json = Any
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Share:
+    """What one rank writes: these ``rows`` of its collection, which are ``pieces``, into one file
+    of this layout."""
+
+    rank: int
+    rows: Columns
+    pieces: Collection
+    layout: FileLayout
+
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        return rank_file(self.rank)
+
+
+def share_out(held: Mapping[int, Collection]) -> tuple[Share, ...]:
+    """Return who writes what of that which the ranks of a host hold, by rank: distinct pieces once.
+    Ranks with nothing to write are left out."""
+    shares = []
+    for rank, chosen in sorted(assign_writers(held).items()):
+        rows = np.asarray(chosen)
+        pieces = held[rank].select(rows)
+        if len(pieces):
+            layout = lay_out(pieces, {"format": "scalai", "rank": str(rank)})
+            shares.append(Share(rank, rows, pieces, layout))
+    return tuple(shares)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,6 +69,30 @@ class Deposit:
     def size_bytes(self) -> int:
         """Bytes of all files, headers included."""
         return sum(stored.size_bytes for stored in self.files)
+
+    @classmethod
+    def reserved(
+        cls, directory: Path, held: Mapping[int, Collection], shares: Sequence[Share]
+    ) -> "Deposit":
+        """Return the slot whose files lie in ``directory``, made for these shares of ``held``."""
+        orders = {rank: WriteOrder(rank, "", (), ()) for rank in sorted(held)}
+        for share in shares:
+            orders[share.rank] = WriteOrder(
+                share.rank,
+                str(directory / share.file),
+                tuple(share.rows.tolist()),
+                tuple(share.layout.begin.tolist()),
+            )
+        begins = [share.layout.begin for share in shares]
+        return cls(
+            directory,
+            dict(held),
+            orders,
+            concatenate([share.pieces for share in shares]),
+            np.repeat(np.arange(len(shares)), [len(begin) for begin in begins]),
+            np.concatenate([np.zeros(0, np.int64), *begins]),
+            tuple(StoredFile(share.file, share.layout.size_bytes) for share in shares),
+        )
 
     @classmethod
     def sealed(cls, directory: Path, manifest: HostManifest) -> "Deposit":

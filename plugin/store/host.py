@@ -7,7 +7,6 @@ written to again."""
 
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,16 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
-from scalai.core.collection import Collection, Columns, concatenate
-from scalai.core.deposit import assign_writers
+from scalai.core.collection import Collection, Columns
 from scalai.core.errors import StoreError
-from scalai.store.deposit import Deposit
+from scalai.store.budget import check_budget
+from scalai.store.deposit import Deposit, share_out
+from scalai.store.directory import HostDirectory
 from scalai.store.durable import copy_part
 from scalai.store.extension import empty_part, extended, fingerprints_of
 from scalai.store.files import lay_out
-from scalai.store.lock import StoreLock
 from scalai.store.manifest import (
     Generation,
     HostManifest,
@@ -35,22 +32,12 @@ from scalai.store.manifest import (
     write_manifest,
 )
 from scalai.store.orders import RankDeposit, WriteOrder
-from scalai.store.places import (
-    MANIFEST,
-    NUMBERED,
-    default_store_dir,
-    generation_name,
-    host_directory,
-    rank_file,
-)
-from scalai.store.pool import FilePool, free_bytes
+from scalai.store.places import MANIFEST, default_store_dir, generation_name, host_directory
 from scalai.store.rows import StoredRows
 
 Json = Any
 
 log = logging.getLogger(__name__)
-
-RECYCLED = "recycled"
 
 
 class HostStore:
@@ -58,7 +45,7 @@ class HostStore:
     lock.
 
     Opening adopts what an earlier owner left: committed generations, sealed deposits; it removes
-        torn ones.
+    torn ones.
 
     Raises:
         StoreError: Another live process has it open, or the directory belongs to another user.
@@ -74,32 +61,19 @@ class HostStore:
         self._budget_bytes = budget_bytes
         root = default_store_dir() if store_dir is None else Path(store_dir)
         self.job, self.host = job, host
-        self.directory = host_directory(root, job, host)
-        try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(
-                f"{self.directory} cannot be made ({error.strerror}). Choose another --store-dir."
-            ) from error
-        if self.directory.stat().st_uid != os.getuid():
-            raise StoreError(
-                f"{self.directory} belongs to user {self.directory.stat().st_uid}, this is user "
-                f"{os.getuid()}. Choose another --store-dir."
-            )
-        self._lock = StoreLock.acquire(self.directory)
+        self._folders = HostDirectory(host_directory(root, job, host))
+        self.directory = self._folders.path
         self._mutex = threading.RLock()
-        self._pool = FilePool(self.directory / RECYCLED)
         self._committed: dict[int, HostManifest] = {}
         self._sealed: dict[Path, HostManifest] = {}
         self._readers: dict[int, int] = {}
         self.damaged: dict[int, str] = {}
         """Committed generations that cannot be used, with the reason. They are left as they are."""
-        self._next_number = 0
         self._adopt()
 
     def close(self) -> None:
         """Give the lock up. What is committed or sealed stays for the next owner."""
-        self._lock.release()
+        self._folders.close()
 
     def __enter__(self) -> "HostStore":
         return self
@@ -158,42 +132,16 @@ class HostStore:
         Raises:
             StoreError: There is no room for two generations of these pieces; names the sizes.
         """
-        rows = {rank: np.asarray(chosen) for rank, chosen in assign_writers(held).items()}
-        shares = {rank: held[rank].select(rows[rank]) for rank in sorted(rows)}
-        layouts = {
-            rank: lay_out(share, {"format": "scalai", "rank": str(rank)})
-            for rank, share in shares.items()
-            if len(share)
-        }
-        self._check_budget(sum(layout.size_bytes for layout in layouts.values()))
-        directory = self._new_directory("deposit")
+        shares = share_out(held)
+        self._check_budget(sum(share.layout.size_bytes for share in shares))
+        directory = self._folders.new("deposit")
         try:
-            for rank, layout in layouts.items():
-                path = directory / rank_file(rank)
-                self._pool.take(path, layout.size_bytes)
-                with open(path, "r+b") as file:
-                    file.write(layout.header)
+            for share in shares:
+                self._folders.make_file(directory / share.file, share.layout)
         except (OSError, StoreError):
-            self._recycle(directory)
+            self._folders.recycle(directory)
             raise
-        orders = {rank: WriteOrder(rank, "", (), ()) for rank in sorted(held)}
-        for rank, layout in layouts.items():
-            orders[rank] = WriteOrder(
-                rank,
-                str(directory / rank_file(rank)),
-                tuple(rows[rank].tolist()),
-                tuple(layout.begin.tolist()),
-            )
-        begins = [layout.begin for layout in layouts.values()]
-        return Deposit(
-            directory,
-            dict(held),
-            orders,
-            concatenate([shares[rank] for rank in layouts]),
-            np.repeat(np.arange(len(layouts)), [len(begin) for begin in begins]),
-            np.concatenate([np.zeros(0, np.int64), *begins]),
-            tuple(StoredFile(rank_file(r), layout.size_bytes) for r, layout in layouts.items()),
-        )
+        return Deposit.reserved(directory, held, shares)
 
     def seal(
         self,
@@ -227,7 +175,7 @@ class HostStore:
             if stored.name in kept:
                 _sync_file(deposit.directory / stored.name)
             else:
-                self._pool.give(deposit.directory / stored.name)
+                self._folders.recycle_file(deposit.directory / stored.name)
         write_manifest(deposit.directory, manifest)
         with self._mutex:
             self._sealed[deposit.directory] = manifest
@@ -267,7 +215,7 @@ class HostStore:
         """Give up a reserved or sealed deposit; its files are reused."""
         with self._mutex:
             self._sealed.pop(deposit.directory, None)
-        self._recycle(deposit.directory)
+        self._folders.recycle(deposit.directory)
 
     @contextmanager
     def open_rows(self, generation: int) -> Iterator[StoredRows]:
@@ -290,7 +238,7 @@ class HostStore:
                     del self._readers[generation]
             dropped = self.directory / f"dropped-{generation}"
             if is_last and dropped.is_dir():
-                self._recycle(dropped)
+                self._folders.recycle(dropped)
 
     def drop(self, generation: int) -> None:
         """End a committed generation; its files are reused once nobody reads them.
@@ -305,7 +253,7 @@ class HostStore:
             is_read = generation in self._readers
         log.info("event=drop generation=%d host=%s", generation, self.host)
         if not is_read:
-            self._recycle(dropped)
+            self._folders.recycle(dropped)
 
     def stage(self, pieces: Collection) -> tuple[Path, Columns]:
         """Make a file for pieces of other hosts, its pages faulted in.
@@ -313,19 +261,17 @@ class HostStore:
         Returns the file and the byte offset of each piece, [rows]. Raises ``StoreError`` where
         there is no room."""
         layout = lay_out(pieces, {"format": "scalai"})
-        path = self._new_directory("fetched") / "pieces.safetensors"
+        path = self._folders.new("fetched") / "pieces.safetensors"
         try:
-            self._pool.take(path, layout.size_bytes)
-            with open(path, "r+b") as file:
-                file.write(layout.header)
+            self._folders.make_file(path, layout)
         except (OSError, StoreError):
-            self._recycle(path.parent)
+            self._folders.recycle(path.parent)
             raise
         return path, layout.begin
 
     def unstage(self, path: Path) -> None:
         """Give back a file of ``stage``."""
-        self._recycle(path.parent)
+        self._folders.recycle(path.parent)
 
     def adopt_empty(self, like: HostManifest) -> None:
         """Take part in a generation of which this host has nothing yet, so that it can be extended.
@@ -335,7 +281,7 @@ class HostStore:
         with self._mutex:
             if like.generation in self._committed:
                 return
-            directory = self._new_directory("deposit")
+            directory = self._folders.new("deposit")
             empty = empty_part(like, self.host)
             write_manifest(directory, empty)
             os.rename(directory, self.directory / generation_name(like.generation))
@@ -385,29 +331,19 @@ class HostStore:
 
     def clear_pool(self) -> None:
         """Remove the files that wait for reuse."""
-        self._pool.trim(0)
+        self._folders.trim(0)
 
     def remove(self) -> None:
         """Close the store and remove all that it holds; the job's directory too if it is the last
         host's."""
         with self._mutex:
-            shutil.rmtree(self.directory)
+            self._folders.remove()
             self._committed.clear()
             self._sealed.clear()
-        self.close()
-        try:
-            self.directory.parent.rmdir()
-        except OSError:
-            pass  # Other hosts of the job are still there.
 
     def _adopt(self) -> None:
         """Take over what an earlier owner left."""
-        for entry in sorted(os.listdir(self.directory)):
-            match = NUMBERED.fullmatch(entry)
-            if match is None:
-                continue
-            kind, number, path = match[1], int(match[2]), self.directory / entry
-            self._next_number = max(self._next_number, number + 1)
+        for kind, number, path in self._folders.adopt():
             if kind == "generation":
                 try:
                     self._committed[number] = read_manifest(path)
@@ -415,7 +351,7 @@ class HostStore:
                     self.damaged[number] = str(error)
                     log.warning("event=damaged generation=%d host=%s: %s", number, self.host, error)
             elif kind != "deposit" or not self._adopt_sealed(path):
-                self._recycle(path)
+                self._folders.recycle(path)
 
     def _adopt_sealed(self, directory: Path) -> bool:
         """Take a deposit over if it is sealed; False for a torn one."""
@@ -429,59 +365,18 @@ class HostStore:
         self._sealed[directory] = manifest
         return True
 
-    def _new_directory(self, kind: str) -> Path:
-        with self._mutex:
-            path = self.directory / f"{kind}-{self._next_number}"
-            self._next_number += 1
-            path.mkdir(mode=0o700)
-        return path
-
-    def _recycle(self, directory: Path) -> None:
-        """Move the files of a directory into the pool and remove it."""
-        # Without its manifest it is torn, whatever happens next.
-        (directory / MANIFEST).unlink(missing_ok=True)
-        for entry in list(os.scandir(directory)):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            elif entry.name.startswith("."):
-                os.unlink(entry.path)
-            else:
-                self._pool.give(Path(entry.path))
-        directory.rmdir()
-
     def _check_budget(self, needed: int) -> None:
         """Raise ``StoreError`` unless two generations of ``needed`` bytes fit, beside what others
         have in use."""
-        pooled, free = self._pool.size_bytes(), free_bytes(self.directory)
-        in_use = sum(
-            entry.stat().st_size
-            for kind in ("generation-*", "deposit-*", "dropped-*", "fetched-*")
-            for entry in self.directory.glob(f"{kind}/*")
-        )
-        budget = 2 * needed
+        room = self._folders.room()
         log.info(
             "event=reserve host=%s distinct_bytes=%d budget_bytes=%d in_use_bytes=%d "
             "reusable_bytes=%d free_bytes=%d",
-            self.host, needed, budget, in_use, pooled, free,
+            self.host, needed, 2 * needed, room.in_use, room.reusable, room.free,
         )  # fmt: skip
-        if self._budget_bytes is not None and budget > self._budget_bytes:
-            raise StoreError(
-                f"the pieces of host {self.host!r} are {needed} bytes and two generations of them "
-                f"need {budget}; the store may take {self._budget_bytes}. Raise "
-                "--store-budget-gb, or spread the job over more hosts."
-            )
-        if needed > free + pooled or budget > free + pooled + in_use:
-            raise StoreError(
-                f"the pieces of host {self.host!r} are {needed} bytes and two generations of them "
-                f"need {budget}; {self.directory} has {in_use} in use, {pooled} to reuse and "
-                f"{free} free. Enlarge the shared memory (docker run "
-                f"--shm-size={_gibibytes(budget)}g) or choose another --store-dir."
-            )
-        self._pool.trim(max(budget - in_use, needed))
-
-
-def _gibibytes(size_bytes: int) -> int:
-    return -(-size_bytes >> 30) if size_bytes else 1
+        self._folders.trim(
+            check_budget(needed, room, self._budget_bytes, self.host, self.directory)
+        )
 
 
 def _sync_file(path: Path) -> None:

@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,31 @@ def cases(short: Sequence[Sequence[Any]], long: Sequence[Sequence[Any]]) -> list
     return [*(pytest.param(*values, id=name) for name, *values in short), *marked]
 
 
-def goes_on(
-    run: Runner,
-    save: Saver,
-    folder: Path,
-    model: dict[str, Any],
-    before: tuple[int, int],
-    after: tuple[int, int],
-    tolerance: float,
-) -> None:
-    """Save at one (stage, DP), convert, load at another, train on; see that nothing differs."""
-    saved, uninterrupted = save(Job(stage=before[0], world=before[1], **model))
-    convert(saved, folder / "out", f"deepspeed_zero{after[0]}", after[1])
-    job = Job(stage=after[0], world=after[1], load=str(folder / "out"), **model)
-    is_same = (before[0] == 3) == (after[0] == 3)
-    check(uninterrupted, run(job), tolerance, has_same_forward=is_same)
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """A model that is trained at one (stage, DP), and then at another; ``tolerance``: the largest
+    relative difference of a loss."""
+
+    model: Mapping[str, Any]
+    before: tuple[int, int]
+    after: tuple[int, int]
+    tolerance: float
+
+
+def reshards(short: Sequence[Sequence[Any]], long: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return as ``cases`` does the reshards from (name, model, before, after, tolerance)."""
+    made = ([(name, Reshard(*values)) for name, *values in some] for some in (short, long))
+    return cases(*made)
+
+
+def goes_on(run: Runner, save: Saver, folder: Path, case: Reshard) -> None:
+    """Save, convert, load, train on; see that nothing differs from the run that never stopped."""
+    (stage, dp), (new_stage, new_dp) = case.before, case.after
+    saved, uninterrupted = save(Job(stage=stage, world=dp, **case.model))
+    convert(saved, folder / "out", f"deepspeed_zero{new_stage}", new_dp)
+    job = Job(stage=new_stage, world=new_dp, load=str(folder / "out"), **case.model)
+    is_same = (stage == 3) == (new_stage == 3)
+    check(uninterrupted, run(job), case.tolerance, has_same_forward=is_same)
 
 
 def convert(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_checks import FP32, convert, goes_on
+from deepspeed_checks import FP32, Reshard, convert, goes_on, reshards
 from deepspeed_jobs import Job, Runner, Saver
 from test_deepspeed_precision import differences, read
 
@@ -23,26 +23,19 @@ pytestmark = [
 CPU_ADAM: dict[str, Any] = {"compiled": "DeepSpeedCPUAdam", "frozen": False}
 OFFLOADED = {**CPU_ADAM, "zero": {"offload_optimizer": {"device": "cpu"}}}
 
+CASES = [
+    ("cpu-adam-stage-1-dp2-to-stage-2-dp3", CPU_ADAM, (1, 2), (2, 3), FP32),
+    ("cpu-adam-stage-3-dp2-to-stage-1-dp3", CPU_ADAM, (3, 2), (1, 3), FP32),
+    ("cpu-adam-stage-0-to-stage-1", CPU_ADAM, (0, 2), (1, 1), FP32),
+    ("cpu-adam-offloaded-stage-2", OFFLOADED, (2, 2), (2, 3), FP32),
+]
 
-@pytest.mark.parametrize(
-    ("model", "before", "after", "tolerance"),
-    [
-        pytest.param(CPU_ADAM, (1, 2), (2, 3), FP32, id="cpu-adam-stage-1-dp2-to-stage-2-dp3"),
-        pytest.param(CPU_ADAM, (3, 2), (1, 3), FP32, id="cpu-adam-stage-3-dp2-to-stage-1-dp3"),
-        pytest.param(CPU_ADAM, (0, 2), (1, 1), FP32, id="cpu-adam-stage-0-to-stage-1"),
-        pytest.param(OFFLOADED, (2, 2), (2, 3), FP32, id="cpu-adam-offloaded-stage-2"),
-    ],
-)
+
+@pytest.mark.parametrize("case", reshards(CASES, ()))
 def test_a_resharded_checkpoint_goes_on_as_the_run_that_never_stopped(
-    run_deepspeed: Runner,
-    save: Saver,
-    tmp_path: Path,
-    model: dict[str, Any],
-    before: tuple[int, int],
-    after: tuple[int, int],
-    tolerance: float,
+    run_deepspeed: Runner, save: Saver, tmp_path: Path, case: Reshard
 ) -> None:
-    goes_on(run_deepspeed, save, tmp_path, model, before, after, tolerance)
+    goes_on(run_deepspeed, save, tmp_path, case)
 
 
 def test_there_and_back_again_is_what_deepspeed_wrote(save: Saver, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_checks import FP32, HALF, cases, check, convert, goes_on
+from deepspeed_checks import FP32, HALF, Reshard, cases, check, convert, goes_on, reshards
 from deepspeed_jobs import Job, Runner, Saver
 
 from scalai.converters.layouts import open_checkpoint
@@ -46,20 +46,11 @@ LONG_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "before", "after", "tolerance"),
-    cases(CASES, LONG_CASES),
-)
+@pytest.mark.parametrize("case", reshards(CASES, LONG_CASES))
 def test_a_resharded_checkpoint_goes_on_as_the_run_that_never_stopped(
-    run_deepspeed: Runner,
-    save: Saver,
-    tmp_path: Path,
-    model: dict[str, Any],
-    before: tuple[int, int],
-    after: tuple[int, int],
-    tolerance: float,
+    run_deepspeed: Runner, save: Saver, tmp_path: Path, case: Reshard
 ) -> None:
-    goes_on(run_deepspeed, save, tmp_path, model, before, after, tolerance)
+    goes_on(run_deepspeed, save, tmp_path, case)
 
 
 ROUND_TRIPS = [

@@ -67,12 +67,14 @@ def test_every_stage_goes_through_four_changes_of_dp(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a stage with DeepSpeed's own loader and its workers; in stage 2 a checkpoint is saved
-    at the end of each epoch; in stage 3 the model is built in shards, on two ranks in stage 1."""
+    at the end of each epoch, and later rounds resume behind it; in stage 3 the model is built in
+    shards, on two ranks in stage 1."""
     torchs = ["--loader-workers", "0"]
     saving = [*torchs, "--save", str(tmp_path / "checkpoints")]
-    flags = {0: [], 2: saving, 3: [*torchs, "--zero-init"]}[stage]
+    same_order = ["--same-order"] if stage == 2 else []
+    flags = {0: [], 2: [*saving, "--resume", *same_order], 3: [*torchs, "--zero-init"]}[stage]
     given = config(stage, deepspeed={"zero_stage": {"2": 1}} if stage == 3 else {})
-    alone = run_alone(tmp_path / "alone", given)
+    alone = run_alone(tmp_path / "alone", given, *same_order)
     worlds = (4, 2, 3, 4)
     agents = train_through(tmp_path / "elastic", given, worlds, monkeypatch, *flags)
     assert alone.wait(60) == 0

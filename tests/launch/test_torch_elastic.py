@@ -7,12 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.synchronize import Condition, Event
 from pathlib import Path
 
 import psutil
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
 from scalai.core.errors import RefusedError
 from scalai.launch.torch_elastic import (
@@ -70,13 +72,46 @@ def test_a_torch_whose_hook_differs_is_refused_by_name(
     def other(self: object, something: int) -> None: ...
 
     monkeypatch.setattr(LocalElasticAgent, name, other)
-    with pytest.raises(RefusedError, match=rf"Agent\.{name} takes .*something.*install that"):
+    with pytest.raises(RefusedError, match=rf"Agent\.{name} takes .*something.*install those"):
         self_check()
 
 
 def test_a_torch_without_a_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", None)
     with pytest.raises(RefusedError, match="_monitor_workers takes None"):
+        self_check()
+
+
+def test_a_torch_whose_finished_workers_wait_elsewhere_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def other(self: object) -> None: ...
+
+    monkeypatch.setattr(MultiprocessContext, "__init__", other)
+    with pytest.raises(RefusedError, match="MultiprocessContext has no _worker_finished_event"):
+        self_check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        (Event, "_flag"),
+        (Event, "_cond"),
+        (Condition, "_sleeping_count"),
+        (Condition, "_wait_semaphore"),
+    ],
+)
+def test_a_python_whose_event_is_made_of_other_parts_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: type, part: str
+) -> None:
+    init = kind.__init__
+
+    def other(self: object, *arguments: object, **named: object) -> None:
+        init(self, *arguments, **named)
+        delattr(self, part)
+
+    monkeypatch.setattr(kind, "__init__", other)
+    with pytest.raises(RefusedError, match=rf"Event has no (_cond\.)?{part}\. .*install those"):
         self_check()
 
 

@@ -194,6 +194,80 @@ def test_an_evaluation_neither_counts_nor_is_cut() -> None:
         assert [entry["consumed"] for entry in feed.clocks.take()] == [12, 0]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_was_begun_before_an_evaluation_is_not_counted(workers: int) -> None:
+    with hooked(2) as feed:
+        loader = loader_of(48, 2, 0)
+        other = iter(loader_of(48, 2, 0, workers=workers))  # its workers begin at once
+        feed.is_evaluating = lambda: True
+        for _ in range(4):
+            next(other)
+        feed.is_evaluating = lambda: False
+        train(feed, loader, 2)
+        assert [entry["consumed"] for entry in feed.clocks.take()] == [24, 0]
+
+
+def test_a_script_may_turn_training_on_behind_the_draw() -> None:
+    with hooked(1) as feed:
+        expected = train(feed, loader_of(24, 1, 0), 6)
+    with hooked(1) as feed:
+        loader = loader_of(24, 1, 0)
+        made = train(feed, loader, 1, epochs=1)
+        feed.is_evaluating = lambda: True  # what it evaluates by has no such sampler
+        feed.clocks.put(feed.clocks.take())
+        made += train(feed, loader, 5)
+        assert made == expected
+    with hooked(1) as feed:
+        feed.is_evaluating = lambda: True
+        with pytest.raises(RefusedError, match=r"began in eval\(\); call engine.train\(\) before"):
+            train(feed, loader_of(24, 1, 0), 1)
+
+
+def test_what_a_script_leaves_of_its_epochs_is_not_taken_for_drawn_ahead() -> None:
+    with hooked(1) as feed:
+        loader = loader_of(48, 1, 0)
+        for _ in range(12):
+            batches = iter(loader)
+            for _ in range(9):  # two steps, and one micro-batch at which the script breaks
+                next(batches)
+            feed.step()
+            feed.step()
+        assert feed.clocks.take() == [{"pass": [0, 11], "consumed": 24, "glanced": []}]
+
+
+def test_a_script_may_look_at_a_batch_before_it_trains() -> None:
+    def script(feed: Feed, steps: int) -> list[list[int]]:
+        loader, made = loader_of(24, 1, 0), []
+        for _ in range(3):
+            assert len(next(iter(loader))) == MICRO_BATCH
+            made += train(feed, loader, steps - len(made), epochs=1, sets_epoch=False)
+            if len(made) == steps:
+                break
+        return made
+
+    with hooked(1) as feed:
+        expected = script(feed, 6)
+    made, saved = [], []
+    for steps in (1, 2, 1, 2):
+        with hooked(1) as feed:
+            feed.clocks.put(saved)
+            made += script(feed, steps)
+            saved = feed.clocks.take()
+    assert made == expected
+
+
+def test_batches_that_are_skipped_are_refused() -> None:
+    with hooked(1) as feed:
+        loader = loader_of(48, 1, 0)
+        batches = iter(loader)
+        for _ in range(16):
+            next(batches)
+        feed.step()
+        assert list(batches) == []
+        with pytest.raises(RefusedError, match="12 micro-batches were drawn and not trained on"):
+            next(iter(loader))
+
+
 def test_a_sampler_for_each_epoch_is_taken_up_too() -> None:
     def script(feed: Feed, steps: int) -> list[list[int]]:
         made: list[list[int]] = []
@@ -242,6 +316,31 @@ def test_passes_that_are_over_are_replayed_until_the_present_one() -> None:
         loader.sampler.set_epoch(1)
         # The second epoch was at its end: what a script does behind it has not been done.
         assert list(loader) == [] and not feed.clocks.is_replaying
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("saved_after", "epoch"), [(2, 0), (3, 1), (4, 1)])
+def test_a_script_that_resumes_at_a_checkpoint_goes_on_where_the_job_is(
+    saved_after: int, epoch: int, workers: int
+) -> None:
+    """It begins with the epoch in which it saved, and not with its first one; five steps were
+    made, of two an epoch."""
+    with hooked(1) as feed:
+        loader = loader_of(24, 1, 0, workers=workers)
+        train(feed, loader, saved_after, sets_epoch=False)
+        over = feed.clocks.over()
+        made, saved = feed.clocks.take(), []
+    with hooked(1) as feed:
+        loader = loader_of(24, 1, 0, workers=workers)
+        feed.clocks.put(made)
+        train(feed, loader, 5 - saved_after, sets_epoch=False)
+        saved = feed.clocks.take()
+    with hooked(1) as feed:
+        feed.clocks.put(saved)
+        feed.clocks.begin_after(over)
+        loader = loader_of(24, 1, 0, workers=workers)
+        left = train(feed, loader, 100, epochs=3 - epoch, sets_epoch=False)
+        assert len(left) == 1
 
 
 def test_a_pass_that_is_over_may_be_followed_by_one_that_is_not() -> None:

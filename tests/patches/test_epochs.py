@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from scalai.core.batches import Batches
 from scalai.core.errors import RefusedError
 from scalai.patches.accelerate import schedules
+from scalai.patches.accelerate.batches import check_ranks
 from scalai.patches.data.epochs import EpochBatches
 
 
@@ -85,3 +87,11 @@ def test_a_schedule_goes_on_as_the_script_has_meant_it(total: int, stepping: int
         after.optimizer.step()
         after.scheduler.step()
     assert after.optimizer.param_groups[0]["lr"] == pytest.approx(1 - 6 * 2 / (4096 * 8))
+
+
+def test_a_trainer_that_counts_one_process_a_rank_is_refused() -> None:
+    """As Accelerate does without GPUs, where the script does not say that it has none."""
+    session: Any = SimpleNamespace(tp=1, pp=1, dp=2)
+    check_ranks(session, 2, "Accelerate")
+    with pytest.raises(RefusedError, match=r"counts 1 process\(es\), the round has DP2"):
+        check_ranks(session, 1, "Accelerate")

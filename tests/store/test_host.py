@@ -21,7 +21,7 @@ from store_states import (
 from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import StoreError, UsageError
 from scalai.core.region import Box, whole
-from scalai.store import host as host_module
+from scalai.store import directory as directory_module
 from scalai.store import pool as pool_module
 from scalai.store.host import HostStore
 from scalai.store.manifest import UNNUMBERED, read_manifest, unite_hosts
@@ -174,7 +174,7 @@ def test_too_little_room_is_refused_with_sizes_and_the_way_out(
 ) -> None:
     generation(store, 1, step=1)
     big = {0: Collection.of([(Tensor("w", (1 << 20,), "F32"), Box((0,), (1 << 20,)))])}
-    monkeypatch.setattr(host_module, "free_bytes", lambda directory: 6 << 20)
+    monkeypatch.setattr(directory_module, "free_bytes", lambda directory: 6 << 20)
     with pytest.raises(StoreError, match=r"need 83\d+;.*--shm-size=1g.*--store-dir"):
         store.reserve(big)
     assert is_whole(store, 1, step=1)

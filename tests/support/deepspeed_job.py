@@ -56,6 +56,8 @@ def main():
     parser.add_argument("--counts-steps", action="store_true", help="do not ask the engine")
     parser.add_argument("--zero-init", action="store_true", help="build the model in shards")
     parser.add_argument("--save", type=Path, help="save and load checkpoints here")
+    parser.add_argument("--resume", action="store_true", help="load only where there is one")
+    parser.add_argument("--same-order", action="store_true", help="in every epoch")
     deepspeed.add_config_arguments(parser)
     options = parser.parse_args()
 
@@ -78,11 +80,13 @@ def main():
     )  # fmt: skip
     if not is_torchs:
         loader, sampler = deepspeed_loader, deepspeed_loader.data_sampler
-    path, client = engine.load_checkpoint(str(options.save)) if options.save else (None, {})
+    loads = options.save and (not options.resume or (options.save / "latest").exists())
+    path, client = engine.load_checkpoint(str(options.save)) if loads else (None, {})
 
     losses, seen = [], []
     for epoch in range(client["epoch"] + 1 if path else 0, options.epochs):
-        sampler.set_epoch(epoch)
+        if not options.same_order:
+            sampler.set_epoch(epoch)
         for rows, classes, numbers in loader:
             loss = torch.nn.functional.cross_entropy(engine(rows), classes)
             engine.backward(loss)

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from scalai.core import actions, events
 from scalai.core import membership as m
 from scalai.core.degrees import Degrees
-from scalai.core.resize import TRAINING, active, advance
+from scalai.core.membership import TRAINING, active
+from scalai.core.resize import advance
 
 PIECES = range(4)
 """A state is whole when each of these pieces is somewhere."""
@@ -51,15 +53,15 @@ class Simulation:
         self.job = job
         self.now = 0.0
         self.hosts: dict[str, SimulatedHost] = {}
-        self.commands: dict[str, list[Callable[[], m.Event | None]]] = {}
-        self.said: list[m.Action] = []
+        self.commands: dict[str, list[Callable[[], events.Event | None]]] = {}
+        self.said: list[actions.Action] = []
         self.numbers = 0
         self.deposits: dict[str, tuple[int, int, frozenset[int]]] = {}
         self.steps: dict[int, int] = {}
         self.known: dict[int, dict[str, frozenset[int]]] = {}
         self.abandoned: set[int] = set()
         self.is_replicated = True
-        self.exits: list[m.Exit] = []
+        self.exits: list[actions.Exit] = []
         self.cannot_build: set[str] = set()
 
     # ------------------------------------------------------------------ what is true
@@ -85,9 +87,9 @@ class Simulation:
 
     # ------------------------------------------------------------------ events
 
-    def feed(self, event: m.Event) -> None:
-        self.job, actions = advance(self.job, event)
-        for action in actions:
+    def feed(self, event: events.Event) -> None:
+        self.job, due = advance(self.job, event)
+        for action in due:
             self.said.append(action)
             self.perform(action)
 
@@ -97,7 +99,7 @@ class Simulation:
         self.commands[name] = []
         for number, pieces in kept.items():
             self.known.setdefault(number, {})[name] = pieces
-        self.feed(m.HostJoined(name, slots, self.covered(), bool(parts), self.now))
+        self.feed(events.HostJoined(name, slots, self.covered(), bool(parts), self.now))
 
     def lose(self, name: str) -> SimulatedHost:
         """The agent dies. Return it with what lies in its store."""
@@ -105,7 +107,7 @@ class Simulation:
         del self.commands[name]
         self.deposits.pop(name, None)
         self.forget(name)
-        self.feed(m.HostLost(name, self.covered(), self.now))
+        self.feed(events.HostLost(name, self.covered(), self.now))
         return host
 
     def forget(self, name: str) -> None:
@@ -114,7 +116,7 @@ class Simulation:
 
     def tick(self, seconds: float = 10.0) -> None:
         self.now += seconds
-        self.feed(m.Ticked(self.now, max((h.step for h in self.hosts.values()), default=0)))
+        self.feed(events.Ticked(self.now, max((h.step for h in self.hosts.values()), default=0)))
 
     def train(self, steps: int) -> None:
         """Make steps, where the workers run freely."""
@@ -143,50 +145,52 @@ class Simulation:
 
     # ------------------------------------------------------------------ actions
 
-    def tell(self, hosts: tuple[str, ...], work: Callable[[SimulatedHost], m.Event | None]) -> None:
+    def tell(
+        self, hosts: tuple[str, ...], work: Callable[[SimulatedHost], events.Event | None]
+    ) -> None:
         for name in hosts:
             host = self.hosts.get(name)
             if host is not None:
                 self.commands[name].append(lambda host=host: work(host))  # type: ignore[misc]
 
-    def perform(self, action: m.Action) -> None:
+    def perform(self, action: actions.Action) -> None:
         round = self.job.round
         match action:
-            case m.Build(ahead):
+            case actions.Build(ahead):
                 self.tell(ahead.assignment.active, lambda host: self.build(host, ahead.round))
-            case m.GiveUp():
+            case actions.GiveUp():
                 self.tell(tuple(self.hosts), self.give_up)
-            case m.Prepare(hosts, stop):
-                self.tell(hosts, lambda host: m.Prepared(host.name, stop, host.step))
-            case m.Agree(hosts, stop):
+            case actions.Prepare(hosts, stop):
+                self.tell(hosts, lambda host: events.Prepared(host.name, stop, host.step))
+            case actions.Agree(hosts, stop):
                 self.tell(hosts, lambda host: self.deposit(host, round, stop))
-            case m.Judge(hosts):
+            case actions.Judge(hosts):
                 self.judge(hosts)
-            case m.Commit(hosts, generation):
+            case actions.Commit(hosts, generation):
                 self.tell(hosts, lambda host: self.commit(host, generation))
-            case m.StopWorkers(hosts):
+            case actions.StopWorkers(hosts):
                 self.tell(hosts, lambda host: self.stop(host, round))
-            case m.StartRound():
+            case actions.StartRound():
                 self.start(action)
-            case m.Release(_, keep, leaving):
+            case actions.Release(_, keep, leaving):
                 self.release(keep, leaving)
-            case m.SaveDurable(hosts, generation):
-                self.tell(hosts, lambda host: m.Saved(host.name))
-            case m.Exit():
+            case actions.SaveDurable(hosts, generation):
+                self.tell(hosts, lambda host: events.Saved(host.name))
+            case actions.Exit():
                 self.exits.append(action)
 
-    def build(self, host: SimulatedHost, round: int) -> m.Event:
+    def build(self, host: SimulatedHost, round: int) -> events.Event:
         assert host.built is None, "two rounds are built ahead"
         if host.name in self.cannot_build:
-            return m.NotBuilt(host.name, round, "no room")
+            return events.NotBuilt(host.name, round, "no room")
         host.built = round
-        return m.Built(host.name, round)
+        return events.Built(host.name, round)
 
     @staticmethod
     def give_up(host: SimulatedHost) -> None:
         host.built = None
 
-    def deposit(self, host: SimulatedHost, round: int, stop: int) -> m.Event | None:
+    def deposit(self, host: SimulatedHost, round: int, stop: int) -> events.Event | None:
         if host.round != round:
             return None
         if host.name in self.deposits or len(host.parts) > 1:  # no room yet: it waits
@@ -194,7 +198,7 @@ class Simulation:
             return None
         host.step = stop
         self.deposits[host.name] = (round, stop, self.pieces(host.name))
-        return m.Deposited(host.name, round)
+        return events.Deposited(host.name, round)
 
     def pieces(self, name: str) -> frozenset[int]:
         """Return what the workers of a host hold in the present round."""
@@ -210,20 +214,20 @@ class Simulation:
             self.numbers += 1
             self.steps[self.numbers] = self.job.stop
             self.known[self.numbers] = {h: pieces for h, (_, _, pieces) in mine.items()}
-        self.feed(m.Judged(is_covered, self.job.stop, self.numbers, frozenset(mine)))
+        self.feed(events.Judged(is_covered, self.job.stop, self.numbers, frozenset(mine)))
 
-    def commit(self, host: SimulatedHost, generation: int) -> m.Event:
+    def commit(self, host: SimulatedHost, generation: int) -> events.Event:
         deposit = self.deposits.pop(host.name, None)
         if deposit is not None:
             assert len(host.parts) < 2, "more than two generations on a host"
             host.parts[generation] = deposit[2]
-        return m.Committed(host.name, generation)
+        return events.Committed(host.name, generation)
 
-    def stop(self, host: SimulatedHost, round: int) -> m.Event:
+    def stop(self, host: SimulatedHost, round: int) -> events.Event:
         host.round = None
-        return m.Stopped(host.name, round, host.step)
+        return events.Stopped(host.name, round, host.step)
 
-    def start(self, action: m.StartRound) -> None:
+    def start(self, action: actions.StartRound) -> None:
         assert all(host.round is None for host in self.hosts.values()), "workers of two rounds"
         if action.generation is None:
             assert not self.covered(), "a state is there and is not used"
@@ -238,24 +242,24 @@ class Simulation:
             lambda host: self.step(host, action),
         )
 
-    def step(self, host: SimulatedHost, start: m.StartRound) -> m.Event:
+    def step(self, host: SimulatedHost, start: actions.StartRound) -> events.Event:
         """Relaunch, plan, move, restore and the first step, of one host."""
         round, source = start.round, start.generation
         assert host.built in (None, round), "workers of a round that was given up"
         if start.is_built and host.built is None:
             host.round = round
-            return m.WorkersFailed(host.name, round, "what was built is gone")
+            return events.WorkersFailed(host.name, round, "what was built is gone")
         host.round, host.built = round, None
         if source is None:
             host.step = 1
-            return m.Stepped(host.name, round)
+            return events.Stepped(host.name, round)
         if source not in {generation.number for generation in self.covered()}:
-            return m.WorkersFailed(host.name, round, "nobody holds a piece")
+            return events.WorkersFailed(host.name, round, "nobody holds a piece")
         host.parts[source] = host.parts.get(source, frozenset()) | self.pieces(host.name)
         self.known[source][host.name] = host.parts[source]
         self.job = m.replace_generations(self.job, self.covered())
         host.step = self.steps[source] + 1
-        return m.Stepped(host.name, round)
+        return events.Stepped(host.name, round)
 
     def release(self, keep: int | None, leaving: tuple[str, ...]) -> None:
         for name in leaving:
@@ -281,9 +285,32 @@ class Simulation:
         for name in hosts:
             self.deposits[name] = (self.job.round, step, self.pieces(name))
         self.known[self.numbers] = {name: self.pieces(name) for name in hosts}
-        self.feed(m.Snapshotted(hosts, step, self.numbers))
+        self.feed(events.Snapshotted(hosts, step, self.numbers))
 
 
 def job(**settings: Any) -> m.Job:
     """Return a job as a coordinator makes it."""
     return m.Job(**{"assign": assign_all(), "max_hosts": 3, "settle_s": 1.0, **settings})
+
+
+def two_hosts(**settings: object) -> Simulation:
+    """Return a running job on hosts a and b, two slots each, whose start is stored."""
+    simulation = Simulation(job(**{"max_hosts": 2, **settings}))
+    simulation.join("a", 2)
+    simulation.join("b", 2)
+    simulation.settle()
+    simulation.snapshot()
+    simulation.settle()
+    assert simulation.job.phase is m.Phase.RUNNING
+    return simulation
+
+
+def rounds(simulation: Simulation) -> list[actions.StartRound]:
+    """Return the rounds so far, oldest first."""
+    return [action for action in simulation.said if isinstance(action, actions.StartRound)]
+
+
+def until(simulation: Simulation, phase: m.Phase) -> None:
+    """Let the hosts answer until the job is in this phase."""
+    while simulation.job.phase is not phase:
+        simulation.answer(simulation.waiting()[0])

@@ -1,0 +1,52 @@
+"""What blocks (faulting pages in, planning and fetching, sealing) runs beside the agent's loop."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from scalai.core.errors import ScalaiError
+from scalai.launch.workforce import Workforce
+
+
+class Background:
+    """Threads that work for the present round and hand their results to the agent's loop.
+
+    Args:
+        workforce: Whose round it is.
+        put: Hands the loop something to do.
+    """
+
+    def __init__(self, workforce: Workforce, put: Callable[[Callable[[], None]], object]) -> None:
+        self._workforce, self._put = workforce, put
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="agent")
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run ``work`` for no round in particular."""
+        self._threads.submit(work)
+
+    def run(
+        self,
+        work: Callable[[], Any],
+        then: Callable[[Any], None],
+        what: str,
+        too_late: Callable[[Any], None] = lambda result: None,
+    ) -> None:
+        """Run ``work`` beside the loop and ``then`` in it. An error of ``work`` fails the round;
+        ``too_late`` takes the result where the round has ended meanwhile."""
+        current = self._workforce.round
+
+        def done(result: "Future[Any]") -> None:
+            def deliver() -> None:
+                error = result.exception()
+                is_present = current is self._workforce.round
+                if error is None:
+                    (then if is_present else too_late)(result.result())
+                elif isinstance(error, ScalaiError | OSError):
+                    if is_present:
+                        self._workforce.fail(f"{what}: {error}")
+                else:
+                    raise error
+
+            self._put(deliver)
+
+        self._threads.submit(work).add_done_callback(done)

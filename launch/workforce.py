@@ -1,0 +1,147 @@
+"""The workers of one host: those of the present round, and those that are built ahead for the
+next."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from scalai.launch.ahead import obstacle, offer
+from scalai.launch.crew import Crew, Crews
+from scalai.launch.round import Round
+from scalai.launch.torch_elastic import Outcome
+from scalai.runtime.control import OUT_OF_MEMORY_EXIT
+
+Json = Any
+
+log = logging.getLogger(__name__)
+
+
+class Workforce:
+    """Starts and ends workers, and tells how they ended. Only the agent's own thread calls it;
+    others may read ``round`` and ``crew``.
+
+    Args:
+        policy: ``[resize] build_ahead``: ``auto``, ``always`` or ``never``.
+        crews: Starts the processes.
+        tell: Tells the coordinator of an event.
+    """
+
+    def __init__(self, policy: str, crews: Crews, tell: Callable[..., None]) -> None:
+        self._policy, self._crews, self._tell = policy, crews, tell
+        self.round: Round | None = None
+        """The present round."""
+        self.crew: Crew | None = None
+        """Its workers; None where what was built ahead for it is gone."""
+        self._ahead: tuple[Round, Crew] | None = None
+
+    def rounds(self) -> list[Round]:
+        """Return the present round and the one ahead, as far as they are there."""
+        ahead = self._ahead[0] if self._ahead else None
+        return [round for round in (self.round, ahead) if round is not None]
+
+    # ------------------------------------------------------------------ starts
+
+    def build(self, command: Mapping[str, Json]) -> None:
+        """Start the next round's workers beside the present ones, or tell why that cannot be."""
+        self.give_up()
+        pids = self.crew.pids().values() if self.crew else ()
+        on_devices = self.round is not None and self.round.uses_devices
+        reason = obstacle(self._policy, command["local_world_size"], pids, on_devices=on_devices)
+        if reason is None:
+            crew = self._crews.start(command)
+            offer(crew.pids().values(), is_ahead=True)
+            self._ahead = Round(command), crew
+        else:
+            self._tell("not_built", round=command["round"], reason=reason)
+
+    def start(self, command: Mapping[str, Json]) -> None:
+        """Begin a round, with the workers that were built for it where there are any. Where they
+        should be and are gone, the round has failed and has no crew."""
+        if self._ahead is not None and self._ahead[0].number == command["round"]:
+            (self.round, self.crew), self._ahead = self._ahead, None
+            self.round.command = command
+            offer(self.crew.pids().values(), is_ahead=False)
+            return
+        self.give_up()
+        self.round, self.crew = Round(command), None
+        if command["is_built"]:
+            self.fail("what was built ahead is gone")
+        else:
+            self.crew = self._crews.start(command)
+
+    # ------------------------------------------------------------------ ends
+
+    def give_up(self, round: int | None = None) -> None:
+        """End what was built ahead: for any round, or for this one."""
+        if self._ahead is not None and round in (None, self._ahead[0].number):
+            ahead, crew = self._ahead
+            self._ahead = None
+            crew.end()
+            ahead.dismiss()
+
+    def end(self, grace_s: float, is_over: Callable[[], bool]) -> int:
+        """End the workers of the present round. Blocks.
+
+        Args:
+            grace_s: How long they may take to leave by themselves.
+            is_over: Whether the agent itself must end, and waits no longer.
+
+        Returns:
+            The highest step that any of them has ended.
+        """
+        ended, crew, newest = self.round, self.crew, 0
+        assert ended is not None
+        if crew is not None:
+            deadline = time.monotonic() + grace_s
+            while not is_over() and time.monotonic() < deadline and crew.poll() is None:
+                time.sleep(0.01)
+            crew.end()
+            newest = crew.newest_step()
+        self.round = self.crew = None
+        ended.dismiss()
+        return newest
+
+    def close(self) -> None:
+        """End all workers, present and ahead."""
+        self.give_up()
+        if self.crew is not None:
+            self.crew.end()
+
+    # ------------------------------------------------------------------ how they fare
+
+    def watch(self) -> None:
+        """Look for workers that have ended, and tell of them."""
+        if self._ahead is not None:
+            outcome = self._ahead[1].poll()
+            if outcome is not None:
+                number = self._ahead[0].number
+                self.give_up()
+                reason = "; ".join(outcome.failures) or "the script has ended"
+                self._tell("not_built", round=number, reason=reason)
+        if self.round is not None and self.crew is not None and not self.round.is_draining:
+            self.have_ended()
+
+    def have_ended(self) -> bool:
+        """Whether the workers of the present round have ended; tells of it."""
+        assert self.round is not None and self.crew is not None
+        outcome = self.crew.poll()
+        if outcome is not None:
+            self._ended(self.round, outcome)
+        return outcome is not None
+
+    def _ended(self, current: Round, outcome: Outcome) -> None:
+        if outcome.failures:
+            memory = any(f"exited with {OUT_OF_MEMORY_EXIT}" in f for f in outcome.failures)
+            self.fail("; ".join(outcome.failures), out_of_memory=memory)
+        elif not current.has_failed:
+            self._tell("finished", round=current.number)
+
+    def fail(self, reason: str, *, out_of_memory: bool = False) -> None:
+        """The present round cannot go on: tell of it, once."""
+        if self.round is not None and not self.round.has_failed:
+            self.round.has_failed = True
+            log.error("event=failed round=%d %s", self.round.number, reason)
+            self._tell(
+                "failed", round=self.round.number, reason=reason, out_of_memory=out_of_memory
+            )

@@ -1,0 +1,123 @@
+"""What must be done for a job: the actions that ``resize.advance`` returns, for the coordinator to
+carry out in order."""
+
+from dataclasses import dataclass
+
+from scalai.core.membership import Ahead, Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Start these workers beside the present ones; they build their models and wait."""
+
+    ahead: Ahead
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the workers that were built ahead for this round."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Propose a stop to these hosts."""
+
+    hosts: tuple[str, ...]
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    hosts: tuple[str, ...]
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Forget the proposed stop."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hurry:
+    """Another host has deposited or is lost: workers of these that do not come to the stop in time
+    hang, and must be given up."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Unite the deposits of these hosts and answer with ``Judged``."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """These hosts rename their sealed part to this generation."""
+
+    hosts: tuple[str, ...]
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkers:
+    """Make the workers exit. ``has_deposited``: they leave by themselves, and may say goodbye."""
+
+    hosts: tuple[str, ...]
+    reason: str
+    has_deposited: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StartRound:
+    """Start these workers from this generation (None: from the script's own initial state).
+    ``steps_lost``: steps that were made and are in no generation; ``is_built``: the workers were
+    started by ``Build``."""
+
+    round: int
+    assignment: Assignment
+    generation: int | None
+    steps_lost: int = 0
+    is_built: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Every rank has stepped: older generations may go, leaving hosts may exit."""
+
+    round: int
+    keep: int | None
+    leaving: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDurable:
+    hosts: tuple[str, ...]
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """These agents end with this code."""
+
+    hosts: tuple[str, ...]
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """One line for the log."""
+
+    text: str
+
+
+Action = (
+    Build | GiveUp | Prepare | Agree | Withdraw | Hurry | Judge | Commit | StopWorkers | StartRound
+    | Release | SaveDurable | Exit | Say
+)  # fmt: skip

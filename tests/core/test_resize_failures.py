@@ -1,0 +1,136 @@
+"""The rules of membership: what a failure costs, and which generation is kept for one."""
+
+from dataclasses import replace
+
+import pytest
+from membership_simulation import assign_all, rounds, two_hosts, until
+
+from scalai.core import actions, events
+from scalai.core import membership as m
+from scalai.core.membership import active
+from scalai.core.resize import advance
+
+PHASES = [
+    m.Phase.STARTING, m.Phase.PREPARING, m.Phase.DRAINING, m.Phase.COMMITTING, m.Phase.STOPPING
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("victim", ["a", "b"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_with_replicas_a_host_lost_in_a_resize_costs_no_step_that_was_deposited(
+    phase: m.Phase, victim: str
+) -> None:
+    simulation = two_hosts(max_hosts=3)
+    simulation.train(5)
+    simulation.join("c", 2)
+    simulation.tick()
+    until(simulation, phase)
+    stop = simulation.job.stop
+    simulation.lose(victim)
+    simulation.settle()
+    assert simulation.job.phase is m.Phase.RUNNING
+    assert victim not in active(simulation.job)
+    newest = simulation.job.newest_generation
+    assert newest is not None
+    lost = rounds(simulation)[-1].steps_lost
+    if phase is m.Phase.PREPARING:  # the workers had no agreed stop yet
+        assert newest.step < stop and lost > 0
+    else:
+        # In a start, who was quick has made the first step: it is made again.
+        assert newest.step == stop and lost == (phase is m.Phase.STARTING)
+
+
+def test_without_replicas_a_host_lost_at_the_commit_costs_the_steps_since_the_generation() -> None:
+    """The hosts that stay answer for a generation that is not whole any more: none is awaited for
+    ever, and the older one is used."""
+    simulation = two_hosts(max_hosts=3)
+    simulation.train(5)
+    simulation.is_replicated = False
+    simulation.feed(events.HostLeaving("b", simulation.now))
+    until(simulation, m.Phase.COMMITTING)
+    reached = simulation.job.stop
+    simulation.lose("b")
+    simulation.settle()
+    assert simulation.job.phase is m.Phase.RUNNING
+    last = rounds(simulation)[-1]
+    assert last.steps_lost == reached - simulation.steps[last.generation or 0] > 0
+
+
+def test_workers_that_fail_start_again_from_the_newest_generation_within_the_budget() -> None:
+    simulation = two_hosts(failures_left=2)
+    for left in (1, 0):
+        simulation.train(3)
+        made = simulation.hosts["b"].step - simulation.steps[1]
+        simulation.feed(events.WorkersFailed("a", simulation.job.round, "rank 0 died"))
+        simulation.settle()
+        assert (simulation.job.phase, simulation.job.failures_left) == (m.Phase.RUNNING, left)
+        assert rounds(simulation)[-1].steps_lost == made >= 3
+    simulation.feed(events.WorkersFailed("a", simulation.job.round, "rank 0 died"))
+    assert [e.code for e in simulation.exits] == [1]
+
+
+def test_resizes_do_not_count_against_the_budget() -> None:
+    simulation = two_hosts(failures_left=0)
+    for _ in range(3):
+        simulation.feed(events.HostLeaving("b", simulation.now))
+        simulation.settle()
+        simulation.join("b", 2)
+        simulation.settle()
+    assert simulation.job.phase is m.Phase.RUNNING and len(rounds(simulation)) == 7
+
+
+@pytest.mark.parametrize("phase", [p for p in m.Phase if p not in (m.Phase.RUNNING,)])
+def test_a_failure_of_an_earlier_round_is_ignored(phase: m.Phase) -> None:
+    state = replace(two_hosts().job, phase=phase, round=5)
+    assert advance(state, events.WorkersFailed("a", 4, "late")) == (state, ())
+
+
+def test_a_snapshot_replaces_the_older_generation_only_once_every_host_has_it() -> None:
+    simulation = two_hosts()
+    simulation.train(4)
+    simulation.snapshot()
+    number = simulation.numbers
+    simulation.answer("a")
+    assert actions.Release(1, number, ()) not in simulation.said
+    simulation.answer("b")
+    assert simulation.said[-1] == actions.Release(1, number, ())
+
+
+@pytest.mark.parametrize("phase", [m.Phase.PREPARING, m.Phase.DRAINING])
+def test_a_snapshot_during_a_drain_makes_room_for_the_deposit_after_it(phase: m.Phase) -> None:
+    simulation = two_hosts()
+    simulation.train(4)
+    simulation.feed(events.HostLeaving("b", simulation.now))
+    until(simulation, phase)
+    simulation.snapshot()
+    simulation.settle()
+    assert simulation.job.phase is m.Phase.RUNNING and set(simulation.hosts) == {"a"}
+
+
+def test_an_idle_host_that_goes_during_a_snapshot_does_not_keep_older_generations() -> None:
+    simulation = two_hosts(max_hosts=3, assign=assign_all(allowed=(4,)))
+    simulation.join("c", 2)
+    simulation.settle()
+    simulation.train(4)
+    simulation.snapshot()
+    simulation.lose("c")
+    simulation.settle()
+    assert [len(host.parts) for host in simulation.hosts.values()] == [1, 1]
+
+
+def test_a_host_that_comes_back_brings_the_state_that_the_job_waits_for() -> None:
+    simulation = two_hosts()
+    simulation.is_replicated = False
+    simulation.feed(events.HostLeaving("b", simulation.now))
+    simulation.join("c", 2)
+    simulation.settle()
+    simulation.train(3)
+    lost = simulation.lose("c")
+    simulation.settle()
+    assert simulation.job.phase is m.Phase.WAITING
+    *_, told = (action for action in simulation.said if isinstance(action, actions.Say))
+    assert "if their memory is lost: stop the job, run scalai clean" in told.text
+    simulation.join("c", 2, lost.parts)
+    simulation.settle()
+    assert simulation.job.phase is m.Phase.RUNNING
+    assert rounds(simulation)[-1].generation == max(lost.parts)
