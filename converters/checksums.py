@@ -10,7 +10,7 @@ lies behind the other (torch/distributed/checkpoint/filesystem.py).
 
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from scalai.converters.forked import map_forked
 from scalai.converters.torch_archive import UNREADABLE, Window, member_begin
 from scalai.core.errors import ProofError
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 256 << 10
 MEMBERS = 64
 """Members that a worker takes at once."""
 
@@ -49,20 +49,27 @@ def check_checksums(checkpoint: Checkpoint, workers: int) -> int:
     batches = [members[at : at + MEMBERS] for at in range(0, len(members), MEMBERS)]
 
     def damaged(batch: list[Stored]) -> list[Stored]:
-        return [member for member in batch if _crc(checkpoint.directory, member) != member.crc]
+        return [member for member in batch if is_damaged(checkpoint.directory, member)]
 
     found = [m for _, some in map_forked(damaged, batches, workers) for m in some]
-    if found:
-        first = min(found, key=lambda member: (member.file, member.begin))
-        names = sorted(set(_tensors_in(checkpoint, first)))
-        more = f" and {len(found) - 1} other storages" if len(found) > 1 else ""
-        raise ProofError(
-            f"{checkpoint.directory / first.file}: bytes {first.begin} to "
-            f"{first.begin + first.size_bytes} ({first.name}, with {', '.join(names[:5])})"
-            f"{more} are not what their CRC-32 was taken of. The file is damaged: copy it again, "
-            "or use another checkpoint."
-        )
+    twins = () if checkpoint.twins is None else (checkpoint.twins,)
+    refuse_damaged(checkpoint.directory, found, checkpoint.placed, *twins)
     return len(members)
+
+
+def refuse_damaged(directory: Path, found: Sequence[Stored], *placed: Placed) -> None:
+    """Raise ``ProofError`` if there are damaged storages; it names the first, with the pieces of
+    ``placed`` that lie in it."""
+    if not found:
+        return
+    first = min(found, key=lambda member: (member.file, member.begin))
+    names = sorted({name for some in placed for name in _tensors_in(some, first)})
+    more = f" and {len(found) - 1} other storages" if len(found) > 1 else ""
+    raise ProofError(
+        f"{directory / first.file}: bytes {first.begin} to {first.begin + first.size_bytes} "
+        f"({first.name}, with {', '.join(names[:5])}){more} are not what their CRC-32 was taken "
+        "of. The file is damaged: copy it again, or use another checkpoint."
+    )
 
 
 def storages_in(directory: Path, file: str) -> Iterator[Stored]:
@@ -86,31 +93,26 @@ def storages_in(directory: Path, file: str) -> Iterator[Stored]:
             end = begin if begin < end else 0
 
 
-def _crc(directory: Path, member: Stored) -> int:
-    crc = 0
-    with open(directory / member.file, "rb") as opened:
+def is_damaged(directory: Path, member: Stored) -> bool:
+    """Read a storage whole, and compare it with its checksum."""
+    crc, left = 0, member.size_bytes
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, left)))
+    with open(directory / member.file, "rb", buffering=0) as opened:
         opened.seek(member.begin)
-        left = member.size_bytes
         while left:
-            block = opened.read(min(BLOCK_BYTES, left))
-            if not block:
+            count = opened.readinto(buffer[: min(len(buffer), left)])
+            if not count:
                 break
-            crc = zlib.crc32(block, crc)
-            left -= len(block)
-    return crc
+            crc = zlib.crc32(buffer[:count], crc)
+            left -= count
+    return crc != member.crc
 
 
-def _tensors_in(checkpoint: Checkpoint, member: Stored) -> Iterator[str]:
+def _tensors_in(placed: Placed, member: Stored) -> Iterator[str]:
     """Yield the tensors of which pieces begin in a storage."""
-
-    def of(placed: Placed) -> Iterator[str]:
-        for row, (number, begin) in enumerate(
-            zip(placed.file.tolist(), placed.begin.tolist(), strict=True)
-        ):
-            is_inside = member.begin <= begin < member.begin + member.size_bytes
-            if is_inside and placed.files[number].path == member.file:
-                yield placed.collection.box(row)[0].name
-
-    yield from of(checkpoint.placed)
-    if checkpoint.twins is not None:
-        yield from of(checkpoint.twins)
+    for row, (number, begin) in enumerate(
+        zip(placed.file.tolist(), placed.begin.tolist(), strict=True)
+    ):
+        is_inside = member.begin <= begin < member.begin + member.size_bytes
+        if is_inside and placed.files[number].path == member.file:
+            yield placed.collection.box(row)[0].name

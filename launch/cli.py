@@ -131,7 +131,10 @@ def _add_coordinator(commands: Any) -> None:
     parser = commands.add_parser(
         "coordinator", help="serve a job from a stable endpoint, before its agents start"
     )
-    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where to listen")
+    parser.add_argument(
+        "--listen", metavar="HOST:PORT",
+        help="where to listen, if not where the agents' command line says",
+    )  # fmt: skip
     parser.add_argument(
         "job_arguments", nargs=argparse.REMAINDER, metavar="-- SCALAI-RUN ARGUMENTS",
         help="the agents' command line, without the program's name",
@@ -141,18 +144,27 @@ def _add_coordinator(commands: Any) -> None:
 
 def _coordinator(arguments: argparse.Namespace) -> int:
     from scalai.launch.coordinator_process import serve
+    from scalai.launch.hostfile import expand_for_coordinator
     from scalai.launch.job import JobSpec
     from scalai.launch.logs import configure
+    from scalai.launch.options import build_parser
     from scalai.launch.places import job_directory
 
     configure("coordinator")
     given = arguments.job_arguments
-    spec = JobSpec.read(given[1:] if given[:1] == ["--"] else given)
+    given = given[1:] if given[:1] == ["--"] else given
+    spec = JobSpec.read(expand_for_coordinator(given, build_parser().parse_args(given)))
+    endpoint = arguments.listen or spec.options.coordinator
+    if endpoint is None:
+        raise UsageError(
+            "say where to listen: --listen HOST:PORT, or among the agents' flags --coordinator or "
+            "a --hostfile of several hosts."
+        )
+    host, port = split_endpoint(endpoint)
     token = os.environ.get(TOKEN_VARIABLE)
     if token is None:
         token = secrets.token_hex(32)
         print(f"export {TOKEN_VARIABLE}={token}   # on every host, before scalai-run", flush=True)
-    host, port = split_endpoint(arguments.listen)
     # Started by hand, before its agents: it waits for them as long as it takes.
     return serve(spec, job_directory(spec), host, port, token.encode(), math.inf)
 

@@ -16,6 +16,7 @@ import torch
 from scalai.core.errors import ScalaiError
 from scalai.launch.card import TOKEN_VARIABLE, split_endpoint
 from scalai.launch.check_elastic import check_elastic
+from scalai.launch.extension_locks import extensions_root, find_locks
 from scalai.launch.hostfile import expand_hostfile
 from scalai.launch.job import JobSpec
 from scalai.launch.options import DEFAULT_MASTER_PORT, build_parser
@@ -25,6 +26,9 @@ from scalai.store.places import default_store_dir
 
 SMALL_STORE = 1 << 30
 """Less shared memory than this is what a container has by default, and holds no model."""
+
+OLD_LOCK_S = 300.0
+"""A build whose lock is older than this, and whose process is not found, was killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ def examine(store_dir: Path | None, job_arguments: Sequence[str]) -> Iterator[Fi
     yield from _memory(store_dir)
     yield from _devices()
     yield from _network()
+    yield from _extensions()
     if job_arguments:
         yield from _job(job_arguments)
 
@@ -112,6 +117,23 @@ def _network() -> Iterator[Finding]:
     yield Finding("port", text)
     is_set = TOKEN_VARIABLE in os.environ
     yield Finding("token", f"{TOKEN_VARIABLE} is {'set' if is_set else 'not set: one host only'}")
+
+
+def _extensions() -> Iterator[Finding]:
+    root = extensions_root()
+    locks = list(find_locks(root))
+    for lock in locks:
+        text = f"{lock.path}, {lock.age_s / 60:.0f} min old: "
+        if lock.pid is not None:
+            yield Finding("extensions", f"{text}process {lock.pid} builds")
+        elif lock.age_s < OLD_LOCK_S:
+            yield Finding("extensions", f"{text}a build, or one that was killed")
+        else:
+            text += "a build that was killed left it, and all who want the extension wait for it. "
+            text += "Unless another host builds there, remove it"
+            yield Finding("extensions", text, is_fatal=True)
+    if not locks:
+        yield Finding("extensions", f"no lock in {root}")
 
 
 def _job(argv: Sequence[str]) -> Iterator[Finding]:

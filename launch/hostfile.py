@@ -26,21 +26,44 @@ def expand_hostfile(argv: Sequence[str], flags: argparse.Namespace) -> tuple[lis
     Raises:
         UsageError: The file or a filter cannot be read, or this host is not in it.
     """
+    hosts = _hosts(flags)
+    if hosts is None:
+        return list(argv), {}
+    name = own_name(hosts, flags.host_id, socket.gethostname(), flags.hostfile)
+    said = ["--nproc-per-node", str(len(hosts[name])), "--host-id", name]
+    return [*_of_job(hosts), *said, *argv], {name: hosts[name]}
+
+
+def expand_for_coordinator(argv: Sequence[str], flags: argparse.Namespace) -> list[str]:
+    """Return a command line with what ``--hostfile`` says of the whole job put before it: the
+    coordinator may run on a host that the file does not name.
+
+    Raises:
+        UsageError: The file or a filter cannot be read.
+    """
+    hosts = _hosts(flags)
+    return list(argv) if hosts is None else [*_of_job(hosts), *argv]
+
+
+def _hosts(flags: argparse.Namespace) -> Hosts | None:
+    """Return the hosts that the flags name; None where they name no file."""
     if flags.hostfile is None:
         if flags.include or flags.exclude:
             raise UsageError("--include and --exclude filter the hosts of --hostfile; name it too.")
-        return list(argv), {}
+        return None
     try:
         text = Path(flags.hostfile).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--hostfile {flags.hostfile}: {error}.") from error
-    hosts = filtered(parse_hostfile(text, flags.hostfile), flags.include, flags.exclude)
-    name = own_name(hosts, flags.host_id, socket.gethostname(), flags.hostfile)
-    said = ["--nnodes", f"1:{len(hosts)}", "--nproc-per-node", str(len(hosts[name]))]
-    said += ["--host-id", name]
+    return filtered(parse_hostfile(text, flags.hostfile), flags.include, flags.exclude)
+
+
+def _of_job(hosts: Hosts) -> list[str]:
+    """Return the flags that are the same on all hosts."""
+    said = ["--nnodes", f"1:{len(hosts)}"]
     if len(hosts) > 1:
         said += ["--rdzv-endpoint", f"{next(iter(hosts))}:{DEFAULT_MASTER_PORT}"]
-    return [*said, *argv], {name: hosts[name]}
+    return said
 
 
 def parse_hostfile(text: str, name: str) -> Hosts:

@@ -40,6 +40,7 @@ class Ranks:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
 
     def together(self, step: Callable[[], Result]) -> Result:
         """Return what ``step`` returns on this rank, once it has ended on all.
@@ -83,16 +84,15 @@ class Ranks:
         return np.asarray(found.cpu().numpy() != 0)
 
     def _gather(self, payload: bytes, *, everywhere: bool) -> list[bytes]:
-        world = dist.get_world_size()
         own = torch.tensor([len(payload)], device=self._device)
-        sizes = [torch.zeros_like(own) for _ in range(world)]
+        sizes = [torch.zeros_like(own) for _ in range(self.world_size)]
         dist.all_gather(sizes, own)
         most = max(int(size.item()) for size in sizes)
         if not most:
-            return [b""] * world
+            return [b""] * self.world_size
         data = self._tensor(payload, most)
         is_told = everywhere or self.rank == 0
-        parts = [torch.empty_like(data) for _ in range(world)] if is_told else None
+        parts = [torch.empty_like(data) for _ in range(self.world_size)] if is_told else None
         if everywhere:
             dist.all_gather(parts, data)
         else:

@@ -25,6 +25,7 @@ from scalai.patches.deepspeed.load_plan import LoadPlan
 from scalai.patches.deepspeed.native import Request, is_out_of_scope, loads_itself
 from scalai.patches.deepspeed.saved import Saved, read_saved
 from scalai.patches.deepspeed.state import DeepSpeedState
+from scalai.patches.deepspeed.storages import check_storages, share, touched
 from scalai.patches.deepspeed.values import client_state
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ def _load_pieces(
     saved = Saved.from_bytes(ranks.from_first(lambda: read_saved(directory, cuts).to_bytes()))
     plan = ranks.together(lambda: LoadPlan.of(engine, directory, saved, request, slots))
     plan.refuse_left_over(ranks.any_of(plan.used))
+    _check_storages(ranks, directory, saved, plan)
     _event(engine, "checkpoint_event_prologue")  # stage 3 lets go of what is gathered
     prints = ranks.together(lambda: fill(directory, plan.work, plan.rows))
     proofs = ranks.to_first(proof(plan.rows, prints))
@@ -105,6 +107,16 @@ def _load_pieces(
             engine.zero_optimization_stage(), len(source.tensors),
         )  # fmt: skip
     return str(plan.path), client_state(plan.values, request)
+
+
+def _check_storages(ranks: Ranks, directory: Path, saved: Saved, plan: LoadPlan) -> None:
+    """Compare what the ranks will read with the checksums beside it, each rank a share."""
+    if not saved.storages:
+        return  # written without checksums
+    is_read = ranks.any_of(touched(saved.storages, plan.work.source))
+    stored = [saved.storages[at] for at in np.flatnonzero(is_read).tolist()]
+    own = share(stored, ranks.rank, ranks.world_size)
+    ranks.together(lambda: check_storages(directory, own, saved.placed))
 
 
 def _event(engine: Any, name: str) -> None:

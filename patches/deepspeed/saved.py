@@ -7,8 +7,8 @@ reads what it wants. Steps, parameter groups and loss scale are in the words of 
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from scalai.converters.between.mapping_files import find_mapping
 from scalai.converters.checkpoint import STEP, Checkpoint, CheckpointFile, Placed, ReadOptions
+from scalai.converters.checksums import Stored, storages_in
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.pickles import Foreign
@@ -43,12 +44,14 @@ class Saved:
         steps: By parameter, how many the optimizer has made.
         groups: Hyperparameters and their parameters, as ``take_groups`` has them.
         loss_scale: Of fp16's dynamic scale, as ``take_loss_scale`` has it; empty of others.
+        storages: What has a checksum in the files.
     """
 
     placed: Placed
     steps: Mapping[str, float]
     groups: Mapping[str, Json]
     loss_scale: Mapping[str, Json]
+    storages: Sequence[Stored]
 
     def to_bytes(self) -> bytes:
         """Return what ``from_bytes`` reads."""
@@ -56,7 +59,7 @@ class Saved:
         files = [[file.path, file.size_bytes] for file in placed.files]
         return packed(
             placed.collection,
-            [files, self.steps, self.groups, self.loss_scale],
+            [files, self.steps, self.groups, self.loss_scale, list(map(astuple, self.storages))],
             {
                 "file": placed.file,
                 "begin": placed.begin,
@@ -68,10 +71,12 @@ class Saved:
     @classmethod
     def from_bytes(cls, data: bytes) -> "Saved":
         """Read what ``to_bytes`` returned."""
-        collection, (paths, *scalars), rows = unpacked(data)
+        collection, (paths, steps, groups, loss_scale, storages), rows = unpacked(data)
         files = tuple(CheckpointFile(path, size) for path, size in paths)
         columns = rows["file"], rows["begin"], rows["stride"]
-        return cls(Placed(collection, *columns, files, rows["is_rounded"]), *scalars)
+        placed = Placed(collection, *columns, files, rows["is_rounded"])
+        stored = tuple(Stored(*values) for values in storages)
+        return cls(placed, steps, groups, loss_scale, stored)
 
 
 def read_saved(directory: Path, cuts: str | None = None) -> Saved:
@@ -101,11 +106,13 @@ def read_saved(directory: Path, cuts: str | None = None) -> Saved:
             f"{directory} is a checkpoint of the layout {checkpoint.layout}, and one that "
             "engine.save_checkpoint wrote is expected. Convert it by scalai reshard."
         )
+    placed = _without_steps(checkpoint.placed)
     return Saved(
-        _without_steps(checkpoint.placed),
+        placed,
         _steps(checkpoint, job),
         _groups(checkpoint, job),
         _loss_scale(job),
+        tuple(stored for file in placed.files for stored in storages_in(directory, file.path)),
     )
 
 

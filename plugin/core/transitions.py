@@ -35,6 +35,11 @@ from scalai.core.membership import (
 
 Result = tuple[Job, tuple[Action, ...]]
 
+_NOT_WHOLE = (
+    " for the hosts whose stores hold the newest generation (if their memory is lost: stop the "
+    "job, run scalai clean on every host, and start it again from the script's own checkpoint)"
+)
+
 
 def consider(job: Job) -> Result:
     """Begin a resize if the hosts now present would be assigned otherwise than they are."""
@@ -149,9 +154,9 @@ def _start_round(job: Job) -> Result:
         return job, (*given_up, *actions)
     if target is None or (job.has_state and source is None):
         job, given_up = without_ahead(job)
-        missing = "" if target is None else " for the hosts whose stores hold the newest generation"
+        missing = " for hosts" if target is None else _NOT_WHOLE
         job = replace(job, phase=Phase.WAITING, awaited=frozenset())
-        return job, (*given_up, Say(f"waiting{missing or ' for hosts'}: {len(job.hosts)} present"))
+        return job, (*given_up, Say(f"waiting{missing}: {len(job.hosts)} present"))
     reached = job.newest
     is_built = source is not None and _is_built_for(job, target)
     job, given_up = (job, ()) if is_built else without_ahead(job)

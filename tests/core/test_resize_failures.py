@@ -128,6 +128,8 @@ def test_a_host_that_comes_back_brings_the_state_that_the_job_waits_for() -> Non
     lost = simulation.lose("c")
     simulation.settle()
     assert simulation.job.phase is m.Phase.WAITING
+    *_, told = (action for action in simulation.said if isinstance(action, actions.Say))
+    assert "if their memory is lost: stop the job, run scalai clean" in told.text
     simulation.join("c", 2, lost.parts)
     simulation.settle()
     assert simulation.job.phase is m.Phase.RUNNING

@@ -17,9 +17,6 @@ from deepspeed_elastic import (
     train_through,
 )
 
-PLACES = ("drain", "deposit", "deposited", "commit", "relaunch", "plan", "move", "restore", "leave")
-"""Where a worker may die in a change."""
-
 
 def test_a_script_without_a_line_of_ours_goes_through_other_dps_and_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,43 +145,6 @@ def test_a_checkpoint_that_is_newer_than_the_generation_is_loaded(
     begun_again = next(place for place in range(1, len(steps)) if steps[place] <= steps[place - 1])
     assert steps[begun_again:] == list(range(11, STEPS + 1)), "from the end of the second epoch on"
     compare(agents.lines(), lines_of(tmp_path / "alone"))
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_worker_may_die_at_every_place_of_a_change(
-    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a stage the other ranks have all that the dead one had, and no step is lost. Where
-    state is in shards, what dies before it is deposited is gone, and the newest snapshot counts."""
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    epochs = ("--epochs", "60")
-    given = config(stage, store={"snapshot_every": 5})
-    alone = run_alone(tmp_path / "alone", given, "--loader-workers", "0", *epochs)
-    folder = tmp_path / "elastic"
-    folder.mkdir()
-    (folder / "ds.json").write_text(json.dumps(given))
-    script = arguments(folder, "--step-s", "0.6", "--loader-workers", "0", *epochs)
-    restarts = ("--max-restarts", "100")
-    with Agents(folder, None, script, nodes="1", slots=2, flags=restarts) as agents:
-        agents.start("a")
-        agents.wait_for_step(2, world=2)
-        for number, place in enumerate(PLACES):
-            changes, world = len(agents.resizes()), 1 + number % 2
-            agents.arm(place, "0")
-            agents.scale(nproc=world)
-            agents.wait_for_death()
-            agents.wait_until(lambda: len(agents.resizes()) > changes, f"steps after {place}")  # noqa: B023
-            agents.wait_for_world(world)
-            lost = agents.resizes()[-1].get("steps_lost", 0)
-            may_lose = place in PLACES[:3] and (stage > 0 or world == 2)
-            assert lost == 0 or may_lose, f"{place}: {lost}\n{agents.logs()}"
-        (folder / "hurry").touch()
-        assert agents.exit_code("a") == 0, agents.logs()
-    assert alone.wait(60) == 0
-    made = agents.lines()
-    assert {line["step"] for line in made} == set(range(1, 5 * 60 + 1))
-    compare(made, lines_of(tmp_path / "alone"))
 
 
 @pytest.mark.campaign

@@ -26,7 +26,9 @@ WORLDS = (3, 1, 2)
 STEP_S = 0.3
 
 
-def words(script: Path, folder: Path, stage: int, accumulate: int, *flags: str) -> list[str]:
+def words(
+    script: Path, folder: Path, stage: int, accumulate: int, *flags: str, **settings: Any
+) -> list[str]:
     """Return a command line; DeepSpeed's configuration is as Hugging Face's documentation has it,
     but for the block that makes it elastic."""
     folder.mkdir()
@@ -35,7 +37,7 @@ def words(script: Path, folder: Path, stage: int, accumulate: int, *flags: str) 
         **dict.fromkeys((*auto, "gradient_clipping"), "auto"),
         "zero_optimization": {"stage": stage},
         # Else a busy machine trains to the end before the next workers are built.
-        "scalai": {"resize": {"settle_s": 0.2, "build_ahead": "never"}},
+        "scalai": {"resize": {"settle_s": 0.2, "build_ahead": "never"}, **settings},
     }
     (folder / "ds.json").write_text(json.dumps(content))
     given = {
@@ -81,21 +83,25 @@ def notes_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
-def by_step(notes: Sequence[Mapping[str, Any]]) -> list[tuple[float, list[str]]]:
-    """Return by step the mean loss and the samples. A step belongs to one world."""
-    found: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+def by_world(notes: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], tuple[float, list[str]]]:
+    """Return by step and number of ranks the mean loss and the samples."""
+    found: dict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
     for note in notes:
-        found[note["step"]].append(note)
-    assert sorted(found) == list(range(STEPS))
-    for step, of in found.items():
-        assert len({note["world"] for note in of}) == 1, step
-    return [
-        (
-            sum(note["loss"] for note in found[step]) / found[step][0]["world"],
-            sorted(name for note in found[step] for name in note["samples"]),
+        found[note["step"], note["world"]].append(note)
+    return {
+        (step, world): (
+            sum(note["loss"] for note in of) / world,
+            sorted(name for note in of for name in note["samples"]),
         )
-        for step in range(STEPS)
-    ]
+        for (step, world), of in found.items()
+    }
+
+
+def by_step(notes: Sequence[Mapping[str, Any]]) -> list[tuple[float, list[str]]]:
+    """Return by step the mean loss and the samples. Each step was made once."""
+    found = by_world(notes)
+    assert sorted(step for step, _ in found) == list(range(STEPS))
+    return [found[key] for key in sorted(found)]
 
 
 def check(folder: Path, agents: Agents) -> None:
@@ -121,8 +127,12 @@ def test_a_script_on_trainer_goes_through_other_worlds(
     agents = train_through(tmp_path / "elastic", script)
     assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]
     check(tmp_path, agents)
+    check_history(tmp_path)
+
+
+def check_history(folder: Path) -> None:
     told, expected = (
-        json.loads((tmp_path / name / "notes" / "n.history").read_text())
+        json.loads((folder / name / "notes" / "n.history").read_text())
         for name in ("elastic", "alone")
     )
     assert told["step"] == expected["step"] == STEPS
@@ -130,6 +140,36 @@ def test_a_script_on_trainer_goes_through_other_worlds(
     for mine, its in zip(*steps, strict=True):
         assert mine == pytest.approx(its, rel=1e-5), mine
     assert told["log"][-1]["train_loss"] == pytest.approx(expected["log"][-1]["train_loss"])
+
+
+def test_a_worker_of_a_script_on_trainer_may_die(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shards are gone before they are deposited: the job goes back to the newest snapshot, and
+    so do Trainer's step and logs."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    alone = run_alone(tmp_path / "alone", words(TRAINER, tmp_path / "alone", 1, 6))
+    folder, often = tmp_path / "elastic", {"snapshot_every": 4}
+    script = [*words(TRAINER, folder, 1, 3, store=often), "--step-s", str(STEP_S)]
+    restarts = ("--max-restarts", "1")
+    with Agents(folder, None, script, nodes="1", slots=2, flags=restarts) as agents:
+        agents.metrics = folder / "notes" / "n.0"
+        agents.start("a")
+        agents.wait_for_step(6, world=2)
+        agents.arm("deposit", "1")
+        agents.scale(nproc=1)
+        agents.wait_for_death()
+        agents.wait_for_world(1)
+        assert agents.exit_code("a") == 0, agents.logs()
+    assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]
+    expected, made = by_step(notes_of(tmp_path / "alone")), by_world(notes_of(folder))
+    assert {step for step, _ in made} == set(range(STEPS))
+    for (step, _), (loss, samples) in made.items():
+        assert samples == expected[step][1], step
+        assert loss == pytest.approx(expected[step][0], rel=TOLERANCE), step
+    lost = sum(report.get("steps_lost", 0) for report in agents.resizes())
+    assert 0 < lost == len(made) - STEPS
+    check_history(tmp_path)
 
 
 def test_a_loop_on_accelerate_goes_through_other_worlds(

@@ -1,9 +1,11 @@
 """``scalai doctor`` names what is in an elastic job's way, and its exit code says whether."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+from torch.utils.file_baton import FileBaton
 
 from scalai.launch.cli import main
 
@@ -15,8 +17,9 @@ def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[object, str]
 
 
 def test_a_host_that_can_run_a_job_is_told_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"train_batch_size": 12, "scalai": {}}))
     flags = ["--nproc-per-node", "4", "train.py", "--deepspeed_config", str(config)]
@@ -40,3 +43,30 @@ def test_what_is_in_the_way_is_named(
     code, report = doctor(capsys)
     assert code == 3
     assert "no  deepspeed      0.9.0, not hooked: deepspeed 0.9.0 was never tried" in report
+
+
+def test_a_lock_that_a_killed_build_left_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build that was killed, one that runs, and one that may: torch's own locks."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    batons = {}
+    for name in ("killed", "running", "young"):
+        (tmp_path / name).mkdir()
+        batons[name] = FileBaton(str(tmp_path / name / "lock"))
+        assert batons[name].try_acquire()
+    for name in ("killed", "young"):
+        descriptor = batons[name].fd
+        assert descriptor is not None
+        os.close(descriptor)
+    for name in ("killed", "running"):
+        os.utime(tmp_path / name / "lock", (0, 0))
+    code, report = doctor(capsys)
+    assert code == 3
+    lines = [line for line in report.splitlines() if " extensions " in line]
+    assert [line.split()[0] for line in lines] == ["no", "ok", "ok"]
+    assert f"{tmp_path}/killed/lock" in lines[0] and "remove it" in lines[0]
+    assert f"process {os.getpid()} builds" in lines[1]
+    (tmp_path / "killed" / "lock").unlink()
+    batons["running"].release()
+    assert doctor(capsys)[0] == 0

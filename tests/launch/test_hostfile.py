@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import UsageError
-from scalai.launch.hostfile import expand_hostfile, filtered, own_name, parse_hostfile
+from scalai.launch.cli import main
+from scalai.launch.hostfile import (
+    expand_for_coordinator,
+    expand_hostfile,
+    filtered,
+    own_name,
+    parse_hostfile,
+)
+from scalai.launch.job import JobSpec
 from scalai.launch.options import build_parser, parse_options
 
 TEXT = "# two hosts\nworker-0 slots=4\n\nworker-1   slots=2  # small\n"
@@ -77,6 +85,33 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert options_of("--nnodes", "2", "--coordinator", "head:1") == (
         2, 2, "2", "head:1", "worker-1"
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("filters", [(), ("--exclude", "worker-1")])
+def test_a_coordinator_elsewhere_reads_the_same_job_as_the_agents(
+    tmp_path: Path, filters: tuple[str, ...]
+) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text(f"{TEXT}worker-2 slots=8\n")
+    flags = ["--hostfile", str(path), *filters]
+    given = [*flags, "train.py"]
+    job = JobSpec.read(expand_for_coordinator(given, build_parser().parse_args(given)))
+    assert job.options.coordinator == "worker-0:29500"
+    assert job.max_hosts == (2 if filters else 3)
+    of_agent = [*flags, "--host-id", "worker-2", "train.py"]
+    expanded, _ = expand_hostfile(of_agent, build_parser().parse_args(of_agent))
+    assert job.difference(JobSpec.read(expanded)) is None
+
+
+def test_a_coordinator_asks_where_to_listen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("worker-0 slots=4\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["coordinator", "--", "--hostfile", str(path), "train.py"])
+    assert ended.value.code == 2
+    assert "say where to listen: --listen HOST:PORT" in capsys.readouterr().err
 
 
 def test_filters_without_a_file_are_refused() -> None:

@@ -10,6 +10,7 @@ from jobs import AFTER, mean_losses
 from worker_pool import WorkerPool
 
 from scalai.converters.deepspeed.files import find_tag
+from scalai.converters.layouts import open_checkpoint
 
 Run = tuple[list[float], float, list[int]]
 
@@ -187,6 +188,31 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks(
     assert all(text.startswith("RefusedError") for text in texts), texts
     named = file.name if damage != "missing" else "2 data-parallel ranks"
     assert all(named in text for text in texts), texts
+
+
+def test_a_flipped_byte_is_found_before_anything_is_written(
+    deepspeed_pool: WorkerPool, saves: Saves, tmp_path: Path
+) -> None:
+    """In the first moments of a file that no checksum but torch's own speaks for."""
+    shutil.copytree(saves.of(ranks(2, 1))[0], tmp_path, dirs_exist_ok=True)
+    directory = find_tag(tmp_path, None)
+    assert directory is not None
+    file = directory / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    placed = open_checkpoint(directory).placed
+    number = [entry.path for entry in placed.files].index(file.name)
+    rows = [row for row in range(len(placed.collection)) if placed.file[row] == number]
+    tensor, row = next(
+        (tensor, row)
+        for row in rows
+        if (tensor := placed.collection.box(row)[0]).name.startswith("exp_avg/")
+    )
+    content = bytearray(file.read_bytes())
+    content[placed.begin[row]] ^= 1
+    file.write_bytes(content)
+    texts = refused(deepspeed_pool, ranks(3, 1), tmp_path)
+    assert all(text.startswith("ProofError") for text in texts), texts
+    for named in (file.name, "data/", tensor.name, "copy it again", "The engine is as it was."):
+        assert all(named in text for text in texts), (named, texts)
 
 
 @pytest.mark.campaign

@@ -16,8 +16,9 @@ from agents import Agents
 SCRIPT = Path(__file__).with_name("deepspeed_job.py")
 TOLERANCE = 1e-6
 EPOCHS = 12
-STEPS = 5 * EPOCHS
+STEPS_PER_EPOCH = 5
 """60 samples in batches of 12."""
+STEPS = STEPS_PER_EPOCH * EPOCHS
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
