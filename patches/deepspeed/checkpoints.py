@@ -14,9 +14,13 @@ from typing import Any, Protocol
 
 from scalai.patches.data.clock import Clocks
 from scalai.patches.deepspeed import loading
-from scalai.patches.deepspeed.agreement import ranks_of
-from scalai.patches.deepspeed.native import Request
-from scalai.patches.deepspeed.progress import checkpoint_step, client_state, plain_client_state
+from scalai.patches.deepspeed.checkpoint.agreement import ranks_of
+from scalai.patches.deepspeed.checkpoint.native import Request
+from scalai.patches.deepspeed.checkpoint.progress import (
+    checkpoint_step,
+    client_state,
+    plain_client_state,
+)
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.progress import choose_source, describe_source
 from scalai.runtime.live import Json, LiveState

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed import grid
-from scalai.patches.deepspeed.agreement import Ranks, ranks_of
-from scalai.patches.deepspeed.filling import check_proofs, fill, proof
-from scalai.patches.deepspeed.load_plan import LoadPlan
-from scalai.patches.deepspeed.native import Request, is_out_of_scope, loads_itself
-from scalai.patches.deepspeed.saved import Saved, read_saved
+from scalai.patches.deepspeed.checkpoint.agreement import Ranks, ranks_of
+from scalai.patches.deepspeed.checkpoint.filling import check_proofs, fill, proof
+from scalai.patches.deepspeed.checkpoint.load_plan import LoadPlan
+from scalai.patches.deepspeed.checkpoint.native import Request, is_out_of_scope, loads_itself
+from scalai.patches.deepspeed.checkpoint.saved import Saved, read_saved
+from scalai.patches.deepspeed.checkpoint.storages import check_storages, share, touched
+from scalai.patches.deepspeed.checkpoint.values import client_state
+from scalai.patches.deepspeed.engine import grid
 from scalai.patches.deepspeed.state import DeepSpeedState
-from scalai.patches.deepspeed.storages import check_storages, share, touched
-from scalai.patches.deepspeed.values import client_state
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from scalai.patches.data.clock import Clocks
-from scalai.patches.deepspeed.agreement import ranks_of
+from scalai.patches.deepspeed.checkpoint.agreement import ranks_of
 from scalai.runtime.live import Json
 
 FETCHED_TOGETHER = 100

@@ -12,14 +12,15 @@ import torch
 
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed import grid, randomness, refusals
-from scalai.patches.deepspeed.alike import cut_alike
-from scalai.patches.deepspeed.flat import Fragment, cut_pieces
-from scalai.patches.deepspeed.masters import Master, masters_of
-from scalai.patches.deepspeed.places import places_of, refuse_moved
-from scalai.patches.deepspeed.scalars import put_scalars, take_scalars
-from scalai.patches.deepspeed.shards import Shard, shards_of
-from scalai.patches.deepspeed.steps import STEP
+from scalai.patches.deepspeed import refusals
+from scalai.patches.deepspeed.engine import grid, randomness
+from scalai.patches.deepspeed.engine.alike import cut_alike
+from scalai.patches.deepspeed.engine.flat import Fragment, cut_pieces
+from scalai.patches.deepspeed.engine.masters import Master, masters_of
+from scalai.patches.deepspeed.engine.places import places_of, refuse_moved
+from scalai.patches.deepspeed.engine.scalars import put_scalars, take_scalars
+from scalai.patches.deepspeed.engine.shards import Shard, shards_of
+from scalai.patches.deepspeed.engine.steps import STEP
 from scalai.patches.faults import refuse_changed_axes
 from scalai.runtime.live import Json, Slot, dtype_name
 

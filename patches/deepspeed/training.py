@@ -22,8 +22,9 @@ import wrapt
 from scalai.converters.deepspeed.config import StatedBatch
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
-from scalai.patches.deepspeed import loaders, mends, randomness
+from scalai.patches.deepspeed import loaders, mends
 from scalai.patches.deepspeed.checkpoints import Checkpoints
+from scalai.patches.deepspeed.engine import randomness
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.deepspeed.round_config import (
     RoundOrder,

@@ -6,7 +6,7 @@ from scalai.converters.checkpoint import CheckpointFile, Piece, place
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box
-from scalai.patches.deepspeed.fitting import Origin, fitted, origins, used
+from scalai.patches.deepspeed.checkpoint.fitting import Origin, fitted, origins, used
 
 SHAPE = (4, 3)
 FULL, ROUND, MASTER = (

@@ -10,8 +10,8 @@ from scalai.core.collection import Collection, Tensor
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import LayoutError, RefusedError
 from scalai.core.region import Piece, row_major, whole
-from scalai.patches.deepspeed.flat import cut_pieces, offset_in, partitioned
-from scalai.patches.deepspeed.tensor_parallel import TensorParallel
+from scalai.patches.deepspeed.engine.flat import cut_pieces, offset_in, partitioned
+from scalai.patches.deepspeed.engine.tensor_parallel import TensorParallel
 
 SHAPE = (5, 3, 4)
 NUMEL = 60

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from scalai.patches.deepspeed.progress import checkpoint_step, client_state
+from scalai.patches.deepspeed.checkpoint.progress import checkpoint_step, client_state
 
 STATES = "mp_rank_00_model_states.pt"
 

@@ -6,7 +6,7 @@ import pytest
 from scalai.converters.checkpoint import CheckpointFile, Placed
 from scalai.converters.checksums import Stored
 from scalai.core.collection import Collection, Tensor
-from scalai.patches.deepspeed.storages import share, touched
+from scalai.patches.deepspeed.checkpoint.storages import share, touched
 
 STORAGES = [
     Stored("b", "data/0", 64, 40, 1), Stored("b", "data/1", 128, 400, 1),

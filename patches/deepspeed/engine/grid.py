@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from scalai.patches.deepspeed.tensor_parallel import TensorParallel
+from scalai.patches.deepspeed.engine.tensor_parallel import TensorParallel
 
 
 def degrees(engine: Any) -> Mapping[str, int]:

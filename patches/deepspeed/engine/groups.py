@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.masters import Master, Names, vouched_parts
+from scalai.patches.deepspeed.engine.masters import Master, Names, vouched_parts
 from scalai.patches.plain import all_plain, live
 from scalai.runtime.live import Json
 

@@ -13,8 +13,8 @@ from scalai.converters.deepspeed.files import Tag, carried, read_dictionary
 from scalai.converters.pickles import Foreign
 from scalai.converters.torch_archive import TORCH_DTYPES, NewTensor
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed import grid
-from scalai.patches.deepspeed.native import Request
+from scalai.patches.deepspeed.checkpoint.native import Request
+from scalai.patches.deepspeed.engine import grid
 from scalai.runtime.live import DTYPE_NAMES
 
 _TORCH = {name: dtype for dtype, name in DTYPE_NAMES.items()}

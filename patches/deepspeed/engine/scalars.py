@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.groups import put_groups, take_groups
-from scalai.patches.deepspeed.loss_scale import put_loss_scale, take_loss_scale
-from scalai.patches.deepspeed.masters import Master
-from scalai.patches.deepspeed.steps import put_steps, take_steps
+from scalai.patches.deepspeed.engine.groups import put_groups, take_groups
+from scalai.patches.deepspeed.engine.loss_scale import put_loss_scale, take_loss_scale
+from scalai.patches.deepspeed.engine.masters import Master
+from scalai.patches.deepspeed.engine.steps import put_steps, take_steps
 from scalai.patches.plain import all_live, all_plain
 from scalai.runtime.live import Json
 

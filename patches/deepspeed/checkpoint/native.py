@@ -12,7 +12,7 @@ from typing import Any
 
 from scalai.converters.deepspeed.files import find_tag, list_files, read_dictionary
 from scalai.converters.deepspeed.job import uses_bf16_optimizer, zero_config
-from scalai.patches.deepspeed import grid
+from scalai.patches.deepspeed.engine import grid
 
 _STATES = "*mp_rank_*_model_states.pt"
 

@@ -20,7 +20,7 @@ from scalai.core.coverage import check_coverage
 from scalai.core.errors import LayoutError, ProofError, StoreError
 from scalai.core.fingerprint import combine, tensor_fingerprints
 from scalai.core.region import Piece
-from scalai.patches.deepspeed.packing import packed, unpacked
+from scalai.patches.deepspeed.checkpoint.packing import packed, unpacked
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Slot
 from scalai.runtime.rows import collection_of, piece_view

@@ -8,9 +8,9 @@ import torch
 
 from scalai.core.errors import RefusedError
 from scalai.core.region import Piece, row_major, whole
-from scalai.patches.deepspeed.flat import Fragment
-from scalai.patches.deepspeed.masters import is_vouched, shard_fragment
-from scalai.patches.deepspeed.tensor_parallel import TensorParallel
+from scalai.patches.deepspeed.engine.flat import Fragment
+from scalai.patches.deepspeed.engine.masters import is_vouched, shard_fragment
+from scalai.patches.deepspeed.engine.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True, eq=False, slots=True)

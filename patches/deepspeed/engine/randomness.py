@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from scalai.patches.deepspeed import grid
+from scalai.patches.deepspeed.engine import grid
 from scalai.patches.streams import (
     begin_host_streams,
     continue_host_streams,

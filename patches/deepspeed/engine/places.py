@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.masters import masters_of
-from scalai.patches.deepspeed.shards import persistent_buffers
+from scalai.patches.deepspeed.engine.masters import masters_of
+from scalai.patches.deepspeed.engine.shards import persistent_buffers
 
 
 def places_of(engine: Any) -> dict[str, int]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scalai.patches.deepspeed import grid
-from scalai.patches.deepspeed.masters import Master
+from scalai.patches.deepspeed.engine import grid
+from scalai.patches.deepspeed.engine.masters import Master
 
 Cuts = tuple[int, ...]
 

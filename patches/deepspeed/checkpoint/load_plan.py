@@ -14,15 +14,15 @@ from scalai.converters.deepspeed.files import list_files
 from scalai.converters.work import Work
 from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.filling import Row, work_into
-from scalai.patches.deepspeed.fitting import fitted, listed, origins, used
-from scalai.patches.deepspeed.groups import put_groups
-from scalai.patches.deepspeed.loss_scale import put_loss_scale
-from scalai.patches.deepspeed.masters import Master, masters_of
-from scalai.patches.deepspeed.native import Request
-from scalai.patches.deepspeed.saved import Saved
-from scalai.patches.deepspeed.steps import STEP, put_steps
-from scalai.patches.deepspeed.values import own_file, read_values
+from scalai.patches.deepspeed.checkpoint.filling import Row, work_into
+from scalai.patches.deepspeed.checkpoint.fitting import fitted, listed, origins, used
+from scalai.patches.deepspeed.checkpoint.native import Request
+from scalai.patches.deepspeed.checkpoint.saved import Saved
+from scalai.patches.deepspeed.checkpoint.values import own_file, read_values
+from scalai.patches.deepspeed.engine.groups import put_groups
+from scalai.patches.deepspeed.engine.loss_scale import put_loss_scale
+from scalai.patches.deepspeed.engine.masters import Master, masters_of
+from scalai.patches.deepspeed.engine.steps import STEP, put_steps
 from scalai.runtime.live import Slot
 from scalai.runtime.rows import collection_of, wanted_rows
 

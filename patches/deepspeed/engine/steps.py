@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.masters import Master, Names, vouched_parts
+from scalai.patches.deepspeed.engine.masters import Master, Names, vouched_parts
 
 STEP = "step"
 """The name of the entry in an optimizer's state."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from scalai.core.errors import LayoutError, RefusedError
-from scalai.patches.deepspeed.first_step import ensure_state
-from scalai.patches.deepspeed.flat import Fragment, offset_in, partitioned
+from scalai.patches.deepspeed.engine.first_step import ensure_state
+from scalai.patches.deepspeed.engine.flat import Fragment, offset_in, partitioned
 
 Names = Mapping[torch.Tensor, str]
 """An engine's names of its parameters."""

@@ -25,8 +25,8 @@ from scalai.converters.verify import check_samples
 from scalai.core.collection import Collection
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.packing import packed, unpacked
-from scalai.patches.deepspeed.values import live_value
+from scalai.patches.deepspeed.checkpoint.packing import packed, unpacked
+from scalai.patches.deepspeed.checkpoint.values import live_value
 from scalai.patches.plain import all_plain
 from scalai.runtime.live import Json
 

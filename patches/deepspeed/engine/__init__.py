@@ -1,0 +1,1 @@
+"""What an engine keeps, and where: its tensors' elements, and its small state."""
