@@ -53,6 +53,12 @@ class ShardedBatches(BatchSampler):
         """The epoch, as the script set it or Accelerate counts it."""
         return int(self._loader.iteration)
 
+    def count_on(self) -> None:
+        """Have Accelerate count epochs from the one behind the last that was over, where the script
+        resumes at a checkpoint of an earlier round."""
+        if self._clock.over is not None:
+            self._loader.iteration = self._clock.over.epoch + 1
+
     def skip(self) -> None:
         """Count an epoch of which nothing is left: Accelerate counts those that gave a batch."""
         self._loader.iteration += 1

@@ -139,6 +139,8 @@ class LoopHooks:
         if instance is self._accelerator and self._saved is not None:
             if is_older:
                 self._put_schedules(self._saved)
+                for loader in filter(_is_ordered, instance._dataloaders):
+                    loader.batch_sampler.count_on()
             else:
                 self._engines.streams = None
         return result

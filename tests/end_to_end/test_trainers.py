@@ -172,12 +172,14 @@ def test_a_worker_of_a_script_on_trainer_may_die(
     check_history(tmp_path)
 
 
+@pytest.mark.parametrize("flags", [(), ("--save-epochs",)], ids=["plain", "resumes"])
 def test_a_loop_on_accelerate_goes_through_other_worlds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where it saves each epoch, and begins behind the newest that it finds."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    alone = run_alone(tmp_path / "alone", words(ACCELERATE, tmp_path / "alone", 2, 6))
-    script = words(ACCELERATE, tmp_path / "elastic", 2, 2)
+    alone = run_alone(tmp_path / "alone", words(ACCELERATE, tmp_path / "alone", 2, 6, *flags))
+    script = words(ACCELERATE, tmp_path / "elastic", 2, 2, *flags)
     agents = train_through(tmp_path / "elastic", script)
     assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]
     check(tmp_path, agents)

@@ -58,6 +58,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--save-at", type=int, default=0, help="after so many steps")
+    parser.add_argument("--save-epochs", action="store_true", help="go on at the newest, too")
     parser.add_argument("--step-s", type=float, default=0.0, help="a step takes longer by so much")
     return parser.parse_args()
 
@@ -86,10 +87,15 @@ def main() -> None:
     if options.resume:
         accelerator.load_state(str(options.resume))
         skipped = model.global_steps * options.accumulate
+    saved = sorted(options.output.glob("epoch_*")) if options.save_epochs else []
+    if saved:
+        accelerator.load_state(str(saved[-1]))
+        skipped = len(saved) * len(loader)
     options.notes.parent.mkdir(parents=True, exist_ok=True)
     notes = open(f"{options.notes}.{accelerator.process_index}", "a")
     for epoch in range(skipped // len(loader), options.epochs):
-        loader.set_epoch(epoch)
+        if not options.save_epochs:  # Accelerate counts
+            loader.set_epoch(epoch)
         left = skipped % len(loader)
         batches = accelerator.skip_first_batches(loader, left) if left else loader
         skipped = 0
@@ -115,6 +121,8 @@ def main() -> None:
                 accelerator.save_state(str(options.output))
             if accelerator.sync_gradients:
                 time.sleep(options.step_s)
+        if options.save_epochs:
+            accelerator.save_state(str(options.output / f"epoch_{epoch}"))
     accelerator.end_training()
 
 
