@@ -2,10 +2,6 @@
 samples, same losses, same learning rates, same logs."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +9,7 @@ from typing import Any
 
 import pytest
 from agents import Agents
+from alone import start_alone
 
 pytest.importorskip("accelerate", reason="pip install transformers accelerate")
 pytestmark = pytest.mark.campaign
@@ -46,21 +43,6 @@ def words(
         "--micro-batch": 2, "--accumulate": accumulate,
     }  # fmt: skip
     return [str(script), *(str(word) for pair in given.items() for word in pair), *flags]
-
-
-def run_alone(folder: Path, command: Sequence[str]) -> "subprocess.Popen[bytes]":
-    """Start a script on one rank, without any launcher: the reference."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    with (folder / "log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env=environment
-        )
 
 
 def train_through(folder: Path, command: Sequence[str]) -> Agents:
@@ -122,7 +104,7 @@ def test_a_script_on_trainer_goes_through_other_worlds(
 ) -> None:
     """Its logs tell of one training: a line a step, with the learning rate of that step."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    alone = run_alone(tmp_path / "alone", words(TRAINER, tmp_path / "alone", stage, 6))
+    alone = start_alone(tmp_path / "alone", words(TRAINER, tmp_path / "alone", stage, 6))
     script = words(TRAINER, tmp_path / "elastic", stage, 2, "--save-every", "4")
     agents = train_through(tmp_path / "elastic", script)
     assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]
@@ -148,7 +130,7 @@ def test_a_worker_of_a_script_on_trainer_may_die(
     """Its shards are gone before they are deposited: the job goes back to the newest snapshot, and
     so do Trainer's step and logs."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    alone = run_alone(tmp_path / "alone", words(TRAINER, tmp_path / "alone", 1, 6))
+    alone = start_alone(tmp_path / "alone", words(TRAINER, tmp_path / "alone", 1, 6))
     folder, often = tmp_path / "elastic", {"snapshot_every": 4}
     script = [*words(TRAINER, folder, 1, 3, store=often), "--step-s", str(STEP_S)]
     restarts = ("--max-restarts", "1")
@@ -178,7 +160,7 @@ def test_a_loop_on_accelerate_goes_through_other_worlds(
 ) -> None:
     """Also where it saves each epoch, and begins behind the newest that it finds."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    alone = run_alone(tmp_path / "alone", words(ACCELERATE, tmp_path / "alone", 2, 6, *flags))
+    alone = start_alone(tmp_path / "alone", words(ACCELERATE, tmp_path / "alone", 2, 6, *flags))
     script = words(ACCELERATE, tmp_path / "elastic", 2, 2, *flags)
     agents = train_through(tmp_path / "elastic", script)
     assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]

@@ -1,10 +1,7 @@
 """Runs the DeepSpeed script of the tests as an elastic job, and alone as its reference."""
 
 import json
-import os
-import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import Any
 
 import pytest
 from agents import Agents
+from alone import start_alone
 
 SCRIPT = Path(__file__).with_name("deepspeed_job.py")
 TOLERANCE = 1e-6
@@ -38,18 +36,7 @@ def run_alone(folder: Path, given: Mapping[str, Any], *flags: str) -> "subproces
     """Start the script on one rank, without any launcher: the reference."""
     folder.mkdir()
     (folder / "ds.json").write_text(json.dumps(given))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ, "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    with (folder / "log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, *arguments(folder, *flags)],
-            stdout=log, stderr=subprocess.STDOUT, env=environment,
-        )  # fmt: skip
+    return start_alone(folder, arguments(folder, *flags))
 
 
 def arguments(folder: Path, *flags: str) -> list[str]:
