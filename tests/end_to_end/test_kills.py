@@ -143,6 +143,7 @@ def test_a_replica_on_the_same_host_writes_for_a_worker_that_dies(tmp_path: Path
         assert not any(steps_lost(agents)), agents.logs()
 
 
+@pytest.mark.campaign
 def test_an_agent_that_comes_back_brings_what_it_had_sealed(tmp_path: Path) -> None:
     """Its worker's pieces are nowhere else: the job waits for them, and loses no step."""
     with tiny_agents(tmp_path, '4 = "tp4"\n3 = "tp3"', nodes="2", flags=FLAGS) as agents:
@@ -208,6 +209,7 @@ def test_workers_that_fail_in_training_go_back_to_the_newest_snapshot(tmp_path: 
         assert len(again) - 1 <= lost <= 14
 
 
+@pytest.mark.campaign
 def test_a_worker_that_hangs_in_a_drain_is_given_up(tmp_path: Path) -> None:
     """The other host has deposited all: what hangs is not waited for longer than told."""
     settings = {"resize": "drain_timeout_s = 5"}
@@ -222,6 +224,7 @@ def test_a_worker_that_hangs_in_a_drain_is_given_up(tmp_path: Path) -> None:
         check_steps(agents.lines())
 
 
+@pytest.mark.campaign
 def test_workers_that_hang_while_they_build_are_given_up(tmp_path: Path) -> None:
     settings = {"resize": "build_timeout_s = 10"}
     with tiny_agents(tmp_path, '2 = "tp2"\n1 = "tp1"', nodes="1", settings=settings) as agents:
