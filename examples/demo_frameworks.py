@@ -30,7 +30,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "megatron": Framework(
         ROOT / "examples" / "train_gpt.py",
         ("--elastic", str(ROOT / "configs" / "elastic_gpt_tiny.toml")),
-        ("--lr-decay-steps", str(SCHEDULE_STEPS)),
+        ("--lr", "5e-4", "--lr-decay-steps", str(SCHEDULE_STEPS)),
         "megatron-core, 4 layers, 4 heads, fp32, no dropout; global batch 12",
         (
             Change("start", "TP2·PP1·DP2"),

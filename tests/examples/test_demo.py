@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from pydoc_data import topics
 
 import pytest
 from demo_frameworks import FRAMEWORKS
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_every_check_of_the_demonstration_holds(tmp_path: Path, framework: str) -> None:
     text = tmp_path / "text.txt"
-    text.write_bytes(b"".join(path.read_bytes() for path in sorted(ROOT.glob("plugin/core/*.py"))))
+    text.write_text("".join(topics.topics.values()))
     before = set(os.listdir("/dev/shm"))
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "demo.py"), "--framework", framework,
