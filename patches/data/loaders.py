@@ -247,14 +247,14 @@ class ElasticBatchSampler(BatchSampler):
         sampler = self.distributed
         if self.is_elastic:
             is_dropping = self.drop_last or sampler.drop_last
-            return self.feed.length(len(sampler.dataset), drop_last=is_dropping)  # type: ignore[arg-type]
+            return self.feed.length(samples_of(sampler), drop_last=is_dropping)
         if self.feed.first is None and (first_dp := self.feed.first_dp()) is not None:
             return self._plain_length(first_dp)
         return len(self.plain)
 
     def _plain_length(self, replicas: int) -> int:
         """Return how many batches torch gives each of so many replicas."""
-        samples, sampler = len(self.distributed.dataset), self.distributed  # type: ignore[arg-type]
+        samples, sampler = samples_of(self.distributed), self.distributed
         each = samples // replicas if sampler.drop_last else -(-samples // replicas)
         return each // self.batch_size if self.drop_last else -(-each // self.batch_size)
 
@@ -312,6 +312,11 @@ class Pass(Iterator[list[int]]):
         return self.sampler.micro_batches(consumed)
 
 
+def samples_of(sampler: "DistributedSampler[Any]") -> int:
+    """Return how many samples there are: torch types a ``Dataset`` without a length."""
+    return len(sampler.dataset)  # type: ignore[arg-type]
+
+
 def pass_order(
     sampler: "DistributedSampler[Any]", global_batch_size: int, *, drop_last: bool
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -320,7 +325,7 @@ def pass_order(
     Raises:
         RefusedError: The data set has no whole global batch, and the incomplete one is dropped.
     """
-    samples = len(sampler.dataset)  # type: ignore[arg-type]
+    samples = samples_of(sampler)
     length = pass_length(samples, global_batch_size, drop_last=drop_last)
     if length == 0:
         raise RefusedError(
