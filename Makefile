@@ -2,7 +2,12 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/*.py)))
+# Processes of pytest that share the tests of a run (docs/testing.md).
+JOBS ?= 3
+PYTEST = $(PYTHON) -m pytest -n $(JOBS) --durations=20
 export OMP_NUM_THREADS := 1
+# Hundreds of processes import the same modules: they are compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 export DS_BUILD_OPS := 0
 # What torch compiles for DeepSpeed: a build that was killed elsewhere leaves a lock that all wait for.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions
@@ -13,11 +18,14 @@ demo: $(VENV)/ready
 	$(PYTHON) examples/demo.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) $(if $(DATA),--data $(DATA))
 
 test: check
-	$(PYTHON) -m pytest
+	$(PYTEST)
 
-# The full cross of layouts, and every supported megatron-core version.
+# The full cross of layouts, and every supported megatron-core version: one turn of four (docs/testing.md),
+# or with ALL=1 all of them.
+# Its jobs have up to four workers with a framework each.
+campaign: JOBS = 2
 campaign: $(VENV)/ready
-	$(PYTHON) -m pytest -m campaign
+	$(if $(ALL),TURN=all) $(PYTEST) -m campaign
 
 check: $(VENV)/ready
 	$(PYTHON) -m ruff check .

@@ -11,7 +11,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,14 @@ from scalai.converters.forked import map_forked
 from scalai.converters.journal import Done, Journal
 from scalai.converters.noted import check_report
 from scalai.converters.parts import Part, alone, begin, gather, remove_journals
-from scalai.converters.streaming import SYNCS, Job, run_tasks
+from scalai.converters.streaming import Job, run_tasks
 from scalai.converters.verify import check_samples
 from scalai.converters.work import Task, Work, batches, plan_work, unused
 from scalai.core.collection import Collection
-from scalai.core.errors import RefusedError, StoreError, UsageError
+from scalai.core.errors import MemoryShortError, RefusedError, StoreError, UsageError
 from scalai.core.fingerprint import MODULUS, tensor_fingerprints
-from scalai.store.manifest import sync_directory
+from scalai.runtime.at_once import at_once
+from scalai.store.manifest import sync_directory, sync_file
 
 MAX_BUFFER_BYTES = 4 << 20
 MIN_BUFFER_BYTES = 1 << 20
@@ -125,7 +125,9 @@ def reshard(
         RefusedError: Too little room; the source is not whole.
         ProofError: What was read back is not what was read; or the source contradicts itself or the
             proof that a conversion left beside it.
-        PeerError: A worker died, or another process writes this destination.
+        PeerError: A worker died, or could not be started; or another process writes this
+            destination.
+        MemoryShortError: The workers find less memory than ``limits`` says.
     """
     began = time.monotonic()
     _check_apart(source, destination)
@@ -148,7 +150,7 @@ def reshard(
         resumed = len(journal.done)
         _prepare(partial, target, files)
         job = Job(work, source.directory, partial)
-        _run(job, files, journal, limits.workers, progress)
+        _run(job, files, journal, limits, progress)
         with alone(destination):
             done = gather(partial, journal, len(work.tasks))
             if done is None:
@@ -164,10 +166,7 @@ def reshard(
                 "resumed_tasks": resumed,
             }
             if _identity(source, target, limits.buffer_bytes) != identity:
-                raise RefusedError(
-                    f"{source.directory} was changed while it was read. Wait until the save or the "
-                    "copy has ended, and run the same command again."
-                )
+                raise _changed(source)
             check_report(source, {n: int(v, 16) for n, v in report["fingerprints"].items()})
             _complete(partial, target, rows, report)
             _publish(partial, destination, overwrite)
@@ -208,6 +207,13 @@ def _check_room(partial: Path, needed: int) -> None:
             f"{partial.parent} has {free} bytes free, and {needed - have} are needed. Make room, "
             "or name a destination on another disk."
         )
+
+
+def _changed(source: Checkpoint) -> RefusedError:
+    return RefusedError(
+        f"{source.directory} was changed while it was read. Wait until the save or the copy has "
+        "ended, and run the same command again."
+    )
 
 
 def _identity(source: Checkpoint, target: Target, buffer_bytes: int) -> str:
@@ -251,7 +257,7 @@ def _prepare(partial: Path, target: Target, files: Iterable[int]) -> None:
 
 
 def _run(
-    job: Job, files: Iterable[int], journal: Journal, workers: int, progress: Progress
+    job: Job, files: Iterable[int], journal: Journal, limits: Limits, progress: Progress
 ) -> None:
     """Do the tasks of these files that the journal does not know."""
     chosen = set(files)
@@ -265,10 +271,16 @@ def _run(
         return run_tasks(job, batch)
 
     try:
-        for batch, rows in map_forked(run, batches(open_, workers), workers):
+        for batch, rows in map_forked(run, batches(open_, limits.workers), limits.workers):
             journal.add(rows)
             done += sum(task.size_bytes for task in batch)
             progress(done, total)
+    except (MemoryError, MemoryShortError) as error:
+        raise MemoryShortError(
+            f"memory ran out: {limits.workers} workers with --memory of {limits.memory_bytes} "
+            "bytes find less here (see `ulimit -d -v`, and the limit of this container). What is "
+            "done stays: run the same command again with a smaller --memory or fewer --workers."
+        ) from error
     except OSError as error:
         raise RefusedError(
             f"{job.destination} cannot be written, or {job.source} not be read "
@@ -316,22 +328,11 @@ def _complete(
     aside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     os.replace(aside, partial / REPORT)
     paths = [partial / REPORT, *(partial / file.path for file in target.placed.files)]
-    with ThreadPoolExecutor(SYNCS) as pool:
-        for _ in pool.map(_sync, paths):
-            pass
+    at_once(sync_file, paths)
     target.finish(partial, rows)
     for directory in sorted({(partial / file.path).parent for file in target.placed.files}):
         sync_directory(directory)
     sync_directory(partial)
-
-
-def _sync(path: Path) -> None:
-    """Bring a file to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _publish(partial: Path, destination: Path, overwrite: bool) -> None:

@@ -8,7 +8,6 @@ only if every element is at its place.
 import errno
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,12 +23,11 @@ from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
 from scalai.core.errors import ProofError
 from scalai.core.fingerprint import combine, piece_fingerprint
 from scalai.core.region import Box, row_major
+from scalai.runtime.at_once import at_once
 from scalai.store.files import Bits, bits_dtype, box_text, map_file, slices
 
 OPEN_FILES = 64
 """Source files that a worker keeps open."""
-SYNCS = 8
-"""Files that a worker brings to disk at once."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -76,12 +74,7 @@ def _copy(job: Job, task: Task, descriptor: int) -> list[int]:
 
 def _sync(descriptors: Sequence[int]) -> None:
     """Bring files to disk. Asked at once, a file system does so for several at a time."""
-    if len(descriptors) == 1:
-        os.fdatasync(descriptors[0])
-        return
-    with ThreadPoolExecutor(SYNCS) as pool:
-        for _ in pool.map(os.fdatasync, descriptors):
-            pass
+    at_once(os.fdatasync, descriptors)
 
 
 def _read_rows(job: Job, task: Task, descriptor: int, left: Sequence[int]) -> dict[int, int]:

@@ -37,7 +37,7 @@ from demo_words import (
 )
 
 from scalai.core.errors import ScalaiError
-from scalai.launch.generations import fingerprints
+from scalai.launch.proofs import committed_fingerprints
 from scalai.store.manifest import load_generation
 from scalai.store.places import find_generations
 
@@ -193,7 +193,11 @@ class Training:
 
         def look() -> Mapping[str, int] | None:
             parts = find_generations(self._store / self._name).get(1, [])
-            return fingerprints(load_generation(parts).hosts) if len(parts) == hosts else None
+            return (
+                committed_fingerprints(load_generation(parts).hosts)
+                if len(parts) == hosts
+                else None
+            )
 
         self.first = self.hosts.wait_for("the state at the start", look)
 

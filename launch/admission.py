@@ -1,17 +1,20 @@
 """Who may join a job, and with which state."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from scalai.core import events
-from scalai.core.errors import UsageError
+from scalai.core.errors import EndedError, ProofError, UsageError
 from scalai.core.membership import Phase
 from scalai.launch.job import JobSpec
 from scalai.launch.live_job import LiveJob
 from scalai.launch.roster import Agent
+from scalai.launch.sealed_parts import SealedParts
+from scalai.launch.standing import describe_given_up
 from scalai.runtime.messages import Peer
 from scalai.store.manifest import HostManifest, manifest_from_message
+from scalai.store.places import check_host
 
 Json = Any
 
@@ -26,10 +29,12 @@ class Admission:
 
     def __init__(self, spec: JobSpec, live: LiveJob) -> None:
         self._spec, self._live = spec, live
+        self._sealed_parts = SealedParts(spec.job, live)
 
     def join(
         self, peer: Peer, host: str, slots: int, address: list[Json], parts: list[Json],
-        sealed: list[Json], spec: Json,
+        sealed: list[Json], spec: Json, damaged: Sequence[tuple[int, str]] = (), *,
+        replaces: bool = False,
     ) -> Json:  # fmt: skip
         """Take an agent in.
 
@@ -38,32 +43,102 @@ class Admission:
             parts: Manifests of the committed generations in its store.
             sealed: Manifests of what is sealed there and not committed.
             spec: The job as the agent's command line states it.
+            damaged: Numbers of generations that it cannot read, there or in its durable directory,
+                and why.
+            replaces: It takes the place of another agent of its host, which is gone.
+
+        Returns:
+            The present ``round``, and whether the agent ``sets_aside`` its durable directory.
 
         Raises:
             UsageError: It may not join; says why, and what to do.
         """
-        self._check(host, spec)
+        self._check(host, spec, replaces=replaces)
         live = self._live
         manifests = [manifest_from_message(part, host) for part in parts]
+        aside = self._set_aside(host, manifests, JobSpec.from_json(spec))
+        manifests = [part for part in manifests if part not in aside]
         obsolete = [part.generation for part in manifests if self._is_obsolete(part)]
+        chosen = self._sealed_parts.choose(
+            [manifest_from_message(part, host) for part in sealed], manifests
+        )
+        if host in live.roster:
+            live.log(f"event=replaced host={host} by another agent of it")
+            live.forget(host)
         live.roster.add(host, Agent(peer, (str(address[0]), int(address[1]))))
         live.timeline.begin(f"host {host} joined")
-        live.count_from(max((part.generation for part in manifests), default=0))
+        for number in [*(part.generation for part in (*manifests, *aside)), *dict(damaged)]:
+            live.count_from(number)
         live.log(f"event=join host={host} slots={slots}")
+        self._note(host, aside, damaged)
         for part in manifests:
             live.sizing.learn(part.about)
             if part.generation in obsolete or not live.generations.add(part):
                 live.command([host], command="drop", generation=part.generation)
                 manifests = [kept for kept in manifests if kept is not part]
-        self._take_sealed([manifest_from_message(part, host) for part in sealed])
+        self._sealed_parts.take(host, chosen)
         live.limit()
-        covered = live.generations.covered()
-        has_parts = bool(manifests or covered)
+        answer = self.answer()
+        covered = live.covered()
+        # What is sealed only may turn out to be no state, and then the job begins without it.
+        is_known = bool(live.generations.incomplete(()))
+        has_parts = bool(manifests or covered or is_known)
         live.feed(events.HostJoined(host, slots, covered, has_parts, time.monotonic()))
-        return {"round": live.state.round}
+        return answer
 
-    def _check(self, host: str, spec: Json) -> None:
-        if host in self._live.roster:
+    def answer(self) -> Json:
+        """Return what an agent that is taken in is told."""
+        round = self._live.state.round
+        return {"round": round, "sets_aside": self._live.is_fresh and round == 0}
+
+    def _set_aside(
+        self, host: str, manifests: Sequence[HostManifest], spec: JobSpec
+    ) -> list[HostManifest]:
+        """Return the parts that the job begins anew without.
+
+        Raises:
+            UsageError: Not every host says ``--fresh``.
+        """
+        live, job = self._live, self._spec.job
+        if spec.is_fresh and not live.is_fresh:
+            raise UsageError(
+                f"--fresh begins job {job!r} anew, but its coordinator was started without it (the "
+                f"job is {live.state.phase.value}, round {live.state.round}). Leave it out to take "
+                "part; to give the state up, stop all agents and the coordinator and start them "
+                "with --fresh."
+            )
+        if not live.is_fresh:
+            return []
+        old = [part for part in manifests if not live.generations.is_known(part)]
+        if old and not spec.is_fresh:
+            raise UsageError(
+                f"job {job!r} begins anew (--fresh), but host {host!r} holds "
+                f"{describe_given_up(old[-1])}. Start it with --fresh too, which gives that up, or "
+                "stop the job and start it without."
+            )
+        return old
+
+    def _note(
+        self, host: str, aside: Iterable[HostManifest], damaged: Sequence[tuple[int, str]]
+    ) -> None:
+        """Note what a host brings that cannot be gone on from."""
+        live = self._live
+        for part in aside:
+            if live.generations.has(part.generation):  # later the number would mean the job's own
+                live.command([host], command="drop", generation=part.generation)
+            else:
+                live.generations.set_aside(part.generation)
+            live.log(
+                f"event=fresh host={host} gives up {describe_given_up(part)}; it goes once the job "
+                "has a state of its own"
+            )
+        for number, reason in () if live.is_fresh else damaged:
+            live.generations.note_damaged(host, number, reason)
+            live.log(f"event=damaged host={host} generation={number}: {reason}")
+
+    def _check(self, host: str, spec: Json, *, replaces: bool) -> None:
+        check_host(host)
+        if host in self._live.roster and not replaces:
             raise UsageError(
                 f"an agent of host {host!r} is already in job {self._spec.job!r}. "
                 "Give this one another --host-id, or stop the other."
@@ -74,7 +149,10 @@ class Admission:
                 f"this agent brings another job: {difference}. Start all agents alike."
             )
         if self._live.state.phase is Phase.ENDED:
-            raise UsageError(f"job {self._spec.job!r} has ended. Start it anew.")
+            step = self._live.finished_step
+            if step is None:
+                raise EndedError(f"job {self._spec.job!r} has ended. Start it anew.")
+            raise UsageError(f"job {self._spec.job!r} has just finished at step {step}.")
 
     def _is_obsolete(self, part: HostManifest) -> bool:
         """Whether a joining host's part is of a state that the job has passed.
@@ -84,7 +162,17 @@ class Admission:
         """
         job, generations = self._live.state, self._live.generations
         newest = job.newest_generation
+        if job.round == 0 and generations.is_foreign(part):
+            others = sorted(generations.parts(part.generation))
+            raise UsageError(
+                f"host {part.host!r} holds generation {part.generation} of step {part.step} of "
+                f"another run of job {self._spec.job!r} than hosts {others}, whose generation "
+                f"{part.generation} is of step {generations.step(part.generation)}. Which one to "
+                "go on from is yours to say: run scalai clean on the hosts of the other, and start "
+                "all hosts together."
+            )
         if generations.is_known(part) or (job.round == 0 and not generations.is_foreign(part)):
+            self._check_stated(part)
             return False
         if newest is not None and part.step <= newest.step:
             return True
@@ -95,17 +183,8 @@ class Admission:
             "this run and start all hosts together; to give it up, run scalai clean on that host."
         )
 
-    def _take_sealed(self, sealed: Iterable[HostManifest]) -> None:
-        """A host that comes back may bring what it had sealed, and not committed, when it died."""
-        live = self._live
-        for part in sealed:
-            live.generations.deposit(part)
-        for late, name, number in live.generations.late():
-            live.command([late], command="commit", generation=number, deposit=name)
-        is_waiting = live.state.phase is Phase.WAITING
-        found = live.generations.whole_deposit() if is_waiting else None
-        if found is not None:
-            number = live.commit(found)
-            live.log(f"event=recovered committed={number}")
-            hosts = live.generations.parts(number)
-            live.command(hosts, command="commit", generation=number, deposit=found)
+    def _check_stated(self, part: HostManifest) -> None:
+        try:
+            self._live.generations.check_stated(part)
+        except ProofError as error:
+            raise UsageError(str(error)) from error

@@ -11,20 +11,24 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import PeerError, ScalaiError, UsageError
 from scalai.launch.background import Background
+from scalai.launch.commits import Commits
 from scalai.launch.coordinator_link import CoordinatorLink
 from scalai.launch.crew import Crews
 from scalai.launch.data_plane import DataPlaneServer
 from scalai.launch.deposits import Deposits
-from scalai.launch.durable import adopt, newest_durable
-from scalai.launch.generations import deposit_name
+from scalai.launch.holdings import Holdings
 from scalai.launch.job import JobSpec
 from scalai.launch.places import Place
+from scalai.launch.progress import ProgressWatch
 from scalai.launch.restores import Restores
 from scalai.launch.round import Round
+from scalai.launch.stacks import Stacks
 from scalai.launch.stops import Stops
 from scalai.launch.torch_elastic import WorkerSet
 from scalai.launch.worker_calls import WorkerCalls
@@ -32,12 +36,18 @@ from scalai.launch.workforce import Workforce
 from scalai.runtime.control import MAX_WORKERS
 from scalai.runtime.failpoints import here, reached
 from scalai.store.host import HostStore
-from scalai.store.manifest import manifest_message
+from scalai.store.secure import Folder
 
 Json = Any
 TICK_S = 0.1
 EXIT_GRACE_S = 10.0
-RESUMABLE = 75
+UNHOOKED = (
+    "THE SCRIPT TRAINS, BUT NOTHING CONNECTS IT TO THIS JOB: its state is not kept, and no change "
+    "of resources can be made without losing it. Scripts of Megatron-LM, DeepSpeed, Trainer and "
+    "Accelerate (these two with DeepSpeed) are connected by hooks; a loop of one's own is by "
+    "scalai.elastic() and attach() (docs of scalai.runtime.session). Without --elastic the script "
+    "runs as under torchrun."
+)
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +80,18 @@ class Agent:
         self._leaving_at: float | None = None
         self._events: queue.Queue[Callable[[], None]] = queue.Queue()
         self._store = HostStore(spec.job, host, spec.store_dir, spec.store_budget_bytes)
-        directory = self._store.directory / "agent"
-        directory.mkdir(mode=0o700, exist_ok=True)
+        with Folder.open(self._store.directory / "agent", make=True) as folder:
+            directory = folder.path
         self._data = DataPlaneServer(self._store, place.token, interface)
-        self._coordinator = CoordinatorLink(place, host, self._events.put, self._coordinator_gone)
+        self._coordinator = CoordinatorLink(
+            place,
+            host,
+            _identity(self._store.directory),
+            spec.config.resize.coordinator_timeout_s,
+            self._events.put,
+            self._coordinator_gone,
+            self._expelled,
+        )
         self._tell = self._coordinator.tell
         resize = spec.config.resize
         self._crews = Crews(spec, directory, make_workers)
@@ -81,7 +99,10 @@ class Agent:
         self._background = Background(self._workforce, self._events.put)
         self._restores = Restores(self._store, place.token, self._tell, self._background)
         self._deposits = Deposits(self._store, self._tell, self._background)
+        self._commits = Commits(self._store, self._tell, self._workforce.fail)
         self._stops = Stops(self._workforce, self._deposits, self._tell, resize.drain_timeout_s)
+        self._stacks = Stacks(directory)
+        self._progress = ProgressWatch(host, self._workforce, self._stacks, resize.stall_s)
         self._worker_calls = WorkerCalls(
             directory,
             self._workforce,
@@ -95,54 +116,108 @@ class Agent:
                 "restored": self._restores.restored,
                 "stepped": self._stepped,
                 "finished": self._finished,
+                "refused": self._refused,
+                "unhooked": self._unhooked,
             },
             self._stops.worker_gone,
         )
-        if place.is_new:
-            self._resume()
+        self._holdings = Holdings(
+            spec, self._store, self._tell, self._background, self._events.put
+        )
         self._join()
 
-    def _resume(self) -> None:
-        """Begin a job: from this host's own store, else from the durable directory, else anew."""
-        folder = self._spec.durable_dir
-        if folder is None or self._store.generations():
-            return
-        generation = newest_durable(folder / self._spec.job)
-        if generation is not None:
-            adopt(self._store, generation)
-
     def _join(self) -> None:
-        parts = [manifest_message(self._store.manifest(n)) for n in self._store.generations()]
-        sealed = [manifest_message(manifest) for _, manifest in self._store.sealed()]
-        self._coordinator.join(
-            slots=self._slots,
-            address=list(self._data.address),
-            parts=parts,
-            sealed=sealed,
-            spec=self._spec.to_json(),
-        )
-        self._coordinator.follow(self._workforce, self._obey, self._is_over)
+        try:
+            answer = self._coordinator.join(**self._brings())
+        except PeerError:
+            for served in (self._worker_calls, self._data, self._store):
+                served.close()
+            raise
+        self._holdings.begin(answer)
+        self._follow()
+
+    def _follow(self) -> None:
+        self._coordinator.follow(self._workforce, self._obey, lambda: self._progress.stalled)
+
+    def _brings(self) -> Mapping[str, Json]:
+        """What this host joins with: its devices, what its store holds, and its command line."""
+        return {
+            "slots": self._slots,
+            "address": list(self._data.address),
+            "spec": self._spec.to_json(),
+            **self._holdings.found(),
+        }
+
+    def _expelled(self, error: PeerError) -> None:
+        """The job goes on without this host, which was paused or cut off: it joins again."""
+        log.warning(
+            "event=expelled host=%s %s Its workers end, and it joins again with what its store "
+            "holds.", self._host, error,
+        )  # fmt: skip
+        ended = self._workforce.round
+        try:
+            self._commits.forget()
+            self._workforce.give_up()
+            if ended is not None:
+                ended.is_expelled = True
+                self._workforce.end(0.0, self._is_over)
+                self._deposits.give_back(ended)
+            self._coordinator.rejoin(self._brings(), self._rejoined)
+        except (ScalaiError, OSError):
+            # Without a round there is none to fail, and nobody would try again.
+            log.exception(
+                "event=not_rejoined host=%s: the agent ends; the state stays in %s.",
+                self._host, self._store.directory,
+            )  # fmt: skip
+            self._end(1)
+
+    def _rejoined(self) -> None:
+        log.info("event=rejoined host=%s", self._host)
+        self._follow()
+        self._tell("slots", slots=self._slots)
+        if self._leaving_at is not None:
+            self._tell("leaving")
 
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> int:
         """Work until the coordinator says to exit. Returns the exit code."""
-        try:
-            while self._exit is None:
-                try:
-                    self._events.get(timeout=TICK_S)()
-                except queue.Empty:
-                    self._tick()
-        finally:
-            self._workforce.close()
-            self._data.close()
-            self._worker_calls.close()
-            if self._exit in (0, RESUMABLE) or not self._store.generations():
-                # The job goes on elsewhere, is done, or lies in the durable directory.
-                self._store.remove()
-            else:
-                self._store.close()
+        with ExitStack() as closing:  # the last one first, whatever goes wrong in another
+            closing.callback(self._holdings.close)
+            closing.callback(self._worker_calls.close)
+            closing.callback(self._data.close)
+            closing.callback(self._coordinator.close)
+            closing.callback(self._workforce.close)
+            try:
+                self._loop()
+            except Exception:  # our own slip: its workers must not outlive the loop unseen
+                self._exit = 1
+                log.exception(
+                    "event=crashed host=%s: the agent itself has failed. Its workers end; the "
+                    "state stays in %s.", self._host, self._store.directory,
+                )  # fmt: skip
+        assert self._exit is not None
         return self._exit
+
+    def _loop(self) -> None:
+        tick_at = time.monotonic()
+        while self._exit is None:
+            try:
+                self._do(self._events.get(timeout=max(0.0, tick_at - time.monotonic())))
+            except queue.Empty:
+                pass
+            # By the clock, however many events there are.
+            if time.monotonic() >= tick_at and self._exit is None:
+                self._do(self._tick)
+                tick_at = time.monotonic() + TICK_S
+
+    def _do(self, due: Callable[[], None]) -> None:
+        """What fails for want of room, of a file or of a process fails the round, not the agent."""
+        try:
+            due()
+        except (ScalaiError, OSError) as error:
+            log.exception("event=error host=%s", self._host)
+            self._workforce.fail(str(error))
 
     def leave(self) -> None:
         """A first SIGTERM or SIGINT: drain. Callable from any thread."""
@@ -168,8 +243,13 @@ class Agent:
         if self._leaving_at is not None and time.monotonic() - self._leaving_at > timeout:
             log.error("event=drain_timeout after_s=%.0f: leaving without a goodbye", timeout)
             self._end(1)
+        self._commits.retry()
+        self._deposits.retry(self._workforce.round)
+        self._restores.watch(self._workforce.round)
         self._stops.watch()
         self._workforce.watch()
+        self._progress.watch()
+        self._stacks.watch()
 
     def _is_over(self) -> bool:
         return self._exit is not None
@@ -181,11 +261,22 @@ class Agent:
         if self._leaving_at is None:
             self._leaving_at = time.monotonic()
             self._tell("leaving")
+            silence_s = self._coordinator.silence_s
+            if silence_s is not None:
+                log.warning(
+                    "event=leaving host=%s: the coordinator has been silent for %.0f s, so nobody "
+                    "can stop the job at one step. After %.0f s (drain_timeout_s), or at a second "
+                    "signal, this host leaves all the same; its newest generation stays in %s.",
+                    self._host, silence_s, self._spec.config.resize.drain_timeout_s,
+                    self._store.directory,
+                )  # fmt: skip
 
     def _coordinator_gone(self, error: PeerError) -> None:
         log.error(
-            "event=coordinator_lost %s Workers stop; the state stays in %s: start the job again.",
-            error, self._store.directory,
+            "event=coordinator_lost %s Workers stop; what was committed stays in %s (%s): start "
+            "the job again. If it has ended meanwhile, this host has not heard how: look for "
+            "event=exit in the log of the coordinator or of another host.",
+            error, self._store.directory, self._holdings.newest(),
         )  # fmt: skip
         self._end(1)
 
@@ -201,13 +292,16 @@ class Agent:
             "proceed": self._proceed,
             "prepare": self._stops.prepare,
             "agree": self._stops.agree,
-            "hurry": self._stops.hurry,
-            "discard": self._discard,
+            "deposit": self._stops.deposit,
+            "report": self._report,
+            "discard": self._commits.discard,
             "withdraw": self._stops.withdraw,
             "commit": self._commit,
             "stop": self._stop,
             "drop": self._drop,
-            "save": self._save,
+            "save": self._holdings.save,
+            "doubt": self._holdings.doubt,
+            "look": self._holdings.look,
             "exit": self._on_exit,
         }
         obey[command["command"]](**arguments)
@@ -234,19 +328,14 @@ class Agent:
         if self._workforce.round is not None:
             self._restores.proceed(self._workforce.round)
 
-    def _commit(self, generation: int, deposit: str) -> None:
-        reached("commit")
-        for sealed, manifest in self._store.sealed():
-            if deposit_name(manifest) == deposit:
-                self._store.commit(sealed, generation)
-        reached("committed")
-        self._tell("committed", generation=generation)
-        self._deposits.reserve(self._workforce.round)
+    def _report(self) -> None:
+        """The job waits for workers of this host: say where they stand."""
+        if self._workforce.crew is not None:
+            self._stacks.ask(self._workforce.crew.pids())
 
-    def _discard(self) -> None:
-        """Give up what was sealed and not committed: the job goes on without it."""
-        for sealed, _ in self._store.sealed():
-            self._store.discard(sealed)
+    def _commit(self, generation: int, deposit: str, committed: Json) -> None:
+        self._commits.commit(generation, deposit, committed)
+        self._deposits.reserve(self._workforce.round)
 
     def _stop(self, round: int, has_deposited: bool) -> None:
         """End the workers: after a drain they leave by themselves, and may say goodbye to their log
@@ -262,27 +351,11 @@ class Agent:
             self._store.drop(generation)
         self._deposits.reserve(self._workforce.round)
 
-    def _save(self, generation: int) -> None:
-        folder = self._spec.durable_dir
-        assert folder is not None
-
-        def save() -> str | None:
-            try:
-                self._store.copy_to(generation, folder / self._spec.job)
-            except (ScalaiError, OSError) as error:
-                return str(error)
-            return None
-
-        def saved(error: str | None) -> None:
-            if error is None:
-                self._tell("saved")
-            else:
-                self._tell("unsaved", reason=error)
-
-        self._background.run(save, saved, "saving to the durable directory", saved)
-
-    def _on_exit(self, code: int, reason: str) -> None:
+    def _on_exit(
+        self, code: int, reason: str, finished: Json = None, keeps_state: bool = True
+    ) -> None:
         log.info("event=exit host=%s code=%d reason=%r", self._host, code, reason)
+        self._holdings.told_to_exit(finished, keeps_state)
         self._end(code)
 
     # ------------------------------------------------------------------ what workers say
@@ -301,7 +374,24 @@ class Agent:
             }
         )
 
+    def _refused(
+        self, current: Round, answer: "Future[Json]", rank: int, round: int, reason: str
+    ) -> None:
+        """The worker waits for no answer, but to be ended."""
+        self._workforce.refuse(current, reason)
+
+    def _unhooked(self, current: Round, answer: "Future[Json]", rank: int, round: int) -> None:
+        answer.set_result(None)
+        if not current.is_unhooked:
+            current.is_unhooked = True
+            log.error("event=unhooked rank=%d %s", rank, UNHOOKED)
+            self._tell("unhooked", round=current.number)
+
     def _publish(self, current: Round, answer: "Future[Json]", **told: Json) -> None:
+        if current.is_unhooked:  # its first steps were on the way to this
+            current.is_unhooked = False
+            log.info("event=hooked host=%s the script has connected itself", self._host)
+            self._tell("hooked", round=current.number)
         if self._restores.publish(current, answer, **told):
             if current is self._workforce.round:
                 self._begin_restore(current)
@@ -323,7 +413,15 @@ class Agent:
             self._tell("stepped", round=current.number)
             self._deposits.reserve(current)
 
-    @staticmethod
-    def _finished(current: Round, answer: "Future[Json]", rank: int, step: int) -> None:
+    def _finished(self, current: Round, answer: "Future[Json]", rank: int, step: int) -> None:
         answer.set_result(None)
         current.finished.add(rank)
+        self._holdings.last_step = max(self._holdings.last_step, step)
+
+
+def _identity(directory: Path) -> Json:
+    """Return what tells a store's directory from any other on any machine: two agents that name
+    the same one share its lock, so the later one has outlived the other."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    found = directory.stat()
+    return [boot, found.st_dev, found.st_ino]

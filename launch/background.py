@@ -1,11 +1,14 @@
 """What blocks (faulting pages in, planning and fetching, sealing) runs beside the agent's loop."""
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from scalai.core.errors import ScalaiError
 from scalai.launch.workforce import Workforce
+
+log = logging.getLogger(__name__)
 
 
 class Background:
@@ -21,8 +24,18 @@ class Background:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="agent")
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run ``work`` for no round in particular."""
-        self._threads.submit(work)
+        """Run ``work`` for no round in particular. What fails in it for want of room, of a file or
+        of a process is logged and ends nothing; any other error ends the agent, in its loop."""
+
+        def deliver(result: "Future[None]") -> None:
+            try:
+                result.result()  # it is done
+            except (ScalaiError, OSError):
+                log.exception("event=error: nothing is ended by it")
+
+        self._threads.submit(work).add_done_callback(
+            lambda result: self._put(lambda: deliver(result))
+        )
 
     def run(
         self,
@@ -30,9 +43,11 @@ class Background:
         then: Callable[[Any], None],
         what: str,
         too_late: Callable[[Any], None] = lambda result: None,
+        survives: Callable[[str], bool] = lambda reason: False,
     ) -> None:
-        """Run ``work`` beside the loop and ``then`` in it. An error of ``work`` fails the round;
-        ``too_late`` takes the result where the round has ended meanwhile."""
+        """Run ``work`` beside the loop and ``then`` in it. An error of ``work`` fails the round,
+        unless it ``survives`` that; ``too_late`` takes the result where the round has ended
+        meanwhile."""
         current = self._workforce.round
 
         def done(result: "Future[Any]") -> None:
@@ -42,7 +57,7 @@ class Background:
                 if error is None:
                     (then if is_present else too_late)(result.result())
                 elif isinstance(error, ScalaiError | OSError):
-                    if is_present:
+                    if is_present and not survives(str(error)):
                         self._workforce.fail(f"{what}: {error}")
                 else:
                     raise error

@@ -1,42 +1,48 @@
 """``scalai``: the commands around a job: its state, its size, its store, its checkpoints."""
 
 import argparse
+import contextlib
+import importlib
+import importlib.metadata
 import json
 import math
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalai.core.errors import PeerError, ScalaiError, UsageError
-from scalai.launch import clean, doctor, inspect, reshard, verify
-from scalai.launch.card import TOKEN_VARIABLE, read_card, split_endpoint
+from scalai.core.errors import PeerError, UsageError
+from scalai.launch.card import TOKEN_VARIABLE, read_card, split_endpoint, take_token
+from scalai.launch.program import exit_code_of
 from scalai.runtime.messages import Channel
-from scalai.store.places import default_store_dir
+from scalai.store.places import check_job, default_store_dir
+
+IN_MODULES = ("inspect", "reshard", "verify", "clean", "doctor")
+"""Commands that have a module of their own: most of them bring all converters, which takes longer
+than what the others do."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 input refused, 4 verification
     differs."""
     parser = argparse.ArgumentParser(prog="scalai", description=__doc__)
+    version = importlib.metadata.version("scalai")
+    parser.add_argument("--version", action="version", version=f"scalai {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_status(commands)
     _add_scale(commands)
+    _add_resume(commands)
     _add_coordinator(commands)
-    inspect.add_parser(commands)
-    reshard.add_parser(commands)
-    verify.add_parser(commands)
-    clean.add_parser(commands)
-    doctor.add_parser(commands)
-    arguments = parser.parse_args(argv)
-    try:
-        code = arguments.run(arguments)
-    except ScalaiError as error:
-        print(f"scalai {arguments.command}: {error}", file=sys.stderr)
-        code = error.exit_code
-    sys.exit(code)
+    given = sys.argv[1:] if argv is None else argv
+    asked = given[0] if given else None
+    is_known = asked in (*commands.choices, *IN_MODULES)
+    for name in IN_MODULES:
+        if name == asked or not is_known:  # all of them, to say which there are
+            importlib.import_module(f"scalai.launch.{name}").add_parser(commands)
+    arguments = parser.parse_args(given)
+    sys.exit(exit_code_of(f"scalai {arguments.command}", lambda: arguments.run(arguments)))
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
@@ -57,15 +63,22 @@ def _call(arguments: argparse.Namespace, method: str, **values: Any) -> Any:
         token = os.environ.get(TOKEN_VARIABLE)
         if token is None:
             raise UsageError(f"set {TOKEN_VARIABLE} to the secret that the job was started with.")
-        return Channel(split_endpoint(arguments.coordinator), token.encode()).call(method, **values)
-    folder = (arguments.store_dir or default_store_dir()) / arguments.job
+        return _ask(split_endpoint(arguments.coordinator), token.encode(), method, values)
+    folder = (arguments.store_dir or default_store_dir()) / check_job(arguments.job)
     card = read_card(folder)
     if card is None:
         raise PeerError(
             f"no job {arguments.job!r} runs here (looked in {folder}). Name it by --job, "
             f"--store-dir or --coordinator."
         )
-    return Channel(*card).call(method, **values)
+    return _ask(*card, method, values)
+
+
+def _ask(
+    address: tuple[str, int], token: bytes, method: str, values: Mapping[str, Any]
+) -> Any:
+    with contextlib.closing(Channel(address, token)) as channel:
+        return channel.call(method, **values)
 
 
 def _add_status(commands: Any) -> None:
@@ -82,9 +95,11 @@ def _status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(status))
         return 0
-    last = status.pop("last_resize")
+    # A coordinator that was started before an upgrade may know less than this command.
+    last, stalls = status.pop("last_resize", None), status.get("no_progress") or {}
     status["workers"] = ", ".join(f"{host}: {count}" for host, count in status["workers"].items())
     status["hosts"] = ", ".join(f"{h} ({of['slots']} slots)" for h, of in status["hosts"].items())
+    status["no_progress"] = "; ".join(_describe_stall(*stall) for stall in stalls.items()) or None
     for key, value in status.items():
         print(f"{key.replace('_', ' '):16} {value if value is not None else '-'}")
     if last is not None:
@@ -96,6 +111,15 @@ def _status(arguments: argparse.Namespace) -> int:
             f"{last['total_s']:.2f} s ({phases})"
         )
     return 0
+
+
+def _describe_stall(host: str, stall: Mapping[str, Any]) -> str:
+    ranks = ", ".join(map(str, stall.get("ranks", "?")))
+    for_s = f"{stall['for_s']:.0f}" if "for_s" in stall else "?"
+    return (
+        f"{host}: ranks {ranks} at step {stall.get('step', '?')} for {for_s} s (stacks in the log "
+        "of this host's agent)"
+    )
 
 
 def _add_scale(commands: Any) -> None:
@@ -127,6 +151,29 @@ def _scale(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_resume(commands: Any) -> None:
+    parser = commands.add_parser(
+        "resume", help="have a job that waits for its newest state go on from an older one"
+    )
+    _add_job(parser)
+    parser.add_argument(
+        "--generation", type=int, required=True, metavar="N",
+        help="the generation to go on from; newer ones are given up",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be given up and change nothing"
+    )
+    parser.set_defaults(run=_resume)
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    answer = _call(
+        arguments, "resume", generation=arguments.generation, dry_run=arguments.dry_run
+    )
+    print(answer["reason"])
+    return 0
+
+
 def _add_coordinator(commands: Any) -> None:
     parser = commands.add_parser(
         "coordinator", help="serve a job from a stable endpoint, before its agents start"
@@ -144,16 +191,17 @@ def _add_coordinator(commands: Any) -> None:
 
 def _coordinator(arguments: argparse.Namespace) -> int:
     from scalai.launch.coordinator_process import serve
+    from scalai.launch.flags import build_parser, parse_options
     from scalai.launch.hostfile import expand_for_coordinator
     from scalai.launch.job import JobSpec
     from scalai.launch.logs import configure
-    from scalai.launch.options import build_parser
     from scalai.launch.places import job_directory
 
     configure("coordinator")
     given = arguments.job_arguments
     given = given[1:] if given[:1] == ["--"] else given
-    spec = JobSpec.read(expand_for_coordinator(given, build_parser().parse_args(given)))
+    expanded = expand_for_coordinator(given, build_parser().parse_args(given))
+    spec = JobSpec.read(parse_options(expanded))
     endpoint = arguments.listen or spec.options.coordinator
     if endpoint is None:
         raise UsageError(
@@ -161,7 +209,7 @@ def _coordinator(arguments: argparse.Namespace) -> int:
             "a --hostfile of several hosts."
         )
     host, port = split_endpoint(endpoint)
-    token = os.environ.get(TOKEN_VARIABLE)
+    token = take_token()
     if token is None:
         token = secrets.token_hex(32)
         print(f"export {TOKEN_VARIABLE}={token}   # on every host, before scalai-run", flush=True)

@@ -1,17 +1,19 @@
 """The coordinator as a process of its own: ``python -m scalai.launch.coordinator_process FOLDER
-HOST:PORT < JOB``."""
+HOST:PORT < ORDER``, the job and its token as JSON."""
 
 import json
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 
-from scalai.launch.card import CARD, TOKEN_VARIABLE, write_card
+from scalai.core.errors import ScalaiError, UsageError
+from scalai.launch import host_signals
+from scalai.launch.card import join_endpoint, read_card, split_endpoint, write_card
 from scalai.launch.coordinator import Coordinator
 from scalai.launch.job import JobSpec
 from scalai.launch.logs import configure
+from scalai.launch.places import clear_away, one_at_a_time
 
 log = logging.getLogger("scalai.coordinator")
 
@@ -20,31 +22,69 @@ def serve(
     spec: JobSpec, folder: Path, host: str, port: int, token: bytes, alone_s: float = 60.0
 ) -> int:
     """Be the coordinator of a job until it ends, or nobody has been there for ``alone_s``. Returns
-    the job's exit code."""
-    # Whoever stops an agent by a signal to its group must not end the job's coordinator with it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    coordinator = Coordinator(spec, (host, port), token, log.info, alone_s)
-    address = coordinator.address
-    assert not isinstance(address, str)
-    write_card(folder, (host, address[1]), token)
+    the job's exit code.
+
+    Raises:
+        RefusedError, UsageError: The job cannot be run, or has a coordinator here.
+        PeerError: The address cannot be listened on, or somebody who looks for this job's
+            coordinator here stands still.
+    """
+    host_signals.ignore()
+    # An agent of this machine may be starting one: two must not listen, nor leave two cards.
+    with one_at_a_time(folder):
+        card = read_card(folder)
+        if card is not None:
+            there = join_endpoint(*card[0])
+            raise UsageError(
+                f"the job {spec.job!r} has a coordinator on this machine already, at {there}. "
+                "Agents here find it. A coordinator by hand is started before the first of them."
+            )
+        coordinator = Coordinator(spec, (host, port), token, log.info, alone_s)
+        address = _leave_card(coordinator, folder, host, token)
+    return _run(coordinator, spec, folder, address)
+
+
+def _leave_card(
+    coordinator: Coordinator, folder: Path, host: str, token: bytes
+) -> tuple[str, int]:
+    """Have agents find this coordinator. Returns where it listens."""
+    assert not isinstance(coordinator.address, str)
+    address = host, coordinator.address[1]
+    write_card(folder, address, token)
+    return address
+
+
+def _run(
+    coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[str, int]
+) -> int:
     log.info(
         "event=coordinator job=%s address=%s:%d: this host is the one that must not die",
-        spec.job, host, address[1],
+        spec.job, *address,
     )  # fmt: skip
     try:
         return coordinator.run()
     finally:
-        (folder / CARD).unlink(missing_ok=True)
+        clear_away(folder, address, is_last=spec.options.is_standalone)
 
 
 def main() -> int:
+    """Be the coordinator that an agent starts. What stands in the way of a start is written to
+    standard output, which the agent reads; the exit code says what kind it is."""
     configure("coordinator")
-    folder, endpoint = Path(sys.argv[1]), sys.argv[2]
-    host, _, port = endpoint.rpartition(":")
-    spec = JobSpec.from_json(json.loads(sys.stdin.read()))
-    token = os.environ.pop(TOKEN_VARIABLE).encode()
-    return serve(spec, folder, host, int(port), token)
+    folder = Path(sys.argv[1])
+    host, port = split_endpoint(sys.argv[2])
+    order = json.loads(sys.stdin.read())
+    token = str(order["token"]).encode()
+    try:
+        spec = JobSpec.from_json(order["job"])
+        host_signals.ignore()
+        coordinator = Coordinator(spec, (host, port), token, log.info)
+    except ScalaiError as error:
+        print(error, flush=True)
+        return error.exit_code
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the agent may end before the job does
+    # The agent that has started this process holds the lock until the card is there.
+    return _run(coordinator, spec, folder, _leave_card(coordinator, folder, host, token))
 
 
 if __name__ == "__main__":

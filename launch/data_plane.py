@@ -7,19 +7,18 @@ the parts' bytes in order, in blocks with a checksum each.
 
 import logging
 import os
-import socket
 import struct
-import threading
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from scalai.core.collection import MAX_NDIM, Collection, Columns
 from scalai.core.errors import PeerError, ScalaiError, StoreError
 from scalai.core.region import Box
-from scalai.launch.framing import FramedSocket, authenticate, connect
+from scalai.runtime.framing import FramedSocket, connect
+from scalai.runtime.listening import Listener
 from scalai.store.files import CHUNK_BYTES, contiguous_chunks
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, manifest_from_message, manifest_message
@@ -44,31 +43,16 @@ class DataPlaneServer:
     def __init__(
         self, store: HostStore, token: bytes, interface: str = "127.0.0.1", port: int = 0
     ) -> None:
-        self._store, self._token = store, token
-        try:
-            family = socket.getaddrinfo(interface, port, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.create_server((interface, port), family=family)
-        except OSError as error:
-            raise PeerError(
-                f"cannot listen on {interface}:{port} ({error}). Name an address of this host."
-            ) from error
-        self.address: Address = self._listener.getsockname()[:2]
-        self._connections: set[FramedSocket] = set()
-        self._mutex = threading.Lock()
-        self._is_closed = False
-        threading.Thread(target=self._accept, name="data-plane", daemon=True).start()
+        self._store = store
+        self._listener = Listener(
+            (interface, port), token, self._talk, timeout_s=DEFAULT_TIMEOUT_S, name="data-plane"
+        )
+        address = self._listener.address
+        assert not isinstance(address, str)
+        self.address: Address = address
 
     def close(self) -> None:
         """Stop listening and cut all connections; a second call does nothing."""
-        with self._mutex:
-            self._is_closed = True
-            connections = list(self._connections)
-        # A blocked accept or recv returns on shutdown, not on close.
-        for connection in (self._listener, *(framed.socket for framed in connections)):
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # The other side was faster.
         self._listener.close()
 
     def __enter__(self) -> "DataPlaneServer":
@@ -77,35 +61,16 @@ class DataPlaneServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError:
-                return
-            framed = FramedSocket(connection, f"peer {address[0]}:{address[1]}", DEFAULT_TIMEOUT_S)
-            with self._mutex:
-                if self._is_closed:
-                    framed.close()
-                    return
-                self._connections.add(framed)
-            threading.Thread(target=self._talk, args=(framed,), daemon=True).start()
-
     def _talk(self, framed: FramedSocket) -> None:
         """Serve one peer until it leaves."""
+        framed.timeout_s = IDLE_TIMEOUT_S
         try:
-            authenticate(framed, self._token, is_server=True)
-            framed.socket.settimeout(IDLE_TIMEOUT_S)
             while True:
                 self._answer(framed, framed.recv_json())
-        except PeerError as error:
-            log.debug("event=peer_gone %s", error)
+        except PeerError:
+            raise
         except ScalaiError as error:
             log.warning("event=request_refused peer=%s: %s", framed.peer, error)
-        finally:
-            with self._mutex:
-                self._connections.discard(framed)
-            framed.close()
 
     def _answer(self, framed: FramedSocket, request: dict[str, Json]) -> None:
         try:
@@ -148,7 +113,7 @@ class Peer:
     """Another host's data plane: where it listens, and the job's token."""
 
     address: Address
-    token: bytes
+    token: bytes = field(repr=False)
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def manifest(self, generation: int) -> HostManifest:
@@ -163,7 +128,13 @@ class Peer:
             return manifest_from_message(answer["manifest"], f"the manifest from {framed.peer}")
 
     def fetch(
-        self, generation: int, row: Columns, pieces: Collection, path: Path, begin: Columns
+        self,
+        generation: int,
+        row: Columns,
+        pieces: Collection,
+        path: Path,
+        begin: Columns,
+        arrived: Callable[[int], None] = lambda count: None,
     ) -> int:
         """Fetch parts of stored pieces into a local file; returns the bytes. Blocks.
 
@@ -173,6 +144,7 @@ class Peer:
             pieces: Which box of each piece, [parts].
             path: An existing file, long enough.
             begin: Where each part goes, row-major, in bytes [parts].
+            arrived: Is told of each block that has come, in bytes.
 
         Raises:
             StoreError: The generation is not committed there, a box is outside of its piece, or the
@@ -192,7 +164,8 @@ class Peer:
                 },
             )
             try:
-                return _receive(framed, pieces.size_bytes().tolist(), path, begin.tolist())
+                sizes = pieces.size_bytes().tolist()
+                return _receive(framed, sizes, path, begin.tolist(), arrived)
             except OSError as error:
                 raise StoreError(
                     f"{path} cannot be written ({error.strerror}). Stage it again."
@@ -207,7 +180,13 @@ def _ask(framed: FramedSocket, request: dict[str, Json]) -> dict[str, Json]:
     return answer
 
 
-def _receive(framed: FramedSocket, sizes: Sequence[int], path: Path, begins: Sequence[int]) -> int:
+def _receive(
+    framed: FramedSocket,
+    sizes: Sequence[int],
+    path: Path,
+    begins: Sequence[int],
+    arrived: Callable[[int], None],
+) -> int:
     """Receive parts of ``sizes`` bytes into ``path`` at ``begins``, block by block."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     head = memoryview(bytearray(_BLOCK.size))
@@ -230,6 +209,7 @@ def _receive(framed: FramedSocket, sizes: Sequence[int], path: Path, begins: Seq
                         f"a block of part {number} from {framed.peer} arrived damaged. Fetch again."
                     )
                 begin += _write_all(descriptor, block, begin)
+                arrived(length)
     finally:
         os.close(descriptor)
     return sum(sizes)

@@ -16,6 +16,11 @@ from scalai.store.orders import RankDeposit
 
 Json = Any
 
+AGAIN_S, LONGEST_AGAIN_S = 5.0, 300.0
+"""How long after a vain try room for the next deposit is made again: at first, and at most."""
+WITHDRAWN = {"is_withdrawn": True}
+"""The answer to a worker that stands at a stop which was taken back."""
+
 log = logging.getLogger(__name__)
 
 
@@ -39,6 +44,7 @@ class Deposits:
         if (
             current.reserved is not None
             or current.is_reserving
+            or (current.deposit is None and time.monotonic() < current.reserve_at)
             or (
                 not is_first
                 and (not current.is_complete(current.stepped) or len(self._store.generations()) > 1)
@@ -50,6 +56,7 @@ class Deposits:
 
         def reserved(deposit: Deposit) -> None:
             current.reserved, current.is_reserving = deposit, False
+            current.reserve_at = 0.0
             self._give_slots(current)
             self.give_orders(current)
             self.seal_if_complete(current)
@@ -59,10 +66,33 @@ class Deposits:
             reserved,
             "making room for a deposit",
             self._store.discard,
+            lambda reason: self._trains_on(current, reason),
         )
+
+    @staticmethod
+    def _trains_on(current: Round, reason: str) -> bool:
+        """There is no room for the next deposit. The training needs none: it is tried again, later
+        and later, and at the latest when the deposit is wanted."""
+        current.is_reserving = False
+        if current.deposit is not None or not current.is_complete(current.stepped):
+            return False
+        current.reserve_wait_s = min(2 * current.reserve_wait_s or AGAIN_S, LONGEST_AGAIN_S)
+        current.reserve_at = time.monotonic() + current.reserve_wait_s
+        log.warning(
+            "event=no_room round=%d: %s Until there is room the training goes on, but a change or "
+            "an end would lose the steps since the newest generation. Tried again in %.0f s.",
+            current.number, reason, current.reserve_wait_s,
+        )  # fmt: skip
+        return True
+
+    def retry(self, current: Round | None) -> None:
+        """Make room where there was none before. Called now and then."""
+        if current is not None and current.reserve_at:
+            self.reserve(current)
 
     def give_back(self, ended: Round) -> None:
         """The workers are gone: the next deposit's files are used again."""
+        self._store.stop_reserving()
         is_sealing = ended.deposit is not None and ended.deposit.is_sealing
         if ended.reserved is not None and not is_sealing:
             self._store.discard(ended.reserved)
@@ -85,7 +115,11 @@ class Deposits:
     def begin(
         self, current: Round, answer: "Future[Json]", rank: int, reason: str, step: int
     ) -> None:
-        """A worker has come to a step at which it deposits: ``stop``, ``snapshot`` or ``start``."""
+        """A worker has come to a step at which it deposits: ``stop``, ``snapshot`` or ``start``. At
+        a stop that was taken back meanwhile it is told to go on."""
+        if reason == "stop" and current.stop != step:
+            answer.set_result(WITHDRAWN)
+            return
         if current.deposit is None:
             current.deposit = DepositUnderWay(reason, step)
         elif current.deposit.step != step:
@@ -94,20 +128,42 @@ class Deposits:
             return
         current.deposit.waiting[rank] = answer
         self.reserve(current)
+        self.tell_arrived(current)
         self.give_orders(current)
+
+    def tell_arrived(self, current: Round) -> None:
+        """Tell the coordinator, once all workers of this host that live have ended the step at
+        which to stop: who dies from then on leaves no other rank waiting for it in a
+        collective."""
+        under_way = current.deposit
+        is_stop = under_way is None or under_way.reason == "stop"
+        if current.stop is None or current.has_arrived or not is_stop:
+            return
+        waiting = set(under_way.waiting) if under_way else set()
+        if current.is_complete(waiting | current.lost):
+            current.has_arrived = True
+            self._tell("arrived", round=current.number, stop=current.stop)
+
+    def withdraw(self, current: Round) -> None:
+        """The stop is taken back: workers that wait at it go on."""
+        under_way = current.deposit
+        if under_way is None or under_way.reason != "stop" or current.may_deposit:
+            return
+        current.deposit = None
+        for answer in under_way.waiting.values():
+            answer.set_result(WITHDRAWN)
 
     def give_orders(self, current: Round) -> None:
         """Answer the workers that wait for their order, once the files and the job's tensor count
-        are there; at a stop, once all workers of this host that live have ended the step: who dies
-        from then on leaves no other rank waiting for it in a collective."""
+        are there; at a stop, once the workers of every host have come to it."""
         under_way = current.deposit
         if under_way is None or current.reserved is None or current.tensors is None:
             return
-        arrived = {*under_way.waiting, *under_way.parts}
-        if under_way.reason == "stop" and not current.is_complete(arrived | current.lost):
+        if under_way.reason == "stop" and not current.may_deposit:
             return
         for rank, answer in list(under_way.waiting.items()):
             del under_way.waiting[rank]
+            under_way.ordered.add(rank)
             answer.set_result(current.reserved.orders[rank].to_json())
 
     def deposited(
@@ -128,6 +184,9 @@ class Deposits:
     def seal_if_complete(self, current: Round) -> None:
         """Seal the deposit once every worker that lives has written, and tell of it."""
         under_way, deposit = current.deposit, current.reserved
+        is_stop = current.is_draining and (under_way is None or under_way.reason == "stop")
+        if is_stop and not current.may_deposit:
+            return
         written = set(under_way.parts) if under_way else set()
         if not current.is_complete(written | current.lost):
             return
@@ -151,6 +210,7 @@ class Deposits:
             "degrees": current.command["degrees"],
             "world_size": current.command["world_size"],
             "tensors": current.tensors,
+            "hosts": list(current.command["group"]),
             "facts": current.facts,
             "time": time.time(),
         }
@@ -175,9 +235,11 @@ class Deposits:
             for again in postponed:
                 again()
 
-        self._background.run(
-            seal, sealed, "sealing the deposit", lambda part: self._store.discard(deposit)
-        )
+        def too_late(part: Json) -> None:
+            if not current.is_expelled:  # else the coordinator may count on it by now
+                self._store.discard(deposit)
+
+        self._background.run(seal, sealed, "sealing the deposit", too_late)
 
     def _tell_sealed(self, current: Round, part: Json) -> None:
         """Tell of a deposit; ``part`` None: nobody lived to write."""

@@ -1,68 +1,162 @@
-"""Resuming from the durable directory: its newest whole generation becomes one of this host's
-own."""
+"""The durable directory of a job: what an agent finds there when it starts, and what it leaves.
 
+``<durable_dir>/<job>/generation-<n>/<host>/`` are saved parts, ``finished.json`` says that the job
+has come to its end. An agent attaches what it can see before it joins; the coordinator decides.
+"""
+
+import json
 import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from scalai.core.errors import LayoutError, ProofError, StoreError
-from scalai.launch.generations import check_whole
-from scalai.store.files import contiguous_chunks
+from scalai.core.errors import LayoutError, RefusedError, StoreError
 from scalai.store.host import HostStore
-from scalai.store.manifest import Generation, load_generation
+from scalai.store.manifest import HostManifest, read_manifest, sync_directory
 from scalai.store.places import NUMBERED
-from scalai.store.rows import StoredRows
+
+Json = Any
+FINISHED = "finished.json"
 
 log = logging.getLogger(__name__)
 
 
-def newest_durable(folder: Path) -> Generation | None:
-    """Return the newest generation below ``folder`` that is whole, None where there is none.
+@dataclass(slots=True)
+class Seen:
+    """What a durable directory holds of a job: parts by generation, and what is damaged, why."""
 
-    Damaged and incomplete ones are passed over, by name in the log.
+    parts: dict[int, list[tuple[Path, HostManifest]]] = field(default_factory=dict)
+    damaged: dict[int, str] = field(default_factory=dict)
+
+
+def look(folder: Path) -> Seen:
+    """Read the manifests of all parts below ``<durable_dir>/<job>``. Raises ``StoreError`` where
+    the directory itself cannot be read."""
+    seen = Seen()
+    try:
+        entries = sorted(folder.glob("generation-*")) if folder.is_dir() else []
+        for entry in entries:
+            match = NUMBERED.fullmatch(entry.name)
+            if match is None or not entry.is_dir():
+                continue
+            for path in sorted(entry.iterdir()):
+                if not path.name.startswith("."):
+                    _read(path, int(match[2]), seen)
+    except OSError as error:
+        raise StoreError(
+            f"{error.filename} cannot be read ({error.strerror}), and may hold the job's state. "
+            "Mend it, or name another --durable-dir."
+        ) from error
+    return seen
+
+
+def _read(path: Path, number: int, seen: Seen) -> None:
+    try:
+        manifest = read_manifest(path)
+    except StoreError as error:
+        seen.damaged[number] = str(error)
+        return
+    if manifest.generation == number:
+        seen.parts.setdefault(number, []).append((path, manifest))
+    else:
+        seen.damaged[number] = f"{path} says that it is generation {manifest.generation}"
+
+
+def attach_durable(store: HostStore, folder: Path) -> dict[int, str]:
+    """Make all that ``<durable_dir>/<job>`` shows part of this host's store, by links.
+
+    Returns:
+        What cannot be used, with the reason, by generation.
     """
-    found: list[Generation] = []
-    for entry in sorted(folder.glob("generation-*")) if folder.is_dir() else ():
-        if NUMBERED.fullmatch(entry.name) is None:
-            continue
-        parts = [path for path in sorted(entry.iterdir()) if not path.name.startswith(".")]
+    seen = look(folder)
+    for number, parts in sorted(seen.parts.items()):
         try:
-            generation = load_generation(parts)
-            check_whole(generation.hosts, exact=False)
+            store.attach(parts)
         except (StoreError, LayoutError) as error:
-            log.warning("event=passed_over directory=%s: %s", entry, error)
-            continue
-        found.append(generation)
-    return max(found, key=lambda generation: (generation.step, generation.generation), default=None)
+            seen.damaged[number] = str(error)
+    for number, reason in sorted(seen.damaged.items()):
+        log.warning("event=damaged generation=%d directory=%s: %s", number, folder, reason)
+    return seen.damaged
 
 
-def adopt(store: HostStore, generation: Generation) -> None:
-    """Copy a durable generation into the store, as a committed part of this host. Every piece is
-    checked first.
+def check_writable(folder: Path) -> None:
+    """Write a file and remove it again, so that a state that cannot be saved is known at the start.
+    Raises ``StoreError``."""
+    probe = folder / f".probe-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(probe, "xb") as file:
+            file.write(b"scalai")
+            file.flush()
+            os.fsync(file.fileno())
+        probe.unlink()
+    except OSError as error:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+        raise StoreError(
+            f"--durable-dir {folder} cannot be written ({error.strerror}), so that the state could "
+            "not be saved there. Name another one, or leave it out."
+        ) from error
+
+
+def write_finished(folder: Path, step: int, generation: int | None) -> None:
+    """Say in ``<durable_dir>/<job>`` that the job has come to its end. Raises ``OSError``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {"step": step, "generation": generation, "at": _now("%Y-%m-%dT%H:%M:%SZ")}
+    aside = folder / f".{FINISHED}.{os.getpid()}"
+    with open(aside, "w", encoding="utf-8") as file:
+        json.dump(told, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, folder / FINISHED)
+    sync_directory(folder)
+    sync_directory(folder.parent)
+
+
+def refuse_finished(folder: Path) -> None:
+    """Raise ``RefusedError`` where the job of this directory has come to its end."""
+    path = folder / FINISHED
+    try:
+        told: Mapping[str, Json] = json.loads(path.read_text(encoding="utf-8"))
+        found = f"step {told['step']} on {told['at']}"
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError):
+        found = f"an unknown step ({path} cannot be read)"
+    raise RefusedError(
+        f"job {folder.name!r} finished at {found}; begin anew with --fresh, or with scalai clean "
+        f"--job {folder.name} --durable-dir {folder.parent} --force."
+    )
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Rename ``<durable_dir>/<job>``, so that the job begins anew; never removes it. Returns the
+    new name, None where nothing is there.
 
     Raises:
-        ProofError: A piece is not what its manifest says.
+        StoreError: It cannot be renamed.
     """
-    parts = [
-        StoredRows(directory, part)
-        for part, directory in zip(generation.hosts, generation.directories, strict=True)
-        if directory is not None
-    ]
-    for part in parts:
-        for damage in part.damage():
-            raise ProofError(
-                f"{damage}. Remove {part.directory.parent} to resume from an older generation."
-            )
-    store.adopt_empty(generation.hosts[0])
-    for part in parts:
-        pieces = part.manifest.collection
-        path, begins = store.stage(pieces)
-        with open(path, "r+b", buffering=0) as file:
-            for row, begin in enumerate(begins.tolist()):
-                file.seek(begin)
-                for chunk in contiguous_chunks(part.view(row)):
-                    file.write(chunk)
-        store.extend(generation.generation, path, pieces, begins, of=generation)
-    log.info(
-        "event=resume generation=%d step=%d from=%s",
-        generation.generation, generation.step, parts[0].directory.parent,
-    )  # fmt: skip
+    number, stamp = 1, _now("%Y%m%dT%H%M%SZ")
+    target = folder.with_name(f"{folder.name}.set-aside-{stamp}")
+    while target.exists():
+        number += 1
+        target = folder.with_name(f"{folder.name}.set-aside-{stamp}-{number}")
+    try:
+        os.rename(folder, target)
+        sync_directory(target.parent)
+    except FileNotFoundError:
+        return None  # there is none, or another host was faster
+    except OSError as error:
+        raise StoreError(
+            f"{folder} cannot be renamed to {target.name} ({error.strerror}), as --fresh does to "
+            "it. Move it away by hand."
+        ) from error
+    return target
+
+
+def _now(form: str) -> str:
+    return time.strftime(form, time.gmtime())

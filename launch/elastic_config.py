@@ -40,12 +40,19 @@ class ResizeConfig:
 
     Attributes:
         settle_s: Joins within this time are one change.
-        drain_timeout_s: How long a leaving host serves its shards at most.
+        drain_timeout_s: How long a leaving host serves its shards at most, how long workers may be
+        on their way to an agreed stop before it is taken back, and how long they may hang in their
+        deposit before they are ended.
+        start_timeout_s: How long a round may make no progress before every rank has stepped.
+        stall_s: After how long without a step workers are reported, at the soonest.
+        quarantine_s: How long a host waits that was lost three times within an hour; twice as long
+        each further time; 0: it does not.
         allowed_sizes: World sizes that may be used, ascending; empty: any.
         min_model_parallel: Smallest TP·PP that memory is known to hold; None: the present one.
         build_ahead: Whether the next round's workers build their models while the present ones
         train on: ``auto`` where host memory holds both, ``always``, ``never``.
         build_timeout_s: How long the training goes on for that, at most, before the change.
+        coordinator_timeout_s: How long workers train on while the coordinator is silent.
     """
 
     settle_s: float = 2.0
@@ -54,11 +61,20 @@ class ResizeConfig:
     min_model_parallel: int | None = None
     build_ahead: str = "auto"
     build_timeout_s: float = 300.0
+    coordinator_timeout_s: float = 600.0
+    start_timeout_s: float = 1800.0
+    stall_s: float = 60.0
+    quarantine_s: float = 60.0
 
     def __post_init__(self) -> None:
         policies = "one of " + ", ".join(BUILD_AHEAD)
         _expect(self.build_ahead in BUILD_AHEAD, "build_ahead", self.build_ahead, policies)
         _expect(self.build_timeout_s > 0, "build_timeout_s", self.build_timeout_s, "> 0 seconds")
+        timeout_s = self.coordinator_timeout_s
+        _expect(timeout_s > 0, "coordinator_timeout_s", timeout_s, "> 0 seconds")
+        _expect(self.start_timeout_s > 0, "start_timeout_s", self.start_timeout_s, "> 0 seconds")
+        _expect(self.stall_s > 0, "stall_s", self.stall_s, "> 0 seconds")
+        _expect(self.quarantine_s >= 0, "quarantine_s", self.quarantine_s, "0 or more seconds")
         _expect(self.settle_s >= 0, "settle_s", self.settle_s, "0 or more seconds")
         _expect(self.drain_timeout_s > 0, "drain_timeout_s", self.drain_timeout_s, "> 0 seconds")
         sizes = self.allowed_sizes

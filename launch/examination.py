@@ -1,11 +1,10 @@
 """What an elastic job finds on this host: versions, memory, devices, network, the job itself."""
 
-import json
 import os
 import platform
 import shutil
 import socket
-import subprocess
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,16 +12,19 @@ from pathlib import Path
 
 import torch
 
-from scalai.core.errors import ScalaiError
+from scalai.core.errors import RefusedError, ScalaiError, StoreError
 from scalai.launch.card import TOKEN_VARIABLE, split_endpoint
 from scalai.launch.check_elastic import check_elastic
 from scalai.launch.extension_locks import extensions_root, find_locks
+from scalai.launch.flags import build_parser, parse_options
+from scalai.launch.frameworks import frameworks
 from scalai.launch.hostfile import expand_hostfile
 from scalai.launch.job import JobSpec
-from scalai.launch.options import DEFAULT_MASTER_PORT, build_parser
+from scalai.launch.options import DEFAULT_MASTER_PORT
 from scalai.launch.sizes import size_text
 from scalai.launch.torch_elastic import self_check
 from scalai.store.places import default_store_dir
+from scalai.store.secure import Folder
 
 SMALL_STORE = 1 << 30
 """Less shared memory than this is what a container has by default, and holds no model."""
@@ -66,19 +68,15 @@ def _versions() -> Iterator[Finding]:
         yield Finding("torch", torch.__version__)
     except ScalaiError as error:
         yield Finding("torch", str(error), is_fatal=True)
-    # Another process, because nothing of the frameworks' side is imported here.
-    told = subprocess.run(
-        [sys.executable, "-m", "scalai.patches.diagnosis"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if told.returncode:
-        yield Finding("frameworks", told.stderr.strip().splitlines()[-1], is_fatal=True)
+    try:
+        found = frameworks()
+    except RefusedError as error:
+        yield Finding("frameworks", str(error), is_fatal=True)
         return
-    frameworks = json.loads(told.stdout)
-    for name, of in frameworks.items():
+    for name, of in found.items():
         text = f"{of['version'] or '-'}, {'hooked' if of['is_hooked'] else 'not hooked'}: "
         yield Finding(name, text + of["note"], bool(of["version"]) and not of["is_hooked"])
-    if not any(of["version"] for of in frameworks.values()):
+    if not any(of["version"] for of in found.values()):
         why = "none: only loops of one's own with scalai.elastic() are elastic"
         yield Finding("frameworks", why)
 
@@ -86,11 +84,27 @@ def _versions() -> Iterator[Finding]:
 def _memory(store_dir: Path | None) -> Iterator[Finding]:
     folder = store_dir or default_store_dir()
     there = next(part for part in (folder, *folder.parents) if part.exists())
+    if not os.access(there, os.W_OK):
+        text = f"{there} may not be written by this user; name another folder by --store-dir"
+        yield Finding("shared memory", text, is_fatal=True)
+        return
+    try:
+        if there == folder:
+            Folder.open(folder, may_be_shared=True).close()
+    except StoreError as error:
+        yield Finding("shared memory", str(error), is_fatal=True)
+        return
     free = shutil.disk_usage(there).free
-    text = f"{size_text(free)} free in {there}; a store takes twice the host's part of the state"
+    text = f"{size_text(free)} free in {there}"
+    if there != folder and store_dir is not None:
+        text += f" ({folder} is not there yet, and will be made)"
+    text += "; a store takes twice the host's part of the state"
+    above = there.parent.stat() if there == folder else there.stat()
+    if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
+        text += ". Others may take the store away: the folder above it lacks the sticky bit"
     if free < SMALL_STORE:
         text += ". In Docker: --shm-size; else --store-dir"
-    yield Finding("shared memory", text, not os.access(there, os.W_OK))
+    yield Finding("shared memory", text)
 
 
 def _devices() -> Iterator[Finding]:
@@ -139,7 +153,7 @@ def _extensions() -> Iterator[Finding]:
 def _job(argv: Sequence[str]) -> Iterator[Finding]:
     try:
         expanded, _ = expand_hostfile(argv, build_parser().parse_args(list(argv)))
-        spec = JobSpec.read(expanded)
+        spec = JobSpec.read(parse_options(expanded))
         if not spec.is_elastic:
             why = 'not elastic: no --elastic, and no DeepSpeed configuration with a block "scalai"'
             yield Finding("job", why, is_fatal=True)

@@ -2,19 +2,27 @@
 extension afterwards waits for it without a word and without end.
 
 Source: ``FileBaton`` of torch/utils/file_baton.py and ``_get_build_directory`` of
-torch/utils/cpp_extension.py, 2.13: who builds keeps the lock's file open.
+torch/utils/cpp_extension.py, 2.13: who builds keeps the lock's file open. That module is not
+imported, because it brings setuptools along.
 """
 
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.utils.cpp_extension import get_default_build_root
-
 VARIABLE = "TORCH_EXTENSIONS_DIR"
+LOCK = "lock"
+PATIENCE_S = 30.0
+"""After so long a lock is told of while workers start: builds take minutes."""
+
+Identity = tuple[int, int]
+"""A file's device and inode: another lock at the same path is another file."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +36,18 @@ class Lock:
 
 
 def extensions_root() -> Path:
-    """Return the directory below which torch builds extensions for this environment."""
-    return Path(os.environ.get(VARIABLE) or get_default_build_root())
+    """Return the directory below which torch builds extensions for this environment.
+
+    Source: ``user_cache_dir`` of torch/_appdirs.py, 2.13, on Linux.
+    """
+    cache = os.getenv("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    return Path(os.environ.get(VARIABLE) or Path(cache, "torch_extensions")).resolve()
 
 
 def find_locks(root: Path) -> Iterator[Lock]:
     """Yield the locks below a directory. Torch's own has one more level, for Python's version and
     the accelerator."""
-    for path in sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}):
+    for path in sorted({*root.glob(f"*/{LOCK}"), *root.glob(f"*/*/{LOCK}")}):
         try:
             age_s = time.time() - path.stat().st_mtime
         except FileNotFoundError:
@@ -52,3 +64,75 @@ def _holder(path: Path) -> int | None:
                 if os.path.realpath(process / "fd" / name) == wanted:
                     return int(process.name)
     return None
+
+
+class WorkersLocks:
+    """What workers of one round build, and the locks that they leave when they are killed.
+
+    Only a lock that one of them was seen to hold is ever removed: others of this directory may
+    belong to another job, or to another host.
+    """
+
+    def __init__(self, root: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._root, self._clock = root, clock
+        self._held: dict[int, dict[Path, Identity]] = {}
+        self._since: dict[Path, float] = {}
+        self._told: set[Path] = set()
+
+    def look(self, pids: Iterable[int]) -> None:
+        """Note which locks these workers hold. What one held that has just died stays noted."""
+        for pid in pids:
+            if _is_alive(pid):
+                self._held[pid] = dict(_held_by(pid, self._root))
+
+    def remove_left(self) -> None:
+        """All these workers are dead: remove the locks that they have left."""
+        for path, identity in [item for held in self._held.values() for item in held.items()]:
+            with suppress(FileNotFoundError):
+                if _identity(path) == identity and _holder(path) is None:
+                    path.unlink()
+                    log.info("event=build_lock removed=%s: its worker was killed", path)
+        self._held.clear()
+
+    def tell_of_waits(self) -> None:
+        """Tell once of each lock that is there for long while workers start: they may wait for
+        it."""
+        for lock in find_locks(self._root):
+            since = self._since.setdefault(lock.path, self._clock())
+            if self._clock() - since < PATIENCE_S or lock.path in self._told:
+                continue
+            self._told.add(lock.path)
+            if lock.pid is not None:
+                text = "process %d builds an extension of torch, and workers that want it wait"
+                log.info(f"event=build_lock path=%s {text}", lock.path, lock.pid)
+            else:
+                log.warning(
+                    "event=build_lock path=%s no process of this host holds it, and workers that "
+                    "want the extension wait for it without end. Unless another host builds "
+                    "there, remove it.", lock.path,
+                )  # fmt: skip
+
+
+def _held_by(pid: int, root: Path) -> Iterator[tuple[Path, Identity]]:
+    """Yield the locks below a directory that a process has open."""
+    folder = Path("/proc", str(pid), "fd")
+    with suppress(OSError):  # it ends meanwhile
+        for name in os.listdir(folder):
+            with suppress(OSError):  # this one is closed meanwhile
+                path = Path(os.readlink(folder / name))
+                if path.name == LOCK and path.is_relative_to(root):
+                    yield path, _identity(folder / name)
+
+
+def _identity(path: Path) -> Identity:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process has not ended. One that nobody has waited for yet has no files any more."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -2,16 +2,20 @@
 and the proof."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from scalai.core.collection import Collection, concatenate
 from scalai.core.coverage import check_coverage
-from scalai.core.errors import LayoutError
+from scalai.core.errors import LayoutError, ProofError
 from scalai.core.fingerprint import compare, tensor_fingerprints
 from scalai.core.membership import Generation
+from scalai.launch.proofs import committed_fingerprints, deposited_fingerprints
+from scalai.store.attachment import attached_hosts
+from scalai.store.committed import Committed
+from scalai.store.extension import proven_only
 from scalai.store.manifest import HostManifest
 
 
@@ -36,19 +40,36 @@ def check_whole(parts: Iterable[HostManifest], *, exact: bool = True) -> None:
     check_coverage(rows, exact_partition=exact)
 
 
-def fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
-    """Return the fingerprint of every tensor by name. Equal boxes on several hosts must agree
-    (``ProofError``)."""
-    parts = list(parts)
-    rows = concatenate([part.collection for part in parts])
-    values = np.concatenate([part.fingerprint for part in parts])
-    return tensor_fingerprints(rows, values)
-
-
 def deposit_name(part: HostManifest) -> str:
     """Return what the parts of one deposit have in common: the run of the coordinator, the round
     and the step, which a host's part says about itself."""
     return str(part.about.get("deposit", f"generation-{part.generation}"))
+
+
+NAMED = 5
+"""Damaged pieces that an error names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """A generation that is not whole here: its step (None: its manifests cannot be read), the hosts
+    that hold parts of it and those that are known to lack, and what is damaged, by host."""
+
+    number: int
+    step: int | None
+    present: tuple[str, ...]
+    missing: tuple[str, ...]
+    damaged: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A deposit that was sealed in part and never committed: its step, the hosts that hold parts of
+    it, and those that were to write the rest and are not there."""
+
+    step: int
+    present: tuple[str, ...]
+    missing: tuple[str, ...]
 
 
 class Generations:
@@ -58,14 +79,27 @@ class Generations:
     def __init__(self) -> None:
         self._committed: dict[int, dict[str, HostManifest]] = {}
         self._deposits: dict[str, dict[str, HostManifest]] = {}
+        self._sealed: dict[str, tuple[int, frozenset[str]]] = {}
+        """By deposit its step and all of its hosts, also when they have gone with their parts."""
+        self._made: set[int] = set()
         self._numbers: dict[str, int] = {}
         self._abandoned: set[int] = set()
+        self._given_up: set[int] = set()
+        self._set_aside: set[int] = set()
+        self._offered: set[int] = set()
+        self._damaged: dict[int, dict[str, str]] = {}
+        self._steps: dict[int, int] = {}
+        self._doubts: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {}
+        self._stated: dict[int, Committed] = {}
         self._fingerprints: dict[int, Mapping[str, int]] = {}
 
     def deposit(self, part: HostManifest) -> Mapping[str, HostManifest]:
         """Note a sealed part; return all parts of the same deposit so far, by host."""
-        parts = self._deposits.setdefault(deposit_name(part), {})
+        name = deposit_name(part)
+        parts = self._deposits.setdefault(name, {})
         parts[part.host] = part
+        _, hosts = self._sealed.get(name, (part.step, frozenset[str]()))
+        self._sealed[name] = part.step, hosts | {part.host, *part.about.get("hosts", ())}
         return parts
 
     def deposited(self, name: str, hosts: Iterable[str]) -> dict[str, HostManifest]:
@@ -75,35 +109,87 @@ class Generations:
 
     def whole_deposit(self) -> str | None:
         """Return the name of a deposit that covers the state and was never committed, the furthest
-        one, or None."""
+        one, or None. One of a step before the newest generation was left behind: a host that was
+        away may bring it, and under a new number it would pass for the newest state."""
         found = []
+        passed = self._steps.get(max(self._committed, default=0), 0)
         for name, parts in self._deposits.items():
             try:
                 check_whole(parts.values())
             except LayoutError:
                 continue
-            found.append((next(iter(parts.values())).step, name))
+            step = next(iter(parts.values())).step
+            if step >= passed:
+                found.append((step, name))
         return max(found)[1] if found else None
 
     def commit(self, number: int, name: str) -> None:
         """The parts of this deposit are generation ``number`` now."""
         parts = self._deposits.pop(name)
+        self._sealed.pop(name)
         self._numbers[name] = number
-        self._committed[number] = {h: replace(p, generation=number) for h, p in parts.items()}
-        self._fingerprints[number] = fingerprints(parts.values())
+        self._made.add(number)
+        stated = Committed(tuple(sorted(parts)), deposited_fingerprints(parts.values()))
+        self._steps[number] = next(iter(parts.values())).step
+        self._stated[number], self._fingerprints[number] = stated, stated.fingerprints
+        self._committed[number] = {
+            host: replace(part, generation=number, committed=stated) for host, part in parts.items()
+        }
 
-    def late(self) -> Iterator[tuple[str, str, int]]:
-        """Take the sealed parts whose deposit was committed while their host was away; yield host,
-        deposit and generation."""
+    def stated(self, number: int) -> Committed | None:
+        """Return what is stated of a generation, for the manifests of its hosts."""
+        return self._stated.get(number)
+
+    def _note_stated(self, part: HostManifest) -> None:
+        if part.committed is not None:
+            self._stated.setdefault(part.generation, part.committed)
+
+    def check_stated(self, part: HostManifest) -> None:
+        """Raise ``ProofError`` where this part was committed with other fingerprints than those
+        that are known of its generation; names the hosts and the tensors."""
+        known = self._committed.get(part.generation, {}).values()
+        committed_fingerprints([*known, part] if part.committed is not None else [])
+
+    def late(self) -> Iterator[tuple[str, int]]:
+        """Take the sealed parts whose deposit was committed while their host was away; yield host
+        and generation."""
         for name in [n for n in self._deposits if self._numbers.get(n) in self._committed]:
+            self._sealed.pop(name)
             for host, part in self._deposits.pop(name).items():
                 number = self._numbers[name]
-                self._committed[number][host] = replace(part, generation=number)
-                yield host, name, number
+                stated = self.stated(number)
+                self._committed[number][host] = replace(part, generation=number, committed=stated)
+                yield host, number
 
-    def forget_deposits(self) -> None:
-        """A round begins: what was sealed and not committed is of no use any more."""
+    def unfinished(self, present: Iterable[str]) -> tuple[Unfinished, ...]:
+        """Return the deposits that are sealed in part and that hosts beside the ``present`` ones
+        may make whole, the furthest first; also those whose parts have gone with their hosts."""
+        here, found = frozenset(present), list[Unfinished]()
+        for name, (step, hosts) in self._sealed.items():
+            missing = tuple(sorted(hosts - here))
+            if missing:
+                found.append(Unfinished(step, tuple(sorted(self._deposits[name])), missing))
+        return tuple(sorted(found, key=lambda deposit: (-deposit.step, deposit.present)))
+
+    def forget_deposits(self) -> tuple[HostManifest, ...]:
+        """A round begins: what was sealed and not committed is of no use any more. Return it."""
+        given_up = tuple(part for parts in self._deposits.values() for part in parts.values())
         self._deposits.clear()
+        self._sealed.clear()
+        return given_up
+
+    def number(self, name: str) -> int | None:
+        """Return the number that a deposit was given, None where it was never committed."""
+        return self._numbers.get(name)
+
+    def newest_part(self) -> HostManifest | None:
+        """Return some host's part of the newest generation of which there is any."""
+        newest = max((n for n, parts in self._committed.items() if parts), default=0)
+        return next(iter(self._committed[newest].values())) if newest else None
+
+    def is_made(self, number: int) -> bool:
+        """Whether this coordinator gave a deposit this number."""
+        return number in self._made
 
     def name(self, number: int) -> str:
         """Return the name of the deposit that became this generation."""
@@ -126,9 +212,80 @@ class Generations:
         known = self._numbers.get(deposit_name(part)) == part.generation
         if part.generation in self._abandoned or (known and part.generation not in self._committed):
             return False
+        if not known and not self._committed.get(part.generation):
+            self._forget_number(part.generation)
+        self._take(part)
+        return True
+
+    def _forget_number(self, number: int) -> None:
+        """Who held another state under this number has gone before the job began: what was stated
+        of that one says nothing of this one."""
+        self._numbers = {name: n for name, n in self._numbers.items() if n != number}
+        for told in (self._stated, self._fingerprints, self._doubts):
+            told.pop(number, None)
+
+    def has(self, number: int) -> bool:
+        """Whether a state of this job has this number."""
+        return number in self._committed
+
+    def _take(self, part: HostManifest) -> None:
         self._committed.setdefault(part.generation, {})[part.host] = part
         self._numbers[deposit_name(part)] = part.generation
-        return True
+        self._steps[part.generation] = part.step
+        self._note_stated(part)
+
+    def offer(self, part: HostManifest) -> None:
+        """A durable directory has this part of a generation that the job may have left behind: a
+        person may go back to it."""
+        if part.generation in self._abandoned or self.is_foreign(part):
+            return
+        if part.generation not in self._committed:
+            self._offered.add(part.generation)
+        self._take(part)
+
+    def without(self, host: str, number: int) -> None:
+        """The host holds nothing of this generation any more."""
+        self._committed.get(number, {}).pop(host, None)
+
+    def note_damaged(self, host: str, number: int, reason: str) -> None:
+        """A host, or a durable directory that it sees, has a generation that cannot be read."""
+        if number not in self._abandoned:
+            self._damaged.setdefault(number, {})[host] = reason
+
+    def set_aside(self, number: int) -> None:
+        """A host holds parts of a generation that the job begins anew without: they go once it has
+        a generation of its own."""
+        self._set_aside.add(number)
+
+    def incomplete(self, whole: tuple[Generation, ...]) -> tuple[Incomplete, ...]:
+        """Return the generations that are newer than the newest of the ``whole`` ones, newest
+        first."""
+        newest = max((generation.number for generation in whole), default=0)
+        known = {*self._committed, *self._damaged}
+        return tuple(self._describe(n) for n in sorted(known, reverse=True) if n > newest)
+
+    def _describe(self, number: int) -> Incomplete:
+        parts, stated = self._committed.get(number, {}), self._stated.get(number)
+        seen = {*parts, *(host for part in parts.values() for host in attached_hosts(part))}
+        missing = tuple(sorted(set(stated.hosts) - seen)) if stated else ()
+        damaged = self._damaged.get(number, {})
+        return Incomplete(number, self._steps.get(number), tuple(sorted(parts)), missing, damaged)
+
+    def is_offered(self, number: int) -> bool:
+        """Whether the job has left this generation behind and knows it from a disk only."""
+        return number in self._offered
+
+    def give_up_after(self, number: int) -> tuple[int, ...]:
+        """A person goes on from this generation: newer ones, whole or not, are of no use. Return
+        them."""
+        later = tuple(sorted(n for n in {*self._committed, *self._damaged} if n > number))
+        for given_up in later:
+            self._committed.pop(given_up, None)
+            self._damaged.pop(given_up, None)
+        self._offered.discard(number)
+        self._abandoned |= set(later)
+        self._given_up |= set(later)
+        return later
 
     def is_foreign(self, part: HostManifest) -> bool:
         """Whether another run of the job gave the number of this part to another state."""
@@ -146,10 +303,14 @@ class Generations:
         for abandoned in later:
             del self._committed[abandoned]
         self._abandoned |= set(later)
-        if number is not None and number not in self._fingerprints:
-            # Now, because a host that goes away during the restore takes its fingerprints with it.
-            self._fingerprints[number] = fingerprints(self._committed[number].values())
-        return later
+        given_up, self._given_up = self._given_up, set()
+        self._offered.discard(number or 0)
+        return tuple(sorted({*later, *given_up}))
+
+    def _note_fingerprints(self, number: int) -> None:
+        if number not in self._fingerprints:
+            parts = self._committed[number].values()
+            self._fingerprints[number] = committed_fingerprints(parts)
 
     def parts(self, number: int) -> Mapping[str, HostManifest]:
         return self._committed[number]
@@ -165,25 +326,75 @@ class Generations:
         for old in dropped:
             del self._committed[old]
             self._fingerprints.pop(old, None)
-        return dropped
+            self._stated.pop(old, None)
+        aside, self._set_aside = self._set_aside, set()
+        self._damaged = {n: told for n, told in self._damaged.items() if n > number}
+        return tuple(sorted({*dropped, *aside}))
 
-    def covered(self) -> tuple[Generation, ...]:
-        """Return the committed generations that the hosts hold wholly, oldest first by step and
-        number."""
+    def covered(self, without: str | None = None) -> tuple[Generation, ...]:
+        """Return the committed generations that the hosts hold wholly, oldest first; ``without``:
+        that they would hold without this one.
+
+        By number: numbers only grow, also where the job went back to an earlier step."""
         whole = []
-        for number, parts in self._committed.items():
+        for number, held in self._committed.items():
+            parts = {host: part for host, part in held.items() if host != without}
             if not parts:
                 continue
             try:
                 check_whole(parts.values(), exact=False)
-            except LayoutError:
+                # Now, because a host that goes away takes with it what they follow from.
+                self._note_fingerprints(number)
+            except (LayoutError, ProofError):
                 continue
             step = next(iter(parts.values())).step
             whole.append(Generation(number, step, frozenset(parts)))
-        return tuple(sorted(whole, key=lambda generation: (generation.step, generation.number)))
+        return tuple(sorted(whole, key=lambda generation: generation.number))
 
     def prove(
         self, number: int, rows: Collection, values: "np.ndarray[tuple[int], np.dtype[np.uint64]]"
     ) -> None:
         """Raise ``ProofError`` unless these restored pieces make up exactly what was deposited."""
         compare(self._fingerprints[number], tensor_fingerprints(rows, values))
+        self._doubts.pop(number, None)
+        for host, part in self._committed[number].items():
+            self._committed[number][host] = replace(part, unproven=())
+
+    def is_whole_as_deposited(self, number: int) -> bool:
+        """Whether the hosts hold a generation wholly without what was fetched and never proven."""
+        try:
+            check_whole(map(proven_only, self._committed[number].values()), exact=False)
+        except LayoutError:
+            return False
+        return True
+
+    def doubt(self, number: int) -> None:
+        """A proof of this generation has failed."""
+        self._doubts.setdefault(number, {})
+
+    def is_doubted(self, number: int) -> bool:
+        """Whether a proof of this generation has failed before, and none has passed since."""
+        return number in self._doubts
+
+    def note_examined(
+        self, number: int, host: str, directory: str, damage: Iterable[str]
+    ) -> None:
+        """A host has compared its part of a doubted generation with its manifest."""
+        if number in self._doubts:
+            self._doubts[number][host] = (directory, tuple(damage))
+
+    def verdict(self, number: int, reason: str) -> str:
+        """Say what is wrong with a generation whose proof has failed twice, where it lies, and what
+        a person may do."""
+        told = self._doubts[number]
+        lines = [f"host {h!r}: {line}" for h, (_, found) in sorted(told.items()) for line in found]
+        damage = f"damaged pieces: {'; '.join(lines[:NAMED])}"
+        if not lines:
+            places = ", ".join(f"{h!r} ({folder})" for h, (folder, _) in sorted(told.items()))
+            damage = f"parts lie at {places or sorted(self._committed[number])}"
+        return (
+            f"generation {number} of step {self.step(number)} cannot be gone on from, twice: "
+            f"{reason} {damage}. The state is kept. Move the damaged directory away (of memory: "
+            "run scalai clean on that host) and start the job again to go on from what is left, or "
+            "begin anew with --fresh"
+        )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scalai.core.errors import UsageError
+from scalai.launch.card import join_endpoint
 from scalai.launch.options import DEFAULT_MASTER_PORT
 
 Hosts = Mapping[str, tuple[int, ...]]
@@ -62,7 +63,7 @@ def _of_job(hosts: Hosts) -> list[str]:
     """Return the flags that are the same on all hosts."""
     said = ["--nnodes", f"1:{len(hosts)}"]
     if len(hosts) > 1:
-        said += ["--rdzv-endpoint", f"{next(iter(hosts))}:{DEFAULT_MASTER_PORT}"]
+        said += ["--rdzv-endpoint", join_endpoint(next(iter(hosts)), DEFAULT_MASTER_PORT)]
     return said
 
 

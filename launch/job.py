@@ -1,7 +1,7 @@
 """What a job is: the same for all its agents, and what the coordinator decides by."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from scalai.converters.deepspeed.config import BLOCK, find_config, json_config
 from scalai.launch.elastic_config import ElasticConfig
 from scalai.launch.elastic_file import parse_config, read_text
-from scalai.launch.options import Options, parse_options
+from scalai.launch.options import Options
 from scalai.launch.script import ScriptFacts, read_script
 
 Json = Any
@@ -29,26 +29,29 @@ COMPARED = (
 own affair."""
 
 
+FAILURES = 3
+"""Failures of workers within an hour of training that a job survives whose hosts may come and go,
+where nobody gave ``--max-restarts``."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobSpec:
     """A job as its command line and its elastic configuration state it.
 
-    ``argv``, ``elastic_text`` and ``deepspeed`` are what a person gave; everything else follows
+    ``options``, ``elastic_text`` and ``deepspeed`` are what a person gave; everything else follows
     from them, on every process alike. ``elastic_text`` is TOML, or JSON where it comes from a
     DeepSpeed configuration; ``deepspeed`` is that configuration, None where the script's arguments
     name none.
     """
 
-    argv: tuple[str, ...]
-    elastic_text: str | None
     options: Options
+    elastic_text: str | None
     config: ElasticConfig
     deepspeed: Mapping[str, Json] | None = None
 
     @classmethod
-    def read(cls, argv: Sequence[str]) -> "JobSpec":
-        """Read a command line of ``scalai-run`` and the files that it names."""
-        options = parse_options(argv)
+    def read(cls, options: Options) -> "JobSpec":
+        """Read the files that a command line names."""
         named = given = find_config(options.script_args)
         text, name = None, "flags"
         if options.elastic is not None:
@@ -57,30 +60,29 @@ class JobSpec:
         if given is not None and given.block is not None:
             text, name = json.dumps(given.block), given.name
         found = named or given
-        return cls._of(tuple(argv), text, name, options, found.content if found else None)
+        return cls._of(options, text, name, found.content if found else None)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> "JobSpec":
         """Read what ``to_json`` wrote, without any file."""
-        options = parse_options(data["argv"])
+        options = Options.from_json(data["options"])
         name = options.elastic or BLOCK
-        return cls._of(tuple(data["argv"]), data["elastic_text"], name, options, data["deepspeed"])
+        return cls._of(options, data["elastic_text"], name, data["deepspeed"])
 
     @classmethod
     def _of(
         cls,
-        argv: tuple[str, ...],
+        options: Options,
         text: str | None,
         name: str,
-        options: Options,
         deepspeed: Mapping[str, Json] | None,
     ) -> "JobSpec":
         config = parse_config(text, name, options.overrides)
-        return cls(argv, text, options, config, deepspeed)
+        return cls(options, text, config, deepspeed)
 
     def to_json(self) -> Json:
         return {
-            "argv": list(self.argv),
+            "options": self.options.to_json(),
             "elastic_text": self.elastic_text,
             "deepspeed": self.deepspeed,
         }
@@ -98,8 +100,17 @@ class JobSpec:
         return self.options.max_nodes
 
     @property
-    def max_restarts(self) -> int:
-        return self.options.max_restarts
+    def failures(self) -> int:
+        """Failures that the job survives: as torchrun, what a person gave; where that is nothing
+        and hosts may come and go, a few."""
+        if self.options.max_restarts is not None:
+            return self.options.max_restarts
+        return FAILURES if self.is_loss_free else 0
+
+    @property
+    def is_loss_free(self) -> bool:
+        """Whether the loss of a host is a change as others are, and costs no restart."""
+        return self.options.max_restarts is None and self.min_hosts < self.max_hosts
 
     @property
     def settle_s(self) -> float:
@@ -123,6 +134,11 @@ class JobSpec:
     @property
     def report_dir(self) -> Path | None:
         return Path(self.options.report_dir) if self.options.report_dir else None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the job begins anew although it has a state."""
+        return self.options.is_fresh
 
     @property
     def is_elastic(self) -> bool:

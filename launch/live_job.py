@@ -2,23 +2,30 @@
 are carried out."""
 
 import secrets
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from scalai.core import actions, events
 from scalai.core import membership as m
-from scalai.core.errors import LayoutError
+from scalai.core.errors import LayoutError, ProofError
 from scalai.core.resize import advance
 from scalai.launch.gathering import Gathering
 from scalai.launch.generations import Generations, check_whole
 from scalai.launch.job import JobSpec
+from scalai.launch.rendezvous_store import RendezvousStores
 from scalai.launch.roster import Roster
 from scalai.launch.sizing import Sizing
+from scalai.launch.standing import obstacle, sealed_obstacle
 from scalai.launch.starter import Starter
 from scalai.launch.timeline import Timeline
 
 Json = Any
+RESUMABLE = 75
+"""Exit code: the state lies in the durable directory."""
 
 
 class LiveJob:
@@ -27,23 +34,30 @@ class LiveJob:
     Args:
         spec: What the job is.
         interface: The address at which workers meet.
+        stores: What they meet at there.
         say: Takes log lines.
-        wake: Is called when commands wait for agents.
+        lock: Held by whoever calls.
     """
 
     def __init__(
         self,
         spec: JobSpec,
         interface: str,
+        stores: RendezvousStores,
         say: Callable[[str], None],
-        wake: Callable[[], None],
+        lock: "threading.RLock",
     ) -> None:
         self._say = say
-        self._run = secrets.token_hex(4)  # so that deposits of two runs have different names
+        self._job = spec.job
+        self.is_fresh = spec.is_fresh
+        """The job begins anew: what hosts hold from before is set aside."""
+        self.finished_step: int | None = None
+        """The step at which the job came to its end."""
+        self.run = secrets.token_hex(4)  # so that deposits of two runs have different names
         self._last_number = 0
         self._degrees_before: str | None = None
         self.sizing = Sizing(spec)
-        self.roster = Roster(wake)
+        self.roster = Roster(lock)
         self.generations = Generations()
         self.timeline = Timeline(spec.report_dir, self.log)
         self.told = Gathering()
@@ -51,17 +65,31 @@ class LiveJob:
         self.source: int | None = None
         """The generation that the present round began from."""
         self.exit_code = 0
-        self._starter = Starter(self._run, interface, self.roster, self.generations)
+        self.farewell: Json = None
+        """What every agent is told once the job has ended: the command to exit."""
+        self.has_crashed = False
+        """Whether the coordinator itself has failed, which has ended the job."""
+        self._starter = Starter(self.run, interface, stores, self.roster, self.generations)
         resize = spec.config.resize
         self.state = m.Job(
             assign=self.sizing.assign(),
             settle_s=spec.settle_s,
             max_hosts=spec.max_hosts,
-            failures_left=spec.max_restarts,
+            failures_left=spec.failures,
+            most_failures=spec.failures,
+            does_refill=spec.is_loss_free,
+            is_loss_free=spec.is_loss_free,
             has_durable_dir=spec.durable_dir is not None,
             is_elastic=spec.is_elastic,
             build_timeout_s=0.0 if resize.build_ahead == "never" else resize.build_timeout_s,
+            drain_timeout_s=resize.drain_timeout_s,
+            start_timeout_s=resize.start_timeout_s,
+            quarantine_s=resize.quarantine_s,
         )
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state.phase is m.Phase.ENDED
 
     def active(self) -> frozenset[str]:
         """Return the hosts that are present and have workers in the current round."""
@@ -71,6 +99,17 @@ class LiveJob:
         """Queue a command for those of the hosts that take part."""
         self.roster.command(hosts, command)
 
+    def command_commit(self, hosts: Iterable[str], generation: int) -> None:
+        """Have hosts rename their sealed part to a generation."""
+        stated = self.generations.stated(generation)
+        self.command(
+            hosts,
+            command="commit",
+            generation=generation,
+            deposit=self.generations.name(generation),
+            committed=stated.to_json() if stated else None,
+        )
+
     def log(self, text: str) -> None:
         newest = self.state.newest_generation
         number = newest.number if newest else 0
@@ -78,12 +117,22 @@ class LiveJob:
 
     # ------------------------------------------------------------------ what changes beside events
 
-    def lose(self, host: str) -> None:
-        """An agent is gone without a word."""
+    def forget(self, host: str) -> None:
+        """An agent is gone without a word, and what it held."""
         self.roster.remove(host)
         self.generations.forget(host)
         self.timeline.begin(f"host {host} is lost")
-        self.feed(events.HostLost(host, self.generations.covered(), time.monotonic()))
+
+    def lose(self, host: str) -> None:
+        """Go on without an agent that is gone without a word."""
+        self.forget(host)
+        self.feed(events.HostLost(host, self.covered(), time.monotonic()))
+
+    def excuse(self, seconds: float) -> None:
+        """The coordinator itself stood still for so long: that is no agent's silence, and no
+        phase's delay."""
+        self.roster.excuse(seconds)
+        self.state = m.excuse(self.state, seconds)
 
     def count_from(self, number: int) -> None:
         """A generation of this number exists: new ones get higher numbers."""
@@ -99,13 +148,50 @@ class LiveJob:
         self.limit()
         return self._last_number
 
+    def recover(self) -> None:
+        """What hosts have sealed and not committed is a generation, where it is a whole state."""
+        found = self.generations.whole_deposit()
+        while found is not None:
+            try:
+                number = self.commit(found)
+            except ProofError as error:
+                self.log(f"event=recovered deposit={found} refused: {error}")
+                found = self.generations.whole_deposit()
+                continue
+            self.log(f"event=recovered committed={number}")
+            self.command_commit(self.generations.parts(number), number)
+            self.recount()
+            return
+
     def limit(self) -> None:
         """What ``sizing`` has learned holds from the next assignment on."""
         self.state = m.replace_assign(self.state, self.sizing.assign())
 
     def recount(self) -> None:
         """What hosts hold has changed, and with it which generations are whole."""
-        self.state = m.replace_generations(self.state, self.generations.covered())
+        whole = self.covered()
+        self.state = m.replace_generations(self.state, whole)
+
+    def covered(self) -> tuple[m.Generation, ...]:
+        """Return the generations that are whole, oldest first; the rules know from now on what
+        newer ones lack."""
+        whole = self.generations.covered()
+        newer = self.generations.incomplete(whole)
+        text = obstacle(newer, whole, self._job)
+        if not newer and not whole and self.state.round == 0:
+            text = sealed_obstacle(self.generations.unfinished(self.roster.hosts()))
+        # A job that runs goes back by itself to what it holds in memory, and to nothing older.
+        is_old = bool(whole) and self.generations.is_offered(whole[-1].number)
+        is_held_back = bool(text) and (self.state.round == 0 or is_old)
+        self.state = m.replace_obstacle(self.state, text, is_held_back=is_held_back)
+        return whole
+
+    def can_go_on_without(self, host: str) -> bool:
+        """Whether the other hosts that stay would have an assignment, and a state to go on from."""
+        others = {name: kept for name, kept in self.state.hosts.items() if name != host}
+        if m.next_assignment(replace(self.state, hosts=others)) is None:
+            return False
+        return not self.state.has_state or bool(self.generations.covered(without=host))
 
     # ------------------------------------------------------------------ events in, actions out
 
@@ -116,9 +202,28 @@ class LiveJob:
         if self.state.phase is not was:
             self._entered(was, self.state.phase)
         for action in due:
-            self._perform(action)
+            try:
+                self._perform(action)
+            except Exception as error:  # our own slip: the law has gone on, its action is not done
+                self.crash(error)
+            if self.has_crashed:
+                return  # the law has gone on, and what it asks for is not done
         if self.state.phase is m.Phase.RUNNING and self.state.changed_at is None:
             self.timeline.forget()
+
+    def crash(self, error: Exception) -> None:
+        """What must never happen has: end the job with its reason. The state stays in the
+        stores."""
+        if self.has_crashed:
+            return
+        self.has_crashed, self.exit_code = True, 1
+        reason = (
+            f"the coordinator failed ({error!r}); its log says where. The state stays in the "
+            "stores: start the same job again"
+        )
+        self._say(f"event=crashed reason={reason!r}\n{traceback.format_exc()}")
+        self.state = replace(self.state, phase=m.Phase.ENDED, awaited=frozenset())
+        self._say_farewell(self.roster.hosts(), code=1, reason=reason)
 
     def _entered(self, was: m.Phase, now: m.Phase) -> None:
         line = self.timeline
@@ -129,8 +234,10 @@ class LiveJob:
             line.phase("build", line.since("detected"))
         if now is m.Phase.PREPARING:
             line.mark("preparing")
-        elif now is m.Phase.DRAINING:
+        elif now is m.Phase.DEPOSITING:
             self.told.deposits.clear()
+        elif now is m.Phase.STOPPING:
+            self.recover()
         elif now is m.Phase.COMMITTING:
             deposit = self.told.slowest_deposit("deposit")
             proof = self.told.slowest_deposit("deposit_proof")
@@ -154,10 +261,15 @@ class LiveJob:
             case actions.Judge(hosts):
                 self._judge(hosts)
             case actions.Commit(hosts, generation):
-                name = self.generations.name(generation)
-                self.command(hosts, command="commit", generation=generation, deposit=name)
-            case actions.Hurry(hosts):
-                self.command(hosts, command="hurry")
+                self.command_commit(hosts, generation)
+            case actions.Deposit(hosts):
+                self.command(hosts, command="deposit")
+            case actions.Lose(hosts, reason):
+                for host in hosts:
+                    self._give_up(host, reason)
+            case actions.Report(text, hosts):
+                self.log(text)
+                self.command(hosts, command="report")
             case actions.StopWorkers(hosts, reason, has_deposited):
                 self.log(f"event=stop_workers reason={reason!r}")
                 self.command(
@@ -169,25 +281,62 @@ class LiveJob:
                 self._release(action)
             case actions.SaveDurable(hosts, generation):
                 self.command(hosts, command="save", generation=generation)
-            case actions.Exit(hosts, code, reason):
-                self.exit_code = code
-                self.log(f"event=exit code={code} reason={reason!r}")
-                self.command(hosts, command="exit", code=code, reason=reason)
+            case actions.Look(hosts):
+                self.command(hosts, command="look")
+            case actions.Exit():
+                self._exit(action)
             case actions.Say(text):
                 self.log(f"event=note {text}")
 
+    def _give_up(self, host: str, reason: str) -> None:
+        """Lose a host that does not answer, where the others can go on."""
+        can_go_on = self.can_go_on_without(host)
+        what = "it counts as lost" if can_go_on else "no other can go on without it; waiting for it"
+        self.log(f"event=no_answer host={host} {reason}: {what}")
+        if can_go_on:
+            self.lose(host)
+
+    def _exit(self, action: actions.Exit) -> None:
+        code, reason = action.code, action.reason
+        self.exit_code = code
+        self.log(f"event=exit code={code} reason={reason!r}")
+        finished: Json = None
+        if code == 0 and self.state.finished:
+            newest = self.state.newest_generation
+            self.finished_step = max(self.state.newest, self.roster.newest())
+            finished = {
+                "step": self.finished_step, "generation": newest.number if newest else None,
+            }  # fmt: skip
+        self._say_farewell(
+            action.hosts, code=code, reason=reason, finished=finished,
+            keeps_state=self._keeps_state(code),
+        )  # fmt: skip
+
+    def _say_farewell(self, hosts: Iterable[str], **how: Json) -> None:
+        self.farewell = {"command": "exit", **how}
+        self.command(hosts, **self.farewell)
+
+    def _keeps_state(self, code: int) -> bool:
+        """Whether an agent that exits leaves its store as it is: a job that has not begun has made
+        nothing of what is there, and one that failed may be resumed."""
+        return self.state.round == 0 if code == 0 else code != RESUMABLE
+
     def _judge(self, hosts: Iterable[str]) -> None:
-        name = f"{self._run}-{self.state.round}-{self.state.stop}"
+        name = f"{self.run}-{self.state.round}-{self.state.stop}"
         parts = self.generations.deposited(name, hosts)
         try:
             if not parts:
                 raise LayoutError("no host has a deposit.")
             check_whole(parts.values())
-        except LayoutError as error:
-            self.log(f"event=deposit_incomplete step={self.state.stop} {error}")
-            self.feed(events.Judged(False))
+            number = self.commit(name)
+        except (LayoutError, ProofError) as error:
+            # The newest committed generation is as good as before.
+            what = "incomplete" if isinstance(error, LayoutError) else "refused"
+            self.log(f"event=deposit_{what} step={self.state.stop} {error}")
+            is_refused = isinstance(error, ProofError)
+            reason = f"what was deposited is refused: {error}" if is_refused else events.NOT_COVERED
+            self.feed(events.Judged(False, reason=reason))
             return
-        number = self.commit(name)
         self.feed(events.Judged(True, self.state.stop, number, frozenset(parts)))
 
     def _build(self, ahead: m.Ahead) -> None:
@@ -220,9 +369,13 @@ class LiveJob:
         self.told = Gathering()
         everyone = self.roster.hosts()
         for host in everyone:
-            self.roster[host].newest = 0
+            self.roster[host].newest, self.roster[host].stalled = 0, None
         self.command(everyone, command="discard")
-        self.generations.forget_deposits()
+        for part in self.generations.forget_deposits():
+            self.log(
+                f"event=note host {part.host} gives up what it had sealed at step {part.step}: it "
+                "is no whole state with what the others brought"
+            )
         for number in self.generations.go_back_to(action.generation):
             self.command(self.roster.hosts(), command="drop", generation=number)
         if action.steps_lost:
@@ -239,8 +392,9 @@ class LiveJob:
                 self.command(self.roster.hosts(), command="drop", generation=number)
         for host in action.leaving:
             self.command(
-                [host], command="exit", code=0, reason="drained: the job goes on without this host"
-            )
+                [host], command="exit", code=0, finished=None, keeps_state=self._keeps_state(0),
+                reason="drained: the job goes on without this host",
+            )  # fmt: skip
             self.roster.release(host)
             self.generations.forget(host)
         if action.leaving:

@@ -2,17 +2,23 @@
 orders to read."""
 
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from scalai.core.collection import Collection, concatenate
-from scalai.core.errors import ScalaiError
+from scalai.core.errors import MemoryShortError, ProofError, ScalaiError
 from scalai.core.plan import plan
 from scalai.core.sources import Holder
 from scalai.launch.data_plane import Peer
+from scalai.runtime.at_once import at_once
 from scalai.runtime.failpoints import reached
+from scalai.store.extension import fingerprints_of
+from scalai.store.files import box_text
 from scalai.store.host import HostStore
 from scalai.store.manifest import Generation, HostManifest, manifest_from_message, unite_hosts
 from scalai.store.moves import Fetched, FetchList, fetch_lists, holders_of, read_orders
@@ -39,7 +45,11 @@ class Restore:
 
 
 def prepare_restore(
-    store: HostStore, command: Mapping[str, Json], wants: Mapping[int, Collection], token: bytes
+    store: HostStore,
+    command: Mapping[str, Json],
+    wants: Mapping[int, Collection],
+    token: bytes,
+    arrived: Callable[[int], None] = lambda count: None,
 ) -> Restore:
     """Plan for the workers of this host and fetch what it lacks. Blocks.
 
@@ -49,10 +59,11 @@ def prepare_restore(
         manifest of each host.
         wants: What each new worker of this host wants, by global rank.
         token: The job's secret.
+        arrived: Is told of what comes from other hosts, in bytes, by several threads at once.
 
     Raises:
         LayoutError: Nobody holds what is wanted. StoreError, PeerError: A host does not give what
-        it holds.
+        it holds. ProofError: What it gives is not what its manifest says.
     """
     began = time.monotonic()
     sources = command["sources"]
@@ -66,7 +77,7 @@ def prepare_restore(
     lists = fetch_lists(planned, parts, store.host)
     moving = time.monotonic()
     reached("move")
-    fetched, grown = _fetch_all(store, generation, command, lists, token)
+    fetched, grown = _fetch_all(store, generation, command, lists, token, arrived)
     directories = {}
     if store.host in sources:
         directories[store.host] = store.generation_directory(generation.generation)
@@ -103,6 +114,7 @@ def _fetch_all(
     command: Mapping[str, Json],
     lists: list[FetchList],
     token: bytes,
+    arrived: Callable[[int], None],
 ) -> tuple[list[Fetched], HostManifest | None]:
     """Fetch every list into one new file of the store, peers side by side; the store then holds it
     for good."""
@@ -116,22 +128,64 @@ def _fetch_all(
         fetched.append(Fetched(asked, path, begins[first : first + len(asked.pieces)]))
         first += len(asked.pieces)
     try:
-        with ThreadPoolExecutor(len(lists), thread_name_prefix="fetch") as pool:
-            for one in [pool.submit(_fetch_one, command, entry, token) for entry in fetched]:
-                one.result()
+        at_once(partial(_fetch_one, command, token, arrived), fetched, threads=len(fetched))
+        found = fingerprints_of(path, pieces, begins)
+        check_arrived(lists, {part.host: part for part in generation.hosts}, found)
+        reached("moved")
+        store.adopt_empty(generation.hosts[0])
+        grown = store.extend(number, path, pieces, begins, of=generation, fingerprints=found)
     except (ScalaiError, OSError):
         store.unstage(path)
         raise
-    reached("moved")
-    store.adopt_empty(generation.hosts[0])
-    grown = store.extend(number, path, pieces, begins, of=generation)
+    except MemoryError as error:
+        store.unstage(path)
+        raise MemoryShortError(
+            f"the agent's memory ran out while it fetched {len(pieces)} pieces of generation "
+            f"{number} from {len(lists)} hosts. Let it have more (`ulimit -d -v`, the limit of "
+            "its container)."
+        ) from error
     kept = store.generation_directory(number) / grown.files[-1].name
     return [Fetched(entry.asked, kept, entry.begin) for entry in fetched], grown
 
 
-def _fetch_one(command: Mapping[str, Json], entry: Fetched, token: bytes) -> None:
+def check_arrived(
+    lists: Sequence[FetchList],
+    parts: Mapping[str, HostManifest],
+    found: npt.NDArray[np.uint64],
+) -> None:
+    """Compare the whole pieces among those fetched with what their hosts' manifests say of them. A
+    part of a piece has no fingerprint of its own: the proof of the whole state tells.
+
+    Args:
+        parts: The manifests of the hosts that gave them.
+        found: Fingerprints of all fetched boxes, in the order of ``lists``, [boxes].
+
+    Raises:
+        ProofError: Some differ; names them and the hosts.
+    """
+    wrong, first = [], 0
+    for asked in lists:
+        part, pieces = parts[asked.host], asked.pieces
+        held = part.collection
+        is_whole = (held.offset[asked.row] == pieces.offset).all(axis=1)
+        is_whole &= (held.shape[asked.row] == pieces.shape).all(axis=1)
+        differs = found[first : first + len(pieces)] != part.fingerprint[asked.row]
+        for row in np.flatnonzero(is_whole & differs).tolist():
+            tensor, box = pieces.box(row)
+            wrong.append(f"{tensor.name!r} {box_text(box)} of host {asked.host!r}")
+        first += len(pieces)
+    if wrong:
+        raise ProofError(
+            f"{len(wrong)} fetched pieces are not what the manifests of their hosts say: "
+            f"{', '.join(wrong[:5])}"
+        )
+
+
+def _fetch_one(
+    command: Mapping[str, Json], token: bytes, arrived: Callable[[int], None], entry: Fetched
+) -> None:
     host, port = command["sources"][entry.asked.host]["address"]
     asked = entry.asked
     Peer((host, port), token).fetch(
-        int(command["generation"]), asked.row, asked.pieces, entry.path, entry.begin
+        int(command["generation"]), asked.row, asked.pieces, entry.path, entry.begin, arrived
     )

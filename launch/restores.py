@@ -1,11 +1,14 @@
 """The agent's part in a restore: what its workers want, and what they say they have restored."""
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from scalai.core.collection import Collection, concatenate
+from scalai.core.errors import ProofError
 from scalai.launch.background import Background
 from scalai.launch.mover import Restore, prepare_restore
 from scalai.launch.round import Published, Round, answers, keep_longest
@@ -15,7 +18,34 @@ from scalai.store.manifest import manifest_message
 
 Json = Any
 
+TELL_EVERY_S = 10.0
+"""How often the coordinator is told of bytes that arrive."""
+
 log = logging.getLogger(__name__)
+
+
+class _Moving:
+    """Bytes that come from other hosts for one round. ``arrived`` is called by the threads that
+    fetch them, the rest by the agent's own."""
+
+    def __init__(self, current: Round) -> None:
+        self.current = current
+        self._mutex = threading.Lock()
+        self._bytes = self._told = 0
+        self._tell_at = 0.0
+
+    def arrived(self, count: int) -> None:
+        with self._mutex:
+            self._bytes += count
+
+    def news(self) -> int | None:
+        """Return how many bytes have come, where that is to be told: now and then, and only where
+        there are more than before."""
+        now = time.monotonic()
+        if self._bytes == self._told or now < self._tell_at:
+            return None
+        self._told, self._tell_at = self._bytes, now + TELL_EVERY_S
+        return self._told
 
 
 class Restores:
@@ -37,6 +67,7 @@ class Restores:
     ) -> None:
         self._store, self._token = store, token
         self._tell, self._background = tell, background
+        self._moving: _Moving | None = None
 
     @staticmethod
     def publish(
@@ -74,18 +105,40 @@ class Restores:
 
     def _prepare(self, current: Round) -> None:
         wants = {rank: entry.wanted for rank, entry in current.published.items()}
+        moving = self._moving = _Moving(current)
+
+        def prepare() -> Restore | ProofError:
+            try:
+                return prepare_restore(
+                    self._store, current.command, wants, self._token, moving.arrived
+                )
+            except ProofError as error:
+                return error  # not a failure of the workers: the coordinator decides
+
         self._background.run(
-            lambda: prepare_restore(self._store, current.command, wants, self._token),
+            prepare,
             lambda restore: self._prepared(current, restore),
             "planning and moving",
             self._tell_grown,
         )
 
-    def _tell_grown(self, restore: Restore) -> None:
-        if restore.grown is not None:
+    def watch(self, current: Round | None) -> None:
+        """Tell of what has come from other hosts: while it does, the start makes progress."""
+        moving = self._moving
+        news = moving.news() if moving is not None and moving.current is current else None
+        if moving is not None and news is not None:
+            self._tell("moved", round=moving.current.number, bytes=news)
+
+    def _tell_grown(self, restore: Restore | ProofError) -> None:
+        if isinstance(restore, Restore) and restore.grown is not None:
             self._tell("grown", part=manifest_message(restore.grown))
 
-    def _prepared(self, current: Round, restore: Restore) -> None:
+    def _prepared(self, current: Round, restore: Restore | ProofError) -> None:
+        if self._moving is not None and self._moving.current is current:
+            self._moving = None  # all has come, and what is told next says more
+        if isinstance(restore, ProofError):
+            self._tell("unproven", round=current.number, reason=str(restore))
+            return
         current.seconds |= {"plan": restore.plan_s, "move": restore.move_s}
         current.bytes_local, current.bytes_remote = restore.bytes_local, restore.bytes_remote
         self._tell_grown(restore)
@@ -121,8 +174,10 @@ class Restores:
             bytes_remote=current.bytes_remote,
         )
 
-    @staticmethod
-    def proceed(current: Round) -> None:
-        """The whole job's state is proven: the workers may train."""
+    def proceed(self, current: Round) -> None:
+        """The whole job's state is proven: the workers may train, and what was fetched is as good
+        as what was deposited."""
+        generation = current.command["generation"]
+        self._background.submit(lambda: self._store.prove(generation))
         for future in answers(future for _, future in current.restored.values()):
             future.set_result(None)

@@ -1,59 +1,123 @@
-"""The agents that the coordinator talks to, and the commands that wait for each."""
+"""The agents that the coordinator talks to, when each was last heard, and the commands that wait
+for it."""
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from scalai.core.errors import StaleError
 from scalai.runtime.messages import Peer
-
-LOST_AFTER_S = 15.0
-"""An agent polls about once a second; one that is silent for so long is gone with its machine."""
 
 Json = Any
 
 
 class Agent:
-    """What the coordinator keeps of one connected agent.
+    """What the coordinator keeps of one incarnation of a host's agent.
 
     ``address`` is where its data plane listens; ``newest`` the furthest step of its workers.
+
+    Commands are numbered from 1 and stay until the agent says that it has them, so that a
+    connection may break at any time.
     """
 
     def __init__(self, peer: Peer, address: tuple[str, int]) -> None:
-        self.peer = peer
         self.address = address
         self.newest = 0
+        self.stalled: Json = None
+        """Which of its workers make no steps: ``ranks``, ``step``, ``for_s``; None: they all do."""
+        self.incarnation = ""
+        """A random name that the agent process gave itself when it joined."""
+        self.store: Json = None
+        """What tells its store from any other: two agents that name the same one share a lock."""
+        self.told = 0
+        """Number of the last event that it told of."""
+        self.ready: threading.Condition | None = None
+        """Notified when commands wait; set by the roster."""
+        self.is_reported = False
+        """Whether its silence was told of."""
+        self.judge_again_s = 0.0
+        """After how much silence it is considered again whether the job can go on without it."""
+        self.was_sent_exit = False
+        """Whether its exit was among what it was sent; it may not have arrived."""
+        self.is_dismissed = False
+        """Whether it has its exit."""
+        self._peers = {peer}
         self._commands: list[dict[str, Json]] = []
+        self._received = 0
         self._heard_at = time.monotonic()
+        self._unlinked_at: float | None = None
 
     @property
     def has_commands(self) -> bool:
+        """Whether there are commands that it has not said to have."""
         return bool(self._commands)
 
-    @property
-    def is_silent(self) -> bool:
-        return time.monotonic() - self._heard_at > LOST_AFTER_S
-
     def heard(self) -> None:
-        """It has called."""
+        """It calls. Needs no lock, so that nobody who holds one makes it seem silent."""
         self._heard_at = time.monotonic()
 
-    def command(self, command: dict[str, Json]) -> None:
-        self._commands.append(command)
+    def silence_s(self) -> float:
+        """Return how long ago it last called."""
+        return time.monotonic() - self._heard_at
 
-    def take(self) -> list[dict[str, Json]]:
-        """Return the commands that wait, oldest first; they wait no longer."""
-        commands, self._commands = self._commands, []
-        return commands
+    def linked(self, peer: Peer) -> None:
+        """It calls by this connection."""
+        self._peers.add(peer)
+        self._unlinked_at = None
+
+    def unlinked(self, peer: Peer) -> None:
+        """A connection has ended; it may be one of its own."""
+        if peer in self._peers:
+            self._peers.discard(peer)
+            if not self._peers:
+                self._unlinked_at = time.monotonic()
+
+    def unlinked_s(self) -> float | None:
+        """Return how long it has had no connection, None where it has one."""
+        return None if self._unlinked_at is None else time.monotonic() - self._unlinked_at
+
+    def excuse(self, seconds: float) -> None:
+        """For so long nobody listened: do not count it."""
+        now = time.monotonic()
+        self._heard_at = min(now, self._heard_at + seconds)
+        if self._unlinked_at is not None:
+            self._unlinked_at = min(now, self._unlinked_at + seconds)
+
+    def command(self, command: dict[str, Json]) -> None:
+        """Queue a command."""
+        self._commands.append(command)
+        if self.ready is not None:
+            self.ready.notify_all()
+
+    def acknowledge(self, received: int) -> None:
+        """It has all commands up to this number."""
+        count = max(0, received - self._received)
+        done, self._commands = self._commands[:count], self._commands[count:]
+        self._received += len(done)
+        self.is_dismissed |= any(command["command"] == "exit" for command in done)
+
+    def waiting(self) -> Json:
+        """Return the commands that it has not said to have, and the number of the first, to be
+        sent now."""
+        self.was_sent_exit |= any(command["command"] == "exit" for command in self._commands)
+        return {"first": self._received + 1, "commands": list(self._commands)}
 
 
 class Roster:
     """Agents by host: those that take part, and those that were released and fetch their last
-    command. ``wake`` is called when commands wait."""
+    command.
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
+    Args:
+        lock: Held by whoever calls, but for ``heard``.
+    """
+
+    def __init__(self, lock: "threading.RLock") -> None:
+        self._lock = lock
         self._present: dict[str, Agent] = {}
         self._released: dict[str, Agent] = {}
+        self._incarnations: set[tuple[str, str]] = set()
+        """All that ever took part."""
 
     def __contains__(self, host: object) -> bool:
         return host in self._present
@@ -65,38 +129,87 @@ class Roster:
         return tuple(self._present)
 
     def add(self, host: str, agent: Agent) -> None:
+        """An agent takes part from now on."""
+        agent.ready = threading.Condition(self._lock)
         self._present[host] = agent
+        self._released.pop(host, None)
 
-    def find(self, host: str) -> Agent | None:
-        """Return the agent of a host that takes part or was released just now."""
-        return self._present.get(host) or self._released.get(host)
+    def name(self, host: str, incarnation: str, store: Json) -> None:
+        """Note who the agent of a host is."""
+        agent = self._present[host]
+        agent.incarnation, agent.store = incarnation, store
+        self._incarnations.add((host, incarnation))
+
+    def has_had(self, host: str, incarnation: str) -> bool:
+        """Whether this agent takes part, or ever did."""
+        return (host, incarnation) in self._incarnations
+
+    def heard(self, host: Json, incarnation: Json) -> None:
+        """An agent calls. Needs no lock."""
+        for agents in (self._present, self._released):
+            agent = agents.get(host) if isinstance(host, str) else None
+            if agent is not None and agent.incarnation == incarnation:
+                agent.heard()
+
+    def find(self, host: str, incarnation: str) -> Agent:
+        """Return an agent that takes part or was released just now.
+
+        Raises:
+            StaleError: It is another incarnation that does, or none.
+        """
+        for agent in (self._present.get(host), self._released.get(host)):
+            if agent is not None and agent.incarnation == incarnation:
+                return agent
+        if host in self._present:
+            raise StaleError(f"host {host!r} is in the job with another agent, which replaced it.")
+        raise StaleError(f"host {host!r} is not in the job (any more).")
 
     def release(self, host: str) -> None:
         """It takes part no longer, but may still fetch its commands."""
         self._released[host] = self._present.pop(host)
 
     def remove(self, host: str) -> None:
-        del self._present[host]
+        """It takes part no longer; whoever waits for its commands learns that."""
+        agent = self._present.pop(host)
+        if agent.ready is not None:
+            agent.ready.notify_all()
 
-    def left(self, peer: Peer) -> list[str]:
-        """A connection has ended: forget it, and return the hosts that took part by it."""
-        self._released = {h: a for h, a in self._released.items() if a.peer is not peer}
-        return [host for host, agent in self._present.items() if agent.peer is peer]
+    def unlinked(self, peer: Peer) -> None:
+        """A connection has ended."""
+        for agent in self._all():
+            agent.unlinked(peer)
 
-    def silent(self) -> list[str]:
-        return [host for host, agent in self._present.items() if agent.is_silent]
+    def excuse(self, seconds: float) -> None:
+        """For so long nobody listened to any agent: that is not their silence."""
+        for agent in self._all():
+            agent.excuse(seconds)
+
+    def forget_released(self, grace_s: float) -> None:
+        """Forget those that were released and have their exit, or are gone for so long."""
+        self._released = {
+            host: agent
+            for host, agent in self._released.items()
+            if not agent.is_dismissed and (agent.unlinked_s() or 0.0) <= grace_s
+        }
 
     def newest(self) -> int:
         """Return the furthest step of any worker."""
         return max((agent.newest for agent in self._present.values()), default=0)
 
-    def has_commands(self) -> bool:
-        agents = (*self._present.values(), *self._released.values())
-        return any(agent.has_commands for agent in agents)
+    def stalled(self) -> dict[str, Json]:
+        """Return, by host, which workers make no steps."""
+        return {host: agent.stalled for host, agent in self._present.items() if agent.stalled}
+
+    def unanswered(self) -> list[str]:
+        """Return the hosts that have not fetched all of their commands."""
+        everyone = (*self._present.items(), *self._released.items())
+        return [host for host, agent in everyone if agent.has_commands]
 
     def command(self, hosts: Iterable[str], command: Mapping[str, Json]) -> None:
         """Queue a command for those of the hosts that take part."""
         for host in hosts:
             if host in self._present:
                 self._present[host].command(dict(command))
-        self._wake()
+
+    def _all(self) -> list[Agent]:
+        return [*self._present.values(), *self._released.values()]

@@ -41,6 +41,10 @@ class Round:
     """Number of tensors of the whole job, once every host has published."""
     reserved: Deposit | None = None
     is_reserving: bool = False
+    reserve_at: float = 0.0
+    """When room for the next deposit is tried for again, by ``time.monotonic``; 0: there was
+    some."""
+    reserve_wait_s: float = 0.0
     deposit: "DepositUnderWay | None" = None
     postponed: list[Callable[[], None]] = field(default_factory=list)
     """Workers that begin a deposit while others still write the one before."""
@@ -49,16 +53,32 @@ class Round:
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_local: int = 0
     bytes_remote: int = 0
-    is_draining: bool = False
+    stop: int | None = None
+    """The step at which all have agreed to stop."""
+    has_arrived: bool = False
+    """Whether the coordinator was told that every living worker stands at the stop."""
+    may_deposit: bool = False
+    """Whether the coordinator has said that the workers of every host do: they write and leave."""
     has_sealed: bool = False
     """Whether the deposit of the stop was told of."""
+    unwritten: set[int] = field(default_factory=set)
+    """Workers that had an order when last looked at, and had not written."""
     give_up_at: float | None = None
-    """When workers that have not come to the stop count as hung, by ``time.monotonic``."""
+    """When workers that may write and do not count as hung, by ``time.monotonic``."""
     has_failed: bool = False
+    is_expelled: bool = False
+    """Whether the job went on without this host: what it seals it may bring when it joins again."""
+    is_unhooked: bool = False
+    """Whether a worker trains that nothing connects to the job."""
     uses_devices: bool = False
     """Whether workers keep their state in device memory."""
     unanswered: "set[Future[Json]]" = field(default_factory=set)
     """What workers wait for."""
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether a stop is agreed."""
+        return self.stop is not None
 
     @property
     def number(self) -> int:
@@ -100,6 +120,8 @@ class DepositUnderWay:
     step: int
     waiting: dict[int, "Future[Json]"] = field(default_factory=dict)
     """Workers that wait for their order, because the files are not ready yet."""
+    ordered: set[int] = field(default_factory=set)
+    """Workers that have had an order."""
     parts: dict[int, RankDeposit] = field(default_factory=dict)
     done: dict[int, "Future[Json]"] = field(default_factory=dict)
     """Workers that have written at a stop: kept, because a replica of theirs may die."""
@@ -138,6 +160,10 @@ class DepositUnderWay:
             if not self.queued[heir]:
                 del self.queued[heir]
             self.done.pop(heir).set_result(self.writing[heir].to_json())
+
+    def unwritten(self) -> set[int]:
+        """Workers that have an order and have not written."""
+        return (self.ordered - set(self.parts)) | set(self.writing)
 
     @property
     def is_handed_over(self) -> bool:

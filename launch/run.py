@@ -8,44 +8,58 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.run import determine_local_world_size
 
-from scalai.core.errors import ScalaiError
+from scalai.core.errors import AnswerError, EndedError
 from scalai.launch.agent import Agent
+from scalai.launch.card import take_token
+from scalai.launch.caretaker import AHEAD, stay
 from scalai.launch.check_elastic import check_elastic
+from scalai.launch.containers import all_end_with_this_process
+from scalai.launch.durable import check_writable, refuse_finished
+from scalai.launch.flags import build_parser, parse_options, with_own_name
+from scalai.launch.frameworks import refuse_untried
 from scalai.launch.hostfile import expand_hostfile
+from scalai.launch.interfaces import address_towards, interface_environment
 from scalai.launch.job import JobSpec
 from scalai.launch.logs import configure
-from scalai.launch.options import build_parser
-from scalai.launch.places import find_coordinator
+from scalai.launch.places import Place, find_coordinator
 from scalai.launch.probe import DeviceProbe
+from scalai.launch.program import exit_code_of, worker_count
 from scalai.launch.torch_elastic import WorkerSet, self_check
+from scalai.store.places import check_host
 
-log = logging.getLogger(__name__)
+STOP_S = 30.0
+"""How long the agent may take to end its workers after a second signal."""
+ENDING_S = 60.0
+"""How long the coordinator of a job that has ended may take to end itself."""
+
+log = logging.getLogger("scalai.launch.run")  # also where it is run by ``python -m``
 
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point. Exits 0: done or drained; 1: failed; 2: wrong usage; 3: refused; 75: stopped,
     resumable."""
-    try:
-        spec = JobSpec.read(_with_hostfile(sys.argv[1:] if argv is None else argv))
-        if spec.options.is_check:
-            slots = determine_local_world_size(spec.options.nproc_per_node)
-            print(check_elastic(spec.options, spec.config, slots, spec.deepspeed))
-            code = 0
-        else:
-            code = run_agent(spec)
-    except ScalaiError as error:
-        print(f"scalai-run: {error}", file=sys.stderr)
-        code = error.exit_code
+    given = sys.argv[1:] if argv is None else argv
+    code = exit_code_of("scalai-run", lambda: _run(given))
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of torch's log tailing and of our servers must not keep a finished agent alive.
     os._exit(code)
+
+
+def _run(argv: list[str]) -> int:
+    spec = JobSpec.read(parse_options(_with_hostfile(with_own_name(argv))))
+    refuse_untried(spec)
+    if not spec.options.is_check:
+        return run_agent(spec)
+    slots = worker_count(spec.options.nproc_per_node)
+    print(check_elastic(spec.options, spec.config, slots, spec.deepspeed))
+    return 0
 
 
 def _with_hostfile(argv: list[str]) -> list[str]:
@@ -61,37 +75,83 @@ def run_agent(spec: JobSpec) -> int:
     """Run this host's agent until the job has ended or the host is drained. Returns the exit
     code."""
     options = spec.options
-    host = options.host_id or socket.gethostname()
+    host = check_host(options.host_id or socket.gethostname())
     configure(host)
     self_check()
-    slots = determine_local_world_size(options.nproc_per_node)
+    slots = worker_count(options.nproc_per_node)
     if slots > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun
     for line in spec.config.describe().splitlines() if spec.is_elastic else ():
         log.info("event=config %s", line)
-    place = find_coordinator(spec)
+    if options.is_standalone:
+        log.info("event=standalone: --job %s goes on with the state of this job", spec.job)
+    if spec.durable_dir is not None and spec.is_elastic:
+        check_writable(spec.durable_dir)
+        if not spec.is_fresh:
+            refuse_finished(spec.durable_dir / spec.job)
     logs = DefaultLogsSpecs(
         log_dir=options.log_dir,
         redirects=Std.from_str(options.redirects),
         tee=Std.from_str(options.tee),
     )
-    interface = options.local_addr or _own_address(place.address)
-    agent = Agent(
-        spec, host, slots, place, interface, lambda: WorkerSet(spec.job, options.role, logs)
-    )
-    _handle_signals(agent)
+    place, agent = _joined(spec, host, slots, lambda: WorkerSet(spec.job, options.role, logs))
+    keeps_coordinator = place.started is not None and all_end_with_this_process()
+    if keeps_coordinator and spec.max_hosts > 1:
+        log.warning(AHEAD)
+    signals = _handle_signals(agent)
     _start_probe(spec, agent, slots)
     ended: list[int] = []
     # torch's process contexts set signal handlers when they are started from the main thread; ours
     # stay this way.
     thread = threading.Thread(target=lambda: ended.append(agent.run()), name="agent")
     thread.start()
-    while thread.is_alive():
-        thread.join(0.5)  # short, so that signals are handled
+    _wait(thread, signals)
+    if keeps_coordinator and place.started is not None and len(signals) < 2:
+        heard = len(signals)
+        stay(place.started, lambda: len(signals) > heard)
     return ended[0] if ended else 1
 
 
-def _handle_signals(agent: Agent) -> None:
+def _wait(agent: threading.Thread, signals: Sequence[int]) -> None:
+    """Return once the agent's loop has ended, or has not for long although it must.
+
+    The workers end with this process, in any case.
+    """
+    stopped_at: float | None = None
+    while agent.is_alive():
+        agent.join(0.5)  # short, so that signals are handled
+        if len(signals) >= 2 and stopped_at is None:
+            stopped_at = time.monotonic()
+        if stopped_at is not None and time.monotonic() - stopped_at > STOP_S:
+            log.error("event=stuck: what the agent waits for has not ended for %.0f s", STOP_S)
+            return
+
+
+def _joined(
+    spec: JobSpec, host: str, slots: int, make_workers: Callable[[], WorkerSet]
+) -> tuple[Place, Agent]:
+    """Return where the coordinator is, and an agent that has joined the job.
+
+    A coordinator of this machine whose job has just failed is waited for, and followed by a new
+    one.
+    """
+    token, deadline = take_token(), time.monotonic() + ENDING_S
+    while True:
+        place = find_coordinator(spec, token)
+        interface = spec.options.local_addr or address_towards(place.address)
+        _name_interface(interface)
+        try:
+            return place, Agent(spec, host, slots, place, interface, make_workers)
+        except AnswerError as error:
+            is_ending = error.kind == EndedError.__name__ and place.is_here
+            if not is_ending or time.monotonic() > deadline:
+                raise
+            log.info("event=waiting for the coordinator of the earlier run to end")
+            time.sleep(1.0)
+
+
+def _handle_signals(agent: Agent) -> list[int]:
+    """Drain at the first signal, stop at the second. Returns the signals so far, which grow."""
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -106,6 +166,7 @@ def _handle_signals(agent: Agent) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
+    return received
 
 
 def _start_probe(spec: JobSpec, agent: Agent, most: int) -> None:
@@ -131,11 +192,13 @@ def _start_probe(spec: JobSpec, agent: Agent, most: int) -> None:
     threading.Thread(target=ask, name="probe", daemon=True).start()
 
 
-def _own_address(coordinator: tuple[str, int]) -> str:
-    """Return the address of this host that the coordinator's network reaches."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(coordinator)
-        return str(probe.getsockname()[0])
+def _name_interface(address: str) -> None:
+    """Have the workers meet over the interface of this address, where the user names no other."""
+    variables = interface_environment(address, os.environ)
+    os.environ.update(variables)
+    if variables:
+        names = " ".join(f"{variable}={name}" for variable, name in variables.items())
+        log.info("event=interface address=%s %s", address, names)
 
 
 if __name__ == "__main__":

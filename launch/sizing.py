@@ -1,7 +1,7 @@
 """What decides about the size of a job beside the hosts that are there: limits, a person's wishes,
 and what has turned out not to fit."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,10 +33,16 @@ class Sizing:
         otherwise = self._with(self._max_workers, self._max_hosts, None)
         return lambda hosts, present: as_wished(hosts, present) or otherwise(hosts, present)
 
-    def scaled(self, nproc: int | None, nnodes: int | None, degrees: str | None) -> Assign:
+    def scaled(
+        self,
+        nproc: int | None,
+        nnodes: int | None,
+        degrees: str | None,
+        explain: Callable[[str], object],
+    ) -> Assign:
         """Return what ``rescale`` with the same arguments would lead to; None for a wish that does
-        not fit."""
-        return self._with(nproc, nnodes or self._max_hosts, degrees)
+        not fit, and ``explain`` is told why."""
+        return self._with(nproc, nnodes or self._max_hosts, degrees, explain)
 
     def rescale(self, nproc: int | None, nnodes: int | None, degrees: str | None) -> None:
         """A person wants so many workers in total, hosts at most, and these degrees."""
@@ -58,7 +64,13 @@ class Sizing:
             batch_size = facts.get("global_batch_size")
             self._limits = replace(self._limits, global_batch_size=batch_size)
 
-    def _with(self, max_workers: int | None, max_hosts: int, wish: str | None) -> Assign:
+    def _with(
+        self,
+        max_workers: int | None,
+        max_hosts: int,
+        wish: str | None,
+        explain: Callable[[str], object] = lambda reason: None,
+    ) -> Assign:
         return make_assign(
             choose,
             self._limits,
@@ -68,4 +80,5 @@ class Sizing:
             max_workers=max_workers,
             excluded=self._excluded,
             requested=parse_wish(wish) if wish else None,
+            explain=explain,
         )

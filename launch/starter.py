@@ -1,15 +1,13 @@
 """How the workers of a round are started: where they meet, and what they begin from."""
 
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
 from scalai.core import actions
 from scalai.core import membership as m
 from scalai.core.assignment import place_ranks
 from scalai.launch.generations import Generations
+from scalai.launch.rendezvous_store import RendezvousStores
 from scalai.launch.roster import Roster
 from scalai.store.manifest import manifest_message
 
@@ -17,36 +15,48 @@ Json = Any
 
 
 class Starter:
-    """Tells the agents which workers to start, and hosts these workers' rendezvous.
+    """Tells the agents which workers to start, and where these meet.
 
     Args:
         run: The name of this run of the job.
         interface: The address at which workers meet.
+        stores: What they meet at there.
         roster: The agents, and the commands that wait for them.
         generations: What workers may begin from.
     """
 
-    def __init__(self, run: str, interface: str, roster: Roster, generations: Generations) -> None:
+    def __init__(
+        self,
+        run: str,
+        interface: str,
+        stores: RendezvousStores,
+        roster: Roster,
+        generations: Generations,
+    ) -> None:
         self._run = run
         self._interface = interface
         self._roster = roster
         self._generations = generations
-        self._store: TCPStore | None = None
-        self._store_ahead: TCPStore | None = None
+        self._stores = stores
+        self._port: int | None = None
+        self._port_ahead: int | None = None
 
     def build(self, ahead: m.Ahead, newest: int | None) -> None:
         """Start the next round's workers beside the present ones, which will go on to a later
         generation than the ``newest``."""
-        self._store_ahead = self._new_store()
-        self._command("build", ahead.round, ahead.assignment, self._store_ahead, newest)
+        self.give_up()
+        self._port_ahead = self._stores.open()
+        self._command("build", ahead.round, ahead.assignment, self._port_ahead, newest)
 
     def give_up(self) -> None:
         """The workers that were built ahead will not be needed."""
-        self._store_ahead = None
+        self._close(self._port_ahead)
+        self._port_ahead = None
 
     def start(self, action: actions.StartRound) -> None:
         """Start the workers of a round, or let those that were built ahead begin."""
-        self._store, self._store_ahead = self._store_ahead or self._new_store(), None
+        self._close(self._port)
+        self._port, self._port_ahead = self._port_ahead or self._stores.open(), None
         sources = {}
         if action.generation is not None:
             for host, part in self._generations.parts(action.generation).items():
@@ -56,28 +66,21 @@ class Starter:
             "start",
             action.round,
             action.assignment,
-            self._store,
+            self._port,
             action.generation,
             {"sources": sources, "is_built": action.is_built},
         )
 
-    def _new_store(self) -> TCPStore:
-        """Return what the workers of a round meet at (TORCHELASTIC_USE_AGENT_STORE): a new one a
-        round, so that no key is stale."""
-        return TCPStore(
-            self._interface,
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(minutes=10),
-        )
+    def _close(self, port: int | None) -> None:
+        if port is not None:
+            self._stores.close(port)
 
     def _command(
         self,
         command: str,
         round: int,
         assignment: m.Assignment,
-        store: TCPStore,
+        port: int,
         generation: int | None,
         more: Mapping[str, Json] | None = None,
     ) -> None:
@@ -96,7 +99,7 @@ class Starter:
                 "degrees": assignment.degrees.to_json(),
                 "micro_batch_size": assignment.micro_batch_size,
                 "master_addr": self._interface,
-                "master_port": store.port,
+                "master_port": port,
                 **place,
                 **(more or {}),
             }

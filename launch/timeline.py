@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from scalai.launch.outputs import obstacle
+
 PHASES = (
     "detect", "build", "drain", "deposit", "commit", "relaunch",
     "plan", "move", "restore", "proof", "first_step",
@@ -22,6 +24,12 @@ class Timeline:
         self._say = say
         self.reports: list[dict[str, Any]] = []
         self._begin("start")
+        found = obstacle(folder) if folder is not None else None
+        if found is not None:
+            say(
+                f"event=report_failed --report-dir {folder} cannot be written ({found}): there "
+                "will be no reports"
+            )
 
     def _begin(self, reason: str) -> None:
         self._reason = reason
@@ -82,10 +90,19 @@ class Timeline:
         }
         self.reports.append(report)
         self._marks = {}
-        if self._folder is not None:
+        self._write(report)
+        return report
+
+    def _write(self, report: Mapping[str, Any]) -> None:
+        """Leave the report in the folder. Where that cannot be, the log says so: no job ends by
+        it."""
+        if self._folder is None:
+            return
+        path = self._folder / f"resize-{report.get('round', 0):04d}.json"
+        try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / f"resize-{report.get('round', 0):04d}.json"
             aside = path.with_suffix(".tmp")
             aside.write_text(json.dumps(report, indent=1) + "\n")
             os.replace(aside, path)
-        return report
+        except OSError as error:
+            self._say(f"event=report_failed path={path} {error}: the job goes on without it")

@@ -17,10 +17,14 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, resource_tracker
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +32,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs
-from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
     RendezvousInfo,
@@ -36,6 +40,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from scalai.core.errors import RefusedError
+from scalai.launch import host_signals
 
 WORKER_MODULE = "scalai.patches.worker"
 PRELOAD_MODULE = "scalai.patches.preload"
@@ -49,6 +54,8 @@ _HOOKS: Mapping[str, tuple[str, ...]] = {
     "_monitor_workers": ("self", "worker_group"),
     "_shutdown": ("self", "death_sig", "timeout"),
 }
+_CLOSE = ("self", "death_sig", "timeout")
+"""Parameters of ``_close`` of torch's process contexts."""
 _FINISHED_EVENT = "_worker_finished_event"
 _EVENT_PARTS = ("_flag", "_cond", "_cond._sleeping_count", "_cond._wait_semaphore")
 _WAY_OUT = (
@@ -73,6 +80,12 @@ def self_check() -> None:
             raise RefusedError(
                 f"torch {torch.__version__}: LocalElasticAgent.{name} takes {found}, expected "
                 f"{parameters}. {_WAY_OUT}"
+            )
+    for context in (MultiprocessContext, SubprocessContext):
+        if tuple(inspect.signature(context._close).parameters) != _CLOSE:
+            raise RefusedError(
+                f"torch {torch.__version__}: {context.__name__}._close does not take {_CLOSE}. "
+                f"{_WAY_OUT}"
             )
     if _FINISHED_EVENT not in MultiprocessContext.__init__.__code__.co_names:
         raise RefusedError(
@@ -103,6 +116,9 @@ class Placement:
     master_addr: str
     master_port: int
     environment: Mapping[str, str] = field(default_factory=dict)
+    outlives_signals: bool = False
+    """Whether the workers live on when the whole host is sent SIGTERM or SIGINT: the agent alone
+    ends them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +230,11 @@ class WorkerSet(LocalElasticAgent):
         spec.args = tuple(arguments) if warm else ("-u", "-m", WORKER_MODULE, *arguments)
         spec.local_world_size = place.local_world_size
         self._assigned.placement = place
-        self._initialize_workers(self._worker_group)
+        signals = host_signals.blocked() if place.outlives_signals else nullcontext()
+        with signals, _without_main() if warm else nullcontext():
+            self._initialize_workers(self._worker_group)
+        if place.outlives_signals:
+            self._end_by_kill()
         if warm:
             assert self._pcontext is not None
             event = getattr(self._pcontext, _FINISHED_EVENT)
@@ -224,8 +244,15 @@ class WorkerSet(LocalElasticAgent):
     def poll(self) -> Outcome | None:
         """Return how the workers ended, or None while any runs. A failed worker takes the others
         with it."""
-        if not self._is_up:
+        place = self._assigned.placement
+        if not self._is_up or place is None:
             return None
+        if place.outlives_signals:
+            ended = sorted(self.ended().items())
+            failed = {place.first_rank + local: code for local, code in ended if code}
+            if failed:
+                self.stop()  # torch would send the others SIGTERM, and wait half a minute for them
+                return Outcome(_endings(failed))
         result: RunResult = self._monitor_workers(self._worker_group)
         if result.state is WorkerState.HEALTHY:
             return None
@@ -233,19 +260,52 @@ class WorkerSet(LocalElasticAgent):
         codes = {rank: failure.exitcode for rank, failure in sorted(result.failures.items())}
         # Torch ends the others by SIGTERM and then counts them among the failed.
         first = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
-        failures = tuple(f"rank {rank} {_ending(code)}" for rank, code in first.items())
-        return Outcome(
-            failures or (() if result.state is WorkerState.SUCCEEDED else (result.state.name,))
-        )
+        is_good = result.state is WorkerState.SUCCEEDED
+        return Outcome(_endings(first) or (() if is_good else (result.state.name,)))
+
+    def ended(self) -> dict[int, int]:
+        """Return the exit codes of the workers that have ended, by local rank, and 0 for forked
+        ones that have returned and wait for the others. Ends nobody."""
+        if not self._is_up:
+            return {}
+        context = self._pcontext
+        if isinstance(context, SubprocessContext):
+            codes = {r: h.proc.poll() for r, h in context.subprocess_handlers.items()}
+        else:
+            assert isinstance(context, MultiprocessContext) and context._pc is not None
+            codes = {r: p.exitcode for r, p in enumerate(context._pc.processes)}
+            for rank, returned in context._ret_vals.items():
+                if codes[rank] is None and (rank in context._return_values or not returned.empty()):
+                    codes[rank] = 0
+        return {rank: code for rank, code in codes.items() if code is not None}
 
     def stop(self, timeout_s: int = 5) -> None:
-        """End whatever workers live: SIGTERM, then SIGKILL after ``timeout_s``. Blocks until they
-        are gone."""
+        """End whatever workers live: SIGTERM, then SIGKILL after ``timeout_s``; those that outlive
+        signals at once. Blocks until they are gone."""
         if self._is_up:
             self._shutdown(signal.SIGTERM, timeout_s)
         self._is_up = False
         # Its queues hold named semaphores, which go with the last reference and not with _exit.
         self._pcontext = None
+
+    def _end_by_kill(self) -> None:
+        """Have torch end these workers, and what they have started, by SIGKILL: they ignore
+        SIGTERM, or have a handler that means something else by it."""
+        context = self._pcontext
+        assert context is not None
+        close = type(context)._close
+        # Not to be kept alive by its own attribute: its semaphores go with the last reference.
+        weakly = weakref.ref(context)
+
+        def kill(death_sig: signal.Signals, timeout: int = 30) -> None:
+            context = weakly()
+            assert context is not None
+            for pid in context.pids().values():
+                with suppress(ProcessLookupError):  # it has no group (yet), or nobody is left of it
+                    os.killpg(pid, signal.SIGKILL)
+            close(context, signal.SIGKILL, timeout)
+
+        context._close = kill  # type: ignore[method-assign]
 
     def pids(self) -> dict[int, int]:
         """Process numbers by local rank."""
@@ -285,10 +345,12 @@ def warm_up(preload_file: str) -> None:
 
     The server of an earlier call is left to its children and a new one takes its place.
     """
-    os.environ["SCALAI_PRELOAD"] = preload_file
+    os.environ.update(SCALAI_PRELOAD=preload_file, SCALAI_AGENT_PID=str(os.getpid()))
     server = forkserver.ForkServer()
     server.set_forkserver_preload([PRELOAD_MODULE])
-    server.ensure_running()
+    resource_tracker.ensure_running()  # which would unblock the signals
+    with host_signals.blocked():
+        server.ensure_running()
     # The context's processes go through this module's singleton (CPython 3.11 to 3.13,
     # forkserver.py, last lines).
     forkserver._forkserver = server
@@ -305,8 +367,31 @@ def warm_up(preload_file: str) -> None:
 def wait_until_warm() -> None:
     """Return once the server of ``warm_up`` has imported everything and has forked a process."""
     process = get_context("forkserver").Process(target=int)
-    process.start()
+    with _without_main():
+        process.start()
     process.join()
+
+
+_MAIN_MUTEX = threading.Lock()
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep the processes that are forked meanwhile from running this one's main module again: it is
+    an agent's, and they are workers (``get_preparation_data`` of CPython's multiprocessing/spawn.py
+    names it to them)."""
+    with _MAIN_MUTEX:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+def _endings(codes: Mapping[int, int]) -> tuple[str, ...]:
+    """Say of each rank how it ended."""
+    return tuple(f"rank {rank} {_ending(code)}" for rank, code in codes.items())
 
 
 def _ending(exit_code: int) -> str:

@@ -5,8 +5,10 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-OWN_MODULES = ("scalai.launch.run", "scalai.patches.worker")
-"""What every forked process needs besides: multiprocessing imports the agent's main module."""
+from scalai.store.secure import Folder
+
+OWN_MODULES = ("scalai.launch.torch_elastic", "scalai.patches.worker")
+"""What every forked process needs besides: where it begins, and what it runs."""
 
 
 def write_preload(path: Path, imports: Mapping[str, Sequence[str]]) -> Path:
@@ -14,7 +16,11 @@ def write_preload(path: Path, imports: Mapping[str, Sequence[str]]) -> Path:
 
     Args:
         imports: The ``modules`` that a worker has imported, and its ``sys_path``.
+
+    Raises:
+        StoreError: It cannot be written.
     """
     order = {"modules": [*imports["modules"], *OWN_MODULES], "sys_path": imports["sys_path"]}
-    path.write_text(json.dumps(order))
+    with Folder.open(path.parent) as folder:
+        folder.write(path.name, json.dumps(order).encode())
     return path

@@ -1,6 +1,5 @@
 """Where the workers of one host call their agent."""
 
-import os
 import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -10,7 +9,9 @@ from typing import Any
 from scalai.core.errors import PeerError, ScalaiError, UsageError
 from scalai.launch.round import Round
 from scalai.launch.workforce import Workforce
+from scalai.runtime.agent_folder import SOCKET, TOKEN
 from scalai.runtime.messages import Peer, Server
+from scalai.store.secure import Folder
 
 Json = Any
 
@@ -39,13 +40,15 @@ class WorkerCalls:
         self._calls, self._gone = calls, gone
         self._callers: dict[Peer, tuple[Round, int]] = {}
         token = secrets.token_bytes(32)
-        _write_secret(directory / "token", token)
-        socket_path = directory / "agent.sock"
-        socket_path.unlink(missing_ok=True)
-        self._server = Server(str(socket_path), token, self._handle, self._left)
+        # Open as long as the server, which removes its socket by this path.
+        self._folder = Folder.open(directory)
+        self._folder.write(TOKEN, token)
+        self._folder.remove(SOCKET)
+        self._server = Server(self._folder.reach(SOCKET), token, self._handle, self._left)
 
     def close(self) -> None:
         self._server.close()
+        self._folder.close()
 
     def _handle(self, peer: Peer, method: str, arguments: Mapping[str, Json]) -> Json:
         """Hand a call to the loop and wait for the answer, in the connection's thread."""
@@ -75,9 +78,9 @@ class WorkerCalls:
         rounds = self._workforce.rounds()
         if method == "await_slot":  # on a connection of its own
             found = self._workforce.round
-        elif method == "hello":
+        elif "round" in arguments:  # a first word
             found = next((r for r in rounds if r.number == arguments["round"]), None)
-            if found is not None:
+            if found is not None and method == "hello":
                 self._callers[peer] = (found, arguments["rank"])
         else:
             caller = self._callers.get(peer)
@@ -93,10 +96,3 @@ class WorkerCalls:
                 self._gone(caller[1])
 
         self._put(deliver)
-
-
-def _write_secret(path: Path, secret: bytes) -> None:
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secret)

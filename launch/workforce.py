@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from scalai.core.errors import ScalaiError
 from scalai.launch.ahead import obstacle, offer
 from scalai.launch.crew import Crew, Crews
 from scalai.launch.round import Round
@@ -49,10 +50,14 @@ class Workforce:
         on_devices = self.round is not None and self.round.uses_devices
         reason = obstacle(self._policy, command["local_world_size"], pids, on_devices=on_devices)
         if reason is None:
-            crew = self._crews.start(command)
-            offer(crew.pids().values(), is_ahead=True)
-            self._ahead = Round(command), crew
-        else:
+            try:
+                crew = self._crews.start(command)
+            except (ScalaiError, OSError) as error:
+                reason = str(error)
+            else:
+                offer(crew.pids().values(), is_ahead=True)
+                self._ahead = Round(command), crew
+        if reason is not None:
             self._tell("not_built", round=command["round"], reason=reason)
 
     def start(self, command: Mapping[str, Json]) -> None:
@@ -67,8 +72,11 @@ class Workforce:
         self.round, self.crew = Round(command), None
         if command["is_built"]:
             self.fail("what was built ahead is gone")
-        else:
+            return
+        try:
             self.crew = self._crews.start(command)
+        except (ScalaiError, OSError) as error:
+            self.fail(f"its workers cannot be started: {error}")
 
     # ------------------------------------------------------------------ ends
 
@@ -133,15 +141,34 @@ class Workforce:
     def _ended(self, current: Round, outcome: Outcome) -> None:
         if outcome.failures:
             memory = any(f"exited with {OUT_OF_MEMORY_EXIT}" in f for f in outcome.failures)
-            self.fail("; ".join(outcome.failures), out_of_memory=memory)
+            # Whom a signal kills may take others with it that talk to it.
+            is_chance = any("was killed by" in failure for failure in outcome.failures)
+            self.fail("; ".join(outcome.failures), out_of_memory=memory, is_chance=is_chance)
         elif not current.has_failed:
             self._tell("finished", round=current.number)
 
-    def fail(self, reason: str, *, out_of_memory: bool = False) -> None:
-        """The present round cannot go on: tell of it, once."""
+    def refuse(self, refused: Round, reason: str) -> None:
+        """Workers of a round say that the job cannot run so: to try again would end alike."""
+        if refused is self.round:
+            self.fail(reason, is_refusal=True)
+        else:
+            self.give_up()
+            self._tell("not_built", round=refused.number, reason=reason)
+
+    def fail(
+        self,
+        reason: str,
+        *,
+        out_of_memory: bool = False,
+        is_chance: bool = False,
+        is_refusal: bool = False,
+    ) -> None:
+        """The present round cannot go on: tell of it, once. ``is_chance``: a signal was the cause,
+        which says nothing of the degrees."""
         if self.round is not None and not self.round.has_failed:
             self.round.has_failed = True
             log.error("event=failed round=%d %s", self.round.number, reason)
             self._tell(
-                "failed", round=self.round.number, reason=reason, out_of_memory=out_of_memory
-            )
+                "failed", round=self.round.number, reason=reason, out_of_memory=out_of_memory,
+                is_chance=is_chance, is_refusal=is_refusal,
+            )  # fmt: skip

@@ -1,9 +1,13 @@
-"""``python -m scalai.patches.diagnosis``: which frameworks would be hooked here, as JSON."""
+"""``python -m scalai.patches.diagnosis [FOLDER]``: which frameworks would be hooked here, or in a
+script that lies in a folder, as JSON."""
 
+import ast
 import importlib.metadata
 import importlib.util
 import json
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import RefusedError
@@ -22,9 +26,8 @@ def diagnose() -> dict[str, Any]:
         if importlib.util.find_spec(package) is None:
             found[known.framework] = {"version": None, "is_hooked": False, "note": "not installed"}
             continue
-        try:
-            version = importlib.metadata.version(known.framework)
-        except importlib.metadata.PackageNotFoundError:
+        version = _stated(package) or _installed(known.framework)
+        if version is None:
             # A checkout on the path: its version is asked for when the script imports it.
             note = "a checkout; its version is checked when it is imported"
             found[known.framework] = {"version": "unknown", "is_hooked": True, "note": note}
@@ -38,5 +41,32 @@ def diagnose() -> dict[str, Any]:
     return found
 
 
+def _installed(framework: str) -> str | None:
+    try:
+        return importlib.metadata.version(framework)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _stated(package: str) -> str | None:
+    """Return the version that Megatron-core's own files state: a checkout may lie beside the script
+    or on the path, in front of what is installed."""
+    found = importlib.util.find_spec(package)
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        stated = Path(folder, "core", "package_info.py")
+        if package == "megatron" and stated.is_file():
+            numbers = {
+                line.targets[0].id: line.value.value
+                for line in ast.parse(stated.read_text()).body
+                if isinstance(line, ast.Assign)
+                and isinstance(line.targets[0], ast.Name)
+                and isinstance(line.value, ast.Constant)
+            }
+            if {"MAJOR", "MINOR", "PATCH"} <= set(numbers):
+                return ".".join(str(numbers[part]) for part in ("MAJOR", "MINOR", "PATCH"))
+    return None
+
+
 if __name__ == "__main__":
+    sys.path[:0] = sys.argv[1:]
     print(json.dumps(diagnose()))

@@ -2,11 +2,11 @@
 round had imported.
 
 Importing is all it does: no CUDA, no store, no thread. A module that cannot be imported is left to
-the worker, which then shows the error where the user expects it.
+the worker, which then shows the error where the user expects it. An agent that ends meanwhile takes
+this process along.
 """
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -14,16 +14,25 @@ import sys
 import warnings
 from pathlib import Path
 
-from scalai.patches import hooks
+from scalai.runtime.imports import without_collections
+from scalai.runtime.orphans import die_with_parent
 
 
 def preload(path: Path) -> None:
     """Import what the file lists (``modules``), from where its workers imported it
     (``sys_path``)."""
+    # They import torch, which takes seconds: this process is tied to its agent before.
+    from scalai.patches import hooks
+    from scalai.patches.signals import leave_signals_to_the_agent
+
+    leave_signals_to_the_agent()
     # DeepSpeed asks for devices when it is imported. A fork cannot use CUDA that its parent began,
     # and torch begins it to answer, unless it asks the driver's library.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    order = json.loads(path.read_text())
+    try:
+        order = json.loads(path.read_text())
+    except FileNotFoundError:
+        os._exit(0)  # the job has ended meanwhile, and its agent's directory is gone
     # The order matters: a framework may lie beside the script and be installed as well.
     others = [entry for entry in sys.path if entry not in order["sys_path"]]
     sys.path[:] = [*order["sys_path"], *others]
@@ -37,6 +46,7 @@ def preload(path: Path) -> None:
 
 
 if "SCALAI_PRELOAD" in os.environ:
-    preload(Path(os.environ["SCALAI_PRELOAD"]))
-    # What is imported stays: a collection in a fork would only copy the pages that it looks at.
-    gc.freeze()
+    die_with_parent(int(os.environ["SCALAI_AGENT_PID"]))
+    # A collection in a fork would also copy the pages that it looks at.
+    with without_collections():
+        preload(Path(os.environ["SCALAI_PRELOAD"]))

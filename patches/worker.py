@@ -14,13 +14,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from select import POLLIN, poll
 from typing import NoReturn
 
-from scalai.patches import hooks
-from scalai.runtime import session
+from scalai.core.errors import RefusedError, ScalaiError, StoreError, UsageError
+from scalai.runtime.agent_folder import tell_agent
 from scalai.runtime.control import OUT_OF_MEMORY_EXIT
+from scalai.runtime.imports import without_collections
 from scalai.runtime.orphans import die_with_parent
 
 
@@ -31,27 +33,48 @@ def main(arguments: Sequence[str]) -> None:
     if threads is not None and "torch" in sys.modules:
         # A fork inherits the thread count that torch took when the fork server imported it.
         sys.modules["torch"].set_num_threads(int(threads))
+    is_elastic = os.environ.get("SCALAI_ELASTIC") == "1"
+    if is_elastic:
+        # Not at the top: it imports torch, which takes seconds and a plain script may not need. Not
+        # behind the path either, where something beside the script could take its place.
+        with without_collections():
+            from scalai.patches import elastic_worker
     is_module = arguments[0] == "-m"
     target, rest = (arguments[1], arguments[2:]) if is_module else (arguments[0], arguments[1:])
     sys.argv = [target, *rest]
     sys.path.insert(0, os.getcwd() if is_module else str(Path(target).resolve().parent))
-    if os.environ.get("SCALAI_ELASTIC") == "1":
-        # After the path is set: the framework may lie beside the script.
-        hooks.install()
+    if is_elastic:
+        elastic_worker.prepare()
     try:
+        if is_elastic:
+            # After the path is set: the framework may lie beside the script.
+            elastic_worker.install()
         if is_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(target, run_name="__main__")
+    except (RefusedError, UsageError) as error:
+        if not is_elastic or isinstance(error, StoreError):
+            raise
+        _be_refused(error)
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
             raise
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(OUT_OF_MEMORY_EXIT)
-    job = session.current()
-    if job is not None:
+    session = sys.modules.get("scalai.runtime.session")
+    if session is not None and (job := session.current()) is not None:
         job.finish()
+
+
+def _be_refused(error: ScalaiError) -> NoReturn:
+    """Tell the agent that the job cannot run, and why: it says so once for all ranks, and ends this
+    process."""
+    with suppress(ScalaiError):  # it ends all the same
+        tell_agent("refused", reason=str(error))
+    print(error, file=sys.stderr, flush=True)  # nobody else has said it
+    os._exit(error.exit_code)
 
 
 def die_with_the_agent() -> None:

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from scalai.store.host import HostStore
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    from turns import TakingTurns
+
+    config.pluginmanager.register(TakingTurns(config), "turns")
+    if config.pluginmanager.has_plugin("xdist"):
+        from spread import Spreading
+
+        config.pluginmanager.register(Spreading(), "spreading")
+
+
 @pytest.fixture
 def open_store(tmp_path: Path) -> "Iterator[Opener]":
     """Open stores below one directory; they are closed at the end."""
@@ -57,6 +67,22 @@ def deepspeed_pool() -> "Iterator[WorkerPool]":
     workers = WorkerPool(size=4, trainer="tiny_deepspeed")
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def compiled_cpu_adam() -> None:
+    """DeepSpeed's Adam for the CPU can be used at once."""
+    from compiled import compile_op
+
+    compile_op("CPUAdamBuilder", "cpu_adam")
+
+
+@pytest.fixture(scope="session")
+def compiled_shared_memory() -> None:
+    """What DeepSpeed's processes of one machine talk by on the CPU can be used at once."""
+    from compiled import compile_op
+
+    compile_op("ShareMemCommBuilder", "deepspeed_shm_comm")
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,10 @@
 """The mapping of folders to packages, and what an import of Scalai does not need."""
 
+import json
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,31 +30,85 @@ def test_every_folder_with_code_is_a_listed_package() -> None:
     assert found == set(settings["packages"])  # type: ignore[call-overload]
 
 
-def modules_after(statement: str) -> set[str]:
-    """Run a statement in a fresh interpreter; return the top-level modules that it loaded."""
-    code = f"{statement}; import sys; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import scalai",
-        "import scalai.core.plan, scalai.core.resize, scalai.core.choice",
-        "import scalai.store.host",
-        "import scalai.converters.megatron.arguments",
-        "import scalai.launch.inspect, scalai.launch.clean",
-        "import scalai.launch.cli, scalai.launch.reshard, scalai.launch.verify",
-    ],
+NO_TORCH = (
+    "scalai",
+    "scalai.core.plan",
+    "scalai.core.resize",
+    "scalai.core.choice",
+    "scalai.store.host",
+    "scalai.runtime.messages",
+    "scalai.converters.megatron.arguments",
+    "scalai.launch.inspect",
+    "scalai.launch.clean",
+    "scalai.launch.doctor",
+    "scalai.launch.reshard",
+    "scalai.launch.verify",
+    "scalai.launch.cli",
+    "scalai.launch.coordinator_process",
+    "scalai.launch.rendezvous_store",
+    "scalai.launch.extension_locks",
+    "scalai.patches.diagnosis",
 )
-def test_what_works_offline_needs_no_torch_and_no_framework(statement: str) -> None:
-    assert not modules_after(statement) & {"torch", "megatron", "deepspeed"}
+"""What offline commands, a job's coordinator and the questions to it consist of: an import of torch
+costs each of these processes two seconds of a processor."""
+
+FRAMEWORKS = ("megatron", "deepspeed", "transformers", "accelerate")
+
+AGENT_AND_WORKER = (
+    "import scalai.launch.run",
+    "import scalai.patches.worker",
+    "from scalai.patches import hooks; hooks.install()",
+)
+"""What runs in every agent, and in every worker before its script does."""
+
+NOT_BEFORE_USED = (
+    *FRAMEWORKS, "setuptools", "sympy", "networkx", "torch._dynamo", "torch._inductor",
+    "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.utils.cpp_extension",
+    "scalai.converters.layouts", "scalai.converters.torch_archive",
+)  # fmt: skip
+
+
+def test_what_holds_no_tensor_needs_no_torch_and_no_framework() -> None:
+    statements = [f"import {name}" for name in NO_TORCH]
+    assert not _brought(statements, ("torch", "setuptools", "safetensors", *FRAMEWORKS))
+
+
+def test_a_question_to_a_running_job_needs_no_converter() -> None:
+    asking = "import contextlib, scalai.launch.cli"
+    for command in ("status", "scale", "resume"):
+        asking += "\nwith contextlib.suppress(SystemExit):"
+        asking += f"\n    scalai.launch.cli.main(['{command}', '--help'])"
+    assert not _brought([asking], ("torch", "numpy", "scalai.converters"))
+
+
+def test_agents_and_workers_import_nothing_before_it_is_used() -> None:
+    assert not _brought(AGENT_AND_WORKER, NOT_BEFORE_USED)
+
+
+def _brought(statements: Sequence[str], unwanted: Sequence[str]) -> dict[str, list[str]]:
+    """Run statements one after another in a fresh interpreter; return which of them brought a
+    module that is not wanted."""
+    code = f"""
+import json, sys
+brought, unwanted = {{}}, set({tuple(unwanted)!r})
+for statement in {tuple(statements)!r}:
+    exec(statement)
+    found = sorted(unwanted & sys.modules.keys())
+    unwanted -= {{*found}}
+    if found:
+        brought[statement] = found
+print(json.dumps(brought))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.parametrize("command", ["scalai", "scalai-run"])
 def test_the_commands_are_installed_and_explain_themselves(command: str) -> None:
     program = Path(sys.executable).with_name(command)
-    done = subprocess.run([program, "--help"], capture_output=True, text=True)
+    done = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert done.stdout.startswith(f"usage: {command}")

@@ -23,7 +23,6 @@ from scalai.converters.deepspeed.config import StatedBatch
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
 from scalai.patches.deepspeed import loaders, mends
-from scalai.patches.deepspeed.checkpoints import Checkpoints
 from scalai.patches.deepspeed.engine import randomness
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.deepspeed.round_config import (
@@ -244,6 +243,8 @@ class EngineHooks:
 
     def _take_part(self, engine: Any) -> None:
         """Restore the generation into a new engine, and hook what it does from now on."""
+        # With an engine, not before: the converters that read checkpoints come along.
+        from scalai.patches.deepspeed.checkpoints import Checkpoints
         from scalai.patches.deepspeed.state import DeepSpeedState
 
         session, first = self._session, self.feed.first

@@ -36,16 +36,32 @@ class Agree:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Forget the proposed stop."""
+    """Forget the stop, proposed or agreed: workers that wait at it go on."""
 
     hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Hurry:
-    """Another host has deposited or is lost: workers of these that do not come to the stop in time
-    hang, and must be given up."""
+class Deposit:
+    """Every worker of the job stands at the stop: those of these hosts write their state, and
+    leave. From here on the stop is not taken back."""
 
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lose:
+    """These hosts do not answer: they count as lost where the others can go on."""
+
+    hosts: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Say what is waited for; these hosts say where their workers are."""
+
+    text: str
     hosts: tuple[str, ...]
 
 
@@ -102,6 +118,13 @@ class SaveDurable:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """No state in memory is whole: these hosts say what their durable directories hold."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Exit:
     """These agents end with this code."""
 
@@ -118,6 +141,6 @@ class Say:
 
 
 Action = (
-    Build | GiveUp | Prepare | Agree | Withdraw | Hurry | Judge | Commit | StopWorkers | StartRound
-    | Release | SaveDurable | Exit | Say
+    Build | GiveUp | Prepare | Agree | Withdraw | Deposit | Lose | Report | Judge | Commit
+    | StopWorkers | StartRound | Release | SaveDurable | Look | Exit | Say
 )  # fmt: skip

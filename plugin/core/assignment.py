@@ -1,6 +1,6 @@
 """From hosts with free devices to workers with degrees."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from scalai.core.choice import Choice, DegreePlanner, DegreePolicy
@@ -19,6 +19,7 @@ def make_assign(
     max_workers: int | None = None,
     excluded: Sequence[Choice] = (),
     requested: Wish | None = None,
+    explain: Callable[[str], object] = lambda reason: None,
 ) -> Assign:
     """Return the function that assigns workers to the hosts that are there.
 
@@ -27,22 +28,26 @@ def make_assign(
         max_workers: Workers in total, from ``scalai scale --nproc``; None: every slot.
         excluded: Choices that ran out of memory.
         requested: Degrees that a person asked for.
+        explain: Is told why there is none.
 
     The returned function gives None where too few hosts are there or no degrees are valid.
     """
 
     def assign(hosts: tuple[tuple[str, int], ...], present: Degrees | None) -> Assignment | None:
         if len(hosts) < min_hosts:
+            explain(f"at least {min_hosts} hosts are needed, {len(hosts)} are there")
             return None
         used = hosts[:max_hosts]
         world = sum(slots for _, slots in used)
         if max_workers is not None:
             world = min(world, max_workers)
         if world < 1:
+            explain("no slot is there")
             return None
         try:
             choice = planner(world, limits, policy, present, excluded=excluded, requested=requested)
-        except RefusedError:
+        except RefusedError as error:
+            explain(str(error))
             return None
         workers = _fill(used, choice.degrees.world_size) + tuple(
             (h, 0) for h, _ in hosts[max_hosts:]

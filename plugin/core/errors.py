@@ -36,5 +36,36 @@ class ProofError(ScalaiError):
     exit_code = 4
 
 
+class MemoryShortError(ScalaiError):
+    """There is less memory than a piece of work takes."""
+
+
 class PeerError(ScalaiError):
     """Another process of the job is gone, silent, unknown, or has answered with an error."""
+
+
+class SilentError(PeerError):
+    """Another process is there, or may be, and does not answer in time."""
+
+
+class AbsentError(PeerError):
+    """Nobody of this job listens at an address: nobody at all, or someone with another token."""
+
+
+class AnswerError(PeerError):
+    """Another process has answered with an error: it lives, and refuses what it was asked for.
+
+    ``kind`` is the name of the error's class there.
+    """
+
+    def __init__(self, text: str, kind: str = "ScalaiError") -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class StaleError(ScalaiError):
+    """An agent that is not in the job (any more) calls: it was lost, replaced or released."""
+
+
+class EndedError(UsageError):
+    """A job has ended that an agent wants to join."""

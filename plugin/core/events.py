@@ -4,10 +4,13 @@ from dataclasses import dataclass
 
 from scalai.core.membership import Assign, Generation
 
+NOT_COVERED = "the deposits that survive do not cover the state"
+
 
 @dataclass(frozen=True, slots=True)
 class HostJoined:
-    """An agent came. ``covered`` are the generations that the hosts now present hold wholly, oldest
+    """An agent came; of a host that takes part already: in place of another one, whose workers are
+    gone. ``covered`` are the generations that the hosts now present hold wholly, oldest
     first; ``has_parts``: it holds a part of some generation, so the job has a state that must not
     be lost."""
 
@@ -57,8 +60,8 @@ class Rescaled:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time passes; only settling depends on it. ``newest`` is the furthest step that any agent has
-    told of."""
+    """Time passes: what settles and what has a deadline depends on it. ``newest`` is the furthest
+    step that any agent has told of."""
 
     at: float
     newest: int
@@ -91,6 +94,15 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrived:
+    """Every living worker of this host stands at the stop, and has written nothing."""
+
+    host: str
+    round: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class Deposited:
     """A host's workers have deposited or died; its part is sealed."""
 
@@ -100,13 +112,14 @@ class Deposited:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Whether the union of the deposits covers every tensor, their step and number, and the hosts
-    that have a part (asked for by ``Judge``)."""
+    """Whether the union of the deposits is a state (``is_covered``), its step and number, and the
+    hosts that have a part; else the ``reason`` (asked for by ``Judge``)."""
 
     is_covered: bool
     step: int = 0
     number: int = 0
     hosts: frozenset[str] = frozenset()
+    reason: str = NOT_COVERED
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +149,62 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class WorkersFailed:
+    """``is_chance``: a signal killed them, which says nothing of the degrees; ``is_refusal``: they
+    said that they cannot run this job, and will say it again."""
+
     host: str
     round: int
     reason: str
+    is_chance: bool = False
+    is_refusal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """Every worker of this host has come further in the start: ``what`` it has done, such as
+    ``published``."""
+
+    host: str
+    round: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unhooked:
+    """The script of this host's workers trains, and nothing hooks its steps."""
+
+    host: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProofFailed:
+    """What the workers have restored is not what was committed. The first time it is fetched anew;
+    ``is_final``: it happened again, so the stored state itself is damaged."""
+
+    round: int
+    reason: str
+    is_final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A person said which generation to go on from: newer ones are given up."""
+
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
     """Every worker of this host has made its first step, or has stored the state at the start."""
+
+    host: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hooked:
+    """The script has connected itself to the job after all."""
 
     host: str
     round: int
@@ -174,6 +235,7 @@ class NotSaved:
 
 Event = (
     HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Built | NotBuilt
-    | Prepared | Deposited | Judged | Snapshotted | Committed | Stopped | WorkersFailed | Stepped
-    | Finished | Saved | NotSaved
+    | Prepared | Arrived | Deposited | Judged | Snapshotted | Committed | Stopped | WorkersFailed
+    | Stepped | Progressed | Unhooked | Hooked | Finished | Saved | NotSaved
+    | ProofFailed | Resumed
 )  # fmt: skip

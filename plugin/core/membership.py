@@ -5,7 +5,9 @@ out. The coordinator is the loop around it: it feeds events in (a host joined, e
 deposited) and carries the actions out (send this command to these hosts). One pass through the
 phases is a resize:
 
-    running -> preparing -> draining -> committing -> stopping -> starting -> running
+    running -> preparing -> draining -> depositing -> committing -> stopping -> starting -> running
+
+How long each may take, and what comes of it where it takes longer, is in ``deadlines``.
 
 Source: the membership of torch.distributed.elastic 2.13 (rendezvous/dynamic_rendezvous.py). Differs
 in: the workers stop at one agreed step instead of where a signal finds them, and a change never
@@ -29,7 +31,8 @@ class Phase(Enum):
     PREPARING = (
         "preparing"  # a stop was proposed; every agent says whether its workers are below it
     )
-    DRAINING = "draining"  # the stop was agreed; workers reach it and deposit
+    DRAINING = "draining"  # the stop was agreed; workers come to it, and may still be sent on
+    DEPOSITING = "depositing"  # every worker stands at the stop: they write their state and leave
     COMMITTING = "committing"  # the deposits cover; every host renames its part
     STOPPING = "stopping"  # workers are made to exit
     SAVING = "saving"  # nobody stays: the generation goes to the durable directory
@@ -43,8 +46,12 @@ assigned."""
 TRAINING = (Phase.RUNNING, Phase.BUILDING)
 """Phases in which the workers train and no stop is under way."""
 
-FALLIBLE = (Phase.STARTING, *TRAINING, Phase.PREPARING, Phase.DRAINING)
+FALLIBLE = (Phase.STARTING, *TRAINING, Phase.PREPARING, Phase.DRAINING, Phase.DEPOSITING)
 """Phases that need the workers; in the others they have done their work or are being stopped."""
+
+ENDED_BY_A_LOSS = (*TRAINING, Phase.PREPARING, Phase.STARTING)
+"""Phases in which the loss of a host with workers ends the round; in a later one of a stop what the
+others hold may be the whole state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,25 @@ class Ahead:
 
 
 @dataclass(frozen=True, slots=True)
+class FailedChange:
+    """An assignment whose workers failed before each of them had stepped. ``members`` are its hosts
+    with the numbers of their joining: the same hosts joined anew may be tried again."""
+
+    assignment: Assignment
+    members: frozenset[tuple[str, int]]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The clock of the present phase: when it began or made its last progress (None: the next tick
+    tells), and how often it was reported since."""
+
+    since: float | None = None
+    reports: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """A committed state: its number, the optimizer step, and the hosts that hold parts of it."""
 
@@ -109,11 +135,23 @@ class Job:
     settle_s: float = 0.0
     max_hosts: int = 1
     failures_left: int = 3
+    """Failures that the job survives from here on."""
+    most_failures: int = 3
+    """What ``failures_left`` is filled up to again while the training makes progress."""
+    does_refill: bool = False
+    is_loss_free: bool = False
+    """Whether the loss of a host is a change, which costs no restart."""
     has_durable_dir: bool = False
     is_elastic: bool = True
     """False: a plain job, whose workers are stopped and started anew as under torchrun."""
+    is_hooked: bool = True
+    """False: nothing in the script says where a step ends, so a change would begin it anew."""
     build_timeout_s: float = 0.0
     """How long the next round's workers may build beside the present ones; 0: they never do."""
+    drain_timeout_s: float = 120.0
+    quarantine_s: float = 60.0
+    """How long a host that flaps waits at first; 0: it never does."""
+    start_timeout_s: float = 1800.0
     has_state: bool = False
     phase: Phase = Phase.WAITING
     hosts: Mapping[str, Host] = field(default_factory=dict)
@@ -122,8 +160,12 @@ class Job:
     last_round: int = 0
     """The highest number given to a round, also to one that was built ahead and given up."""
     current: Assignment | None = None
+    ran: Assignment | None = None
+    """The assignment of which every rank has stepped last: a change that fails goes back to it."""
+    failed: tuple[FailedChange, ...] = ()
+    tries: int = 0
+    """Failures of the present assignment that may have been chance."""
     ahead: Ahead | None = None
-    building_since: float | None = None
     was_built_ahead: bool = False
     """The present round was, so its first failure may come from that and is not counted."""
     generations: tuple[Generation, ...] = ()
@@ -131,16 +173,46 @@ class Job:
     stop: int = 0
     margin: int = 1
     newest: int = 0
+    now: float = 0.0
+    wait: Wait = Wait()
+    progress: Mapping[str, str] = field(default_factory=dict)
+    """What the workers of each host have done last in the present start."""
     changed_at: float | None = None
+    withdrawn: int = 0
+    """Stops that were taken back since the last change that came about."""
+    again_at: float | None = None
+    """When the change whose stop was taken back is tried again."""
+    trained_s: float = 0.0
+    """Time of training progress since ``failures_left`` was last filled up."""
+    stepped_at: float | None = None
+    strikes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """When hosts were lost, or joined a round that failed (see ``quarantine``)."""
+    barred: Mapping[str, float] = field(default_factory=dict)
+    """Hosts that wait before they run workers again, and until when."""
+    gone: frozenset[str] = frozenset()
+    """Hosts that were lost since the present round began: one that joins anew has no workers of
+    it."""
     finished: frozenset[str] = frozenset()
     committing: int | None = None
     """Number of the generation whose parts hosts are renaming."""
     uncommitted: frozenset[str] = frozenset()
     """Hosts that have yet to rename their part of a snapshot; older generations stay until then."""
+    obstacle: str = ""
+    """Why the newest state that is known cannot be gone on from, and the ways out."""
+    is_held_back: bool = False
+    """While it waits, the job must not go back behind that state by itself: a person decides."""
 
     @property
     def newest_generation(self) -> Generation | None:
         return self.generations[-1] if self.generations else None
+
+
+def excuse(job: Job, seconds: float) -> Job:
+    """Return the job whose present phase has lasted so much less: nobody could be heard for so
+    long."""
+    if job.wait.since is None:
+        return job
+    return replace(job, wait=replace(job.wait, since=job.wait.since + seconds))
 
 
 def replace_assign(job: Job, assign: Assign) -> Job:
@@ -150,28 +222,86 @@ def replace_assign(job: Job, assign: Assign) -> Job:
 
 def replace_generations(job: Job, covered: tuple[Generation, ...]) -> Job:
     """Return the job with other generations known to be whole, oldest first."""
-    return replace(job, generations=covered)
+    return replace(job, generations=covered, has_state=job.has_state or bool(covered))
+
+
+def replace_obstacle(job: Job, obstacle: str, *, is_held_back: bool) -> Job:
+    """Return the job with another reason not to go on from the newest state that is known."""
+    return replace(job, obstacle=obstacle, is_held_back=is_held_back)
 
 
 def staying(job: Job) -> tuple[tuple[str, int], ...]:
     """Hosts that take part in the next round, with their slots: those of the current round keep
-    their order."""
+    their order. One that is barred does not, unless nothing fits without it."""
     current = [name for name, _ in job.current.workers] if job.current else []
     hosts = [host for host in job.hosts.values() if not host.is_leaving]
     place = {name: number for number, name in enumerate(current)}
     hosts.sort(key=lambda host: (place.get(host.name, len(place)), host.order))
+    free = tuple((host.name, host.slots) for host in hosts if host.name not in job.barred)
+    if len(free) == len(hosts) or (free and job.assign(free, present_degrees(job)) is not None):
+        return free
     return tuple((host.name, host.slots) for host in hosts)
+
+
+def present_degrees(job: Job) -> Degrees | None:
+    """The degrees that ran last, else those of the start under way."""
+    last = job.ran or job.current
+    return last.degrees if last else None
 
 
 def active(job: Job) -> frozenset[str]:
     """Hosts that are present and have workers in the current round."""
-    return frozenset(job.current.active if job.current else ()) & frozenset(job.hosts)
+    return (frozenset(job.current.active if job.current else ()) & frozenset(job.hosts)) - job.gone
 
 
 def next_assignment(job: Job) -> Assignment | None:
-    """The assignment of the hosts that stay; None where no world fits them, or none stays."""
+    """The assignment of the hosts that stay; None where no world fits them, or none stays.
+
+    What has failed is passed over: for what ran last, else for fewer hosts. It is taken again only
+    where there is nothing else.
+    """
     hosts = staying(job)
-    return job.assign(hosts, job.current.degrees if job.current else None) if hosts else None
+    target = job.assign(hosts, present_degrees(job)) if hosts else None
+    if target is None or failure_of(job, target) is None:
+        return target
+    return _instead(job, hosts) or target
+
+
+def _instead(job: Job, hosts: tuple[tuple[str, int], ...]) -> Assignment | None:
+    """The best assignment beside those that have failed."""
+    if job.ran is not None and _is_possible(job, job.ran) and failure_of(job, job.ran) is None:
+        return job.ran
+    for count in range(len(hosts) - 1, 0, -1):
+        fewer = job.assign(hosts[:count], present_degrees(job))
+        if fewer is not None and failure_of(job, fewer) is None:
+            return fewer
+    return None
+
+
+def _is_possible(job: Job, assignment: Assignment) -> bool:
+    """Whether its hosts are all there, with their devices."""
+    return all(
+        name in job.hosts and job.hosts[name].slots >= count
+        for name, count in assignment.workers
+        if count
+    )
+
+
+def failure_of(job: Job, assignment: Assignment) -> FailedChange | None:
+    """How this assignment failed on the hosts as they joined last; None where it did not."""
+    members = members_of(job, assignment)
+    for failed in job.failed:
+        its = failed.assignment
+        is_same = its.is_same_as(assignment) and members == failed.members
+        if is_same and its.micro_batch_size == assignment.micro_batch_size:
+            return failed
+    return None
+
+
+def members_of(job: Job, assignment: Assignment) -> frozenset[tuple[str, int]]:
+    """The hosts of an assignment that are there, with the numbers of their joining."""
+    hosts = (job.hosts[name] for name in assignment.active if name in job.hosts)
+    return frozenset((host.name, host.order) for host in hosts)
 
 
 def leaving(job: Job) -> frozenset[str]:

@@ -9,8 +9,10 @@ from dataclasses import replace
 from functools import singledispatch
 
 from scalai.core import events
-from scalai.core.actions import Action, Commit, Hurry, Release, Say
+from scalai.core.actions import Action, Commit, Release, Report, Say
+from scalai.core.deadlines import clock_of
 from scalai.core.membership import (
+    ENDED_BY_A_LOSS,
     FALLIBLE,
     RESIZABLE,
     TRAINING,
@@ -18,10 +20,14 @@ from scalai.core.membership import (
     Host,
     Job,
     Phase,
+    Wait,
     active,
     staying,
 )
+from scalai.core.overdue import overdue
+from scalai.core.quarantine import pardon, strike
 from scalai.core.transitions import (
+    UNHOOKED,
     Result,
     answered,
     changed,
@@ -29,11 +35,15 @@ from scalai.core.transitions import (
     end,
     fail,
     next_phase,
-    prepare,
     release_leaving,
     save,
+    stop_unbuilt,
+    try_again,
     without_ahead,
 )
+
+REFILL_S = 3600.0
+"""Training progress for which a failure is forgotten, in a job without a budget of its own."""
 
 
 def advance(job: Job, event: events.Event) -> Result:
@@ -41,7 +51,8 @@ def advance(job: Job, event: events.Event) -> Result:
     order."""
     if job.phase is Phase.ENDED:
         return job, ()
-    return _on(event, job)
+    after, due = _on(event, job)
+    return (after if clock_of(after) == clock_of(job) else replace(after, wait=Wait())), due
 
 
 @singledispatch
@@ -51,6 +62,7 @@ def _on(event: events.Event, job: Job) -> Result:
 
 @_on.register
 def _host_joined(event: events.HostJoined, job: Job) -> Result:
+    before, is_replaced = job, event.host in job.hosts
     host = Host(event.host, event.slots, job.joined)
     job = replace(
         job,
@@ -59,7 +71,10 @@ def _host_joined(event: events.HostJoined, job: Job) -> Result:
         generations=event.covered,
         has_state=job.has_state or event.has_parts,
     )
-    return changed(job, event.at)
+    if not is_replaced:
+        return changed(job, event.at)
+    # What it brings counts before the loss of the one before it is judged.
+    return _workers_gone(before, replace(job, changed_at=event.at), event.host, event.at)
 
 
 @_on.register
@@ -76,7 +91,12 @@ def _host_leaving(event: events.HostLeaving, job: Job) -> Result:
         if job.ahead is not None and event.host in job.ahead.assignment.active:
             return consider(job)
         return release_leaving(job) if job.phase in TRAINING else (job, ())
-    return consider(job) if job.phase in RESIZABLE else (job, ())
+    return _consider_soon(job, event.at)
+
+
+def _consider_soon(job: Job, at: float) -> Result:
+    """Meet a change at once; during a stop, at the first tick after it where it is taken back."""
+    return consider(job) if job.phase in RESIZABLE else (replace(job, changed_at=at), ())
 
 
 def _leave_while_waiting(job: Job, host: str) -> Result:
@@ -96,30 +116,53 @@ def _leave_while_waiting(job: Job, host: str) -> Result:
 def _host_lost(event: events.HostLost, job: Job) -> Result:
     if event.host not in job.hosts:
         return job, ()
-    was_active = event.host in active(job)
     hosts = {name: host for name, host in job.hosts.items() if name != event.host}
-    uncommitted = job.uncommitted - {event.host}
-    job = replace(job, hosts=hosts, generations=event.covered, uncommitted=uncommitted)
+    after = replace(job, hosts=hosts, generations=event.covered)
+    return _workers_gone(job, after, event.host, event.at)
+
+
+def _workers_gone(before: Job, job: Job, host: str, at: float) -> Result:
+    """A host's agent is gone, and its workers with it."""
+    job = replace(job, gone=job.gone | {host}, uncommitted=job.uncommitted - {host}, now=at)
+    job, said = strike(job, [host])
     given_up: tuple[Action, ...] = ()
-    if job.ahead is not None and event.host in job.ahead.assignment.active:
+    if job.ahead is not None and host in job.ahead.assignment.active:
         job, given_up = without_ahead(job)
-    job, actions = _lost(job, event, was_active)
-    return job, (*given_up, *actions)
+    is_full = len(before.generations) > 1 and job.phase in (Phase.DRAINING, Phase.DEPOSITING)
+    job, room = _make_room(job, host) if is_full else (job, ())
+    if job.phase is not before.phase:
+        return job, (*said, *given_up, *room)
+    job, actions = _without_workers(job, host, at, host in active(before))
+    return job, (*said, *given_up, *room, *actions)
 
 
-def _lost(job: Job, event: events.HostLost, was_active: bool) -> Result:
-    """Go on without a host that is gone already."""
-    if job.phase is Phase.SAVING and event.host in job.awaited:
-        return end(job, 1, f"host {event.host} is lost before its part was saved")
-    if was_active and job.phase in (*TRAINING, Phase.PREPARING, Phase.STARTING):
-        return fail(job, f"host {event.host} is lost")
+def _make_room(job: Job, host: str) -> Result:
+    """A host is lost in a stop while others have two generations, which leaves them no room for the
+    deposit: the snapshot that the lost one had yet to rename is whole without it, or this stop
+    comes to nothing, because no store may let go of either."""
+    newest = job.newest_generation
+    if newest is None or newest.number != job.committing:
+        reason = (
+            f"host {host} is lost, without which generation {job.committing} is not whole; the "
+            "others have no room for another deposit"
+        )
+        return fail(job, reason, is_loss=True)
+    if job.uncommitted:
+        return job, ()
+    return replace(job, generations=(newest,)), (Release(job.round, newest.number, ()),)
+
+
+def _without_workers(job: Job, host: str, at: float, was_active: bool) -> Result:
+    """Go on without workers that are gone already."""
+    if job.phase is Phase.SAVING and host in job.awaited:
+        return end(job, 1, f"host {host} is lost before its part was saved")
+    if was_active and job.phase in ENDED_BY_A_LOSS:
+        return fail(job, f"host {host} is lost", is_loss=True)
     if job.phase is Phase.BUILDING:
         return consider(job)
-    if event.host in job.awaited and job.phase is Phase.DRAINING:
-        return _drained(job, event.host)
-    if event.host in job.awaited:
-        return next_phase(answered(job, event.host))
-    return changed(job, event.at) if job.phase in RESIZABLE else (job, ())
+    if host in job.awaited:
+        return next_phase(answered(job, host))
+    return changed(job, at) if job.phase in RESIZABLE else (job, ())
 
 
 @_on.register
@@ -133,22 +176,31 @@ def _slots_changed(event: events.SlotsChanged, job: Job) -> Result:
 @_on.register
 def _rescaled(event: events.Rescaled, job: Job) -> Result:
     job = replace(job, assign=event.assign, max_hosts=event.max_hosts or job.max_hosts)
-    return consider(job) if job.phase in RESIZABLE else (job, ())
+    return _consider_soon(job, event.at)
 
 
 @_on.register
 def _ticked(event: events.Ticked, job: Job) -> Result:
-    job = replace(job, newest=max(job.newest, event.newest))
+    job = _refill(replace(job, now=event.at), event.newest)
+    was_barred = len(job.barred)
+    job = pardon(job)
     is_settled = job.changed_at is not None and event.at - job.changed_at >= job.settle_s
-    if is_settled and job.phase in RESIZABLE:
+    is_again = job.again_at is not None and event.at >= job.again_at
+    if job.phase in RESIZABLE and (is_settled or is_again or len(job.barred) < was_barred):
         return consider(job)
-    if job.phase is not Phase.BUILDING:
-        return job, ()
-    since = event.at if job.building_since is None else job.building_since
-    job = replace(job, building_since=since)
-    if event.at - since > job.build_timeout_s:
-        return _stop_unbuilt(job, f"not built within {job.build_timeout_s:.0f} s")
-    return job, ()
+    return overdue(job)
+
+
+def _refill(job: Job, newest: int) -> Job:
+    """Take note of the steps that were made; an hour of them earns a failure that they cost."""
+    if newest <= job.newest or job.phase not in TRAINING:
+        return replace(job, newest=max(job.newest, newest))
+    made_s = 0.0 if job.stepped_at is None else job.now - job.stepped_at
+    job = replace(job, newest=newest, stepped_at=job.now, trained_s=job.trained_s + made_s)
+    if job.trained_s < REFILL_S or not job.does_refill:
+        return job
+    left = min(job.most_failures, job.failures_left + 1)
+    return replace(job, failures_left=left, trained_s=0.0)
 
 
 @_on.register
@@ -162,15 +214,7 @@ def _built(event: events.Built, job: Job) -> Result:
 def _not_built(event: events.NotBuilt, job: Job) -> Result:
     if job.ahead is None or event.round != job.ahead.round:
         return job, ()
-    return _stop_unbuilt(job, f"host {event.host}: {event.reason}")
-
-
-def _stop_unbuilt(job: Job, reason: str) -> Result:
-    """The next round's workers will start when the present ones have stopped."""
-    job, given_up = without_ahead(job)
-    said = Say(f"the next workers are not built beside the present ones: {reason}")
-    job, actions = prepare(job) if job.phase is Phase.BUILDING else (job, ())
-    return job, (*given_up, said, *actions)
+    return stop_unbuilt(job, f"host {event.host}: {event.reason}")
 
 
 @_on.register
@@ -181,26 +225,29 @@ def _prepared(event: events.Prepared, job: Job) -> Result:
 
 
 @_on.register
-def _deposited(event: events.Deposited, job: Job) -> Result:
-    if job.phase is not Phase.DRAINING or event.round != job.round:
+def _arrived(event: events.Arrived, job: Job) -> Result:
+    if job.phase is not Phase.DRAINING or (event.round, event.stop) != (job.round, job.stop):
         return job, ()
-    return _drained(job, event.host)
+    return next_phase(answered(job, event.host))
 
 
-def _drained(job: Job, host: str) -> Result:
-    """A host has deposited or is lost in a drain."""
-    job = answered(job, host)
-    return (job, (Hurry(tuple(sorted(job.awaited))),)) if job.awaited else next_phase(job)
+@_on.register
+def _deposited(event: events.Deposited, job: Job) -> Result:
+    if job.phase is not Phase.DEPOSITING or event.round != job.round:
+        return job, ()
+    return next_phase(answered(job, event.host))
 
 
 @_on.register
 def _judged(event: events.Judged, job: Job) -> Result:
-    if job.phase is not Phase.DRAINING:
+    if job.phase is not Phase.DEPOSITING:
         return job, ()
     if not event.is_covered:
-        return fail(job, "the deposits that survive do not cover the state")
-    hosts = active(job)
+        is_loss = job.current is not None and set(job.current.active) > active(job)
+        return fail(job, event.reason, is_loss=is_loss)
     generation = Generation(event.number, event.step, event.hosts)
+    # A host whose workers died before they wrote, or that has just come back, has no part.
+    hosts = event.hosts & frozenset(job.hosts)
     job = replace(job, phase=Phase.COMMITTING, awaited=hosts, uncommitted=frozenset())
     job = _with_generation(job, generation)
     return job, (Commit(tuple(sorted(hosts)), generation.number),)
@@ -251,7 +298,49 @@ def _stopped(event: events.Stopped, job: Job) -> Result:
 def _workers_failed(event: events.WorkersFailed, job: Job) -> Result:
     if event.round != job.round or job.phase not in FALLIBLE:
         return job, ()
-    return fail(job, f"workers of host {event.host} failed: {event.reason}")
+    reason = f"workers of host {event.host} failed: {event.reason}"
+    if job.phase is Phase.DEPOSITING:  # what the others deposit may be the whole state
+        job, actions = next_phase(answered(job, event.host))
+        return job, (Say(reason), *actions)
+    reason = event.reason if event.is_refusal else reason
+    return fail(job, reason, is_chance=event.is_chance, is_refusal=event.is_refusal)
+
+
+@_on.register
+def _progressed(event: events.Progressed, job: Job) -> Result:
+    if job.phase is not Phase.STARTING or event.round != job.round:
+        return job, ()
+    return replace(job, progress={**job.progress, event.host: event.what}), ()
+
+
+@_on.register
+def _unhooked(event: events.Unhooked, job: Job) -> Result:
+    """It runs as it is: no step will be told of, and no change begun."""
+    if event.round != job.round or not job.is_hooked or job.phase is not Phase.STARTING:
+        return job, ()
+    job = replace(job, is_hooked=False, phase=Phase.RUNNING, awaited=frozenset(), ran=job.current)
+    text = f"event=unhooked host={event.host} a change of the job is refused: {UNHOOKED}"
+    return job, (Report(text, ()),)
+
+
+@_on.register
+def _hooked(event: events.Hooked, job: Job) -> Result:
+    if job.is_hooked or event.round != job.round:
+        return job, ()
+    # What changed meanwhile was refused.
+    return replace(job, is_hooked=True, changed_at=job.now), ()
+
+
+@_on.register
+def _proof_failed(event: events.ProofFailed, job: Job) -> Result:
+    if event.round != job.round or job.phase is not Phase.STARTING:
+        return job, ()
+    return end(job, 3, event.reason) if event.is_final else try_again(job, event.reason)
+
+
+@_on.register
+def _resumed(event: events.Resumed, job: Job) -> Result:
+    return consider(job) if job.phase is Phase.WAITING else (job, ())
 
 
 @_on.register

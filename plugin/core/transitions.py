@@ -10,42 +10,59 @@ from scalai.core.actions import (
     Action,
     Agree,
     Build,
+    Deposit,
     Exit,
     GiveUp,
     Judge,
+    Look,
     Prepare,
     Release,
+    Report,
     SaveDurable,
     Say,
     StartRound,
     StopWorkers,
     Withdraw,
 )
+from scalai.core.deadlines import LONGEST_BACKOFF_S
 from scalai.core.membership import (
     RESIZABLE,
     Ahead,
     Assignment,
+    FailedChange,
+    Host,
     Job,
     Phase,
     active,
+    failure_of,
     leaving,
+    members_of,
     next_assignment,
+    present_degrees,
     staying,
 )
+from scalai.core.quarantine import strike
 
 Result = tuple[Job, tuple[Action, ...]]
 
+UNHOOKED = (
+    "nothing hooks the script's own training loop, so it would begin from zero. Call "
+    "scalai.elastic() in it (README.md), or run it without --elastic"
+)
+
 _NOT_WHOLE = (
-    " for the hosts whose stores hold the newest generation (if their memory is lost: stop the "
+    "for the hosts whose stores hold the newest generation (if their memory is lost: stop the "
     "job, run scalai clean on every host, and start it again from the script's own checkpoint)"
 )
 
 
 def consider(job: Job) -> Result:
     """Begin a resize if the hosts now present would be assigned otherwise than they are."""
-    job = replace(job, changed_at=None)
+    job = replace(job, changed_at=None, again_at=None)
     if job.phase is Phase.WAITING:
         return _start_round(job)
+    if not job.is_hooked:
+        return _stay(job, f"the change is not made: {UNHOOKED}")
     target = next_assignment(job)
     if target is None and staying(job) and not job.has_durable_dir:
         reason = (
@@ -93,7 +110,6 @@ def _build(job: Job, target: Assignment | None) -> Result:
         awaited=frozenset(target.active),
         ahead=ahead,
         last_round=ahead.round,
-        building_since=None,
     )
     job, actions = prepare(job) if leaving(job) else (job, ())
     return job, (*given_up, Build(ahead), *actions)
@@ -105,6 +121,14 @@ def _is_built_for(job: Job, target: Assignment | None) -> bool:
         return False
     its = job.ahead.assignment
     return target.is_same_as(its) and target.micro_batch_size == its.micro_batch_size
+
+
+def stop_unbuilt(job: Job, reason: str) -> Result:
+    """The next round's workers will start when the present ones have stopped."""
+    job, given_up = without_ahead(job)
+    said = Say(f"the next workers are not built beside the present ones: {reason}")
+    job, actions = prepare(job) if job.phase is Phase.BUILDING else (job, ())
+    return job, (*given_up, said, *actions)
 
 
 def without_ahead(job: Job) -> Result:
@@ -129,18 +153,99 @@ def _stop_workers(job: Job, reason: str, *, has_deposited: bool = False) -> Resu
     return job, (StopWorkers(tuple(sorted(hosts)), reason, has_deposited),)
 
 
-def fail(job: Job, reason: str) -> Result:
-    """A failure, not a change: it counts against the restart budget.
+def withdraw(job: Job, reason: str) -> Result:
+    """Take an agreed stop back: nobody has written yet, and the workers that wait at it go on. The
+    change is tried again, later each time."""
+    hosts, slow = active(job), tuple(sorted(job.awaited & active(job)))
+    job, given_up = without_ahead(job)
+    later_s = min(job.drain_timeout_s * 2.0 ** min(job.withdrawn, 20), LONGEST_BACKOFF_S)
+    job = replace(
+        job,
+        phase=Phase.RUNNING,
+        awaited=frozenset(),
+        withdrawn=job.withdrawn + 1,
+        again_at=job.now + later_s,
+    )
+    text = (
+        f"event=withdrawn {reason}: training goes on, and the change is tried again after "
+        f"{later_s:.0f} s or when the hosts or the wish change"
+    )
+    return job, (Withdraw(tuple(sorted(hosts))), *given_up, Report(text, slow))
+
+
+def fail(
+    job: Job,
+    reason: str,
+    *,
+    is_loss: bool = False,
+    is_chance: bool = False,
+    is_refusal: bool = False,
+) -> Result:
+    """The workers cannot go on: start again from the newest generation.
+
+    A change whose workers fail before all have stepped goes back to what ran, and costs nothing;
+    what may have been chance (a signal, or something of what was built ahead) is tried once more
+    first. The loss of a host costs nothing where it is a change; every other failure counts against
+    the restart budget, and a refusal outside of a change ends the job.
 
     What was built ahead expected the state of the stop that does not come now.
     """
-    is_free = job.was_built_ahead and job.phase is Phase.STARTING
+    is_starting = job.phase is Phase.STARTING
+    is_change = is_starting and not is_loss and _is_change(job)
+    was_built = job.was_built_ahead and is_starting
+    if is_refusal and not is_change:
+        return end(job, 3, reason)
+    job, given_up = without_ahead(job)
+    said: tuple[Action, ...] = ()
+    if is_change and not (job.tries == 0 and not is_refusal and (is_chance or was_built)):
+        job, said, is_free = _blame(job, reason)
+    else:
+        is_free = was_built or is_change or (is_loss and job.is_loss_free)
+        job = replace(job, tries=job.tries + is_change)
     if job.failures_left <= 0 and not is_free:
         return end(job, 1, f"{reason}; the restart budget (--max-restarts) is used up")
-    job, given_up = without_ahead(job)
-    job = replace(job, failures_left=job.failures_left - (not is_free), was_built_ahead=False)
+    job = replace(
+        job, failures_left=job.failures_left - (not is_free), was_built_ahead=False, trained_s=0.0
+    )
     job, actions = _stop_workers(job, reason)
-    return job, (*given_up, Say(f"{reason}; {job.failures_left} restarts left"), *actions)
+    said = (Say(f"{reason}; {job.failures_left} restarts left"), *said)
+    return job, (*given_up, *said, *actions)
+
+
+def _is_change(job: Job) -> bool:
+    """Whether the present round is to run other than the one that ran last."""
+    ran, current = job.ran, job.current
+    return ran is not None and current is not None and not current.is_same_as(ran)
+
+
+def _blame(job: Job, reason: str) -> tuple[Job, tuple[Action, ...], bool]:
+    """The present assignment has failed and is not chosen again. Returns the job, what is said, and
+    whether there is another one to go on with."""
+    current, ran = job.current, job.ran
+    assert current is not None and ran is not None
+    failed = FailedChange(current, members_of(job, current), reason)
+    # What hosts that went have failed at says nothing of those that come.
+    kept = tuple(f for f in job.failed if f.members <= {(h.name, h.order) for h in _hosts(job)})
+    job = replace(job, failed=(*kept, failed), tries=0)
+    newcomers = set(current.active) - set(ran.active)
+    job, said = strike(job, newcomers & set(job.hosts))
+    target = next_assignment(job)
+    is_free = target is not None and failure_of(job, target) is None
+    going = f"{current.degrees} is not tried again on these hosts"
+    if target is not None and is_free:
+        going += f"; the job goes on with {target.degrees}"
+    return job, (*said, Say(going)), is_free
+
+
+def _hosts(job: Job) -> tuple[Host, ...]:
+    return tuple(job.hosts.values())
+
+
+def try_again(job: Job, reason: str) -> Result:
+    """The same round once more, which counts as no failure."""
+    job, given_up = without_ahead(job)
+    job, actions = _stop_workers(replace(job, was_built_ahead=False), reason)
+    return job, (*given_up, Say(reason), *actions)
 
 
 def _start_round(job: Job) -> Result:
@@ -152,11 +257,9 @@ def _start_round(job: Job) -> Result:
         job, given_up = without_ahead(job)
         job, actions = save(job)
         return job, (*given_up, *actions)
-    if target is None or (job.has_state and source is None):
-        job, given_up = without_ahead(job)
-        missing = " for hosts" if target is None else _NOT_WHOLE
-        job = replace(job, phase=Phase.WAITING, awaited=frozenset())
-        return job, (*given_up, Say(f"waiting{missing}: {len(job.hosts)} present"))
+    is_held_back = job.phase is Phase.WAITING and job.is_held_back
+    if target is None or is_held_back or (job.has_state and source is None):
+        return _wait(job)
     reached = job.newest
     is_built = source is not None and _is_built_for(job, target)
     job, given_up = (job, ()) if is_built else without_ahead(job)
@@ -169,7 +272,11 @@ def _start_round(job: Job) -> Result:
         ahead=None,
         was_built_ahead=is_built,
         current=target,
+        tries=job.tries if job.current is not None and target.is_same_as(job.current) else 0,
         awaited=frozenset(target.active),
+        progress={},
+        is_hooked=True,
+        gone=frozenset(),
         finished=frozenset(),
         uncommitted=frozenset(),
         changed_at=None,
@@ -180,10 +287,30 @@ def _start_round(job: Job) -> Result:
     return job, (*given_up, start)
 
 
+def _wait(job: Job) -> Result:
+    """Wait for more hosts, or for what makes the newest state whole."""
+    is_new = job.phase is not Phase.WAITING
+    hosts = tuple(sorted(job.hosts))
+    job, given_up = without_ahead(job)
+    job = replace(job, phase=Phase.WAITING, awaited=frozenset())
+    said = Say(missing(job))
+    # At a start the agents have just told what their durable directories hold.
+    is_lost = is_new and job.has_durable_dir and job.has_state and not job.generations
+    return job, (*given_up, said, *((Look(hosts),) if is_lost and hosts else ()))
+
+
+def missing(job: Job) -> str:
+    """What a job waits for that cannot begin its round."""
+    hosts = staying(job)
+    fits = bool(hosts) and job.assign(hosts, present_degrees(job)) is not None
+    found = (job.obstacle or _NOT_WHOLE) if fits else "for hosts"
+    return f"waiting, {len(job.hosts)} hosts present, {found}"
+
+
 def save(job: Job) -> Result:
     """Nobody can go on: the newest generation goes to the durable directory, and the job ends
     resumable."""
-    source = job.newest_generation
+    source = None if job.is_held_back else job.newest_generation
     if source is None or not job.has_durable_dir:
         if staying(job):
             return replace(job, phase=Phase.WAITING, awaited=frozenset()), (
@@ -236,8 +363,13 @@ def next_phase(job: Job) -> Result:
             return job, (Agree(hosts, job.stop),)
         job, actions = prepare(replace(job, margin=2 * job.margin))
         return job, (Withdraw(hosts), *actions)
-    if job.phase is Phase.DRAINING:
-        return job, (Judge(tuple(sorted(active(job)))),)
+    if job.phase is Phase.DRAINING and active(job):
+        hosts = tuple(sorted(active(job)))
+        return replace(job, phase=Phase.DEPOSITING, awaited=frozenset(hosts)), (Deposit(hosts),)
+    if job.phase in (Phase.DRAINING, Phase.DEPOSITING):
+        # A host that came back may have brought what it had sealed.
+        hosts = tuple(sorted(set(job.current.active if job.current else ()) & set(job.hosts)))
+        return replace(job, phase=Phase.DEPOSITING), (Judge(hosts),)
     if job.phase is Phase.COMMITTING:
         return _stop_workers(job, "the state is committed", has_deposited=True)
     if job.phase is Phase.STOPPING:
@@ -245,4 +377,7 @@ def next_phase(job: Job) -> Result:
     if job.phase is Phase.SAVING:
         return end(job, 75, "saved to the durable directory; the same command resumes from there")
     assert job.phase is Phase.STARTING, job.phase
-    return release_leaving(replace(job, phase=Phase.RUNNING))
+    running = replace(
+        job, phase=Phase.RUNNING, ran=job.current, tries=0, withdrawn=0, stepped_at=None
+    )
+    return release_leaving(running)

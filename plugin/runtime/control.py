@@ -14,6 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from scalai.core.errors import StoreError
+from scalai.store.secure import Folder
+
 STOP, AGREED, FIRST_WORKER = 0, 1, 8
 PAGE_BYTES = 4096
 OUT_OF_MEMORY_EXIT = errno.ENOMEM
@@ -26,19 +29,41 @@ def control_path(directory: Path, round: int) -> Path:
     return directory / f"control-{round}"
 
 
+def _make(folder: Folder, name: str) -> int:
+    """Return a descriptor of a new file of one page."""
+    folder.remove(name)
+    descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        os.posix_fallocate(descriptor, 0, PAGE_BYTES)
+    except OSError as error:
+        os.close(descriptor)
+        folder.remove(name)
+        raise StoreError(
+            f"{folder.path / name} needs {PAGE_BYTES} bytes, but {error.strerror}. Enlarge the "
+            "shared memory (--shm-size of docker run) or choose another --store-dir."
+        ) from error
+    return descriptor
+
+
 class ControlPage:
     """Eight-byte cells: the prepared stop, the agreed stop, and each worker's newest step.
 
     Eight aligned bytes are written at once on every platform that torch supports, and every cell
     has one writer.
+
+    Args:
+        create: Make it: the agent does; its room is taken at once, because writing to a page
+            that a full file system cannot give ends the process.
+
+    Raises:
+        StoreError: There is no room for it, or its folder is not this user's alone.
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
-        flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0)
-        descriptor = os.open(path, flags, 0o600)
+        with Folder.open(path.parent) as folder:
+            name = path.name
+            descriptor = _make(folder, name) if create else folder.open_file(name, os.O_RDWR)
         try:
-            if create:
-                os.ftruncate(descriptor, PAGE_BYTES)
             memory = mmap.mmap(descriptor, PAGE_BYTES)
         finally:
             os.close(descriptor)
@@ -69,6 +94,11 @@ class ControlPage:
         """Agent: the highest step that any of the first ``workers`` workers has ended; -1 before
         attach."""
         return int(self._cells[FIRST_WORKER : FIRST_WORKER + workers].max(initial=-1))
+
+    def steps(self, workers: int) -> list[int]:
+        """Agent: the step that each of the first ``workers`` workers has ended; -1 before
+        attach."""
+        return [int(step) for step in self._cells[FIRST_WORKER : FIRST_WORKER + workers]]
 
     def has_reached_stop(self, local_rank: int) -> bool:
         """Agent: whether this worker has ended the step at which all agreed to stop."""

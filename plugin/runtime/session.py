@@ -32,6 +32,7 @@ import torch
 from scalai.core.collection import Tensor
 from scalai.core.errors import LayoutError, PeerError, StoreError, UsageError
 from scalai.core.region import Piece, row_major, whole
+from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number
 from scalai.runtime.control import ControlPage, control_path
 from scalai.runtime.deposit import ordered_fingerprints, place_rows
 from scalai.runtime.failpoints import here, reached
@@ -43,10 +44,6 @@ from scalai.runtime.restore import map_sources, read_rows
 from scalai.runtime.rows import collection_of, held_rows, wanted_rows
 from scalai.runtime.staging import StagingRing, rings_for
 from scalai.store.orders import RankDeposit, ReadOrder, WriteOrder
-
-AGENT_DIRECTORY = "SCALAI_AGENT"
-"""Environment variable: the directory in which a worker finds its agent's socket, token and control
-page."""
 
 Row = tuple[Slot, Piece]
 Get = Callable[[], Json | torch.Tensor]
@@ -122,11 +119,11 @@ class Session:
         degrees = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, **defaults}
         directory = os.environ.get(AGENT_DIRECTORY)
         if directory is not None:
-            self._agent = _channel(directory)
-            self._page = ControlPage(control_path(Path(directory), _round()))
+            self._agent = call_agent(directory)
+            self._page = ControlPage(control_path(Path(directory), round_number()))
             host, agent = Path(directory).parent.name, int(os.environ["SCALAI_AGENT_PID"])
             here({str(self._rank): os.getpid(), host: agent})
-            welcome = self._agent.call("hello", rank=self._rank, round=_round())
+            welcome = self._agent.call("hello", rank=self._rank, round=round_number())
             degrees.update(welcome["degrees"])
             self.micro_batch_size = welcome["micro_batch_size"]
             self._snapshot_every = welcome["snapshot_every"]
@@ -141,6 +138,11 @@ class Session:
     def is_elastic(self) -> bool:
         """Whether an agent stands behind this worker."""
         return self._agent is not None
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether ``attach`` was called: the job's state is known."""
+        return self._state is not None
 
     @property
     def is_stopped(self) -> bool:
@@ -284,8 +286,7 @@ class Session:
             )
             self._map_next_deposit()
         self._page.report(self._local_rank, self.step)
-        if self._page.must_stop(self.step):
-            self._deposit("stop")
+        if self._page.must_stop(self.step) and self._deposit("stop"):
             self._is_stopped = True
         elif self._snapshot_every and self.step % self._snapshot_every == 0:
             self._deposit("snapshot")
@@ -298,17 +299,22 @@ class Session:
             self._agent.call("finished", rank=self._rank, step=self.step)
             self._is_stopped = True
 
-    def _deposit(self, reason: str) -> None:
+    def _deposit(self, reason: str) -> bool:
+        """Write what the agent orders. Returns False where the stop was taken back instead: at a
+        stop the order comes once the workers of every host have come to it, if they do."""
         assert self._agent is not None and self._state is not None
         if reason == "stop":
             reached("drain")
         order = self._agent.call("begin_deposit", rank=self._rank, reason=reason, step=self.step)
+        if order is not None and order.get("is_withdrawn"):
+            return False
         reached("deposit" if reason == "stop" else reason)
         self._refresh_user_slots()
         while order is not None:
             # More than once where this rank writes for a replica that died.
             order = self._write(WriteOrder.from_json(order))
         reached("leave" if reason == "stop" else "train")
+        return True
 
     def _write(self, order: WriteOrder) -> Json:
         """Write what the agent ordered and tell it. Returns the next order, or None."""
@@ -343,7 +349,7 @@ class Session:
 
         def work() -> None:
             try:
-                channel = _channel(directory)
+                channel = call_agent(directory)
                 order = channel.call("await_slot", rank=self._rank)
                 channel.close()
                 if order is not None and order["rows"]:
@@ -407,16 +413,6 @@ class Session:
             if slot.tensor.name in getters:
                 value = getters[slot.tensor.name]()
                 slot.buffer.copy_(value.detach().reshape(-1))
-
-
-def _channel(directory: str) -> Channel:
-    """Return a connection to the agent of this directory."""
-    return Channel(str(Path(directory, "agent.sock")), Path(directory, "token").read_bytes())
-
-
-def _round() -> int:
-    """Return the number of this round, as torchrun counts them, from 1."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
 
 
 def _imports(local_rank: int) -> Mapping[str, Sequence[str]] | None:

@@ -27,10 +27,10 @@ def check_budget(needed: int, room: Room, limit: int | None, host: str, director
         StoreError: There is no room for two generations of that size, beside what others use.
     """
     budget = 2 * needed
-    if limit is not None and budget > limit:
+    if limit is not None and max(budget, room.in_use + needed) > limit:
         raise StoreError(
             f"the pieces of host {host!r} are {needed} bytes and two generations of them "
-            f"need {budget}; the store may take {limit}. Raise "
+            f"need {budget}, beside {room.in_use} in use; the store may take {limit}. Raise "
             "--store-budget-gb, or spread the job over more hosts."
         )
     available = room.free + room.reusable
@@ -41,7 +41,8 @@ def check_budget(needed: int, room: Room, limit: int | None, host: str, director
             f"{room.free} free. Enlarge the shared memory (docker run "
             f"--shm-size={_gibibytes(budget)}g) or choose another --store-dir."
         )
-    return max(budget - room.in_use, needed)
+    keep = max(budget - room.in_use, needed)
+    return keep if limit is None else min(keep, limit - room.in_use)
 
 
 def _gibibytes(size_bytes: int) -> int:

@@ -1,5 +1,6 @@
 """A reserved slot for a generation: its files wait to be written, and it knows who writes what."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ from scalai.store.orders import RankDeposit, WriteOrder
 from scalai.store.places import rank_file
 
 Json = Any
+
+ROW_BYTES, RANK_BYTES = 128, 32 << 10
+"""What a manifest states of each piece besides its box, and of each rank: random streams are most
+of it."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -69,6 +74,12 @@ class Deposit:
     def size_bytes(self) -> int:
         """Bytes of all files, headers included."""
         return sum(stored.size_bytes for stored in self.files)
+
+    @property
+    def manifest_bytes(self) -> int:
+        """About as many bytes as its manifest will have: more, if anything."""
+        placed = len(json.dumps(self.collection.to_json())) + ROW_BYTES * len(self.collection)
+        return placed + RANK_BYTES * len(self.orders)
 
     @classmethod
     def reserved(

@@ -1,45 +1,50 @@
 """The directory of one host in a store: its lock, its numbered folders, and files that are used
 again."""
 
+import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from scalai.core.errors import StoreError
-from scalai.store.budget import Room
+from scalai.store.budget import Room, check_budget
 from scalai.store.files import FileLayout
 from scalai.store.lock import StoreLock
-from scalai.store.places import MANIFEST, NUMBERED
+from scalai.store.making import Making, Makings
+from scalai.store.places import MANIFEST, NUMBERED, check_host, check_job
 from scalai.store.pool import FilePool, free_bytes
+from scalai.store.secure import open_below
 
 RECYCLED = "recycled"
+GIVEN_BACK_S = 10.0
+"""How long a deposit waits for room that is just being given back."""
+
+log = logging.getLogger(__name__)
 
 
 class HostDirectory:
     """An open directory. Methods may be called from several threads; closing ends the lock.
 
+    ``changed`` is notified of folders that come and go. Its mutex is the only one of a store: who
+    holds it sees the names and sizes of all its folders and files as they are. Pages are made
+    without it.
+
     Raises:
-        StoreError: Another live process has it open, or it belongs to another user.
+        StoreError: Another live process has it open, or it is not this user's alone.
+        UsageError: A name of a job or a host that cannot be one.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(
-                f"{path} cannot be made ({error.strerror}). Choose another --store-dir."
-            ) from error
-        if path.stat().st_uid != os.getuid():
-            raise StoreError(
-                f"{path} belongs to user {path.stat().st_uid}, this is user {os.getuid()}. "
-                "Choose another --store-dir."
-            )
-        self._lock = StoreLock.acquire(path)
-        self._mutex = threading.Lock()
-        self._pool = FilePool(path / RECYCLED)
+    def __init__(self, store_dir: Path, job: str, host: str) -> None:
+        self.path = path = store_dir / check_job(job) / check_host(host)
+        with open_below(store_dir, job, host, make=True) as folder:
+            self._lock = StoreLock.acquire(folder)
+        self.mutex = threading.RLock()
+        self.changed = threading.Condition(self.mutex)
+        self.makings = Makings(self.changed)
+        self._pool = FilePool(path / RECYCLED, self.mutex)
         self._next_number = 0
 
     def close(self) -> None:
@@ -47,8 +52,14 @@ class HostDirectory:
         self._lock.release()
 
     def remove(self) -> None:
-        """Remove all that is there, and close; the job's directory too if it is the last host's."""
-        shutil.rmtree(self.path)
+        """Remove all that is there, and close; the job's directory too if it is the last host's.
+        Ends what is being made. What cannot be removed is left, with a warning."""
+        try:
+            self.makings.close()
+            with self.mutex:
+                shutil.rmtree(self.path)
+        except (OSError, StoreError) as error:
+            log.warning("event=left directory=%s: %s Run scalai clean.", self.path, error)
         self.close()
         try:
             self.path.parent.rmdir()
@@ -67,16 +78,16 @@ class HostDirectory:
 
     def new(self, kind: str) -> Path:
         """Make a folder of this kind, with a number that none has had."""
-        with self._mutex:
+        with self.mutex:
             path = self.path / f"{kind}-{self._next_number}"
             self._next_number += 1
             path.mkdir(mode=0o700)
         return path
 
-    def make_file(self, path: Path, layout: FileLayout) -> None:
+    def make_file(self, path: Path, layout: FileLayout, making: Making) -> None:
         """Make a file with this header, its pages faulted in. Blocks for seconds a GB where pages
-        are new. Raises ``StoreError`` where there is no room."""
-        self._pool.take(path, layout.size_bytes)
+        are new. Raises ``StoreError`` where there is no room, or it was given up."""
+        self._pool.take(path, layout.size_bytes, making)
         with open(path, "r+b") as file:
             file.write(layout.header)
 
@@ -86,16 +97,18 @@ class HostDirectory:
 
     def recycle(self, folder: Path) -> None:
         """Keep the files of a folder for ``make_file``, and remove it."""
-        # Without its manifest it is torn, whatever happens next.
-        (folder / MANIFEST).unlink(missing_ok=True)
-        for entry in list(os.scandir(folder)):
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            elif entry.name.startswith("."):
-                os.unlink(entry.path)
-            else:
-                self._pool.give(Path(entry.path))
-        folder.rmdir()
+        with self.changed:
+            # Without its manifest it is torn, whatever happens next.
+            (folder / MANIFEST).unlink(missing_ok=True)
+            for entry in list(os.scandir(folder)):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                elif entry.name.startswith("."):
+                    os.unlink(entry.path)
+                else:
+                    self._pool.give(Path(entry.path))
+            folder.rmdir()
+            self.changed.notify_all()
 
     def trim(self, keep_bytes: int) -> None:
         """Remove files that wait for reuse, until at most so many bytes are left."""
@@ -103,9 +116,37 @@ class HostDirectory:
 
     def room(self) -> Room:
         """Return what is in use, what waits for reuse, and what is free."""
-        in_use = sum(
-            entry.stat().st_size
-            for kind in ("generation-*", "deposit-*", "dropped-*", "fetched-*")
-            for entry in self.path.glob(f"{kind}/*")
-        )
-        return Room(in_use, self._pool.size_bytes(), free_bytes(self.path))
+        with self.mutex:
+            in_use = sum(
+                entry.lstat().st_size  # a link leads to bytes on a disk
+                for kind in ("generation", "deposit", "dropped", "fetched", "damaged")
+                for entry in self.path.glob(f"{kind}-*/*")
+            )
+            return Room(in_use, self._pool.size_bytes(), free_bytes(self.path))
+
+    def make_room(self, needed: int, limit: int | None, is_temporary: Callable[[], bool]) -> None:
+        """See that a deposit of ``needed`` bytes fits. Waits a little where what is in the way
+        ``is_temporary``.
+
+        Args:
+            limit: What the store may take, in bytes; None: what there is.
+
+        Raises:
+            StoreError: Two generations of that size do not fit, beside what others have in use.
+        """
+        end = time.monotonic() + GIVEN_BACK_S
+        with self.changed:
+            while True:
+                room = self.room()
+                try:
+                    keep = check_budget(needed, room, limit, self.path.name, self.path)
+                    break
+                except StoreError:
+                    if not is_temporary() or not self.changed.wait(end - time.monotonic()):
+                        raise
+            self.trim(keep)
+        log.info(
+            "event=reserve host=%s distinct_bytes=%d budget_bytes=%d in_use_bytes=%d "
+            "reusable_bytes=%d free_bytes=%d",
+            self.path.name, needed, 2 * needed, room.in_use, room.reusable, room.free,
+        )  # fmt: skip

@@ -1,6 +1,7 @@
 """A host's part of a generation with pieces of other hosts added: they outlive the hosts they came
-from."""
+from. What was fetched counts as unproven until a proof of the whole state has passed."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,18 +25,30 @@ def fingerprints_of(path: Path, pieces: Collection, begins: Columns) -> npt.NDAr
     return np.array(values, dtype=np.uint64)
 
 
+def piece_keys(collection: Collection) -> list[tuple[str, bytes, bytes]]:
+    """Return what tells the pieces of a state apart: tensor and box of each row, [rows]."""
+    names = [collection.tensors[number].name for number in collection.tensor.tolist()]
+    boxes = zip(collection.offset, collection.shape, strict=True)
+    return [
+        (name, offset.tobytes(), shape.tobytes())
+        for name, (offset, shape) in zip(names, boxes, strict=True)
+    ]
+
+
 def empty_part(like: HostManifest, host: str) -> HostManifest:
     """Return a part of the same generation for a host that deposited nothing."""
     none = np.zeros(0, dtype=np.int64)
     return replace(
         like,
         host=host,
+        about={key: value for key, value in like.about.items() if key != "attached"},
         ranks=(),
         collection=like.collection.select(none),
         file=none,
         begin=none,
         fingerprint=like.fingerprint[:0],
         files=(),
+        unproven=(),
     )
 
 
@@ -58,4 +71,26 @@ def extended(
         files=(*own.files, file),
         scalars=own.scalars if of is None else of.scalars,
         rank_state=own.rank_state if of is None else of.rank_state,
+        unproven=(*own.unproven, len(own.files)),
+    )
+
+
+def proven_only(own: HostManifest) -> HostManifest:
+    """Return ``own`` without the files that no proof has passed, and what lies in them."""
+    return with_files(own, [n for n in range(len(own.files)) if n not in own.unproven])
+
+
+def with_files(own: HostManifest, kept: Sequence[int]) -> HostManifest:
+    """Return ``own`` with only these of its files, and what lies in them."""
+    place = np.full(len(own.files), -1, dtype=np.int64)
+    place[list(kept)] = np.arange(len(kept))
+    rows = np.flatnonzero(place[own.file] >= 0) if len(own.file) else own.file
+    return replace(
+        own,
+        collection=own.collection.select(rows),
+        file=place[own.file[rows]],
+        begin=own.begin[rows],
+        fingerprint=own.fingerprint[rows],
+        files=tuple(own.files[number] for number in kept),
+        unproven=tuple(int(place[number]) for number in own.unproven if place[number] >= 0),
     )

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from scalai.core.errors import StoreError
+from scalai.store.secure import Folder
 
 LOCK = "lock"
 GUARD = "lock.guard"
@@ -63,10 +64,14 @@ def _start_time(pid: int) -> int | None:
     return None if fields[0] in "ZXx" else int(fields[19])
 
 
-def _read_owner(path: Path) -> Owner | None:
+def _read_owner(folder: Folder) -> Owner | None:
     try:
-        return Owner(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        text = folder.read(LOCK)
+    except FileNotFoundError:
+        return None
+    try:
+        return Owner(**json.loads(text))
+    except (ValueError, TypeError):
         # An owner that died between creating and writing the file left it empty.
         return None
 
@@ -80,9 +85,9 @@ def _try_flock(descriptor: int) -> bool:
 
 
 @contextmanager
-def _guard(directory: Path) -> Iterator[None]:
+def _guard(folder: Folder) -> Iterator[None]:
     """Let one process at a time look at the lock and replace it. Held for moments only."""
-    descriptor = os.open(directory / GUARD, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = folder.open_file(GUARD, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -93,39 +98,50 @@ def _guard(directory: Path) -> Iterator[None]:
 class StoreLock:
     """A held lock of one directory; ``release`` ends it, and so does the end of the process."""
 
-    def __init__(self, descriptor: int, path: Path) -> None:
+    def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
-        self.path = path
 
     @classmethod
-    def acquire(cls, directory: Path) -> "StoreLock":
-        """Take the lock of ``directory``, which exists. Does not block.
+    def acquire(cls, folder: Folder) -> "StoreLock":
+        """Take the lock of a folder. Does not block.
 
         Raises:
-            StoreError: A live process holds it; names the process.
+            StoreError: A live process holds it; names the process. Or it cannot be signed.
         """
-        path = directory / LOCK
-        with _guard(directory):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        with _guard(folder):
+            descriptor = folder.open_file(LOCK, os.O_RDWR | os.O_CREAT)
             if not _try_flock(descriptor):
                 os.close(descriptor)
-                owner = _read_owner(path)
+                owner = _read_owner(folder)
                 if owner is None or not owner.is_gone():
-                    raise StoreError(_in_use(directory, owner))
+                    raise StoreError(_in_use(folder.path, owner))
                 # An orphan of the dead owner still has the old file open: leave it that one, lock a
                 #     new one.
-                path.unlink()
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                folder.remove(LOCK)
+                descriptor = folder.open_file(LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(asdict(Owner.of_this_process())).encode(), 0)
-        return cls(descriptor, path)
+            _sign(descriptor, folder.path)
+        return cls(descriptor)
 
     def release(self) -> None:
         """Give the lock up; a second call does nothing."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _sign(descriptor: int, directory: Path) -> None:
+    """Write into a lock that is held who holds it. Raises ``StoreError``, and gives the lock up,
+    where there is no room for that."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(Owner.of_this_process())).encode(), 0)
+    except OSError as error:
+        os.close(descriptor)
+        raise StoreError(
+            f"the lock of {directory} cannot be written ({error.strerror}). Make room there, or "
+            "choose another --store-dir."
+        ) from error
 
 
 def _in_use(directory: Path, owner: Owner | None) -> str:
@@ -136,12 +152,11 @@ def _in_use(directory: Path, owner: Owner | None) -> str:
     )
 
 
-def find_owner(directory: Path) -> Owner | None:
-    """Return the live process that holds the lock of ``directory``, None where nobody does. Changes
+def find_owner(folder: Folder) -> Owner | None:
+    """Return the live process that holds the lock of a folder, None where nobody does. Changes
     nothing."""
-    path = directory / LOCK
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = folder.open_file(LOCK, os.O_RDWR)
     except FileNotFoundError:
         return None
     try:
@@ -149,7 +164,7 @@ def find_owner(directory: Path) -> Owner | None:
             return None
     finally:
         os.close(descriptor)
-    owner = _read_owner(path)
+    owner = _read_owner(folder)
     if owner is None:
         # Locked just now and not yet signed; the pid is unknown, that it lives is certain.
         return Owner(0, 0, "", _boot_id())

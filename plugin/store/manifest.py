@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Columns
 from scalai.core.errors import LayoutError, StoreError
+from scalai.store.committed import Committed
 from scalai.store.places import MANIFEST
 
 FORMAT = "scalai-generation"
@@ -44,7 +45,9 @@ class HostManifest:
     [rows] is the absolute byte offset of the piece, ``fingerprint`` [rows] its content. ``about``
     says how the state came to be (consumed_samples, degrees, world_size, framework, versions,
     time). ``ranks`` deposited here. ``scalars`` are united over those ranks; ``rank_state`` has an
-    entry for each coordinate."""
+    entry for each coordinate. ``committed`` is what the coordinator stated of the whole generation,
+    None before it did. ``unproven`` indexes the files that were fetched and that no proof has
+    passed yet."""
 
     generation: int
     step: int
@@ -58,6 +61,8 @@ class HostManifest:
     files: tuple[StoredFile, ...]
     scalars: Mapping[str, Json]
     rank_state: Mapping[str, Json]
+    committed: Committed | None = None
+    unproven: tuple[int, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -66,6 +71,7 @@ class HostManifest:
 
     def to_json(self) -> dict[str, Json]:
         """Return plain values that ``json`` writes; ``from_json`` reads them back."""
+        said = {} if self.committed is None else {"committed": self.committed.to_json()}
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -82,6 +88,8 @@ class HostManifest:
             "begin": self.begin.tolist(),
             # Text, because readers that hold numbers as doubles would round them.
             "fingerprint": [f"{value:016x}" for value in self.fingerprint.tolist()],
+            **said,
+            **({"unproven": list(self.unproven)} if self.unproven else {}),
         }
 
     def digest(self) -> str:
@@ -115,9 +123,11 @@ class HostManifest:
                 files=tuple(StoredFile(str(name), int(size)) for name, size in data["files"]),
                 scalars=dict(data["scalars"]),
                 rank_state=dict(data["rank_state"]),
+                committed=Committed.from_json(data["committed"]) if "committed" in data else None,
+                unproven=tuple(int(number) for number in data.get("unproven", ())),
             )
             problem = _inconsistency(manifest)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             if isinstance(error, StoreError):
                 raise
             raise StoreError(
@@ -145,6 +155,8 @@ def _inconsistency(manifest: HostManifest) -> str | None:
     for stored in manifest.files:
         if not stored.name or "/" in stored.name or stored.name.startswith("."):
             return f"{stored.name!r} is not a file name"
+    if any(not 0 <= number < len(manifest.files) for number in manifest.unproven):
+        return f"files {list(manifest.unproven)} are unproven, but there are {len(manifest.files)}"
     for tensor in collection.tensors:
         if (
             tensor.dtype not in ITEM_BYTES
@@ -177,16 +189,55 @@ def _inconsistency(manifest: HostManifest) -> str | None:
 
 
 def write_manifest(directory: Path, manifest: HostManifest) -> None:
-    """Write ``manifest.json`` aside, bring it to disk, and rename it into place."""
+    """Write ``manifest.json`` aside, bring it to disk, and rename it into place.
+
+    It takes the room that ``reserve_manifests`` made, if any. Where that is too small and there is
+    no other (``OSError``), it stays for another try.
+    """
     content = manifest.to_json()
     text = json.dumps({"digest": _digest(content), **content}, separators=(",", ":"))
     aside = directory / f".{MANIFEST}.partial"
-    with open(aside, "w", encoding="utf-8") as file:
+    if not aside.exists():
+        for spare in sorted(directory.glob(_SPARE))[:1]:
+            os.rename(spare, aside)
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT, 0o600)  # not cut: its room would be lost
+    with open(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
+        file.truncate()
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, directory / MANIFEST)
     sync_directory(directory)
+
+
+_SPARE = f".{MANIFEST}.spare-*"
+
+
+def reserve_manifests(directory: Path, size_bytes: int) -> None:
+    """Make room for the manifests of a deposit that will be sealed and committed, so that a file
+    system that fills up meanwhile does not keep them from being written.
+
+    Raises:
+        StoreError: There is no room.
+    """
+    for number in range(2):
+        path = directory / _SPARE.replace("*", str(number))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        except OSError as error:
+            raise StoreError(
+                f"{path} needs {size_bytes} bytes, but {error.strerror}. Enlarge the shared memory "
+                "(--shm-size of docker run) or choose another --store-dir."
+            ) from error
+        finally:
+            os.close(descriptor)
+
+
+def release_manifests(directory: Path) -> None:
+    """Give back the room that was not used."""
+    for spare in directory.glob(_SPARE):
+        spare.unlink()
 
 
 def sync_directory(directory: Path) -> None:
@@ -196,6 +247,15 @@ def sync_directory(directory: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def sync_file(path: Path) -> None:
+    """Bring what a file holds to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_manifest(directory: Path) -> HostManifest:
@@ -227,6 +287,25 @@ def read_manifest(directory: Path) -> HostManifest:
                 f"{file} is {found}; {path} promises {stored.size_bytes} bytes. Remove the "
                 "directory and use another generation."
             )
+    return manifest
+
+
+def read_own_manifest(directory: Path, host: str, generation: int | None = None) -> HostManifest:
+    """Read the manifest in a folder of a host; None: of a sealed deposit.
+
+    Raises:
+        StoreError: It is damaged, or of another host or generation: somebody has moved it there.
+    """
+    manifest = read_manifest(directory)
+    is_other = generation not in (None, manifest.generation)
+    if manifest.host != host or is_other:
+        there = "a deposit" if generation is None else f"generation {generation}"
+        raise StoreError(
+            f"{directory} holds generation {manifest.generation} of host {manifest.host!r}, and "
+            f"lies where {there} of host {host!r} belongs: was a folder renamed, or has this host "
+            f"another name than before? Give it that one (--host-id {manifest.host}), rename the "
+            "folder back, or give the state up by scalai clean."
+        )
     return manifest
 
 

@@ -28,19 +28,32 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank}.safetensors"
 
 
-def host_directory(store_dir: Path, job: str, host: str) -> Path:
-    """Return the directory of a host in a store.
+def check_name(what: str, name: str, flag: str) -> str:
+    """Return the name of a job or a host; its folder in a store has this name.
+
+    Args:
+        what: What it names, for the error.
+        flag: How a person gives another one.
 
     Raises:
         UsageError: A name that is no single, plain path component.
     """
-    for what, name in (("job", job), ("host", host)):
-        if not NAME.fullmatch(name):
-            raise UsageError(
-                f"{what} name {name!r} cannot name a directory. Use letters, digits and ._:- (at "
-                "most 200, a letter or digit first)."
-            )
-    return store_dir / job / host
+    if not NAME.fullmatch(name):
+        raise UsageError(
+            f"{what} name {name!r} cannot name a directory. Use letters, digits and ._:- (at "
+            f"most 200, a letter or digit first): {flag} NAME."
+        )
+    return name
+
+
+def check_job(name: str) -> str:
+    """Return a job's name. Raises ``UsageError`` where it cannot be one."""
+    return check_name("job", name, "--job")
+
+
+def check_host(name: str) -> str:
+    """Return a host's name. Raises ``UsageError`` where it cannot be one."""
+    return check_name("host", name, "--host-id")
 
 
 def find_generations(path: Path) -> dict[int, list[Path]]:

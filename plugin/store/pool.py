@@ -6,16 +6,24 @@ import threading
 from pathlib import Path
 
 from scalai.core.errors import StoreError
+from scalai.store.making import Making
 from scalai.store.prefault import prefault
+
+STEP_BYTES = 256 << 20
+"""Pages are made in steps of so many bytes, between which it can be given up."""
 
 
 class FilePool:
     """The directory of files that wait for reuse. For one process (the store's lock sees to that),
-    any thread."""
+    any thread.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        mutex: The store's: what it protects are the names and sizes of all files of a store.
+    """
+
+    def __init__(self, directory: Path, mutex: "threading.RLock") -> None:
         self.directory = directory
-        self._mutex = threading.Lock()
+        self._mutex = mutex
         directory.mkdir(mode=0o700, exist_ok=True)
         numbers = [int(name) for name in os.listdir(directory) if name.isdigit()]
         self._next = max(numbers, default=-1) + 1
@@ -27,37 +35,43 @@ class FilePool:
     def give(self, path: Path) -> None:
         """Take a file in, moving it. One that has another name as well (a hard link) is only
         unlinked: its bytes are someone else's."""
-        status = path.lstat()
-        if status.st_nlink > 1 or status.st_size == 0 or not path.is_file() or path.is_symlink():
-            path.unlink()
-            return
         with self._mutex:
+            status = path.lstat()
+            is_shared = status.st_nlink > 1 or path.is_symlink()
+            if is_shared or status.st_size == 0 or not path.is_file():
+                path.unlink()
+                return
             os.rename(path, self.directory / str(self._next))
             self._next += 1
 
-    def take(self, path: Path, size_bytes: int) -> None:
+    def take(self, path: Path, size_bytes: int, making: Making) -> None:
         """Make a file of ``size_bytes`` at ``path``, of old pages as far as they go, the rest
         allocated and faulted in.
 
-        The content is undefined. Blocks while pages are made: seconds a GB.
+        The content is undefined. Blocks while pages are made, without the mutex: seconds a GB.
 
         Raises:
-            StoreError: The file system is full.
+            StoreError: The file system is full, or it was given up; then the file is there and has
+                the pages that were made.
         """
         kept = 0
         with self._mutex:
+            making.check()
             old = self._choose(size_bytes)
             if old is not None:
                 kept = min(old.stat().st_size, size_bytes)
                 os.rename(old, path)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(descriptor, kept)
-            if size_bytes > kept:
-                os.posix_fallocate(descriptor, kept, size_bytes - kept)
-                prefault(descriptor, kept, size_bytes)
+            for low in range(kept, size_bytes, STEP_BYTES):
+                making.check()
+                high = min(low + STEP_BYTES, size_bytes)
+                os.posix_fallocate(descriptor, low, high - low)
+                prefault(descriptor, low, high)
         except OSError as error:
-            path.unlink()
+            with self._mutex:
+                path.unlink(missing_ok=True)
             raise StoreError(
                 f"{path} needs {size_bytes} bytes, but {error.strerror}; {free_bytes(path.parent)} "
                 "are free. Enlarge the shared memory (--shm-size of docker run) or choose another "
@@ -68,19 +82,21 @@ class FilePool:
 
     def trim(self, keep_bytes: int) -> None:
         """Remove files, small ones first, until at most ``keep_bytes`` are left."""
-        files = self._files()
-        total = sum(size for size, _ in files)
-        for size, path in files:
-            if total <= keep_bytes:
-                break
-            path.unlink()
-            total -= size
+        with self._mutex:
+            files = self._files()
+            total = sum(size for size, _ in files)
+            for size, path in files:
+                if total <= keep_bytes:
+                    break
+                path.unlink()
+                total -= size
 
     def _files(self) -> list[tuple[int, Path]]:
         """List size and path of the pooled files, small ones first."""
-        return sorted(
-            (entry.stat().st_size, Path(entry.path)) for entry in os.scandir(self.directory)
-        )
+        with self._mutex:
+            return sorted(
+                (entry.stat().st_size, Path(entry.path)) for entry in os.scandir(self.directory)
+            )
 
     def _choose(self, size_bytes: int) -> Path | None:
         """Return the smallest file that is large enough, else the largest, None where there is

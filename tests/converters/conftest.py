@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from deepspeed_jobs import Job, Runner, Saver, as_line
+
+ANSWER_S = 280
+"""Of the server: the time of a job, and of an operator that it compiles before."""
 
 
 @pytest.fixture(scope="session")
@@ -32,16 +36,17 @@ def run_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         assert server.stdin is not None and server.stdout is not None
         server.stdin.write(as_line(job))
         server.stdin.flush()
-        line = server.stdout.readline()
-        assert line, f"the server ended:\n{log.read_text()[-3000:]}"
+        ready, *_ = select.select([server.stdout], [], [], ANSWER_S)
+        line = server.stdout.readline() if ready else ""
+        assert line, f"the server ended, or hangs:\n{log.read_text()[-3000:]}"
         ranks: list[dict[str, Any]] = json.loads(line)
         for rank, seen in enumerate(ranks):
             assert "error" not in seen, f"rank {rank}:\n{seen['error']}"
         return ranks
 
     yield run
-    server.terminate()
-    server.wait()
+    server.kill()
+    server.wait(30)
 
 
 @pytest.fixture(scope="session")

@@ -24,8 +24,10 @@ another degree. Measured: up to 3.3e-4 in bf16, 1.1e-4 in fp16."""
 
 
 def cases(short: Sequence[Sequence[Any]], long: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the parameters of a test from (name, values ...); the long ones for the campaign."""
-    marked = [pytest.param(*values, id=name, marks=pytest.mark.campaign) for name, *values in long]
+    """Return the parameters of a test from (name, values ...); the long ones take turns in the
+    campaign."""
+    marks = [pytest.mark.campaign, pytest.mark.turns]
+    marked = [pytest.param(*values, id=name, marks=marks) for name, *values in long]
     return [*(pytest.param(*values, id=name) for name, *values in short), *marked]
 
 
@@ -110,4 +112,5 @@ def make_universal(saved: Path, destination: Path, *flags: str) -> None:
     command += ["--input_folder", str(saved / "global_step3")]
     command += ["--output_folder", str(destination / "global_step3_universal")]
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1", *flags]
-    subprocess.run(command, check=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    subprocess.run(command, check=True, env=environment, timeout=120)

@@ -3,15 +3,19 @@
 DeepSpeed is imported once; the ranks of a job are forks, so that each job begins afresh.
 """
 
+import contextlib
+import importlib
 import json
 import multiprocessing
 import os
 import runpy
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,14 @@ STEPS = 6
 SAVED_AFTER = 3
 VOCABULARY, HIDDEN, LAYERS, SAMPLES, LENGTH = 31, 17, 2, 12, 5
 MICRO_BATCHES = 2
+
+JOB_S = 180
+"""How long the ranks of a job may take."""
+AFTER_A_FAILURE_S = 2
+IMPORTED_LATE = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
+"""What the first optimizer and the first engine import, in four seconds of each rank: the latter
+compiles functions as it is imported, which takes torch._inductor. Not every release has it."""
+OF_SCRIPTS = ("transformers.trainer", "accelerate")
 
 FP16 = {"enabled": True, "hysteresis": 1}
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -89,8 +101,7 @@ def serve() -> None:
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # DeepSpeed prints
-    import deepspeed
-
+    deepspeed = import_all()
     deepspeed.ops.__compatible_ops__.clear()  # nothing is compiled
     # Torch computes in fp16 on every CPU; DeepSpeed asks whether there are fast kernels.
     type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda _: True
@@ -99,7 +110,8 @@ def serve() -> None:
     for line in sys.stdin:
         job = Job(**json.loads(line))
         if job.script is not None:
-            import transformers.trainer  # noqa: F401  before the ranks are forked
+            for module in OF_SCRIPTS:
+                importlib.import_module(module)
         if job.compiled:
             builder = f"{job.compiled.removeprefix('DeepSpeed')}Builder"
             getattr(deepspeed.ops.op_builder, builder)().load(verbose=False)
@@ -112,17 +124,41 @@ def serve() -> None:
                 there.close()
                 pipes.append(here)
                 ranks.append(process)
-            answers = [receive(pipe) for pipe in pipes]
+            answers = collect(pipes)
             for process in ranks:
-                process.join()
+                process.join(AFTER_A_FAILURE_S)
+                process.kill()
+                process.join(AFTER_A_FAILURE_S)
         print(json.dumps(answers), file=output, flush=True)
 
 
-def receive(pipe: Any) -> Any:
-    try:
-        return pipe.recv()
-    except EOFError:
-        return {"error": "the process died"}
+def import_all() -> Any:
+    """Import DeepSpeed, and what a job of it would import later, before processes are forked."""
+    import deepspeed
+
+    for module in IMPORTED_LATE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    return deepspeed
+
+
+def collect(pipes: Sequence[Any]) -> list[Any]:
+    """Return the ranks' answers. Where one fails the others wait in vain for it."""
+    answers: dict[Any, Any] = {}
+    deadline = time.monotonic() + JOB_S
+    while len(answers) < len(pipes):
+        left = [pipe for pipe in pipes if pipe not in answers]
+        ready = wait(left, max(deadline - time.monotonic(), 0))
+        if not ready:
+            break
+        for pipe in ready:
+            try:
+                answers[pipe] = pipe.recv()
+            except EOFError:
+                answers[pipe] = {"error": "the process died"}
+            if "error" in answers[pipe]:
+                deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE_S)
+    return [answers.get(pipe, {"error": "no answer in time"}) for pipe in pipes]
 
 
 def answer(job: Job, rank: int, meeting: str, pipe: Any) -> None:

@@ -15,6 +15,8 @@ from scalai.converters.scalars import read_steps
 
 pytestmark = [
     pytest.mark.campaign,
+    pytest.mark.timeout(1800),  # the first one compiles
+    pytest.mark.usefixtures("compiled_cpu_adam"),
     pytest.mark.skipif(
         not (shutil.which("g++") and shutil.which("ninja")), reason="g++ and ninja are needed"
     ),

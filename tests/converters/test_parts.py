@@ -94,7 +94,7 @@ def test_a_part_that_was_killed_is_started_again(tmp_path: Path, source: Checkpo
     events = (json.loads(line)["event"] for line in first.stdout)
     assert sum(1 for _ in zip(range(2), filter("progress".__eq__, events), strict=False)) == 2
     first.send_signal(signal.SIGKILL)  # its worker must not go on holding the journal
-    first.communicate()
+    first.communicate(timeout=60)
     second = start(source, tmp_path / "new", "2/2")
     assert last_events([second]) == ["part"]
     assert not (tmp_path / "new").exists()
@@ -204,7 +204,7 @@ def test_each_part_reads_its_share_of_the_bytes(tmp_path: Path, source: Checkpoi
         mode = ["--dry-run"] if part == "plan" else ["--part", part]
         out = subprocess.run(
             [sys.executable, "-c", READ, "reshard", *arguments, "--workers", "1", *mode],
-            check=True, capture_output=True, text=True,
+            check=True, capture_output=True, text=True, timeout=60,
         ).stdout  # fmt: skip
         found = re.search(r"rchar: (\d+)", out)
         assert found

@@ -88,7 +88,7 @@ def test_sets_are_written_alike_whatever_the_hash_seed() -> None:
     written = {
         subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed},
-            check=True, capture_output=True, text=True,
+            check=True, capture_output=True, text=True, timeout=60,
         ).stdout
         for seed in ("1", "2")
     }  # fmt: skip
@@ -123,7 +123,7 @@ def test_torch_reads_our_archives_and_we_read_torchs(tmp_path: Path) -> None:
     assert archive.begin[0] % 64 == 0
     ours, theirs = tmp_path / "ours.pt", tmp_path / "theirs.pt"
     ours.write_bytes(data)
-    subprocess.run([sys.executable, "-c", TORCH, ours, theirs], check=True)
+    subprocess.run([sys.executable, "-c", TORCH, ours, theirs], check=True, timeout=60)
     value = read_archive(theirs)
     view = value["view"]
     assert (view.dtype, view.shape, view.stride) == ("F32", (2, 2), (5, 1))

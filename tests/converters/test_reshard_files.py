@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -141,12 +140,12 @@ def test_a_kill_at_any_time_leaves_nothing_or_all(tmp_path: Path, delay_s: float
     process = start(tmp_path / "source", tmp_path / "new")
     time.sleep(delay_s)
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.communicate(timeout=60)
     if (tmp_path / "new").exists():
         assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
         return
     process = start(tmp_path / "source", tmp_path / "new")
-    process.communicate()
+    process.communicate(timeout=60)
     assert process.returncode == 0
     assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
 
@@ -222,23 +221,3 @@ def test_a_source_without_hyperparameters_is_refused_with_the_way_out(tmp_path: 
         layout.lay_out(poor, WriteOptions({}))
     target = layout.lay_out(poor, WriteOptions({}, reference=source.values))
     assert any("betas" in note and "--args-from" in note for note in target.notes)
-
-
-def test_a_conversion_stays_within_its_memory(tmp_path: Path) -> None:
-    large = {**BIG, "embedding.word_embeddings.weight": (8192, 1024)}
-    write(tmp_path / "source", source=state(shapes=large))
-    size = sum(path.stat().st_size for path in tmp_path.rglob("*.distcp"))
-    limit = 100 << 20  # of which the interpreter and numpy take some 40
-
-    def bound() -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-    arguments = ["--tp", "4", "--workers", "1", "--memory", "36MB"]
-    done = subprocess.run(
-        [sys.executable, "-m", "scalai.launch.cli", "reshard", tmp_path / "source",
-         tmp_path / "new", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        preexec_fn=bound, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert size > 1.25 * limit

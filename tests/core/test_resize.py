@@ -84,7 +84,8 @@ def test_a_stop_that_comes_too_late_is_taken_back_and_tried_with_more_margin() -
     for _ in range(3):
         for name in ("a", "b"):
             simulation.hosts[name].step = simulation.job.stop
-            simulation.answer(name)
+            for _ in range(len(simulation.commands[name])):
+                simulation.answer(name)
         stops.append(simulation.job.stop)
         # The hosts forget the old stop before they hear of the new one.
         assert isinstance(simulation.said[-2], actions.Withdraw)

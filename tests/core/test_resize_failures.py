@@ -56,6 +56,22 @@ def test_without_replicas_a_host_lost_at_the_commit_costs_the_steps_since_the_ge
     assert last.steps_lost == reached - simulation.steps[last.generation or 0] > 0
 
 
+def test_a_host_without_a_part_of_the_deposit_is_not_awaited_at_the_commit() -> None:
+    """All of its workers died before they wrote, or it has just come back."""
+    simulation = two_hosts(max_hosts=3)
+    simulation.train(5)
+    simulation.join("c", 2)
+    simulation.tick()
+    until(simulation, m.Phase.DEPOSITING)
+    job = replace(simulation.job, awaited=frozenset())
+    assert active(job) == {"a", "b"}
+    job, due = advance(job, events.Judged(True, job.stop, 9, frozenset({"a"})))
+    assert due == (actions.Commit(("a",), 9),) and job.awaited == {"a"}
+    job, due = advance(job, events.Committed("a", 9))
+    assert [type(action) for action in due] == [actions.StopWorkers]
+    assert job.awaited == {"a", "b"}
+
+
 def test_workers_that_fail_start_again_from_the_newest_generation_within_the_budget() -> None:
     simulation = two_hosts(failures_left=2)
     for left in (1, 0):
@@ -105,6 +121,30 @@ def test_a_snapshot_during_a_drain_makes_room_for_the_deposit_after_it(phase: m.
     simulation.snapshot()
     simulation.settle()
     assert simulation.job.phase is m.Phase.RUNNING and set(simulation.hosts) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("is_replicated", "phase"), [(True, m.Phase.RUNNING), (False, m.Phase.WAITING)]
+)
+def test_a_host_lost_in_a_drain_with_a_snapshot_to_rename_leaves_nobody_without_room(
+    is_replicated: bool, phase: m.Phase
+) -> None:
+    """Where the snapshot is whole without it, older ones go; where not, nobody waits for room."""
+    simulation = two_hosts()
+    simulation.is_replicated = is_replicated
+    simulation.train(4)
+    simulation.snapshot()
+    simulation.settle()
+    simulation.train(4)
+    simulation.feed(events.Rescaled(assign_all(allowed=(2,)), simulation.now))
+    until(simulation, m.Phase.DRAINING)
+    simulation.snapshot()
+    while simulation.commands["a"]:
+        simulation.answer("a")
+    simulation.lose("b")
+    simulation.deliver()
+    assert simulation.job.phase is phase
+    assert not rounds(simulation)[-1].steps_lost
 
 
 def test_an_idle_host_that_goes_during_a_snapshot_does_not_keep_older_generations() -> None:

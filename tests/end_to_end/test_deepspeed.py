@@ -17,6 +17,8 @@ from deepspeed_elastic import (
     train_through,
 )
 
+pytestmark = pytest.mark.timeout(600)
+
 
 def test_a_script_without_a_line_of_ours_goes_through_other_dps_and_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

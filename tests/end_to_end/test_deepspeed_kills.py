@@ -11,7 +11,7 @@ import pytest
 from agents import Agents
 from deepspeed_elastic import STEPS_PER_EPOCH, arguments, compare, config, lines_of, run_alone
 
-pytestmark = pytest.mark.campaign
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 
 EPOCHS = 60
 PLACES = ("drain", "deposit", "deposited", "commit", "relaunch", "plan", "move", "restore", "leave")
@@ -25,7 +25,8 @@ def training(
     """Give a job that may lose anybody. Then it trains to its end, and each of its steps, however
     often it was made, must be that of the uninterrupted run."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    given = config(stage, store={"snapshot_every": 5})
+    resize = {"settle_s": 0.2, "quarantine_s": 0}  # the same hosts die again and again
+    given = config(stage, store={"snapshot_every": 5}, resize=resize)
     flags = ("--loader-workers", "0", "--epochs", str(EPOCHS))
     alone = run_alone(folder / "alone", given, *flags)
     elastic = folder / "elastic"

@@ -79,14 +79,14 @@ def test_losses_samples_and_rates_are_those_of_the_uninterrupted_run(
 ) -> None:
     flags = [*flags, *data(tmp_path)]
     alone = start("alone", nproc, degrees, flags)
-    alone.wait()
+    alone.finish()
     changed = start("changed", nproc, degrees, flags)
     changed.wait_for_step(BEFORE)
     changed.scale(target)
-    changed.wait()
+    changed.finish()
     expected, found = alone.ledger(), changed.ledger()
     assert list(found) == list(expected) == list(range(1, STEPS + 1))
-    assert {entry.round for entry in found.values()} == {0, 1}, changed.log
+    assert len({entry.round for entry in found.values()}) == 2, changed.log
     for step, entry in found.items():
         assert entry.loss == pytest.approx(expected[step].loss, rel=1e-6), step
         assert entry.samples_hash == expected[step].samples_hash, step
@@ -108,7 +108,7 @@ def test_a_resharded_checkpoint_goes_on_as_the_job_that_never_stopped(
     flags = [*flags, *real_text(tmp_path), "--train-iters", "16"]
     saving = ["--save", str(tmp_path / "saved"), "--save-interval", "8", "--ckpt-format", saved]
     alone = start("alone", 2, {2: "tp1 pp1"}, [*flags, *saving])
-    alone.wait()
+    alone.finish()
     tp, pp = degrees[2], degrees[-1]
     reshard = ["reshard", str(tmp_path / "saved"), str(tmp_path / "new"), "--iteration", "8"]
     reshard += ["--tp", tp, "--pp", pp, "--dp", "1", "--to", written]
@@ -116,7 +116,7 @@ def test_a_resharded_checkpoint_goes_on_as_the_job_that_never_stopped(
     loading = ["--load", str(tmp_path / "new"), "--ckpt-format", written]
     loading += ["--make-vocab-size-divisible-by", str(PADDED_TEXT // int(tp))]  # as it is told
     resumed = start("resumed", 2, {2: degrees}, [*flags, *loading])
-    resumed.wait()
+    resumed.finish()
     expected, found = alone.ledger(), resumed.ledger()
     assert list(found) == list(range(9, 17)), resumed.log
     for step, entry in found.items():

@@ -11,11 +11,18 @@ from pathlib import Path
 import pytest
 from agents import Agents
 
+pytestmark = pytest.mark.timeout(600)
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 MODEL = ["--layers", "4", "--hidden", "32", "--seq-length", "32", "--micro-batch-size", "1"]
 STEPS = 400
 """The schedule ends here; no test trains so far."""
-DEGREES = '4 = "tp1 pp1"\n2 = "tp2 pp1"\n"2->4" = "tp2 pp2"'
+DEGREES = {
+    1: '2 = "tp1"\n1 = "tp1"\n"1->2" = "tp2"',
+    2: '4 = "tp1 pp1"\n2 = "tp2 pp1"\n"2->4" = "tp2 pp2"',
+}
+AFTER = {1: ["TP1·PP1·DP1", "TP2·PP1·DP1"], 2: ["TP2·PP1·DP1", "TP2·PP2·DP1"]}
+"""What a job is on one host and on two, by the workers of each."""
 REPLICATED = "--no-distributed-optimizer"
 FLAGS = ("--max-restarts", "9")
 SETTINGS = {"model": "num_layers = 4\npadded_vocab_size = 256"}
@@ -75,22 +82,26 @@ def wait_for_change(agents: Agents, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "victim", "flags"),
+    ("slots", "place", "victim", "flags"),
     [
-        pytest.param("restore", "1", [], id="a worker dies"),
+        pytest.param(1, "restore", "0", [], id="a worker dies"),
+        pytest.param(2, "restore", "1", [], id="one of two dies", marks=pytest.mark.campaign),
         # With Megatron's distributed optimizer nobody else has a rank's share of its state.
-        pytest.param("commit", "b", [REPLICATED], id="a host dies", marks=pytest.mark.campaign),
-        pytest.param("deposit", "2", [REPLICATED], id="in a deposit", marks=pytest.mark.campaign),
+        pytest.param(2, "commit", "b", [REPLICATED], id="a host dies", marks=pytest.mark.campaign),
+        pytest.param(2, "deposit", "2", [REPLICATED], id="in deposit", marks=pytest.mark.campaign),
     ],
 )
 def test_losses_are_those_of_an_uninterrupted_run(
-    tmp_path: Path, place: str, victim: str, flags: list[str]
+    tmp_path: Path, slots: int, place: str, victim: str, flags: list[str]
 ) -> None:
-    """DP4 on two hosts; one drains while somebody dies: TP2; a third joins: TP2 PP2."""
+    """Data parallel on two hosts; one drains while somebody dies; a third joins: TP 2, and PP 2
+    where there are four ranks."""
     metrics = tmp_path / "metrics"
     metrics.mkdir()
     script = [*command(metrics, STEPS), *flags]
-    with Agents(tmp_path, DEGREES, script, settings=SETTINGS, flags=FLAGS) as agents:
+    with Agents(
+        tmp_path, DEGREES[slots], script, slots=slots, settings=SETTINGS, flags=FLAGS
+    ) as agents:
         agents.start("a")
         agents.start("b")
         wait_for_change(agents, 1)
@@ -105,10 +116,7 @@ def test_losses_are_those_of_an_uninterrupted_run(
         agents.start("c")
         wait_for_change(agents, 3)
         agents.wait_until(lambda: last_step(metrics) >= made + 4, "more steps", deadline_s=200)
-        assert [report["after"] for report in agents.resizes()][1:] == [
-            "TP2·PP1·DP1",
-            "TP2·PP2·DP1",
-        ]
+        assert [report["after"] for report in agents.resizes()][1:] == AFTER[slots]
         assert not any(report.get("steps_lost", 0) for report in agents.resizes())
         agents.drain("c")
         wait_for_change(agents, 4)

@@ -12,7 +12,11 @@ from agents import Agents
 from alone import start_alone
 
 pytest.importorskip("accelerate", reason="pip install transformers accelerate")
-pytestmark = pytest.mark.campaign
+pytestmark = [
+    pytest.mark.campaign,
+    pytest.mark.timeout(1800),  # the first one compiles
+    pytest.mark.usefixtures("compiled_shared_memory"),
+]
 
 SUPPORT = Path(__file__).parents[1] / "support"
 TRAINER, ACCELERATE = SUPPORT / "trainer_script.py", SUPPORT / "accelerate_script.py"

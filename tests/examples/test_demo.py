@@ -22,7 +22,7 @@ def test_every_check_of_the_demonstration_holds(tmp_path: Path, framework: str) 
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "demo.py"), "--framework", framework,
          "--data", str(text), "--out", str(tmp_path / "out")],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=840,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "✗" not in done.stdout

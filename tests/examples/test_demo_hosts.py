@@ -60,7 +60,9 @@ try:
 except ProcessLookupError:
     print("ended")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "ended\n", done.stderr
 
 
@@ -72,5 +74,7 @@ from demo_hosts import DemoError, no_process_left
 with no_process_left():
     raise DemoError("as it was")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert "as it was" in done.stderr

@@ -8,7 +8,7 @@ from scalai.core.errors import RefusedError
 from scalai.launch.check_elastic import check_elastic
 from scalai.launch.elastic_config import ElasticConfig
 from scalai.launch.elastic_file import load_config
-from scalai.launch.options import parse_options
+from scalai.launch.flags import parse_options
 
 GPT = (
     "pretrain_gpt.py --num-layers 4 --num-attention-heads 4 --micro-batch-size 1 "

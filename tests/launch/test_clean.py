@@ -4,10 +4,11 @@ import argparse
 from pathlib import Path
 
 import pytest
-from store_states import Opener, generation
+from store_states import Opener, deposit, generation, two_ranks
 
 from scalai.core.errors import StoreError, UsageError
 from scalai.launch import clean
+from scalai.launch.durable import attach_durable, write_finished
 
 
 def run(root: Path, *arguments: str) -> None:
@@ -32,7 +33,7 @@ def test_dead_jobs_are_removed_and_live_ones_left(
     dead = leave(open_store, "dead", "a", "b")
     alive = leave(open_store, "alive", "a")
     open_store("alive", "b")
-    run(dead.parent)
+    run(dead.parent, "--force")
     text = capsys.readouterr().out
     assert not dead.exists() and (alive / "a" / "generation-1").exists()
     assert f"remove  {dead}" in text and f"left      {alive}  host b is in use by process" in text
@@ -43,27 +44,29 @@ def test_a_named_job_that_lives_is_refused(open_store: Opener) -> None:
     with pytest.raises(StoreError, match=r"'alive' is alive: host a is in use by process \d+"):
         run(store.directory.parent.parent, "--job", "alive")
     store.close()
-    run(store.directory.parent.parent, "--job", "alive")
+    run(store.directory.parent.parent, "--job", "alive", "--force")
     assert not store.directory.parent.exists()
 
 
 def test_one_job_is_removed_and_no_other(open_store: Opener) -> None:
     one, two = leave(open_store, "one", "a"), leave(open_store, "two", "a")
-    run(one.parent, "--job", "one")
+    run(one.parent, "--job", "one", "--force")
     assert not one.exists() and two.exists()
 
 
 def test_a_dry_run_removes_nothing(open_store: Opener, capsys: pytest.CaptureFixture[str]) -> None:
     job = leave(open_store, "dead", "a")
-    run(job.parent, "--dry-run")
+    run(job.parent, "--dry-run", "--force")
     assert job.exists() and f"would remove  {job}" in capsys.readouterr().out
+    run(job.parent, "--dry-run", "--job", "dead")
+    assert job.exists() and "step 1," in capsys.readouterr().out
 
 
 def test_nothing_there_is_nothing_to_do(tmp_path: Path) -> None:
     run(tmp_path / "none")
     with pytest.raises(UsageError, match="no job 'x'"):
         run(tmp_path, "--job", "x")
-    with pytest.raises(UsageError, match="no job's name"):
+    with pytest.raises(UsageError, match="cannot name a directory"):
         run(tmp_path, "--job", "../x")
 
 
@@ -84,5 +87,102 @@ def test_a_coordinators_files_go_with_the_job(open_store: Opener) -> None:
     job = leave(open_store, "dead", "a")
     (job / "coordinator.json").write_text("torn")
     (job / "coordinator.lock").touch()
-    run(job.parent)
+    run(job.parent, "--force")
     assert not job.exists()
+
+
+def test_what_could_be_resumed_is_named_and_left_without_force(
+    open_store: Opener, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store("dead", "a")
+    generation(store, 2, step=20)
+    deposit(store, 25)
+    store.close()
+    job = store.directory.parent
+    run(job.parent)
+    text = capsys.readouterr().out
+    assert f"left      {job}  could be resumed; --job dead --force removes it" in text
+    assert "a/generation-2: generation 2 of host a, step 20, " in text and "s old" in text
+    assert "a sealed deposit of host a, step 25" in text and "freed 0 bytes" in text
+    lost = r"could be resumed .*\n.*step 20.*\n.*step 25.*\n.*--force"
+    with pytest.raises(StoreError, match=lost):
+        run(job.parent, "--job", "dead")
+    assert job.exists()
+    run(job.parent, "--job", "dead", "--force")
+    assert not job.exists()
+
+
+def test_a_damaged_generation_is_not_removed_without_force(open_store: Opener) -> None:
+    job = leave(open_store, "dead", "a")
+    (job / "a" / "generation-1" / "manifest.json").write_text("{}")
+    with pytest.raises(StoreError, match="damaged: "):
+        run(job.parent, "--job", "dead")
+    run(job.parent, "--job", "dead", "--force")
+    assert not job.exists()
+
+
+def test_torn_leftovers_and_untrained_states_go_without_force(open_store: Opener) -> None:
+    store = open_store("dead", "a")
+    generation(store, 1, step=0)
+    store.reserve(two_ranks())
+    store.close()
+    run(store.directory.parent.parent)
+    assert not store.directory.parent.exists()
+
+
+def save(open_store: Opener, durable: Path, *, keep: bool) -> Path:
+    """Leave a job's state in the durable directory, and in the store too or not."""
+    store = open_store("dead", "a")
+    generation(store, 1, step=100)
+    store.copy_to(1, durable / "dead")
+    store.close() if keep else store.remove()
+    return store.directory.parent
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_a_job_has_saved_goes_by_force_and_its_name_begins_anew(
+    open_store: Opener, tmp_path: Path, keep: bool
+) -> None:
+    durable = tmp_path / "durable"
+    job = save(open_store, durable, keep=keep)
+    write_finished(durable / "dead", 100, 1)
+    (durable / "other").mkdir()
+    arguments = ["--job", "dead", "--durable-dir", str(durable)]
+    with pytest.raises(StoreError, match=r"durable/dead/generation-1/a: .*step 100"):
+        run(job.parent, *arguments)
+    run(job.parent, *arguments, "--dry-run")
+    assert (durable / "dead" / "generation-1" / "a").is_dir() and job.exists() == keep
+    run(job.parent, *arguments, "--force")
+    assert [path.name for path in durable.iterdir()] == ["other"] and not job.exists()
+
+
+def test_the_mark_of_a_finished_job_alone_needs_no_force(tmp_path: Path) -> None:
+    durable = tmp_path / "durable"
+    write_finished(durable / "done", 100, None)
+    run(tmp_path / "none", "--job", "done", "--durable-dir", str(durable))
+    assert not (durable / "done").exists()
+
+
+def test_a_durable_directory_with_something_else_is_left(
+    open_store: Opener, tmp_path: Path
+) -> None:
+    durable = tmp_path / "durable"
+    job = save(open_store, durable, keep=True)
+    (durable / "dead" / "thesis.tex").touch()
+    with pytest.raises(UsageError, match=r"thesis\.tex is neither a generation nor finished\.json"):
+        run(job.parent, "--job", "dead", "--durable-dir", str(durable), "--force")
+    assert (durable / "dead" / "thesis.tex").exists() and job.exists()
+    with pytest.raises(UsageError, match="--durable-dir needs --job"):
+        run(job.parent, "--durable-dir", str(durable), "--force")
+
+
+def test_what_was_attached_lies_elsewhere_and_goes_without_force(
+    open_store: Opener, tmp_path: Path
+) -> None:
+    save(open_store, tmp_path / "durable", keep=False)
+    store = open_store("dead", "b")
+    assert attach_durable(store, tmp_path / "durable" / "dead") == {}
+    store.close()
+    run(store.directory.parent.parent, "--job", "dead")
+    assert not store.directory.parent.exists()
+    assert (tmp_path / "durable" / "dead" / "generation-1" / "a").is_dir()

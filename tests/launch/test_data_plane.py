@@ -15,7 +15,7 @@ from scalai.core.errors import PeerError, StoreError
 from scalai.core.region import Box
 from scalai.launch import data_plane
 from scalai.launch.data_plane import DataPlaneServer, Peer
-from scalai.launch.framing import FramedSocket, authenticate
+from scalai.runtime.framing import FramedSocket, authenticate
 from scalai.store.files import slices
 from scalai.store.host import HostStore
 
@@ -53,6 +53,19 @@ def test_all_pieces_and_the_manifest_arrive(store: HostStore, peer: Peer, tmp_pa
         tensor, box = manifest.collection.box(row)
         found = fetch_into(tmp_path, peer, row, manifest.collection.select(np.array([row])))
         assert found == values_of(tensor, 1)[slices(box)].tobytes()
+
+
+def test_bytes_are_told_of_as_they_arrive(
+    store: HostStore, peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = store.manifest(1).collection
+    sizes = pieces.size_bytes()
+    path = tmp_path / "fetched"
+    path.write_bytes(bytes(int(sizes.sum())))
+    told: list[int] = []
+    begins = np.cumsum(sizes) - sizes
+    came = peer.fetch(1, np.arange(len(pieces)), pieces, path, begins, told.append)
+    assert sum(told) == came == sizes.sum() and len(told) >= (sizes > 0).sum()
 
 
 def test_the_server_cuts_parts_out_of_pieces(store: HostStore, peer: Peer, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from scalai.core.degrees import Degrees
 from scalai.core.errors import UsageError
 from scalai.launch.check_elastic import check_elastic
+from scalai.launch.flags import parse_options
 from scalai.launch.job import JobSpec
 from scalai.launch.sizing import Sizing
 
@@ -24,7 +25,8 @@ def read(tmp_path: Path) -> Read:
         path = tmp_path / "ds.json"
         path.write_text(json.dumps(config))
         named = ("--deepspeed_config", str(path))
-        return JobSpec.read([*flags, "--nnodes", "1", "train.py", *named, *script_flags])
+        argv = [*flags, "--nnodes", "1", "train.py", *named, *script_flags]
+        return JobSpec.read(parse_options(argv))
 
     return of
 
@@ -62,7 +64,7 @@ def test_elastic_wins_over_the_block(read: Read, tmp_path: Path) -> None:
     spec = read(config, "--elastic", str(other))
     assert spec.config.store.snapshot_every == 9
     assert spec.script.limits.global_batch_size == 12
-    alone = JobSpec.read(["--elastic", str(other), "train.py"])
+    alone = JobSpec.read(parse_options(["--elastic", str(other), "train.py"]))
     assert alone.deepspeed == json.loads(other.read_text()) and alone.is_elastic
     other.write_text("{}")
     with pytest.raises(UsageError, match='without a "scalai" block'):

@@ -70,3 +70,34 @@ def test_a_lock_that_a_killed_build_left_is_named(
     (tmp_path / "killed" / "lock").unlink()
     batons["running"].release()
     assert doctor(capsys)[0] == 0
+
+
+def test_a_store_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    code, report = doctor(capsys, "--store-dir", str(tmp_path / "store"))
+    assert code == 3
+    assert f"no  shared memory  {tmp_path} may not be written by this user" in report
+
+
+def test_a_store_that_is_not_there_yet_is_said_to_be_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, report = doctor(capsys, "--store-dir", str(tmp_path / "store"))
+    assert f"free in {tmp_path} ({tmp_path}/store is not there yet, and will be made)" in report
+
+
+def test_a_store_that_is_not_ones_own_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    store.chmod(0o777)
+    code, report = doctor(capsys, "--store-dir", str(store))
+    assert code == 3 and "no  shared memory" in report
+    assert f"{store} may be written to by other users" in report
+    store.chmod(0o1777)
+    assert "may take the store away" not in doctor(capsys, "--store-dir", str(store))[1]
+    tmp_path.chmod(0o777)
+    assert "may take the store away" in doctor(capsys, "--store-dir", str(store))[1]

@@ -6,6 +6,7 @@ import pytest
 
 from scalai.core.errors import UsageError
 from scalai.launch.cli import main
+from scalai.launch.flags import build_parser, parse_options
 from scalai.launch.hostfile import (
     expand_for_coordinator,
     expand_hostfile,
@@ -14,7 +15,6 @@ from scalai.launch.hostfile import (
     parse_hostfile,
 )
 from scalai.launch.job import JobSpec
-from scalai.launch.options import build_parser, parse_options
 
 TEXT = "# two hosts\nworker-0 slots=4\n\nworker-1   slots=2  # small\n"
 HOSTS = {"worker-0": (0, 1, 2, 3), "worker-1": (0, 1)}
@@ -95,12 +95,13 @@ def test_a_coordinator_elsewhere_reads_the_same_job_as_the_agents(
     path.write_text(f"{TEXT}worker-2 slots=8\n")
     flags = ["--hostfile", str(path), *filters]
     given = [*flags, "train.py"]
-    job = JobSpec.read(expand_for_coordinator(given, build_parser().parse_args(given)))
+    expanded = expand_for_coordinator(given, build_parser().parse_args(given))
+    job = JobSpec.read(parse_options(expanded))
     assert job.options.coordinator == "worker-0:29500"
     assert job.max_hosts == (2 if filters else 3)
     of_agent = [*flags, "--host-id", "worker-2", "train.py"]
     expanded, _ = expand_hostfile(of_agent, build_parser().parse_args(of_agent))
-    assert job.difference(JobSpec.read(expanded)) is None
+    assert job.difference(JobSpec.read(parse_options(expanded))) is None
 
 
 def test_a_coordinator_asks_where_to_listen(

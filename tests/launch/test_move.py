@@ -1,7 +1,11 @@
 """Two hosts, one resize: planned, fetched over the data plane, restored, and proven equal."""
 
+import _thread
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,20 +13,24 @@ import torch
 from store_states import Opener
 
 from scalai.core.collection import Tensor
+from scalai.core.errors import MemoryShortError
 from scalai.core.plan import plan
 from scalai.core.region import Box, Piece, row_major, whole
 from scalai.core.sources import Holder
+from scalai.launch import mover
 from scalai.launch.data_plane import DataPlaneServer, Peer
+from scalai.launch.mover import Restore, prepare_restore
 from scalai.runtime.deposit import write_rows
 from scalai.runtime.live import Slot
 from scalai.runtime.restore import read_rows
 from scalai.runtime.rows import collection_of, held_rows, wanted_rows
 from scalai.store.host import HostStore
-from scalai.store.manifest import HostManifest, unite_hosts
+from scalai.store.manifest import HostManifest, manifest_message, unite_hosts
 from scalai.store.moves import Fetched, fetch_lists, holders_of, read_orders
 from scalai.store.orders import RankDeposit, ReadOrder
 
 TOKEN = b"token"
+ABOUT = {"consumed_samples": 12, "world_size": 2}
 SHAPES = {"param/w": (12, 10), "main/w": (12, 10), "param/b": (9,), "step/w": ()}
 
 
@@ -60,7 +68,7 @@ def deposit(store: HostStore, rank: int, degree: int) -> HostManifest:
     rows = held_rows(shard(rank, degree))
     slot = store.reserve({rank: collection_of(rows)})
     part = RankDeposit(tuple(write_rows(rows, slot.orders[rank])), f"tp{rank}", {"lr": 1}, rank)
-    store.seal(slot, step=4, about={}, parts={rank: part})
+    store.seal(slot, step=4, about=ABOUT, parts={rank: part})
     return store.commit(slot, 1)
 
 
@@ -137,3 +145,49 @@ def test_a_durable_generation_is_read_without_its_hosts(open_store: Opener, tmp_
     read_rows(wanted_rows(new), read_orders(planned, parts, directories)[0])
     for slot, expected in zip(new, shard(0, 1), strict=True):
         assert torch.equal(slot.buffer, expected.buffer)
+
+
+def prepare(stores: dict[str, HostStore], first: Callable[[], None] = lambda: None) -> Restore:
+    """Fetch for host c what a and b deposited."""
+    parts = {host: deposit(stores[host], rank, 2) for rank, host in enumerate("ab")}
+    wants = {0: collection_of(wanted_rows(shard(0, 1, is_empty=True)))}
+    with DataPlaneServer(stores["a"], TOKEN) as a, DataPlaneServer(stores["b"], TOKEN) as b:
+        sources = {
+            host: {"address": server.address, "part": manifest_message(parts[host])}
+            for host, server in (("a", a), ("b", b))
+        }
+        command = {"generation": 1, "sources": sources, "group": ["a", "b", "c"]}
+        first()
+        return prepare_restore(stores["c"], command, wants, TOKEN)
+
+
+def test_all_is_fetched_though_no_thread_can_begin(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = _thread.start_new_thread
+
+    def refuse_here(*arguments: Any) -> int:
+        if threading.current_thread() is threading.main_thread():
+            raise RuntimeError("can't start new thread")
+        return start(*arguments)  # the other hosts have theirs
+
+    def refuse() -> None:
+        monkeypatch.setattr(_thread, "start_new_thread", refuse_here)
+        monkeypatch.setattr(threading, "_start_new_thread", refuse_here)
+
+    stores = {host: open_store(host=host) for host in ("a", "b", "c")}
+    restore = prepare(stores, refuse)
+    assert restore.bytes_remote and stores["c"].generations() == [1]
+
+
+def test_memory_that_runs_out_in_a_fetch_is_said_and_leaves_nothing(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(mover, "_fetch_one", run_out)
+    stores = {host: open_store(host=host) for host in ("a", "b", "c")}
+    with pytest.raises(MemoryShortError, match="generation 1 from 2 hosts"):
+        prepare(stores)
+    assert not list(stores["c"].directory.glob("fetched-*")) and not stores["c"].generations()

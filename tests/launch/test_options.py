@@ -1,11 +1,13 @@
 """Flags: torchrun's own in both spellings, ours beside them, and --elastic on either side."""
 
+import json
 from collections.abc import Sequence
 
 import pytest
 
 from scalai.core.errors import UsageError
-from scalai.launch.options import Options, parse_options
+from scalai.launch.flags import parse_options, with_own_name
+from scalai.launch.options import Options
 
 
 def parse(*argv: str) -> Options:
@@ -23,6 +25,21 @@ def test_torchruns_flags_mean_what_they_mean_there() -> None:
     assert (options.script, options.script_args) == ("train.py", ("--lr", "1e-3"))
     assert options.elastic is None
     assert options.overrides == {}
+
+
+def test_restarts_that_are_not_given_are_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse("t.py").max_restarts is None
+    assert parse("--max-restarts", "0", "t.py").max_restarts == 0
+    monkeypatch.setenv("PET_MAX_RESTARTS", "0")
+    assert parse("t.py").max_restarts == 0
+
+
+def test_each_standalone_job_has_a_name_of_its_own_unless_it_is_given_one() -> None:
+    first, second = (parse(*with_own_name(["--standalone", "t.py", "--job", "x"])) for _ in "ab")
+    assert first.job != second.job
+    assert first.is_standalone and first.script_args == ("--job", "x")
+    assert parse(*with_own_name(["--standalone", "--job", "mine", "t.py"])).job == "mine"
+    assert parse(*with_own_name(["t.py"])).job == "default"
 
 
 @pytest.mark.parametrize(
@@ -79,9 +96,20 @@ def test_flags_overrule_the_configuration_by_dotted_name() -> None:
     }
 
 
+def test_a_coordinator_is_told_what_was_read() -> None:
+    options = parse("--allowed-sizes", "2,4", "--settle-s", "1", "--nnodes", "1:4", "t.py", "--lr")
+    told = json.loads(json.dumps(options.to_json()))
+    assert Options.from_json(told) == options
+    for wrong in ({"min_nodes": "1"}, {"nodes": 1}, {"script_args": 3}):
+        with pytest.raises(UsageError, match="Do the versions differ"):
+            Options.from_json(told | wrong)
+
+
 def test_where_the_coordinator_is() -> None:
     assert parse("train.py").coordinator is None
     assert parse("--nnodes", "2", "--master-addr", "h", "t.py").coordinator == "h:29500"
+    assert parse("--master-addr", "fe80::1", "t.py").coordinator == "[fe80::1]:29500"
+    assert parse("--master-addr", "[::1]", "--master-port", "1", "t.py").coordinator == "[::1]:1"
     assert parse("--master-addr", "h", "--master-port", "7", "t.py").coordinator == "h:7"
     assert parse("--standalone", "--rdzv-endpoint", "h:7", "t.py").coordinator is None
 
@@ -126,3 +154,10 @@ def test_a_malformed_flag_ends_with_the_code_for_wrong_usage(
         parse(flag, "t.py")
     assert ended.value.code == 2
     assert flag.split("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../x", "a b", "", ".hidden", "x" * 201])
+@pytest.mark.parametrize("flag", ["--job", "--rdzv-id", "--host-id"])
+def test_a_name_that_is_no_folder_is_refused(flag: str, name: str) -> None:
+    with pytest.raises(UsageError, match=r"name .* cannot name a directory"):
+        parse(flag, name, "train.py")

@@ -3,6 +3,7 @@
 import pytest
 
 from scalai.core.degrees import Degrees
+from scalai.launch.flags import parse_options
 from scalai.launch.job import JobSpec
 from scalai.launch.sizing import Sizing
 
@@ -14,7 +15,7 @@ def sizing(tmp_path_factory: pytest.TempPathFactory) -> Sizing:
     config = tmp_path_factory.mktemp("sizing") / "elastic.toml"
     config.write_text('[degrees]\n4 = "tp2"\n2 = "tp1"\n[model]\nnum_attention_heads = 8\n')
     flags = ["--nnodes", "1:2", "--nproc-per-node", "2", "--elastic", str(config), "script.py"]
-    return Sizing(JobSpec.read(flags))
+    return Sizing(JobSpec.read(parse_options(flags)))
 
 
 def test_wished_degrees_hold_until_the_next_scale(sizing: Sizing) -> None:
@@ -37,7 +38,8 @@ def test_a_job_goes_on_where_wished_degrees_do_not_fit_any_more(sizing: Sizing) 
 
 
 def test_a_wish_that_does_not_fit_is_not_taken_for_another(sizing: Sizing) -> None:
-    assert sizing.scaled(None, None, "tp4")(TWO, Degrees(1, 1, 2)) is None
+    why: list[str] = []
+    assert sizing.scaled(None, None, "tp4", why.append)(TWO, Degrees(1, 1, 2)) is None
 
 
 def test_a_limit_of_hosts_leaves_the_later_ones_idle(sizing: Sizing) -> None:

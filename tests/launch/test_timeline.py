@@ -1,6 +1,7 @@
 """What is noticed and what comes of it: one report a change."""
 
 import json
+import shutil
 from pathlib import Path
 
 from scalai.launch.timeline import Timeline
@@ -41,3 +42,17 @@ def test_the_relaunch_counts_from_the_first_commit() -> None:
     timeline.mark_first("committed")
     assert timeline.since("committed") >= before
     assert timeline.since("never") == 0.0
+
+
+def test_a_report_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = tmp_path / "reports"
+    timeline = Timeline(folder, said.append)
+    assert not said
+    shutil.rmtree(folder)
+    folder.write_text("a file, where a folder should be: as a full disk")
+    finish_start(timeline)
+    assert len(timeline.reports) == 1
+    assert "event=report_failed" in said[-1] and "the job goes on" in said[-1]
+    Timeline(folder / "below", said.append)
+    assert "there will be no reports" in said[-1]

@@ -5,13 +5,16 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from multiprocessing.synchronize import Condition, Event
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
+from agents import worker_home
+from coordinator_line import wait_until
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
@@ -133,38 +136,56 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def warm_server(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Start the fork server of warm workers."""
+def warm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Start the fork server of warm workers. Gives the folder of what it was told."""
     order = tmp_path_factory.mktemp("warm") / "preload.json"
-    warm_up(str(write_preload(order, {"modules": ["json"], "sys_path": sys.path})))
-    wait_until_warm()
+    with pytest.MonkeyPatch.context() as environment:  # agents of other tests inherit it
+        environment.setenv("SCALAI_PRELOAD", str(order))
+        environment.setenv("SCALAI_AGENT_PID", str(os.getpid()))
+        warm_up(str(write_preload(order, {"modules": ["json"], "sys_path": sys.path})))
+        wait_until_warm()
+        yield order.parent
 
 
-def place(workers: int = 2, *, round: int = 1, first: int = 2) -> Placement:
+def place(
+    workers: int = 2, *, round: int = 1, first: int = 2, outlives_signals: bool = False
+) -> Placement:
     """Return a placement as the second of two hosts."""
     return Placement(
         round=round, group_rank=1, group_world_size=2, first_rank=first, local_world_size=workers,
         world_size=first + workers, master_addr="127.0.0.1", master_port=29876,
         environment={"MINE": "yes", "SCALAI_AGENT_PID": str(os.getpid())},
+        outlives_signals=outlives_signals,
     )  # fmt: skip
+
+
+def elastic(warm: bool) -> Placement:
+    """Return a placement; only workers of elastic jobs are forked, and those outlive signals."""
+    return place(outlives_signals=warm)
+
+
+def sleepers(event: Any) -> int:
+    """Return how many processes wait at the event that lets finished workers go."""
+    return int(event._condition._sleeping_count.get_value())
 
 
 def told(folder: Path, rank: int) -> list[str]:
     """Wait for what a worker wrote."""
-    end = time.monotonic() + DEADLINE_S
-    while not (folder / str(rank)).exists():
-        assert time.monotonic() < end, f"rank {rank} says nothing"
-        time.sleep(0.02)
+    wait_until((folder / str(rank)).exists, f"rank {rank} says something")
     return (folder / str(rank)).read_text().split("\n")
 
 
 def outcome(workers: WorkerSet) -> Outcome:
     """Wait for the workers' end."""
-    end = time.monotonic() + DEADLINE_S
-    while (found := workers.poll()) is None:
-        assert time.monotonic() < end, "the workers do not end"
-        time.sleep(0.02)
-    return found
+    found: list[Outcome | None] = []
+
+    def has_ended() -> bool:
+        found.append(workers.poll())
+        return found[-1] is not None
+
+    wait_until(has_ended, "the workers end")
+    assert found[-1] is not None
+    return found[-1]
 
 
 def both(function: "pytest.MarkDecorator | object") -> object:
@@ -172,9 +193,19 @@ def both(function: "pytest.MarkDecorator | object") -> object:
     return pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])(function)  # type: ignore[arg-type]
 
 
+def test_forked_workers_are_counted_as_such_and_their_server_is_not(
+    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: Path
+) -> None:
+    workers.start(elastic(warm=True), [str(script), str(tmp_path), "waits"], warm=True)
+    forked = [psutil.Process(pid) for pid in workers.pids().values()]
+    assert [worker_home(process) for process in forked] == [warm_server, warm_server]
+    (server,) = {process.parent() for process in forked}
+    assert server is not None and worker_home(server) is None
+
+
 @both
 def test_workers_know_their_place_and_leave(
-    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: None, warm: bool
+    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: Path, warm: bool
 ) -> None:
     workers.start(place(round=3), [str(script), str(tmp_path), "done"], warm=warm)
     for local, rank in enumerate((2, 3)):
@@ -187,33 +218,79 @@ def test_workers_know_their_place_and_leave(
 
 
 def test_a_worker_that_is_killed_when_it_has_finished_holds_up_nobody(
-    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: None
+    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: Path
 ) -> None:
-    workers.start(place(1), [str(script), str(tmp_path), "done"], warm=True)
+    workers.start(place(1, outlives_signals=True), [str(script), str(tmp_path), "done"], warm=True)
     process = psutil.Process(int(told(tmp_path, 2)[-1]))
-    time.sleep(1.0)  # it waits to be let go
+    context: Any = workers._pcontext
+    event = context._worker_finished_event
+    wait_until(lambda: sleepers(event) == 1, "it waits to be let go")
     process.suspend()
-    killing = threading.Timer(1.0, process.kill)
+
+    def kill() -> None:
+        wait_until(lambda: event._flag.get_value() == 1, "it is let go")
+        process.kill()
+
+    killing = threading.Thread(target=kill)
     killing.start()
     assert outcome(workers).failures == ("rank 2 was killed by SIGKILL",)
-    killing.join()
+    killing.join(DEADLINE_S)
+
+
+def test_a_forked_worker_runs_nothing_of_its_agents_main_module(
+    workers: WorkerSet,
+    script: Path,
+    tmp_path: Path,
+    warm_server: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main = ModuleType("__main__")
+    main.__file__ = str(tmp_path / "agent.py")
+    (tmp_path / "agent.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    workers.start(place(1), [str(script), str(tmp_path), "done"], warm=True)
+    assert outcome(workers) == Outcome(())
+    assert (tmp_path / "2").exists() and not (tmp_path / "ran").exists()
+    assert sys.modules["__main__"] is main
 
 
 @both
 def test_a_worker_that_fails_takes_the_others_with_it(
-    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: None, warm: bool
+    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: Path, warm: bool
 ) -> None:
-    workers.start(place(), [str(script), str(tmp_path), "fails"], warm=warm)
+    workers.start(elastic(warm), [str(script), str(tmp_path), "fails"], warm=warm)
     pid = int(told(tmp_path, 2)[-1])
     assert outcome(workers).failures == ("rank 3 exited with 7",)
     assert not psutil.pid_exists(pid)
 
 
 @both
-def test_a_worker_that_is_killed_is_named_with_its_signal(
-    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: None, warm: bool
+def test_workers_that_outlive_signals_are_ended_by_the_agents_own_means(
+    workers: WorkerSet,
+    tmp_path: Path,
+    warm_server: Path,
+    warm: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    workers.start(place(), [str(script), str(tmp_path), "stays"], warm=warm)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})\n"
+        "sys.exit(7) if os.environ['LOCAL_RANK'] == '1' else time.sleep(600)\n"
+    )
+    workers.start(place(outlives_signals=True), [str(script)], warm=warm)
+    pids = workers.pids().values()
+    assert outcome(workers).failures == ("rank 3 exited with 7",)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert "via SIGTERM" not in caplog.text  # for whose effect torch waits half a minute
+
+
+@both
+def test_a_worker_that_is_killed_is_named_with_its_signal(
+    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: Path, warm: bool
+) -> None:
+    workers.start(elastic(warm), [str(script), str(tmp_path), "stays"], warm=warm)
     pids = {rank: int(told(tmp_path, rank)[-1]) for rank in (2, 3)}
     assert workers.pids() == {0: pids[2], 1: pids[3]}
     os.kill(pids[2], signal.SIGKILL)
@@ -223,10 +300,12 @@ def test_a_worker_that_is_killed_is_named_with_its_signal(
 
 @both
 def test_stopping_ends_workers_that_do_not_listen_and_others_may_follow(
-    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: None, warm: bool
+    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: Path, warm: bool
 ) -> None:
     workers.start(place(), [str(script), str(tmp_path), "stubborn"], warm=warm)
     pids = [int(told(tmp_path, rank)[-1]) for rank in (2, 3)]
+    for rank in (2, 3):
+        wait_until((tmp_path / f"{rank}.ready").exists, "they do not listen")
     workers.stop(1)
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     assert workers.poll() is None

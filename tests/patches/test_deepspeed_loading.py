@@ -93,12 +93,14 @@ MORE = [
     ("same-pipeline", pipeline(2, 1), pipeline(2, 1), 0.0),
 ]
 
+LONG = [pytest.mark.campaign, pytest.mark.turns]
+
 
 @pytest.mark.parametrize(
     ("before", "after", "tolerance"),
     [
         *(pytest.param(*case[1:], id=case[0]) for case in CASES),
-        *(pytest.param(*case[1:], id=case[0], marks=pytest.mark.campaign) for case in MORE),
+        *(pytest.param(*case[1:], id=case[0], marks=LONG) for case in MORE),
     ],
 )
 def test_a_loaded_job_goes_on_as_the_one_that_saved(

@@ -112,22 +112,27 @@ MORE: list[tuple[str, Layout, Layout, Layout, float]] = [
     ("fp16-static-zero0", {"precision": "fp16-static", **FUSED}, ranks(3, 0), ranks(2, 0), FP16),
 ]
 
+LONG = [pytest.mark.campaign, pytest.mark.turns, pytest.mark.timeout(1800)]  # some compile first
+
 
 @pytest.mark.parametrize(
     ("model", "before", "after", "tolerance"),
     [
         *(pytest.param(*case[1:], id=case[0]) for case in CASES),
-        *(pytest.param(*case[1:], id=case[0], marks=pytest.mark.campaign) for case in MORE),
+        *(pytest.param(*case[1:], id=case[0], marks=LONG) for case in MORE),
     ],
 )
 def test_a_resized_job_goes_on_as_the_uninterrupted_one(
     deepspeed_pool: WorkerPool,
+    request: pytest.FixtureRequest,
     tmp_path: Path,
     model: Layout,
     before: Layout,
     after: Layout,
     tolerance: float,
 ) -> None:
+    if "compiled" in model:
+        request.getfixturevalue("compiled_cpu_adam")
     jobs = [Job(**{**model, **layout}) for layout in (before, after)]
     check(resize(deepspeed_pool, *jobs, tmp_path), tolerance)
 

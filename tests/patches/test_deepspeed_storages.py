@@ -1,4 +1,8 @@
-"""Which storages of a checkpoint a rank checks before a load."""
+"""Which storages of a checkpoint a rank checks before a load, also where memory ends."""
+
+import _thread
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,7 +10,9 @@ import pytest
 from scalai.converters.checkpoint import CheckpointFile, Placed
 from scalai.converters.checksums import Stored
 from scalai.core.collection import Collection, Tensor
-from scalai.patches.deepspeed.checkpoint.storages import share, touched
+from scalai.core.errors import MemoryShortError, ProofError
+from scalai.patches.deepspeed.checkpoint import storages
+from scalai.patches.deepspeed.checkpoint.storages import check_storages, share, touched
 
 STORAGES = [
     Stored("b", "data/0", 64, 40, 1), Stored("b", "data/1", 128, 400, 1),
@@ -40,3 +46,40 @@ def test_the_storage_of_a_piece_is_found(file: int, begin: int, expected: list[i
     files = (CheckpointFile("a", 168), CheckpointFile("b", 528))
     placed = Placed(collection, np.array([file]), np.array([begin]), box + 1, files)
     assert np.flatnonzero(touched(STORAGES, placed)).tolist() == expected
+
+
+NOTHING = Placed(
+    Collection.of([]), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64),
+    np.zeros((0, 0), dtype=np.int64), (),
+)  # fmt: skip
+
+
+def refuse(*_: object) -> int:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("start", [refuse, lambda *_: 0], ids=["refused", "never begins"])
+def test_all_are_checked_though_no_thread_can_begin(
+    start: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[tuple[Stored, int]] = []
+
+    def is_damaged(directory: Path, stored: Stored) -> bool:
+        checked.append((stored, threading.get_ident()))
+        return stored is STORAGES[2]
+
+    monkeypatch.setattr(storages, "is_damaged", is_damaged)
+    monkeypatch.setattr(_thread, "start_new_thread", start)
+    monkeypatch.setattr(threading, "_start_new_thread", start)
+    with pytest.raises(ProofError, match=r"/d/a: bytes 64 to 72 .*The engine is as it was"):
+        check_storages(Path("/d"), STORAGES, NOTHING)
+    assert checked == [(stored, threading.get_ident()) for stored in STORAGES]
+
+
+def test_memory_that_runs_out_in_a_check_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(directory: Path, stored: Stored) -> bool:
+        raise MemoryError
+
+    monkeypatch.setattr(storages, "is_damaged", run_out)
+    with pytest.raises(MemoryShortError, match=r"4 storages of /d.*The engine is as it was"):
+        check_storages(Path("/d"), STORAGES, NOTHING)

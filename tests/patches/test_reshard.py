@@ -58,6 +58,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("model", "sharding", "before", "after", "tolerance"),
     [case[1:] for case in CASES],

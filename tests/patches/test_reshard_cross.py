@@ -54,9 +54,10 @@ PAIRS = [
     (before, after, [*FORMS][(here + there) % len(FORMS)])
     for (here, before), (there, after) in permutations(enumerate(LAYOUTS), 2)
 ]
-"""The forms take turns, so that each is read of every layout, and goes on in every layout."""
+"""The forms change, so that each is read of every layout, and goes on in every layout."""
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("before", "after", "form"), PAIRS)
 def test_every_layout_into_every_other(
     pool: WorkerPool, tmp_path: Path, before: str, after: str, form: str
@@ -125,7 +126,7 @@ def older_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]
     directory = tmp_path_factory.mktemp("megatron-core")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     command += ["--target", str(directory), "megatron-core==0.15.0"]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, timeout=240)
     workers = WorkerPool(4, directory)
     yield workers
     workers.close()

@@ -62,6 +62,7 @@ LONG = {
 }  # fmt: skip
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("model", "before", "after", "tolerance"),
     [

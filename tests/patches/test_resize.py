@@ -71,6 +71,7 @@ CASES: list[tuple[str, Layout, Layout, Layout, float]] = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("model", "before", "after", "tolerance"),
     [case[1:] for case in CASES],

@@ -56,9 +56,10 @@ PAIRS = [
     (before, after, [*MODELS][(here + there) % len(MODELS)])
     for (here, before), (there, after) in permutations(enumerate(LAYOUTS), 2)
 ]
-"""The models take turns, so that each leaves every layout, and goes on in every layout."""
+"""The models change, so that each leaves every layout, and goes on in every layout."""
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("before", "after", "model"), PAIRS)
 def test_every_layout_becomes_every_other(
     pool: WorkerPool, tmp_path: Path, before: str, after: str, model: str

@@ -12,12 +12,11 @@ from typing import Any
 os.environ["DS_ACCELERATOR"] = "cpu"
 warnings.filterwarnings("ignore")  # DeepSpeed's own, about what a CPU machine lacks
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed_jobs import Job, make_engine, train
+from deepspeed_jobs import Job, import_all, make_engine, train
 from jobs import SEED
 
 from scalai.patches.deepspeed.state import DeepSpeedState
@@ -26,6 +25,7 @@ LINEAR = torch.nn.functional.linear
 """Stage 3 puts its own in this place, for good: with it gradients come in another order, which
 stage 2 must find alike on all ranks, also on those that were not in the last job."""
 
+deepspeed = import_all()
 torch.set_num_threads(1)
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 # Nothing is compiled.

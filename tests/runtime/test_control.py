@@ -1,10 +1,13 @@
 """The control page: a stop is seen by all workers or taken back."""
 
+import errno
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
+from scalai.core.errors import StoreError
 from scalai.runtime.control import MAX_WORKERS, ControlPage
 
 
@@ -51,7 +54,7 @@ def test_a_worker_waits_at_a_prepared_stop_and_leaves_at_the_word(
 ) -> None:
     agent.prepare(5)
     answers: list[bool] = []
-    waiting = threading.Thread(target=lambda: answers.append(worker.must_stop(5)))
+    waiting = threading.Thread(target=lambda: answers.append(worker.must_stop(5)), daemon=True)
     waiting.start()
     agent.agree(5)
     waiting.join(30)
@@ -63,7 +66,7 @@ def test_a_stop_that_is_taken_back_lets_the_waiting_worker_go_on(
 ) -> None:
     agent.prepare(5)
     answers: list[bool] = []
-    waiting = threading.Thread(target=lambda: answers.append(worker.must_stop(5)))
+    waiting = threading.Thread(target=lambda: answers.append(worker.must_stop(5)), daemon=True)
     waiting.start()
     agent.withdraw()
     waiting.join(30)
@@ -75,7 +78,7 @@ def test_a_later_stop_takes_the_place_of_an_earlier_one(
 ) -> None:
     agent.prepare(5)
     answers: list[bool] = []
-    waiting = threading.Thread(target=lambda: answers.append(worker.must_stop(5)))
+    waiting = threading.Thread(target=lambda: answers.append(worker.must_stop(5)), daemon=True)
     waiting.start()
     agent.withdraw()
     agent.prepare(7)
@@ -110,3 +113,22 @@ def test_a_new_round_knows_nothing_of_the_old_one(agent: ControlPage, worker: Co
     worker.report(0, 5)
     agent.clear()
     assert agent.newest_step(1) == -1 and not worker.must_stop(5)
+
+
+def test_a_page_that_there_is_no_room_for_is_refused_and_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(StoreError, match="control-1 needs 4096 bytes, but No space left"):
+        ControlPage(tmp_path / "control-1", create=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_page_replaces_what_lies_there(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "control").symlink_to(tmp_path / "precious")
+    ControlPage(tmp_path / "control", create=True).clear()
+    assert (tmp_path / "precious").read_text() == "precious"

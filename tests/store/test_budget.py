@@ -41,3 +41,10 @@ def test_a_limit_holds_however_much_is_free() -> None:
     assert check_budget(100, room, 200, "a", FOLDER) == 200
     with pytest.raises(StoreError, match="the store may take 199"):
         check_budget(100, room, 199, "a", FOLDER)
+
+
+def test_a_limit_counts_what_is_in_use() -> None:
+    in_use = Room(in_use=120, reusable=0, free=1 << 40)  # the kept generation has fetched pieces
+    assert check_budget(100, in_use, 220, "a", FOLDER) == 100
+    with pytest.raises(StoreError, match="beside 120 in use; the store may take 219"):
+        check_budget(100, in_use, 219, "a", FOLDER)

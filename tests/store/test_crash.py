@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from store_states import Opener, deposit, generation, is_whole, two_ranks, write
 
+from scalai.core.errors import StoreError
 from scalai.store.host import HostStore
 
 CALLS = ("rename", "replace", "fsync", "unlink", "ftruncate", "posix_fallocate", "mkdir", "rmdir")
@@ -117,3 +118,51 @@ def test_a_damaged_generation_is_named_and_left_alone(open_store: Opener, tmp_pa
     assert str(truncated) in again.damaged[2] and "bytes long" in again.damaged[2]
     assert truncated.exists()
     assert is_whole(again, 1, step=1)
+
+
+def test_a_folder_that_was_renamed_is_not_taken_for_this_hosts_own(open_store: Opener) -> None:
+    store = open_store("job", "a")
+    generation(store, 3, step=3)
+    deposit(store, 4)
+    store.close()
+    store.directory.rename(store.directory.with_name("b"))
+    moved = open_store("job", "b")
+    assert moved.generations() == [] and moved.sealed() == []
+    (reason,), (sealed,) = moved.damaged.values(), moved.damaged_deposits.values()
+    assert "generation 3 of host 'a'" in reason and "generation 3 of host 'b' belongs" in reason
+    assert "--host-id a" in reason and "a deposit of host 'b' belongs" in sealed
+    assert (moved.directory / "generation-3").is_dir()
+    moved.close()
+    moved.directory.rename(store.directory)
+    back = open_store("job", "a")
+    assert back.generations() == [3] and len(back.sealed()) == 1
+
+
+def test_a_generation_under_another_number_is_not_used(open_store: Opener) -> None:
+    store = open_store()
+    generation(store, 3, step=3)
+    store.close()
+    (store.directory / "generation-3").rename(store.directory / "generation-5")
+    assert "holds generation 3" in open_store().damaged[5]
+
+
+def test_a_damaged_deposit_is_told_and_left(open_store: Opener) -> None:
+    store = open_store()
+    slot, _ = deposit(store, 2)
+    store.close()
+    (slot.directory / "manifest.json").write_text("{}")
+    again = open_store()
+    assert again.sealed() == [] and slot.directory.is_dir()
+    assert "is damaged" in again.damaged_deposits[slot.directory.name]
+
+
+def test_the_number_of_a_damaged_generation_is_not_used_again(open_store: Opener) -> None:
+    store = open_store()
+    generation(store, 2, step=2)
+    store.close()
+    (store.directory / "generation-2" / "manifest.json").write_text("{}")
+    again = open_store()
+    slot, _ = deposit(again, 3)
+    with pytest.raises(StoreError, match="Numbers are never used twice"):
+        again.commit(slot, 2)
+    assert again.commit(slot, 3).step == 3

@@ -270,3 +270,19 @@ def test_a_store_that_may_take_too_little_says_so_before_anything_is_made(tmp_pa
         with pytest.raises(StoreError, match=r"may take 100.*--store-budget-gb"):
             store.reserve(held)
         assert not list(store.directory.glob("deposit-*"))
+
+
+def test_manifests_need_no_more_room_than_was_made_for_the_deposit(store: HostStore) -> None:
+    held = two_ranks()
+    slot = store.reserve(held)
+    spares = {path.stat().st_ino: path.stat() for path in slot.directory.glob(".manifest*")}
+    assert len(spares) == 2
+    parts = {rank: report(rank, write(slot.orders[rank], held[rank])) for rank in held}
+    store.seal(slot, step=1, about={"consumed_samples": 1, "degrees": {}}, parts=parts)
+    sealed = (slot.directory / "manifest.json").stat()
+    store.commit(slot, 1)
+    committed = (store.generation_directory(1) / "manifest.json").stat()
+    for written in (sealed, committed):
+        assert written.st_ino in spares and written.st_size <= spares[written.st_ino].st_size
+    assert sealed.st_ino != committed.st_ino
+    assert not list(store.generation_directory(1).glob(".*"))

@@ -21,8 +21,9 @@ from scalai.runtime.messages import Channel
 
 MARK = "SCALAI_TEST_JOB"
 """Variable that all processes of a job inherit, by which they are found."""
-DEADLINE_S = 90.0
+DEADLINE_S = 150.0
 """How long anything may take here; generous, because the machine may be busy."""
+SCALAI_RUN = Path(sys.executable).with_name("scalai-run")
 TINY_JOB = Path(__file__).with_name("tiny_job.py")
 
 
@@ -39,6 +40,8 @@ class Agents:
         script: The script and its arguments.
         settings: More lines of the elastic configuration, by table.
         flags: More flags of ``scalai-run``.
+        environment: More variables of the agents.
+        store: Where their stores are; None: in shared memory.
     """
 
     def __init__(
@@ -51,14 +54,17 @@ class Agents:
         nodes: str = "1:2",
         settings: Mapping[str, str] | None = None,
         flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        store: Path | None = None,
     ) -> None:
         self.folder = folder
+        self._environment = environment or {}
         self.metrics = folder / "metrics.jsonl"
         self.reports = folder / "reports"
-        self.store = Path("/dev/shm") / f"scalai-test-{os.getpid()}-{folder.name}"
+        self.store = store or Path("/dev/shm") / f"scalai-test-{os.getpid()}-{folder.name}"
         self.job = "tiny"
         self._command = [
-            sys.executable, "-m", "scalai.launch.run", "--nnodes", nodes,
+            str(SCALAI_RUN), "--nnodes", nodes,
             "--nproc-per-node", str(slots), "--job", self.job, "--report-dir", str(self.reports),
             "--store-dir", str(self.store), "--probe", "none", "--settle-s", "0.2", *flags,
         ]  # fmt: skip
@@ -104,15 +110,19 @@ class Agents:
         """Start the agent of a host, with more flags of its own."""
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", MARK: str(self.store),
-            VARIABLE: str(self.folder / "failpoint"),
+            VARIABLE: str(self.folder / "failpoint"), **self._environment,
         }  # fmt: skip
         with (self.folder / f"{host}.log").open("ab") as log:
             process = subprocess.Popen(
-                [*self._command, "--host-id", host, *more, *self._script],
+                self._on(host, [*self._command, "--host-id", host, *more, *self._script]),
                 stdout=log, stderr=subprocess.STDOUT, env=environment,
             )  # fmt: skip
         self._processes[host] = process
         self._all.append(process)
+
+    def _on(self, host: str, command: list[str]) -> list[str]:
+        """Return the command that runs ``command`` on a host: here all are this machine."""
+        return command
 
     def scale(self, **wish: object) -> None:
         """Ask for other resources or degrees: ``nproc``, ``nnodes``, ``degrees``."""
@@ -122,6 +132,18 @@ class Agents:
         nothing = {"nproc": None, "nnodes": None, "degrees": None, "dry_run": False}
         channel.call("scale", **{**nothing, **wish})
         channel.close()
+
+    def let_end(self) -> None:
+        """Have the tiny job make its last step."""
+        (self.folder / "enough").touch()
+
+    def hold_builds(self) -> None:
+        """Have workers of the tiny job that start from now on build nothing before
+        ``let_build``."""
+        (self.folder / "held").touch()
+
+    def let_build(self) -> None:
+        (self.folder / "held").unlink()
 
     def arm(self, place: str, victim: str, signal_name: str = "SIGKILL") -> None:
         """Have the worker of a rank or the agent of a host die or hang at a place, once."""
@@ -225,12 +247,20 @@ class Agents:
         """Return every live process of this job: agents, workers, fork servers, coordinator."""
         return [p for p in psutil.process_iter() if _is_of(p, str(self.store))]
 
+    def exit_codes(self) -> dict[str, int | None]:
+        """Return what each host's newest agent has ended with; None: it runs."""
+        return {host: process.poll() for host, process in self._processes.items()}
+
+    def agent_pid(self, host: str) -> int:
+        """Return the process number of a host's agent."""
+        return self._processes[host].pid
+
     def workers(self, host: str | None = None) -> list[int]:
         """Return the live workers' process numbers, of one host or of all."""
         found = []
         for process in self.family():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                home = _worker_home(process)
+                home = worker_home(process)
                 if home is not None and host in (None, home.parent.name):
                     found.append(process.pid)
         return found
@@ -249,17 +279,22 @@ class Agents:
         return "\n".join(texts)
 
 
-def _worker_home(process: psutil.Process) -> Path | None:
+def worker_home(process: psutil.Process) -> Path | None:
     """Return its agent's directory if this is a worker: one that the agent started, or one that the
     agent's fork server forked, whose environment is still the server's."""
     environment = process.environ()
     if "SCALAI_AGENT" in environment:
         return Path(environment["SCALAI_AGENT"])
     parent = process.parent()
-    order = environment.get("SCALAI_PRELOAD")
-    if order is None or parent is None or parent.environ().get("SCALAI_PRELOAD") != order:
+    if parent is None or not (_is_fork_server(process) and _is_fork_server(parent)):
         return None
-    return Path(order).parent
+    return Path(environment["SCALAI_PRELOAD"]).parent
+
+
+def _is_fork_server(process: psutil.Process) -> bool:
+    """Whether this is a fork server, or a process that one has forked: their command line is
+    one."""
+    return any("multiprocessing.forkserver" in part for part in process.cmdline())
 
 
 def _is_of(process: psutil.Process, store: str) -> bool:
@@ -278,13 +313,18 @@ def tiny_agents(
     *,
     steps: int = 100_000,
     step_s: float = 0.02,
-    build_s: float = 0.0,
     **settings: Any,
 ) -> Iterator[Agents]:
     """Give agents that run the tiny job."""
     script = [
-        str(TINY_JOB), "--steps", str(steps), "--step-s", str(step_s), "--build-s", str(build_s),
-        "--metrics", str(folder / "metrics.jsonl"),
+        str(TINY_JOB), "--steps", str(steps), "--step-s", str(step_s),
+        "--held", str(folder / "held"), "--metrics", str(folder / "metrics.jsonl"),
+        "--enough", str(folder / "enough"),
     ]  # fmt: skip
     with Agents(folder, degrees, script, **settings) as agents:
         yield agents
+
+
+def one_worker(folder: Path, **settings: Any) -> contextlib.AbstractContextManager[Agents]:
+    """Give a host that runs the tiny job on one rank: each process more costs seconds to start."""
+    return tiny_agents(folder, '1 = "tp1"', slots=1, nodes="1", **settings)

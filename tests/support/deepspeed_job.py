@@ -96,7 +96,7 @@ def main():
             if engine.is_gradient_accumulation_boundary():
                 write(options.metrics, engine, losses, seen)
                 losses, seen = [], []
-                compute(options)
+                compute(options, engine)
             engine.step()
         if options.save:
             engine.save_checkpoint(str(options.save), client_state={"epoch": epoch})
@@ -123,7 +123,7 @@ def train_pipeline(options):
             }  # fmt: skip
             with options.metrics.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            compute(options)
+            compute(options, engine)
 
 
 def steps_to(engine, last):
@@ -131,9 +131,13 @@ def steps_to(engine, last):
         yield engine.global_steps
 
 
-def compute(options):
-    if options.hurry is None or not options.hurry.exists():
-        time.sleep(options.step_s)
+def compute(options, engine):
+    """Wait for what a larger model would compute. The later half takes its time, because a machine
+    may be too busy to make all changes in the earlier one."""
+    if options.hurry is not None and options.hurry.exists():
+        return
+    steps = options.epochs * SAMPLES // engine.train_batch_size()
+    time.sleep(options.step_s * (1 if engine.global_steps < steps / 2 else 8))
 
 
 def write(metrics, engine, losses, seen):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from agents import SCALAI_RUN
 
 from scalai.patches.megatron.ledger import Entry, read_ledger
 
@@ -53,8 +54,10 @@ class Job:
         self._folder = folder
         self._identity = ["--job", folder.name, "--store-dir", str(folder / "store")]
         table = "\n".join(f'{world} = "{wish}"' for world, wish in degrees.items())
-        (folder / "elastic.toml").write_text(f"[degrees]\n{table}\n[probe]\nkind = 'none'\n")
-        launcher = [sys.executable, "-m", "scalai.launch.run", *self._identity]
+        # The script ends by itself: a slow machine starts the next workers behind its stop.
+        settings = "[probe]\nkind = 'none'\n[resize]\nbuild_timeout_s = 15\n"
+        (folder / "elastic.toml").write_text(f"[degrees]\n{table}\n{settings}")
+        launcher = [str(SCALAI_RUN), *self._identity]
         elastic = ["--elastic", str(folder / "elastic.toml"), "--nproc-per-node", str(nproc)]
         script = [str(Path(CHECKOUT, "pretrain_gpt.py")), *MODEL.split(), *flags]
         environment = {**os.environ, "SCALAI_LEDGER_DIR": str(folder / "ledger")}
@@ -88,7 +91,7 @@ class Job:
         command = [sys.executable, "-m", "scalai.launch.cli", "scale", *self._identity]
         subprocess.run([*command, "--nproc", str(nproc)], check=True, timeout=60)
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Wait for the end of the training, which has to be a good one."""
         try:
             code = self._process.wait(DEADLINE_S)
@@ -107,7 +110,7 @@ class Job:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._process.wait(20)
 
 
 def make_dataset(prefix: Path) -> None:

@@ -18,7 +18,8 @@ PIECES = range(4)
 @dataclass(slots=True)
 class SimulatedHost:
     """An agent, its workers and its store. ``parts``: pieces of committed generations; ``built``:
-    the round whose workers wait beside the present ones."""
+    the round whose workers wait beside the present ones; ``stop``: where they must stop, ``stands``
+    once they do. Workers that are ``hung`` do nothing; an agent that is ``silent`` does nothing."""
 
     name: str
     slots: int
@@ -26,6 +27,15 @@ class SimulatedHost:
     parts: dict[int, frozenset[int]] = field(default_factory=dict)
     step: int = 0
     built: int | None = None
+    stop: int | None = None
+    stands: bool = False
+    start: actions.StartRound | None = None
+    is_hung: bool = False
+    is_silent: bool = False
+    is_done: bool = False
+    """Its workers have come to the end of their script."""
+    deposited: tuple[int, int] | None = None
+    """Round and step of the stop at which it deposited last."""
 
 
 def assign_all(minimum: int = 1, allowed: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> m.Assign:
@@ -43,6 +53,11 @@ def assign_all(minimum: int = 1, allowed: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) 
         return m.Assignment(tuple(workers), Degrees(1, 1, world), 1, f"dp={world}")
 
     return assign
+
+
+def _at_rest(job: m.Job) -> m.Job:
+    """Return what of a job does not change by time alone."""
+    return replace(job, newest=0, now=0.0, wait=m.Wait(), stepped_at=None, trained_s=0.0, barred={})
 
 
 class Simulation:
@@ -63,6 +78,8 @@ class Simulation:
         self.is_replicated = True
         self.exits: list[actions.Exit] = []
         self.cannot_build: set[str] = set()
+        self.cannot_run: set[int] = set()
+        """Worlds in which every script raises before its first step."""
 
     # ------------------------------------------------------------------ what is true
 
@@ -82,8 +99,14 @@ class Simulation:
         return pieces == set(PIECES)
 
     def waiting(self) -> list[str]:
-        """Return the hosts that have a command to carry out."""
-        return sorted(name for name, queue in self.commands.items() if queue)
+        """Return the hosts that have a command to carry out, and can."""
+        return sorted(
+            n for n, queue in self.commands.items() if queue and not self.hosts[n].is_silent
+        )
+
+    def blocked(self) -> set[str]:
+        """Return the hosts of which no answer can come."""
+        return {n for n, h in self.hosts.items() if h.is_silent or h.is_hung or h.is_done}
 
     # ------------------------------------------------------------------ events
 
@@ -110,6 +133,14 @@ class Simulation:
         self.feed(events.HostLost(name, self.covered(), self.now))
         return host
 
+    def replace(self, name: str, *, is_kept: bool) -> None:
+        """Another agent of a host comes, with what lies in its store or with nothing, and its
+        workers are gone."""
+        host = self.hosts[name]
+        self.forget(name)
+        self.deposits.pop(name, None)
+        self.join(name, host.slots, host.parts if is_kept else None)
+
     def forget(self, name: str) -> None:
         for parts in self.known.values():
             parts.pop(name, None)
@@ -121,8 +152,11 @@ class Simulation:
     def train(self, steps: int) -> None:
         """Make steps, where the workers run freely."""
         if self.job.phase in TRAINING:
-            for name in active(self.job):
-                self.hosts[name].step += steps
+            if not any(
+                self.hosts[name].is_hung or self.hosts[name].is_done for name in active(self.job)
+            ):
+                for name in active(self.job):
+                    self.hosts[name].step += steps
 
     def answer(self, name: str) -> None:
         """One host carries out its oldest command and tells of it."""
@@ -130,18 +164,49 @@ class Simulation:
         if event is not None and name in self.hosts:
             self.feed(event)
 
+    def deliver(self) -> None:
+        """Carry out everything that is under way."""
+        answers = 0
+        while self.waiting():
+            answers += 1
+            assert answers < 1000, f"hosts wait for each other for ever: {self.job}"
+            self.answer(self.waiting()[answers % len(self.waiting())])
+
     def settle(self) -> None:
         """Carry out everything that is under way, and let time pass until nothing changes."""
         for _ in range(200):
-            before, answers = self.job, 0
-            while self.waiting():
-                answers += 1
-                assert answers < 1000, f"hosts wait for each other for ever: {self.job}"
-                self.answer(self.waiting()[answers % len(self.waiting())])
+            before = self.job
+            self.deliver()
             self.tick()
-            if self.job == replace(before, newest=self.job.newest) and not self.waiting():
+            if _at_rest(self.job) == _at_rest(before) and not self.waiting():
                 return
         raise AssertionError(f"the job does not come to rest: {self.job}")
+
+    def pass_time(self, seconds: float, tick_s: float = 90.0) -> None:
+        """Let the hosts do what they can for so long."""
+        end = self.now + seconds
+        while self.now < end and self.job.phase is not m.Phase.ENDED:
+            self.deliver()
+            self.tick(tick_s)
+
+    def heal(self) -> None:
+        """Faults stop: what hung goes on."""
+        self.cannot_run.clear()
+        for name in sorted(self.hosts):
+            host = self.hosts.get(name)
+            if host is not None:
+                host.is_silent = False
+                self.wake(host)
+
+    def wake(self, host: SimulatedHost) -> None:
+        """Workers that hung go on with what they had to do."""
+        if not host.is_hung:
+            return
+        host.is_hung = False
+        if host.start is not None:
+            self.commands[host.name].append(lambda: self.step(host, host.start))
+        elif host.stop is not None and not host.stands:
+            self.commands[host.name].append(lambda: self.arrive(host, host.round))
 
     # ------------------------------------------------------------------ actions
 
@@ -163,7 +228,15 @@ class Simulation:
             case actions.Prepare(hosts, stop):
                 self.tell(hosts, lambda host: events.Prepared(host.name, stop, host.step))
             case actions.Agree(hosts, stop):
+                self.tell(hosts, lambda host: self.agree(host, round, stop))
+            case actions.Withdraw(hosts):
+                self.tell(hosts, self.withdraw)
+            case actions.Deposit(hosts):
+                stop = self.job.stop
                 self.tell(hosts, lambda host: self.deposit(host, round, stop))
+            case actions.Lose(hosts):
+                for name in hosts:
+                    self.lose(name)
             case actions.Judge(hosts):
                 self.judge(hosts)
             case actions.Commit(hosts, generation):
@@ -190,14 +263,37 @@ class Simulation:
     def give_up(host: SimulatedHost) -> None:
         host.built = None
 
+    def agree(self, host: SimulatedHost, round: int, stop: int) -> events.Event | None:
+        assert host.stop is None, "two stops at once"
+        host.stop = stop if host.round == round else None
+        return self.arrive(host, round)
+
+    @staticmethod
+    def arrive(host: SimulatedHost, round: int | None) -> events.Event | None:
+        """The workers come to the stop, where there is one and they can."""
+        if host.is_hung or host.is_done or host.stop is None or round is None:
+            return None
+        host.step, host.stands = host.stop, True
+        return events.Arrived(host.name, round, host.stop)
+
+    def withdraw(self, host: SimulatedHost) -> None:
+        is_deposited = host.stop is not None and host.deposited == (host.round, host.stop)
+        assert not is_deposited, "a stop is taken back at which a host has deposited"
+        host.stop, host.stands = None, False
+
     def deposit(self, host: SimulatedHost, round: int, stop: int) -> events.Event | None:
         if host.round != round:
             return None
+        assert host.stands and host.stop == stop, "a deposit before the workers stand at the stop"
+        others = [self.hosts[name] for name in active(self.job)]
+        assert all(h.stands or h.round != round for h in others), "not all have arrived"
         if host.name in self.deposits or len(host.parts) > 1:  # no room yet: it waits
             self.commands[host.name].append(lambda: self.deposit(host, round, stop))
             return None
-        host.step = stop
-        self.deposits[host.name] = (round, stop, self.pieces(host.name))
+        # Its agent ends workers that hang from here on: the host has nothing then.
+        pieces = frozenset[int]() if host.is_hung else self.pieces(host.name)
+        self.deposits[host.name] = (round, stop, pieces)
+        host.deposited = round, stop
         return events.Deposited(host.name, round)
 
     def pieces(self, name: str) -> frozenset[int]:
@@ -208,7 +304,7 @@ class Simulation:
 
     def judge(self, hosts: tuple[str, ...]) -> None:
         mine = {h: self.deposits[h] for h in hosts if h in self.deposits}
-        mine = {h: d for h, d in mine.items() if d[:2] == (self.job.round, self.job.stop)}
+        mine = {h: d for h, d in mine.items() if d[:2] == (self.job.round, self.job.stop) and d[2]}
         is_covered = {p for _, _, pieces in mine.values() for p in pieces} == set(PIECES)
         if is_covered:
             self.numbers += 1
@@ -218,13 +314,15 @@ class Simulation:
 
     def commit(self, host: SimulatedHost, generation: int) -> events.Event:
         deposit = self.deposits.pop(host.name, None)
-        if deposit is not None:
-            assert len(host.parts) < 2, "more than two generations on a host"
-            host.parts[generation] = deposit[2]
+        if deposit is None or not deposit[2]:
+            return events.WorkersFailed(host.name, host.round or 0, "nothing to commit")
+        assert len(host.parts) < 2, "more than two generations on a host"
+        host.parts[generation] = deposit[2]
         return events.Committed(host.name, generation)
 
     def stop(self, host: SimulatedHost, round: int) -> events.Event:
-        host.round = None
+        host.round = host.start = host.stop = None
+        host.stands = host.is_hung = host.is_done = False  # whatever hangs is ended
         return events.Stopped(host.name, round, host.step)
 
     def start(self, action: actions.StartRound) -> None:
@@ -237,19 +335,33 @@ class Simulation:
         self.abandoned |= {n for n in self.known if n > (action.generation or 0)}
         for number in self.abandoned & set(self.known):
             del self.known[number]
+        self.tell(tuple(self.hosts), self.drop_abandoned)
         self.tell(
             action.assignment.active,
             lambda host: self.step(host, action),
         )
 
-    def step(self, host: SimulatedHost, start: actions.StartRound) -> events.Event:
+    def drop_abandoned(self, host: SimulatedHost) -> None:
+        """The job has gone back behind these."""
+        for number in self.abandoned & set(host.parts):
+            del host.parts[number]
+
+    def step(self, host: SimulatedHost, start: actions.StartRound | None) -> events.Event | None:
         """Relaunch, plan, move, restore and the first step, of one host."""
+        if start is None or start.round != self.job.round:
+            return None  # woken too late
         round, source = start.round, start.generation
         assert host.built in (None, round), "workers of a round that was given up"
         if start.is_built and host.built is None:
             host.round = round
             return events.WorkersFailed(host.name, round, "what was built is gone")
         host.round, host.built = round, None
+        host.start = start
+        if host.is_hung:
+            return None
+        host.start = None
+        if start.assignment.degrees.world_size in self.cannot_run:
+            return events.WorkersFailed(host.name, round, "RuntimeError: not supported")
         if source is None:
             host.step = 1
             return events.Stepped(host.name, round)

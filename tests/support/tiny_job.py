@@ -23,6 +23,7 @@ from scalai.runtime.live import Slot
 
 ROWS, COLUMNS = 12, 5
 MODULUS = 1_000_003
+HELD_S = 120.0
 
 
 def initial() -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,17 +95,26 @@ class TinyState:
         return "random numbers: none"
 
 
+def hold(held: Path) -> None:
+    """Return once a file is not there (any more)."""
+    end = time.monotonic() + HELD_S
+    while held.exists():
+        assert time.monotonic() < end, f"{held} is still there"
+        time.sleep(0.05)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--step-s", type=float, default=0.02)
-    parser.add_argument("--build-s", type=float, default=0.0)
+    parser.add_argument("--held", type=Path, default=Path("/nowhere"), help="no model is built")
     parser.add_argument("--metrics", type=Path, required=True)
+    parser.add_argument("--enough", type=Path, default=Path("/nowhere"), help="ends it")
     options = parser.parse_args()
     with scalai.elastic() as job:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
-        time.sleep(options.build_s)  # what a model would take to build
+        hold(options.held)  # what a model would take to build
         state = TinyState(rank % job.tp, job.tp, rank // job.tp)
         samples: list[int] = []
         job.register_state("samples", lambda: len(samples), lambda n: samples.extend(range(n)))
@@ -114,17 +124,19 @@ def main() -> None:
             advance(state.matrix, state.vector, job.step + 1)
             state.steps += 1
             samples.append(job.step)
-            total = state.matrix.sum()
-            dist.all_reduce(total)
+            is_enough = rank == 0 and options.enough.exists()
+            sums_of_all = torch.stack((state.matrix.sum(), torch.tensor(int(is_enough))))
+            dist.all_reduce(sums_of_all)
+            total, enough = sums_of_all.tolist()
             assert len(samples) == int(state.steps) == job.step + 1
             if rank == 0:
                 line = {
-                    "step": job.step + 1, "sum": int(total) // job.dp, "world": job.world_size,
+                    "step": job.step + 1, "sum": total // job.dp, "world": job.world_size,
                     "tp": job.tp, "pid": os.getpid(),
                 }  # fmt: skip
                 with options.metrics.open("a") as file:
                     file.write(json.dumps(line) + "\n")
-            if job.boundary(samples=3):
+            if job.boundary(samples=3) or enough:
                 break
     dist.destroy_process_group()
 

@@ -5,8 +5,6 @@ any rank reads are dealt out: each is read whole by one rank, before anything is
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import compress
 from pathlib import Path
 
@@ -15,7 +13,8 @@ import numpy.typing as npt
 
 from scalai.converters.checkpoint import Placed
 from scalai.converters.checksums import Stored, is_damaged, refuse_damaged
-from scalai.core.errors import ProofError, StoreError
+from scalai.core.errors import MemoryShortError, ProofError, StoreError
+from scalai.runtime.at_once import at_once
 
 THREADS = 4
 """Storages that a rank reads at once."""
@@ -58,12 +57,22 @@ def check_storages(directory: Path, storages: Sequence[Stored], pieces: Placed) 
     Raises:
         ProofError: One differs; names file, storage, and the tensors of ``pieces`` in it.
         StoreError: A file cannot be read.
+        MemoryShortError: Memory ran out.
     """
+    damaged = [False] * len(storages)
+
+    def check(number: int) -> None:
+        damaged[number] = is_damaged(directory, storages[number])
+
     try:
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="checksum") as pool:
-            damaged = list(pool.map(partial(is_damaged, directory), storages))
+        at_once(check, range(len(storages)), threads=THREADS)
         refuse_damaged(directory, list(compress(storages, damaged)), pieces)
     except ProofError as error:
         raise ProofError(f"{error} {_UNTOUCHED}") from error
     except OSError as error:
         raise StoreError(f"{directory} cannot be read ({error}). {_UNTOUCHED}") from error
+    except MemoryError as error:
+        raise MemoryShortError(
+            f"memory ran out while {len(storages)} storages of {directory} were compared with "
+            f"their checksums. Let this process have more. {_UNTOUCHED}"
+        ) from error

@@ -1,0 +1,30 @@
+"""The agent that started the coordinator, where the two are in one container: it stays until the
+job has ended, because its own end would end the coordinator."""
+
+import logging
+import subprocess
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+AHEAD = (
+    "event=container The coordinator runs in this container and ends with it. Drained first, this "
+    "agent stays, without workers, until the job has ended on the other hosts; where the container "
+    "is killed sooner (the scheduler's grace period is over), these hosts stop too, and keep their "
+    "newest generation. To drain hosts in any order start `scalai coordinator` in a container of "
+    "its own, before the agents."
+)
+
+
+def stay(coordinator: "subprocess.Popen[bytes]", must_end: Callable[[], bool]) -> None:
+    """Return once the coordinator has ended, or at a signal."""
+    if coordinator.poll() is not None:
+        return
+    log.info(
+        "event=stay This agent is done; it stays for the coordinator, which runs in its container, "
+        "until the job has ended. Another signal ends both, and with them the job."
+    )
+    while coordinator.poll() is None and not must_end():
+        time.sleep(POLL_S)

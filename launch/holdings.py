@@ -1,0 +1,158 @@
+"""What a host holds of the job's state, beside the rounds: found at the start, doubted, saved, and
+left behind at the end."""
+
+import logging
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+from scalai.core.errors import ScalaiError
+from scalai.launch.background import Background
+from scalai.launch.durable import attach_durable, set_aside, write_finished
+from scalai.launch.job import JobSpec
+from scalai.store.host import HostStore
+from scalai.store.manifest import HostManifest, manifest_message
+
+Json = Any
+NAMED = 5
+"""Damaged pieces that a host names."""
+
+log = logging.getLogger(__name__)
+
+
+class Holdings:
+    """One host's part of the state. Only the agent's own thread calls it.
+
+    Args:
+        spec: The job.
+        store: This host's.
+        tell: Tells the coordinator of an event.
+        background: Runs what blocks.
+        put: Hands the agent's loop something to do.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        store: HostStore,
+        tell: Callable[..., None],
+        background: Background,
+        put: Callable[[Callable[[], None]], object],
+    ) -> None:
+        self._store, self._tell, self._background, self._put = store, tell, background, put
+        folder = spec.durable_dir if spec.is_elastic else None
+        self._folder = None if folder is None else folder / spec.job
+        self._is_fresh = spec.is_fresh
+        self._keeps = True
+        self.last_step = 0
+        """The last step of this host's workers that have come to the end of their script."""
+
+    def found(self) -> Mapping[str, Json]:
+        """Attach what the durable directory shows, and return what this host brings to the job."""
+        damaged = dict(self._store.damaged)
+        if not self._is_fresh:
+            damaged = self._attach()
+        return {
+            "parts": self._parts(),
+            "sealed": [manifest_message(manifest) for _, manifest in self._store.sealed()],
+            "damaged": sorted(damaged.items()),
+        }
+
+    def _attach(self) -> dict[int, str]:
+        found = {} if self._folder is None else attach_durable(self._store, self._folder)
+        return {**self._store.damaged, **found}
+
+    def _parts(self) -> list[Json]:
+        return [manifest_message(self._store.manifest(n)) for n in self._store.generations()]
+
+    def newest(self) -> str:
+        """Say what the newest generation is that this host holds a part of."""
+        numbers = self._store.generations()
+        if not numbers:
+            return "nothing yet"
+        return f"newest: generation {numbers[-1]} of step {self._store.manifest(numbers[-1]).step}"
+
+    def begin(self, answer: Mapping[str, Json]) -> None:
+        """The coordinator has taken this host in: where the job begins anew, what is in the durable
+        directory makes way."""
+        if self._folder is not None and answer.get("sets_aside"):
+            moved = set_aside(self._folder)
+            if moved is not None:
+                log.info("event=set_aside directory=%s now=%s", self._folder, moved)
+
+    def doubt(self, generation: int) -> None:
+        """A proof of a generation has failed: give up what was fetched of it, and read the rest
+        again."""
+        kept = self._store.forget_unproven(generation)
+        part = None if kept is None else manifest_message(kept)
+        self._tell("doubted", generation=generation, part=part)
+        if kept is not None:
+            self._background.submit(lambda: self._examine(kept))
+
+    def _examine(self, part: HostManifest) -> None:
+        """Compare a part with its manifest; beside the loop."""
+        number = part.generation
+        try:
+            with self._store.open_rows(number) as rows:
+                damage = list(islice(rows.damage(), NAMED))
+                directory = str(rows.directory)
+        except (ScalaiError, OSError) as error:
+            damage, directory = [str(error)], str(self._store.directory)
+        except (ValueError, MemoryError) as error:  # a file is shorter than its pieces, say
+            damage = [f"its files cannot be read: {error!r}"]
+            directory = str(self._store.directory)
+        directory = part.about.get("attached", {}).get("directory", directory)
+        self._put(
+            lambda: self._tell("examined", generation=number, damage=damage, directory=directory)
+        )
+
+    def look(self) -> None:
+        """Nothing in memory is whole: tell what the durable directory holds."""
+
+        def attached(damaged: dict[int, str]) -> None:
+            self._tell("attached", parts=self._parts(), damaged=sorted(damaged.items()))
+
+        self._background.run(self._attach, attached, "looking into the durable directory")
+
+    def save(self, generation: int) -> None:
+        """Bring this host's part of a generation to the durable directory, and tell."""
+        folder = self._folder
+        assert folder is not None
+
+        def save() -> str | None:
+            try:
+                self._store.copy_to(generation, folder)
+            except (ScalaiError, OSError) as error:
+                return f"{error} The state stays in {self._store.directory}"
+            return None
+
+        def saved(error: str | None) -> None:
+            if error is None:
+                self._tell("saved")
+            else:
+                self._tell("unsaved", reason=error)
+
+        self._background.run(save, saved, "saving to the durable directory", saved)
+
+    def told_to_exit(self, finished: Json, keeps_state: bool) -> None:
+        """The coordinator ends this host's part; ``finished``: the job has come to its end."""
+        self._keeps = keeps_state
+        if finished is None or self._folder is None or not self.last_step:
+            return
+        step = max(self.last_step, int(finished["step"]))
+        try:
+            write_finished(self._folder, step, finished["generation"])
+        except OSError as error:
+            log.error("event=not_marked %s: the job has finished; %s", self._folder, error)
+
+    def close(self) -> None:
+        """Remove the store where the job goes on elsewhere, is done, or lies in the durable
+        directory; leave everything that could still be resumed."""
+        store = self._store
+        if self._keeps:
+            store.detach()
+        holds = store.generations() or store.sealed() or store.damaged or store.damaged_deposits
+        if not self._keeps or not holds:
+            store.remove()
+        else:
+            store.close()

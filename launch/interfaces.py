@@ -1,0 +1,86 @@
+"""Which network interface leads to the coordinator: gloo and NCCL are told of it.
+
+Left to themselves they look up the host's name, which on many hosts is a loopback address, or take
+any interface that is up: other hosts then cannot connect.
+"""
+
+import array
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from scalai.core.errors import UsageError
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""Where gloo, NCCL and TensorPipe look for the name of their interface."""
+
+_SIOCGIFCONF = 0x8912
+_ENTRY_BYTES = 40
+"""``struct ifreq`` on 64-bit Linux: the name in 16 bytes, then a socket address."""
+_MOST_ADDRESSES = 4096
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+
+
+def address_towards(peer: tuple[str, int]) -> str:
+    """Return the address of this host from which packets to ``peer`` leave. Sends nothing.
+
+    Raises:
+        UsageError: The name is unknown, or no route leads there.
+    """
+    host, port = peer
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(
+            f"this host finds no way to the coordinator {host}:{port}: {error}. Name this host's "
+            "own address by --local-addr."
+        ) from error
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface of this host that has an address, by name or number; None
+    where none has it."""
+    try:
+        numbers = {str(found[4][0]) for found in socket.getaddrinfo(address, None)}
+    except socket.gaierror:
+        return None
+    return next((name for name, has in _addresses() if has in numbers), None)
+
+
+def interface_environment(address: str, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that name the interface of ``address``, as far as ``given`` has not set
+    them; none where no interface has it."""
+    name = interface_of(address)
+    if name is None:
+        return {}
+    # NCCL takes a name for the beginning of several (eth1: eth1, eth10) unless "=" stands before.
+    exact = {"NCCL_SOCKET_IFNAME": f"={name}"}
+    return {variable: exact.get(variable, name) for variable in VARIABLES if variable not in given}
+
+
+def _addresses() -> Iterator[tuple[str, str]]:
+    """Yield each address of this host and the interface that has it: (interface, address)."""
+    yield from _ipv4_addresses()
+    if _IPV6_ADDRESSES.exists():
+        for line in _IPV6_ADDRESSES.read_text().splitlines():
+            number, *_, name = line.split()
+            yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number))
+
+
+def _ipv4_addresses() -> Iterator[tuple[str, str]]:
+    entries = array.array("B", bytes(_ENTRY_BYTES * _MOST_ADDRESSES))
+    request = struct.pack("iP", len(entries), entries.buffer_info()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request)
+    size_bytes = struct.unpack("iP", answer)[0]
+    for at in range(0, size_bytes, _ENTRY_BYTES):
+        entry = entries[at : at + _ENTRY_BYTES].tobytes()
+        label = os.fsdecode(entry[:16].split(b"\0", 1)[0])
+        # An address that was added under a label, such as eth0:1, is on eth0 all the same.
+        yield label.partition(":")[0], socket.inet_ntoa(entry[20:24])

@@ -1,0 +1,69 @@
+"""How a command ends: errors that a person can mend are one line, with the exit code for them."""
+
+import sys
+from collections.abc import Callable
+
+from scalai.core.errors import RefusedError, ScalaiError, UsageError
+from scalai.runtime.imports import without_collections
+
+INTERRUPTED = 130
+
+
+def exit_code_of(program: str, run: Callable[[], int]) -> int:
+    """Run a command. Returns its exit code, or prints what went wrong and returns the code for it.
+
+    Raises:
+        Exception: Anything that is a fault of ours: its traceback is what is needed.
+    """
+    try:
+        return run()
+    except ScalaiError as error:
+        text, code = str(error), error.exit_code
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "scalai":
+            raise
+        text = f"{error.name} is not installed for {sys.executable}. Install it there"
+        text += "; scalai brings no torch of its own." if error.name == "torch" else "."
+        code = RefusedError.exit_code
+    except MemoryError:
+        text = "memory ran out in this process. Let it have more (`ulimit -d -v`, the limit of "
+        text += "this container), or run it on another machine."
+        code = 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        text, code = f"{where}{error.strerror or error}", 1
+    except KeyboardInterrupt:
+        text, code = "interrupted", INTERRUPTED
+    print(f"{program}: {text}", file=sys.stderr)
+    return code
+
+
+def worker_count(nproc_per_node: str) -> int:
+    """Return how many workers ``--nproc-per-node`` means on this host.
+
+    Raises:
+        UsageError: It is no number and none of torchrun's words.
+    """
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        count = int(determine_local_world_size(nproc_per_node))
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"--nproc-per-node {nproc_per_node}: expected a number, auto, cpu or gpu ({error})."
+        ) from error
+    if count < 1:
+        raise UsageError(f"--nproc-per-node {nproc_per_node}: expected 1 or more.")
+    return count
+
+
+def scalai_run() -> None:
+    """Entry point of ``scalai-run``, which also says so where there is no torch."""
+
+    def run() -> int:
+        with without_collections():
+            from scalai.launch.run import main
+        main()
+        return 0
+
+    sys.exit(exit_code_of("scalai-run", run))

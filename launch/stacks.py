@@ -1,0 +1,102 @@
+"""Where the workers of this host stand: asked for by a signal, and logged once they have
+answered."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalai.runtime.stacks import STACK_SIGNAL, stacks_path
+
+ANSWER_S = 1.0
+"""How long a worker may take to write its stacks; it needs no lock for it."""
+FRAMES = 6
+"""Innermost frames of the main thread that are logged; the file has all."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    rank: str
+    pid: int
+    begin: int
+    """Size of the file before: what comes behind it is the answer."""
+
+
+class Stacks:
+    """The workers of one host. Only the agent's own thread calls it; nothing here blocks.
+
+    Args:
+        directory: The agent's own.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        for left in directory.glob("stacks-*"):  # of an agent that was killed
+            left.unlink(missing_ok=True)
+        self._asked: list[_Asked] = []
+        self._answers_at = 0.0
+
+    def ask(self, pids: Mapping[str, int]) -> None:
+        """Have these workers, process numbers by rank, write where they stand."""
+        if self._asked:
+            return
+        for rank, pid in pids.items():
+            if can_answer(pid):
+                path = stacks_path(self._directory, pid)
+                self._asked.append(_Asked(rank, pid, path.stat().st_size if path.exists() else 0))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, STACK_SIGNAL)
+            else:
+                log.warning("event=stack rank=%s pid=%d %s", rank, pid, describe(pid))
+        self._answers_at = time.monotonic() + ANSWER_S
+
+    def watch(self) -> None:
+        """Log what has been answered."""
+        if not self._asked or time.monotonic() < self._answers_at:
+            return
+        for asked in self._asked:
+            path = stacks_path(self._directory, asked.pid)
+            text = path.read_text()[asked.begin :] if path.exists() else ""
+            where = " < ".join(main_thread(text)[:FRAMES]) or describe(asked.pid)
+            log.warning("event=stack rank=%s pid=%d %s", asked.rank, asked.pid, where)
+            if not _status(asked.pid):
+                path.unlink(missing_ok=True)
+        self._asked.clear()
+
+
+def main_thread(text: str) -> list[str]:
+    """Return the frames of the main thread, innermost first, from what ``faulthandler`` writes: it
+    lists the main thread last."""
+    lines = text.splitlines()
+    starts = [number for number, line in enumerate(lines) if line.rstrip().endswith(":")]
+    found = lines[starts[-1] + 1 :] if starts else []
+    return [line.strip().removeprefix("File ") for line in found if line.startswith("  File ")]
+
+
+def can_answer(pid: int) -> bool:
+    """Whether the process runs and catches the signal: it would die of it otherwise."""
+    status = _status(pid)
+    caught = int(status.get("SigCgt", "0"), 16) >> (STACK_SIGNAL - 1) & 1
+    return bool(caught) and status["State"][0] not in "TtZ"
+
+
+def describe(pid: int) -> str:
+    """Say what the kernel knows of a process that does not answer."""
+    state = _status(pid).get("State", "gone")
+    waits = ""
+    with contextlib.suppress(OSError):
+        waits = Path(f"/proc/{pid}/wchan").read_text()
+    return f"does not answer: state={state!r} wchan={waits or '-'}"
+
+
+def _status(pid: int) -> dict[str, str]:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}

@@ -1,0 +1,83 @@
+"""Signals that mean the agent.
+
+A scheduler sends SIGTERM to every process of a host, a terminal SIGINT to every process before it.
+Both ask the agent to drain, for which its workers must live on: they ignore the two unless the
+script installs a handler of its own. The agent ends its workers by SIGKILL.
+"""
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from functools import wraps
+from multiprocessing import popen_fork
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import _utils
+
+MEANT_FOR_THE_AGENT = (signal.SIGTERM, signal.SIGINT)
+
+
+def leave_signals_to_the_agent() -> None:
+    """Make this process, and what it starts, live on when the whole host is told to end.
+
+    It gets a session of its own, so that no terminal reaches it. Whoever started it may have
+    blocked the signals until here.
+    """
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    for number in MEANT_FOR_THE_AGENT:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_THE_AGENT)
+
+
+def keep_ending_children() -> None:
+    """Let the script end its children by ``terminate()`` as before, although they inherit that
+    SIGTERM is ignored."""
+    kinds: tuple[Any, ...] = (popen_fork.Popen, subprocess.Popen)
+    for kind in kinds:
+        kind.terminate = _surely(kind.terminate)
+    loop = _utils.worker._worker_loop
+
+    # Torch gives its data loaders' processes a handler that ends them without an error where
+    # SIGTERM comes from the loader, and that dies of it where it comes from elsewhere
+    # (torch/csrc/DataLoader.cpp, 2.13): the training then dies of its loader.
+    @wraps(loop)
+    def shielded(*arguments: Any, **named: Any) -> Any:
+        _end_only_by(os.getppid())
+        return loop(*arguments, **named)
+
+    _utils.worker._worker_loop = shielded
+
+
+def _surely(terminate: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(terminate)
+    def terminate_surely(process: Any) -> None:
+        terminate(process)
+        if process.returncode is None and _ignores_sigterm(process.pid):
+            process.kill()
+
+    return terminate_surely
+
+
+def _ignores_sigterm(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False  # it has ended
+    ignored = next(line for line in status.splitlines() if line.startswith("SigIgn:"))
+    return bool(int(ignored.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def _end_only_by(parent: int) -> None:
+    """From now on SIGTERM ends this process where its parent sends it, and from nobody else."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="end-by-parent", daemon=True).start()

@@ -1,0 +1,109 @@
+"""How long each phase of a job may take, and what comes of it where it takes longer.
+
+The one place for it: ``overdue`` acts by this table and docs/architecture.md repeats it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scalai.core.membership import Job, Phase
+
+REPORT_S = 60.0
+"""A wait is said after so long; then after twice as long each time, but in WAITING every time."""
+ANSWER_S = 60.0
+"""How long a host may take for what takes it a moment."""
+TELL_S = ANSWER_S / 3
+"""How long an agent waits for the coordinator to take an event before it tells it again: an event
+that was lost on its way arrives well before its host counts as lost."""
+STORE_READY_S = 120.0
+"""How long the process of the workers' rendezvous store may take to import torch."""
+JOIN_S = STORE_READY_S + ANSWER_S
+"""How long an agent's first join may take: the coordinator answers once that process is ready."""
+DEPOSIT_PATIENCES = 3
+"""Drain timeouts without a further host's deposit. A host itself gives its workers one."""
+LONGEST_BACKOFF_S = 3600.0
+"""A change whose stop was taken back is tried again after so long at most."""
+STALL_S = 60.0
+STALL_STEPS = 10
+"""An agent reports workers that make no step for so long, and for so many times as a usual step
+takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The deadline of one phase.
+
+    Attributes:
+        clock: Since when the time counts.
+        default: The limit in words, with the setting that changes it.
+        consequence: What happens then.
+        seconds: The limit of a job; None: there is none, and the wait is only reported.
+    """
+
+    phase: Phase
+    clock: str
+    default: str
+    consequence: str
+    seconds: Callable[[Job], float | None]
+
+
+TABLE = (
+    Deadline(
+        Phase.WAITING, "the phase began", "none",
+        "says every 60 s what is missing; deletes nothing", lambda job: None,
+    ),
+    Deadline(
+        Phase.STARTING, "a host's workers published, restored or stepped last, or bytes came to it",
+        "1800 s (`start_timeout_s`)",
+        "reports after 60 s; then back to the degrees that ran, or a failure that counts where "
+        "there are none", lambda job: job.start_timeout_s,
+    ),
+    Deadline(
+        Phase.RUNNING, "a worker of the host stepped last", "60 s (`stall_s`), and 10 usual steps",
+        "its workers are reported, by `scalai status` and, with their stacks, in the log; nothing "
+        "is ended", lambda job: None,
+    ),
+    Deadline(
+        Phase.BUILDING, "the phase began", "300 s (`build_timeout_s`)",
+        "what is built is given up; the next workers start after the stop",
+        lambda job: job.build_timeout_s,
+    ),
+    Deadline(
+        Phase.PREPARING, "a host answered last", "60 s", "the hosts awaited count as lost",
+        lambda job: ANSWER_S,
+    ),
+    Deadline(
+        Phase.DRAINING, "the stop was agreed", "120 s (`drain_timeout_s`)",
+        "the stop is taken back and the training goes on; the change is tried again later",
+        lambda job: job.drain_timeout_s,
+    ),
+    Deadline(
+        Phase.DEPOSITING, "a host deposited last", "120 s (`drain_timeout_s`), 3 times that",
+        "an agent ends workers that do not write, and replicas write for them; after 3 times that "
+        "the hosts awaited count as lost", lambda job: DEPOSIT_PATIENCES * job.drain_timeout_s,
+    ),
+    Deadline(
+        Phase.COMMITTING, "a host answered last", "60 s", "the hosts awaited count as lost",
+        lambda job: ANSWER_S,
+    ),
+    Deadline(
+        Phase.STOPPING, "a host answered last", "60 s", "the hosts awaited count as lost",
+        lambda job: ANSWER_S,
+    ),
+    Deadline(
+        Phase.SAVING, "a host answered last", "none: the leaving hosts' drain timeout",
+        "reports after 60 s", lambda job: None,
+    ),
+)  # fmt: skip
+"""Where no other host could go on without those that count as lost, they are reported instead."""
+
+LIMITS = {deadline.phase: deadline for deadline in TABLE}
+
+
+def clock_of(job: Job) -> object:
+    """What restarts the clock of a phase when it changes."""
+    if job.phase in (Phase.DRAINING, Phase.BUILDING, Phase.RUNNING):
+        return job.phase, job.round, job.stop, job.ahead
+    if job.phase is Phase.WAITING:
+        return job.phase, tuple(job.hosts)
+    return job.phase, job.round, job.stop, job.awaited, job.progress

@@ -1,0 +1,92 @@
+"""What comes of a phase that takes too long: the consequences of the table in ``deadlines``."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from scalai.core.actions import Lose, Report
+from scalai.core.deadlines import LIMITS, REPORT_S
+from scalai.core.membership import Job, Phase, Wait, active
+from scalai.core.transitions import Result, fail, missing, stop_unbuilt, withdraw
+
+_REPORTED = (
+    Phase.WAITING, Phase.STARTING, Phase.DRAINING, Phase.DEPOSITING, Phase.PREPARING,
+    Phase.COMMITTING, Phase.STOPPING, Phase.SAVING,
+)  # fmt: skip
+
+
+def overdue(job: Job) -> Result:
+    """Return the job at its present time, and what must be done where its phase takes long."""
+    if job.wait.since is None:
+        return replace(job, wait=replace(job.wait, since=job.now)), ()
+    waited = job.now - job.wait.since
+    limit = LIMITS[job.phase].seconds(job)
+    if limit is not None and waited > limit:
+        return _CONSEQUENCES[job.phase](job, waited)
+    is_due = waited >= _report_at(job.phase, job.wait.reports)
+    return report(job, waited) if is_due and job.phase in _REPORTED else (job, ())
+
+
+def _report_at(phase: Phase, reports: int) -> float:
+    if phase is Phase.WAITING:
+        return REPORT_S * (reports + 1)
+    return REPORT_S * float(2**reports)
+
+
+def report(job: Job, waited: float) -> Result:
+    """Say for what the job waits."""
+    job = replace(job, wait=replace(job.wait, reports=job.wait.reports + 1))
+    text = f"event=slow phase={job.phase.value} since_s={waited:.0f} {_awaited(job)}"
+    return job, (Report(text, tuple(sorted(job.awaited & active(job)))),)
+
+
+def _awaited(job: Job) -> str:
+    """Say who has not done what."""
+    if job.phase is Phase.WAITING:
+        return missing(job)
+    hosts = ", ".join(
+        f"{host} ({job.progress.get(host, 'nothing')} so far)"
+        if job.phase is Phase.STARTING
+        else host
+        for host in sorted(job.awaited)
+    )
+    return f"awaited: {hosts}"
+
+
+def _not_started(job: Job, waited: float) -> Result:
+    job, reported = report(job, waited)
+    job, actions = fail(job, f"no progress of the start within {waited:.0f} s, {_awaited(job)}")
+    return job, (*reported, *actions)
+
+
+def _not_built(job: Job, waited: float) -> Result:
+    return stop_unbuilt(job, f"not built within {job.build_timeout_s:.0f} s")
+
+
+def _not_drained(job: Job, waited: float) -> Result:
+    present = job.current.active if job.current else ()
+    lost = sorted(set(present) - active(job))
+    if lost:  # the others wait for its workers in the middle of a step
+        return fail(job, f"host {lost[0]} is lost on the way to the stop", is_loss=True)
+    reason = f"not every worker came to step {job.stop} within {waited:.0f} s, {_awaited(job)}"
+    return withdraw(job, reason)
+
+
+def _silent(job: Job, waited: float) -> Result:
+    others = set(job.hosts) - job.awaited
+    if not others:
+        is_due = waited >= _report_at(job.phase, job.wait.reports)
+        return report(job, waited) if is_due else (job, ())
+    reason = f"no answer within {waited:.0f} s in phase {job.phase.value}"
+    job = replace(job, wait=Wait(job.now))  # said again for those that cannot be done without
+    return job, (Lose(tuple(sorted(job.awaited)), reason),)
+
+
+_CONSEQUENCES: Mapping[Phase, Callable[[Job, float], Result]] = {
+    Phase.STARTING: _not_started,
+    Phase.BUILDING: _not_built,
+    Phase.PREPARING: _silent,
+    Phase.DRAINING: _not_drained,
+    Phase.DEPOSITING: _silent,
+    Phase.COMMITTING: _silent,
+    Phase.STOPPING: _silent,
+}

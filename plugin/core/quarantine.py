@@ -1,0 +1,48 @@
+"""Hosts that come and go, or that break every round they join, are kept out of the rounds of the
+others for a while, longer each time.
+
+They stay in the job: their stores serve, and they are taken at once where nothing fits without
+them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from scalai.core.actions import Action, Say
+from scalai.core.membership import Job
+
+STRIKES = 3
+"""Losses of a host, or rounds that failed as it joined, before it waits."""
+WINDOW_S = 3600.0
+"""What is longer ago does not count."""
+LONGEST_S = 3600.0
+
+
+def strike(job: Job, hosts: Iterable[str]) -> tuple[Job, tuple[Action, ...]]:
+    """Return the job after these hosts were lost or made a round fail, and what is said of it."""
+    strikes = {name: _recent(job, times) for name, times in job.strikes.items()}
+    strikes = {name: times for name, times in strikes.items() if times}
+    barred, said = dict(job.barred), []
+    for host in sorted(hosts):
+        strikes[host] = (*strikes.get(host, ()), job.now)
+        beyond = len(strikes[host]) - STRIKES
+        if beyond >= 0 and job.quarantine_s:
+            waits_s = min(job.quarantine_s * 2.0**beyond, LONGEST_S)
+            barred[host] = job.now + waits_s
+            said.append(
+                Say(
+                    f"host {host} was lost or failed to join {len(strikes[host])} times within "
+                    f"{WINDOW_S / 60:.0f} minutes: the others go on without it for {waits_s:.0f} s"
+                )
+            )
+    return replace(job, strikes=strikes, barred=barred), tuple(said)
+
+
+def _recent(job: Job, times: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(at for at in times if job.now - at < WINDOW_S)
+
+
+def pardon(job: Job) -> Job:
+    """Return the job without the bars whose time is over."""
+    barred = {host: until for host, until in job.barred.items() if until > job.now}
+    return job if len(barred) == len(job.barred) else replace(job, barred=barred)

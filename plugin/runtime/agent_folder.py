@@ -1,0 +1,52 @@
+"""The folder in which the workers of a host find their agent: its socket, and the token for it.
+
+Sockets are reached by the folder's descriptor, because a path of theirs has room for 107 bytes
+only: names of hosts and jobs on a cluster are longer.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from scalai.runtime.messages import Channel
+from scalai.store.secure import Folder
+
+AGENT_DIRECTORY = "SCALAI_AGENT"
+"""Environment variable: the directory in which a worker finds its agent's socket, token and control
+page."""
+SOCKET = "agent.sock"
+TOKEN = "token"
+CONNECT_S = 120.0
+"""How long a worker waits for its own agent, which may be busy or paused."""
+
+
+def call_agent(directory: str) -> Channel:
+    """Return a worker's connection to the agent of this directory. A call may take as long as the
+    agent lives: others of the job may have to come first.
+
+    Raises:
+        PeerError: The agent does not answer.
+        StoreError: The directory is not this user's alone.
+    """
+    with Folder.open(Path(directory)) as folder:
+        path, token = folder.reach(SOCKET), folder.read(TOKEN)
+        return Channel(path, token, call_s=None, connect_s=CONNECT_S)
+
+
+def round_number() -> int:
+    """Return the number of this worker's round, as torchrun counts them, from 1."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
+
+
+def tell_agent(word: str, **facts: Any) -> Any:
+    """Tell the agent of this worker something beside the worker's session: it may have none.
+
+    Raises:
+        PeerError: The agent does not answer, or has ended this round.
+    """
+    channel = call_agent(os.environ[AGENT_DIRECTORY])
+    try:
+        rank = int(os.environ.get("RANK", "0"))
+        return channel.call(word, rank=rank, round=round_number(), **facts)
+    finally:
+        channel.close()

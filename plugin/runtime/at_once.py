@@ -1,0 +1,95 @@
+"""A call for each of several items, in threads: for calls that wait for a disk or another host.
+
+``ThreadPoolExecutor`` waits for ever where memory ends: for a thread that could not begin, or for
+the result of one that could not go on. Here the calling thread does the work, and others help it
+where they can be started; it waits only for those that are at work.
+"""
+
+import _thread
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+THREADS = 8
+"""At work at once, with the calling one."""
+STACK_BYTES = 256 << 10
+"""Of a helper. The usual 8 MB count as memory where that is bounded."""
+
+_STACK_MUTEX = threading.Lock()
+"""The size of stacks is the whole process's: who changes it puts it back before another one looks.
+A fork waits too, so that no child has the small size, or the lock, for good."""
+os.register_at_fork(
+    before=_STACK_MUTEX.acquire,
+    after_in_parent=_STACK_MUTEX.release,
+    after_in_child=_STACK_MUTEX.release,
+)
+
+
+def at_once(
+    function: Callable[[Item], object], items: Iterable[Item], *, threads: int = THREADS
+) -> None:
+    """Call a function with each item. Blocks; afterwards no thread is left at work.
+
+    Args:
+        threads: At work at the same time at most, with the calling one; fewer where memory does
+            not suffice for their stacks.
+
+    Raises:
+        BaseException: The first error of the function; items that were not begun are left.
+    """
+    given = list(items)
+    left = deque(range(len(given)))
+    is_done = bytearray(len(given))
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            try:
+                number = left.popleft()
+            except IndexError:
+                return
+            try:
+                function(given[number])
+                is_done[number] = True
+            except BaseException as error:
+                errors.append(error)
+
+    helpers = _start_helpers(work, min(threads, len(given)) - 1)
+    work()
+    for helper in helpers:
+        helper.acquire()
+    if not all(is_done):  # even an error may have found no memory to be noted in
+        raise errors[0] if errors else MemoryError
+
+
+def _start_helpers(work: Callable[[], None], count: int) -> list[threading.Lock]:
+    """Start as many threads as can be, up to ``count``; return a lock of each.
+
+    A thread holds its lock while it works. So who waits for the lock waits for a thread at work,
+    never for one that memory did not suffice to begin; and one that comes too late finds it taken.
+    """
+
+    def help_(lock: threading.Lock) -> None:
+        if lock.acquire(blocking=False):
+            try:
+                work()
+            finally:
+                lock.release()
+
+    helpers: list[threading.Lock] = []
+    with _STACK_MUTEX:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            for _ in range(count):
+                lock = threading.Lock()
+                _thread.start_new_thread(help_, (lock,))
+                helpers.append(lock)
+        except (RuntimeError, MemoryError):
+            pass  # those that were started help; without any the caller does it all
+        finally:
+            threading.stack_size(usual)
+    return helpers

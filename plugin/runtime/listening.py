@@ -1,0 +1,191 @@
+"""Accepting connections: whoever knows the token is served, and whoever does not costs little."""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from scalai.core.errors import PeerError
+from scalai.runtime.framing import Address, FramedSocket, authenticate
+
+BACKLOG = 128
+HANDSHAKE_S = 10.0
+"""How long a client may take to prove that it knows the token."""
+MAX_HANDSHAKES = 64
+"""Clients that may be about to prove it at once; the next ones wait in the kernel's queue."""
+PATIENCE_S = 1.0
+"""Where so many are, those that have taken so long are cut off."""
+MAX_CONNECTIONS = 16_384
+BACK_OFF_S = 0.1
+QUIET_S = 10.0
+"""Troubles with strangers are told of at most once in so long."""
+
+log = logging.getLogger(__name__)
+
+
+class Listener:
+    """Accepts connections until it is closed, each served in a thread of its own.
+
+    What goes wrong with one connection, or with accepting any (no file descriptors, no threads),
+    is told of in one line and ends nothing.
+
+    Args:
+        address: Where to listen; port 0 for a free one.
+        token: Who does not know it is not served.
+        serve: Serves one connection and returns once that has ended.
+        timeout_s: As of ``FramedSocket``, for the served connections.
+        name: Of the thread.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        token: bytes,
+        serve: Callable[[FramedSocket], None],
+        *,
+        timeout_s: float | None = None,
+        name: str = "messages",
+    ) -> None:
+        self._token, self._serve, self._timeout_s = token, serve, timeout_s
+        self._path = address if isinstance(address, str) else None
+        self._socket = _listen(address)
+        self._mutex = threading.Lock()
+        self._closing = threading.Event()
+        self._handshakes: dict[FramedSocket, float] = {}
+        self._served: set[FramedSocket] = set()
+        self._said_at: float | None = None
+        threading.Thread(target=self._accept, name=name, daemon=True).start()
+
+    @property
+    def address(self) -> Address:
+        """Where it listens, with the port that it got."""
+        address = self._socket.getsockname()
+        return address if isinstance(address, str) else (str(address[0]), int(address[1]))
+
+    def close(self) -> None:
+        """Stop listening and cut all connections; a second call does nothing."""
+        with self._mutex:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+            connections = [*self._handshakes, *self._served]
+        # A blocked accept or recv returns on shutdown, not on close.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        for framed in connections:
+            framed.cut()
+        self._socket.close()
+        if self._path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            if not self._has_room():
+                self._closing.wait(BACK_OFF_S)
+                continue
+            try:
+                self._begin(*self._socket.accept())
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread could be started
+                if not self._closing.is_set():
+                    self._say(f"connections cannot be accepted now: {error}")
+                    self._cut(self._oldest(MAX_HANDSHAKES // 4, 0.0))
+                    self._closing.wait(BACK_OFF_S)
+
+    def _has_room(self) -> bool:
+        """Whether another client may begin to prove that it knows the token."""
+        with self._mutex:
+            is_full = len(self._handshakes) >= MAX_HANDSHAKES
+        return not is_full or self._cut(self._oldest(MAX_HANDSHAKES, PATIENCE_S))
+
+    def _oldest(self, most: int, age_s: float) -> list[FramedSocket]:
+        """Return those that have been proving it for longest, for ``age_s`` at least."""
+        before = time.monotonic() - age_s
+        with self._mutex:
+            return [framed for framed, at in self._handshakes.items() if at <= before][:most]
+
+    def _cut(self, strangers: list[FramedSocket]) -> bool:
+        """Cut clients off that have not proved it. Returns whether there are any."""
+        with self._mutex:
+            strangers = [s for s in strangers if self._handshakes.pop(s, None) is not None]
+        for framed in strangers:
+            framed.cut()
+        return bool(strangers)
+
+    def _begin(self, connection: socket.socket, address: object) -> None:
+        name = "peer" if self._path is not None else f"peer {_text(address)}"
+        try:
+            framed = FramedSocket(connection, name, self._timeout_s)
+            with self._mutex:
+                if self._closing.is_set() or len(self._served) >= MAX_CONNECTIONS:
+                    raise OSError(f"{len(self._served)} connections are open")
+                self._handshakes[framed] = time.monotonic()
+            threading.Thread(target=self._talk, args=(framed,), daemon=True).start()
+        except (OSError, RuntimeError):
+            connection.close()
+            raise
+
+    def _talk(self, framed: FramedSocket) -> None:
+        """Serve one connection until it ends."""
+        try:
+            if self._is_authenticated(framed):
+                self._serve(framed)
+        except PeerError as error:
+            log.debug("event=peer_gone %s", error)
+        except Exception:
+            log.exception("event=connection_failed peer=%s", framed.peer)
+        finally:
+            with self._mutex:
+                self._handshakes.pop(framed, None)
+                self._served.discard(framed)
+            framed.close()
+
+    def _is_authenticated(self, framed: FramedSocket) -> bool:
+        try:
+            framed.expire_in(HANDSHAKE_S)
+            authenticate(framed, self._token, is_server=True)
+            framed.expire_in(None)
+        except PeerError as error:
+            if not self._closing.is_set():
+                self._say(f"a client is not served: {error}")
+            return False
+        with self._mutex:
+            if self._handshakes.pop(framed, None) is None or self._closing.is_set():
+                return False  # it was cut off meanwhile
+            self._served.add(framed)
+        return True
+
+    def _say(self, text: str) -> None:
+        """Log one line, unless there was one just now."""
+        now = time.monotonic()
+        if self._said_at is None or now - self._said_at > QUIET_S:
+            self._said_at = now
+            log.warning("event=listener %s", text)
+
+
+def _listen(address: Address) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        PeerError: The address is not of this host, or in use.
+    """
+    try:
+        if isinstance(address, str):
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+            return listener
+        host, port = address
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise PeerError(
+            f"cannot listen on {_text(address)} ({error}). Name a free address of this host."
+        ) from error
+
+
+def _text(address: object) -> str:
+    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)

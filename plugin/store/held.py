@@ -1,0 +1,326 @@
+"""A host's parts of committed generations: how one is read, how it grows by what was fetched or
+lies on a disk, what a proof makes of it, and how it ends."""
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.core.collection import Collection, Columns
+from scalai.core.errors import StoreError
+from scalai.store.attachment import attachment
+from scalai.store.directory import HostDirectory
+from scalai.store.durable import copy_part
+from scalai.store.extension import empty_part, extended, fingerprints_of, proven_only
+from scalai.store.files import lay_out
+from scalai.store.manifest import (
+    Generation,
+    HostManifest,
+    StoredFile,
+    read_own_manifest,
+    sync_directory,
+    write_manifest,
+)
+from scalai.store.places import MANIFEST, generation_name
+from scalai.store.rows import StoredRows
+
+log = logging.getLogger(__name__)
+
+
+class HeldGenerations:
+    """A host's parts of committed generations. Methods may be called from several threads.
+
+    Args:
+        job: The job's name.
+        host: The host's.
+        folders: Its directory, which this process owns.
+    """
+
+    def __init__(self, job: str, host: str, folders: HostDirectory) -> None:
+        self.job, self.host = job, host
+        self._folders = folders
+        self.directory = folders.path
+        self._mutex = folders.mutex
+        self._committed: dict[int, HostManifest] = {}
+        self._readers: dict[int, int] = {}
+        self.damaged: dict[int, str] = {}
+        """Committed generations that cannot be used, with the reason. They are left as they are,
+        and their numbers are never used again."""
+
+    def generations(self) -> list[int]:
+        """Return the committed generations, oldest first."""
+        with self._mutex:
+            return sorted(self._committed)
+
+    def manifest(self, generation: int) -> HostManifest:
+        """Return the manifest of a committed generation. Raises ``StoreError`` where there is
+        none."""
+        with self._mutex:
+            if generation not in self._committed:
+                raise self._unknown(generation)
+            return self._committed[generation]
+
+    def generation_directory(self, generation: int) -> Path:
+        """Return where a committed generation lies. Raises ``StoreError`` where there is none."""
+        with self._mutex:
+            if generation not in self._committed:
+                raise self._unknown(generation)
+            return self.directory / generation_name(generation)
+
+    def _unknown(self, generation: int) -> StoreError:
+        reason = self.damaged.get(generation)
+        found = f"is damaged: {reason}" if reason else "is not committed here"
+        return StoreError(
+            f"generation {generation} of job {self.job!r} {found} (host {self.host!r} has "
+            f"{self.generations()}). Use one of those."
+        )
+
+    @contextmanager
+    def open_rows(self, generation: int) -> Iterator[StoredRows]:
+        """Give the pieces of a committed generation; their files stay as they are while the block
+        runs, also if the generation is dropped meanwhile.
+
+        Raises:
+            StoreError: It is not committed here.
+        """
+        with self._mutex:
+            rows = StoredRows(self.generation_directory(generation), self.manifest(generation))
+            self._readers[generation] = self._readers.get(generation, 0) + 1
+        try:
+            yield rows
+        finally:
+            with self._mutex:
+                self._readers[generation] -= 1
+                is_last = self._readers[generation] == 0
+                if is_last:
+                    del self._readers[generation]
+                dropped = self.directory / f"dropped-{generation}"
+                if is_last and dropped.is_dir():
+                    self._folders.recycle(dropped)
+
+    def drop(self, generation: int) -> None:
+        """End a committed generation; its files are reused once nobody reads them.
+
+        Processes that still map the files would see them change: tell workers to let go first.
+        """
+        with self._mutex:
+            self._end(generation)
+            shutil.rmtree(self.directory / f"damaged-{generation}", ignore_errors=True)
+        log.info("event=drop generation=%d host=%s", generation, self.host)
+
+    def _end(self, generation: int) -> None:
+        directory = self.generation_directory(generation)
+        dropped = self.directory / f"dropped-{generation}"
+        os.rename(directory, dropped)
+        del self._committed[generation]
+        if generation not in self._readers:
+            self._folders.recycle(dropped)
+
+    def stage(self, pieces: Collection) -> tuple[Path, Columns]:
+        """Make a file for pieces of other hosts, its pages faulted in.
+
+        Returns the file and the byte offset of each piece, [rows]. Raises ``StoreError`` where
+        there is no room."""
+        layout = lay_out(pieces, {"format": "scalai"})
+        with self._folders.makings.begin(is_deposit=False) as making:
+            path = self._folders.new("fetched") / "pieces.safetensors"
+            try:
+                self._folders.make_file(path, layout, making)
+            except (OSError, StoreError):
+                self._folders.recycle(path.parent)
+                raise
+        return path, layout.begin
+
+    def unstage(self, path: Path) -> None:
+        """Give back a file of ``stage``."""
+        self._folders.recycle(path.parent)
+
+    def adopt_empty(self, like: HostManifest) -> None:
+        """Take part in a generation of which this host has nothing yet, so that it can be extended.
+
+        ``like`` is any part of it. Does nothing where this host has a part already.
+        """
+        with self._mutex:
+            if like.generation in self._committed:
+                return
+            self._take_part(self._folders.new("deposit"), empty_part(like, self.host))
+
+    def attach(self, parts: Sequence[tuple[Path, HostManifest]]) -> HostManifest:
+        """Make a generation on a disk this host's part of it, by links: nothing is copied.
+
+        The directories are only read, now and later. Where this host has a part already, it gets
+        the pieces that it lacks.
+
+        Args:
+            parts: Directory and manifest of all parts that can be seen, of one generation.
+
+        Raises:
+            StoreError: They are of different states, or of another one than this host's; or there
+            is no room for links and manifest. LayoutError: Their tensors differ.
+        """
+        try:
+            return self._attach(parts)
+        except OSError as error:
+            raise StoreError(
+                f"{parts[0][0].parent} cannot be attached in {self.directory} ({error.strerror}). "
+                "Make room there, or choose another --store-dir."
+            ) from error
+
+    def _attach(self, parts: Sequence[tuple[Path, HostManifest]]) -> HostManifest:
+        with self._mutex:
+            own = self._committed.get(parts[0][1].generation)
+            attached = attachment(self.host, parts, own)
+            if own is not None and not attached.links:
+                return own
+            manifest = attached.manifest
+            is_new = own is None
+            directory = (
+                self._folders.new("deposit")
+                if is_new
+                else self.generation_directory(manifest.generation)
+            )
+            for name, target in attached.links.items():
+                link = directory / name
+                if link.is_symlink():
+                    link.unlink()  # left by one that died, or had no room, before the manifest
+                os.symlink(target, link)
+            if is_new:
+                self._take_part(directory, manifest)
+            else:
+                write_manifest(directory, manifest)
+                self._committed[manifest.generation] = manifest
+        log.info(
+            "event=attached generation=%d step=%d host=%s from=%s files=%d",
+            manifest.generation, manifest.step, self.host, parts[0][0].parent, len(attached.links),
+        )  # fmt: skip
+        return manifest
+
+    def detach(self) -> None:
+        """Give up generations that are attached and nothing else: they stay where they lie. What
+        was damaged and made way for one is put back: a person may still mend it."""
+        with self._mutex:
+            for number, manifest in list(self._committed.items()):
+                folder = self.generation_directory(number)
+                if manifest.files and all((folder / f.name).is_symlink() for f in manifest.files):
+                    self._end(number)
+                    aside = self.directory / f"damaged-{number}"
+                    held = aside.iterdir() if aside.is_dir() else ()
+                    if all(path.is_symlink() or path.name == MANIFEST for path in held):
+                        shutil.rmtree(aside, ignore_errors=True)  # it was attached itself
+                    else:
+                        os.rename(aside, folder)
+                        self.damaged[number] = "it was damaged when the job began"
+
+    def _take_part(self, directory: Path, manifest: HostManifest) -> None:
+        """Make a folder this host's part of a generation; a damaged one of that number makes way
+        for it."""
+        number = manifest.generation
+        target = self.directory / generation_name(number)
+        if self.damaged.pop(number, None) is not None and target.is_dir():
+            os.rename(target, self.directory / f"damaged-{number}")
+        write_manifest(directory, manifest)
+        os.rename(directory, target)
+        sync_directory(self.directory)
+        self._committed[number] = manifest
+
+    def extend(
+        self,
+        generation: int,
+        path: Path,
+        pieces: Collection,
+        begins: Columns,
+        of: Generation | None = None,
+        fingerprints: npt.NDArray[np.uint64] | None = None,
+    ) -> HostManifest:
+        """Make what was fetched into a file of ``stage`` more of a committed part of this host.
+
+        So it outlives the hosts that it came from. The file is moved in under a new name, then the
+        manifest is replaced by one rename.
+
+        Args:
+            generation: It is committed here, or ``adopt_empty`` was called.
+            path: The file of ``stage``, filled. It becomes the last of the manifest's files.
+            pieces: What it holds.
+            begins: Where each piece lies in it, in bytes, [rows].
+            of: All parts of the generation: the scalars and rank states of all hosts are kept too.
+            fingerprints: Of each piece, [rows], where they were computed already.
+
+        Raises:
+            StoreError: The generation is not committed here.
+        """
+        if fingerprints is None:
+            fingerprints = fingerprints_of(path, pieces, begins)
+        with self._mutex:
+            directory, own = self.generation_directory(generation), self.manifest(generation)
+            name = _free_name(directory, path.parent.name)
+            file = StoredFile(name, path.stat().st_size)
+            grown = extended(own, file, pieces, begins, fingerprints, of)
+            # A file that no manifest names yet does no harm if this ends here.
+            os.rename(path, directory / file.name)
+            try:
+                write_manifest(directory, grown)
+            except OSError:
+                os.rename(directory / file.name, path)  # its room can be given back
+                raise
+            path.parent.rmdir()
+            self._committed[generation] = grown
+        return grown
+
+    def prove(self, generation: int) -> None:
+        """A proof of the whole state has passed: what was fetched of it is as good as the rest."""
+        with self._mutex:
+            own = self._committed.get(generation)
+            if own is not None and own.unproven:
+                self._replace(generation, replace(own, unproven=()))
+
+    def forget_unproven(self, generation: int) -> HostManifest | None:
+        """Take what was fetched and never proven out of this host's part again; drop the part where
+        nothing else is in it. Returns what is left, None for nothing.
+
+        The files are removed and not used again, because somebody may still read them.
+        """
+        with self._mutex:
+            own = self._committed.get(generation)
+            if own is None or not own.unproven:
+                return own
+            kept = proven_only(own)
+            if not kept.files:
+                self.drop(generation)
+                return None
+            self._replace(generation, kept)
+            for number in own.unproven:
+                (self.generation_directory(generation) / own.files[number].name).unlink()
+        return kept
+
+    def _replace(self, generation: int, manifest: HostManifest) -> None:
+        write_manifest(self.generation_directory(generation), manifest)
+        self._committed[generation] = manifest
+
+    def copy_to(self, generation: int, directory: Path) -> Path:
+        """Copy what a committed generation has that is not there yet to
+        ``<directory>/generation-<n>/<host>``; see ``copy_part``."""
+        with self.open_rows(generation) as rows:
+            return copy_part(rows, directory)
+
+    def _adopt_generation(self, number: int, path: Path) -> None:
+        """Take over a generation that an earlier owner has left."""
+        try:
+            self._committed[number] = read_own_manifest(path, self.host, number)
+        except StoreError as error:
+            self.damaged[number] = str(error)
+            log.warning("event=damaged generation=%d host=%s: %s", number, self.host, error)
+
+
+def _free_name(directory: Path, stem: str) -> str:
+    """Return a name for a file of pieces that none in ``directory`` has: numbers of folders begin
+    again with each owner of a store."""
+    name, number = f"{stem}.safetensors", 2
+    while (directory / name).exists():
+        name, number = f"{stem}.{number}.safetensors", number + 1
+    return name

@@ -1,0 +1,212 @@
+"""Folders and files that nobody but this user can have put where they are.
+
+A store lies where others may write too (``/dev/shm``), under a name that they can guess. So each
+level of it, from its root down, is opened by the descriptor of the level above, without following
+links, and must belong to this user and be closed to writing by others, before anything in it is
+read, made, cut or locked. A root may also be a shared folder with the sticky bit, such as
+``/dev/shm`` itself; then the level below it is the first that must be this user's.
+
+What lies above a root is not checked: who may write there can take a store away, but can put
+nothing in its place that belongs to this user.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from scalai.core.errors import StoreError
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class Folder:
+    """An open folder that belongs to this user, and that no other user may write to.
+
+    ``descriptor`` stays valid until it is closed, whatever is renamed meanwhile.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+
+    @classmethod
+    def open(cls, path: Path, *, make: bool = False, may_be_shared: bool = False) -> "Folder":
+        """Open a folder by its path.
+
+        Args:
+            make: Make it where it is not there, and its parents, for this user alone.
+            may_be_shared: Others may own it or write to it, if it has the sticky bit.
+
+        Raises:
+            FileNotFoundError: It is not there.
+            StoreError: It is not this user's, or cannot be opened or made; says why.
+        """
+        with _refusing(path):
+            if make:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        return cls._open(path, path, None, make=make, may_be_shared=may_be_shared)
+
+    @classmethod
+    def _open(
+        cls, path: Path, name: str | Path, above: int | None, *, make: bool, may_be_shared: bool
+    ) -> "Folder":
+        with _refusing(path):
+            if make:
+                try:
+                    os.mkdir(name, 0o700, dir_fd=above)
+                except FileExistsError:
+                    pass  # whose it is, is looked at below
+            descriptor = os.open(name, _FOLDER, dir_fd=above)
+        try:
+            _check_folder(path, os.fstat(descriptor), may_be_shared=may_be_shared)
+        except StoreError:
+            os.close(descriptor)
+            raise
+        return cls(path, descriptor)
+
+    def below(self, name: str, *, make: bool = False) -> "Folder":
+        """Open a folder in this one; arguments and errors as of ``open``."""
+        return self._open(
+            self.path / name, name, self.descriptor, make=make, may_be_shared=False
+        )
+
+    def open_file(self, name: str, flags: int) -> int:
+        """Return a descriptor of a file in this folder; a new one is for this user alone.
+
+        Args:
+            flags: As of ``os.open``, without ``O_TRUNC``: whose it is must be known before it is
+                cut.
+
+        Raises:
+            FileNotFoundError: It is not there.
+            StoreError: It is a link, no plain file or another user's, or cannot be opened or made.
+        """
+        assert not flags & os.O_TRUNC, "cut it once it is open"
+        path = self.path / name
+        with _refusing(path):
+            # Without O_NONBLOCK a pipe would be waited for.
+            flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            descriptor = os.open(name, flags, 0o600, dir_fd=self.descriptor)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            os.close(descriptor)
+            raise StoreError(
+                f"{path} is no plain file of user {os.geteuid()} (its owner is user "
+                f"{status.st_uid}). Remove it, or choose another --store-dir."
+            )
+        return descriptor
+
+    def read(self, name: str) -> bytes:
+        """Return what a file in this folder holds. Raises as ``open_file`` does."""
+        with os.fdopen(self.open_file(name, os.O_RDONLY), "rb") as file, _refusing(self.path):
+            return file.read()
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file aside and rename it into place, for this user alone. Raises ``StoreError``
+        where that cannot be; what was there stays."""
+        aside = f".{name}.{os.getpid()}"
+        self.remove(aside)
+        with _refusing(self.path / name):
+            try:
+                descriptor = self.open_file(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(content)
+                os.rename(
+                    aside, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor
+                )
+            except OSError:
+                self.remove(aside)
+                raise
+
+    def remove(self, name: str) -> None:
+        """Remove a file in this folder, if it is there."""
+        with _refusing(self.path / name):
+            try:
+                os.unlink(name, dir_fd=self.descriptor)
+            except FileNotFoundError:
+                pass
+
+    def reach(self, name: str) -> str:
+        """Return a short path by which this process reaches ``name`` while the folder is open:
+        sockets have room for 107 bytes."""
+        return f"/proc/self/fd/{self.descriptor}/{name}"
+
+    def close(self) -> None:
+        """Close it; a second call does nothing."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_below(root: Path, *names: str, make: bool = False) -> Folder:
+    """Open ``<root>/<names>`` of a store, each level checked; ``make`` those that are missing.
+
+    Raises:
+        FileNotFoundError: A level is not there.
+        StoreError: A level is not this user's, or cannot be opened or made; names it.
+    """
+    tries = 3 if make else 1  # who ends a job may just be removing its empty folder
+    while True:
+        tries -= 1
+        try:
+            folder = Folder.open(root, make=make, may_be_shared=True)
+            for name in names:
+                with folder:
+                    folder = folder.below(name, make=make)
+            return folder
+        except FileNotFoundError:
+            if not tries:
+                raise
+
+
+def _check_folder(path: Path, status: os.stat_result, *, may_be_shared: bool) -> None:
+    """Raise ``StoreError`` unless the folder is this user's, or shared in a safe way."""
+    user = os.geteuid()
+    is_writable = bool(status.st_mode & _WRITABLE_BY_OTHERS)
+    if may_be_shared and status.st_uid in (0, user):
+        # Others can add to it, but not rename or remove what is this user's.
+        is_writable = is_writable and not status.st_mode & stat.S_ISVTX
+    elif status.st_uid != user:
+        raise StoreError(
+            f"{path} belongs to user {status.st_uid}, this is user {user}. Choose another "
+            "--store-dir, or remove that folder if it should not be there."
+        )
+    if is_writable:
+        raise StoreError(
+            f"{path} may be written to by other users (its mode is "
+            f"{stat.S_IMODE(status.st_mode):03o}). Look through what is in it, then: chmod go-w "
+            f"{path}; or choose a folder below it as --store-dir."
+        )
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Turn errors of the system into a ``StoreError`` that names ``path``; one that says that
+    nothing is there stays as it is."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        why = error.strerror or str(error)
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            why = "it is a symbolic link, or not what it should be"
+        raise StoreError(
+            f"{path} cannot be used ({why}). Choose another --store-dir."
+        ) from error

@@ -1,0 +1,94 @@
+"""Processes that stand still: the job goes on, or says what it waits for; signals are obeyed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+from agents import one_worker, tiny_agents
+
+DEADLINE_S = 60.0
+
+
+def coordinator_of(processes: list[psutil.Process]) -> psutil.Process:
+    (found,) = [p for p in processes if "scalai.launch.coordinator_process" in p.cmdline()]
+    return found
+
+
+def test_a_silent_coordinator_holds_nobody_up(tmp_path: Path) -> None:
+    """Workers train on, commands end with an error, and two signals end the agent; its state
+    stays."""
+    with one_worker(tmp_path) as agents:
+        agents.start("a")
+        agents.wait_for_step(5)
+        coordinator_of(agents.family()).suspend()
+        agents.wait_until(lambda: "event=coordinator_silent" in agents.logs(), "it is told of")
+        step = int(agents.lines()[-1]["step"])
+        agents.wait_for_step(step + 20)
+        status = subprocess.run(
+            [sys.executable, "-m", "scalai.launch.cli", "status", "--job", agents.job,
+             "--store-dir", str(agents.store)],
+            capture_output=True, text=True, timeout=DEADLINE_S,
+        )  # fmt: skip
+        assert status.returncode == 1 and "does not answer" in status.stderr
+        agents.drain("a")
+        agents.wait_until(lambda: "so nobody can stop the job" in agents.logs(), "it says so")
+        agents.drain("a")
+        assert agents.exit_code("a") == 128 + signal.SIGTERM
+        agents.wait_until(lambda: not agents.workers(), "the workers are gone")
+        assert agents.generations("a")
+
+
+def test_a_drain_that_a_silent_coordinator_cannot_serve_ends_by_its_timeout(tmp_path: Path) -> None:
+    with one_worker(tmp_path, settings={"resize": "drain_timeout_s = 3"}) as agents:
+        agents.start("a")
+        agents.wait_for_step(5)
+        coordinator_of(agents.family()).suspend()
+        agents.drain("a")
+        assert agents.exit_code("a") == 1
+        agents.wait_until(lambda: not agents.workers(), "the workers are gone")
+        assert agents.generations("a")
+        assert "event=drain_timeout" in agents.logs()
+
+
+def test_an_agent_whose_host_was_lost_joins_again(tmp_path: Path) -> None:
+    """It was paused for so long that the others went on without it."""
+    flags = ("--max-restarts", "5")
+    degrees = '2 = "tp1"\n1 = "tp1"'
+    settings = {"store": "snapshot_every = 20"}
+    with tiny_agents(tmp_path, degrees, slots=1, flags=flags, settings=settings) as agents:
+        agents.start("a")
+        agents.start("b")
+        agents.wait_for_step(45, world=2)
+        family = [p for p in agents.family() if p.environ().get("RANK") is None]
+        paused = [p for p in family if p.pid == agents._processes["b"].pid]
+        paused += [psutil.Process(pid) for pid in agents.workers("b")]
+        for process in paused:
+            process.suspend()
+        agents.wait_for_world(1)
+        for process in paused:
+            process.resume()
+        agents.wait_for_world(2)
+        assert "event=expelled host=b" in agents.logs()
+        assert "event=rejoined host=b" in agents.logs()
+
+
+def test_workers_do_not_inherit_the_token_and_meet_on_one_interface(tmp_path: Path) -> None:
+    token = "0123456789abcdef-a-secret"
+    os.environ["SCALAI_JOB_TOKEN"] = token
+    try:
+        with tiny_agents(tmp_path, '2 = "tp2"', nodes="1") as agents:
+            agents.start("a")
+            agents.wait_for_step(3)
+            agent = agents._processes["a"].pid
+            for process in agents.family():
+                assert token not in " ".join(process.cmdline())
+                if process.pid != agent:
+                    assert token not in str(process.environ()), process.cmdline()
+                listening = [c for c in process.net_connections("tcp") if c.status == "LISTEN"]
+                assert {c.laddr.ip for c in listening} <= {"127.0.0.1"}, process.cmdline()
+            assert token not in agents.logs()
+    finally:
+        del os.environ["SCALAI_JOB_TOKEN"]

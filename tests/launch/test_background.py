@@ -1,0 +1,36 @@
+"""What runs beside the agent's loop: nothing that goes wrong there is lost."""
+
+import queue
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scalai.core.errors import StoreError
+from scalai.launch.background import Background
+
+
+def submitted(error: Exception) -> Callable[[], None]:
+    """Return what the agent's loop is handed when work for no round in particular fails."""
+    put: queue.Queue[Callable[[], None]] = queue.Queue()
+    workforce: Any = SimpleNamespace(round=None)
+
+    def work() -> None:
+        raise error
+
+    Background(workforce, put.put).submit(work)
+    return put.get(timeout=60)
+
+
+@pytest.mark.parametrize("error", [StoreError("it cannot be read"), OSError("no room")])
+def test_a_failure_for_no_round_in_particular_is_logged(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    submitted(error)()
+    assert "event=error" in caplog.text and str(error) in caplog.text
+
+
+def test_what_must_not_happen_beside_the_loop_ends_the_agent() -> None:
+    with pytest.raises(KeyError, match="h7"):
+        submitted(KeyError("h7"))()

@@ -1,0 +1,105 @@
+"""An agent that finds no room for its workers' next deposit."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from store_states import two_ranks
+
+from scalai.core.errors import StoreError
+from scalai.launch import deposits as deposits_module
+from scalai.launch.background import Background
+from scalai.launch.deposits import Deposits
+from scalai.launch.round import DepositUnderWay, Published, Round
+from scalai.store.host import HostStore
+
+
+class Host:
+    """A round whose two workers train, and the loop that its agent would run."""
+
+    def __init__(self, store: HostStore) -> None:
+        held = two_ranks()
+        self.round = Round({"round": 1, "first_rank": 0, "local_world_size": 2, "sources": {}})
+        self.round.published = {
+            rank: Published(held[rank], held[rank], False, Future()) for rank in held
+        }
+        self.round.stepped = {0, 1}
+        self.failed: list[str] = []
+        self.due: list[Callable[[], None]] = []
+        background = Background(self, self.due.append)  # type: ignore[arg-type]
+        self.deposits = Deposits(store, lambda event, **facts: None, background)
+        self._background = background
+
+    def fail(self, reason: str) -> None:
+        self.failed.append(reason)
+
+    def work(self) -> None:
+        """Let what blocks end, and take its result."""
+        self._background._threads.shutdown(wait=True)
+        self._background._threads = type(self._background._threads)(4)
+        for deliver in self.due:
+            deliver()
+        self.due.clear()
+
+
+def test_a_round_that_trains_goes_on_without_room_and_takes_it_when_it_is_there(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reserve, is_full = store.reserve, [True]
+
+    def tried(held: Any) -> Any:
+        if is_full:
+            raise StoreError("no room.")
+        return reserve(held)
+
+    monkeypatch.setattr(store, "reserve", tried)
+    monkeypatch.setattr(deposits_module, "AGAIN_S", 1e-9)
+    host = Host(store)
+    host.deposits.reserve(host.round)
+    host.work()
+    assert not host.failed and "no room. Until there is room the training goes on" in caplog.text
+    is_full.clear()
+    host.deposits.retry(host.round)
+    host.work()
+    assert host.round.reserved is not None and not host.failed
+
+
+def test_a_deposit_that_is_wanted_and_finds_no_room_fails_the_round(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tried(held: Any) -> Any:
+        raise StoreError("no room.")
+
+    monkeypatch.setattr(store, "reserve", tried)
+    host = Host(store)
+    host.deposits.reserve(host.round)
+    host.work()
+    assert not host.failed and host.round.reserve_wait_s == 5.0
+    host.deposits.retry(host.round)  # not yet
+    assert not host.round.is_reserving
+    host.deposits.begin(host.round, Future(), 0, "snapshot", 7)
+    host.work()
+    assert host.failed == ["making room for a deposit: no room."]
+
+
+@pytest.mark.parametrize("is_expelled", [False, True])
+def test_what_is_sealed_after_its_round_is_kept_where_the_host_joins_again(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch, is_expelled: bool
+) -> None:
+    """It may have been told of to the coordinator, which may count on it."""
+    host, discarded = Host(store), list[object]()
+    monkeypatch.setattr(store, "seal", lambda *_, **__: None)
+    monkeypatch.setattr(store, "discard", discarded.append)
+    monkeypatch.setattr(deposits_module, "manifest_message", lambda manifest: {})
+    ended = host.round
+    ended.command = {**ended.command, "run": "r", "degrees": {}, "world_size": 2, "group": ["a"]}
+    reserved = ended.reserved = store.reserve(ended.held())
+    ended.deposit = DepositUnderWay("snapshot", 7)
+    part: Any = None
+    ended.deposit.parts = {0: part, 1: part}
+    host.deposits.seal_if_complete(ended)
+    ended.is_expelled = is_expelled
+    host.round = None  # type: ignore[assignment]
+    host.work()
+    assert discarded == ([] if is_expelled else [reserved])

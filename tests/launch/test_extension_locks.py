@@ -1,0 +1,88 @@
+"""Locks that killed workers leave in torch's extension folder, and those of others."""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import _get_build_directory
+
+from scalai.launch.extension_locks import PATIENCE_S, WorkersLocks, extensions_root
+
+DEADLINE_S = 60.0
+HOLD = """
+import os, sys, time
+os.open(sys.argv[1], os.O_CREAT | os.O_EXCL)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def holder(lock: Path) -> Iterator[subprocess.Popen[str]]:
+    """Give a process that holds a lock as torch's FileBaton does."""
+    lock.parent.mkdir(exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=DEADLINE_S)
+
+
+def test_what_a_killed_worker_held_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    mine, others, far = (tmp_path / name / "lock" for name in ("mine", "others", "far"))
+    far.parent.mkdir()
+    far.touch()  # another host builds there: no process of this one holds it
+    locks = WorkersLocks(tmp_path)
+    with holder(others), holder(mine) as worker:
+        locks.look([worker.pid])
+        worker.kill()
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        locks.look([worker.pid])  # it is dead, and nobody has waited for it
+        locks.remove_left()
+        assert (mine.exists(), others.exists(), far.exists()) == (False, True, True)
+
+
+def test_a_lock_that_another_process_has_taken_since_stays(tmp_path: Path) -> None:
+    lock = tmp_path / "op" / "lock"
+    locks = WorkersLocks(tmp_path)
+    with holder(lock) as worker:
+        locks.look([worker.pid])
+    lock.unlink()
+    with holder(lock):
+        locks.remove_left()
+        assert lock.exists()
+
+
+@pytest.mark.parametrize("variable", ["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "HOME"])
+def test_locks_are_looked_for_where_torch_builds(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    built = Path(_get_build_directory("op", verbose=False), "lock")
+    assert extensions_root() in (built.parents[1], built.parents[2])
+
+
+def test_a_long_wait_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "op").mkdir()
+    (tmp_path / "op" / "lock").touch()
+    now = 0.0
+    locks = WorkersLocks(tmp_path, lambda: now)
+    with caplog.at_level(logging.INFO):
+        locks.tell_of_waits()
+        assert not caplog.messages
+        now = PATIENCE_S
+        locks.tell_of_waits()
+        locks.tell_of_waits()
+    (said,) = caplog.messages
+    assert f"{tmp_path}/op/lock no process of this host holds it" in said

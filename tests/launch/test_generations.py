@@ -1,0 +1,137 @@
+"""What hosts hold of the generations, and the proof: it compares with what was committed."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from scalai.core.collection import Collection, Tensor
+from scalai.core.errors import ProofError
+from scalai.core.fingerprint import piece_fingerprint
+from scalai.core.region import Box
+from scalai.launch.generations import Generations
+from scalai.launch.proofs import committed_fingerprints
+from scalai.store.committed import Committed
+from scalai.store.files import slices
+from scalai.store.manifest import HostManifest, StoredFile
+
+MATRIX = Tensor("exp_avg/w", (64, 8), "F32")
+VALUES = np.random.default_rng(3).integers(0, 1 << 31, MATRIX.shape, dtype=np.uint32)
+DEPOSITED = Box((0, 0), (64, 8))
+
+
+def fingerprint(box: Box) -> int:
+    return piece_fingerprint(np.array(VALUES[slices(box)]), box, MATRIX.shape)
+
+
+def part(host: str, files: dict[str, list[Box]], deposit: str = "r-1-9") -> HostManifest:
+    """Return a host's part: boxes of the matrix by file."""
+    boxes = [(number, box) for number, found in enumerate(files.values()) for box in found]
+    return HostManifest(
+        generation=-1, step=9, host=host,
+        about={"deposit": deposit, "tensors": 1, "consumed_samples": 1}, ranks=(),
+        collection=Collection.of([(MATRIX, box) for _, box in boxes]),
+        file=np.array([number for number, _ in boxes], dtype=np.int64),
+        begin=np.zeros(len(boxes), dtype=np.int64),
+        fingerprint=np.array([fingerprint(box) for _, box in boxes], dtype=np.uint64),
+        files=tuple(StoredFile(name, 1 << 20) for name in files), scalars={}, rank_state={},
+    )  # fmt: skip
+
+
+def committed() -> tuple[Generations, HostManifest]:
+    """Return what one host has deposited and the coordinator has committed as generation 4."""
+    generations = Generations()
+    generations.deposit(part("a", {"rank-0.safetensors": [DEPOSITED]}))
+    generations.commit(4, "r-1-9")
+    return generations, generations.parts(4)["a"]
+
+
+FETCHED = [Box((39, 4), (1, 4)), Box((40, 0), (24, 8))]
+"""What a second host fetches where the boundary of two ranks falls inside a row."""
+
+
+def test_fetched_pieces_that_overlap_deposited_ones_do_not_change_the_proof() -> None:
+    _, own = committed()
+    fetched = replace(
+        part("b", {"fetched-0.safetensors": FETCHED}), generation=4, committed=own.committed
+    )
+    after = Generations()  # both agents and the coordinator have died
+    assert after.add(fetched) and after.add(own)
+    assert [generation.number for generation in after.covered()] == [4]
+    after.go_back_to(4)
+    rows = Collection.of([(MATRIX, Box((0, 0), (39, 8))), (MATRIX, Box((39, 0), (1, 4))),
+                          *((MATRIX, box) for box in FETCHED)])  # fmt: skip
+    values = np.array([fingerprint(rows.box(row)[1]) for row in range(4)], dtype=np.uint64)
+    after.prove(4, rows, values)
+    with pytest.raises(ProofError, match="1 differ: exp_avg/w"):
+        after.prove(4, rows, values + np.uint64(1))
+
+
+def test_manifests_of_an_older_release_are_added_up_without_what_was_fetched() -> None:
+    old = [
+        replace(part("a", {"rank-0.safetensors": [DEPOSITED]}), generation=4),
+        replace(part("b", {"fetched-0.safetensors": FETCHED}), generation=4),
+    ]
+    assert committed_fingerprints(old) == {MATRIX.name: fingerprint(DEPOSITED)}
+    # Or a cover without overlaps, where what was deposited is not all there.
+    apart = [
+        part("a", {"rank-0.safetensors": [Box((0, 0), (40, 8))]}),
+        part("b", {"fetched-0.safetensors": FETCHED}),
+    ]
+    assert committed_fingerprints(apart) == {MATRIX.name: fingerprint(DEPOSITED)}
+
+
+def test_an_older_state_whose_pieces_do_not_tell_its_fingerprint_is_not_taken_for_whole() -> None:
+    overlapping = [Box((0, 0), (40, 8)), Box((30, 0), (34, 8))]
+    generations = Generations()
+    generations.add(replace(part("a", {"fetched-0.safetensors": overlapping}), generation=4))
+    assert generations.covered() == ()
+
+
+def test_parts_that_were_committed_with_other_fingerprints_are_named() -> None:
+    _, own = committed()
+    other = replace(own, host="z", committed=Committed(("z",), {MATRIX.name: 5}))
+    with pytest.raises(ProofError, match=r"hosts 'a' and 'z'.*generation 4.*exp_avg/w"):
+        committed_fingerprints([own, other])
+
+
+def test_what_is_committed_is_stated_with_its_hosts() -> None:
+    generations, own = committed()
+    assert own.committed == generations.stated(4)
+    assert own.committed == Committed(("a",), {MATRIX.name: fingerprint(DEPOSITED)})
+
+
+def test_what_was_sealed_before_the_newest_generation_is_no_newer_state() -> None:
+    """A host that was away brings it: under a new number it would be taken for the newest."""
+    generations = Generations()
+    generations.deposit(part("a", {"rank-0.safetensors": [DEPOSITED]}))
+    assert generations.whole_deposit() == "r-1-9"
+    later = part("b", {"rank-0.safetensors": [DEPOSITED]}, deposit="r-2-12")
+    generations.add(replace(later, generation=6, step=12))
+    assert generations.whole_deposit() is None
+    generations.deposit(replace(later, about={**later.about, "deposit": "r-2-15"}, step=15))
+    assert generations.whole_deposit() == "r-2-15"
+
+
+def test_another_state_of_a_number_whose_holder_has_gone_is_proven_by_what_it_states() -> None:
+    _, own = committed()
+    first = Generations()
+    other = replace(own, host="z", about={**own.about, "deposit": "s-1-9"})
+    assert first.add(replace(other, committed=Committed(("z",), {MATRIX.name: 5})))
+    assert first.covered()
+    first.forget("z")
+    assert first.add(own) and first.covered() and first.stated(4) == own.committed
+    rows = own.collection
+    first.prove(4, rows, own.fingerprint)
+
+
+def test_what_was_fetched_and_never_proven_may_be_the_only_copy() -> None:
+    generations, own = committed()
+    files = (StoredFile("fetched-0.safetensors", 1 << 20),)
+    fetched = replace(own, host="b", files=files, unproven=(0,))
+    generations.add(fetched)
+    assert generations.is_whole_as_deposited(4)
+    generations.forget("a")
+    assert generations.covered() and not generations.is_whole_as_deposited(4)
+    generations.prove(4, own.collection, own.fingerprint)
+    assert generations.is_whole_as_deposited(4)

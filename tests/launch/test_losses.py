@@ -1,0 +1,320 @@
+"""Which agents count as lost, whom the coordinator listens to, and what it survives itself."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, wait_until
+
+from scalai.core import actions
+from scalai.core import membership as m
+from scalai.core.errors import AnswerError, PeerError
+from scalai.launch import cli
+from scalai.launch.losses import Patience
+from scalai.runtime.messages import Channel
+
+SHORT_S = 1.5
+"""Many times what a living agent is silent for here."""
+SHORT = replace(QUICK, lost_after_s=SHORT_S)
+ALONE = ("--nnodes", "1:3", "--settle-s", "0.1", "--max-restarts", "9")
+"""One host soon begins."""
+TOGETHER = ("--nnodes", "1:2", "--settle-s", "600", "--max-restarts", "9")
+"""Two hosts begin as soon as both have joined; one could go on."""
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Iterator[Line]:
+    line = Line(tmp_path, *ALONE)
+    yield line
+    line.end()
+
+
+@pytest.fixture
+def pair_line(tmp_path: Path) -> Iterator[Line]:
+    line = Line(tmp_path, *TOGETHER)
+    yield line
+    line.end()
+
+
+@pytest.fixture
+def short_line(tmp_path: Path) -> Iterator[Line]:
+    """A coordinator that soon takes a silent agent for lost."""
+    line = Line(tmp_path, *TOGETHER, patience=SHORT)
+    yield line
+    line.end()
+
+
+def note(line: Line, *hosts: str) -> None:
+    with line.coordinator._lock:
+        line.coordinator._live.command(hosts, command="note")
+
+
+def has_said(line: Line, *words: str) -> bool:
+    return any(all(word in text for word in words) for text in line.log)
+
+
+def test_a_silent_host_is_lost_where_others_can_go_on(short_line: Line) -> None:
+    short_line.join("a")
+    silent = short_line.join("b")
+    silent.wait_for("start")
+    silent.pause()
+    wait_until(lambda: has_said(short_line, "event=lost host=b", "silent"), "b is lost")
+    silent.go_on()
+    wait_until(lambda: silent.error is not None, "b is told")
+    assert "not in the job (any more)" in str(silent.error)
+
+
+def test_silence_alone_does_not_end_a_job_that_has_no_other_host(tmp_path: Path) -> None:
+    line = Line(tmp_path, *ALONE, patience=SHORT)
+    agent = line.join("a")
+    agent.wait_for("start")
+    agent.pause()
+    wait_until(
+        lambda: has_said(line, "event=host_silent host=a", "waiting for it"), "it is told of"
+    )
+    kept = line.coordinator._live.roster["a"]
+    first_s = kept.judge_again_s
+    wait_until(lambda: kept.judge_again_s > first_s, "it is judged again")
+    agent.go_on()
+    wait_until(lambda: has_said(line, "event=host_back host=a"), "it is back")
+    assert not has_said(line, "event=lost") and len(agent.heard("start")) == 1
+    line.end()
+
+
+def test_who_does_not_answer_is_lost_only_where_the_others_can_go_on(tmp_path: Path) -> None:
+    line = Line(tmp_path, "--nnodes", "1:2")
+    first = line.join("a")
+    line.join("b").wait_for("start")
+    first.wait_for("start")
+    live = line.coordinator._live
+    with line.coordinator._lock:
+        live._perform(actions.Lose(("a", "b"), "no answer within 61 s"))
+        assert live.roster.hosts() == ("b",)
+    assert has_said(line, "event=no_answer host=a", "it counts as lost")
+    assert has_said(line, "event=no_answer host=b", "waiting for it")
+    line.end()
+
+
+def test_a_stall_of_the_coordinator_is_not_taken_for_silence(short_line: Line) -> None:
+    """Its lock is held, as it is where the whole process is stopped."""
+    agents = [short_line.join("a"), short_line.join("b")]
+    agents[1].wait_for("start")
+    with short_line.coordinator._lock:
+        time.sleep(1.5 * SHORT_S)
+    wait_until(lambda: has_said(short_line, "event=stalled"), "the stall is told of")
+    note(short_line, "a", "b")
+    for agent in agents:
+        agent.wait_for("note")
+    assert not has_said(short_line, "event=lost")
+
+
+def test_a_stall_of_the_coordinator_is_not_taken_for_a_slow_phase(line: Line) -> None:
+    agent = line.join("a", is_slow=True)
+    agent.wait_for("start")
+    live = line.coordinator._live
+    wait_until(lambda: live.state.wait.since is not None, "the clock of the start runs")
+    with line.coordinator._lock:  # as after a pause of two start timeouts
+        stall_s = 2 * live.state.start_timeout_s
+        line.coordinator._losses._looked_at -= stall_s
+        live.state = m.excuse(live.state, -stall_s)
+    wait_until(lambda: has_said(line, "event=stalled"), "the stall is told of")
+    agent.tell("stepped", round=1)
+    wait_until(lambda: live.state.phase is m.Phase.RUNNING, "the job runs")
+    assert live.state.round == 1 and not has_said(line, "no progress of the start")
+
+
+def test_the_status_shows_workers_that_make_no_steps(
+    line: Line, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = line.join("a")
+    agent.wait_for("start")
+    agent.stalled = {"ranks": [1, 3], "step": 41, "for_s": 75.2}
+    roster = line.coordinator._live.roster
+    wait_until(lambda: bool(roster.stalled()), "the coordinator has heard it")
+    monkeypatch.setattr(cli, "read_card", lambda folder: (line.coordinator.address, TOKEN))
+    with pytest.raises(SystemExit):
+        cli.main(["status"])
+    assert "a: ranks 1, 3 at step 41 for 75 s" in capsys.readouterr().out
+    agent.stalled = None
+    wait_until(lambda: not roster.stalled(), "they go on")
+
+
+def test_workers_that_are_gone_are_not_shown_as_ones_that_make_no_steps(line: Line) -> None:
+    """Between two rounds: an agent polls with no round then."""
+    agent = line.join("a")
+    agent.wait_for("start")
+    agent.stalled = {"ranks": [1], "step": 41, "for_s": 75.2}
+    roster = line.coordinator._live.roster
+    wait_until(lambda: bool(roster.stalled()), "the coordinator has heard it")
+    agent.round = 0
+    wait_until(lambda: not roster.stalled(), "they are gone")
+
+
+def test_a_start_whose_bytes_still_flow_makes_progress(line: Line) -> None:
+    """However long it takes: only a silence of ``start_timeout_s`` ends it."""
+    agent = line.join("a", is_slow=True)
+    agent.wait_for("start")
+    live = line.coordinator._live
+    for moved in range(1, 4):
+        wait_until(lambda: live.state.wait.since is not None, "the clock of the start runs")
+        with line.coordinator._lock:  # most of the time has passed
+            live.state = m.excuse(live.state, -0.7 * live.state.start_timeout_s)
+        agent.tell("moved", round=1, bytes=moved)
+    agent.tell("stepped", round=1)
+    wait_until(lambda: live.state.phase is m.Phase.RUNNING, "the job runs")
+    assert live.state.round == 1 and not has_said(line, "no progress of the start")
+
+
+def test_an_agent_whose_connections_end_is_lost(pair_line: Line) -> None:
+    pair_line.join("a")
+    pair_line.join("b").leave()
+    said = ("event=lost host=b", "connections have ended")
+    wait_until(lambda: has_said(pair_line, *said), "b is lost")
+
+
+def test_an_agent_that_says_goodbye_is_not_waited_for(tmp_path: Path) -> None:
+    line = Line(tmp_path, "--nnodes", "1:3", patience=Patience(grace_s=DEADLINE_S))
+    agent = line.join("a")
+    agent._calls.call("bye", host="a", incarnation=agent.incarnation)
+    wait_until(lambda: "a" not in line.coordinator._live.roster, "a is gone")
+    line.end()
+
+
+def test_commands_go_to_the_agent_that_took_the_place_of_a_stale_one(pair_line: Line) -> None:
+    """The two hold the same store, whose lock has one holder; or the old one is silent."""
+    pair_line.join("b")
+    old = pair_line.join("a", store=["machine", 1])
+    old.wait_for("start")
+    old.pause()
+    new = pair_line.join("a", store=["machine", 1])
+    note(pair_line, "a")
+    old.go_on()
+    wait_until(lambda: old.error is not None, "the old one is told")
+    assert "another agent, which replaced it" in str(old.error)
+    with pytest.raises(AnswerError, match="replaced it"):
+        old.tell("leaving")
+    new.wait_for("note")
+    assert not old.heard("note")
+
+
+def test_a_silent_agent_gives_way_to_another_of_its_host(tmp_path: Path) -> None:
+    line = Line(tmp_path, *TOGETHER, patience=replace(QUICK, replaced_after_s=0.3))
+    line.join("b")
+    old = line.join("a", store=["machine", 1])
+    old.wait_for("start")
+    old.pause()
+    roster = line.coordinator._live.roster
+    wait_until(lambda: roster["a"].silence_s() > 0.3, "it is silent")
+    line.join("a", store=["another machine", 1]).wait_for("start")
+    line.end()
+
+
+def test_a_live_agent_is_not_replaced_by_one_of_another_store(line: Line) -> None:
+    line.join("a", store=["machine", 1]).wait_for("start")
+    with pytest.raises(PeerError, match=r"already in job 'j'.*--host-id"):
+        line.join("a", store=["machine", 2])
+
+
+def test_an_event_that_is_told_twice_counts_once(line: Line) -> None:
+    agent = line.join("a")
+    agent.wait_for("start")
+    wait_until(lambda: line.coordinator._live.roster["a"].told == 1, "its first step is told")
+    heard: list[tuple[str, str]] = []
+    line.coordinator._agent_events.hear = (  # type: ignore[method-assign]
+        lambda host, event, facts: heard.append((host, event))
+    )
+    for number in (2, 2, 3, 2):
+        agent._calls.call(
+            "tell", host="a", incarnation=agent.incarnation, number=number, event="leaving",
+            facts={},
+        )  # fmt: skip
+    assert heard == [("a", "leaving")] * 2
+
+
+BRINGS: dict[str, Any] = {
+    "host": "b", "incarnation": "i", "store": None, "slots": 2, "address": ["127.0.0.1", 1],
+    "parts": [], "sealed": [],
+}  # fmt: skip
+NONSENSE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no call": ("quit", {}, "no call|not a call"),
+    "no arguments": ("poll", {}, "called wrongly.*missing"),
+    "wrong type": ("poll", {**{"host": "a", "incarnation": "i", "received": "1"}, "round": 1,
+                            "newest": 1}, "received = '1'"),
+    "host": ("join", {**BRINGS, "host": "../../etc", "spec": {}}, "cannot name a directory"),
+    "spec": ("join", {**BRINGS, "spec": {}}, "brings no job"),
+    "argv": ("join", {**BRINGS, "spec": {"argv": 1, "elastic_text": 2, "deepspeed": 3}},
+             "brings no job"),
+    "parts": ("join", {**BRINGS, "parts": [{"generation": 1}]}, "damaged|brings no job"),
+    "scale": ("scale", {"nproc": "many", "nnodes": None, "degrees": None, "dry_run": True},
+              "nproc = 'many'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+def test_nonsense_is_refused_and_changes_nothing(line: Line, case: str) -> None:
+    method, arguments, message = NONSENSE[case]
+    if case == "parts":
+        arguments = {**arguments, "spec": line.spec.to_json()}
+    assert not isinstance(line.coordinator.address, str)
+    channel = Channel(line.coordinator.address, TOKEN)
+    with pytest.raises(AnswerError, match=message):
+        channel.call(method, **arguments)
+    channel.close()
+    line.join("a").wait_for("start")
+    assert not has_said(line, "event=crashed")
+
+
+@pytest.mark.parametrize(
+    ("event", "facts"),
+    [
+        ("sleep", {}), ("built", {"round": "one"}), ("built", {"number": 1}), ("stopped", {}),
+        ("sealed", {}), ("slots", {"slots": "two"}), ("committed", {"number": 1}),
+    ],
+)
+def test_events_that_are_none_are_refused(line: Line, event: str, facts: dict[str, Any]) -> None:
+    agent = line.join("a")
+    agent.wait_for("start")
+    with pytest.raises(AnswerError, match="versions differ"):
+        agent.tell(event, **facts)
+    assert not has_said(line, "event=crashed")
+
+
+def test_a_failure_of_the_coordinator_ends_the_job_with_its_reason(tmp_path: Path) -> None:
+    """Not by a host that counts as lost and half of a change."""
+    line = Line(tmp_path, "--nnodes", "1:3", "--settle-s", "1")
+
+    def fail(action: object) -> None:
+        raise KeyError("h7")
+
+    line.coordinator._live._starter.start = fail  # type: ignore[method-assign]
+    agents = [line.join("a"), line.join("b")]
+    for agent in agents:
+        told = agent.wait_for("exit")
+        assert told["code"] == 1 and "KeyError('h7')" in told["reason"]
+    line.thread.join(DEADLINE_S)
+    assert line.code == [1]
+    assert has_said(line, "event=crashed", "Traceback") and not has_said(line, "event=lost")
+    line.end()
+
+
+def test_the_coordinator_of_a_finished_job_waits_until_all_have_their_exit(tmp_path: Path) -> None:
+    """A late one must not take the end of a job for the end of its coordinator."""
+    line = Line(tmp_path, "--nnodes", "2")
+    first, late = line.join("a"), line.join("b")
+    assert first.wait_for("start")["group"] == ["a", "b"]
+    late.wait_for("start")
+    late.pause()
+    for agent in (first, late):
+        agent.tell("finished", round=1)
+    first.wait_for("exit")
+    first.leave()
+    time.sleep(0.5)  # longer than the last answers may be on their way
+    assert not line.code
+    late.go_on()
+    assert late.wait_for("exit")["code"] == 0
+    line.thread.join(DEADLINE_S)
+    assert line.code == [0]
+    line.end()

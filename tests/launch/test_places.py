@@ -1,0 +1,190 @@
+"""Finding a job's coordinator: who is slow about it holds nobody up for ever."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coordinator_line import wait_until
+
+from scalai.core.errors import PeerError, ScalaiError, UsageError
+from scalai.launch import coordinator_process, places
+from scalai.launch.card import CARD, write_card
+from scalai.launch.coordinator import Coordinator
+from scalai.launch.flags import parse_options
+from scalai.launch.job import JobSpec
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from scalai.launch import places
+with places.one_at_a_time(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_an_agent_that_stands_still_while_it_looks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o700)
+    folder = tmp_path / "job"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        os.kill(holder.pid, signal.SIGSTOP)
+        monkeypatch.setattr(places, "LOCK_QUIET_S", 0.1)
+        monkeypatch.setattr(places, "LOCK_TIMEOUT_S", 0.3)
+        with (
+            caplog.at_level(logging.WARNING),
+            pytest.raises(PeerError, match=f"process {holder.pid} has been looking"),
+            places.one_at_a_time(folder),
+        ):
+            pass
+        assert f"waiting for process {holder.pid}" in caplog.text
+    finally:
+        holder.kill()
+        holder.wait(30)
+    with places.one_at_a_time(folder):  # the lock went with its holder
+        pass
+
+
+class EndingCoordinator:
+    """One whose job ends while ``meanwhile`` happens."""
+
+    address = ("127.0.0.1", 1)
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self._meanwhile = meanwhile
+
+    def run(self) -> int:
+        self._meanwhile()
+        return 0
+
+
+def end_coordinator(folder: Path, meanwhile: Callable[[], object], *flags: str) -> int:
+    """Return the job's exit code."""
+    spec = JobSpec.read(parse_options([*flags, "--job", folder.name, "script.py"]))
+    ending: Any = EndingCoordinator(meanwhile)
+    address = coordinator_process._leave_card(ending, folder, "127.0.0.1", b"of the first run")
+    return coordinator_process._run(ending, spec, folder, address)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    path = tmp_path / "job"
+    path.mkdir(0o700)
+    return path
+
+
+def test_a_coordinator_that_ends_takes_its_card_away(folder: Path) -> None:
+    end_coordinator(folder, lambda: None)
+    assert not (folder / CARD).exists()
+
+
+def test_a_coordinator_that_ends_leaves_the_card_of_its_successor(folder: Path) -> None:
+    cards: list[bytes] = []
+
+    def succeed() -> None:
+        write_card(folder, ("127.0.0.1", 2), b"of the second run")
+        cards.append((folder / CARD).read_bytes())
+
+    end_coordinator(folder, succeed)
+    assert (folder / CARD).read_bytes() == cards[0]
+
+
+def test_a_coordinator_that_ends_leaves_the_card_while_another_is_started(folder: Path) -> None:
+    """Whoever holds the lock has seen that nobody answers there, or replaces the card."""
+    with ExitStack() as lock:
+        end_coordinator(folder, lambda: lock.enter_context(places.one_at_a_time(folder)))
+        assert (folder / CARD).exists()
+
+
+def test_a_standalone_job_that_ends_leaves_the_lock_to_one_that_holds_it(folder: Path) -> None:
+    with ExitStack() as lock:
+        hold = partial(lock.enter_context, places.one_at_a_time(folder))
+        end_coordinator(folder, hold, "--standalone")
+        assert (folder / places.LOCK).exists()
+    end_coordinator(folder, lambda: None, "--standalone")
+    assert not folder.exists()
+
+
+def test_whoever_waited_for_a_lock_that_was_removed_takes_the_new_one(folder: Path) -> None:
+    """Two must not hold the same lock under two files."""
+    waiting = threading.Event()
+    found: list[bool] = []
+
+    def wait_for_it() -> None:
+        waiting.set()
+        with places.one_at_a_time(folder):
+            found.append((folder / places.LOCK).exists())
+
+    thread = threading.Thread(target=wait_for_it, daemon=True)
+    with places.one_at_a_time(folder):
+        thread.start()
+        waiting.wait(60)
+        (folder / places.LOCK).unlink()
+    thread.join(60)
+    assert found == [True]
+
+
+def test_a_folder_that_cannot_be_cleared_away_leaves_the_jobs_end_as_it_is(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert end_coordinator(folder, lambda: folder.chmod(0o777)) == 0
+    assert "event=card_left" in caplog.text and "may be written to by other users" in caplog.text
+
+
+def test_a_coordinator_by_hand_listens_nowhere_while_an_agent_starts_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(places, "LOCK_QUIET_S", 0.1)
+    monkeypatch.setattr(coordinator_process.host_signals, "ignore", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    spec = JobSpec.read(parse_options(["--job", folder.name, "script.py"]))
+    errors: list[ScalaiError] = []
+
+    def serve() -> None:
+        try:
+            coordinator_process.serve(spec, folder, "127.0.0.1", port, b"by hand")
+        except ScalaiError as error:
+            errors.append(error)
+
+    by_hand = threading.Thread(target=serve, daemon=True)
+    with places.one_at_a_time(folder):
+        by_hand.start()
+        wait_until(lambda: "event=waiting for process" in caplog.text, "it waits for the lock")
+        # As the coordinator that this agent starts.
+        address, token = ("127.0.0.1", port), b"of the agent"
+        started = Coordinator(spec, address, token, lambda line: None, alone_s=0.0)
+        write_card(folder, address, token)
+    by_hand.join(60)
+    assert started.run() == 1  # nobody is there
+    (error,) = errors
+    assert isinstance(error, UsageError)
+    assert f"already, at 127.0.0.1:{port}" in str(error)
+
+
+@pytest.mark.parametrize("size", [0, 1 << 20], ids=["small", "more than a pipe holds"])
+def test_a_coordinator_that_ends_at_once_is_heard(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Before it has read what it is to do."""
+    text = "import sys; print('no such job, says the coordinator'); sys.exit(2)"
+    monkeypatch.setattr(places, "COORDINATOR", ["-c", text])
+    spec = JobSpec.read(parse_options(["--job", "job", "script.py", "x" * size]))
+    with pytest.raises(UsageError, match="no such job, says the coordinator"):
+        places._start_coordinator(spec, folder, None, None)

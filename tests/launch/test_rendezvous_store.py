@@ -1,0 +1,106 @@
+"""Where workers meet: on one interface, and for as long as they need it."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from scalai.launch.rendezvous_store import RendezvousStores, _Stores, connections
+
+DEADLINE_S = 120.0
+LINGER_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def stores() -> Iterator[RendezvousStores]:
+    stores = RendezvousStores("127.0.0.1", LINGER_S)
+    yield stores
+    stores.end()
+    assert stores._process.wait(DEADLINE_S) == 0
+
+
+def is_open(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=DEADLINE_S).close()
+        return True
+    except ConnectionRefusedError:
+        return False
+
+
+def test_a_store_listens_on_one_interface_alone(stores: RendezvousStores) -> None:
+    ports = {stores.open() for _ in range(3)}
+    assert len(ports) == 3
+    for port in ports:
+        assert is_open("127.0.0.1", port) and not is_open("127.0.0.2", port)
+
+
+def test_workers_meet_there(stores: RendezvousStores) -> None:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
+
+    port = stores.open()
+    first, second = (TCPStore("127.0.0.1", port, is_master=False) for _ in range(2))
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+    assert connections([port]) == 3  # one is the store's own
+
+
+def test_a_store_that_is_not_needed_any_more_is_closed(stores: RendezvousStores) -> None:
+    port = stores.open()
+    stores.close(port)
+    end = time.monotonic() + DEADLINE_S
+    while is_open("127.0.0.1", port):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_it_outlives_its_coordinator_while_workers_are_connected_and_no_longer(
+    stores: RendezvousStores,
+) -> None:
+    port = stores.open()
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S):
+        process = stores._process
+        assert process.stdin is not None
+        process.stdin.close()  # as when the coordinator is killed
+        time.sleep(2 * LINGER_S)
+        assert process.poll() is None and is_open("127.0.0.1", port)
+    assert process.wait(DEADLINE_S) == 0
+    # Whoever still opens one gets it, from another process.
+    assert is_open("127.0.0.1", stores.open())
+
+
+def test_a_next_store_that_cannot_be_made_ends_none_that_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers are connected to it."""
+    ports, is_full = iter((1, 2)), list[bool]()
+
+    def make(stores: _Stores) -> SimpleNamespace:
+        if is_full:
+            raise OSError("Too many open files")
+        return SimpleNamespace(port=next(ports))
+
+    monkeypatch.setattr(_Stores, "_make", make)
+    stores = _Stores("127.0.0.1")
+    assert stores.open() == 1
+    is_full.append(True)
+    stores.prepare()
+    with pytest.raises(OSError, match="Too many open files"):
+        stores.open()
+    is_full.clear()
+    assert stores.open() == 2
+
+
+def test_one_whose_coordinator_has_gone_before_it_was_ready_ends_without_a_word() -> None:
+    command = [sys.executable, "-m", "scalai.launch.rendezvous_store", "127.0.0.1", "0.1"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin and process.stdout and process.stderr
+    process.stdin.close()
+    process.stdout.close()
+    assert process.wait(DEADLINE_S) == 0
+    assert b"Traceback" not in process.stderr.read()

@@ -1,0 +1,315 @@
+"""An agent dies with a part that it has sealed, and another one of its host brings that part back:
+in whatever order its death, the end of the round and its successor become known."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from committed_parts import half, part
+from coordinator_line import DEADLINE_S, QUICK, TOKEN, FakeAgent, Line, wait_until
+
+from scalai.core.errors import PeerError, ProofError
+from scalai.core.membership import Phase
+from scalai.launch import generations
+from scalai.launch.losses import Patience
+from scalai.runtime.messages import Channel
+from scalai.store.committed import Committed
+from scalai.store.manifest import HostManifest, manifest_message
+
+STORE = ["machine", 1]
+
+
+def said(line: Line, text: str) -> bool:
+    return any(text in told for told in line.log)
+
+
+class TwoHosts:
+    """A running job on hosts a and b that began from a generation which is whole on either; what
+    they seal is whole only together."""
+
+    def __init__(self, folder: Path, nodes: str = "1:2", grace_s: float = DEADLINE_S) -> None:
+        patience = Patience(grace_s=grace_s)
+        flags = ("--nnodes", nodes, "--settle-s", "0.2", "--max-restarts", "9")
+        self.line, self._folder = Line(folder, *flags, patience=patience), folder
+        self._old = {host: part(folder, host, 1, 0, "r-0-0") for host in "ab"}
+        self.a, self.b = self.join("a"), self.join("b")
+        self.a.unanswered = {"stop"}
+        self.run = self.a.wait_for("start")["run"]
+        self.step = 0
+        wait_until(lambda: said(self.line, "event=resized"), "every rank has stepped")
+
+    def join(self, host: str, *sealed: HostManifest) -> FakeAgent:
+        old = self._old[host]
+        return self.line.join(host, store=[*STORE, host], parts=(old,), sealed=sealed)
+
+    def begin_to_stop(self) -> None:
+        """Ask for a change; both hosts stand at the agreed stop and may deposit."""
+        person = Channel(self.line.coordinator.address, TOKEN)
+        person.call("scale", nproc=3, nnodes=None, degrees=None, dry_run=False)
+        person.close()
+        self.step = self.a.wait_for("agree")["stop"]
+        for agent in (self.a, self.b):
+            agent.tell("arrived", round=1, stop=agent.wait_for("agree")["stop"])
+        for agent in (self.a, self.b):
+            agent.wait_for("deposit")
+
+    def sealed(self, host: str) -> HostManifest:
+        """Return what a host has sealed at the present stop."""
+        name = f"{self.run}-1-{self.step}"
+        whole = part(self._folder, host, -1, self.step, name)
+        return half(whole, host, "ab".index(host))
+
+    def a_tells(self, reason: str = "stop") -> None:
+        message = manifest_message(self.sealed("a"))
+        self.a.tell("sealed", round=1, reason=reason, part=message, seconds={})
+
+    def a_stops(self) -> None:
+        self.a.wait_for("stop")
+        self.a.tell("stopped", round=1, newest=self.step)
+
+    def comes_back(self) -> None:
+        self.b = self.join("b", self.sealed("b"))
+
+    def is_lost(self) -> None:
+        """The coordinator learns that b is gone, before another agent of it comes."""
+        self.b.leave()
+        wait_until(lambda: "b" not in self.line.coordinator._live.roster, "b is lost")
+
+    def wait_for_phase(self, phase: Phase) -> None:
+        live = self.line.coordinator._live
+        wait_until(lambda: live.state.phase is phase, f"the job is {phase.value}")
+
+    def check(self) -> None:
+        """Both hosts commit what they had sealed, and go on from there."""
+        def is_begun() -> bool:
+            return bool(self.b.heard("start")) or said(self.line, "event=went_back")
+
+        wait_until(is_begun, "a round begins")
+        assert not said(self.line, "event=went_back"), self.line.log
+        for agent in (self.a, self.b):
+            committed = agent.wait_for("commit")
+            assert committed["deposit"] == f"{self.run}-1-{self.step}"
+        start = self.b.wait_for("start")
+        assert (start["generation"], start["restorable_step"]) == (2, self.step)
+        assert set(start["sources"]) == {"a", "b"}
+        self.end()
+
+    def end(self) -> None:
+        self.line.coordinator._losses._patience = QUICK
+        self.line.end()
+
+
+def test_a_successor_that_comes_before_the_loss_is_known_brings_its_part(tmp_path: Path) -> None:
+    hosts = TwoHosts(tmp_path)
+    hosts.begin_to_stop()
+    hosts.a_tells()
+    hosts.comes_back()
+    hosts.a_stops()
+    hosts.check()
+
+
+def test_a_successor_that_comes_before_the_others_have_sealed_brings_its_part(
+    tmp_path: Path,
+) -> None:
+    hosts = TwoHosts(tmp_path)
+    hosts.begin_to_stop()
+    hosts.comes_back()
+    hosts.a_tells()
+    hosts.a_stops()
+    hosts.check()
+
+
+def test_a_successor_that_comes_while_workers_are_stopped_brings_its_part(tmp_path: Path) -> None:
+    hosts = TwoHosts(tmp_path, grace_s=0.1)
+    hosts.begin_to_stop()
+    hosts.a_tells()
+    hosts.is_lost()
+    hosts.wait_for_phase(Phase.STOPPING)
+    hosts.comes_back()
+    hosts.a_stops()
+    hosts.check()
+
+
+def test_a_successor_that_comes_while_the_job_waits_brings_its_part(tmp_path: Path) -> None:
+    hosts = TwoHosts(tmp_path, nodes="2", grace_s=0.1)
+    hosts.begin_to_stop()
+    hosts.a_tells()
+    hosts.is_lost()
+    hosts.wait_for_phase(Phase.STOPPING)
+    hosts.a_stops()
+    hosts.wait_for_phase(Phase.WAITING)
+    hosts.comes_back()
+    hosts.check()
+
+
+@pytest.mark.parametrize("is_told_first", [True, False])
+def test_a_successor_brings_its_part_of_a_snapshot(tmp_path: Path, is_told_first: bool) -> None:
+    """Training goes on when its agent dies, and the round fails with it."""
+    hosts = TwoHosts(tmp_path)
+    hosts.step = 7
+    if is_told_first:
+        hosts.a_tells("snapshot")
+        hosts.comes_back()
+    else:
+        hosts.comes_back()
+        hosts.a_tells("snapshot")
+    hosts.a_stops()
+    hosts.check()
+
+
+def test_a_snapshot_is_kept_whose_other_part_comes_while_workers_are_stopped(
+    tmp_path: Path,
+) -> None:
+    hosts = TwoHosts(tmp_path, grace_s=0.1)
+    hosts.step = 7
+    hosts.a_tells("snapshot")
+    hosts.is_lost()
+    hosts.wait_for_phase(Phase.STOPPING)
+    hosts.comes_back()
+    hosts.a_stops()
+    hosts.check()
+
+
+def test_a_state_whose_replicas_differ_at_a_stop_is_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job goes back to the newest committed one, and says which tensor."""
+
+    def differ(parts: object) -> None:
+        raise ProofError("replicas of tensor 'param/w' differ.")
+
+    hosts = TwoHosts(tmp_path)
+    hosts.begin_to_stop()
+    monkeypatch.setattr(generations, "deposited_fingerprints", differ)
+    for host in "ab":
+        agent, message = getattr(hosts, host), manifest_message(hosts.sealed(host))
+        agent.tell("sealed", round=1, reason="stop", part=message, seconds={})
+    hosts.a_stops()
+    assert hosts.a.wait_for("start", 2)["generation"] == 1
+    assert said(hosts.line, "event=deposit_refused") and said(hosts.line, "'param/w'")
+    assert said(hosts.line, "what was deposited is refused: replicas of tensor 'param/w'")
+    assert not said(hosts.line, "do not cover the state")
+    assert not said(hosts.line, "event=crashed")
+    hosts.end()
+
+
+def test_a_successor_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    hosts = TwoHosts(tmp_path)
+    other = part(tmp_path, "b", 7, 99, "other-1-99")
+    with pytest.raises(PeerError, match="step 99 of another run"):
+        hosts.line.join("b", store=[*STORE, "b"], parts=(other,))
+    assert not hosts.a.heard("stop") and "b" in hosts.line.coordinator._live.roster
+    hosts.end()
+
+
+# ------------------------------------------------------------------ what is no state of this round
+
+
+def test_a_whole_part_of_another_run_is_refused_by_a_job_that_has_begun(tmp_path: Path) -> None:
+    """Whoever holds it keeps it, and the job goes on from its own state."""
+    hosts = TwoHosts(tmp_path, nodes="1:3")
+    other = part(tmp_path, "c", -1, 500, "otherrun-3-500")
+    with pytest.raises(PeerError, match=r"'c' has sealed .* step 500 in another run.*scalai clean"):
+        hosts.line.join("c", sealed=(other,))
+    assert "c" not in hosts.line.coordinator._live.roster
+    hosts.begin_to_stop()
+    hosts.comes_back()
+    hosts.a_tells()
+    hosts.a_stops()
+    hosts.check()
+
+
+@pytest.mark.parametrize("is_of_this_run", [True, False])
+def test_what_was_left_behind_never_becomes_the_state(tmp_path: Path, is_of_this_run: bool) -> None:
+    """A host that was cut off in an earlier round of this run brings its part, or one brings half
+    of another run's."""
+    hosts = TwoHosts(tmp_path)
+    if is_of_this_run:
+        left = (part(tmp_path, "c", -1, 500, f"{hosts.run}-0-500"),)
+        joined = (hosts.line.join("c", sealed=left),)
+    else:
+        whole = part(tmp_path, "c", -1, 500, "otherrun-3-500")
+        halves = {host: half(whole, host, n) for n, host in enumerate("cd")}
+        joined = tuple(hosts.line.join(host, sealed=(halves[host],)) for host in "cd")
+    assert said(hosts.line, "host c gives up what it had sealed at step 500")
+    hosts.begin_to_stop()
+    hosts.comes_back()
+    hosts.a_tells()
+    hosts.a_stops()
+    hosts.check()
+    assert not any(agent.heard("commit") for agent in joined)
+
+
+def test_what_a_person_has_left_behind_does_not_come_back_as_a_sealed_part(tmp_path: Path) -> None:
+    line = Line(tmp_path, "--nnodes", "1:3", "--settle-s", "0.2")
+    older, newest = part(tmp_path, "a", 3, 20, "r-1-20"), part(tmp_path, "a", 4, 30, "r-1-30")
+    newest = replace(half(newest, "a", 0), committed=Committed(("a", "b"), {}))
+    first = line.join("a", parts=(older, newest))
+    person = Channel(line.coordinator.address, TOKEN)
+    wait_until(lambda: said(line, "scalai resume"), "it waits")
+    person.call("resume", generation=3, dry_run=False)
+    person.close()
+    assert first.wait_for("start")["generation"] == 3
+    line.join("b", sealed=(part(tmp_path, "b", -1, 30, "r-1-30"),))
+    first.tell("failed", round=1, reason="the test says so")
+    assert first.wait_for("start", 2)["generation"] == 3
+    assert not said(line, "event=recovered")
+    line.end()
+
+
+# ------------------------------------------------------------------ sealed parts at a start
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Line]:
+    line = Line(tmp_path, "--nnodes", "1:2", "--settle-s", "60")
+    yield line
+    line.end()
+
+
+def test_a_sealed_state_of_another_run_than_the_committed_one_is_refused(
+    start: Line, tmp_path: Path
+) -> None:
+    first = start.join("a", parts=(part(tmp_path, "a", 3, 20, "r-1-20"),))
+    with pytest.raises(PeerError, match=r"'c' has sealed .* step 500 .*\['a'\] hold generation 3"):
+        start.join("c", sealed=(part(tmp_path, "c", -1, 500, "otherrun-3-500"),))
+    start.join("b")
+    assert first.wait_for("start")["generation"] == 3
+
+
+def test_sealed_states_of_two_runs_are_not_chosen_between(start: Line, tmp_path: Path) -> None:
+    first = start.join("a", sealed=(part(tmp_path, "a", -1, 30, "r-1-30"),))
+    assert first.wait_for("commit")["generation"] == 1
+    with pytest.raises(PeerError, match=r"'c' has sealed .* step 500 .*\['a'\] hold generation 1"):
+        start.join("c", sealed=(part(tmp_path, "c", -1, 500, "otherrun-3-500"),))
+    assert not first.heard("drop")
+
+
+def test_a_committed_state_of_another_run_that_is_less_far_does_not_take_its_place(
+    start: Line, tmp_path: Path
+) -> None:
+    first = start.join("a", sealed=(part(tmp_path, "a", -1, 500, "r-1-500"),))
+    assert first.wait_for("commit")["generation"] == 1
+    with pytest.raises(PeerError, match=r"'c' holds generation 7 of step 20 .*as it was sealed"):
+        start.join("c", parts=(part(tmp_path, "c", 7, 20, "otherrun-3-20"),))
+    assert not first.heard("drop")
+
+
+def test_a_part_of_a_round_that_the_run_has_left_is_not_gone_on_from(
+    start: Line, tmp_path: Path
+) -> None:
+    """Step 30 was sealed on a host that was cut off; the others went back, and are at step 25."""
+    first = start.join("a", parts=(part(tmp_path, "a", 5, 25, "r-2-25"),))
+    start.join("b", sealed=(part(tmp_path, "b", -1, 30, "r-1-30"),))
+    assert first.wait_for("start")["generation"] == 5
+    assert said(start, "host b gives up what it had sealed at step 30")
+
+
+def test_what_was_sealed_first_after_a_resume_is_gone_on_from(start: Line, tmp_path: Path) -> None:
+    """The committed state is of the run before; whoever sealed the next one holds it."""
+    old = part(tmp_path, "a", 3, 20, "r-1-20")
+    sealed = part(tmp_path, "a", -1, 25, "next-1-25")
+    first = start.join("a", parts=(old,), sealed=(half(sealed, "a", 0),))
+    start.join("b", sealed=(half(sealed, "b", 1),))
+    assert first.wait_for("start")["restorable_step"] == 25

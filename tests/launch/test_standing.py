@@ -1,0 +1,347 @@
+"""A job that has a state never begins without it by itself: what it waits for, and the ways out."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from committed_parts import half, part
+from coordinator_line import TOKEN, FakeAgent, Line, wait_until
+
+from scalai.core.errors import PeerError, ProofError
+from scalai.launch import generations
+from scalai.launch.flags import parse_options
+from scalai.launch.job import JobSpec
+from scalai.runtime.messages import Channel
+from scalai.store.committed import Committed
+from scalai.store.manifest import HostManifest, manifest_message
+
+FLAGS = ("--nnodes", "1:3", "--settle-s", "0.2", "--max-restarts", "9")
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Iterator[Line]:
+    line = Line(tmp_path, *FLAGS)
+    yield line
+    line.end()
+
+
+@pytest.fixture
+def fresh_line(tmp_path: Path) -> Iterator[Line]:
+    line = Line(tmp_path, *FLAGS, "--fresh")
+    yield line
+    line.end()
+
+
+def of_two_hosts(folder: Path, number: int, step: int) -> list[HostManifest]:
+    """Return the parts of hosts a and b of a generation that says whose it is."""
+    whole = part(folder, "a", number, step, f"r-1-{step}")
+    stated = Committed(("a", "b"), {})
+    return [replace(half(whole, host, n), committed=stated) for n, host in enumerate("ab")]
+
+
+def call(line: Line, method: str, **arguments: Any) -> Any:
+    channel = Channel(line.coordinator.address, TOKEN)
+    try:
+        return channel.call(method, **arguments)
+    finally:
+        channel.close()
+
+
+def said(line: Line, pattern: str) -> None:
+    """Wait until the coordinator has said something."""
+    wait_until(lambda: any(re.search(pattern, text) for text in line.log), f"it says {pattern}")
+
+
+def test_it_waits_for_the_host_of_a_newer_part_and_names_it_and_the_ways_out(
+    line: Line, tmp_path: Path
+) -> None:
+    older, (of_a, of_b) = part(tmp_path, "a", 3, 20, "r-1-20"), of_two_hosts(tmp_path, 4, 30)
+    first = line.join("a", parts=(older, of_a))
+    said(line, r"generation 4 of step 30 is not whole .*'a'.* hold parts.*\['b'\] are missing")
+    said(line, r"Start the agents of \['b'\].*--durable-dir")
+    said(line, r"generation 3 of step 20, 10 steps back: scalai resume --job j --generation 3")
+    said(line, r"--fresh")
+    assert not first.heard("start") and not first.heard("drop")
+    line.join("b", parts=(of_b,))
+    assert first.wait_for("start")["generation"] == 4
+
+
+def test_a_damaged_newest_generation_is_waited_for_and_its_number_not_used_again(
+    line: Line, tmp_path: Path
+) -> None:
+    older = part(tmp_path, "a", 3, 20, "r-1-20")
+    agent = line.join("a", parts=(older,), damaged=((5, "/x/generation-5 is damaged"),))
+    said(line, "generation 5 is not whole .*damaged at host 'a': /x/generation-5 is damaged")
+    answer = call(line, "resume", generation=3, dry_run=False)
+    assert "going on from generation 3 of step 20; given up: generation 5" in answer["reason"]
+    assert agent.wait_for("start")["generation"] == 3
+    sealed = part(tmp_path, "a", -1, 25, f"{agent.wait_for('start')['run']}-1-25")
+    agent.tell(
+        "sealed", round=1, reason="snapshot", part=manifest_message(sealed), seconds={}
+    )
+    assert agent.wait_for("commit")["generation"] == 6
+
+
+def test_a_snapshot_whose_replicas_differ_is_refused_and_ends_no_agent(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def differ(parts: object) -> None:
+        raise ProofError("replicas differ.")
+
+    monkeypatch.setattr(generations, "deposited_fingerprints", differ)
+    agent = line.join("a")
+    sealed = part(tmp_path, "a", -1, 25, f"{agent.wait_for('start')['run']}-1-25")
+    agent.tell("sealed", round=1, reason="snapshot", part=manifest_message(sealed), seconds={})
+    said(line, "event=snapshot step=25 refused: replicas differ")
+    assert not agent.heard("commit") and not agent.heard("exit")
+
+
+def test_nothing_but_damage_is_a_state_too(line: Line) -> None:
+    agent = line.join("a", damaged=((1, "its manifest is torn"),))
+    said(line, "its manifest is torn")
+    assert not agent.heard("start")
+    with pytest.raises(PeerError, match=r"generation 0 is not whole.*Whole: none"):
+        call(line, "resume", generation=0, dry_run=False)
+
+
+def test_a_person_goes_on_from_an_older_generation_and_what_is_newer_goes_at_the_start(
+    line: Line, tmp_path: Path
+) -> None:
+    older, (of_a, of_b) = part(tmp_path, "a", 3, 20, "r-1-20"), of_two_hosts(tmp_path, 4, 30)
+    agent = line.join("a", parts=(older, of_a))
+    said(line, "scalai resume")
+    tried = call(line, "resume", generation=3, dry_run=True)
+    assert "given up: generation 4, 10 steps" in tried["reason"] and not agent.heard("start")
+    with pytest.raises(PeerError, match=r"generation 4 is not whole.*Whole: 3 \(step 20\)"):
+        call(line, "resume", generation=4, dry_run=False)
+    call(line, "resume", generation=3, dry_run=False)
+    assert agent.wait_for("start")["generation"] == 3
+    assert agent.wait_for("drop")["generation"] == 4
+    assert line.join("b", parts=(of_b,)).wait_for("drop")["generation"] == 4
+    with pytest.raises(PeerError, match="not waiting"):
+        call(line, "resume", generation=3, dry_run=False)
+
+
+def sealed_by(folder: Path, host: str, which: int) -> HostManifest:
+    """Return one of two hosts' parts of a first deposit, which nobody has committed."""
+    whole = part(folder, host, -1, 30, "r-1-30")
+    mine = half(whole, host, which)
+    return replace(mine, about={**mine.about, "hosts": ["a", "b"]})
+
+
+def test_a_job_does_not_begin_anew_without_what_was_sealed_and_names_who_is_missing(
+    line: Line, tmp_path: Path
+) -> None:
+    first = line.join("a", sealed=(sealed_by(tmp_path, "a", 0),))
+    said(line, r"sealed at step 30 is not whole .*\['a'\] hold parts.*\['b'\] are missing")
+    said(line, r"Start the agents of \['b'\].*--fresh")
+    assert not first.heard("start") and not first.heard("discard")
+    line.join("b", sealed=(sealed_by(tmp_path, "b", 1),))
+    assert first.wait_for("commit")["deposit"] == "r-1-30"
+    assert first.wait_for("start")["restorable_step"] == 30
+
+
+def test_what_was_sealed_is_given_up_once_all_are_back_and_it_is_not_whole(
+    line: Line, tmp_path: Path
+) -> None:
+    first = line.join("a", sealed=(sealed_by(tmp_path, "a", 0),))
+    said(line, "sealed at step 30 is not whole")
+    line.join("b")
+    assert first.wait_for("start")["generation"] is None
+    said(line, "host a gives up what it had sealed at step 30")
+
+
+@pytest.mark.parametrize("is_drained", [True, False])
+def test_what_was_sealed_is_waited_for_though_its_holder_has_gone(
+    line: Line, tmp_path: Path, is_drained: bool
+) -> None:
+    """It may come back: a job that began meanwhile would have it throw its part away."""
+    first, third = line.join("a", sealed=(sealed_by(tmp_path, "a", 0),)), line.join("c")
+    said(line, "sealed at step 30 is not whole")
+    if is_drained:
+        first.tell("leaving")
+        assert first.wait_for("exit")["keeps_state"]
+    first.leave()
+    live = line.coordinator._live
+    wait_until(lambda: "a" not in live.roster, "it is gone")
+    with line.coordinator._lock:
+        assert live.state.is_held_back and "the parts of ['a', 'b'] are missing" in (
+            live.state.obstacle
+        )
+    again = line.join("a", sealed=(sealed_by(tmp_path, "a", 0),))
+    line.join("b", sealed=(sealed_by(tmp_path, "b", 1),))
+    assert again.wait_for("start")["restorable_step"] == 30
+    assert not third.heard("discard") or third.wait_for("start")["restorable_step"] == 30
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_two_states_of_one_number_are_refused_in_each_order_by_name(
+    line: Line, tmp_path: Path, order: str
+) -> None:
+    steps = {"a": 20, "b": 30}
+    parts = {h: part(tmp_path, h, 3, step, f"of-{h}-1-{step}") for h, step in steps.items()}
+    kept, refused = order
+    agent = line.join(kept, parts=(parts[kept],))
+    message = (
+        rf"host '{refused}' holds generation 3 of step {steps[refused]} of another run .*"
+        rf"\['{kept}'\], whose generation 3 is of step {steps[kept]}.*scalai clean"
+    )
+    with pytest.raises(PeerError, match=message):
+        line.join(refused, parts=(parts[refused],))
+    assert not agent.heard("drop")
+
+
+def test_numbers_decide_which_state_is_the_newest(line: Line, tmp_path: Path) -> None:
+    """The job went back from step 30 to 20 and has come to 25 since."""
+    left, newest = part(tmp_path, "a", 4, 30, "r-1-30"), part(tmp_path, "a", 5, 25, "r-2-25")
+    assert line.join("a", parts=(left, newest)).wait_for("start")["generation"] == 5
+
+
+def test_parts_that_were_committed_otherwise_are_refused_by_name(
+    line: Line, tmp_path: Path
+) -> None:
+    of_a, of_b = of_two_hosts(tmp_path, 4, 30)
+    line.join("a", parts=(of_a,))
+    other = replace(of_b, committed=Committed(("a", "b"), {"param/w": 9}))
+    with pytest.raises(PeerError, match=r"hosts 'a' and 'b'.*generation 4.*param/w"):
+        line.join("b", parts=(other,))
+
+
+# ------------------------------------------------------------------ beginning anew
+
+
+def fresh(line: Line) -> JobSpec:
+    return JobSpec.read(parse_options([*line.flags, "--fresh", "script.py"]))
+
+
+def test_a_fresh_job_keeps_the_old_state_until_it_has_its_own(
+    fresh_line: Line, tmp_path: Path
+) -> None:
+    agent = fresh_line.join("a", parts=(part(tmp_path, "a", 7, 20, "r-1-20"),))
+    assert agent.answer["sets_aside"]
+    said(fresh_line, "host=a gives up generation 7 of step 20")
+    start = agent.wait_for("start")
+    assert start["generation"] is None and not agent.heard("drop")
+    sealed = part(tmp_path, "a", -1, 0, f"{start['run']}-1-0")
+    agent.tell("sealed", round=1, reason="start", part=manifest_message(sealed), seconds={})
+    assert agent.wait_for("commit")["generation"] == 8
+    assert agent.wait_for("drop")["generation"] == 7
+
+
+def test_a_host_that_does_not_say_so_keeps_its_state(fresh_line: Line, tmp_path: Path) -> None:
+    flags = [flag for flag in fresh_line.flags if flag != "--fresh"]
+    plain = JobSpec.read(parse_options([*flags, "script.py"]))
+    with pytest.raises(PeerError, match=r"begins anew.*holds generation 7 of step 20.*--fresh too"):
+        fresh_line.join("a", parts=(part(tmp_path, "a", 7, 20, "r-1-20"),), spec=plain)
+    assert not fresh_line.join("b", spec=plain).heard("drop")
+
+
+def test_a_fresh_agent_does_not_touch_a_job_that_has_a_state(line: Line, tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match=r"started without it.*waiting, round 0"):
+        line.join("a", spec=fresh(line))
+    agent = line.join("a", parts=(part(tmp_path, "a", 7, 20, "r-1-20"),))
+    assert agent.wait_for("start")["generation"] == 7
+    with pytest.raises(PeerError, match=r"--fresh begins job 'j' anew, but"):
+        line.join("b", spec=fresh(line))
+
+
+def test_what_a_late_host_sets_aside_is_never_the_jobs_own_under_that_number(
+    fresh_line: Line, tmp_path: Path
+) -> None:
+    agent = fresh_line.join("a")
+    run = agent.wait_for("start")["run"]
+    sealed = part(tmp_path, "a", -1, 0, f"{run}-1-0")
+    agent.tell("sealed", round=1, reason="start", part=manifest_message(sealed), seconds={})
+    assert agent.wait_for("commit")["generation"] == 1
+    late = fresh_line.join("b", parts=(part(tmp_path, "b", 1, 20, "r-1-20"),))
+    assert late.wait_for("drop")["generation"] == 1
+    sealed = part(tmp_path, "a", -1, 5, f"{run}-1-5")
+    agent.tell("sealed", round=1, reason="snapshot", part=manifest_message(sealed), seconds={})
+    assert agent.wait_for("commit", 2)["generation"] == 2
+    assert not fresh_line.coordinator._live.generations.keep(1), "nothing of the job's own goes"
+
+
+def test_what_was_fetched_of_a_generation_that_was_left_behind_goes(
+    line: Line, tmp_path: Path
+) -> None:
+    older, of_a = part(tmp_path, "a", 3, 20, "r-1-20"), of_two_hosts(tmp_path, 4, 30)[0]
+    agent = line.join("a", parts=(older, of_a))
+    said(line, "scalai resume")
+    call(line, "resume", generation=3, dry_run=False)
+    agent.wait_for("drop")
+    agent.tell("grown", part=manifest_message(of_a))  # it was on its way
+    assert agent.wait_for("drop", 2)["generation"] == 4
+
+
+def test_a_late_host_of_a_fresh_job_sets_nothing_aside(fresh_line: Line) -> None:
+    fresh_line.join("a").wait_for("start")
+    assert fresh_line.join("b").answer == {"round": 1, "sets_aside": False}
+
+
+# ------------------------------------------------------------------ a proof that fails
+
+
+def restored(agent: FakeAgent, number: int) -> dict[str, Any]:
+    """Answer a start as workers would that have restored something else."""
+    start = agent.wait_for("start", number)
+    rows = next(iter(start["sources"].values()))["part"]["collection"]
+    agent.tell(
+        "restored", round=start["round"], rows=rows, seconds={}, bytes_local=0, bytes_remote=0,
+        fingerprints=["0"] * len(rows["tensor"]),
+    )  # fmt: skip
+    return start
+
+
+def test_a_failed_proof_fetches_anew_once_and_a_second_one_ends_the_job(tmp_path: Path) -> None:
+    line = Line(tmp_path, "--nnodes", "1", "--max-restarts", "0")
+    agent = line.join("a", parts=(part(tmp_path, "a", 4, 30, "r-1-30"),), is_slow=True)
+    restored(agent, 1)
+    assert agent.wait_for("doubt")["generation"] == 4
+    agent.wait_for("stop")
+    agent.tell("examined", generation=4, damage=["'param/w' in /d/x differs"], directory="/d")
+    restored(agent, 2)
+    end = agent.wait_for("exit")
+    assert end["code"] == 3 and end["keeps_state"], "no restart was left, and none was needed"
+    for found in (r"generation 4 of step 30", r"param/w", r"'a': 'param/w' in /d/x", r"--fresh"):
+        assert re.search(found, end["reason"]), end["reason"]
+    line.end()
+
+
+def test_the_only_copy_is_kept_though_it_was_fetched_and_never_proven(tmp_path: Path) -> None:
+    """The hosts that it came from have gone."""
+    line = Line(tmp_path, "--nnodes", "1", "--max-restarts", "0")
+    whole = part(tmp_path, "a", 4, 30, "r-1-30")
+    unproven = tuple(range(len(whole.files)))
+    agent = line.join("a", parts=(replace(whole, unproven=unproven),), is_slow=True)
+    restored(agent, 1)
+    restored(agent, 2)
+    end = agent.wait_for("exit")
+    assert end["code"] == 3 and end["keeps_state"] and not agent.heard("doubt")
+    line.end()
+
+
+def test_a_proof_that_passes_the_second_time_ends_the_doubt(line: Line, tmp_path: Path) -> None:
+    whole = part(tmp_path, "a", 4, 30, "r-1-30")
+    agent = line.join("a", parts=(whole,), is_slow=True)
+    restored(agent, 1)
+    agent.wait_for("doubt")
+    start = agent.wait_for("start", 2)
+    agent.tell(
+        "restored", round=start["round"], rows=whole.collection.to_json(), seconds={},
+        bytes_local=0, bytes_remote=0, fingerprints=[f"{v:016x}" for v in whole.fingerprint],
+    )  # fmt: skip
+    agent.wait_for("proceed")
+    assert not agent.heard("exit")
+
+
+def test_what_was_fetched_and_is_not_what_was_promised_is_doubted(
+    line: Line, tmp_path: Path
+) -> None:
+    agent = line.join("a", parts=(part(tmp_path, "a", 4, 30, "r-1-30"),), is_slow=True)
+    start = agent.wait_for("start")
+    agent.tell("unproven", round=start["round"], reason="1 fetched pieces are not what")
+    assert agent.wait_for("doubt")["generation"] == 4
+    assert agent.wait_for("start", 2)["generation"] == 4

@@ -1,0 +1,44 @@
+"""Workers that cannot be started: a change that is not built ahead, a round that fails."""
+
+from typing import Any
+
+import pytest
+
+from scalai.core.errors import StoreError
+from scalai.launch.workforce import Workforce
+
+COMMAND = {"round": 3, "first_rank": 0, "local_world_size": 1, "is_built": False}
+
+
+class NoRoom:
+    """Crews of a host whose shared memory is full, or that has no process left."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def start(self, command: Any) -> None:
+        raise self._error
+
+
+class Told:
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        self.events.append({"event": event, **facts})
+
+
+@pytest.mark.parametrize(
+    "error", [StoreError("no page"), OSError(11, "Resource temporarily unavailable")]
+)
+def test_workers_that_cannot_be_started_end_no_agent(error: Exception) -> None:
+    told = Told()
+    workforce = Workforce("always", NoRoom(error), told)  # type: ignore[arg-type]
+    workforce.build(COMMAND)
+    (not_built,) = told.events
+    assert (not_built["event"], not_built["round"]) == ("not_built", 3)
+    assert str(error) in not_built["reason"]
+    workforce.start(COMMAND)
+    failed = told.events[-1]
+    assert (failed["event"], failed["round"]) == ("failed", 3) and str(error) in failed["reason"]
+    assert workforce.crew is None and workforce.end(0.0, lambda: False) == 0

@@ -1,0 +1,88 @@
+"""What a worker and its children do at signals that mean the agent."""
+
+import subprocess
+import sys
+
+DEADLINE_S = 120.0
+PROLOGUE = """
+import multiprocessing, os, signal, subprocess, sys, time
+from torch.utils.data import DataLoader
+from scalai.patches.signals import keep_ending_children, leave_signals_to_the_agent
+leave_signals_to_the_agent()
+keep_ending_children()
+"""
+
+
+def run(script: str) -> str:
+    """Run a worker's script in a process of its own. Returns what it prints; it must end well."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROLOGUE + script],
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def test_a_worker_lives_on_and_a_handler_of_the_script_gets_the_signal() -> None:
+    said = run("""
+for number in (signal.SIGTERM, signal.SIGINT):
+    os.kill(os.getpid(), number)
+signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+os.kill(os.getpid(), signal.SIGTERM)
+print("alive")
+""")
+    assert said.split() == ["handled", "alive"]
+
+
+def test_a_data_loader_lives_on_and_ends_with_its_iterator_or_its_worker() -> None:
+    said = run("""
+loader = DataLoader(range(8), num_workers=2)
+samples = iter(loader)
+next(samples)
+stranger = subprocess.run([sys.executable, "-c", '''
+import os, signal, sys
+for pid in sys.argv[1:]:
+    os.kill(int(pid), signal.SIGTERM)
+''', *(str(process.pid) for process in samples._workers)], check=True)
+print(len(list(samples)))
+ended = iter(loader)
+next(ended)
+workers = ended._workers
+del ended
+assert not any(process.is_alive() for process in workers)
+forgotten = iter(DataLoader(range(10**9), num_workers=2, persistent_workers=True))
+next(forgotten)
+""")
+    assert said.split() == ["7"]
+
+
+def test_children_of_the_script_are_ended_by_terminate() -> None:
+    said = run("""
+def sleep():
+    time.sleep(600)
+
+def say():
+    signal.signal(signal.SIGTERM, lambda *_: (print("by its handler", flush=True), os._exit(5)))
+    ready.set()
+    time.sleep(600)
+
+child = multiprocessing.Process(target=sleep)
+child.start()
+child.terminate()
+child.join(60)
+assert child.exitcode is not None
+ready = multiprocessing.Event()
+child = multiprocessing.Process(target=say)
+child.start()
+ready.wait(60)
+child.terminate()
+child.join(60)
+assert child.exitcode == 5
+child = subprocess.Popen(["sleep", "600"])
+child.terminate()
+child.wait(60)
+forgotten = multiprocessing.Process(target=sleep, daemon=True)
+forgotten.start()
+""")
+    assert said.split() == ["by", "its", "handler"]

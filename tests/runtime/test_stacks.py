@@ -1,0 +1,117 @@
+"""A worker says where it stands, also while it waits for good; one that cannot is not killed."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from scalai.launch.progress import Progress
+from scalai.launch.stacks import Stacks, describe, main_thread
+
+WAITS = """
+import threading
+from scalai.runtime.stacks import offer_stacks
+{offer}
+def innermost():
+    print("there", flush=True)
+    threading.Event().wait()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+innermost()
+"""
+
+
+@contextmanager
+def waiting(folder: Path, offer: str) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "SCALAI_AGENT": str(folder)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITS.format(offer=offer)],
+        stdout=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "there\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def answer(stacks: Stacks, caplog: pytest.LogCaptureFixture, what: str) -> str:
+    end = time.monotonic() + 60
+    while what not in caplog.text:
+        assert time.monotonic() < end, caplog.text
+        stacks.watch()
+        time.sleep(0.05)
+    return caplog.text
+
+
+def test_the_main_threads_frames_are_told_each_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    stacks = Stacks(tmp_path)
+    with waiting(tmp_path, "offer_stacks()") as process:
+        end, text = time.monotonic() + 60, ""
+        for _ in range(2):
+            while "in innermost" not in text or "in wait" not in text:  # it is on its way there
+                assert time.monotonic() < end, text
+                caplog.clear()
+                stacks.ask({"3": process.pid})
+                text = answer(stacks, caplog, "event=stack rank=3")
+            text = ""
+        assert process.poll() is None
+
+
+@pytest.mark.parametrize(("offer", "state"), [("", "S (sleeping)"), ("offer_stacks()", "T (stop")])
+def test_one_that_cannot_answer_is_described_and_lives(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, offer: str, state: str
+) -> None:
+    stacks = Stacks(tmp_path)
+    with waiting(tmp_path, offer) as process:
+        if state.startswith("T"):
+            process.send_signal(signal.SIGSTOP)
+        end = time.monotonic() + 60
+        while f"state='{state[:1]}" not in describe(process.pid):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        stacks.ask({"0": process.pid})
+        assert f"state='{state}" in answer(stacks, caplog, "event=stack rank=0")
+        assert process.poll() is None
+
+
+def test_the_main_thread_is_the_last_of_a_dump() -> None:
+    dump = """Thread 0x1 (most recent call first):
+  File "a.py", line 1 in other
+Current thread 0x2 (most recent call first):
+  File "b.py", line 2 in inner
+  File "b.py", line 3 in <module>
+"""
+    assert main_thread(dump) == ['"b.py", line 2 in inner', '"b.py", line 3 in <module>']
+    assert main_thread("") == []
+
+
+def test_a_stall_is_told_once_and_again_after_twice_as_long() -> None:
+    progress = Progress(stall_s=60.0)
+    for step in range(10):
+        assert progress.stalled_s({0: step, 1: step}, float(step)) is None
+    told = [second for second in range(10, 600) if progress.stalled_s({0: 10, 1: 9}, float(second))]
+    assert told == [69, 129, 249, 489]
+    assert progress.stalled_s({0: 10, 1: 10}, 601.0) is None
+    assert progress.stalled_s({0: 10, 1: 10}, 630.0) is None
+
+
+def test_long_steps_are_no_stall_nor_is_a_round_that_has_not_begun() -> None:
+    progress = Progress(stall_s=60.0)
+    for step in range(1, 6):
+        assert progress.stalled_s({0: step}, 50.0 * step) is None
+    assert progress.patience_s == 500.0
+    assert progress.stalled_s({0: 5}, 250.0 + 499.0) is None
+    assert progress.stalled_s({0: 5}, 250.0 + 501.0) == 501.0
+    assert progress.stalled_s({}, 10_000.0) is None
+    assert progress.stalled_s({}, 20_000.0) is None

@@ -1,0 +1,170 @@
+"""What another user of the machine has put where a store will be is neither used nor changed."""
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scalai.core.errors import StoreError, UsageError
+from scalai.launch.card import CARD, read_card
+from scalai.launch.places import one_at_a_time
+from scalai.store.host import HostStore
+from scalai.store.secure import Folder, open_below
+
+STRANGER = 23456
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+
+
+def as_stranger(code: str, *arguments: object) -> None:
+    """Run Python as another user of this machine."""
+    become = f"import os, sys; os.setgroups([]); os.setgid({STRANGER}); os.setuid({STRANGER})\n"
+    subprocess.run(
+        [sys.executable, "-c", become + code, *map(str, arguments)], check=True, timeout=60
+    )
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that all may write to, like /dev/shm, that all can reach."""
+    with tempfile.TemporaryDirectory(prefix="scalai-test-", dir="/dev/shm") as above:
+        os.chmod(above, 0o711)
+        folder = Path(above, "shm")
+        folder.mkdir()
+        folder.chmod(0o1777)
+        yield folder
+
+
+@needs_root
+@pytest.mark.parametrize("level", ["root", "job", "host"])
+def test_a_folder_that_a_stranger_made_first_is_refused(shared: Path, level: str) -> None:
+    root = shared / "scalai"
+    path = {"root": root, "job": root / "j", "host": root / "j" / "a"}[level]
+    if path.parent != shared:
+        path.parent.mkdir(mode=0o700, parents=True)
+        os.chown(path.parent, STRANGER, STRANGER)
+    as_stranger("os.makedirs(sys.argv[1]); os.chmod(sys.argv[1], 0o777)", path)
+    for parent in path.parents:
+        if parent.is_relative_to(root):
+            os.chown(parent, 0, 0)
+    with pytest.raises(StoreError, match=rf"{path} belongs to user {STRANGER}.*--store-dir"):
+        HostStore("j", "a", root)
+    assert os.listdir(path) == []
+
+
+@needs_root
+def test_a_link_of_a_stranger_does_not_cut_a_file(shared: Path) -> None:
+    precious = shared.parent / "precious"
+    precious.write_text("precious")
+    job = shared / "scalai" / "default"
+    as_stranger(
+        "os.makedirs(sys.argv[1]); os.chmod(sys.argv[1], 0o777)\n"
+        "os.chmod(os.path.dirname(sys.argv[1]), 0o777)\n"
+        "os.symlink(sys.argv[2], sys.argv[1] + '/coordinator.lock')",
+        job, precious,
+    )  # fmt: skip
+    with pytest.raises(StoreError, match="belongs to user"), one_at_a_time(job):
+        pass
+    assert precious.read_text() == "precious"
+
+
+@needs_root
+def test_a_card_of_a_stranger_is_not_believed(shared: Path) -> None:
+    job = shared / "scalai" / "default"
+    as_stranger(
+        "os.makedirs(sys.argv[1])\n"
+        'open(sys.argv[1] + \'/coordinator.json\', "w").write('
+        '\'{"host": "127.0.0.1", "port": 1, "token": "00"}\')',
+        job,
+    )  # fmt: skip
+    for owned in (job.parent, job):
+        with pytest.raises(StoreError, match=f"{owned} belongs to user"):
+            read_card(job)
+        os.chown(owned, 0, 0)
+    with pytest.raises(StoreError, match=r"coordinator\.json is no plain file of user 0"):
+        read_card(job)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    target.mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(StoreError, match=r"link cannot be used .*symbolic link"):
+        open_below(tmp_path / "link", make=True)
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    job = tmp_path / "store" / "default"
+    open_below(job.parent, job.name, make=True).close()
+    for name in ("coordinator.lock", CARD):
+        (job / name).symlink_to(precious)
+    with pytest.raises(StoreError, match=r"coordinator.lock cannot be used"), one_at_a_time(job):
+        pass
+    with pytest.raises(StoreError, match=r"coordinator.json cannot be used"):
+        read_card(job)
+    assert precious.read_text() == "precious"
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lock")
+    with Folder.open(tmp_path) as folder, pytest.raises(StoreError, match="no plain file"):
+        folder.open_file("lock", os.O_RDWR)
+
+
+@pytest.mark.parametrize("level", ["store", "store/j", "store/j/a"])
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, level: str) -> None:
+    (tmp_path / "store/j/a").mkdir(parents=True)
+    for path in (tmp_path / "store", tmp_path / "store/j", tmp_path / "store/j/a"):
+        path.chmod(0o755)
+    (tmp_path / level).chmod(0o775)
+    with pytest.raises(StoreError, match=rf"{level} may be written to .*mode is 775.*chmod go-w"):
+        HostStore("j", "a", tmp_path / "store")
+
+
+def test_a_root_may_be_a_shared_folder_with_the_sticky_bit(shared: Path) -> None:
+    HostStore("j", "a", shared).close()
+    assert stat.S_IMODE((shared / "j").stat().st_mode) == 0o700
+    shared.chmod(0o777)
+    with pytest.raises(StoreError, match="choose a folder below it"):
+        HostStore("j", "a", shared)
+
+
+@needs_root
+def test_a_shared_root_of_a_stranger_is_refused(shared: Path) -> None:
+    os.chown(shared, STRANGER, STRANGER)
+    with pytest.raises(StoreError, match="belongs to user"):
+        HostStore("j", "a", shared)
+
+
+def test_all_that_a_store_makes_is_for_its_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        HostStore("j", "a", tmp_path / "store").close()
+    finally:
+        os.umask(before)
+    for path in [tmp_path / "store", *(tmp_path / "store").rglob("*")]:
+        assert not path.stat().st_mode & 0o077, path
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    with Folder.open(tmp_path) as folder:
+        folder.write("card", b"first")
+        (tmp_path / f".card.{os.getpid()}").symlink_to(tmp_path / "elsewhere")
+        folder.write("card", b"second")
+        assert folder.read("card") == b"second" and not (tmp_path / "elsewhere").exists()
+        with pytest.raises(StoreError):
+            folder.write("x" * 250, b"a name that is too long")
+    assert sorted(os.listdir(tmp_path)) == ["card"]
+
+
+@pytest.mark.parametrize("name", ["../x", "", "a b", ".hidden", "a/b", "x" * 201, "a\n"])
+def test_names_that_are_no_folders_are_refused_before_anything_is_made(
+    tmp_path: Path, name: str
+) -> None:
+    for job, host in ((name, "a"), ("j", name)):
+        with pytest.raises(UsageError, match="cannot name a directory"):
+            HostStore(job, host, tmp_path / "store")
+    assert not (tmp_path / "store").exists()

@@ -1,0 +1,287 @@
+"""A coordinator beside the test, and agents that are threads of it; a relay that can be cut or
+frozen."""
+
+import contextlib
+import itertools
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scalai.core.errors import PeerError
+from scalai.launch.coordinator import Coordinator
+from scalai.launch.flags import parse_options
+from scalai.launch.job import JobSpec
+from scalai.launch.losses import Patience
+from scalai.launch.rendezvous_store import RendezvousStores
+from scalai.runtime.messages import Channel
+from scalai.store.manifest import HostManifest, manifest_message
+
+TOKEN = b"secret"
+DEADLINE_S = 60.0
+QUICK = Patience(grace_s=0.1, poll_s=0.1)
+"""The agents here have one connection for good: where it ends they are gone; and they leave when
+their poll is answered."""
+
+
+class NoStores(RendezvousStores):
+    """What no worker ever meets at: a process a coordinator would take its time."""
+
+    def __init__(self) -> None:
+        self._ports = itertools.count(1)
+
+    def wait_ready(self) -> None: ...
+
+    def open(self) -> int:
+        return next(self._ports)
+
+    def close(self, port: int) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Line:
+    """A coordinator that runs beside the test."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        alone_s: float = 60.0,
+        patience: Patience = QUICK,
+    ) -> None:
+        config = folder / "elastic.toml"
+        config.write_text("[model]\nglobal_batch_size = 12\n[probe]\nkind = 'none'\n")
+        self.flags = ["--elastic", str(config), "--job", "j", "--nproc-per-node", "2", *flags]
+        self.spec = JobSpec.read(parse_options([*self.flags, "script.py"]))
+        self.log: list[str] = []
+        self.coordinator = Coordinator(
+            self.spec, ("127.0.0.1", 0), TOKEN, self.log.append, alone_s, patience, NoStores()
+        )
+        self.code: list[int] = []
+        self.thread = threading.Thread(
+            target=lambda: self.code.append(self.coordinator.run()), daemon=True
+        )
+        self.thread.start()
+        self.agents: list[FakeAgent] = []
+
+    def join(self, host: str, **brings: Any) -> "FakeAgent":
+        agent = FakeAgent(self, host, **brings)
+        self.agents.append(agent)
+        return agent
+
+    def end(self) -> None:
+        for agent in self.agents:
+            agent.is_gone = True
+        for agent in self.agents:
+            agent.leave()
+        self.coordinator._alone_s = 0.0  # the test need not wait for it
+        self.thread.join(DEADLINE_S)
+        assert self.code
+
+
+class FakeAgent:
+    """An agent without workers: it fetches commands, and answers those that ``answer`` knows."""
+
+    def __init__(
+        self,
+        line: Line,
+        host: str,
+        *,
+        parts: tuple[HostManifest, ...] = (),
+        sealed: tuple[HostManifest, ...] = (),
+        spec: JobSpec | None = None,
+        store: Any = None,
+        damaged: tuple[tuple[int, str], ...] = (),
+        is_slow: bool = False,
+    ) -> None:
+        self.host, self._line, self._is_slow = host, line, is_slow
+        self._calling = threading.Event()
+        self._calling.set()
+        self.commands: list[dict[str, Any]] = []
+        self.is_gone = False
+        self.round = 0
+        self.stalled: dict[str, Any] | None = None
+        self.error: PeerError | None = None
+        """Why it fetches commands no longer."""
+        address = line.coordinator.address
+        self.incarnation = secrets.token_hex(4)
+        self.unanswered: set[str] = set()
+        """Commands that it leaves to the test to answer."""
+        self._told, self._received = 0, 0
+        self._telling = threading.Lock()
+        self._calls, self._polls = Channel(address, TOKEN), Channel(address, TOKEN)
+        self.answer = self._calls.call(
+            "join", host=host, damaged=damaged, incarnation=self.incarnation, store=store, slots=2,
+            address=["127.0.0.1", 1],
+            parts=[manifest_message(part) for part in parts],
+            sealed=[manifest_message(part) for part in sealed],
+            spec=(spec or line.spec).to_json(),
+        )  # fmt: skip
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """The agent dies."""
+        self.is_gone = True
+        self._calling.set()
+        self._thread.join(DEADLINE_S)
+        self._polls.close()
+        self._calls.close()
+
+    def pause(self) -> None:
+        """It calls nobody any more; its connections stay."""
+        self._calling.clear()
+
+    def go_on(self) -> None:
+        """After a pause."""
+        self._calling.set()
+
+    def tell(self, event: str, **facts: Any) -> None:
+        with self._telling:  # the test and the polling thread both tell, in the order of numbers
+            self._told += 1
+            self._calls.call(
+                "tell", host=self.host, incarnation=self.incarnation, number=self._told,
+                event=event, facts=facts,
+            )  # fmt: skip
+
+    def heard(self, name: str) -> list[dict[str, Any]]:
+        """Return the commands of a kind so far."""
+        return [command for command in self.commands if command["command"] == name]
+
+    def wait_for(self, name: str, count: int = 1) -> dict[str, Any]:
+        """Return the ``count``-th command of a kind."""
+        wait_until(lambda: len(self.heard(name)) >= count, f"{count} times {name} at {self.host}")
+        return self.heard(name)[count - 1]
+
+    def _poll(self) -> None:
+        while not self.is_gone:
+            self._calling.wait(DEADLINE_S)
+            try:
+                found = self._polls.call(
+                    "poll", host=self.host, incarnation=self.incarnation, received=self._received,
+                    round=self.round, newest=0, stalled=self.stalled,
+                )  # fmt: skip
+            except PeerError as error:
+                self.error = error
+                return
+            for command in found["commands"]:
+                self._received += 1
+                self.commands.append(command)
+                self._answer(command)
+
+    def _answer(self, command: dict[str, Any]) -> None:
+        match command["command"]:
+            case name if name in self.unanswered:
+                return
+            case "build":
+                self.tell("built", round=command["round"])
+            case "start":
+                self.round = command["round"]
+                if not self._is_slow:
+                    self.tell("stepped", round=self.round)
+            case "prepare":
+                self.tell("prepared", stop=command["stop"], newest=0)
+            case "stop":
+                self.tell("stopped", round=command["round"], newest=0)
+            case "commit":
+                self.tell("committed", generation=command["generation"])
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < end, f"never: {what}"
+        time.sleep(0.01)
+
+
+class Relay:
+    """A way to a server that can be cut, or frozen: then it takes bytes and hands none on."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = []
+        self._flows = threading.Event()
+        self._flows.set()
+        self._is_barred = self._is_closed = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self._listener.getsockname()
+        return host, port
+
+    def freeze(self) -> None:
+        """Nothing passes any more; connections stay."""
+        self._flows.clear()
+
+    def thaw(self) -> None:
+        """All passes again, also what came meanwhile."""
+        self._flows.set()
+
+    def cut(self) -> None:
+        """Reset all connections; new ones pass."""
+        sockets, self._sockets = self._sockets, []
+        for end in sockets:
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                end.shutdown(socket.SHUT_RD)
+                end.close()
+
+    def lead_to(self, target: tuple[str, int]) -> None:
+        """Reset all connections; new ones lead to another server."""
+        self._target = target
+        self.cut()
+
+    def bar(self) -> None:
+        """Reset all connections, and new ones too."""
+        self._is_barred = True
+        self.cut()
+
+    def admit(self) -> None:
+        """New connections pass again."""
+        self._is_barred = False
+
+    def close(self) -> None:
+        """Nobody listens any more."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.thaw()
+        self.cut()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                if self._is_barred:
+                    near.close()
+                    continue
+            except OSError:
+                return
+            try:
+                far = socket.create_connection(self._target, timeout=DEADLINE_S)
+            except OSError:
+                near.close()
+                continue
+            far.settimeout(None)
+            self._sockets += [near, far]
+            for source, target in ((near, far), (far, near)):
+                threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
+            if self._is_closed or self._is_barred:  # it came at that moment
+                self.cut()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self._flows.wait(DEADLINE_S)
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,130 @@
+"""Hosts that see each other only over a wire: network namespaces of this machine, joined by a pair
+of virtual Ethernet devices, each with a /dev/shm of its own."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agents import TINY_JOB, Agents
+
+PORT = 29400
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+class NetworkHosts:
+    """Two hosts on one wire: ``addresses`` by name. Use it as a context; at its end they are gone.
+
+    A bridge is not needed: a pair of devices is a wire with two ends.
+    """
+
+    def __init__(self, names: Sequence[str] = ("h1", "h2")) -> None:
+        self._mark = f"sc{os.getpid()}"
+        self.addresses = {name: f"192.0.2.{at}" for at, name in enumerate(names, 1)}
+        self.devices = {name: f"{self._mark}v{at}"[-15:] for at, name in enumerate(names, 1)}
+
+    @staticmethod
+    def obstacle() -> str | None:
+        """Return why there can be none here, or None."""
+        if os.geteuid() != 0:
+            return "network namespaces need root"
+        if shutil.which("ip") is None or shutil.which("unshare") is None:
+            return "needs ip and unshare"
+        name = f"sctry{os.getpid()}"
+        if _ip("netns", "add", name, check=False):
+            return "this machine lets nobody make network namespaces"
+        failed = _ip(
+            "link", "add", f"{name}a"[-15:], "netns", name, "type", "veth",
+            "peer", "name", f"{name}b"[-15:], "netns", name, check=False,
+        )  # fmt: skip
+        _ip("netns", "del", name, check=False)
+        return "this machine has no virtual Ethernet devices" if failed else None
+
+    def __enter__(self) -> "NetworkHosts":
+        for name in self.addresses:
+            _ip("netns", "add", self._space(name))
+        (first, here), (second, there) = self.devices.items()
+        _ip("link", "add", here, "netns", self._space(first), "type", "veth",
+            "peer", "name", there, "netns", self._space(second))  # fmt: skip
+        for name, address in self.addresses.items():
+            space, device = self._space(name), self.devices[name]
+            _ip("-n", space, "addr", "add", f"{address}/24", "dev", device)
+            _ip("-n", space, "link", "set", "lo", "up")
+            _ip("-n", space, "link", "set", device, "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.addresses:
+            found = subprocess.run(
+                ["ip", "netns", "pids", self._space(name)],
+                capture_output=True, text=True, check=False, timeout=30,
+            )  # fmt: skip
+            for pid in found.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), 9)
+            _ip("netns", "del", self._space(name), check=False)
+
+    def on(self, name: str, command: Sequence[str]) -> list[str]:
+        """Return a command that runs on a host; the process that it starts is the command's own."""
+        own_memory = 'mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
+        space = ["ip", "netns", "exec", self._space(name), "unshare", "--mount"]
+        return [*space, "sh", "-c", own_memory, "sh", *command]
+
+    def set_link(self, name: str, *, up: bool) -> None:
+        """Plug a host's wire in, or pull it out."""
+        state = "up" if up else "down"
+        _ip("-n", self._space(name), "link", "set", self.devices[name], state)
+
+    def _space(self, name: str) -> str:
+        return f"{self._mark}-{name}"
+
+
+class NetworkAgents(Agents):
+    """Agents of one job on ``NetworkHosts``. The first host runs the coordinator."""
+
+    def __init__(self, hosts: NetworkHosts, folder: Path, *arguments: Any, **settings: Any) -> None:
+        self._hosts = hosts
+        super().__init__(folder, *arguments, **settings)
+        first = next(iter(hosts.addresses.values()))
+        self._command += ["--coordinator", f"{first}:{PORT}"]
+
+    def _on(self, host: str, command: list[str]) -> list[str]:
+        return self._hosts.on(host, command)
+
+    def call(self, host: str, *arguments: str) -> str:
+        """Run ``scalai`` on a host against the job's coordinator. Returns what it prints."""
+        first = next(iter(self._hosts.addresses.values()))
+        command = [sys.executable, "-m", "scalai.launch.cli", *arguments]
+        done = subprocess.run(
+            self._hosts.on(host, [*command, "--job", self.job, "--coordinator", f"{first}:{PORT}"]),
+            capture_output=True, text=True, check=True, timeout=60,
+            env={**os.environ, "SCALAI_JOB_TOKEN": TOKEN},
+        )  # fmt: skip
+        return done.stdout
+
+
+@contextlib.contextmanager
+def network_agents(
+    folder: Path, degrees: str, *, steps: int = 100_000, step_s: float = 0.02, **settings: Any
+) -> Iterator[tuple[NetworkAgents, NetworkHosts]]:
+    """Give agents of the tiny job on two hosts ``h1`` and ``h2``, and these hosts."""
+    script = [
+        str(TINY_JOB), "--steps", str(steps), "--step-s", str(step_s),
+        "--metrics", str(folder / "metrics.jsonl"),
+    ]  # fmt: skip
+    environment = {"SCALAI_JOB_TOKEN": TOKEN}
+    with NetworkHosts() as hosts:
+        made = NetworkAgents(hosts, folder, degrees, script, environment=environment, **settings)
+        with made as agents:
+            yield agents, hosts
+
+
+def _ip(*arguments: str, check: bool = True) -> int:
+    done = subprocess.run(
+        ["ip", *arguments], capture_output=not check, check=check, timeout=30
+    )  # fmt: skip
+    return done.returncode

@@ -1,0 +1,153 @@
+"""Crosses take turns: of the cases of a test that is marked ``turns``, a run takes every fourth.
+
+The number of commits modulo 4 says whose turn it is, so that four commits in a row run all cases.
+``TURN=0`` to ``3`` in the environment takes another turn, ``TURN=all`` every case. A run that names
+files or tests takes every case of them. ``docs/testing.md`` tells which tests are marked.
+"""
+
+import os
+import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TURNS = 4
+GIT_TIMEOUT_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Whose turn it is. ``number`` None: everybody's. ``reason``: how that was found."""
+
+    number: int | None
+    reason: str
+
+
+def deal(names: Sequence[str]) -> list[int]:
+    """Return the turn of each case of one test, from the cases' names.
+
+    Four cases in a row go to four turns. Each goes where its words (``tp2`` and ``pp2`` of
+    ``tp2-pp2``, at their places) were least often, so that each turn sees every layout.
+    """
+    seen: list[Counter[tuple[int, str]]] = [Counter() for _ in range(TURNS)]
+    dealt: list[int] = []
+    for number, name in enumerate(names):
+        words = list(enumerate(name.split("-")))
+        taken = dealt[number - number % TURNS :]
+        free = [turn for turn in range(TURNS) if turn not in taken]
+        turn = min(free, key=lambda turn: sum(seen[turn][word] for word in words))
+        seen[turn].update(words)
+        dealt.append(turn)
+    return dealt
+
+
+def whose_turn(root: Path, value: str | None, *, is_whole_run: bool) -> Turn:
+    """Return whose turn it is in a checkout, by ``TURN`` and the number of its commits.
+
+    Raises:
+        pytest.UsageError: ``value``, which is that of ``TURN``, is none.
+    """
+    if value == "all":
+        return Turn(None, "TURN=all")
+    if value:
+        if value not in map(str, range(TURNS)):
+            raise pytest.UsageError(f"TURN={value} is no turn. Use 0 to {TURNS - 1}, or all.")
+        return Turn(int(value), f"TURN={value}")
+    if not is_whole_run:
+        return Turn(None, "tests are named")
+    commits = _git(root, "rev-list", "--count", "HEAD")
+    if commits is None:
+        return Turn(0, "no history of git was found; TURN= takes another one")
+    turn = int(commits) % TURNS
+    if _git(root, "rev-parse", "--is-shallow-repository") == "true":
+        return Turn(turn, f"a shallow clone: {commits} is not the number of commits; set TURN=")
+    return Turn(turn, f"{commits} commits")
+
+
+def _git(root: Path, *command: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *command],
+            capture_output=True, text=True, check=True, timeout=GIT_TIMEOUT_S,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+class TakingTurns:
+    """The plugin of pytest that leaves out the cases of other turns, and says so."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._waiting = 0
+        told = getattr(config, "workerinput", {}).get("turn")  # by the process that spreads tests
+        self._turn = Turn(*told) if told else self._whose(config)
+
+    def _whose(self, config: pytest.Config) -> Turn:
+        names_tests = config.args_source is config.ArgsSource.ARGS
+        selects = config.option.keyword or config.getoption("lf", False)
+        return whose_turn(
+            config.rootpath, os.environ.get("TURN"), is_whole_run=not (names_tests or selects)
+        )
+
+    def pytest_report_header(self) -> str:
+        number, reason = self._turn.number, self._turn.reason
+        whose = f"every turn of {TURNS}" if number is None else f"turn {number} of 0 to {TURNS - 1}"
+        return f"crosses: {whose} ({reason})"
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> Iterator[None]:
+        # Dealt before the others select, so that a case has the same turn in every run.
+        others = self._of_other_turns(items)
+        yield
+        waiting = [item for item in items if item.nodeid in others]
+        items[:] = [item for item in items if item.nodeid not in others]
+        self._waiting = len(waiting)
+        config.hook.pytest_deselected(items=waiting)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._waiting:
+            terminalreporter.write_line(f"crosses: {self._waiting} cases wait for other turns")
+
+    # ------------------------------------------------------------------ several processes (xdist)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell a process whose turn it is: it sees other arguments than were given."""
+        node.workerinput["turn"] = (self._turn.number, self._turn.reason)
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput["waiting"] = self._waiting
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Each process has left out the same cases."""
+        self._waiting = getattr(node, "workeroutput", {}).get("waiting", self._waiting)
+
+    # ------------------------------------------------------------------ dealing
+
+    def _of_other_turns(self, items: Sequence[pytest.Item]) -> set[str]:
+        if self._turn.number is None:
+            return set()
+        tests: dict[str, list[str]] = defaultdict(list)
+        for item in items:
+            if item.get_closest_marker("turns"):
+                tests[item.nodeid.partition("[")[0]].append(item.nodeid)
+        return {
+            case
+            for cases in tests.values()
+            for case, turn in zip(cases, deal([_name(case) for case in cases]), strict=True)
+            if turn != self._turn.number
+        }
+
+
+def _name(case: str) -> str:
+    return case.partition("[")[2].removesuffix("]")

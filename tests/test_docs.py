@@ -1,0 +1,23 @@
+"""The pages name tests that there are."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_test_that_the_table_of_failures_names_exists() -> None:
+    page = (ROOT / "docs" / "failures.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|") and "`" in line]
+    missing, found = [], 0
+    for row in rows:
+        path = ""
+        for named in re.findall(r"`((?:tests/[\w/]+\.py)?(?:::\w+)?)`", row.rsplit(" | ", 1)[-1]):
+            own, _, test = named.partition("::")
+            path = own or path
+            found += 1
+            file = ROOT / path
+            if not file.is_file() or (test and f"def {test}(" not in file.read_text()):
+                missing.append(named)
+    assert found > 100
+    assert not missing
