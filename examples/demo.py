@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from demo_frameworks import FRAMEWORKS, SCHEDULE_STEPS, Framework
-from demo_hosts import DemoError, Hosts, no_process_left
+from demo_hosts import DemoError, Hosts, compile_first, no_process_left
 from demo_picture import draw
 from demo_story import ORDINARY_STEPS, Change, Resize, Run, check, read_resize, read_run
 from demo_words import (
@@ -95,6 +95,9 @@ def demonstrate(framework: Framework, data: Path | None, out: Path) -> int:
         stack.callback(shutil.rmtree, store, ignore_errors=True)
         stack.enter_context(no_process_left())
         print(introduction(framework, data), flush=True)
+        if framework.compiles:
+            print("\n  The framework's extension is compiled, once a machine ...", flush=True)
+            compile_first(framework.compiles, out / "compile.log")
         setting = Setting(framework, data, store, out)
         elastic = Training(setting, "elastic", hosts=2, steps=MOST_STEPS)
         _tell(framework.story, elastic)

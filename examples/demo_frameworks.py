@@ -16,7 +16,8 @@ SCHEDULE_STEPS = 1000
 class Framework:
     """A training and its story.
 
-    ``launch``: flags of ``scalai-run``; ``arguments``: those of the script.
+    ``launch``: flags of ``scalai-run``; ``arguments``: those of the script; ``compiles``: a Python
+    program that compiles what the framework compiles at its first use, and ends.
     """
 
     script: Path
@@ -24,7 +25,13 @@ class Framework:
     arguments: tuple[str, ...]
     model: str
     story: tuple[Change, ...]
+    compiles: str = ""
 
+
+_DEEPSPEED_COMPILES = """
+from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+"""
 
 FRAMEWORKS: Mapping[str, Framework] = {
     "megatron": Framework(
@@ -52,5 +59,6 @@ FRAMEWORKS: Mapping[str, Framework] = {
             Change("scale", "TP1·PP1·DP3", workers=3),
             Change("scale", "TP1·PP1·DP1", workers=1),
         ),
+        _DEEPSPEED_COMPILES,
     ),
 }

@@ -13,6 +13,8 @@ from typing import TypeVar
 
 DEADLINE_S = 240.0
 """How long one thing may take before the demonstration gives up: a loaded machine is slow."""
+COMPILE_S = 1500.0
+"""How long a compiler may take: a minute on an idle machine, a busy one takes many times that."""
 POLL_S = 0.05
 TIDY_S = 10.0
 TAIL_LINES = 25
@@ -116,6 +118,29 @@ class Hosts:
             ]
             parts += [f"--- {log}", *lines[-TAIL_LINES:]]
         return "\n".join(parts)
+
+
+def compile_first(program: str, log: Path) -> None:
+    """Run a program that compiles what the workers would compile while the first step is awaited.
+
+    Raises:
+        DemoError: It failed, or did not end in time.
+    """
+    with log.open("wb") as file:
+        compiler = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = compiler.wait(COMPILE_S)
+        except subprocess.TimeoutExpired:
+            raise DemoError(f"the compiler does not end after {COMPILE_S:.0f} s: {log}") from None
+    if code != 0:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        raise DemoError(f"what the framework compiles at its first use fails.\n{tail}")
 
 
 @contextmanager

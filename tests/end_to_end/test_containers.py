@@ -75,9 +75,12 @@ def test_the_agent_that_started_the_coordinator_stays_until_the_job_has_ended(
         assert "event=container" in (tmp_path / "a.log").read_text()
         agents.start("b")
         joined = agents.wait_for_world(2)
+        # A drain before every rank has stepped would begin again, and make the first step twice.
+        agents.wait_until(lambda: len(agents.resizes()) == 2, "every rank has stepped")
         agents.drain("a")
         agents.wait_until(lambda: "event=stay" in agents.logs(), "a stays")
         alone = agents.wait_for_world(1)
+        agents.wait_until(lambda: len(agents.resizes()) == 3, "the rank that is left has stepped")
         agents.wait_for_step(alone + 20, world=1)
         assert agents.exit_codes()["a"] is None, agents.logs()
         agents.drain("b")
