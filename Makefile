@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/*.py)))
 # Processes of pytest that share the tests of a run (docs/testing.md).
-JOBS ?= 3
+JOBS ?= 4
 PYTEST = $(PYTHON) -m pytest -n $(JOBS) --durations=20
 export OMP_NUM_THREADS := 1
 # Hundreds of processes import the same modules: they are compiled once.

@@ -72,6 +72,16 @@ class Unfinished:
     missing: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A deposit that covers the state and that nobody may go on from: its step, the hosts that
+    sealed it, and why."""
+
+    step: int
+    hosts: tuple[str, ...]
+    reason: str
+
+
 class Generations:
     """Committed generations and the deposits on their way to become one, by host. Not shared
     between threads."""
@@ -81,6 +91,7 @@ class Generations:
         self._deposits: dict[str, dict[str, HostManifest]] = {}
         self._sealed: dict[str, tuple[int, frozenset[str]]] = {}
         """By deposit its step and all of its hosts, also when they have gone with their parts."""
+        self._refused: dict[str, Refused] = {}
         self._made: set[int] = set()
         self._numbers: dict[str, int] = {}
         self._abandoned: set[int] = set()
@@ -124,17 +135,35 @@ class Generations:
         return max(found)[1] if found else None
 
     def commit(self, number: int, name: str) -> None:
-        """The parts of this deposit are generation ``number`` now."""
+        """The parts of this deposit are generation ``number`` now.
+
+        Raises:
+            ProofError: Its replicas differ: it never becomes one.
+        """
         parts = self._deposits.pop(name)
         self._sealed.pop(name)
+        step, hosts = next(iter(parts.values())).step, tuple(sorted(parts))
+        try:
+            stated = Committed(hosts, deposited_fingerprints(parts.values()))
+        except ProofError as error:
+            self._refused[name] = Refused(step, hosts, str(error))
+            raise
+        self._refused = {n: told for n, told in self._refused.items() if told.step > step}
         self._numbers[name] = number
         self._made.add(number)
-        stated = Committed(tuple(sorted(parts)), deposited_fingerprints(parts.values()))
-        self._steps[number] = next(iter(parts.values())).step
+        self._steps[number] = step
         self._stated[number], self._fingerprints[number] = stated, stated.fingerprints
         self._committed[number] = {
             host: replace(part, generation=number, committed=stated) for host, part in parts.items()
         }
+
+    def refused(self) -> Refused | None:
+        """Return the furthest deposit that was refused and nothing has taken the place of."""
+        return max(self._refused.values(), key=lambda told: told.step, default=None)
+
+    def is_refused(self, name: str) -> bool:
+        """Whether a deposit was refused: what others bring of it does not count either."""
+        return name in self._refused
 
     def stated(self, number: int) -> Committed | None:
         """Return what is stated of a generation, for the manifests of its hosts."""
@@ -285,6 +314,7 @@ class Generations:
         self._offered.discard(number)
         self._abandoned |= set(later)
         self._given_up |= set(later)
+        self._refused.clear()
         return later
 
     def is_foreign(self, part: HostManifest) -> bool:

@@ -19,7 +19,7 @@ from scalai.launch.job import JobSpec
 from scalai.launch.rendezvous_store import RendezvousStores
 from scalai.launch.roster import Roster
 from scalai.launch.sizing import Sizing
-from scalai.launch.standing import obstacle, sealed_obstacle
+from scalai.launch.standing import obstacle, refused_obstacle, sealed_obstacle
 from scalai.launch.starter import Starter
 from scalai.launch.timeline import Timeline
 
@@ -156,6 +156,7 @@ class LiveJob:
                 number = self.commit(found)
             except ProofError as error:
                 self.log(f"event=recovered deposit={found} refused: {error}")
+                self.recount()
                 found = self.generations.whole_deposit()
                 continue
             self.log(f"event=recovered committed={number}")
@@ -178,8 +179,10 @@ class LiveJob:
         whole = self.generations.covered()
         newer = self.generations.incomplete(whole)
         text = obstacle(newer, whole, self._job)
-        if not newer and not whole and self.state.round == 0:
-            text = sealed_obstacle(self.generations.unfinished(self.roster.hosts()))
+        if not text and self.state.round == 0:
+            text = refused_obstacle(self.generations.refused(), whole, self._job)
+            if not text and not whole:
+                text = sealed_obstacle(self.generations.unfinished(self.roster.hosts()))
         # A job that runs goes back by itself to what it holds in memory, and to nothing older.
         is_old = bool(whole) and self.generations.is_offered(whole[-1].number)
         is_held_back = bool(text) and (self.state.round == 0 or is_old)

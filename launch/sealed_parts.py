@@ -90,6 +90,8 @@ class SealedParts:
         number = live.generations.number(deposit_name(part))
         if number is not None:
             return live.generations.has(number)
+        if live.generations.is_refused(deposit_name(part)):
+            return False
         place = origin(part)
         if live.state.round:
             return place is not None and place[:2] == (live.run, live.state.round)
@@ -123,6 +125,7 @@ class SealedParts:
         place, newest = origin(part), live.generations.newest_part()
         is_left = place is not None and place.run == live.run
         is_left |= live.generations.number(deposit_name(part)) is not None
+        is_left |= live.generations.is_refused(deposit_name(part))
         if newest is not None:
             before = origin(newest)
             is_left |= part.step <= newest.step

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from scalai.core.membership import Generation
-from scalai.launch.generations import Incomplete, Unfinished
+from scalai.launch.generations import Incomplete, Refused, Unfinished
 from scalai.store.manifest import HostManifest
 
 
@@ -16,17 +16,37 @@ def obstacle(newer: Sequence[Incomplete], whole: Sequence[Generation], job: str)
     empty where the newest one is whole."""
     if not newer:
         return ""
-    ways = [_bring(newer[0])]
+    ways = [_bring(newer[0]), *_others(newer[0].step, whole, job)]
+    return f"because {'; '.join(map(_lacks, newer))}. {', '.join(ways)}"
+
+
+def refused_obstacle(refused: Refused | None, whole: Sequence[Generation], job: str) -> str:
+    """Say what was sealed last and may not be gone on from, and what a person may do; empty where
+    nothing was, or what is whole here is as new."""
+    if refused is None or (whole and whole[-1].step >= refused.step):
+        return ""
+    ways = [
+        f"Stop the job, run scalai clean on that one of {list(refused.hosts)} whose memory is "
+        "damaged, and start it again",
+        *_others(refused.step, whole, job),
+    ]
+    return (
+        f"because what hosts {list(refused.hosts)} sealed at step {refused.step} is refused: "
+        f"{refused.reason} {', '.join(ways)}"
+    )
+
+
+def _others(step: int | None, whole: Sequence[Generation], job: str) -> list[str]:
+    """Return the ways out that are open to every job that cannot go on from its newest state."""
+    ways = []
     if whole:
         older = whole[-1]
-        step = newer[0].step
         back = "" if step is None else f", {step - older.step} steps back"
         ways.append(
             f"or go on from generation {older.number} of step {older.step}{back}: scalai resume "
             f"--job {job} --generation {older.number}"
         )
-    ways.append("or begin anew: stop the job and start it with --fresh")
-    return f"because {'; '.join(map(_lacks, newer))}. {', '.join(ways)}"
+    return [*ways, "or begin anew: stop the job and start it with --fresh"]
 
 
 def sealed_obstacle(found: Sequence[Unfinished]) -> str:

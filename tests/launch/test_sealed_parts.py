@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from committed_parts import half, part
 from coordinator_line import DEADLINE_S, QUICK, TOKEN, FakeAgent, Line, wait_until
@@ -304,6 +305,33 @@ def test_a_part_of_a_round_that_the_run_has_left_is_not_gone_on_from(
     start.join("b", sealed=(part(tmp_path, "b", -1, 30, "r-1-30"),))
     assert first.wait_for("start")["generation"] == 5
     assert said(start, "host b gives up what it had sealed at step 30")
+
+
+@pytest.mark.parametrize("has_older", [False, True])
+def test_a_job_does_not_begin_without_a_sealed_state_whose_replicas_differ(
+    start: Line, tmp_path: Path, has_older: bool
+) -> None:
+    """It says which tensor differs on which hosts, and the ways out; a person may go back."""
+    older = (part(tmp_path, "a", 3, 20, "r-1-20"),) if has_older else ()
+    whole = part(tmp_path, "a", -1, 30, "r-1-30")
+    rows = np.arange(len(whole.collection) - 1)
+    mine = replace(
+        whole, collection=whole.collection.select(rows), file=whole.file[rows],
+        begin=whole.begin[rows], fingerprint=whole.fingerprint[rows],
+    )  # fmt: skip
+    damaged = replace(whole, host="b", fingerprint=whole.fingerprint + np.uint64(1))
+    first = start.join("a", parts=older, sealed=(mine,))
+    start.join("b", sealed=(damaged,))
+    wait_until(lambda: said(start, "at step 30 is refused: replicas of "), "it says why it waits")
+    (line,) = [text for text in start.log if "at step 30 is refused" in text][-1:]
+    assert "hosts ['a', 'b'] sealed" in line and "scalai clean" in line and "--fresh" in line
+    assert ("scalai resume --job j --generation 3" in line) == has_older
+    assert not first.heard("start") and start.coordinator._live.state.phase is Phase.WAITING
+    if has_older:
+        person = Channel(start.coordinator.address, TOKEN)
+        person.call("resume", generation=3, dry_run=False)
+        person.close()
+        assert first.wait_for("start")["generation"] == 3
 
 
 def test_what_was_sealed_first_after_a_resume_is_gone_on_from(start: Line, tmp_path: Path) -> None:
