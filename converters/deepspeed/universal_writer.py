@@ -74,6 +74,14 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
 
 def _notes(draft: Draft) -> Iterator[str]:
     job = draft.job
+    yield (
+        "DeepSpeed 0.19.8 loads universal checkpoints with ZeRO alone: for a job of stage 0 write "
+        "deepspeed_zero0"
+    )
+    yield (
+        "with stage 3 and load_checkpoint(load_optimizer_states=False) DeepSpeed 0.19.8 asks for "
+        "the checkpoint that `latest` names beside a universal one: for that write deepspeed_zero3"
+    )
     if job.buffers:
         yield f"DeepSpeed does not restore {len(job.buffers)} buffers from universal checkpoints"
     if job.frozen:

@@ -58,7 +58,8 @@ class Job:
     A ``fused`` optimizer is what DeepSpeed takes for its FusedAdam, with torch's arithmetic;
     ``compiled`` names one of its own, which count their steps in whole numbers.
     ``separate_steps`` repairs what a universal load of stage 3 leaves, and ``scheduled_rates``
-    what one of an elastic checkpoint leaves, as the converter's notes say.
+    what one of an elastic checkpoint leaves, as the converter's notes say. ``weights_only``: the
+    optimizer's states are not loaded.
     """
 
     world: int = 1
@@ -79,6 +80,7 @@ class Job:
     fused: bool = False
     compiled: str = ""
     separate_steps: bool = False
+    weights_only: bool = False
     scheduled_rates: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -212,7 +214,9 @@ def run(job: Job, meeting: str) -> dict[str, Any]:
     seen: dict[str, Any] = {"losses": [], "rates": []}
     first = 0
     if job.load is not None:
-        path, client_state = engine.load_checkpoint(job.load)
+        path, client_state = engine.load_checkpoint(
+            job.load, load_optimizer_states=not job.weights_only
+        )
         assert path is not None, f"nothing was loaded from {job.load}"
         if job.separate_steps:
             for state in engine.optimizer.optimizer.state.values():

@@ -8,7 +8,8 @@ import pytest
 from deepspeed_checks import FP32, HALF, cases, check, convert, make_universal
 from deepspeed_jobs import SAVED_AFTER, Job, Runner, Saver
 
-from scalai.converters.layouts import open_checkpoint
+from scalai.converters.checkpoint import WriteOptions
+from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.verify import verify
 
 LOAD = {"checkpoint": {"load_universal": True}}
@@ -23,6 +24,8 @@ LONG_CASES = [
     ("stage-1-dp2-to-dp3", {}, (1, 2), (1, 3), FP32),
     ("bf16-optimizer-dp2-to-dp3", {"precision": "bf16-fp32"}, (1, 2), (1, 3), HALF),
     ("fp16-stage-1-dp2-to-stage-3-dp3", {"precision": "fp16"}, (1, 2), (3, 3), HALF),
+    ("bf16-stage-0-to-stage-2-dp2", {"precision": "bf16"}, (0, 1), (2, 2), HALF),
+    ("fp32-stage-0-to-stage-1-dp2", {}, (0, 1), (1, 2), FP32),
 ]
 
 
@@ -88,3 +91,38 @@ def test_stage_3_counts_the_steps_of_all_sub_groups_in_one_tensor(
     assert wrong[-1] != pytest.approx(expected[-1], rel=1e-3)
     right = run_deepspeed(replace(loaded, separate_steps=True))
     check(uninterrupted, right, FP32, has_module=False)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_engine_without_zero_loads_a_universal_checkpoint(
+    run_deepspeed: Runner, save: Saver, tmp_path: Path, precision: str
+) -> None:
+    """DeepSpeed's (0.19.8): a note says what such a job loads instead."""
+    job = Job(stage=0, world=2, precision=precision, **PLAIN)
+    saved, uninterrupted = save(job)
+    source = open_checkpoint(saved)
+    target = layout_named("deepspeed_universal").lay_out(source, WriteOptions({"dp": 2}))
+    assert any("stage 0 write deepspeed_zero0" in note for note in target.notes)
+    convert(saved, tmp_path / "universal", "deepspeed_universal", 2)
+    with pytest.raises(AssertionError, match=r"NoneType|update_lp_params"):
+        run_deepspeed(replace(job, load=str(tmp_path / "universal"), config=LOAD))
+    convert(saved, tmp_path / "own", "deepspeed_zero0", 2)
+    resumed = run_deepspeed(replace(job, load=str(tmp_path / "own")))
+    check(uninterrupted, resumed, FP32 if precision == "fp32" else HALF)
+
+
+@pytest.mark.campaign
+def test_weights_alone_are_loaded_by_stage_3_from_its_own_layout(
+    run_deepspeed: Runner, save: Saver, tmp_path: Path
+) -> None:
+    """DeepSpeed's (0.19.8): it asks for what a universal checkpoint was made of."""
+    job = Job(stage=3, world=2, **PLAIN)
+    saved, uninterrupted = save(job)
+    convert(saved, tmp_path / "universal", "deepspeed_universal", 2)
+    loaded = replace(job, load=str(tmp_path / "universal"), config=LOAD, weights_only=True)
+    with pytest.raises(AssertionError, match="Unable to find 'latest' file"):
+        run_deepspeed(loaded)
+    convert(saved, tmp_path / "own", "deepspeed_zero3", 2)
+    resumed = run_deepspeed(replace(job, load=str(tmp_path / "own"), weights_only=True))
+    assert resumed[0]["losses"][0] == pytest.approx(uninterrupted[0]["losses"][SAVED_AFTER])
