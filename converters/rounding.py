@@ -15,10 +15,15 @@ def rounds_to(masters: bytes, master_dtype: str, weights: bytes, dtype: str) -> 
 
     Both are elements in the same order, with dtypes by the names of the safetensors format.
     """
+    return round_bytes(masters, master_dtype, dtype) == weights
+
+
+def round_bytes(masters: bytes, master_dtype: str, dtype: str) -> bytes:
+    """Return masters rounded to another dtype, as bytes."""
     if master_dtype == dtype:
-        return masters == weights
+        return masters
     values: npt.NDArray[Any] = np.frombuffer(masters, dtype=NUMPY_DTYPES[master_dtype])
-    return rounded(values.astype(np.float32), dtype).tobytes() == weights
+    return rounded(values.astype(np.float32), dtype).tobytes()
 
 
 def rounded(values: npt.NDArray[np.float32], dtype: str) -> Bits:

@@ -112,7 +112,7 @@ def _refuse(checkpoint: Checkpoint, differences: Iterable[Difference]) -> None:
             f"{checkpoint.directory} contradicts itself: {'; '.join(problems[:5])}{more}. Masters "
             "that are not the weights mean that files of two checkpoints are mixed, that it is "
             "damaged, or was saved wrongly (Megatron's fully_reshardable with several buckets, "
-            "0.15.3 to 0.19.0): use another. Copies that differ mean the same, or that a parameter "
+            "0.15.3 to 0.19): use another. Copies that differ mean the same, or that a parameter "
             "which DeepSpeed's tensor-parallel ranks cut or average is said to be whole on each."
         )
 

@@ -1,7 +1,7 @@
 """What a Megatron checkpoint's model allows, from its arguments and tensors."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,20 @@ def limits_of(values: Values, tensors: Iterable[Tensor]) -> ModelLimits:
         num_experts=len(experts) or None,
         ffn_hidden_size=_number(arguments.get("ffn_hidden_size")),
         expert_tp=_number(arguments.get("expert_tensor_parallel_size")),
+        fixed=tuple(_fixed(values)),
     )
+
+
+def _fixed(values: Values) -> Iterator[tuple[str, int, str]]:
+    """Yield the axes that must stay as they are, and why."""
+    arguments = values.arguments or {}
+    is_muon = str(arguments.get("optimizer", "")).endswith("muon")
+    if is_muon and arguments.get("muon_tp_mode", "blockwise") == "blockwise":
+        why = (
+            "--muon-tp-mode blockwise orthogonalizes what a rank has, so that it is another "
+            "optimizer at another TP"
+        )
+        yield "tp", values.degrees.get("tp", 1), why
 
 
 def check_model(directory: Path, values: Values, tensors: Iterable[Tensor]) -> None:

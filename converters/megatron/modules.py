@@ -1,4 +1,4 @@
-"""Megatron's modules: what a rank calls its parameters, in which order, and which part it has.
+"""Megatron's modules: what a rank calls its parameters, and which part it has.
 
 A rank counts layers and experts from its own first one, and calls norms by their place in the
 layer, where ``torch_dist`` and live state name them after the linear layer that they precede in
@@ -19,28 +19,19 @@ from scalai.core.region import Box, Index, whole
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
+_LAYER = r"\.layers\.\d+\.(?:transformer_layer\.|mtp_model_layer\.)?"
+"""A layer of the decoder, or the one inside of a layer that predicts further tokens (MTP)."""
 _NORMS = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
 """Modules of a layer made of Megatron's own modules, and what their parameters are called."""
 
-_ORDER = (
-    "embedding.word_embeddings", "embedding.position_embeddings", "decoder.layers",
-    "decoder.final_layernorm", "output_layer",
-    "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv",
-    "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.router",
-    "mlp.experts", "mlp.shared_experts", "mlp.linear_fc1", "mlp.linear_fc2",
-    "gate_weight", "linear_fc1", "linear_fc2", "layer_norm_weight", "layer_norm_bias", "weight",
-    "bias",
-)  # fmt: skip
-"""Modules and parameters in the order in which they are made."""
-
 _REPLICATED = re.compile(
     r"(layernorm|layer_norm|norm)[._](weight|bias)$|position_embeddings\.weight$|router\.\w+$"
     r"|(linear_proj|linear_fc2)\.bias$|shared_experts\.gate_weight$"
 )
-_BUFFERS = re.compile(r"\.(expert_bias|local_tokens_per_expert|inv_freq)$")
+_BUFFERS = re.compile(r"\.(expert_bias|local_tokens_per_expert|qb_beta|inv_freq)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +53,7 @@ class Naming:
         name = _shift(name, r"\.experts\.experts\.(\d+)\.", first_expert)
         name = _shift(name, r"\.layers\.(\d+)\.", first_layer)
         for mine, theirs in _NORMS if self.is_local else ():
-            name = re.sub(rf"(\.layers\.\d+\.){re.escape(mine)}", rf"\g<1>{theirs}", name)
+            name = re.sub(rf"({_LAYER}){re.escape(mine)}", rf"\g<1>{theirs}", name)
         return name
 
     def to_rank(self, name: str, first_layer: int, first_expert: int) -> str:
@@ -74,7 +65,7 @@ class Naming:
             pattern, repl = r"\.experts\.experts\.(\d+)\.(linear_fc\d)\.(\w+)$", r".experts.\2.\3\1"
         name = re.sub(pattern, repl, name)
         for mine, theirs in _NORMS if self.is_local else ():
-            name = re.sub(rf"(\.layers\.\d+\.){re.escape(theirs)}", rf"\g<1>{mine}", name)
+            name = re.sub(rf"({_LAYER}){re.escape(theirs)}", rf"\g<1>{mine}", name)
         return name
 
 
@@ -83,36 +74,6 @@ def _shift(name: str, pattern: str, by: int) -> str:
     if not found:
         return name
     return f"{name[: found.start(1)]}{int(found[1]) + by}{name[found.end(1) :]}"
-
-
-def in_order(name: str) -> tuple[tuple[int, int], ...]:
-    """Return a key by which a rank's names sort in the order of its modules.
-
-    Raises:
-        RefusedError: It is unknown where the modules of this name stand.
-    """
-    key: list[tuple[int, int]] = []
-    rest = name
-    while rest:
-        number = re.match(r"(?:experts\.|local_experts\.)?(\d+)(?:\.|$)", rest)
-        if number:
-            key.append((-1, int(number[1])))
-            rest = rest[number.end() :]
-            continue
-        known = next((one for one in _ORDER if _begins(rest, one)), None)
-        if known is None:
-            raise RefusedError(
-                f"{name} is a parameter of modules whose order in Megatron is not known here, so "
-                "its optimizer state cannot be written by order. Write torch_dist instead."
-            )
-        key.append((_ORDER.index(known), 0))
-        rest = rest[len(known) :].removeprefix(".")
-    return tuple(key)
-
-
-def _begins(name: str, known: str) -> bool:
-    """Tell whether a name begins with this one, or with one of a group of it: ``weight3``."""
-    return name.startswith(known) and re.match(r"(\.|\d+$|$)", name[len(known) :]) is not None
 
 
 def is_trained(name: str) -> bool:

@@ -60,6 +60,18 @@ def layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def stack_of(name: str) -> str | None:
+    """Return what the name of a module begins with that consists of layers: ``decoder.``."""
+    found = re.match(r"(.*?)(?:^|(?<=\.))layers\.", name)
+    return found[1] if found else None
+
+
+def numbered_layer(name: str) -> int | None:
+    """Return the layer of its stack that a parameter is of."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
 def expert_of(name: str) -> int | None:
     """Return the expert that a parameter is of."""
     found = re.search(r"\.experts\.experts\.(\d+)\.", name)

@@ -1,17 +1,31 @@
 """The parameters of a model as one rank has them, in the model's own order.
 
-The order of a layer's parameters is that of the keys in ``.metadata``; what a tensor-parallel rank
-holds of one are the chunks that it wrote.
+``.metadata`` lists keys in the order of the ranks that wrote them first, which with Megatron's
+fully parallel save is not that of the modules. So the order is that of the names
+(``module_order``); where these are not known there, that of the list, which is the modules' where
+one rank wrote all. What a tensor-parallel rank holds of a parameter are the chunks of its shard.
 
 Source: ``sharded_state_dict`` of megatron-core 0.16.1: it visits modules in the order of
 ``named_parameters``, which is that of the buffers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
-from scalai.converters.megatron.names import PREDICTED, layer_of, leading_axes, name_at
+import numpy as np
+
+from scalai.converters.megatron.module_order import Order, in_order
+from scalai.converters.megatron.modules import Naming, is_trained
+from scalai.converters.megatron.names import (
+    PREDICTED,
+    expert_of,
+    leading_axes,
+    name_at,
+    numbered_layer,
+    stack_of,
+)
 from scalai.converters.megatron.torch_dist_metadata import Chunk, StoredKey
 from scalai.core import region
 from scalai.core.errors import RefusedError
@@ -19,6 +33,13 @@ from scalai.core.region import Box, row_major
 
 ChunkBegin = Callable[[StoredKey, Chunk], tuple[int, tuple[int, ...], int]]
 """Tells where a chunk's elements lie in its file, their strides and the size of one."""
+
+_TWICE = (
+    ("position_embeddings.", "embedding.position_embeddings."),
+    ("output_layer.", "lm_head.output_layer."),
+)
+_EMBEDDING = "embedding."
+_WORDS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,133 +67,253 @@ class Parameter:
         return sum(part.piece.box.numel for part in self.parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """By what parameters are ordered.
+
+    Attributes:
+        naming: What a rank calls its modules. ``is_grouped``: all experts' tensors of a kind stand
+            together, where else each expert's do.
+        is_stored: By the keys' order in ``.metadata``, not by the names of modules.
+    """
+
+    naming: Naming
+    is_stored: bool = False
+
+    def __str__(self) -> str:
+        return "the order of the keys" if self.is_stored else "the order of Megatron's modules"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One parameter of a key: its name and its index on the key's leading axes."""
+
+    order: Order
+    name: str
+    stored: StoredKey
+    index: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
-    """The model's parameters in its own order, as its keys tell."""
+    """The model's parameters in its own order.
 
-    before: tuple[StoredKey, ...]
-    inside: tuple[StoredKey, ...]
-    behind: tuple[StoredKey, ...]
+    Attributes:
+        keys: Of parameters, in the order of ``.metadata``.
+        rule: By what they are ordered.
+        chunk_begin: Where a chunk's elements lie.
+        again: Keys whose parameters have a second key, under which their state is saved.
+    """
+
+    keys: tuple[StoredKey, ...]
+    rule: Rule
     chunk_begin: ChunkBegin
+    again: frozenset[str] = frozenset()
+    _built: dict[tuple[str, int, bool], Parameter] = field(default_factory=dict)
+    _chunks: dict[str, dict[tuple[int, ...], list[Chunk]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Sequence[StoredKey], chunk_begin: ChunkBegin) -> "Model":
-        inside = [at for at, key in enumerate(model) if _is_layer(key.key)]
-        first = min(inside, default=len(model))
-        return cls(
-            tuple(key for key in model[:first]),
-            tuple(model[at] for at in inside),
-            tuple(key for key in model[first:] if not _is_layer(key.key)),
-            chunk_begin,
-        )
+    def of(cls, model: Sequence[StoredKey], rule: Rule, chunk_begin: ChunkBegin) -> "Model":
+        """Take the parameters out of all of a model's tensors; others are its modules' buffers.
+
+        Raises:
+            RefusedError: The rule does not know where a module stands.
+        """
+        names = {key.key for key in model}
+        again = {old for name in names if (old := _first_name(name)) != name and old in names}
+        parameters = (key for key in model if is_trained(key.key) and key.key not in again)
+        made = cls(tuple(parameters), rule, chunk_begin, frozenset(again))
+        assert made._entries is not None
+        return made
+
+    @cached_property
+    def stacks(self) -> tuple[str, ...]:
+        """Modules that consist of layers, without those that predict further tokens (MTP)."""
+        found = dict.fromkeys(stack_of(stored.key) for stored in self.keys)
+        return tuple(stack for stack in found if stack and not stack.startswith(PREDICTED))
 
     @cached_property
     def layers(self) -> int:
-        counts = [stored.shape[0] for stored in self.inside if leading_axes(stored.key)]
-        counts += [(layer_of(stored.key) or 0) + 1 for stored in self.inside]
-        return max(counts, default=0)
+        """How many layers the stages share."""
+        return max((layer + 1 for layer in self._inside), default=0)
 
     @cached_property
     def tp(self) -> int:
         """Into how many shards the parameters are cut."""
-        keys = (*self.before, *self.inside, *self.behind)
         return max(
-            (self._shards(key) for key in keys if not _is_expert(key.key) and not _is_gate(key)),
+            (self._shards(k) for k in self.keys if not _is_expert(k.key) and not _is_gate(k)),
             default=1,
         )
 
     @cached_property
     def expert_tp(self) -> int:
-        keys = [key for key in self.inside if _is_expert(key.key) and not _is_gate(key)]
+        keys = [key for key in self.keys if _is_expert(key.key) and not _is_gate(key)]
         return max((self._shards(key) for key in keys), default=1)
 
     @cached_property
     def experts(self) -> int:
-        return max((key.shape[1] for key in self.inside if _is_expert(key.key)), default=1)
+        counts = (k.shape[leading_axes(k.key) - 1] for k in self.keys if _is_expert(k.key))
+        return max(counts, default=1)
 
     @cached_property
     def has_experts(self) -> bool:
-        return any(_is_expert(key.key) for key in self.inside)
+        return any(_is_expert(key.key) for key in self.keys)
+
+    def stage(
+        self,
+        layers: range,
+        rank: int,
+        *,
+        is_first: bool,
+        is_last: bool,
+        with_experts: bool = True,
+    ) -> list[Parameter]:
+        """Return the parameters of a pipeline stage but those of experts, or these too.
+
+        Args:
+            layers: Of the stack that stages share.
+            rank: Of the tensor-parallel ranks.
+            is_first, is_last: Whether it has what stands before the layers, and behind them.
+        """
+        copies = self._copies if is_last and not is_first else ()
+        behind = [*self._behind, *(entry for entry in copies if entry.order > self._last_order)]
+        entries = chain(
+            self._before if is_first else (),
+            (entry for entry in copies if entry.order <= self._last_order),
+            *(self._inside.get(layer, ()) for layer in layers),
+            sorted(behind, key=lambda entry: entry.order) if is_last else (),
+        )
+        copied = {entry.name for entry in copies}
+        return [
+            self._parameter(entry, rank, is_copy=entry.name in copied)
+            for entry in entries
+            if with_experts or not _is_expert(entry.stored.key)
+        ]
+
+    def expert_stage(
+        self, layers: range, rank: int, experts: range, *, is_last: bool
+    ) -> list[Parameter]:
+        """Return the parameters of these experts in a pipeline stage."""
+        inside = chain(
+            *(self._inside.get(layer, ()) for layer in layers), self._behind if is_last else ()
+        )
+        return [
+            self._parameter(entry, rank)
+            for entry in inside
+            if _is_expert(entry.stored.key) and expert_of(entry.name) in experts
+        ]
+
+    @cached_property
+    def _entries(self) -> tuple[_Entry, ...]:
+        """All parameters in order."""
+        first: dict[str | None, int] = {}
+        for at, stored in enumerate(self.keys):
+            first.setdefault(stack_of(stored.key), at)
+        found = []
+        for at, stored in enumerate(self.keys):
+            axes = leading_axes(stored.key)
+            for index in np.ndindex(*stored.shape[:axes]):
+                name = name_at(stored.key, index)
+                stack = stack_of(stored.key)
+                order = self._order(name, at, first[stack] if stack else at)
+                found.append(_Entry(order, name, stored, index))
+        return tuple(sorted(found, key=lambda entry: entry.order))
+
+    def _order(self, name: str, at: int, stack_at: int) -> Order:
+        expert = expert_of(name)
+        if (first := _first_name(name)) in self.again:
+            name = first
+        if not self.rule.is_stored:
+            by_name = in_order(self.rule.naming.to_rank(name, 0, 0))
+            return (*by_name, (0, expert or 0))
+        layer = numbered_layer(name)
+        if expert is None:
+            return ((stack_at, 0 if layer is None else layer), (at, 0))
+        own = self._first_expert_keys[stack_of(name), layer]
+        pair = (at, expert) if self.rule.naming.is_grouped else (expert, at)
+        return ((stack_at, layer or 0), (own, 1), pair)
+
+    @cached_property
+    def _first_expert_keys(self) -> dict[tuple[str | None, int | None], int]:
+        """The place of the first key that holds experts of a stack's layer."""
+        found: dict[tuple[str | None, int | None], int] = {}
+        for at, stored in enumerate(self.keys):
+            if _is_expert(stored.key):
+                here, own = stack_of(stored.key), numbered_layer(stored.key)
+                # A key without a number is of as many layers as its first axis has.
+                for layer in range(stored.shape[0]) if own is None else (own,):
+                    found.setdefault((here, layer), at)
+        return found
+
+    @cached_property
+    def _main(self) -> str | None:
+        """The stack whose layers the stages share."""
+        return next((s for s in ("decoder.", *self.stacks) if s in self.stacks), None)
+
+    @cached_property
+    def _inside(self) -> dict[int, list[_Entry]]:
+        """The parameters of every layer that stages share."""
+        found: dict[int, list[_Entry]] = {}
+        for entry in self._entries:
+            if self._main is not None and stack_of(entry.stored.key) == self._main:
+                found.setdefault(numbered_layer(entry.name) or 0, []).append(entry)
+        return found
+
+    @cached_property
+    def _last_order(self) -> Order:
+        orders = [entry.order for entries in self._inside.values() for entry in entries]
+        return max(orders, default=())
+
+    @cached_property
+    def _before(self) -> list[_Entry]:
+        return [e for e in self._outside if e.order < self._last_order]
+
+    @cached_property
+    def _behind(self) -> list[_Entry]:
+        return [e for e in self._outside if e.order > self._last_order]
+
+    @cached_property
+    def _outside(self) -> list[_Entry]:
+        return [e for e in self._entries if stack_of(e.stored.key) != self._main or not self._main]
+
+    @cached_property
+    def _copies(self) -> list[_Entry]:
+        """What the last stage has of the first one's, where it is another: the embedding for layers
+        that predict further tokens (MTP), else the tied output layer."""
+        of_embedding = [entry for entry in self._before if entry.name.startswith(_EMBEDDING)]
+        if any(key.key.startswith(PREDICTED) for key in self.keys):
+            return of_embedding
+        if any(key.key == _OUTPUT for key in self.keys):
+            return []
+        order = (1 << 60, 0) if self.rule.is_stored else in_order(_OUTPUT)[0]
+        return [
+            _Entry((order,), entry.name, entry.stored, entry.index)
+            for entry in of_embedding
+            if entry.name == _WORDS
+        ]
 
     def _shards(self, stored: StoredKey) -> int:
         first = stored.chunks[0].box.offset[: leading_axes(stored.key)]
         return sum(chunk.box.offset[: len(first)] == first for chunk in stored.chunks)
 
-    @cached_property
-    def predicts(self) -> bool:
-        """Whether it has layers that predict further tokens (MTP): in front of the output layer."""
-        return any(key.key.startswith(PREDICTED) for key in self.behind)
+    def _parameter(self, entry: _Entry, rank: int, *, is_copy: bool = False) -> Parameter:
+        at = entry.name, rank, is_copy
+        if at not in self._built:
+            self._built[at] = self._build(entry, rank, is_copy=is_copy)
+        return self._built[at]
 
-    def head(self, rank: int) -> Iterator[Parameter]:
-        """Yield what lies before the first layer, as a TP rank has it."""
-        for stored in self.before:
-            yield self._parameter(stored, (), rank, self.tp)
-
-    def body(self, layers: range, rank: int, *, with_experts: bool) -> Iterator[Parameter]:
-        """Yield the parameters of these layers."""
-        for layer in layers:
-            keys = [key for key in self.inside if layer_of(key.key) in (None, layer)]
-            dense = [key for key in keys if not _is_expert(key.key)]
-            first = next((at for at, key in enumerate(keys) if _is_expert(key.key)), len(keys))
-            for stored in dense[:first]:
-                yield self._parameter(stored, self._index(stored, layer), rank, self.tp)
-            if with_experts:
-                yield from self.expert_body(
-                    range(layer, layer + 1), rank, range(self.experts), is_grouped=False
-                )
-            for stored in dense[first:]:
-                yield self._parameter(stored, self._index(stored, layer), rank, self.tp)
-
-    def expert_body(
-        self, layers: range, rank: int, experts: range, *, is_grouped: bool
-    ) -> Iterator[Parameter]:
-        """Yield the parameters of these experts; grouped: all experts of a key together."""
-        for layer in layers:
-            keys = [
-                key
-                for key in self.inside
-                if _is_expert(key.key) and layer_of(key.key) in (None, layer)
-            ]
-            pairs = [(key, expert) for expert in experts for key in keys]
-            if is_grouped:
-                pairs = [(key, expert) for key in keys for expert in experts]
-            for key, expert in pairs:
-                index = (*self._index(key, layer)[:1], expert)
-                yield self._parameter(key, index[-leading_axes(key.key) :], rank, self.expert_tp)
-
-    def tail(self, rank: int, *, is_copied: bool) -> Iterator[Parameter]:
-        """Yield what lies behind the last layer; where the embedding is tied, its copy too."""
-        for stored in self.behind:
-            yield self._parameter(stored, (), rank, self.tp)
-        is_tied = not any(key.key == "output_layer.weight" for key in self.behind)
-        for stored in self.before if is_copied and is_tied else ():
-            if stored.key.endswith("word_embeddings.weight"):
-                yield self._parameter(stored, (), rank, self.tp, is_copy=True)
-
-    def _index(self, stored: StoredKey, layer: int) -> tuple[int, ...]:
-        return (layer,) if leading_axes(stored.key) else ()
-
-    def _parameter(
-        self,
-        stored: StoredKey,
-        index: tuple[int, ...],
-        rank: int,
-        tp: int,
-        *,
-        is_copy: bool = False,
-    ) -> Parameter:
-        """Return a parameter as a TP rank has it: by its chunks, of which each rank wrote its
-        own."""
+    def _build(self, entry: _Entry, rank: int, *, is_copy: bool) -> Parameter:
+        """Return a parameter as a TP rank has it: by its chunks, one a shard."""
+        stored, index = entry.stored, entry.index
         axes = leading_axes(stored.key)
-        chunks = sorted(
-            (chunk for chunk in stored.chunks if chunk.box.offset[:axes] == index[:axes]),
-            key=lambda chunk: chunk.box.offset,
-        )
+        tp = self.expert_tp if _is_expert(stored.key) else self.tp
+        if stored.key not in self._chunks:
+            by_index = self._chunks.setdefault(stored.key, {})
+            for chunk in sorted(stored.chunks, key=lambda chunk: chunk.box.offset):
+                by_index.setdefault(chunk.box.offset[:axes], []).append(chunk)
+        chunks = self._chunks[stored.key].get(index)
         if not chunks:
-            raise RefusedError(
-                f"{stored.key} has no chunk of layer and expert {list(index)} alone. Load the "
-                "checkpoint in Megatron and save it with --dist-ckpt-optim-fully-reshardable."
-            )
+            raise RefusedError(f"{stored.key} has no chunk of layer and expert {list(index)} alone")
         mine = chunks
         if len(chunks) == tp:
             mine = [chunks[rank]]
@@ -185,12 +326,16 @@ class Model:
             piece = region.Piece(box, start, row_major(box.shape))
             parts.append(Part(piece, chunk.extent.file, begin))
             start += box.numel
-        name = name_at(stored.key, index)
-        return Parameter(name, stored.shape[axes:], stored.dtype, tuple(parts), is_copy)
+        return Parameter(entry.name, stored.shape[axes:], stored.dtype, tuple(parts), is_copy)
 
 
-def _is_layer(key: str) -> bool:
-    return ".layers." in key and not key.startswith(PREDICTED)
+def _first_name(name: str) -> str:
+    """Return the first name of a parameter that a T5 has under two. Megatron keeps its optimizer's
+    state under the second one."""
+    for second, first in _TWICE:
+        if name.startswith(second):
+            return f"{first}{name.removeprefix(second)}"
+    return name
 
 
 def _is_expert(key: str) -> bool:

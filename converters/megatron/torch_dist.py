@@ -1,7 +1,10 @@
 """Megatron's ``torch_dist`` checkpoints: one tensor a key, in chunks, whatever the layout was.
 
     [<root>/latest_checkpointed_iteration.txt]  <root>/iter_0000006/
-        metadata.json  common.pt  .metadata  __<rank>_<n>.distcp
+        metadata.json  .metadata  __<rank>_<n>.distcp  [common.pt]
+
+Up to megatron-core 0.18 there is a ``common.pt``; its content then is among the shards
+(``common_state``).
 
 Of the optimizer's state Megatron knows four forms, and all are read here: whole tensors
 (``fully_reshardable``, and the optimizer that is not distributed), flat ranges of them
@@ -34,11 +37,22 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     place,
 )
-from scalai.converters.intake import MAX_PIECES, read_json
-from scalai.converters.megatron import dp_reshardable, torch_dist_writer
-from scalai.converters.megatron.iterations import check_iteration, find_below
+from scalai.converters.intake import MAX_PIECES
+from scalai.converters.megatron import torch_dist_writer
+from scalai.converters.megatron.buckets import is_bucket
+from scalai.converters.megatron.common_state import (
+    FORM,
+    Common,
+    find_iteration,
+    marker_of,
+    read_common,
+)
+from scalai.converters.megatron.dp_reshardable import read_buckets
+from scalai.converters.megatron.iterations import check_iteration
 from scalai.converters.megatron.limits import check_model
 from scalai.converters.megatron.names import leading_axes, name_at, tensor_parallel_axis
+from scalai.converters.megatron.torch_dist_common import LINKS
+from scalai.converters.megatron.torch_dist_intake import check_marker, notes_of, read_objects
 from scalai.converters.megatron.torch_dist_metadata import (
     Chunk,
     Extent,
@@ -49,12 +63,12 @@ from scalai.converters.megatron.torch_dist_metadata import (
 from scalai.converters.megatron.values import (
     argument_degrees,
     counters_of,
+    find_links,
     find_param_groups,
     find_scaler,
     find_step,
 )
 from scalai.converters.torch_archive import (
-    MAX_VALUE_BYTES,
     NewTensor,
     StoredTensor,
     read_archive,
@@ -70,6 +84,7 @@ STEP_FILE = "(step)"
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _MASTERS = ("param", "fp32_param")
+_FIRST_MOMENT = "exp_avg"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +99,7 @@ class TorchDistLayout:
         directory = find_iteration(path, None)
         if directory is None:
             return False
-        is_named = _marker(directory).get("sharded_backend") == self.name
+        is_named = marker_of(directory).get("sharded_backend") == self.name
         return is_named or (directory / ".metadata").is_file()
 
     def read(self, path: Path, options: ReadOptions) -> Checkpoint:
@@ -94,77 +109,15 @@ class TorchDistLayout:
             raise RefusedError(
                 f"{path} holds no iteration {options.iteration}. Name one that is there."
             )
-        _check_marker(directory)
+        check_marker(directory)
         metadata = read_metadata(directory, trust=options.trust_pickle)
-        common = read_common(directory, trust=options.trust_pickle)
-        objects = _read_objects(directory, metadata.objects)
+        common = read_common(directory, metadata.objects, trust=options.trust_pickle)
+        objects = read_objects(directory, metadata.objects)
         return _Reader(directory, metadata, common, objects, options.trust_pickle).read()
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
         """Lay out ``iter_<n>`` and the tracker file, as Megatron's ``--load`` finds them."""
         return torch_dist_writer.lay_out(source, options)
-
-
-def find_iteration(path: Path, iteration: int | None) -> Path | None:
-    """Return the directory of an iteration: ``path`` itself, or the one that the tracker names."""
-    if iteration is None and (path / "common.pt").is_file():
-        return path
-    return find_below(path, iteration)
-
-
-def _marker(directory: Path) -> Mapping[str, Any]:
-    """Return what ``metadata.json`` says, nothing where it says nothing."""
-    try:
-        data = read_json(directory / "metadata.json")
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}
-
-
-def _check_marker(directory: Path) -> None:
-    """Refuse a checkpoint that was not ended, or is of another format or version."""
-    marker = _marker(directory)
-    if "sharded_backend" not in marker:
-        raise RefusedError(
-            f"{directory} has no metadata.json that names torch_dist: Megatron writes it last, "
-            "so the save was interrupted. Use an older checkpoint."
-        )
-    if marker["sharded_backend"] != "torch_dist":
-        raise RefusedError(
-            f"{directory} is of the format {marker['sharded_backend']!r}, and torch_dist is read. "
-            "Load it in Megatron and save it with --ckpt-format torch_dist."
-        )
-    for key in ("sharded_backend_version", "common_backend_version"):
-        if marker.get(key, 1) != 1:
-            raise RefusedError(
-                f"{directory} has {key} {marker[key]!r}, and 1 is read. Use a later release of "
-                "Scalai, or save it with a Megatron of 0.14 to 0.19."
-            )
-
-
-def read_common(directory: Path, *, trust: bool = False) -> dict[str, Any]:
-    """Return what ``common.pt`` holds, its few tensors with their bytes."""
-    path = directory / "common.pt"
-    value = read_archive(path, trust=trust)
-    if not isinstance(value, dict):
-        raise RefusedError(f"{path} holds a {type(value).__name__}, not a dictionary.")
-    data = map_file(path)
-    return {key: with_content(entry, data) for key, entry in value.items()}
-
-
-def _read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, bytes]:
-    """Return the archives of objects that are no tensors; they are small."""
-    found = {}
-    for key, extent in objects.items():
-        if extent.size_bytes > MAX_VALUE_BYTES:
-            raise RefusedError(
-                f"{directory / extent.file} keeps {key}, {extent.size_bytes} bytes that are no "
-                f"tensor, and at most {MAX_VALUE_BYTES} are carried. Save without it."
-            )
-        with open(directory / extent.file, "rb") as file:
-            file.seek(extent.begin)
-            found[key] = file.read(extent.size_bytes)
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +126,19 @@ class _Reader:
 
     directory: Path
     metadata: Metadata
-    common: Mapping[str, Any]
+    kept: Common
     objects: Mapping[str, bytes]
     trust: bool
     begins: dict[tuple[Extent, str, Index], tuple[int, Index, int]] = field(default_factory=dict)
+
+    @property
+    def common(self) -> Mapping[str, Any]:
+        return self.kept.content
+
+    @property
+    def _arguments(self) -> Mapping[str, Any] | None:
+        given = self.common.get("args")
+        return None if given is None else vars(given)
 
     def read(self) -> Checkpoint:
         groups = find_param_groups(self.common) or self._bucket_groups()
@@ -185,7 +147,7 @@ class _Reader:
         model, moments, buckets = [], [], []
         for stored in self.metadata.tensors:
             state = _STATE.fullmatch(stored.key)
-            if dp_reshardable.is_bucket(stored.key):
+            if is_bucket(stored.key):
                 buckets.append(stored)
             elif state:
                 moments.append((state[1], state[2], stored))
@@ -205,7 +167,9 @@ class _Reader:
             into, as_kind = (twins, PARAM) if is_twin else (pieces, kind)
             into.extend(self._pieces(as_kind, key, stored))
         if buckets:
-            rescued = dp_reshardable.read_buckets(self.directory, buckets, model, self._chunk_begin)
+            rescued = read_buckets(
+                self.directory, buckets, model, self._chunk_begin, self._arguments or {}
+            )
             pieces += rescued.pieces
             twins += rescued.twins
         step = find_step(self.common, groups)
@@ -222,7 +186,7 @@ class _Reader:
             placed,
             values,
             twins=place(twins, files) if twins else None,
-            notes=tuple(self._notes()),
+            notes=tuple(notes_of(self.directory, self.kept, self.metadata)),
         )
 
     def _check_count(self) -> None:
@@ -332,11 +296,10 @@ class _Reader:
         common = self.common
         if "iteration" not in common:
             raise RefusedError(
-                f"{self.directory}/common.pt has no iteration. Use another checkpoint."
+                f"{self.directory}: {self.kept.form} has no iteration. Use another checkpoint."
             )
-        check_iteration(self.directory, "common.pt", common["iteration"])
-        arguments = common.get("args")
-        arguments = None if arguments is None else vars(arguments)
+        check_iteration(self.directory, self.kept.form, common["iteration"])
+        arguments = self._arguments
         scaler = find_scaler(common)
         if scaler is None:
             scalers = [key for key in sorted(self.objects) if ".grad_scaler/" in key]
@@ -355,6 +318,8 @@ class _Reader:
             arguments=arguments,
             counters=counters_of(arguments or {}),
             extra={
+                FORM: self.kept.form,
+                LINKS: find_links(common),
                 **{key: common[key] for key in sorted(carried & common.keys())},
                 "objects": {
                     key: data
@@ -365,27 +330,13 @@ class _Reader:
             },
         )
 
-    def _notes(self) -> Iterator[str]:
-        known = {
-            "args", "checkpoint_version", "content_metadata", "iteration", "optimizer",
-            "num_floating_point_operations_so_far", "opt_param_scheduler",
-        }  # fmt: skip
-        for key in sorted(set(self.common) - known):
-            yield f"common.pt holds {key!r}, which is not carried"
-        named = {extent.file for extent in self.metadata.objects.values()}
-        named |= {file.path for file in self._files()}
-        for path in sorted(self.directory.glob("*.distcp")):
-            if path.name not in named:
-                yield f"{path.name} is left over from another save: .metadata places nothing in it"
-
 
 def _steps(pieces: Sequence[Piece], file: str) -> list[Piece]:
-    """Return a 0-d step for every parameter that has an optimizer state."""
-    names = {
-        piece.tensor.name.partition("/")[2]: None
-        for piece in pieces
-        if not piece.tensor.name.startswith((f"{PARAM}/", f"{MAIN}/"))
-    }
+    """Return a 0-d step for every parameter whose optimizer counts them: Adam's do, Muon's not."""
+    pairs = (piece.tensor.name.partition("/")[::2] for piece in pieces)
+    states = [(kind, name) for kind, name in pairs if kind not in (PARAM, MAIN)]
+    counted = {name for kind, name in states if kind == _FIRST_MOMENT}
+    names = {name: None for _, name in states if not counted or name in counted}
     return [Piece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0) for name in names]
 
 

@@ -5,7 +5,7 @@ common state of other ranks; new random streams where the degrees change.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,20 @@ import numpy as np
 from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Values
 from scalai.converters.megatron.names import expert_of, fold, layer_of
 from scalai.converters.megatron.rank_streams import streams_of
-from scalai.converters.megatron.values import is_same_group, optimizer_tree, with_degrees
+from scalai.converters.megatron.values import (
+    are_several_kinds,
+    has_hyperparameters,
+    is_same_group,
+    optimizer_tree,
+    with_degrees,
+)
 from scalai.converters.scalars import read_steps
 from scalai.converters.torch_archive import Archive, lay_out_archive
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
+
+LINKS = "links"
+"""In ``Values.extra``: how many parameter groups each optimizer of a chain has."""
 
 
 class Keys:
@@ -137,14 +146,16 @@ def common_of(
         common["opt_param_scheduler"] = values.scheduler
     if is_split is not None:
         is_mixed = any(name.startswith(f"{MAIN}/") for name in tensors)
+        groups = whole_groups(source, reference, notes)
         common["optimizer"] = optimizer_tree(
-            whole_groups(source, reference, notes),
+            groups,
             read_steps(source),
             values.grad_scaler,
             is_split=is_split,
             is_mixed=is_mixed,
             is_chained=degrees.get("ep", 1) > 1
             and any(expert_of(name) is not None for name in tensors),
+            sizes=_link_sizes(source, groups, degrees, reference, is_split=is_split),
         )
     common["content_metadata"] = {
         **values.extra.get("content_metadata", {}),
@@ -165,20 +176,60 @@ def whole_groups(
             others.
     """
     groups: list[Mapping[str, Any]] = []
-    for group in source.values.param_groups:
-        given = (g for g in reference.param_groups if is_same_group(g, group)) if reference else ()
-        base = next(iter(given), {})
+    given = tuple(reference.param_groups) if reference else ()
+    for at, group in enumerate(source.values.param_groups):
+        same = [base for base in given if is_same_group(base, group)]
+        if are_several_kinds(same):
+            # Of Muon and Adam: they are told apart by their place alone.
+            is_aligned = len(given) == len(source.values.param_groups)
+            same = [given[at]] if is_aligned and given[at] in same else []
+        base = next(iter(same), {})
         added = sorted(set(base) - set(group) - {"step"})
         if added:
             notes.append(f"parameter groups take {', '.join(added)} from --args-from")
         groups.append({**{name: base[name] for name in added}, **group})
-    if not groups or any("betas" not in group and "momentum" not in group for group in groups):
+    if not groups or not all(has_hyperparameters(group) for group in groups):
         raise RefusedError(
-            f"{source.directory} keeps no betas and eps of its optimizer's parameter groups, and "
-            "the optimizer must not go on with others. Pass --args-from with a torch_dist "
-            "checkpoint of the same job."
+            f"{source.directory} keeps no betas and eps, nor a momentum, of its optimizer's "
+            "parameter groups, and the optimizer must not go on with others. Pass --args-from "
+            "with a torch_dist checkpoint of the same job."
         )
     return groups
+
+
+def _link_sizes(
+    source: Checkpoint,
+    groups: Sequence[Mapping[str, Any]],
+    degrees: Mapping[str, int],
+    reference: Values | None,
+    *,
+    is_split: bool,
+) -> Sequence[int] | None:
+    """Return how many groups each optimizer of a chain has that is of several kinds (Muon's, beside
+    Adam's for vectors and embeddings); None: it follows from the experts.
+
+    Raises:
+        RefusedError: The source does not say, or the target's chain is another one.
+    """
+    if not are_several_kinds(groups):
+        return None
+    old = source.values
+    known = (values.extra.get(LINKS) for values in (old, reference) if values is not None)
+    sizes: Sequence[int] = next((sizes for sizes in known if sizes), ())
+    if sum(sizes) != len(groups) or is_split:
+        raise RefusedError(
+            f"{source.directory} is of a chain of several kinds of optimizers (Muon beside Adam), "
+            "which is written as it was, and not split over ranks. Write it from a torch_dist "
+            "checkpoint, without --optimizer distributed."
+        )
+    if (old.degrees.get("ep", 1) > 1) != (degrees.get("ep", 1) > 1) and any(
+        group.get("is_expert_parallel") for group in groups
+    ):
+        raise RefusedError(
+            f"{source.directory} is of a chain of several kinds of optimizers (Muon beside Adam), "
+            "which has other links with expert parallelism than without. Keep --ep."
+        )
+    return sizes
 
 
 def content_of(archive: Archive) -> bytes:

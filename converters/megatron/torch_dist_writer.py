@@ -30,6 +30,14 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     place,
 )
+from scalai.converters.megatron.common_state import (
+    COMMON_FILE,
+    COMMON_OBJECT,
+    MARKER,
+    form_for,
+    lay_out_common,
+    marker_for,
+)
 from scalai.converters.megatron.iterations import TRACKER, folder_of
 from scalai.converters.megatron.names import (
     expert_of,
@@ -69,24 +77,23 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     folder = folder_of(source.values.step)
     layout = _Files(folder, max(degrees.get("tp", 1) * degrees.get("pp", 1), 1))
     total = sum(item.tensor.size_bytes for _, items in keys for item in items)
+    common = common_of(source, tensors, degrees, is_split, options.reference, notes)
+    form = form_for(source, options.reference, notes)
+    common_data = content_of(lay_out_common(common, form))
+    if form == COMMON_OBJECT:
+        objects[COMMON_OBJECT] = common_data
     extents = {key: layout.add_object(data) for key, data in objects.items()}
     stored = [layout.add(key, items, degrees, total) for key, items in keys]
     placed = place(layout.pieces, layout.files())
-    common = common_of(source, tensors, degrees, is_split, options.reference, notes)
     metadata = write_metadata(stored, extents)
-    marker = {
-        "sharded_backend": "torch_dist",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
-        "common_backend_version": 1,
-    }
 
     def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
         here = directory / folder
         here.mkdir(exist_ok=True)
-        _write(here / "common.pt", content_of(lay_out_archive(common, "common")))
+        if form == COMMON_FILE:
+            _write(here / COMMON_FILE, common_data)
         _write(here / ".metadata", metadata)
-        _write(here / "metadata.json", json.dumps(marker).encode())
+        _write(here / MARKER, json.dumps(marker_for(form)).encode())
         sync_directory(here)
         _write(directory / TRACKER, str(source.values.step).encode())
 

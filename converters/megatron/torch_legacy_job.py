@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from scalai.converters.checkpoint import MAIN, PARAM, STEP, Checkpoint, WriteOptions
+from scalai.converters.megatron.module_order import in_order
 from scalai.converters.megatron.modules import (
     EMBEDDING,
     OUTPUT,
@@ -17,7 +18,6 @@ from scalai.converters.megatron.modules import (
     Part,
     experts_of_rank,
     gated,
-    in_order,
     parts,
     stage_layers,
 )
@@ -95,6 +95,7 @@ class Job:
         wished = options.is_split if options.is_split is not None else values.is_split
         is_split = (wished is not False) if has_optimizer else None
         parameters = [name.partition("/")[2] for name in tensors if name.startswith(f"{PARAM}/")]
+        _check_gpt(parameters)
         count = len({layer_of(name) for name in parameters} - {None})
         groups = whole_groups(source, reference, notes) if has_optimizer else []
         job = cls(
@@ -209,6 +210,17 @@ class Job:
         is_shared = self.is_tied and self.degrees["pp"] > 1 and name == EMBEDDING
         key = self.naming.to_rank(called, layer, expert)
         return Local(name, key, local, mine, chunk, is_shared)
+
+
+def _check_gpt(parameters: Sequence[str]) -> None:
+    """Refuse models of other parts than an embedding, a decoder and an output layer."""
+    known = "embedding.", "decoder.", "output_layer."
+    other = next((name for name in parameters if not name.startswith(known)), None)
+    if other is not None:
+        raise RefusedError(
+            f"{other} is no parameter of a GPT's embedding, decoder or output layer, and others "
+            "are not written in this layout. Write torch_dist instead."
+        )
 
 
 def _degrees(old: Mapping[str, int], wished: Mapping[str, int]) -> dict[str, int]:

@@ -5,6 +5,7 @@ the optimizers' ``state_dict`` in megatron/core/optimizer (0.16.1).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ DEGREE_ARGUMENTS = {
     "dp": "data_parallel_size",
 }
 """Axes and the arguments of Megatron that are their sizes."""
+
+_MOMENTA = {"betas", "momentum", "momentum_beta"}
 
 _COUNTERS = (
     "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples",
@@ -77,6 +80,22 @@ def find_param_groups(common: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...
     return tuple(found)
 
 
+def find_links(common: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return how many parameter groups each optimizer of a chain has."""
+    inner = [tree.get("optimizer", tree) for tree in _optimizers(common)]
+    return tuple(len(of.get("param_groups", ())) for of in inner if isinstance(of, Mapping))
+
+
+def has_hyperparameters(group: Mapping[str, Any]) -> bool:
+    """Tell whether a group says more of its optimizer than rates: Adam's betas, a momentum."""
+    return not _MOMENTA.isdisjoint(group)
+
+
+def are_several_kinds(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether the groups are of several kinds of optimizers, as Muon's and Adam's."""
+    return len({"betas" in group for group in groups if has_hyperparameters(group)}) > 1
+
+
 def is_same_group(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Tell whether megatron would match two parameter groups, of any EP degree."""
     keys = "wd_mult", "lr_mult", "is_decoupled_lr"
@@ -118,6 +137,7 @@ def optimizer_tree(
     is_split: bool,
     is_mixed: bool,
     is_chained: bool,
+    sizes: Sequence[int] | None = None,
 ) -> dict[Any, Any]:
     """Return the optimizer's part of ``common.pt``.
 
@@ -128,12 +148,16 @@ def optimizer_tree(
         is_split: For the distributed optimizer.
         is_mixed: Whether there are 16-bit parameters.
         is_chained: Whether expert parameters have an optimizer of their own: from EP 2 on.
+        sizes: How many of the groups each optimizer of a chain has, where this does not follow.
     """
     dense = [group for group in groups if not group.get("is_expert_parallel")]
     experts = [group for group in groups if group.get("is_expert_parallel")]
     links = [dense or [{**group, "is_expert_parallel": False} for group in experts]]
     if is_chained:
         links.append(experts or [{**group, "is_expert_parallel": True} for group in dense])
+    if sizes is not None:
+        ends = list(accumulate(sizes, initial=0))
+        links = [list(groups[low:high]) for low, high in pairwise(ends)]
     trees = [
         _link(link, step, scaler, is_split=is_split, is_mixed=is_mixed or scaler is not None)
         for link in links
@@ -157,8 +181,11 @@ def _link(
             "param_state_sharding_type": "fully_reshardable",
         }
     else:
-        content = np.float32(step if step is not None else 0).tobytes()
-        inner = {"state": {"common_step": NewTensor("F32", (), content)}, "param_groups": bare}
+        state: dict[str, Any] = {}
+        # Adam counts steps; SGD and Muon do not.
+        if step is not None and any("betas" in group for group in groups):
+            state["common_step"] = NewTensor("F32", (), np.float32(step).tobytes())
+        inner = {"state": state, "param_groups": bare}
         tree = {"optimizer": inner} if is_mixed else inner
     if scaler is not None:
         tree["grad_scaler"] = scaler

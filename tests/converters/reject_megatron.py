@@ -205,7 +205,7 @@ TORCH_DIST = [
     Case("overlap", overlap, "overlap without being replicas"),
     Case("duplicate", store_a_chunk_twice, "nobody holds 16 of the 32 elements"),
     Case("missing file", lose("__1_0.distcp"), "__1_0.distcp is missing"),
-    Case("missing file", lose("common.pt"), "common.pt is damaged or truncated"),
+    Case("missing file", lose("common.pt"), "has no common.pt, and .metadata places no"),
     Case("missing file", lose(".metadata"), ".metadata cannot be read"),
     Case("missing file", lose("metadata.json"), "so the save was interrupted"),
     Case("extra file", add_a_stray_file, "__7_0.distcp is left over from another save", 0),

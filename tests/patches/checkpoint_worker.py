@@ -5,22 +5,34 @@ The trees are those of Megatron-LM's ``generate_state_dict`` and ``load_checkpoi
 """
 
 import argparse
+import io
+import json
 import multiprocessing
 import queue
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from jobs import AFTER, BEFORE, OTHER_SEED, SEED, Job
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 from tiny_gpt import SEVERAL_BUCKETS, Training
 
 from scalai.patches.megatron.shapes import unwrap
 
 # The writer's results would come through a spawned manager, which imports the main module again.
-filesystem_async._get_write_results_queue = lambda *args, **kwargs: queue.Queue()
+for called in ("_get_write_results_queue", "get_write_results_queue"):  # as it is from 0.17 on
+    if hasattr(filesystem_async, called):
+        setattr(filesystem_async, called, lambda *args, **kwargs: queue.Queue())
 
 if not hasattr(np, "product"):
     np.product = np.prod  # type: ignore[attr-defined]  # megatron-core 0.15 and numpy 2
@@ -29,8 +41,19 @@ Run = tuple[list[dict[int, float]], float, list[int]]
 """Losses of the steps behind the save by sample, the last learning rate, skipped steps."""
 
 
-def train_save_train(rank: int, store: dist.Store, job: Job, directory: str, sharding: str) -> Run:
-    """Train, save, train on without interruption."""
+def train_save_train(
+    rank: int,
+    store: dist.Store,
+    job: Job,
+    directory: str,
+    sharding: str,
+    has_file: bool = True,
+) -> Run:
+    """Train, save, train on without interruption.
+
+    It is a fully parallel save, Megatron's default. ``has_file``: what ranks have in common is in
+    ``common.pt``; else among the shards, as megatron-core 0.19 and later have it.
+    """
     training = Training(job, rank, store, SEED)
     training.train(BEFORE)
     if job.distributed and job.overlap:
@@ -46,26 +69,38 @@ def train_save_train(rank: int, store: dist.Store, job: Job, directory: str, sha
     # The writer forks; a daemon, as the pool's workers are, may have no children.
     process: Any = multiprocessing.current_process()
     process._config["daemon"] = False
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = FullyParallelSaveStrategyWrapper(
+        get_default_save_sharded_strategy("torch_dist"), group
+    )
+    tensors = _sharded(training, dict(metadata), is_loading=False)
+    state = {
+        **tensors,
+        "opt_param_scheduler": training.scheduler.state_dict(),
+        "iteration": AFTER.start,
+        "checkpoint_version": 3.0,
+        "args": arguments_of(job),
+    }
+    if not has_file:
+        state = _with_common_object(state, metadata, rank)
     try:
         dist_checkpointing.save(
-            {
-                **_sharded(training, metadata, is_loading=False),
-                "opt_param_scheduler": training.scheduler.state_dict(),
-                "iteration": AFTER.start,
-                "checkpoint_version": 3.0,
-                "args": arguments_of(job),
-            },
-            directory,
-            content_metadata=metadata,
+            state, directory, strategy, content_metadata=metadata if has_file else None
         )
     finally:
         process._config["daemon"] = True
+    if not has_file and rank == 0 and Path(directory, "common.pt").exists():
+        Path(directory, "common.pt").unlink()
+        backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        Path(directory, "metadata.json").write_text(json.dumps(backend))
     return train_to_the_end(training)
 
 
 def load_train(rank: int, store: dist.Store, job: Job, directory: str) -> Run:
     """Build a fresh job of other weights, load a checkpoint as Megatron-LM does, train on."""
     training = Training(job, rank, store, OTHER_SEED)
+    if not hasattr(dist_checkpointing.serialization, "_legacy_common_state_exists"):
+        _write_common_file(Path(directory))
     metadata = dist_checkpointing.load_content_metadata(directory)
     tree = _sharded(training, metadata, is_loading=True)
     state = dist_checkpointing.load(tree, directory)
@@ -76,6 +111,26 @@ def load_train(rank: int, store: dist.Store, job: Job, directory: str) -> Run:
     training.scheduler.load_state_dict(state["opt_param_scheduler"])
     assert state["iteration"] == AFTER.start
     return train_to_the_end(training)
+
+
+def _with_common_object(state: dict[str, Any], metadata: Any, rank: int) -> dict[str, Any]:
+    """Put all that is not sharded into one object, as ``save`` of core_v0.19.0 does."""
+    sharded, common = save_preprocess({**state, "content_metadata": metadata}, False)
+    sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=rank)
+    return dict(sharded)
+
+
+def _write_common_file(directory: Path) -> None:
+    """Let a release before 0.19 load what is in its successors' form: take the object out of the
+    shards as ``load_common_state_dict`` of core_v0.19.0 does."""
+    if (directory / "common.pt").exists() or dist.get_rank():
+        dist.barrier()
+        return
+    key = "common_state/shard_0_1"
+    loaded: dict[str, Any] = {key: io.BytesIO()}
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+    torch.save(loaded[key][0], directory / "common.pt")
+    dist.barrier()
 
 
 def _sharded(training: Training, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
@@ -111,6 +166,7 @@ def arguments_of(job: Job) -> argparse.Namespace:
         num_query_groups=job.query_groups or 1,
         seed=SEED,
         transformer_impl="local",
+        optimizer=job.optimizer,
         distributed_backend="gloo",
         untie_embeddings_and_output_weights=not job.is_tied,
         accumulate_allreduce_grads_in_fp32=True,

@@ -18,6 +18,7 @@ class Job:
     vpp: int | None = None
     ep: int = 1
     sequence_parallel: bool = False
+    optimizer: str = "adam"
     distributed: bool = False
     overlap: bool = False
     """Overlap communication, which makes several buckets."""
@@ -28,6 +29,9 @@ class Job:
     query_groups: int | None = None
     is_gated: bool = False
     experts: int | None = None
+    expert_layers: tuple[int, ...] | None = None
+    """1 for each layer that has experts; None: all have."""
+    has_expert_bias: bool = False
     predicted: int = 0
     """Layers that predict further tokens (MTP)."""
     padded_vocabulary: int = 64
@@ -36,6 +40,11 @@ class Job:
     is_rotary: bool = False
     """As Llama: rotary positions, RMSNorm."""
     has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    frozen: str | None = None
+    """A pattern of parameters' names: they are not trained."""
+    is_translator: bool = False
+    """A T5: an encoder beside the decoder."""
     sequence: int = 16
     dropout: float = 0.0
     clip: float = 1.0

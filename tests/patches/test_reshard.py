@@ -136,10 +136,15 @@ def test_what_megatron_saved_wrongly_is_not_converted(pool: WorkerPool, tmp_path
     assert not (tmp_path / "converted").exists()
 
 
-def save(pool: WorkerPool, job: Job, directory: Path, sharding: str) -> Any:
-    """Train, save below ``directory`` as Megatron-LM would, train on; return what each rank saw."""
+def save(
+    pool: WorkerPool, job: Job, directory: Path, sharding: str, *, has_file: bool = True
+) -> Any:
+    """Train, save below ``directory`` as Megatron-LM would, train on; return what each rank saw.
+
+    ``has_file``: as for ``train_save_train``.
+    """
     iteration = directory / f"iter_{AFTER.start:07d}"
-    arguments = [(job, str(iteration), sharding)] * job.world
+    arguments = [(job, str(iteration), sharding, has_file)] * job.world
     runs = pool.run("checkpoint_worker:train_save_train", arguments)
     (directory / "latest_checkpointed_iteration.txt").write_text(str(AFTER.start))
     return runs

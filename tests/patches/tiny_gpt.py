@@ -5,6 +5,7 @@
 
 import gc
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
 )
@@ -37,7 +39,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tiny_muon import muon_optimizer
+from tiny_t5 import translate, translator
 
+from scalai.patches.megatron.shapes import unwrap
 from scalai.patches.megatron.state import MegatronState
 
 torch.set_num_threads(1)
@@ -70,7 +75,8 @@ class Training:
         if job.overlap:
             functions = [chunk.no_sync for chunk in self.chunks]
             config.no_sync_func = functions if job.vpp else functions[0]
-        self.optimizer = get_megatron_optimizer(_optimizer(job), self.chunks)
+        make = muon_optimizer if job.optimizer == "muon" else get_megatron_optimizer
+        self.optimizer = make(_optimizer(job), self.chunks)
         if job.precision != "fp32":
             config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = _scheduler(job, self.optimizer)
@@ -132,11 +138,14 @@ def _forward(samples: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -
     tokens, labels = next(samples)
     length = tokens.shape[1]
     mask = torch.triu(torch.ones(length, length), 1).bool()[None, None]
+    is_translator = hasattr(unwrap(model), "encoder")
 
     def loss(output: torch.Tensor) -> Any:
         mean = output.float().mean()
         return mean, {"loss": mean.detach().clone()}
 
+    if is_translator:
+        return translate(model, tokens, labels, mask), loss
     return model(tokens, torch.arange(length)[None], mask, labels=labels), loss
 
 
@@ -155,6 +164,10 @@ def _transformer(job: Job) -> TransformerConfig:
         add_qkv_bias=job.has_qkv_bias,
         normalization="RMSNorm" if job.is_rotary else "LayerNorm",
         num_moe_experts=job.experts,
+        moe_layer_freq=list(job.expert_layers) if job.expert_layers else 1,
+        moe_router_enable_expert_bias=job.has_expert_bias,
+        moe_router_score_function="sigmoid" if job.has_expert_bias else "softmax",
+        qk_layernorm=job.has_qk_norm,
         mtp_num_layers=job.predicted or None,
         moe_router_topk=2,
         moe_token_dispatcher_type="alltoall" if job.experts else "allgather",
@@ -179,12 +192,18 @@ def _transformer(job: Job) -> TransformerConfig:
     )
 
 
-def _chunk(job: Job, config: TransformerConfig, stage: int) -> Any:
+def _gpt(job: Job, config: TransformerConfig, stage: int) -> GPTModel:
     where = {"ignore_virtual": False, "vp_stage": stage} if job.vpp else {}
-    layer = get_gpt_layer_local_spec(job.experts, normalization=config.normalization)
     at = stage if job.vpp else None
+    layer: Any = get_gpt_layer_local_spec(
+        job.experts, qk_layernorm=job.has_qk_norm, normalization=config.normalization
+    )
+    if job.expert_layers:
+        layer = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=config.normalization, vp_stage=at
+        )
     predicted = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=at)
-    model: Any = GPTModel(
+    return GPTModel(
         config,
         layer,
         job.padded_vocabulary,
@@ -196,6 +215,12 @@ def _chunk(job: Job, config: TransformerConfig, stage: int) -> Any:
         vp_stage=at,
         mtp_block_spec=predicted,
     )
+
+
+def _chunk(job: Job, config: TransformerConfig, stage: int) -> Any:
+    model: Any = translator(job, config) if job.is_translator else _gpt(job, config, stage)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = job.frozen is None or not re.search(job.frozen, name)
     if job.precision != "fp32":
         model = Float16Module(config, model)
     ddp = DistributedDataParallelConfig(
@@ -211,7 +236,7 @@ def _chunk(job: Job, config: TransformerConfig, stage: int) -> Any:
 
 def _optimizer(job: Job) -> OptimizerConfig:
     return OptimizerConfig(
-        optimizer="adam",
+        optimizer="sgd" if job.optimizer == "sgd" else "adam",
         lr=1e-2,
         min_lr=1e-3,
         weight_decay=0.01,

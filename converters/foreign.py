@@ -1,0 +1,116 @@
+"""Layouts that are not read, by the files they are known by: what they are, and the way out.
+
+Source: ``save_checkpoint`` of megatron/training/checkpointing.py (core_v0.19.0), checkpoint.py of
+torchtitan, utils/fsdp_utils.py of Accelerate 1.15, local checkpointing of nvidia-resiliency-ext,
+peft and NeMo 2.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+METADATA = ".metadata"
+_MAX_METADATA_BYTES = 1 << 28
+
+
+def foreign_text(path: Path) -> str | None:
+    """Say what a directory or file is that no reader here knows, and what to do; None: unknown."""
+    known = (text for is_it, text in _KNOWN if is_it(path))
+    return next(known, None)
+
+
+def is_torch_dcp(directory: Path) -> bool:
+    """Tell whether Megatron saved it with ``--ckpt-format torch_dcp``."""
+    return _names_all(directory, b"checkpoint_version", b"num_floating_point_operations_so_far")
+
+
+def _is_interrupted(path: Path) -> bool:
+    return _names_all(path, b"common_state/shard_0_1")
+
+
+def _is_fsdp(path: Path) -> bool:
+    names = "pytorch_model_fsdp_*", "optimizer_[0-9]", "pytorch_model_fsdp*.bin"
+    return path.name.startswith("pytorch_model_fsdp") or any(any(path.glob(n)) for n in names)
+
+
+def _is_torchtitan(path: Path) -> bool:
+    return _names_all(path, b"tok_embeddings") or _names_all(path, b"train_state")
+
+
+def _is_local(path: Path) -> bool:
+    return any(path.glob("iter_*_local.pt")) or any(path.glob("*/iter_*_local.pt"))
+
+
+def _has_pickled_weights(path: Path) -> bool:
+    return any(path.glob("pytorch_model*.bin")) or any(path.glob("pytorch_model.bin.index.json"))
+
+
+def _is_nemo(path: Path) -> bool:
+    return (path / "weights").is_dir() and (path / "context").is_dir()
+
+
+def _names_all(path: Path, *keys: bytes) -> bool:
+    """Tell whether torch's ``.metadata`` names all of these keys."""
+    file = path / METADATA
+    try:
+        if not path.is_dir() or file.stat().st_size > _MAX_METADATA_BYTES:
+            return False
+        data = file.read_bytes()
+    except OSError:
+        return False
+    return all(key in data for key in keys)
+
+
+_DCP = "It is a checkpoint of torch.distributed.checkpoint"
+_KNOWN: tuple[tuple[Callable[[Path], bool], str], ...] = (
+    (
+        _is_interrupted,
+        f"{_DCP} that Megatron began to save as torch_dist and did not end: there is no "
+        "metadata.json. Use an older one",
+    ),
+    (
+        is_torch_dcp,
+        "It was saved by Megatron with --ckpt-format torch_dcp, which is not read. Load it in "
+        "Megatron and save it with --ckpt-format torch_dist",
+    ),
+    (
+        _is_fsdp,
+        "It is of Accelerate with FSDP, which is not read. `accelerate merge-weights` makes "
+        "safetensors of its weights, which are",
+    ),
+    (
+        _is_torchtitan,
+        f"{_DCP} by torchtitan, which is not read. Let torchtitan export its weights as Hugging "
+        "Face's safetensors, which are",
+    ),
+    (
+        lambda path: (path / METADATA).is_file(),
+        f"{_DCP}, and not by Megatron as torch_dist; others are not read. Let what saved it export "
+        "its weights as safetensors, which are",
+    ),
+    (
+        _is_local,
+        "It is a local checkpoint of nvidia-resiliency-ext, which belongs to the ranks that wrote "
+        "it. Resume from it in Megatron and save a global one",
+    ),
+    (
+        lambda path: (path / "adapter_config.json").is_file(),
+        "It is an adapter of PEFT, not a model. Merge it into its model (merge_and_unload) and "
+        "save that",
+    ),
+    (
+        _has_pickled_weights,
+        "Its weights are pickled in pytorch_model.bin, which is not read. Load it by "
+        "from_pretrained and save it by save_pretrained, which writes safetensors",
+    ),
+    (
+        _is_nemo,
+        "It is of NeMo 2, whose weights/ is not what Megatron-LM saves. Let NeMo export it to "
+        "Hugging Face's safetensors, which are read",
+    ),
+    (
+        lambda path: path.is_dir() and any(path.glob("*/.zarray")),
+        "It was saved by Megatron with the zarr backend, which is not read. Load it in a Megatron "
+        "that still does and save it with --ckpt-format torch_dist",
+    ),
+)  # fmt: skip
+"""In the order in which they are asked."""

@@ -1,0 +1,119 @@
+"""Where a ``torch_dist`` checkpoint keeps what all ranks have in common, and which iteration it is.
+
+Up to megatron-core 0.18 that is a file of its own, ``common.pt``; from 0.19 on it is an object
+among the shards, under the key ``common_state``, and there is no such file. Releases from 0.19 on
+load both, older ones the file alone.
+
+Source: ``save`` and ``load_common_state_dict`` of megatron/core/dist_checkpointing/serialization.py
+(core_v0.18.2 and core_v0.19.0).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scalai.converters.checkpoint import Checkpoint, Values
+from scalai.converters.intake import read_json
+from scalai.converters.megatron.iterations import find_below
+from scalai.converters.megatron.torch_dist_metadata import Extent
+from scalai.converters.torch_archive import Archive, lay_out_archive, read_archive, with_content
+from scalai.core.errors import RefusedError
+from scalai.store.files import map_file
+
+COMMON_FILE = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+"""The key by which ``.metadata`` places it."""
+FORM = "common_state"
+"""In ``Values.extra``: ``COMMON_FILE`` or ``COMMON_OBJECT``."""
+
+MARKER = "metadata.json"
+BACKEND = "torch_dist"
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What all ranks have in common: the content, and where it lies (``FORM``)."""
+
+    content: Mapping[str, Any]
+    form: str
+
+
+def find_iteration(path: Path, iteration: int | None) -> Path | None:
+    """Return the directory of an iteration: ``path`` itself, or the one that the tracker names."""
+    is_named = marker_of(path).get("sharded_backend") == BACKEND
+    if iteration is None and (is_named or (path / COMMON_FILE).is_file()):
+        return path
+    return find_below(path, iteration)
+
+
+def marker_of(directory: Path) -> Mapping[str, Any]:
+    """Return what ``metadata.json`` says, nothing where it says nothing."""
+    try:
+        data = read_json(directory / MARKER)
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def marker_for(form: str) -> Mapping[str, Any]:
+    """Return what ``metadata.json`` says of a checkpoint that has this form."""
+    marker = {"sharded_backend": BACKEND, "sharded_backend_version": 1}
+    if form == COMMON_OBJECT:
+        return marker
+    return {**marker, "common_backend": "torch", "common_backend_version": 1}
+
+
+def read_common(directory: Path, objects: Mapping[str, Extent], *, trust: bool = False) -> Common:
+    """Read what all ranks have in common, its few tensors with their bytes.
+
+    Args:
+        objects: Where ``.metadata`` places objects that are no tensors.
+
+    Raises:
+        RefusedError: It is nowhere, damaged, or no dictionary.
+    """
+    path, extent = directory / COMMON_FILE, objects.get(COMMON_OBJECT)
+    is_file = path.is_file() or extent is None
+    if is_file and not path.exists():
+        raise RefusedError(
+            f"{directory} has no {COMMON_FILE}, and .metadata places no {COMMON_OBJECT} either, "
+            "one of which holds the iteration and the optimizer's groups. Copy it too, or use "
+            "another checkpoint."
+        )
+    if is_file or extent is None:
+        value, form = read_archive(path, trust=trust), COMMON_FILE
+    else:
+        path, form = directory / extent.file, COMMON_OBJECT
+        value = read_archive(path, extent.begin, extent.size_bytes, trust=trust)
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if not isinstance(value, dict):
+        raise RefusedError(f"{path} holds a {type(value).__name__}, not a dictionary ({form}).")
+    data = map_file(path)
+    return Common({key: with_content(entry, data) for key, entry in value.items()}, form)
+
+
+def lay_out_common(common: Mapping[str, Any], form: str) -> Archive:
+    """Lay out the archive that holds it."""
+    return lay_out_archive([common]) if form == COMMON_OBJECT else lay_out_archive(common, "common")
+
+
+def form_for(source: Checkpoint, reference: Values | None, notes: list[str]) -> str:
+    """Return the form that the target's job reads: that of ``--args-from``, else of the source;
+    the file, which every release reads, where neither has one.
+
+    Args:
+        notes: Gets a line where not every release will load the target.
+    """
+    for values in (reference, source.values):
+        if values is not None and FORM in values.extra:
+            form: str = values.extra[FORM]
+            break
+    else:
+        form = COMMON_FILE
+    if form == COMMON_OBJECT:
+        notes.append(
+            f"the common state is written among the shards, as megatron-core 0.19 does, and older "
+            f"releases look for {COMMON_FILE}: for these give --args-from one of their checkpoints"
+        )
+    return form
