@@ -8,6 +8,7 @@ from scalai.converters.checkpoint import Checkpoint, Layout, ReadOptions
 from scalai.converters.deepspeed.plain import DeepSpeedPlainLayout
 from scalai.converters.deepspeed.universal import DeepSpeedUniversalLayout
 from scalai.converters.deepspeed.zero import DeepSpeedZeroLayout
+from scalai.converters.foreign import foreign_text
 from scalai.converters.generation import GenerationLayout
 from scalai.converters.intake import check_intake
 from scalai.converters.megatron.torch_dist import TorchDistLayout
@@ -60,9 +61,17 @@ def open_checkpoint(path: Path, options: ReadOptions | None = None) -> Checkpoin
     layout = find_layout(path)
     if layout is not None:
         return _read(layout, path, options or ReadOptions())
-    inside = sorted(entry.name for entry in path.iterdir())[:5] if path.is_dir() else []
+    raise RefusedError(unknown_text(path))
+
+
+def unknown_text(path: Path) -> str:
+    """Say that a path holds no checkpoint of a known layout, and what it is where that shows."""
     names = ", ".join(layout.name for layout in LAYOUTS)
-    raise RefusedError(
+    known = foreign_text(path)
+    if known is not None:
+        return f"{path} holds no checkpoint of a known layout ({names}). {known}."
+    inside = sorted(entry.name for entry in path.iterdir())[:5] if path.is_dir() else []
+    return (
         f"{path} holds no checkpoint of a known layout ({names}); it has {inside}. Name the "
         "directory that holds the files, or the one above with latest_checkpointed_iteration.txt."
     )

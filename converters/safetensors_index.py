@@ -73,13 +73,15 @@ class SafetensorsLayout:
             for name, e in entries.items()
         ]
         values = Values(step=0, degrees={}, framework="", extra={CONFIG: _config(path)})
-        return Checkpoint(self.name, path, place(pieces, files), values)
+        return Checkpoint(self.name, path, place(pieces, files), values, notes=tuple(_notes(path)))
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
         """Lay out the parameters in files of at most 5 GB and their index."""
         weights = parameters_of(source)
         others = len(source.placed.collection.tensors) - len(weights)
-        notes = [*source.notes, f"weights only: {others} tensors of the optimizer are left out"]
+        notes = [*source.notes]
+        if others:
+            notes.append(f"weights only: {others} tensors of the optimizer are left out")
         files, fixed, pieces, weight_map = _lay_out(weights)
         total = sum(tensor.size_bytes for tensor in weights.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -94,6 +96,15 @@ class SafetensorsLayout:
                 os.replace(aside, directory / INDEX)
 
         return Target(self.name, place(pieces, files), fixed, finish, tuple(notes))
+
+
+def _notes(path: Path) -> Iterator[str]:
+    """Yield a note where Hugging Face's Trainer has left its own optimizer beside the weights."""
+    if (path / "optimizer.pt").is_file():
+        yield (
+            "optimizer.pt of a Trainer without DeepSpeed is not read, nor are its scheduler and "
+            "random streams: the weights alone are here"
+        )
 
 
 def _lay_out(

@@ -11,9 +11,10 @@ import numpy.typing as npt
 from scalai.converters import describe as checkpoints
 from scalai.converters.between.mapping_files import find_mapping
 from scalai.converters.checkpoint import ReadOptions
-from scalai.converters.layouts import find_layout, open_checkpoint
+from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
 from scalai.converters.verify import verify as verify_checkpoint
 from scalai.core.collection import Tensor
+from scalai.core.errors import UsageError
 from scalai.core.region import Box
 from scalai.launch.generation_report import describe, open_generation, read_tensor, verify
 from scalai.launch.sizes import size_text
@@ -53,7 +54,12 @@ def run(args: argparse.Namespace) -> int:
     layout = find_layout(args.path)
     if layout is not None and layout.name != "scalai":
         return _show_checkpoint(args)
-    generation, numbers = open_generation(args.path, args.generation)
+    try:
+        generation, numbers = open_generation(args.path, args.generation)
+    except UsageError as error:
+        if layout is not None or not args.path.exists():
+            raise
+        raise UsageError(f"{error} {unknown_text(args.path)}") from None
     if args.verify:
         verify(generation)
     if args.tensor is not None:

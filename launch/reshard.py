@@ -19,6 +19,7 @@ from scalai.converters.engine import Limits, Outlook, look_ahead, reshard
 from scalai.converters.hugging_face.carrying import accompanied
 from scalai.converters.layouts import LAYOUTS, layout_named, open_checkpoint
 from scalai.converters.megatron.limits import limits_of
+from scalai.converters.megatron.names import expert_of
 from scalai.converters.parts import Part
 from scalai.converters.suspects import find_suspects
 from scalai.core.degrees import Degrees, refusal
@@ -152,6 +153,9 @@ def _degrees(source: Checkpoint, args: argparse.Namespace) -> dict[str, int]:
     degrees = {**source.values.degrees, **given}
     if "pp" in given and "vpp" not in given:
         degrees["vpp"] = 1
+    names = (tensor.name for tensor in source.placed.collection.tensors)
+    if "etp" in degrees and "etp" not in given and all(expert_of(name) is None for name in names):
+        degrees["etp"] = degrees.get("tp", 1)  # Megatron states it of models without experts too
     return degrees
 
 
@@ -163,8 +167,15 @@ def _check_degrees(source: Checkpoint, degrees: dict[str, int], reference: Value
     values = source.values if source.values.arguments or reference is None else reference
     limits = limits_of(values, source.placed.collection.tensors)
     reason = refusal(Degrees(dp=ranks, **known), limits)
-    if reason is not None:
-        raise RefusedError(f"{reason}. Choose other degrees.")
+    if reason is None:
+        return
+    rows, tp = limits.padded_vocab_size, known["tp"]
+    if rows is not None and rows % tp and f"vocabulary of {rows} rows" in reason:
+        raise RefusedError(
+            f"tp={tp} does not divide the padded vocabulary of {rows} rows. Give --repad, which "
+            "pads it anew (losses will differ), or choose another --tp."
+        )
+    raise RefusedError(f"{reason}. Choose other degrees.")
 
 
 def _quarter_of_free() -> int:
