@@ -5,12 +5,13 @@ common state of other ranks; new random streams where the degrees change.
 """
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Values
+from scalai.converters.checkpoint import MAIN, PARAM, STEP, Checkpoint, Values
 from scalai.converters.megatron.names import expert_of, fold, layer_of
 from scalai.converters.megatron.rank_streams import streams_of
 from scalai.converters.megatron.values import (
@@ -25,24 +26,37 @@ from scalai.converters.torch_archive import Archive, lay_out_archive
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 
+_WEIGHTS = {PARAM, MAIN, STEP}
 LINKS = "links"
 """In ``Values.extra``: how many parameter groups each optimizer of a chain has."""
 
 
 class Keys:
     """Under which key a parameter is stored: that of the source, if it was a torch_dist checkpoint;
-    else with the layer as an axis, if the layers are alike."""
+    else with the layer as an axis, if the layers are alike.
+
+    Where of alike layers only some are trained, their optimizer's tensors would have holes, which
+    Megatron does not load: then no layer is an axis (``non_homogeneous_layers``).
+    """
 
     def __init__(self, source: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
         self._known: frozenset[str] = source.values.extra.get("keys", frozenset())
+        trained = {n.partition("/")[2] for n in tensors if n.partition("/")[0] not in _WEIGHTS}
         by_layer: dict[int, set[tuple[str, Tensor]]] = {}
+        by_key: dict[str, set[bool]] = {}
         for tensor in tensors.values():
             kind, _, name = tensor.name.partition("/")
             layer = layer_of(name)
             if kind == PARAM and layer is not None:
-                alike = Tensor(fold(name, True)[0], tensor.shape, tensor.dtype)
-                by_layer.setdefault(layer, set()).add((str(expert_of(name)), alike))
+                key = fold(name, True)[0]
+                by_layer.setdefault(layer, set()).add(
+                    (str(expert_of(name)), Tensor(key, tensor.shape, tensor.dtype))
+                )
+                by_key.setdefault(key, set()).add(name in trained)
+        self.are_partly_trained = any(len(found) > 1 for found in by_key.values())
         self._is_homogeneous = len({frozenset(alike) for alike in by_layer.values()}) == 1
+        if self.are_partly_trained:
+            self._known, self._is_homogeneous = frozenset(), False
 
     def of(self, parameter: str) -> tuple[str, tuple[int, ...]]:
         """Return the key and the index on its leading axes."""
@@ -68,11 +82,24 @@ def objects_of(
     is_same = all(degrees.get(axis, 1) == size for axis, size in source.values.degrees.items())
     kept = {}
     for key, data in objects.items():
-        if "_extra_state/" in key or is_same:
+        if "_extra_state/" in key and names.are_partly_trained:
+            kept[_without_layers(key)] = data
+        elif "_extra_state/" in key or is_same:
             kept[key] = data
         elif not key.startswith("rng_state/"):
             notes.append(f"{key} belongs to the old degrees and is left out")
     return kept if is_same else {**kept, **_random_streams(source, degrees, notes)}
+
+
+def _without_layers(key: str) -> str:
+    """Return the key of an object whose layers are an axis, with the layer in the name instead."""
+    name, _, place = key.partition("/shard_")
+    index, _, shape = place.partition("_")
+    at, sizes = index.split("."), shape.split(".")
+    if not re.search(r"(^|\.)layers\.(?!\d)", name):
+        return key
+    name = re.sub(r"((?:^|\.)layers\.)(?!\d)", rf"\g<1>{at[0]}.", name, count=1)
+    return f"{name}/shard_{'.'.join(at[1:]) or '0'}_{'.'.join(sizes[1:]) or '1'}"
 
 
 def _random_streams(

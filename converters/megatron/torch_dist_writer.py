@@ -78,6 +78,8 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
     layout = _Files(folder, max(degrees.get("tp", 1) * degrees.get("pp", 1), 1))
     total = sum(item.tensor.size_bytes for _, items in keys for item in items)
     common = common_of(source, tensors, degrees, is_split, options.reference, notes)
+    if names.are_partly_trained:
+        common["content_metadata"]["non_homogeneous_layers"] = True
     form = form_for(source, options.reference, notes)
     common_data = content_of(lay_out_common(common, form))
     if form == COMMON_OBJECT:

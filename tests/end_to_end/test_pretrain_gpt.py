@@ -100,6 +100,7 @@ def test_losses_samples_and_rates_are_those_of_the_uninterrupted_run(
         ("torch", "torch", "tp2 pp1", DISTRIBUTED),
         ("torch", "torch_dist", "tp1 pp2", DISTRIBUTED),
         ("torch_dist", "torch", "tp1 pp2", []),
+        ("torch_dist", "torch_dist", "tp2 pp1", DISTRIBUTED),
     ],
 )
 def test_a_resharded_checkpoint_goes_on_as_the_job_that_never_stopped(
