@@ -3,13 +3,12 @@
 import io
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from checkpoints import state, write
+from checkpoints import newest, write
 
 from scalai.converters.checkpoint import Checkpoint
 from scalai.converters.layouts import open_checkpoint
@@ -28,9 +27,7 @@ def run(*arguments: object) -> int:
 
 def write_new(directory: Path, **degrees: int) -> Checkpoint:
     """Write a state as megatron-core 0.19 and later do."""
-    source = state()
-    source = replace(source, values=replace(source.values, extra={FORM: COMMON_OBJECT}))
-    return write(directory, source=source, **degrees)
+    return write(directory, source=newest(), **degrees)
 
 
 def load_as_megatron(directory: Path) -> Any:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import LIMITS, deepspeed_state, experts_state, write
+from checkpoints import LIMITS, deepspeed_state, experts_state, newest, write
 from reject_others import write_shards
 from test_torch_legacy import convert, gpt
 
@@ -43,6 +43,7 @@ LONG_SECONDS = 7.0
 
 MAKERS: dict[str, Callable[[Path], object]] = {
     "torch_dist": lambda path: write(path, tp=2),
+    "torch_dist-object": lambda path: write(path, source=newest(), tp=2),
     "torch": lambda path: convert(gpt(), path, tp=2, pp=2),
     "torch-whole": lambda path: convert(gpt(), path, is_split=False, tp=2),
     "deepspeed_zero0": lambda path: write(path, "deepspeed_zero0", deepspeed_state(), dp=2),

@@ -20,6 +20,7 @@ from scalai.converters.deepspeed.experts import Experts, Layer
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.engine import Limits, reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.megatron.common_state import COMMON_OBJECT, FORM
 from scalai.core.collection import Tensor
 from scalai.core.region import whole
 
@@ -61,6 +62,12 @@ def state(step: int = 3, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Chec
         counters={"consumed_train_samples": 4 * step},
     )
     return Checkpoint("memory", Path("/nonexistent/memory"), place(pieces, files), values)
+
+
+def newest() -> Checkpoint:
+    """Return a state of a job that keeps what ranks have in common as megatron-core 0.19 does."""
+    source = state()
+    return replace(source, values=replace(source.values, extra={FORM: COMMON_OBJECT}))
 
 
 def write(
