@@ -27,11 +27,13 @@ def worker_arguments(spec: JobSpec, command: Mapping[str, Json]) -> list[str]:
     start = [*(["-m"] if options.is_module else []), options.script, *options.script_args]
     if known is None:
         return start
+    facts = command["facts"]
     flags, notes = derived_flags(
         known,
         Degrees.from_json(command["degrees"]),
-        command["facts"].get("padded_vocab_size"),
+        facts.get("padded_vocab_size"),
         command["micro_batch_size"],
+        facts.get("eval_batch_size"),
     )
     for note in notes:
         log.info("event=flags %s", note)

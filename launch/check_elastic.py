@@ -1,11 +1,17 @@
-"""``scalai-run --check-elastic``: the degrees for every world that may come."""
+"""``scalai-run --check-elastic``: what may change, what stays and why, and the degrees for every
+world that may come.
+
+Nothing here is a rule of its own: what a script is refused or fixed for is said by
+``converters/megatron/rules.py``, degrees are chosen by ``core/choice.py``, as in a running job.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from scalai.core.choice import Choice, DegreePolicy, check_rules, choose
-from scalai.core.degrees import Degrees, ModelLimits
+from scalai.converters.megatron.arguments import evaluates_by_replicas, underived_notes
+from scalai.core.choice import Choice, DegreePolicy, candidates, check_rules, choose
+from scalai.core.degrees import AXES, Degrees, ModelLimits
 from scalai.core.errors import RefusedError
 from scalai.launch.elastic_config import ElasticConfig
 from scalai.launch.options import Options
@@ -13,6 +19,8 @@ from scalai.launch.script import ScriptFacts, read_script
 
 _WIDEST_WORLD = 1024
 """More lines than this nobody reads."""
+_TRIED_WORLDS = 16
+"""Worlds whose every valid choice is looked at, spread over all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +49,25 @@ def check_elastic(
     """
     facts = read_script(options, config, deepspeed)
     check_rules(facts.limits, facts.policy)
-    lines = report(facts.limits, facts.policy, worlds_of(facts.policy, options.max_nodes * slots))
+    worlds = worlds_of(facts.policy, options.max_nodes * slots)
+    lines = report(facts.limits, facts.policy, worlds)
     if all(line.choice is None for line in lines):
         raise RefusedError(f"no world has valid degrees; the last one: {lines[-1].reason}")
-    return "\n".join([*_header(facts, config), *_table(lines)])
+    offered = offered_degrees(facts.limits, facts.policy, worlds)
+    changes = _changes(facts.limits, offered)
+    return "\n".join([*_header(facts, config), *changes, "", *_table(lines)])
+
+
+def offered_degrees(
+    limits: ModelLimits, policy: DegreePolicy, worlds: Sequence[int]
+) -> frozenset[Degrees]:
+    """Return all degrees that are valid on these worlds, of many worlds on some that are spread
+    over them."""
+    step = -(-len(worlds) // _TRIED_WORLDS)
+    tried = worlds[::-1][::step]
+    return frozenset(
+        choice.degrees for world in tried for choice in candidates(world, limits, policy, None)
+    )
 
 
 def worlds_of(policy: DegreePolicy, most: int) -> tuple[int, ...]:
@@ -80,12 +103,36 @@ def _line(
 def _header(facts: ScriptFacts, config: ElasticConfig) -> Iterator[str]:
     yield config.describe()
     yield f"limits: {_stated(facts.limits)}"
+    if facts.arguments is not None:
+        yield from (f"as given: {note}" for note in underived_notes(facts.arguments))
+        if evaluates_by_replicas(facts.arguments):
+            yield (
+                "an evaluation's step has micro-batch times DP samples of the job's first start, "
+                "which are kept from then on; --eval-global-batch-size states them."
+            )
     if facts.arguments is not None and facts.limits.padded_vocab_size is None:
         yield (
             "the padded vocabulary is known once the tokenizer is loaded; a TP that does not "
             "divide it will not be chosen. --padded-vocab-size states it now."
         )
     yield ""
+
+
+def _changes(limits: ModelLimits, offered: frozenset[Degrees]) -> Iterator[str]:
+    """Yield what may change, and each axis that stays, with the reason."""
+    sizes = {axis: sorted({getattr(degrees, axis) for degrees in offered}) for axis in AXES}
+    free = [axis for axis in AXES if len(sizes[axis]) > 1]
+    shown = (f"{axis} {', '.join(map(str, sizes[axis]))}" for axis in free)
+    yield f"may change: {'; '.join(shown) or 'nothing, on these worlds'}"
+    reasons = {axis: f"{size} ({why})" for axis, size, why in limits.fixed}
+    for axis in AXES:
+        if axis in reasons:
+            yield f"stays: {axis} {reasons[axis]}"
+        elif axis not in free and (axis in ("tp", "pp", "dp") or sizes[axis] != [1]):
+            why = "no other is valid on these worlds"
+            if axis in ("ep", "vpp"):
+                why = "until [degrees] or scalai scale asks for another"
+            yield f"stays: {axis} {sizes[axis][0]} ({why})"
 
 
 def _stated(limits: ModelLimits) -> str:
@@ -95,8 +142,7 @@ def _stated(limits: ModelLimits) -> str:
         for item in fields(limits)
         if known[item.name] != item.default and item.name != "fixed"
     ]
-    fixed = [f"{axis} stays {size} ({why})" for axis, size, why in limits.fixed]
-    return ", ".join([*stated, *fixed]) or "none are known"
+    return ", ".join(stated) or "none are known"
 
 
 def _table(lines: Sequence[Line]) -> Iterator[str]:

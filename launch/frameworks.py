@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from scalai.converters.megatron.arguments import is_megatron
 from scalai.core.errors import RefusedError
 from scalai.launch.job import JobSpec
 
@@ -57,8 +58,8 @@ def refuse_untried(spec: JobSpec) -> None:
 
 def _framework(spec: JobSpec) -> str | None:
     """Return the framework of an elastic job, as far as its command line shows it."""
-    if not spec.is_elastic:
+    if not spec.is_elastic and not spec.options.is_check:
         return None
-    if spec.script.arguments is not None:
+    if is_megatron(spec.options.script_args):
         return "megatron-core"
     return "deepspeed" if spec.deepspeed is not None else None

@@ -1,11 +1,13 @@
 """What is known about a job before it runs, from the flags of its script and the configurations."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from scalai.converters.deepspeed.config import autotp_size, stated_stages, step_samples
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
+from scalai.converters.megatron.rules import ALLOW_UNTESTED
 from scalai.core.choice import DegreePolicy
 from scalai.core.degrees import ModelLimits, Wish
 from scalai.launch.elastic_config import ElasticConfig
@@ -34,7 +36,8 @@ def read_script(
         UsageError: A value among them is not a number.
     """
     if is_megatron(options.script_args):
-        arguments = read_arguments(options.script_args)
+        allow_untested = os.environ.get(ALLOW_UNTESTED) == "1"
+        arguments = read_arguments(options.script_args, allow_untested=allow_untested)
         limits = config.model.filled_from(arguments.limits)
         return ScriptFacts(limits, config.policy(arguments.initial), arguments)
     if deepspeed is None:

@@ -59,6 +59,8 @@ class Sizing:
         facts = about.get("facts", {})
         if facts.get("padded_vocab_size") is not None:
             self._limits = replace(self._limits, padded_vocab_size=facts["padded_vocab_size"])
+        if self._limits.eval_batch_size is None:
+            self._limits = replace(self._limits, eval_batch_size=facts.get("eval_batch_size"))
         if self._limits.global_batch_size is None:
             # What a configuration states may be changed by a person before the job goes on.
             batch_size = facts.get("global_batch_size")

@@ -1,19 +1,8 @@
-"""How a job is refused that cannot change its layout: everything in the way at once."""
+"""How a state is refused that was taken with other degrees than it can be put back with."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from scalai.core.errors import RefusedError
-
-
-def refuse_all(faults: Iterable[str]) -> None:
-    """Raise ``RefusedError`` that lists what is in the way, unless nothing is."""
-    listed = sorted(set(faults))
-    if listed:
-        raise RefusedError(
-            "this job cannot be elastic:\n  "
-            + "\n  ".join(listed)
-            + "\nChange this, or run without --elastic."
-        )
 
 
 def refuse_changed_axes(before: Mapping[str, int], here: Mapping[str, int]) -> None:

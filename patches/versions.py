@@ -43,7 +43,7 @@ class KnownVersions:
 
 
 # The names that the hooks and the adapters rely on are the same in all of them.
-MEGATRON = KnownVersions("megatron-core", (0, 14), (0, 19))
+MEGATRON = KnownVersions("megatron-core", (0, 14), (0, 20))
 DEEPSPEED = KnownVersions("deepspeed", (0, 16), (0, 19))
 
 

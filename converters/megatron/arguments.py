@@ -4,38 +4,20 @@ Nothing of Megatron-LM is imported. Its parser takes no abbreviations (``allow_a
 every version from 0.14 on), the last occurrence of a flag wins, and no value begins with ``--``. So
 derived flags are appended and nothing that a person wrote is rewritten.
 
-Source: megatron/training/arguments.py of 0.14.0, 0.15.3, 0.16.1, 0.17.1 and 0.19.0.
+What cannot change is said by ``rules.py``, which workers ask too.
+
+Source: megatron/training/arguments.py of 0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.19.0, 0.20 (d98e8a64).
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from scalai.converters.megatron.rules import UNEVEN_STAGES, Given, faults_of, fixed_axes, values_of
 from scalai.core.batches import BatchRamp
 from scalai.core.degrees import Degrees, ModelLimits, Wish
 from scalai.core.errors import RefusedError, UsageError
-
-_NOT_ELASTIC: Mapping[str, str] = {
-    "--async-save": "a save in flight at a change would be lost; leave it out",
-    "--decrease-batch-size-if-needed": (
-        "the global batch would depend on the data-parallel size; leave it out"
-    ),
-    "--fp4-format": "scaling state is kept outside of the parameters; train in bf16 (--bf16)",
-    "--fp8-format": "scaling state is kept outside of the parameters; train in bf16 (--bf16)",
-    "--hybrid-context-parallel": "its batches depend on the degrees; leave it out",
-    "--inprocess-restart": "it restarts the workers itself; leave it out",
-    "--optimizer-cpu-offload": "the state is split over CPU and GPU copies; leave it out",
-    "--use-custom-fsdp": "its shards are not supported; use --use-distributed-optimizer",
-    "--use-megatron-fsdp": "its shards are not supported; use --use-distributed-optimizer",
-    "--use-mp-args-from-checkpoint-args": (
-        "the degrees would come from the checkpoint; leave it out"
-    ),
-    "--use-precision-aware-optimizer": (
-        "the masters lie inside the optimizer and may be scaled; leave it out"
-    ),
-    "--use-torch-fsdp2": "its shards are not supported; use --use-distributed-optimizer",
-    "--yaml-cfg": "its values replace the flags, so none can be appended; write them as flags",
-}
-"""Flags that must not be given, why, and what to do instead."""
+from scalai.core.faults import refuse_all
 
 _UNDERIVED: Mapping[str, str] = {
     "--cpu-offloading-num-layers": "counts layers of a pipeline stage and stays as given",
@@ -47,19 +29,11 @@ _UNDERIVED: Mapping[str, str] = {
 """Flags that may depend on the degrees and that nobody can derive."""
 
 _NEEDS_TP = ("--distribute-saved-activations", "--tp-comm-overlap")
-_UNEVEN_STAGES = (
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-    "--hybrid-layer-pattern",
-    "--pipeline-model-parallel-layout",
-)
 _LAYERS_PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _CHUNK_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 _PADDED_VOCAB = "--padded-vocab-size"
-
-Given = Mapping[str, tuple[str, ...]]
-"""Flags as given: name with dashes -> its values, of the last occurrence."""
+_EVAL_BATCH, _EVAL_MICRO = "--eval-global-batch-size", "--eval-micro-batch-size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +54,23 @@ def is_megatron(script_args: Sequence[str]) -> bool:
 
 
 def read_arguments(
-    script_args: Sequence[str], *, is_query_group_shared: bool = True
+    script_args: Sequence[str],
+    *,
+    is_query_group_shared: bool = True,
+    allow_untested: bool = False,
 ) -> MegatronArguments:
     """Read the arguments of a Megatron-LM training script.
 
     Args:
         is_query_group_shared: Whether TP may exceed the query groups: from Megatron-core 0.16 on.
+        allow_untested: Take what is built and could not be tried.
 
     Raises:
         RefusedError: The job cannot be elastic; names every flag in the way, why, and what to do.
         UsageError: A value is not a number.
     """
     given = _scan(script_args)
-    faults = list(_faults(given))
-    if faults:
-        raise RefusedError(
-            "this job cannot be elastic:\n  "
-            + "\n  ".join(faults)
-            + "\nChange this, or run without --elastic."
-        )
+    refuse_all(faults_of(values_of(given), allow_untested=allow_untested))
     initial = _initial(given)
     return MegatronArguments(given, _limits(given, initial, is_query_group_shared), initial)
 
@@ -108,6 +80,7 @@ def derived_flags(
     degrees: Degrees,
     padded_vocab_size: int | None,
     micro_batch_size: int | None = None,
+    eval_batch_size: int | None = None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the flags to append for ``degrees``, and one line for each flag that stays as it is.
 
@@ -117,6 +90,8 @@ def derived_flags(
     Args:
         padded_vocab_size: Rows of the embedding in the job's first generation; None: not known yet.
         micro_batch_size: None: as given.
+        eval_batch_size: Samples of a step of an evaluation in the job's first round; None: not
+            known yet, or stated by a flag.
 
     Raises:
         RefusedError: The padded vocabulary or the virtual stages cannot be had at these degrees.
@@ -131,6 +106,7 @@ def derived_flags(
         flags += ["--micro-batch-size", str(micro_batch_size)]
     if arguments.limits.num_experts and degrees.tp > 1 and "--sequence-parallel" not in given:
         flags.append("--sequence-parallel")  # Megatron-LM trains experts under TP no other way.
+    flags += _evaluation(arguments, degrees.dp, micro_batch_size, eval_batch_size)
     flags += _vocabulary(given, degrees.tp, padded_vocab_size)
     flags += _virtual_stages(arguments, degrees)
     return tuple(flags), tuple(_notes(arguments, degrees, padded_vocab_size))
@@ -160,28 +136,6 @@ def _integer(given: Given, *names: str) -> int | None:
             shown = values[0] if values else "nothing"
             raise UsageError(f"{name} has {shown!r} behind it; expected a whole number.") from None
     return None
-
-
-def _faults(given: Given) -> Iterator[str]:
-    for flag, reason in _NOT_ELASTIC.items():
-        if flag in given:
-            yield f"{flag}: {reason}"
-    instances = _integer(given, "--num-distributed-optimizer-instances") or 1
-    if instances > 1:
-        yield (
-            f"--num-distributed-optimizer-instances {instances}: every range of the optimizer "
-            "state must have one owner; use 1"
-        )
-    if given.get("--dataloader-type") == ("cyclic",) and "--no-data-sharding" not in given:
-        yield (
-            "--dataloader-type cyclic with data sharding: another data-parallel size would draw "
-            "other samples; add --no-data-sharding, or use --dataloader-type single"
-        )
-    if "--global-batch-size" not in given and "--step-batch-size-schedule" not in given:
-        yield (
-            "--global-batch-size is not given: it would follow the data-parallel size and change "
-            "with it; state it"
-        )
 
 
 def _initial(given: Given) -> Wish:
@@ -218,7 +172,8 @@ def _limits(given: Given, initial: Wish, is_query_group_shared: bool) -> ModelLi
     needs_tp = next((flag for flag in _NEEDS_TP if flag in given), None)
     has_groups = "--group-query-attention" in given and "--multi-latent-attention" not in given
     experts = _integer(given, "--num-experts") or None
-    is_uneven = any(flag in given for flag in _UNEVEN_STAGES)
+    values = values_of(given)
+    is_uneven = any(values.get(name) for name in UNEVEN_STAGES)
     ramp = _ramp(given)
     return ModelLimits(
         num_attention_heads=_integer(given, "--num-attention-heads"),
@@ -233,6 +188,8 @@ def _limits(given: Given, initial: Wish, is_query_group_shared: bool) -> ModelLi
         ffn_hidden_size=_ffn_hidden_size(given),
         expert_tp=_integer(given, "--expert-tensor-parallel-size"),
         ramp_batch_sizes=ramp,
+        eval_batch_size=None if _EVAL_MICRO in given else _integer(given, _EVAL_BATCH),
+        optimizer_instances=_integer(given, "--num-distributed-optimizer-instances") or 1,
         extra_layers=_extra_layers(given),
         is_sequence_parallel="--sequence-parallel" in given or experts is not None,
         is_query_group_shared=is_query_group_shared,
@@ -267,21 +224,31 @@ def _ramp(given: Given) -> tuple[int, ...]:
         raise UsageError(
             f"{' '.join([*ramp, *schedule])!r} is no batch-size ramp: {error}"
         ) from error
-    evaluation = _integer(given, "--eval-global-batch-size")
-    if evaluation is not None and "--eval-micro-batch-size" not in given:
-        sizes.add(evaluation)
     return tuple(sorted(sizes - {final}))
 
 
+def _evaluation(
+    arguments: MegatronArguments, dp: int, micro: int | None, batch: int | None
+) -> Iterator[str]:
+    """Yield what keeps the samples of an evaluation's step the same on any number of replicas.
+
+    Where no flag states a batch, Megatron-LM evaluates micro-batch times DP samples a step: those
+    of the first round are kept. Its losses are sums over micro-batches, of whichever size.
+    """
+    given, micro = arguments.given, micro or arguments.initial.micro_batch_size
+    stated = _integer(given, _EVAL_BATCH)
+    if batch is not None and evaluates_by_replicas(arguments):
+        yield from (_EVAL_BATCH, str(batch))
+        stated = batch
+    if stated is not None and micro is not None and _EVAL_MICRO not in given:
+        share = math.gcd(stated // dp, micro)
+        if share != micro:
+            yield from (_EVAL_MICRO, str(share))
+
+
 def _fixed(given: Given, initial: Wish) -> Iterator[tuple[str, int, str]]:
-    yield "cp", initial.cp or 1, "another split of sequences is not supported"
-    for flag in _UNEVEN_STAGES:
-        if flag in given and (flag != "--hybrid-layer-pattern" or "|" in "".join(given[flag])):
-            yield "pp", initial.pp, f"{flag} fits this number of stages only"
-            yield "vpp", initial.vpp, f"{flag} fits this number of chunks only"
-    if "--overlap-param-gather-with-optimizer-step" in given:
-        reason = "--overlap-param-gather-with-optimizer-step needs virtual stages"
-        yield "vpp", initial.vpp, reason
+    for axis, why in fixed_axes(values_of(given)):
+        yield axis, getattr(initial, axis) or 1, why
 
 
 def _vocabulary(given: Given, tp: int, padded: int | None) -> Iterator[str]:
@@ -322,13 +289,23 @@ def _virtual_stages(arguments: MegatronArguments, degrees: Degrees) -> Iterator[
         yield from (_CHUNK_GROUP, str(degrees.pp))
 
 
+def underived_notes(arguments: MegatronArguments) -> Iterator[str]:
+    """Yield a line for each flag that may depend on the degrees and stays as given."""
+    for flag, reason in _UNDERIVED.items():
+        if flag in arguments.given:
+            yield f"{flag}: {reason}"
+
+
+def evaluates_by_replicas(arguments: MegatronArguments) -> bool:
+    """Whether no flag states how many samples a step of an evaluation has."""
+    return not {"--global-batch-size", _EVAL_BATCH} & set(arguments.given)
+
+
 def _notes(
     arguments: MegatronArguments, degrees: Degrees, padded_vocab_size: int | None
 ) -> Iterator[str]:
     given = arguments.given
-    for flag, reason in _UNDERIVED.items():
-        if flag in given:
-            yield f"{flag}: {reason}"
+    yield from underived_notes(arguments)
     if "--sequence-parallel" in given and degrees.tp == 1:
         yield "--sequence-parallel: Megatron-LM turns it off itself, because tp=1"
     if padded_vocab_size is None and _PADDED_VOCAB not in given:

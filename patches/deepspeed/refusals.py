@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from scalai.patches.faults import refuse_all
+from scalai.core.faults import refuse_all
 
 _ZERO_FLAGS: Mapping[str, str] = {
     "zero_quantized_weights": "ZeRO++ keeps weights in eight bits with scales",

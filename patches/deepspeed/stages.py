@@ -14,7 +14,7 @@ zero/stage_1_and_2.py (``independent_gradient_partition_epilogue``).
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from scalai.patches.faults import refuse_all
+from scalai.core.faults import refuse_all
 from scalai.patches.versions import numbers_of
 
 UNSCALED_SINCE = (0, 18, 3)

@@ -10,12 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 import torch.distributed
+from numpy.typing import NDArray
 
 from scalai.core.batches import combine_hashes, sample_hashes
+from scalai.core.errors import UsageError
+
+LEDGER_DIR = "SCALAI_LEDGER_DIR"
+"""Environment variable: the folder where each rank writes what it consumed; unset: nothing."""
 
 Call = Callable[..., Any]
+_SAMPLES = ("tokens", "text", "text_enc", "text_dec")
+"""Keys of a batch under which its samples stand: GPT's, BERT's, T5's two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +93,23 @@ class Ledger:
 
     def _counted(self, batches: Iterator[Mapping[str, torch.Tensor]]) -> Iterator[Any]:
         for batch in batches:
-            self._hash = combine_hashes(self._hash or 0, sample_hashes(batch["tokens"].numpy()))
+            self._hash = combine_hashes(self._hash or 0, sample_hashes(samples_of(batch)))
             yield batch
+
+
+def samples_of(batch: Mapping[str, torch.Tensor]) -> NDArray[Any]:
+    """Return the samples of a batch, [samples, tokens]: what GPT, BERT and T5 read, side by side.
+
+    Raises:
+        UsageError: The batch has none of their names.
+    """
+    found = [batch[name].cpu().numpy() for name in _SAMPLES if name in batch]
+    if not found:
+        raise UsageError(
+            f"{LEDGER_DIR}: the batches of this script have {', '.join(sorted(batch))}; known are "
+            f"{', '.join(_SAMPLES)}. Leave the variable out."
+        )
+    return np.concatenate(found, axis=1)
 
 
 def read_ledger(directory: Path) -> Mapping[int, Entry]:

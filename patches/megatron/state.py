@@ -5,7 +5,7 @@ megatron-core 0.14 to 0.19, without a branch on the version. Differs in: optimiz
 the collection, also where the distributed optimizer owns flat ranges; nothing is gathered.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class MegatronState:
         scheduler: ``OptimizerParamScheduler`` or another one whose ``state_dict`` is plain values.
         seed: The job's seed. Where the degrees change, new random streams begin from it and the
         step.
+        fixed: Axes whose degree has to stay what it is, beside those that the optimizer shows.
 
     Raises:
         RefusedError: The job uses something that cannot change its layout; the message names it.
@@ -52,12 +53,14 @@ class MegatronState:
         scheduler: Any = None,
         *,
         seed: int = 1234,
+        fixed: Iterable[str] = (),
     ) -> None:
         self._chunks = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._seed = seed
         refusals.refuse_unsupported(self._chunks, optimizer)
+        self._fixed = frozenset((*fixed, *refusals.fixed_axes(optimizer)))
 
     @property
     def coordinate(self) -> str:
@@ -86,7 +89,7 @@ class MegatronState:
         degrees = grid.degrees()
         return {
             "megatron": dict(take_scalars(self._optimizer, self._scheduler)),
-            "fixed_degrees": {axis: degrees[axis] for axis in refusals.FIXED_AXES},
+            "fixed_degrees": {axis: degrees[axis] for axis in sorted(self._fixed)},
         }
 
     def load_scalars(self, scalars: Mapping[str, Json]) -> None:

@@ -2,7 +2,8 @@
 
 The two functions that matter, ``setup_model_and_optimizer`` and ``checkpoint_and_decide_exit`` of
 ``megatron/training/training.py``, are looked up in their module at each call, and are the same from
-0.12 on. What is to be decided is decided in ``progress``, ``script``, ``refusals``, ``versions``.
+0.12 on. What is to be decided is decided in ``progress``, ``script``, ``refusals``, ``versions``,
+and in ``scalai.converters.megatron.rules``, which the launcher asks too.
 """
 
 import importlib
@@ -19,8 +20,10 @@ import torch
 import torch.distributed
 import wrapt
 
+from scalai.converters.megatron.rules import ALLOW_UNTESTED, faults_of, fixed_axes
+from scalai.core.faults import refuse_all
 from scalai.patches.megatron import script, writers
-from scalai.patches.megatron.ledger import Ledger
+from scalai.patches.megatron.ledger import LEDGER_DIR, Ledger
 from scalai.patches.megatron.progress import checkpoint_step, put_progress, take_progress
 from scalai.patches.progress import choose_source, describe_source
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, MEGATRON
@@ -32,8 +35,6 @@ SAMPLERS = ("megatron.training.datasets.data_samplers", "megatron.legacy.data.da
 """Where the samplers live: from 0.16 on, and before."""
 TRACKER = "latest_checkpointed_iteration.txt"
 """The file under ``--load`` that names the newest checkpoint."""
-LEDGER_DIR = "SCALAI_LEDGER_DIR"
-"""Environment variable: the folder where each rank writes what it consumed; unset: nothing."""
 CUDA_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 NO_CHECKPOINT = -1
 """Stands for "no checkpoint" where a number has to be agreed on."""
@@ -135,9 +136,14 @@ class TrainingHooks:
         self._iteration, self._flops = job.iteration, job.num_floating_point_operations_so_far
         self._wandb_run_id = _run_id(job)
         session.report_facts(padded_vocab_size=job.padded_vocab_size)
+        is_stated = getattr(job, "_is_global_batch_size_explicitly_specified", True)
+        if not is_stated and job.eval_global_batch_size == job.global_batch_size:
+            # Micro-batch times DP: a change of DP may not change what an evaluation sees.
+            session.report_facts(eval_batch_size=job.eval_global_batch_size)
         session.register_state("megatron_training", self._take, self._put)
+        fixed = dict(fixed_axes(vars(job)))
         session.attach(
-            MegatronState(model, optimizer, scheduler, seed=job.seed),
+            MegatronState(model, optimizer, scheduler, seed=job.seed, fixed=fixed),
             step=job.iteration,
             samples=job.consumed_train_samples,
             restore=is_restoring,
@@ -177,12 +183,10 @@ class TrainingHooks:
         """Refuse what cannot be elastic, before anything is built."""
         import megatron.core
 
-        from scalai.patches.megatron.refusals import refuse_arguments
-
         is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
         warning = MEGATRON.check(megatron.core.__version__, allow_unknown=is_allowed)
-        refuse_arguments(job)
-        script.refuse_script_arguments(job)
+        allow_untested = os.environ.get(ALLOW_UNTESTED) == "1"
+        refuse_all(faults_of(vars(job), allow_untested=allow_untested))
         if job.rank == 0:
             for line in (*filter(None, [warning]), *script.warnings_of(job)):
                 log.warning("event=hook detail=%r", line)

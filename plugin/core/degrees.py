@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from math import gcd
 from typing import NamedTuple
 
 from scalai.core.errors import RefusedError, UsageError
@@ -116,6 +117,10 @@ class ModelLimits:
     expert_tp: int | None = None
     """Tensor parallelism of the experts; None: that of the model."""
     ramp_batch_sizes: tuple[int, ...] = ()
+    eval_batch_size: int | None = None
+    """Samples of one step of an evaluation; None: unknown, or those of a training step."""
+    optimizer_instances: int = 1
+    """Copies of the optimizer's state, each split over a part of the data-parallel ranks."""
     extra_layers: int = 0
     is_sequence_parallel: bool = False
     is_query_group_shared: bool = True
@@ -143,7 +148,7 @@ def refusal(
         micro_batch_size: Samples a forward pass and replica; None: the one of ``limits``.
 
     Source:
-        Checks of Megatron-LM 0.14 to 0.19 (``transformer_config.py``, ``arguments.py``,
+        Checks of Megatron-LM 0.14 to 0.20 (``transformer_config.py``, ``arguments.py``,
         ``schedules.py``). Stricter for virtual stages: micro-batches must be a multiple of PP,
         which every release accepts.
     """
@@ -154,6 +159,7 @@ def refusal(
         _pipeline,
         lambda d, lim: _batch(d, lim, micro),
         _context_and_experts,
+        _optimizer_copies,
     )
     return next((why for check in checks for why in check(degrees, limits)), None)
 
@@ -204,6 +210,7 @@ def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
 
 
 def _batch(degrees: Degrees, limits: ModelLimits, micro: int | None) -> Iterator[str]:
+    yield from _evaluation(degrees, limits.eval_batch_size, micro or 1)
     if limits.global_batch_size is None:
         return
     for batch in (limits.global_batch_size, *limits.ramp_batch_sizes):
@@ -217,6 +224,24 @@ def _batch(degrees: Degrees, limits: ModelLimits, micro: int | None) -> Iterator
                 f"{batch // once} micro-batches a replica are not a multiple of pp={degrees.pp}, "
                 f"which vpp={degrees.vpp} needs"
             )
+
+
+def _evaluation(degrees: Degrees, batch: int | None, micro: int) -> Iterator[str]:
+    """Yield what speaks against evaluating ``batch`` samples a step; their micro-batch may be a
+    part of the training's."""
+    if batch is None:
+        return
+    each, rest = divmod(batch, degrees.dp)
+    if rest:
+        yield (
+            f"dp={degrees.dp} does not divide the evaluation's batch of {batch} samples, which "
+            "stays what it is (--eval-global-batch-size states it from the start)"
+        )
+    elif degrees.vpp > 1 and each // gcd(each, micro) % degrees.pp:
+        yield (
+            f"{each // gcd(each, micro)} micro-batches a replica of the evaluation are not a "
+            f"multiple of pp={degrees.pp}, which vpp={degrees.vpp} needs"
+        )
 
 
 def _context_and_experts(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
@@ -233,6 +258,20 @@ def _context_and_experts(degrees: Degrees, limits: ModelLimits) -> Iterator[str]
             f"experts take TP*EP*PP = {expert_tp}*{ep}*{degrees.pp} ranks, "
             f"which does not divide {degrees.world_size}"
         )
+
+
+def _optimizer_copies(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
+    copies, replicas = limits.optimizer_instances, degrees.dp * degrees.cp
+    if replicas % copies:
+        yield f"{copies} instances of the distributed optimizer do not divide dp*cp={replicas}"
+    elif limits.num_experts is not None:
+        expert_tp = limits.expert_tp or degrees.tp
+        replicas = degrees.world_size // (expert_tp * degrees.ep * degrees.pp)
+        if replicas % copies:
+            yield (
+                f"{copies} instances of the distributed optimizer do not divide the {replicas} "
+                "data-parallel replicas of the experts"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,9 @@ def test_abbreviations_are_another_flag_as_in_megatrons_parser() -> None:
         ("--expert-tensor-parallel-size 1", "expert_tp", 1),
         ("--rampup-batch-size 8 8 100", "ramp_batch_sizes", (8, 16)),
         ("--step-batch-size-schedule 0:12 1B:24", "ramp_batch_sizes", (12,)),
-        ("--eval-global-batch-size 6", "ramp_batch_sizes", (6,)),
+        ("--eval-global-batch-size 6", "eval_batch_size", 6),
+        ("--eval-global-batch-size 6 --eval-micro-batch-size 1", "eval_batch_size", None),
+        ("--num-distributed-optimizer-instances 2", "optimizer_instances", 2),
         ("--no-overlap-p2p-communication", "min_pp_with_vpp", 3),
         ("--pipeline-model-parallel-layout Et*4|t*4L", "num_layers", None),
         ("--hybrid-layer-pattern M|M", "num_layers", None),
@@ -87,30 +89,9 @@ def test_virtual_stages_are_counted_from_either_flag() -> None:
     assert read(pipeline + "--num-virtual-stages-per-pipeline-rank 4").initial.vpp == 4
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ("--use-megatron-fsdp", "use --use-distributed-optimizer"),
-        ("--use-torch-fsdp2", "use --use-distributed-optimizer"),
-        ("--use-precision-aware-optimizer", "masters"),
-        ("--async-save", "in flight"),
-        ("--fp8-format hybrid", "train in bf16"),
-        ("--fp4-format=e2m1", "train in bf16"),
-        ("--yaml-cfg x.yaml", "write them as flags"),
-        ("--num-distributed-optimizer-instances 2", "use 1"),
-        ("--dataloader-type cyclic", "--no-data-sharding"),
-        ("--decrease-batch-size-if-needed", "data-parallel size"),
-    ],
-)
-def test_what_is_not_elastic_is_refused_with_the_way_out(flags: str, why: str) -> None:
-    with pytest.raises(RefusedError, match=why) as caught:
-        read(flags)
-    assert flags.split()[0].split("=")[0] in str(caught.value)
-
-
 def test_every_fault_is_named_at_once() -> None:
-    with pytest.raises(RefusedError, match=r"(?s)--async-save.*--use-torch-fsdp2"):
-        read("--use-torch-fsdp2 --async-save")
+    with pytest.raises(RefusedError, match=r"(?s)--inprocess-restart.*--use-torch-fsdp2"):
+        read("--use-torch-fsdp2 --inprocess-restart")
 
 
 def test_a_global_batch_that_would_follow_dp_is_refused() -> None:
@@ -148,6 +129,19 @@ def test_a_malformed_value_is_named(flags: str, why: str) -> None:
             "pp=4 must stay 2: --decoder-first-pipeline-num-layers fits",
         ),
         ("--rampup-batch-size 8 8 100", Degrees(1, 1, 12), "ramp-up batch size=8"),
+        ("--eval-global-batch-size 6", Degrees(1, 1, 4), "dp=4 does not divide the evaluation's"),
+        (
+            "--eval-global-batch-size 12 --num-virtual-stages-per-pipeline-rank 2",
+            Degrees(1, 4, 2, vpp=2),
+            "3 micro-batches a replica of the evaluation",
+        ),
+        ("--num-distributed-optimizer-instances 2", Degrees(1, 1, 3), "do not divide dp*cp=3"),
+        (
+            "--num-distributed-optimizer-instances 2 --num-experts 4 "
+            "--expert-model-parallel-size 4",
+            Degrees(1, 1, 4, ep=4),
+            "1 data-parallel replicas of the experts",
+        ),
         (
             "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 4 "
             "--overlap-param-gather-with-optimizer-step",
@@ -221,6 +215,30 @@ def test_micro_batch_experts_and_chunk_groups_are_derived() -> None:
     assert "--sequence-parallel" in experts
     group = "--microbatch-group-size-per-virtual-pipeline-stage 4"
     assert group.replace("4", "2") in derive(group, Degrees(1, 2, 1, vpp=2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "dp", "batch", "derived"),
+    [
+        ("--step-batch-size-schedule 0:24", 2, 8, "--eval-global-batch-size 8"),
+        ("--step-batch-size-schedule 0:24", 8, 8,
+         "--eval-global-batch-size 8 --eval-micro-batch-size 1"),
+        ("--step-batch-size-schedule 0:24", 2, None, ""),
+        ("--global-batch-size 24", 2, 8, ""),
+        ("--global-batch-size 24 --eval-global-batch-size 12", 4, None,
+         "--eval-micro-batch-size 1"),
+        ("--global-batch-size 24 --eval-global-batch-size 12", 3, None, ""),
+        ("--global-batch-size 24 --eval-global-batch-size 12 --eval-micro-batch-size 3", 4,
+         None, ""),
+    ],
+)  # fmt: skip
+def test_an_evaluation_keeps_the_samples_of_its_steps(
+    flags: str, dp: int, batch: int | None, derived: str
+) -> None:
+    base = GPT.replace("--global-batch-size 24", flags)
+    arguments = read_arguments(base.split())
+    found = derived_flags(arguments, Degrees(1, 1, dp), 50304, eval_batch_size=batch)[0]
+    assert " ".join(found[4:-2]) == derived
 
 
 def test_what_cannot_be_derived_is_named() -> None:

@@ -1,5 +1,7 @@
 """The report before training starts: every world, and nothing that surprises later."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ def check(flags: str, config: ElasticConfig | None = None, slots: int = 4) -> st
 
 
 def rows(report: str) -> dict[str, list[str]]:
-    table = report.split("\n\n")[1].splitlines()[1:]
+    table = report.split("\n\n")[-1].splitlines()[1:]
     return {line.split()[0]: line.split(maxsplit=3)[1:] for line in table}
 
 
@@ -71,5 +73,40 @@ def test_a_job_without_any_valid_world_is_refused() -> None:
 
 
 def test_a_script_that_is_not_elastic_is_refused() -> None:
-    with pytest.raises(RefusedError, match="--async-save"):
-        check(f"{GPT} --async-save")
+    with pytest.raises(RefusedError, match="--inprocess-restart"):
+        check(f"{GPT} --inprocess-restart")
+
+
+def test_what_may_change_and_what_stays_is_said_with_the_reason() -> None:
+    report = check(f"{GPT} --tensor-model-parallel-size 1")
+    assert "may change: tp 1, 2, 4; pp 1, 2, 4; dp 1, 2, 3, 4" in report
+    assert "stays: cp 1 (another split of sequences is not supported)" in report
+    report = check(f"{GPT} --tensor-model-parallel-size 1 --optimizer muon")
+    assert "may change: pp 1, 2, 4; dp 1, 2, 3, 4" in report
+    assert "stays: tp 1 (--muon-tp-mode is not given" in report
+
+
+def test_a_job_that_cannot_change_is_told_so() -> None:
+    one = GPT.replace("--num-layers 4", "--num-layers 1").replace("size 12", "size 1")
+    report = check(one, slots=2)
+    assert "may change: nothing, on these worlds" in report
+
+
+def test_an_evaluation_without_a_stated_batch_is_named() -> None:
+    schedule = GPT.replace("--global-batch-size 12", "--step-batch-size-schedule 0:12")
+    assert "--eval-global-batch-size states them" in check(schedule)
+    assert "--eval-global-batch-size" not in check(GPT)
+
+
+def test_the_version_is_looked_at_without_a_configuration_too(tmp_path: Path) -> None:
+    stated = tmp_path / "megatron" / "core" / "package_info.py"
+    stated.parent.mkdir(parents=True)
+    stated.write_text("MAJOR = 0\nMINOR = 99\nPATCH = 0\n")
+    for folder in (stated.parent, stated.parent.parent):
+        (folder / "__init__.py").touch()
+    script = GPT.replace("pretrain_gpt.py", str(tmp_path / "pretrain_gpt.py"))
+    command = [sys.executable, "-m", "scalai.launch.run", "--check-elastic", *script.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 3
+    assert "megatron-core 0.99.0 was never tried" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from scalai.core.batches import combine_hashes, sample_hashes
+from scalai.core.errors import UsageError
 from scalai.patches.megatron import ledger
-from scalai.patches.megatron.ledger import Ledger, read_ledger, unite
+from scalai.patches.megatron.ledger import Ledger, read_ledger, samples_of, unite
 
 
 def line(step: int, round_: int = 0, **values: Any) -> dict[str, Any]:
@@ -54,6 +55,19 @@ def test_consumed_samples_are_hashed_once_and_written_a_line_a_step(
     assert entries[2].lr == 0.5
     text = (tmp_path / "new folder" / "rank-3.jsonl").read_text().splitlines()[0]
     assert json.loads(text)["round"] == 2
+
+
+@pytest.mark.parametrize(
+    "names", [["tokens"], ["text"], ["text_enc", "text_dec"]], ids=["GPT", "BERT", "T5"]
+)
+def test_the_samples_of_every_model_are_counted(names: list[str]) -> None:
+    parts = {name: torch.arange(8 * n, 8 * n + 8).view(2, 4) for n, name in enumerate(names)}
+    assert samples_of({"loss_mask": torch.ones(2, 4), **parts}).shape == (2, 4 * len(names))
+
+
+def test_a_batch_of_unknown_names_is_refused_by_them() -> None:
+    with pytest.raises(UsageError, match="have images, labels; known are tokens"):
+        samples_of({"images": torch.ones(1), "labels": torch.ones(1)})
 
 
 def test_ranks_that_read_no_samples_write_none(

@@ -8,14 +8,10 @@ import torch
 
 from scalai.core.errors import RefusedError
 from scalai.patches.faults import refuse_changed_axes
-from scalai.patches.megatron.refusals import refuse_arguments, refuse_unsupported
+from scalai.patches.megatron.refusals import fixed_axes, refuse_unsupported
 
 
 class LayerWiseDistributedOptimizer(SimpleNamespace):
-    """By its name alone."""
-
-
-class HybridDeviceOptimizer(SimpleNamespace):
     """By its name alone."""
 
 
@@ -27,49 +23,36 @@ def leaf(**values: Any) -> SimpleNamespace:
 
 
 def test_plain_jobs_are_not_refused() -> None:
-    refuse_arguments(SimpleNamespace(use_distributed_optimizer=True, async_save=False))
     refuse_unsupported([torch.nn.Linear(2, 2)], leaf())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
-        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
-        ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
-        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
-        ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances 2"),
-        ({"fp8_param_gather": True}, "--fp8-param-gather"),
-        ({"async_save": True}, "--async-save"),
-    ],
-)
-def test_flags_are_refused_by_name(arguments: dict[str, Any], named: str) -> None:
-    with pytest.raises(RefusedError, match=named):
-        refuse_arguments(SimpleNamespace(**arguments))
-
-
-def test_everything_in_the_way_is_named_at_once() -> None:
-    with pytest.raises(RefusedError, match=r"(?s)async-save.*use-torch-fsdp2"):
-        refuse_arguments(SimpleNamespace(use_torch_fsdp2=True, async_save=True))
 
 
 @pytest.mark.parametrize(
     ("optimizer", "named"),
     [
         (LayerWiseDistributedOptimizer(optimizer=None), "LayerWiseDistributedOptimizer"),
-        (leaf(optimizer=HybridDeviceOptimizer()), "HybridDeviceOptimizer"),
-        (leaf(config={"use_precision_aware_optimizer": True}), "use_precision_aware_optimizer"),
-        (leaf(ddp_config=SimpleNamespace(use_megatron_fsdp=True)), "use_megatron_fsdp"),
         (
-            leaf(ddp_config=SimpleNamespace(num_distributed_optimizer_instances=2), gbuf_ranges=[]),
-            "instances 2",
+            SimpleNamespace(
+                chained_optimizers=[
+                    leaf(config={"use_precision_aware_optimizer": True,
+                                 "exp_avg_dtype": torch.uint8})
+                ]
+            ),
+            "--exp-avg-dtype uint8",
         ),
-        (SimpleNamespace(chained_optimizers=[leaf(config={"optimizer_cpu_offload": 1})]), "cpu"),
+        (leaf(ddp_config=SimpleNamespace(use_megatron_fsdp=True)), "use_megatron_fsdp"),
     ],
 )
 def test_optimizers_are_refused_by_name(optimizer: Any, named: str) -> None:
     with pytest.raises(RefusedError, match=named):
         refuse_unsupported([torch.nn.Linear(2, 2)], optimizer)
+
+
+@pytest.mark.parametrize("name", ["mode", "tp_mode"])
+def test_blockwise_muon_keeps_its_tensor_parallelism(name: str) -> None:
+    muon = leaf(optimizer=SimpleNamespace(**{name: "blockwise"}))
+    assert list(fixed_axes(SimpleNamespace(chained_optimizers=[leaf(), muon]))) == ["cp", "tp"]
+    whole = leaf(optimizer=SimpleNamespace(**{name: "duplicated"}))
+    assert list(fixed_axes(whole)) == ["cp"]
 
 
 def test_models_with_scaled_parameters_are_refused() -> None:

@@ -40,6 +40,7 @@ class FakeSession:
 
     def attach(self, state: Any, *, step: int = 0, samples: int = 0, restore: bool = True) -> bool:
         self.attached = {"step": step, "samples": samples, "restore": restore}
+        self.state = state
         if restore and self.registered:
             get, put = self.registered
             saved = get()
@@ -70,7 +71,7 @@ class FakeTraining:
         counters = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
         self.job = Namespace(
             **counters, skipped_train_samples=0, padded_vocab_size=128, load=None, rank=0,
-            world_size=1, seed=1, finetune=False, pretrained_checkpoint=None,
+            world_size=1, seed=1, finetune=False, pretrained_checkpoint=None, global_batch_size=4,
         )  # fmt: skip
         vars(self.job).update(arguments)
         self.has_decided = False
@@ -130,11 +131,7 @@ def fake_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "scalai.patches.megatron.state",
-            SimpleNamespace(MegatronState=lambda *args, **kwargs: "state"),
-        ),
-        (
-            "scalai.patches.megatron.refusals",
-            SimpleNamespace(refuse_arguments=lambda args: None),
+            SimpleNamespace(MegatronState=lambda *args, **kwargs: kwargs),
         ),
     ):
         monkeypatch.setitem(sys.modules, name, module)
@@ -211,6 +208,21 @@ def test_an_unknown_version_is_refused_when_the_model_is_built_not_when_it_is_im
         hooked(session)
     monkeypatch.setenv(ALLOW_UNKNOWN_VERSION, "1")
     hooked(session)
+
+
+def test_what_stays_is_the_law_of_the_command_line() -> None:
+    session = FakeSession()
+    hooked(session, optimizer="muon", muon_tp_mode="blockwise")
+    assert set(session.state["fixed"]) == {"cp", "tp"}
+
+
+def test_the_batch_of_an_evaluation_is_told_where_no_flag_states_it() -> None:
+    session = FakeSession()
+    batch = {"eval_global_batch_size": 4}
+    hooked(session, _is_global_batch_size_explicitly_specified=True, **batch)
+    assert "eval_batch_size" not in session.facts
+    hooked(session, _is_global_batch_size_explicitly_specified=False, **batch)
+    assert session.facts["eval_batch_size"] == 4
 
 
 def test_what_cannot_be_elastic_is_refused_before_the_model_is_built() -> None:

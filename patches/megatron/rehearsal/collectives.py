@@ -1,8 +1,9 @@
 """What gloo does otherwise than NCCL.
 
-Reduce-scatter, gather and coalescing are left alone: gloo has them in torch 2.13.
+Gather and coalescing are left alone: gloo has them in torch 2.13.
 """
 
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
@@ -25,6 +26,8 @@ def install() -> None:
         isend=_isend(c10d.isend),
         all_reduce=_all_reduce(c10d.all_reduce),
         all_to_all_single=_all_to_all_single(c10d.all_to_all_single),
+        all_gather=_all_gather(c10d.all_gather),
+        reduce_scatter=_reduce_scatter(c10d.reduce_scatter),
     )
 
 
@@ -80,3 +83,50 @@ def _all_to_all_single(original: Any) -> Any:
         )
 
     return all_to_all_single
+
+
+def _all_gather(original: Any) -> Any:
+    @wraps(original)
+    def all_gather(
+        tensor_list: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if async_op or _are_alike(tensor_list):
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        # gloo gathers equal shapes alone; experts under TP and EP get as many tokens as they get.
+        for source, place in enumerate(tensor_list):
+            if source == dist.get_rank(group):
+                place.copy_(tensor)
+            if place.numel():
+                c10d.broadcast(place, group=group, group_src=source)
+        return None
+
+    return all_gather
+
+
+def _reduce_scatter(original: Any) -> Any:
+    @wraps(original)
+    def reduce_scatter(
+        output: torch.Tensor,
+        input_list: Sequence[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if async_op or _are_alike(input_list):
+            return original(output, input_list, op=op, group=group, async_op=async_op)
+        for target, part in enumerate(input_list):
+            total = part.clone()
+            if total.numel():
+                dist.all_reduce(total, op=op, group=group)
+            if target == dist.get_rank(group):
+                output.copy_(total)
+        return None
+
+    return reduce_scatter
+
+
+def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
+    return len({tensor.shape for tensor in tensors}) == 1

@@ -84,5 +84,11 @@ def _queue_in_process(filesystem_async: Any) -> None:
 
     That process would import the script again: 4 s and 200 MB a rank.
     """
-    if hasattr(filesystem_async, "_get_write_results_queue"):
-        replace(filesystem_async, _get_write_results_queue=returning(queue.Queue()))
+    results: queue.Queue[Any] = queue.Queue()
+
+    def get_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
+        return results
+
+    for name in ("_get_write_results_queue", "get_write_results_queue"):  # up to 0.16, from 0.17 on
+        if hasattr(filesystem_async, name):
+            replace(filesystem_async, **{name: get_results_queue})

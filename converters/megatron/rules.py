@@ -1,0 +1,187 @@
+"""What of a Megatron-LM job cannot change while it runs, and why: one law for its command line and
+for the arguments that its workers have parsed.
+
+``--check-elastic`` and the coordinator apply it to the flags (``arguments.py``), a worker to the
+namespace of ``get_args()`` (``patches/megatron/training.py``).
+
+Source: megatron/training/arguments.py of 0.14.0 to 0.19.0 and of 0.20 (d98e8a64).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Values = Mapping[str, Any]
+"""Arguments by their names in Megatron-LM's namespace; one that is absent has its default."""
+Given = Mapping[str, tuple[str, ...]]
+"""Flags as given: name with dashes -> its values, of the last occurrence."""
+
+ALLOW_UNTESTED = "SCALAI_ALLOW_UNTESTED"
+"""Environment variable: 1 to go on with what is built and could not be tried."""
+
+_OTHER_NAMES = {"fp8": "fp8-format", "fp4": "fp4-format"}
+"""Flags that are not called like the argument that they set."""
+
+_FSDP = "its shards are not supported; use --use-distributed-optimizer"
+_SCALED = "parameters are kept in {} with scales; leave it out"
+_REFUSED: Mapping[str, str] = {
+    "async_save": "a save in flight at a change would be lost; leave it out",
+    "decrease_batch_size_if_needed": (
+        "the global batch, and with it the order of samples, would depend on the data-parallel "
+        "size; leave it out"
+    ),
+    "fp4": "scaling state is kept outside of the parameters; train in bf16 (--bf16)",
+    "fp4_param": _SCALED.format("FP4"),
+    "fp4_param_gather": _SCALED.format("FP4"),
+    "fp8_param": _SCALED.format("FP8"),
+    "fp8_param_gather": _SCALED.format("FP8"),
+    "hybrid_context_parallel": "its batches depend on the degrees; leave it out",
+    "inprocess_restart": "it restarts the workers itself; leave it out",
+    "moe_use_upcycling": "it would be repeated at every change; upcycle in a run of its own",
+    "perform_rl_step": "the model makes its own data, no sampler does; train without it",
+    "skip_train": "nothing is trained; run it without --elastic",
+    "use_custom_fsdp": _FSDP,
+    "use_megatron_fsdp": _FSDP,
+    "use_mp_args_from_checkpoint_args": "the degrees would come from the checkpoint; leave it out",
+    "use_torch_fsdp2": _FSDP,
+    "yaml_cfg": "its values replace the flags, so none can be appended; write them as flags",
+}
+"""Arguments that must be off, why, and what to do instead."""
+
+_UNTESTED: Mapping[str, str] = {
+    "fp8": (
+        "the masters are carried and FP8's own state (scales, histories of maxima) begins anew at "
+        "a change. This needs Transformer Engine and a GPU that no test has had"
+    ),
+}
+"""Arguments that are taken where ``ALLOW_UNTESTED`` says so."""
+
+_ELEMENTWISE = ("adam", "sgd", "lion")
+"""Optimizers whose state has one value for each of the parameter's, and none between them."""
+_MUONS = ("muon", "adaptive_muon", "dist_muon", "dist_adaptive_muon")
+_SCALED_DTYPES = ("fp16", "fp8", "float16", "uint8")
+"""What Transformer Engine's FusedAdam keeps with a scale: as flags say it, and as torch does."""
+_WHOLE_MATRIX = ("duplicated", "distributed")
+"""Values of --muon-tp-mode that orthogonalize the whole matrix, in any layout."""
+UNEVEN_STAGES = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "hybrid_layer_pattern",
+    "pipeline_model_parallel_layout",
+)
+
+
+def values_of(given: Given) -> dict[str, Any]:
+    """Return the arguments that flags set: True for a flag alone, else the words behind it."""
+    values: dict[str, Any] = {}
+    names = {f"--{flag}": name for name, flag in _OTHER_NAMES.items()}
+    for flag, words in given.items():
+        name = names.get(flag, flag[2:].replace("-", "_"))
+        values[name] = words[0] if len(words) == 1 else words or True
+    if "--no-data-sharding" in given:
+        values["data_sharding"] = False
+    return values
+
+
+def faults_of(values: Values, *, allow_untested: bool) -> Iterator[str]:
+    """Yield everything for which the job cannot be elastic: the flag, why, and what to do.
+
+    Args:
+        allow_untested: Take what is built and could not be tried.
+    """
+    for name, reason in _REFUSED.items():
+        if values.get(name):
+            yield f"{_flag(name)}: {reason}"
+    for name, reason in _UNTESTED.items():
+        if values.get(name) and not allow_untested:
+            yield f"{_flag(name)}: {reason}; set {ALLOW_UNTESTED}=1 to go on, or leave it out"
+    yield from _data_faults(values)
+    yield from _optimizer_faults(values)
+    yield from _weight_shard_faults(values)
+    if values.get("non_persistent_ckpt_type") == "local":
+        yield (
+            "--non-persistent-ckpt-type local: such a checkpoint fits one layout only, and would "
+            "be loaded in another; use global"
+        )
+
+
+def fixed_axes(values: Values) -> Iterator[tuple[str, str]]:
+    """Yield the axes whose degree stays what the job began with, and why."""
+    yield "cp", "another split of sequences is not supported"
+    for name in UNEVEN_STAGES:
+        pattern = values.get(name)
+        if pattern and (name != "hybrid_layer_pattern" or "|" in str(pattern)):
+            yield "pp", f"{_flag(name)} fits this number of stages only"
+            yield "vpp", f"{_flag(name)} fits this number of chunks only"
+    if values.get("overlap_param_gather_with_optimizer_step"):
+        yield "vpp", "--overlap-param-gather-with-optimizer-step needs virtual stages"
+    if values.get("encoder_num_layers") and values.get("decoder_num_layers"):
+        yield "pp", "Megatron-LM runs T5 without pipeline parallelism"
+    if values.get("optimizer") in _MUONS:
+        mode = values.get("muon_tp_mode")
+        if mode not in _WHOLE_MATRIX:
+            stated = f"--muon-tp-mode {mode}" if mode else "--muon-tp-mode is not given, and its "
+            stated += "" if mode else "default up to 0.19, blockwise,"
+            yield (
+                "tp",
+                f"{stated} orthogonalizes each shard by itself, so that another TP would be "
+                "another optimizer (--muon-tp-mode duplicated or distributed does not)",
+            )
+
+
+def _flag(name: str) -> str:
+    return "--" + _OTHER_NAMES.get(name, name.replace("_", "-"))
+
+
+def _data_faults(values: Values) -> Iterator[str]:
+    if values.get("dataloader_type") == "cyclic" and values.get("data_sharding", True):
+        yield (
+            "--dataloader-type cyclic with data sharding: every data-parallel rank draws from its "
+            "own part of the data, so other samples would make a batch after a change; add "
+            "--no-data-sharding, or use --dataloader-type single"
+        )
+    if not values.get("global_batch_size") and not values.get("step_batch_size_schedule"):
+        yield (
+            "--global-batch-size is not given: it would follow the data-parallel size and change "
+            "with it; state it"
+        )
+
+
+def _optimizer_faults(values: Values) -> Iterator[str]:
+    name = str(values.get("optimizer", "adam"))
+    if name not in (*_ELEMENTWISE, *_MUONS):
+        yield (
+            f"--optimizer {name}: its state is not one value for each of a parameter's; use adam, "
+            "sgd, lion or muon"
+        )
+        return
+    is_layer_wise = name.startswith("dist_") or bool(
+        values.get("use_layer_wise_distributed_optimizer")
+        or (name not in ("adam", "sgd") and values.get("use_distributed_optimizer"))
+    )
+    if is_layer_wise:
+        yield (
+            f"--optimizer {name}, distributed: whole parameters belong to data-parallel ranks "
+            f"(LayerWiseDistributedOptimizer); use --optimizer {name.removeprefix('dist_')} "
+            "without --use-distributed-optimizer"
+        )
+    yield from scaled_dtypes(values)
+
+
+def scaled_dtypes(values: Values) -> Iterator[str]:
+    """Yield what the precision-aware optimizer would keep scaled. ``values`` may be its own
+    configuration, whose fields have the same names."""
+    for kind in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
+        dtype = str(values.get(kind, "fp32")).removeprefix("torch.")
+        if values.get("use_precision_aware_optimizer") and dtype in _SCALED_DTYPES:
+            yield (
+                f"{_flag(kind)} {dtype}: it is scaled by a factor of each rank's own part; use "
+                "fp32 or bf16"
+            )
+
+
+def _weight_shard_faults(values: Values) -> Iterator[str]:
+    for prefix in ("", "expert_"):
+        name = f"{prefix}gtp_weight_remat_size"
+        stated = f"{prefix}tensor_parallel_num_weight_shards"
+        if (values.get(name) or 1) > 1 or (name not in values and values.get(stated)):
+            yield f"{_flag(stated)}: weights split beyond TP are not supported; leave it out"

@@ -1,0 +1,140 @@
+"""What a Megatron-LM job is refused or fixed for: one law for flags and for parsed arguments."""
+
+from typing import Any
+
+import pytest
+
+from scalai.converters.megatron.arguments import read_arguments
+from scalai.converters.megatron.rules import faults_of, fixed_axes, values_of
+from scalai.core.degrees import Degrees, refusal
+from scalai.core.errors import RefusedError
+
+GPT = "--num-layers 8 --num-attention-heads 8 --micro-batch-size 2 --global-batch-size 24"
+PARSED = {"global_batch_size": 24, "optimizer": "adam", "dataloader_type": "single"}
+
+
+def faults(values: dict[str, Any], *, allow_untested: bool = False) -> str:
+    return "\n".join(faults_of({**PARSED, **values}, allow_untested=allow_untested))
+
+
+REFUSED = [
+    ("--use-megatron-fsdp", {"use_megatron_fsdp": True}, "use --use-distributed-optimizer"),
+    ("--use-torch-fsdp2", {"use_torch_fsdp2": True}, "use --use-distributed-optimizer"),
+    ("--fp8-format hybrid", {"fp8": "hybrid"}, "SCALAI_ALLOW_UNTESTED=1"),
+    ("--fp8-param-gather", {"fp8_param_gather": True}, "kept in FP8"),
+    ("--fp4-format=e2m1", {"fp4": "e2m1"}, "train in bf16"),
+    ("--yaml-cfg x.yaml", {"yaml_cfg": "x.yaml"}, "write them as flags"),
+    ("--dataloader-type cyclic", {"dataloader_type": "cyclic"}, "--no-data-sharding"),
+    ("--decrease-batch-size-if-needed", {"decrease_batch_size_if_needed": True},
+     "order of samples"),
+    ("--use-mp-args-from-checkpoint-args", {"use_mp_args_from_checkpoint_args": True}, "degrees"),
+    ("--inprocess-restart", {"inprocess_restart": True}, "restarts the workers"),
+    ("--perform-rl-step", {"perform_rl_step": True}, "makes its own data"),
+    ("--skip-train", {"skip_train": True}, "nothing is trained"),
+    ("--non-persistent-ckpt-type local", {"non_persistent_ckpt_type": "local"}, "fits one layout"),
+    ("--optimizer dist_muon", {"optimizer": "dist_muon"}, "whole parameters"),
+    (
+        "--optimizer muon --use-distributed-optimizer",
+        {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True},
+        "without --use-distributed-optimizer",
+    ),
+    ("--optimizer soap", {"optimizer": "soap"}, "not one value for each"),
+    (
+        "--use-precision-aware-optimizer --exp-avg-dtype fp8",
+        {"use_precision_aware_optimizer": True, "exp_avg_dtype": "torch.uint8"},
+        "--exp-avg-dtype",
+    ),
+    (
+        "--tensor-parallel-num-weight-shards 4",
+        {"tensor_parallel_num_weight_shards": 4, "gtp_weight_remat_size": 2},
+        "split beyond TP",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "parsed", "why"), REFUSED, ids=[flags.split()[0] for flags, _, _ in REFUSED]
+)
+def test_flags_and_parsed_arguments_are_refused_alike_with_the_way_out(
+    flags: str, parsed: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(RefusedError, match=why) as caught:
+        read_arguments(f"{GPT} {flags}".split())
+    assert any(flag in str(caught.value) for flag in flags.replace("=", " ").split())
+    assert why in faults(parsed)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"dataloader_type": "cyclic", "data_sharding": False},
+        {"use_precision_aware_optimizer": True, "exp_avg_dtype": "torch.bfloat16"},
+        {"exp_avg_dtype": "torch.uint8"},  # without the optimizer that would use it
+        {"tensor_parallel_num_weight_shards": 2, "gtp_weight_remat_size": 1},
+        {"optimizer": "muon"},
+        {"optimizer_cpu_offload": True, "num_distributed_optimizer_instances": 2},
+    ],
+)
+def test_what_goes_is_not_refused(values: dict[str, Any]) -> None:
+    assert not faults(values)
+
+
+def test_what_could_not_be_tried_goes_where_a_person_says_so() -> None:
+    assert not faults({"fp8": "hybrid"}, allow_untested=True)
+    assert faults({"fp8": "hybrid", "fp8_param_gather": True}, allow_untested=True)
+    assert read_arguments([*GPT.split(), "--fp8-format", "hybrid"], allow_untested=True)
+
+
+FIXED = [
+    ("--optimizer muon", {"optimizer": "muon"}, "tp", "another optimizer"),
+    (
+        "--optimizer muon --muon-tp-mode blockwise",
+        {"optimizer": "muon", "muon_tp_mode": "blockwise"},
+        "tp",
+        "--muon-tp-mode blockwise orthogonalizes each shard by itself",
+    ),
+    (
+        "--encoder-num-layers 4 --decoder-num-layers 4",
+        {"encoder_num_layers": 4, "decoder_num_layers": 4},
+        "pp",
+        "T5 without pipeline parallelism",
+    ),
+    (
+        "--pipeline-model-parallel-layout Et*8L",
+        {"pipeline_model_parallel_layout": "Et*8L"},
+        "vpp",
+        "this number of chunks",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "parsed", "axis", "why"), FIXED, ids=[flags for flags, *_ in FIXED]
+)
+def test_what_stays_stays_on_both_sides_with_the_reason(
+    flags: str, parsed: dict[str, Any], axis: str, why: str
+) -> None:
+    assert why in dict(fixed_axes({**PARSED, **parsed}))[axis]
+    limits = read_arguments(f"{GPT} {flags}".split()).limits
+    other = {"tp": 2} if axis == "tp" else {"pp": 2}
+    other |= {"vpp": 2} if axis == "vpp" else {}
+    assert f"{axis}={2} must stay 1" in str(
+        refusal(Degrees(**{"tp": 1, "pp": 1, "dp": 1, **other}), limits)
+    ) or axis == "vpp"
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed"])
+def test_muon_over_whole_matrices_changes_its_tensor_parallelism(mode: str) -> None:
+    values = {"optimizer": "muon", "muon_tp_mode": mode}
+    assert set(dict(fixed_axes(values))) == {"cp"}
+
+
+def test_flags_become_the_arguments_that_they_set() -> None:
+    given = {"--fp8-format": ("e4m3",), "--no-data-sharding": (), "--betas": ("0.9", "0.95")}
+    assert values_of(given) == {
+        "fp8": "e4m3",
+        "no_data_sharding": True,
+        "data_sharding": False,
+        "betas": ("0.9", "0.95"),
+    }

@@ -1,0 +1,113 @@
+"""What Megatron-LM trains in its own functional tests is taken, and what is offered for it is valid
+for Megatron-LM too."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from functional_configurations import RANKS, Configuration, faults_of, training_configurations
+
+from scalai.converters.megatron.arguments import derived_flags
+from scalai.core.choice import candidates
+from scalai.core.degrees import Degrees
+from scalai.core.errors import RefusedError
+from scalai.launch.check_elastic import check_elastic, worlds_of
+from scalai.launch.flags import parse_options
+from scalai.launch.job import JobSpec
+from scalai.launch.script import ScriptFacts, read_script
+
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
+LEAST_PART = 235 / 259
+"""Of the training configurations of 0.20 (d98e8a64), those that are taken at least."""
+
+pytestmark = [
+    pytest.mark.campaign,
+    pytest.mark.timeout(2400),
+    pytest.mark.skipif(
+        not Path(CHECKOUT, "tests", "functional_tests", "test_cases").is_dir() or not CHECKOUT,
+        reason="MEGATRON_LM_PATH names no Megatron-LM checkout with its functional tests",
+    ),
+]
+
+
+def spec_of(configuration: Configuration) -> JobSpec:
+    """The configuration as a job on as many hosts of eight ranks as it needs, up to twice as
+    many."""
+    hosts = max(2, 2 * configuration.world_size // RANKS)
+    flags = ["--nnodes", f"1:{hosts}", "--nproc-per-node", str(RANKS)]
+    return JobSpec.read(
+        parse_options(["--check-elastic", *flags, configuration.script, *configuration.flags])
+    )
+
+
+def offered(spec: JobSpec, facts: ScriptFacts) -> list[Degrees]:
+    """Everything that is valid on any world of the job."""
+    worlds = worlds_of(facts.policy, spec.max_hosts * RANKS)
+    found = {
+        choice.degrees
+        for world in worlds
+        for choice in candidates(world, facts.limits, facts.policy, None)
+    }
+    return sorted(found, key=str)
+
+
+def test_most_configurations_are_taken_and_what_is_offered_is_valid_for_megatron_too() -> None:
+    configurations = list(training_configurations(Path(CHECKOUT)))
+    refused: dict[str, str] = {}
+    unchanging: list[str] = []
+    cases: dict[tuple[str, ...], list[tuple[int, Sequence[str]]]] = {}
+    names: dict[tuple[str, ...], str] = {}
+    for configuration in configurations:
+        spec = spec_of(configuration)
+        try:
+            report = check_elastic(spec.options, spec.config, RANKS, spec.deepspeed)
+        except RefusedError as error:
+            refused[configuration.name] = str(error)
+            continue
+        facts = read_script(spec.options, spec.config, spec.deepspeed)
+        degrees = offered(spec, facts)
+        if len(degrees) < 2:
+            unchanging.append(configuration.name)
+        assert ("may change: nothing" in report) == (len(degrees) < 2), configuration.name
+        assert facts.arguments is not None
+        names.setdefault(configuration.flags, configuration.name)
+        cases[configuration.flags] = [
+            (
+                choice.world_size,
+                [*configuration.flags, *derived_flags(facts.arguments, choice, None)[0]],
+            )
+            for choice in degrees
+        ]
+    every = [case for listed in cases.values() for case in listed]
+    found = iter(faults_of(Path(CHECKOUT), every))
+    wrong = [
+        f"{names[flags]} on {world} ranks: {fault}"
+        for flags, listed in cases.items()
+        for world, _ in listed
+        if (fault := next(found)) is not None
+    ]
+    accepted = len(configurations) - len(refused) - len(unchanging)
+    print(f"{accepted} of {len(configurations)} accepted, {len(every)} command lines checked")
+    print("nothing can change:", *unchanging or ["none"])
+    for name, why in refused.items():
+        print(f"refused: {name}: {'; '.join(why.splitlines()[1:-1]).strip()}")
+    assert not wrong, "\n".join(wrong[:20])
+    assert accepted >= LEAST_PART * len(configurations), f"{accepted} of {len(configurations)}"
+
+
+def test_the_command_ends_with_0_or_3_and_one_message() -> None:
+    configurations = {c.name: c for c in training_configurations(Path(CHECKOUT))}
+    taken = next(c for c in configurations.values() if "--async-save" not in c.flags)
+    for flags, code in ((taken.flags, 0), ((*taken.flags, "--use-torch-fsdp2"), 3)):
+        command = [sys.executable, "-m", "scalai.launch.run", "--check-elastic"]
+        command += ["--nproc-per-node", str(RANKS), taken.script, *flags]
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=False,
+            env={**os.environ, "PYTHONPATH": CHECKOUT},
+        )  # fmt: skip
+        assert ended.returncode == code, ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert ("may change:" in ended.stdout) == (code == 0)
