@@ -122,7 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--fresh", dest="is_fresh", action="store_true",
         help="begin anew although the job has a state, which is given up")  # fmt: skip
     add("--check-elastic", action="store_true",
-        help="print the degrees for every allowed world and exit")  # fmt: skip
+        help="print what may change and the degrees for every allowed world, and exit")  # fmt: skip
     return parser
 
 

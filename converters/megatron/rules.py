@@ -47,14 +47,6 @@ _REFUSED: Mapping[str, str] = {
 }
 """Arguments that must be off, why, and what to do instead."""
 
-_UNTESTED: Mapping[str, str] = {
-    "fp8": (
-        "the masters are carried and FP8's own state (scales, histories of maxima) begins anew at "
-        "a change. This needs Transformer Engine and a GPU that no test has had"
-    ),
-}
-"""Arguments that are taken where ``ALLOW_UNTESTED`` says so."""
-
 _ELEMENTWISE = ("adam", "sgd", "lion")
 """Optimizers whose state has one value for each of the parameter's, and none between them."""
 _MUONS = ("muon", "adaptive_muon", "dist_muon", "dist_adaptive_muon")
@@ -91,9 +83,8 @@ def faults_of(values: Values, *, allow_untested: bool) -> Iterator[str]:
     for name, reason in _REFUSED.items():
         if values.get(name):
             yield f"{_flag(name)}: {reason}"
-    for name, reason in _UNTESTED.items():
-        if values.get(name) and not allow_untested:
-            yield f"{_flag(name)}: {reason}; set {ALLOW_UNTESTED}=1 to go on, or leave it out"
+    if not allow_untested:
+        yield from untested(values)
     yield from _data_faults(values)
     yield from _optimizer_faults(values)
     yield from _weight_shard_faults(values)
@@ -101,6 +92,24 @@ def faults_of(values: Values, *, allow_untested: bool) -> Iterator[str]:
         yield (
             "--non-persistent-ckpt-type local: such a checkpoint fits one layout only, and would "
             "be loaded in another; use global"
+        )
+
+
+def untested(values: Values) -> Iterator[str]:
+    """Yield what is built, but needs what no test has had. ``values`` may be the configuration of
+    a model or an optimizer, whose fields have the same names."""
+    way_out = f"set {ALLOW_UNTESTED}=1 to go on, or leave it out"
+    if values.get("fp8"):
+        yield (
+            "--fp8-format: the masters are carried and FP8's own state (scales, histories of "
+            "maxima) begins anew at a change, but no test has had Transformer Engine and a GPU; "
+            + way_out
+        )
+    if values.get("use_precision_aware_optimizer") and not values.get("optimizer_cpu_offload"):
+        yield (
+            "--use-precision-aware-optimizer: masters and moments are carried in the dtypes that "
+            "they have, but no test has had Transformer Engine's FusedAdam (with "
+            "--optimizer-cpu-offload it is torch's Adam, which was tested); " + way_out
         )
 
 

@@ -1,11 +1,12 @@
 """What megatron's optimizers keep for each model parameter on this rank.
 
-Taken from the optimizers' own parallel lists and range maps, which are the same from 0.14 to 0.19.
+Taken from the optimizers' own parallel lists and range maps, which are the same from 0.14 to 0.20.
 Not through their ``sharded_state_dict``: its ``fully_reshardable`` form is silently wrong with
 several buckets (0.15.3 to 0.19.0), and not through ``model_param_group_index_map``, which counts in
 another order than ``param_groups`` where a group mixes fp32 and 16-bit parameters.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -16,14 +17,25 @@ import torch
 from scalai.core.errors import RefusedError
 from scalai.patches.first_step import torch_state
 
+_MASTER = "master_param"
+"""What FusedAdam and HybridDeviceOptimizer call the masters that they keep among their state."""
+_KEEPS_MASTERS = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
+"""Of an OptimizerConfig: whether the inner optimizer keeps the masters."""
+_NO_STATE = (
+    "the state of {} does not exist before its first step, and megatron has no function to make "
+    "it. Use --optimizer adam or sgd."
+)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Owned:
     """Elements ``[low, high)`` of a flattened model parameter, which this rank's optimizer updates.
 
     ``main`` is what the inner optimizer works on: [high - low] fp32 masters, a view of the
-    parameter, or the parameter itself. ``state`` is the inner optimizer's own dict for it.
-    ``is_sharded``: other data-parallel ranks own the other elements (the distributed optimizer).
+    parameter, or the parameter itself. ``state`` is the inner optimizer's own dict for it, without
+    its ``master``: the elements that a precision-aware optimizer keeps itself, in a dtype of its
+    own, or None. ``is_sharded``: other data-parallel ranks own the other elements (the distributed
+    optimizer).
     """
 
     parameter: torch.Tensor
@@ -32,6 +44,7 @@ class Owned:
     high: int
     is_sharded: bool
     state: dict[str, Any]
+    master: torch.Tensor | None = None
 
 
 def leaf_optimizers(optimizer: Any) -> Iterator[Any]:
@@ -49,8 +62,9 @@ def owned_parameters(optimizer: Any) -> Iterator[Owned]:
     for leaf in leaf_optimizers(optimizer):
         _ensure_state(leaf)
         for parameter, main, low, high in _parameters(leaf):
-            state = leaf.optimizer.state[main]
-            yield Owned(parameter, main, low, high, is_distributed(leaf), state)
+            state = dict(leaf.optimizer.state[main])
+            master = state.pop(_MASTER, None)
+            yield Owned(parameter, main, low, high, is_distributed(leaf), state, master)
 
 
 def is_distributed(leaf: Any) -> bool:
@@ -62,7 +76,10 @@ def _parameters(leaf: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, in
     """Yield (model parameter, what the inner optimizer updates, low, high) of one leaf."""
     if is_distributed(leaf):
         models = _flat(leaf.model_float16_groups), _flat(leaf.model_fp32_groups)
-        mains = _flat(leaf.shard_fp32_from_float16_groups), _flat(leaf.shard_fp32_groups)
+        # A precision-aware optimizer works on the 16-bit shards, and keeps their masters itself.
+        keeps_masters = getattr(leaf.config, _KEEPS_MASTERS, False)
+        halves = leaf.shard_float16_groups if keeps_masters else leaf.shard_fp32_from_float16_groups
+        mains = _flat(halves), _flat(leaf.shard_fp32_groups)
         for model, main in zip(chain(*models), chain(*mains), strict=True):
             owned = leaf._get_model_param_range_map(model)["param"]
             yield model, main, owned.start, owned.end
@@ -93,21 +110,42 @@ def _ensure_state(leaf: Any) -> None:
     ``step``, so that the first step then fails.
     """
     inner = leaf.optimizer
+    if hasattr(inner, "sub_optimizers"):  # HybridDeviceOptimizer: copies of parameters on the host
+        for part in inner.sub_optimizers:
+            if not _make_state(part) and not _make_fused_state(part):
+                raise RefusedError(_NO_STATE.format(type(part).__name__))
+        inner._sync_sub_optimizers_state_to_hdo()
+    elif not _make_state(inner):
+        _let_megatron_make_state(leaf)
+
+
+def _make_state(inner: Any) -> bool:
+    """Give an optimizer the state that its first step would make; False: nobody knows it here."""
     for group in inner.param_groups:
         for parameter in group["params"]:
             if inner.state[parameter]:
                 continue
             state = torch_state(inner, parameter, group)
             if state is None:
-                _let_megatron_make_state(leaf)
-                return
+                return False
             inner.state[parameter].update(state)
+    return True
+
+
+def _make_fused_state(inner: Any) -> bool:
+    """Let Transformer Engine's FusedAdam make its state; False: it is another optimizer."""
+    if not hasattr(inner, "initialize_state"):
+        return False
+    takes = inspect.signature(inner.initialize_state).parameters
+    remainders = {"store_param_remainders": False} if "store_param_remainders" in takes else {}
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            if not inner.state[parameter]:
+                inner.initialize_state(parameter, **remainders)
+    return True
 
 
 def _let_megatron_make_state(leaf: Any) -> None:
     if leaf.init_state_fn is None:
-        raise RefusedError(
-            f"the state of {type(leaf.optimizer).__name__} does not exist before its first step, "
-            "and megatron has no function to make it. Use --optimizer adam or sgd."
-        )
+        raise RefusedError(_NO_STATE.format(type(leaf.optimizer).__name__))
     leaf.init_state_fn(leaf.optimizer, leaf.config)

@@ -4,12 +4,13 @@ first resize.
 What the arguments of a script say is the law of ``scalai.converters.megatron.rules``.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from scalai.converters.megatron.rules import scaled_dtypes
+from scalai.converters.megatron.rules import ALLOW_UNTESTED, scaled_dtypes, untested
 from scalai.core.faults import refuse_all
 from scalai.patches.megatron.optimizer import leaf_optimizers
 from scalai.patches.megatron.shapes import unwrap
@@ -61,6 +62,8 @@ def _faults_of_optimizer(optimizer: Any) -> Iterator[str]:
         if getattr(getattr(leaf, "ddp_config", None), "use_megatron_fsdp", False):
             yield "use_megatron_fsdp: Megatron-FSDP shards parameters in a way of its own"
         yield from scaled_dtypes(vars(leaf.config))
+        if os.environ.get(ALLOW_UNTESTED) != "1":
+            yield from untested(vars(leaf.config))
 
 
 def _faults_by_name(optimizer: Any) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The training state of a live megatron-core job, as slots over megatron's own memory.
 
 Source: the Parallelizable Tensor Collection of Tenplex/Scalai (arXiv 2312.05181, section 3) for
-megatron-core 0.14 to 0.19, without a branch on the version. Differs in: optimizer state is part of
+megatron-core 0.14 to 0.20, without a branch on the version. Differs in: optimizer state is part of
 the collection, also where the distributed optimizer owns flat ranges; nothing is gathered.
 """
 
@@ -124,9 +124,11 @@ def _slots(shard: Shard, part: Part, owned: Owned | None, is_split: bool) -> Ite
         return
     if owned.is_sharded:
         yield Slot(tensor, data[low:high], pieces, is_wanted=False)
-    main = owned.main.detach().view(-1)
-    if main.data_ptr() != data[low:high].data_ptr():
-        yield Slot(_tensor(MAIN, part, main), main, pieces)
+    masters = [owned.main] if owned.master is None else [owned.master, owned.main]
+    for number, main in enumerate(master.detach().view(-1) for master in masters):
+        if main.data_ptr() != data[low:high].data_ptr():
+            # Of two copies (one on the host, which is updated) the first is the truth.
+            yield Slot(_tensor(MAIN, part, main), main, pieces, is_held=not number)
     for kind, value in owned.state.items():
         yield from _state_slot(kind, value, part, pieces, high - low)
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from scalai.core.errors import PeerError
+from scalai.core.errors import PeerError, UsageError
 from scalai.runtime.framing import Address, FramedSocket, authenticate
 
 BACKLOG = 128
@@ -20,6 +20,8 @@ PATIENCE_S = 1.0
 """Where so many are, those that have taken so long are cut off."""
 MAX_CONNECTIONS = 16_384
 BACK_OFF_S = 0.1
+LONGEST_PATH = 107
+"""Bytes of a socket's path (unix(7): sun_path, with a zero behind it)."""
 QUIET_S = 10.0
 """Troubles with strangers are told of at most once in so long."""
 
@@ -171,7 +173,13 @@ def _listen(address: Address) -> socket.socket:
 
     Raises:
         PeerError: The address is not of this host, or in use.
+        UsageError: It is a path that is too long for a socket.
     """
+    if isinstance(address, str) and len(os.fsencode(address)) > LONGEST_PATH:
+        raise UsageError(
+            f"the socket {address} has {len(os.fsencode(address))} bytes in its path; the kernel "
+            f"takes {LONGEST_PATH}. Use a shorter --store-dir, or shorter names of job and host."
+        )
     try:
         if isinstance(address, str):
             listener = socket.socket(socket.AF_UNIX)

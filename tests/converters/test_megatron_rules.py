@@ -69,7 +69,11 @@ def test_flags_and_parsed_arguments_are_refused_alike_with_the_way_out(
     [
         {},
         {"dataloader_type": "cyclic", "data_sharding": False},
-        {"use_precision_aware_optimizer": True, "exp_avg_dtype": "torch.bfloat16"},
+        {
+            "use_precision_aware_optimizer": True,
+            "optimizer_cpu_offload": True,
+            "exp_avg_dtype": "torch.bfloat16",
+        },
         {"exp_avg_dtype": "torch.uint8"},  # without the optimizer that would use it
         {"tensor_parallel_num_weight_shards": 2, "gtp_weight_remat_size": 1},
         {"optimizer": "muon"},
@@ -83,6 +87,8 @@ def test_what_goes_is_not_refused(values: dict[str, Any]) -> None:
 def test_what_could_not_be_tried_goes_where_a_person_says_so() -> None:
     assert not faults({"fp8": "hybrid"}, allow_untested=True)
     assert faults({"fp8": "hybrid", "fp8_param_gather": True}, allow_untested=True)
+    assert "FusedAdam" in faults({"use_precision_aware_optimizer": True})
+    assert not faults({"use_precision_aware_optimizer": True}, allow_untested=True)
     assert read_arguments([*GPT.split(), "--fp8-format", "hybrid"], allow_untested=True)
 
 

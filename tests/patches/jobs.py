@@ -22,6 +22,10 @@ class Job:
     distributed: bool = False
     overlap: bool = False
     """Overlap communication, which makes several buckets."""
+    instances: int = 1
+    """Copies of the distributed optimizer's state, each over a part of the replicas."""
+    is_offloaded: bool = False
+    """Half of the masters and moments on the host, kept by the optimizer itself."""
     precision: str = "fp32"
     layers: int = 4
     hidden: int = 32

@@ -55,6 +55,16 @@ def test_blockwise_muon_keeps_its_tensor_parallelism(name: str) -> None:
     assert list(fixed_axes(whole)) == ["cp"]
 
 
+def test_what_no_test_has_had_is_refused_until_a_person_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = leaf(config={"use_precision_aware_optimizer": True})
+    with pytest.raises(RefusedError, match="SCALAI_ALLOW_UNTESTED=1"):
+        refuse_unsupported([torch.nn.Linear(2, 2)], optimizer)
+    monkeypatch.setenv("SCALAI_ALLOW_UNTESTED", "1")
+    refuse_unsupported([torch.nn.Linear(2, 2)], optimizer)
+
+
 def test_models_with_scaled_parameters_are_refused() -> None:
     model: Any = torch.nn.Linear(2, 2)
     model.config = SimpleNamespace(fp8_param=True)

@@ -25,6 +25,8 @@ NO_REDUCTIONS = {"is_tied": False, "clip": 0.0}
 """Without tied weights and clipping no sum runs over pipeline stages."""
 SPLIT = {"distributed": True}
 BUCKETS = {"distributed": True, "overlap": True}
+INSTANCES = {"distributed": True, "overlap": True, "instances": 2}
+OFFLOADED = {"distributed": True, "precision": "bf16", "is_offloaded": True}
 SIX = {"global_batch_size": 6}
 
 OVERFLOWS = {"precision": "fp16", "loss_scale": 2.0**20}
@@ -32,7 +34,7 @@ OVERFLOWS = {"precision": "fp16", "loss_scale": 2.0**20}
 
 Layout = dict[str, Any]
 ONE: Layout = {}
-DP2, DP3 = {"world": 2}, {"world": 3}
+DP2, DP3, DP4 = {"world": 2}, {"world": 3}, {"world": 4}
 TP2, TP4 = {"world": 2, "tp": 2}, {"world": 4, "tp": 4}
 PP2, PP4 = {"world": 2, "pp": 2}, {"world": 4, "pp": 4}
 VPP2 = {"world": 2, "pp": 2, "vpp": 2}
@@ -64,6 +66,10 @@ CASES: list[tuple[str, Layout, Layout, Layout, float]] = [
     ("bf16-dp2-to-pp2", {"precision": "bf16"}, DP2, PP2, BF16),
     ("fp16-dp2-to-pp2", {"precision": "fp16"}, DP2, PP2, FP16),
     ("fp16-tp2-to-pp2", {"precision": "fp16"}, TP2, PP2, FP16),
+    ("instances-dp4-to-tp2dp2", INSTANCES, DP4, TP2DP2, FP32),
+    ("instances-dp4-to-one-of-dp2", BUCKETS, {**DP4, "instances": 2}, DP2, FP32),
+    ("offloaded-dp2-to-tp2", OFFLOADED, DP2, TP2, BF16),
+    ("offloaded-tp2-to-pp2dp2", OFFLOADED, TP2, PP2DP2, BF16),
     ("experts-ep2-to-dp2", {**MOE, **SPLIT}, EP2, DP2, FP32),
     ("experts-dp2-to-ep2", {**MOE, **BUCKETS}, DP2, EP2, FP32),
     ("same-tp2dp2-dropout", {"dropout": 0.1, **BUCKETS}, TP2DP2, TP2DP2, EXACT),

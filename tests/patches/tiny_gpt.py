@@ -63,6 +63,7 @@ class Training:
             job.pp,
             virtual_pipeline_model_parallel_size=job.vpp,
             expert_model_parallel_size=job.ep,
+            num_distributed_optimizer_instances=job.instances,
         )
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
@@ -226,6 +227,7 @@ def _chunk(job: Job, config: TransformerConfig, stage: int) -> Any:
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=job.distributed,
+        num_distributed_optimizer_instances=job.instances,
         overlap_grad_reduce=job.overlap,
         overlap_param_gather=job.overlap and job.distributed,
         bucket_size=SEVERAL_BUCKETS if job.overlap else ONE_BUCKET,
@@ -245,6 +247,10 @@ def _optimizer(job: Job) -> OptimizerConfig:
         fp16=job.precision == "fp16",
         params_dtype=DTYPES[job.precision],
         use_distributed_optimizer=job.distributed,
+        use_precision_aware_optimizer=job.is_offloaded,
+        optimizer_cpu_offload=job.is_offloaded,
+        optimizer_offload_fraction=0.5,
+        use_torch_optimizer_for_cpu_offload=job.is_offloaded,
         initial_loss_scale=job.loss_scale if job.precision == "fp16" else None,
         loss_scale_window=2,
         hysteresis=1,

@@ -241,3 +241,9 @@ def test_more_idle_connections_than_files_may_be_open_deafen_nobody() -> None:
 def _serve_forever(path: str) -> None:
     Echo(path)
     threading.Event().wait(120)
+
+
+def test_a_path_that_no_socket_takes_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 120)
+    with pytest.raises(UsageError, match=r"the kernel takes 107. Use a shorter --store-dir"):
+        Echo(str(long))

@@ -44,10 +44,21 @@ def skip_reason() -> str | None:
 
 
 class Job:
-    """One elastic job on this machine, with as many ranks as ``nproc`` at first."""
+    """One elastic job on this machine, with as many ranks as ``nproc`` at first.
+
+    ``script`` lies in the checkout; ``settings`` are lines of ``[resize]``.
+    """
 
     def __init__(
-        self, folder: Path, nproc: int, degrees: Mapping[int, str], flags: Sequence[str]
+        self,
+        folder: Path,
+        nproc: int,
+        degrees: Mapping[int, str],
+        flags: Sequence[str],
+        *,
+        script: str = "pretrain_gpt.py",
+        model: str = MODEL,
+        settings: str = "build_timeout_s = 15",
     ) -> None:
         assert CHECKOUT is not None
         folder.mkdir()
@@ -55,15 +66,20 @@ class Job:
         self._identity = ["--job", folder.name, "--store-dir", str(folder / "store")]
         table = "\n".join(f'{world} = "{wish}"' for world, wish in degrees.items())
         # The script ends by itself: a slow machine starts the next workers behind its stop.
-        settings = "[probe]\nkind = 'none'\n[resize]\nbuild_timeout_s = 15\n"
-        (folder / "elastic.toml").write_text(f"[degrees]\n{table}\n{settings}")
+        text = f"[degrees]\n{table}\n[probe]\nkind = 'none'\n[resize]\n{settings}\n"
+        (folder / "elastic.toml").write_text(text)
         launcher = [str(SCALAI_RUN), *self._identity]
         elastic = ["--elastic", str(folder / "elastic.toml"), "--nproc-per-node", str(nproc)]
-        script = [str(Path(CHECKOUT, "pretrain_gpt.py")), *MODEL.split(), *flags]
-        environment = {**os.environ, "SCALAI_LEDGER_DIR": str(folder / "ledger")}
+        command = [str(Path(CHECKOUT, script)), *model.split(), *flags]
+        # Scripts in folders of their own find the package as Megatron-LM's examples say.
+        environment = {
+            **os.environ,
+            "SCALAI_LEDGER_DIR": str(folder / "ledger"),
+            "PYTHONPATH": CHECKOUT,
+        }
         with (folder / "log").open("w") as log:
             self._process = subprocess.Popen(
-                [*launcher, *elastic, *script],
+                [*launcher, *elastic, *command],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -86,10 +102,11 @@ class Job:
                 pytest.fail(f"step {step} never came:\n{self.log[-6000:]}")
             time.sleep(0.2)
 
-    def scale(self, nproc: int) -> None:
-        """Ask for another number of ranks, as a person does."""
+    def scale(self, nproc: int, degrees: str | None = None) -> None:
+        """Ask for another number of ranks, or for other degrees, as a person does."""
         command = [sys.executable, "-m", "scalai.launch.cli", "scale", *self._identity]
-        subprocess.run([*command, "--nproc", str(nproc)], check=True, timeout=60)
+        command += ["--nproc", str(nproc), *(["--degrees", degrees] if degrees else [])]
+        subprocess.run(command, check=True, timeout=60)
 
     def finish(self) -> None:
         """Wait for the end of the training, which has to be a good one."""

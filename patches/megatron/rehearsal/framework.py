@@ -11,9 +11,22 @@ from scalai.patches.megatron.rehearsal.replacement import replace, when_imported
 
 def install() -> None:
     """Register the patches."""
+    when_imported("megatron.core.utils", _no_transformer_engine)
     when_imported("megatron.core.transformer.torch_norm", _norm_with_sequence_parallel)
     when_imported("megatron.core.transformer.moe.moe_utils", _router_without_transformer_engine)
     when_imported("megatron.core.optimizer.distrib_optimizer", _checkpoints_of_torch_adam)
+    when_imported("megatron.core.optimizer.cpu_offloading.hybrid_optimizer", _offload_of_a_cpu)
+
+
+def _no_transformer_engine(utils: Any) -> None:
+    """Let questions for a version of Transformer Engine be answered where there is none."""
+    original = utils.is_te_min_version
+
+    @wraps(original)
+    def is_te_min_version(*args: Any, **kwargs: Any) -> bool:
+        return utils.get_te_version() is not None and bool(original(*args, **kwargs))
+
+    replace(utils, is_te_min_version=is_te_min_version)
 
 
 def _norm_with_sequence_parallel(torch_norm: Any) -> None:
@@ -78,6 +91,32 @@ def _checkpoints_of_torch_adam(distrib_optimizer: Any) -> None:
         load_state_dict=load_with_own_steps,
         _set_main_param_and_optimizer_states=set_states_with_step,
     )
+
+
+def _offload_of_a_cpu(hybrid_optimizer: Any) -> None:
+    """Let HybridDeviceOptimizer copy parameters to the host as if they lay on a device."""
+    cls = hybrid_optimizer.HybridDeviceOptimizer
+    original = cls._get_sub_optimizer_param_groups
+
+    def parts(groups: Any, *, copies: Any, are_copies: bool) -> list[dict[str, Any]]:
+        chosen = [
+            {**group, "params": [p for p in group["params"] if (p in copies) == are_copies]}
+            for group in groups
+        ]
+        return [group for group in chosen if group["params"]]
+
+    @wraps(original)
+    def split(self: Any, offload_fraction: float) -> Any:
+        torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
+        try:
+            _, groups, copy_of, copies, masters = original(self, offload_fraction)
+        finally:
+            del torch.Tensor.is_cuda  # the built-in one is of the class below it
+        host = parts(groups, copies=copies, are_copies=True)
+        device = parts(groups, copies=copies, are_copies=False)
+        return host, device, copy_of, copies, masters
+
+    replace(cls, _get_sub_optimizer_param_groups=split)
 
 
 def _make_adam_state(optimizer: Any) -> None:

@@ -1,0 +1,164 @@
+"""Jobs of many kinds, unmodified scripts of Megatron-LM on the CPU, change their degrees while they
+train as if nothing had happened; evaluations included."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import megatron_lm_job
+import pytest
+from megatron_lm_job import CHECKOUT, MODEL, Job, make_dataset
+
+STEPS, BEFORE = 14, 4
+"""Steps of a job, and those that it has done at least before it is changed."""
+FP32, BF16 = 1e-6, 2e-4
+"""Relative difference of a loss: another order of additions, and of roundings to 16 bits."""
+EVALUATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+)")
+
+pytestmark = [
+    pytest.mark.campaign,
+    pytest.mark.skipif(
+        megatron_lm_job.skip_reason() is not None, reason=str(megatron_lm_job.skip_reason())
+    ),
+    pytest.mark.timeout(1800),
+]
+
+WITHOUT_BATCH = MODEL.replace("--global-batch-size 12", "")
+BY_SAMPLES = MODEL.replace("--lr-decay-iters 100", "--lr-decay-samples 1200")
+T5 = """
+  --encoder-num-layers 2 --decoder-num-layers 2 --hidden-size 64 --num-attention-heads 4
+  --kv-channels 16 --ffn-hidden-size 128 --encoder-seq-length 32 --decoder-seq-length 16
+  --max-position-embeddings 32 --attention-dropout 0 --hidden-dropout 0 --transformer-impl local
+  --attention-backend unfused --no-persist-layer-norm --no-gradient-accumulation-fusion
+  --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
+  --no-bias-dropout-fusion --no-rope-fusion --distributed-backend gloo --seed 1234
+  --micro-batch-size 1 --global-batch-size 12 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
+  --lr-decay-iters 100 --log-interval 1 --eval-iters 1 --eval-interval 6 --num-workers 0
+  --legacy-tokenizer --tokenizer-type BertWordPieceCase --vocab-extra-ids 100
+  --make-vocab-size-divisible-by 16
+"""
+
+
+def mock_data(folder: Path) -> list[str]:
+    return ["--mock-data", "--vocab-size", "4300"]
+
+
+def masked_text(folder: Path) -> list[str]:
+    """Bytes under a vocabulary of words: what T5 masks is as good as any text."""
+    make_dataset(folder / "text")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(300))]
+    (folder / "words.txt").write_text("\n".join(words))
+    return [
+        "--data-path", str(folder / "text"), "--split", "90,5,5",
+        "--vocab-file", str(folder / "words.txt"), "--data-cache-path", str(folder / "cache"),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of job, the degrees that it begins with and those that it changes to."""
+
+    name: str
+    ranks: int
+    first: str
+    then: str
+    flags: str = ""
+    model: str = MODEL
+    script: tuple[str, ...] = ("pretrain_gpt.py",)
+    """Where it may lie in a checkout."""
+    data: Callable[[Path], list[str]] = mock_data
+    ends: str = f"--train-iters {STEPS}"
+    tolerance: float = FP32
+    needs: str = ""
+    """A word in the checkout's arguments without which it has no such kind."""
+
+
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear "
+    "--use-distributed-optimizer"
+)
+KINDS = [
+    Kind("virtual stages", 2, "tp1 pp2 vpp2", "tp2 pp1",
+         "--num-virtual-stages-per-pipeline-rank 2"),
+    Kind("experts", 4, "tp1 pp1 ep2", "tp1 pp2 ep2", EXPERTS),
+    Kind("experts under TP", 4, "tp1 pp1 ep2", "tp2 pp1 ep2", EXPERTS + " --sequence-parallel"),
+    Kind("further tokens", 2, "tp2 pp1", "tp1 pp1", "--mtp-num-layers 1"),
+    Kind("a growing batch", 2, "tp1 pp1", "tp1 pp2", "--rampup-batch-size 4 4 40",
+         model=BY_SAMPLES, ends="--train-samples 120"),
+    Kind("T5", 2, "tp1 pp1", "tp2 pp1", model=T5, data=masked_text,
+         script=("pretrain_t5.py", "examples/t5/pretrain_t5.py"), needs="legacy_tokenizer"),
+    Kind("several optimizer instances", 4, "tp1 pp1", "tp2 pp1",
+         "--use-distributed-optimizer --num-distributed-optimizer-instances 2 "
+         "--overlap-grad-reduce"),
+    Kind("precision-aware and offloaded", 2, "tp1 pp1", "tp2 pp1",
+         "--use-distributed-optimizer --use-precision-aware-optimizer --optimizer-cpu-offload "
+         "--use-torch-optimizer-for-cpu-offload --optimizer-offload-fraction 0.5 --bf16",
+         tolerance=BF16),
+    Kind("evaluations without a stated batch", 2, "tp1 pp1", "tp1 pp2",
+         "--step-batch-size-schedule 0:12", model=WITHOUT_BATCH.replace("--lr-decay-iters 100",
+         "--lr-decay-samples 1200"), ends=f"--train-samples {12 * STEPS}",
+         needs="step_batch_size_schedule"),
+]  # fmt: skip
+
+Start = Callable[[str, Kind, list[str]], Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start jobs that end with the test."""
+    jobs: list[Job] = []
+
+    def start_job(name: str, kind: Kind, data: list[str]) -> Job:
+        assert CHECKOUT is not None
+        scripts = [path for path in kind.script if Path(CHECKOUT, path).is_file()]
+        flags = [*kind.ends.split(), *kind.flags.split(), *data, "--eval-interval", "6"]
+        jobs.append(
+            Job(tmp_path / name, kind.ranks, {kind.ranks: kind.first}, flags, script=scripts[0],
+                model=kind.model, settings="build_ahead = 'never'")
+        )  # fmt: skip
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.stop()
+
+
+def evaluations(job: Job) -> dict[str, float]:
+    """The losses that Megatron-LM itself prints, by iteration."""
+    return {step: float(loss) for step, loss in EVALUATION.findall(job.log)}
+
+
+def compare(changed: Job, alone: Job, tolerance: float) -> None:
+    """Everything that was consumed and learned is the same, step by step."""
+    expected, found = alone.ledger(), changed.ledger()
+    assert list(found) == list(expected)
+    assert len({entry.round for entry in found.values()}) == 2, changed.log
+    for step, entry in found.items():
+        assert entry.loss == pytest.approx(expected[step].loss, rel=tolerance), step
+        assert entry.samples_hash == expected[step].samples_hash, step
+        assert entry.lr == expected[step].lr, step
+        assert entry.consumed_samples == expected[step].consumed_samples, step
+    assert evaluations(changed).keys() == evaluations(alone).keys() != set()
+    for iteration, loss in evaluations(changed).items():
+        assert loss == pytest.approx(evaluations(alone)[iteration], rel=tolerance), iteration
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+def test_a_job_of_each_kind_changes_as_if_it_had_not(
+    kind: Kind, tmp_path: Path, start: Start
+) -> None:
+    assert CHECKOUT is not None
+    arguments = Path(CHECKOUT, "megatron", "training")
+    known = "".join(path.read_text() for path in arguments.rglob("*.py") if kind.needs)
+    if kind.needs not in known:
+        pytest.skip(f"this Megatron-LM has no {kind.needs}")
+    data = kind.data(tmp_path)
+    alone = start("alone", kind, data)
+    alone.finish()
+    changed = start("changed", kind, data)
+    changed.wait_for_step(BEFORE)
+    changed.scale(kind.ranks, kind.then)
+    changed.finish()
+    compare(changed, alone, kind.tolerance)
