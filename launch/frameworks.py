@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.megatron.arguments import is_megatron
 from scalai.core.errors import RefusedError
 from scalai.launch.job import JobSpec
+from scalai.launch.script import read_script
 
 ANSWER_S = 60.0
 Json = Any
@@ -57,9 +57,14 @@ def refuse_untried(spec: JobSpec) -> None:
 
 
 def _framework(spec: JobSpec) -> str | None:
-    """Return the framework of an elastic job, as far as its command line shows it."""
+    """Return the framework of an elastic job, or of one that is only looked at, as far as its
+    command line shows it.
+
+    Raises:
+        RefusedError: Its flags do not go with changing degrees.
+    """
     if not spec.is_elastic and not spec.options.is_check:
         return None
-    if is_megatron(spec.options.script_args):
+    if read_script(spec.options, spec.config, spec.deepspeed).arguments is not None:
         return "megatron-core"
     return "deepspeed" if spec.deepspeed is not None else None

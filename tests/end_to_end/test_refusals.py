@@ -54,9 +54,9 @@ def test_a_refusal_in_the_workers_is_one_message(tmp_path: Path) -> None:
 def test_a_refusal_before_the_start_is_one_message(tmp_path: Path) -> None:
     done = run(tmp_path, "--job", "j", "pretrain_gpt.py", "--num-layers", "2", "--hidden-size",
                "8", "--num-attention-heads", "2", "--micro-batch-size", "1",
-               "--global-batch-size", "4", "--async-save")  # fmt: skip
+               "--global-batch-size", "4", "--use-megatron-fsdp")  # fmt: skip
     assert done.returncode == 3, done.stderr
-    assert "scalai-run: " in done.stderr and "--async-save" in done.stderr
+    assert "scalai-run: " in done.stderr and "--use-megatron-fsdp" in done.stderr
     assert "Traceback" not in done.stderr, done.stderr
 
 

@@ -75,7 +75,7 @@ class Job:
         environment = {
             **os.environ,
             "SCALAI_LEDGER_DIR": str(folder / "ledger"),
-            "PYTHONPATH": CHECKOUT,
+            "PYTHONPATH": os.pathsep.join([CHECKOUT, os.environ.get("PYTHONPATH", "")]),
         }
         with (folder / "log").open("w") as log:
             self._process = subprocess.Popen(
