@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from worker_pool import WorkerPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA: nothing to shim")
 
@@ -68,3 +69,15 @@ def test_importing_the_package_imports_no_megatron() -> None:
         "assert not [name for name in sys.modules if name.startswith('megatron.core')]\n"
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("sizes", [[2, 2, 2], [3, 1, 2], [0, 4, 1]])
+def test_parts_of_unequal_sizes_are_gathered_and_scattered(
+    pool: WorkerPool, sizes: list[int]
+) -> None:
+    answers = pool.run("gloo_checks:unequal_parts", [(sizes,)] * len(sizes))
+    first = 0
+    for (gathered, mine), size in zip(answers, sizes, strict=True):
+        assert gathered == [rank + 1 for rank, count in enumerate(sizes) for _ in range(count)]
+        assert mine == [len(sizes) * value for value in range(2 * first, 2 * (first + size))]
+        first += size

@@ -41,6 +41,7 @@ VPP2 = {"world": 2, "pp": 2, "vpp": 2}
 TP2DP2, PP2DP2 = {"world": 4, "tp": 2}, {"world": 4, "pp": 2}
 TP2PP2 = {"world": 4, "tp": 2, "pp": 2}
 EP2 = {"world": 2, "ep": 2}
+TP2EP2 = {"world": 4, "tp": 2, "ep": 2, "sequence_parallel": True}
 
 CASES: list[tuple[str, Layout, Layout, Layout, float]] = [
     ("tp2-to-tp1", {}, TP2, ONE, FP32),
@@ -72,6 +73,7 @@ CASES: list[tuple[str, Layout, Layout, Layout, float]] = [
     ("offloaded-tp2-to-pp2dp2", OFFLOADED, TP2, PP2DP2, BF16),
     ("experts-ep2-to-dp2", {**MOE, **SPLIT}, EP2, DP2, FP32),
     ("experts-dp2-to-ep2", {**MOE, **BUCKETS}, DP2, EP2, FP32),
+    ("experts-ep2-to-tp2ep2", {**MOE, **SPLIT}, {**DP4, "ep": 2}, TP2EP2, FP32),
     ("same-tp2dp2-dropout", {"dropout": 0.1, **BUCKETS}, TP2DP2, TP2DP2, EXACT),
     ("same-fp16-overflow", {**OVERFLOWS, **SPLIT}, DP2, DP2, EXACT),
 ]
