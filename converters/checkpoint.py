@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor, concatenate
+from scalai.core.fingerprint import VERSION
 from scalai.core.region import Box, Index, row_major
 
 Json = Any
@@ -36,7 +37,8 @@ PARAM, MAIN, STEP = "param", "main", "step"
 
 REPORT = "scalai.json"
 """The proof that a conversion leaves in its destination."""
-REPORT_VERSION = 1
+REPORT_VERSION = 2
+"""Of what is written. Version 1, of older releases, is read: its fingerprints are of version 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,7 @@ class Checkpoint:
         may_overlap: Whether equal elements may lie in boxes that are cut differently, as the
             pieces that hosts have fetched from each other.
         noted: By row of ``placed`` the fingerprint that the layout itself keeps; None: it has none.
+        noted_version: That of those fingerprints.
         notes: What was noticed, one line each: what cannot be carried and why.
         changed: Tensors that are not as the directory has them, but renamed, cut or padded: what is
             noted beside the files is not of them.
@@ -193,6 +196,7 @@ class Checkpoint:
     twins: Placed | None = None
     may_overlap: bool = False
     noted: npt.NDArray[np.uint64] | None = None
+    noted_version: int = VERSION
     notes: tuple[str, ...] = ()
     changed: frozenset[str] = frozenset()
 

@@ -30,7 +30,7 @@ from scalai.converters.verify import check_samples
 from scalai.converters.work import Task, Work, batches, plan_work, unused
 from scalai.core.collection import Collection
 from scalai.core.errors import MemoryShortError, RefusedError, StoreError, UsageError
-from scalai.core.fingerprint import MODULUS, tensor_fingerprints
+from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
 from scalai.runtime.at_once import at_once
 from scalai.store.manifest import sync_directory, sync_file
 
@@ -167,7 +167,8 @@ def reshard(
             }
             if _identity(source, target, limits.buffer_bytes) != identity:
                 raise _changed(source)
-            check_report(source, {n: int(v, 16) for n, v in report["fingerprints"].items()})
+            found = {name: int(text, 16) for name, text in report["fingerprints"].items()}
+            check_report(source, found, limits.workers)
             _complete(partial, target, rows, report)
             _publish(partial, destination, overwrite)
             remove_journals(destination)
@@ -217,8 +218,8 @@ def _changed(source: Checkpoint) -> RefusedError:
 
 
 def _identity(source: Checkpoint, target: Target, buffer_bytes: int) -> str:
-    """Return a digest of all that decides which bytes go where."""
-    digest = hashlib.sha256(str(buffer_bytes).encode())
+    """Return a digest of all that decides which bytes go where, and how they are proven."""
+    digest = hashlib.sha256(f"{buffer_bytes} {VERSION}".encode())
     for file in source.placed.files:
         stat = None if file.content is not None else (source.directory / file.path).stat()
         when = (stat.st_size, stat.st_mtime_ns) if stat else file.content
@@ -292,7 +293,7 @@ def _row_fingerprints(done: Done, rows: int) -> npt.NDArray[np.uint64]:
     totals = [0] * rows
     for task in done.values():
         for row, value in task.items():
-            totals[row] = (totals[row] + value) % MODULUS
+            totals[row] = combine((totals[row], value))
     return np.array(totals, dtype=np.uint64)
 
 
@@ -307,6 +308,7 @@ def _report(source: Checkpoint, target: Target, rows: npt.NDArray[np.uint64]) ->
         "layout": target.layout,
         "step": source.values.step,
         "notes": list(target.notes),
+        "fingerprint_version": VERSION,
         "fingerprints": {name: f"{value:016x}" for name, value in sorted(prints.items())},
     }
 

@@ -12,7 +12,7 @@ from scalai.converters.streaming import source_view
 from scalai.converters.work import HERE
 from scalai.core.collection import ITEM_BYTES, Collection
 from scalai.core.coverage import check_coverage
-from scalai.core.fingerprint import combine, piece_fingerprint, tensor_fingerprints
+from scalai.core.fingerprint import VERSION, combine, piece_fingerprint, tensor_fingerprints
 from scalai.core.plan import plan
 from scalai.core.region import Box, whole
 from scalai.core.sources import Holder
@@ -24,7 +24,7 @@ BATCH = 64
 """Rows that one process takes at a time."""
 
 
-def fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
+def fingerprints(checkpoint: Checkpoint, workers: int, version: int = VERSION) -> Mapping[str, int]:
     """Return the fingerprint of every tensor.
 
     Raises:
@@ -36,18 +36,18 @@ def fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
     if checkpoint.may_overlap:
         placed = _without_overlaps(placed)
         checkpoint = replace(checkpoint, placed=placed)
-    rows = range(len(placed.collection))
-    return tensor_fingerprints(placed.collection, row_fingerprints(checkpoint, rows, workers))
+    rows = row_fingerprints(checkpoint, range(len(placed.collection)), workers, version)
+    return tensor_fingerprints(placed.collection, rows, version)
 
 
 def row_fingerprints(
-    checkpoint: Checkpoint, rows: Sequence[int], workers: int
+    checkpoint: Checkpoint, rows: Sequence[int], workers: int, version: int = VERSION
 ) -> npt.NDArray[np.uint64]:
     """Return the fingerprints of some rows as they are now."""
     values = np.zeros(len(rows), dtype=np.uint64)
 
     def compute(numbers: range) -> list[int]:
-        return [_row_fingerprint(checkpoint, rows[number]) for number in numbers]
+        return [_row_fingerprint(checkpoint, rows[number], version) for number in numbers]
 
     for numbers, found in map_forked(compute, batches(len(rows)), workers):
         values[numbers.start : numbers.stop] = found
@@ -70,13 +70,12 @@ def _without_overlaps(placed: Placed) -> Placed:
     )  # fmt: skip
 
 
-def _row_fingerprint(checkpoint: Checkpoint, row: int) -> int:
+def _row_fingerprint(checkpoint: Checkpoint, row: int, version: int) -> int:
     placed = checkpoint.placed
     tensor, box = placed.collection.box(row)
-    return combine(
-        piece_fingerprint(source_view(checkpoint.directory, placed, row, part), part, tensor.shape)
-        for part in parts_of(box)
-    )
+    views = ((part, source_view(checkpoint.directory, placed, row, part)) for part in parts_of(box))
+    prints = (piece_fingerprint(view, part, tensor.shape, version) for part, view in views)
+    return combine(prints, version)
 
 
 def parts_of(box: Box) -> Iterator[Box]:

@@ -28,6 +28,7 @@ from scalai.converters.checkpoint import (
 from scalai.converters.torch_archive import DTYPE_NAMES, TORCH_DTYPES, NewTensor
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
 from scalai.core.errors import LayoutError, RefusedError
+from scalai.core.fingerprint import VERSION
 from scalai.core.region import whole
 from scalai.store.files import FileLayout, lay_out
 from scalai.store.manifest import (
@@ -82,6 +83,8 @@ class GenerationLayout:
             _values(generation.step, generation.about, generation.scalars, generation.rank_state),
             may_overlap=True,
             noted=np.concatenate([part.fingerprint for part in generation.hosts]),
+            noted_version=generation.fingerprint_version,
+            notes=_notes(generation),
         )
 
     def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
@@ -130,6 +133,16 @@ class GenerationLayout:
 
         fixed = {number: [(0, layout.header)] for number, layout in enumerate(layouts)}
         return Target(self.name, placed, fixed, finish, tuple(notes))
+
+
+def _notes(generation: Generation) -> tuple[str, ...]:
+    version = generation.fingerprint_version
+    if version == VERSION:
+        return ()
+    return (
+        f"an older release saved it, with fingerprints of version {version}: they are checked as "
+        f"that version's, and what is made now is of version {VERSION}",
+    )
 
 
 def _check_one_job(generation: Generation) -> None:

@@ -15,12 +15,14 @@ from types import TracebackType
 from typing import Any
 
 from scalai.core.errors import PeerError, StoreError
+from scalai.core.fingerprint import VERSION
 
 NAME = ".scalai-journal"
 """What the names of journals begin with."""
 
 Done = dict[int, dict[int, int]]
-"""By task the fingerprint of what it wrote of each row."""
+"""By task the fingerprint of what it wrote of each row. The identity of a conversion tells the
+version of fingerprints too: a journal of another one is begun anew."""
 
 
 class Journal:
@@ -45,7 +47,7 @@ class Journal:
             return
         self.done = {}
         self._file.truncate(0)
-        self._write({"identity": identity})
+        self._write({"identity": identity, "fingerprint_version": VERSION})
         self._sync()
 
     def __enter__(self) -> "Journal":

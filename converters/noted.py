@@ -1,6 +1,6 @@
 """What is noted of a checkpoint's content, by its layout or by the conversion that wrote it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ from scalai.converters.fingerprints import fingerprints, row_fingerprints
 from scalai.converters.intake import read_json
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import ProofError, RefusedError
-from scalai.core.fingerprint import sure_fingerprints
+from scalai.core.fingerprint import MODULI, VERSION, sure_fingerprints
 from scalai.store.files import box_text
 
 
@@ -25,7 +25,8 @@ def checked_fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, i
     check_coverage(checkpoint.placed.collection, exact_partition=False)
     check_noted(checkpoint, range(len(checkpoint.noted)), workers)
     known, unsure = noted_fingerprints(checkpoint)
-    return fingerprints(checkpoint, workers) if unsure else known
+    is_told = not unsure and checkpoint.noted_version == VERSION
+    return known if is_told else fingerprints(checkpoint, workers)
 
 
 def check_noted(checkpoint: Checkpoint, rows: Sequence[int], workers: int) -> None:
@@ -36,7 +37,7 @@ def check_noted(checkpoint: Checkpoint, rows: Sequence[int], workers: int) -> No
     """
     if checkpoint.noted is None or not len(rows):
         return
-    found = row_fingerprints(checkpoint, rows, workers)
+    found = row_fingerprints(checkpoint, rows, workers, checkpoint.noted_version)
     differing = np.flatnonzero(found != checkpoint.noted[list(rows)])
     if len(differing):
         named = (checkpoint.placed.collection.box(rows[number]) for number in differing[:5])
@@ -49,51 +50,78 @@ def check_noted(checkpoint: Checkpoint, rows: Sequence[int], workers: int) -> No
 
 def noted_fingerprints(checkpoint: Checkpoint) -> tuple[Mapping[str, int], Sequence[int]]:
     """Return what a layout's own fingerprints of pieces say of whole tensors; and the rows of
-    tensors whose pieces overlap, of which they say nothing."""
+    tensors whose pieces overlap, of which they say nothing. Of version ``noted_version``."""
     if checkpoint.noted is None:
         return {}, ()
     collection = checkpoint.placed.collection
-    known = sure_fingerprints(collection, checkpoint.noted)
+    known = sure_fingerprints(collection, checkpoint.noted, checkpoint.noted_version)
     is_unsure = np.array([tensor.name not in known for tensor in collection.tensors], dtype=bool)
     rows = np.flatnonzero(is_unsure[collection.tensor]) if len(collection) else collection.tensor
     return known, rows.tolist()
 
 
-def check_report(checkpoint: Checkpoint, found: Mapping[str, int]) -> None:
+def check_report(checkpoint: Checkpoint, found: Mapping[str, int], workers: int) -> None:
     """Compare fingerprints with those that the layout keeps, and those that a conversion left
-    beside a checkpoint.
+    beside a checkpoint. Where an older release noted them, its own are computed, in a pass more.
 
     Raises:
         ProofError: They differ; names the tensors.
     """
-    found = {name: value for name, value in found.items() if name not in checkpoint.changed}
-    _compare(found, noted_fingerprints(checkpoint)[0], checkpoint.directory)
-    check_reports(checkpoint.directory, found)
+    known = {VERSION: found}
+
+    def of_version(version: int) -> Mapping[str, int]:
+        if version not in known:
+            known[version] = fingerprints(checkpoint, workers, version)
+        return {n: value for n, value in known[version].items() if n not in checkpoint.changed}
+
+    noted, _ = noted_fingerprints(checkpoint)
+    if noted:
+        _compare(of_version(checkpoint.noted_version), noted, checkpoint.directory)
+    check_reports(checkpoint.directory, of_version)
 
 
-def check_reports(directory: Path, found: Mapping[str, int]) -> None:
-    """Compare with the fingerprints that a conversion left beside a checkpoint. Raises as
-    ``check_report``."""
+def check_reports(directory: Path, of_version: Callable[[int], Mapping[str, int]]) -> None:
+    """Compare with the fingerprints that a conversion left beside a checkpoint.
+
+    Args:
+        directory: The checkpoint's.
+        of_version: Returns its fingerprints of a version, at least those of ``noted_versions``.
+
+    Raises:
+        ProofError: They differ; names the tensors.
+    """
+    for path, version, noted in _reports(directory):
+        _compare(of_version(version), noted, path)
+
+
+def noted_versions(directory: Path) -> frozenset[int]:
+    """Return the versions of the fingerprints that a conversion left beside a checkpoint."""
+    return frozenset(version for _, version, _ in _reports(directory))
+
+
+def _reports(directory: Path) -> Iterator[tuple[Path, int, Mapping[str, int]]]:
+    """Yield the reports of conversions: where they lie, version and fingerprints by tensor."""
     for folder in (directory, *directory.parents[:2]):
-        _check_report(folder / REPORT, found)
+        if (folder / REPORT).is_file():
+            yield folder / REPORT, *_read_report(folder / REPORT)
 
 
-def _check_report(path: Path, found: Mapping[str, int]) -> None:
-    """Compare with the fingerprints that a conversion left."""
-    if not path.is_file():
-        return
+def _read_report(path: Path) -> tuple[int, Mapping[str, int]]:
     try:
         report = read_json(path)
         noted = {name: int(value, 16) for name, value in report["fingerprints"].items()}
         version = report["version"]
+        prints = 1 if version == 1 else report.get("fingerprint_version")
+        is_known = version in (1, REPORT_VERSION) and prints in MODULI
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RefusedError(f"{path} is damaged ({error}). Remove it, or convert again.") from error
-    if version != REPORT_VERSION:
+    if not is_known:
         raise RefusedError(
-            f"{path} is of version {version!r}, and {REPORT_VERSION} is read. Use the release of "
-            "Scalai that wrote it, or remove it to go on without its proof."
+            f"{path} is of version {version!r} with fingerprints of version {prints!r}, and what "
+            f"is read is {REPORT_VERSION} with {sorted(MODULI)}. Use the release of Scalai that "
+            "wrote it, or remove it to go on without its proof."
         )
-    _compare(found, noted, path)
+    return prints, noted
 
 
 def _compare(found: Mapping[str, int], noted: Mapping[str, int], where: Path) -> None:

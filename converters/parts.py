@@ -125,8 +125,8 @@ def begin(partial: Path, identity: str, part: Part) -> Journal:
     if any(of not in (None, identity) for of, _ in known.values()):
         if not part.is_whole:
             raise UsageError(
-                f"{partial} was begun with another source, target or --memory. Start all parts "
-                "with the same arguments, or remove it."
+                f"{partial} was begun with another source, target or --memory, or by another "
+                "release. Start all parts with the same arguments, or remove it."
             )
         _empty(partial)
         known = {}

@@ -66,7 +66,7 @@ def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
     found = checked_fingerprints(checkpoint, workers)
     _refuse(checkpoint, _twin_differences(checkpoint, workers))
     _refuse(checkpoint, _master_differences(checkpoint, workers))
-    check_report(checkpoint, found)
+    check_report(checkpoint, found, workers)
     check_beside(checkpoint)
     return found
 
@@ -118,7 +118,8 @@ def _refuse(checkpoint: Checkpoint, differences: Iterable[Difference]) -> None:
 
 
 def compare(one: Checkpoint, two: Checkpoint, workers: int) -> Iterator[str]:
-    """Yield a line for each tensor that differs: by name, dtype, shape, or index ranges."""
+    """Yield a line for each tensor that differs: by name, dtype, shape, or index ranges. Every
+    element is compared; the fingerprints tell of replicas that differ (``ProofError``)."""
     left = {tensor.name: tensor for tensor in one.placed.collection.tensors}
     right = {tensor.name: tensor for tensor in two.placed.collection.tensors}
     for name in sorted(left.keys() ^ right.keys()):
@@ -133,9 +134,13 @@ def compare(one: Checkpoint, two: Checkpoint, workers: int) -> Iterator[str]:
             )
     alike = {name for name in both if left[name] == right[name]}
     prints = fingerprints(one, workers), fingerprints(two, workers)
-    differing = {name for name in alike if prints[0][name] != prints[1][name]}
-    placed = _only(two.placed, differing)
-    yield from map(str, _differences(one, two.directory, placed, workers))
+    placed = _only(two.placed, alike)
+    unequal = list(_differences(one, two.directory, placed, workers))
+    yield from map(str, unequal)
+    named = {difference.tensor for difference in unequal}
+    for name in sorted(alike - named):
+        if prints[0][name] != prints[1][name]:
+            yield f"{name} has pieces that overlap and differ, or the memory is not sound"
 
 
 def _only(placed: Placed, names: Iterable[str]) -> Placed:

@@ -167,7 +167,10 @@ class AgentEvents:
             self._doubt(number, f"the restored state is not the deposited one: {error}")
             return
         took = live.told.slowest("proof") + time.monotonic() - began
-        live.timeline.phase("proof", took, generation=number, proven=len(rows.tensors))
+        version = live.generations.fingerprint_version(number)
+        live.timeline.phase(
+            "proof", took, generation=number, proven=len(rows.tensors), fingerprint_version=version
+        )
         live.timeline.mark("proven")
         live.command(live.active(), command="proceed")
 

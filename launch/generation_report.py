@@ -54,6 +54,7 @@ def describe(generation: Generation) -> dict[str, Json]:
         "about": dict(generation.about),
         "size_bytes": sum(part.size_bytes for part in generation.hosts),
         "is_whole": not gaps,
+        "fingerprint_version": generation.fingerprint_version,
         "missing": [{"tensor": tensor.name, **_box(box)} for tensor, box in gaps],
         "hosts": [
             {
@@ -74,7 +75,7 @@ def describe(generation: Generation) -> dict[str, Json]:
 
 def _tensors(generation: Generation, rows: Collection) -> list[dict[str, Json]]:
     values = np.concatenate([part.fingerprint for part in generation.hosts])
-    prints = sure_fingerprints(rows, values)
+    prints = sure_fingerprints(rows, values, generation.fingerprint_version)
     table: dict[str, dict[str, Json]] = {
         tensor.name: {
             "name": tensor.name,

@@ -100,6 +100,8 @@ class Generations:
         self._offered: set[int] = set()
         self._damaged: dict[int, dict[str, str]] = {}
         self._steps: dict[int, int] = {}
+        self._versions: dict[int, int] = {}
+        """Of the fingerprints of each generation."""
         self._doubts: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {}
         self._stated: dict[int, Committed] = {}
         self._fingerprints: dict[int, Mapping[str, int]] = {}
@@ -152,6 +154,7 @@ class Generations:
         self._numbers[name] = number
         self._made.add(number)
         self._steps[number] = step
+        self._versions[number] = next(iter(parts.values())).fingerprint_version
         self._stated[number], self._fingerprints[number] = stated, stated.fingerprints
         self._committed[number] = {
             host: replace(part, generation=number, committed=stated) for host, part in parts.items()
@@ -228,6 +231,10 @@ class Generations:
         """Return the step of a committed generation."""
         return next(iter(self._committed[number].values())).step
 
+    def fingerprint_version(self, number: int) -> int:
+        """Return the version of a generation's fingerprints."""
+        return self._versions[number]
+
     def facts(self, number: int) -> Mapping[str, Any]:
         """Return what the workers of a generation told about the script."""
         told: dict[str, Any] = {}
@@ -261,6 +268,7 @@ class Generations:
         self._committed.setdefault(part.generation, {})[part.host] = part
         self._numbers[deposit_name(part)] = part.generation
         self._steps[part.generation] = part.step
+        self._versions[part.generation] = part.fingerprint_version
         self._note_stated(part)
 
     def offer(self, part: HostManifest) -> None:
@@ -384,8 +392,10 @@ class Generations:
     def prove(
         self, number: int, rows: Collection, values: "np.ndarray[tuple[int], np.dtype[np.uint64]]"
     ) -> None:
-        """Raise ``ProofError`` unless these restored pieces make up exactly what was deposited."""
-        compare(self._fingerprints[number], tensor_fingerprints(rows, values))
+        """Raise ``ProofError`` unless these restored pieces make up exactly what was deposited;
+        ``values`` are fingerprints of the generation's version."""
+        found = tensor_fingerprints(rows, values, self._versions[number])
+        compare(self._fingerprints[number], found)
         self._doubts.pop(number, None)
         for host, part in self._committed[number].items():
             self._committed[number][host] = replace(part, unproven=())

@@ -15,6 +15,7 @@ from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
 from scalai.converters.verify import verify as verify_checkpoint
 from scalai.core.collection import Tensor
 from scalai.core.errors import UsageError
+from scalai.core.fingerprint import VERSION
 from scalai.core.region import Box
 from scalai.launch.generation_report import describe, open_generation, read_tensor, verify
 from scalai.launch.sizes import size_text
@@ -131,6 +132,8 @@ def _lines(report: dict[str, Json]) -> Iterator[str]:
         yield f"{key:10} {value if isinstance(value, str) else json.dumps(value)}"
     state = "whole" if report["is_whole"] else f"not whole: {_missing(report['missing'])}"
     proof = ", fingerprints computed again and equal" if report["is_verified"] else ""
+    if report["fingerprint_version"] != VERSION:
+        proof += f"; fingerprints of version {report['fingerprint_version']}, of an older release"
     yield f"state      {state}, {size_text(report['size_bytes'])}{proof}"
     for host in report["hosts"]:
         ranks = ",".join(map(str, host["ranks"])) or "-"

@@ -31,8 +31,9 @@ Json = Any
 class Restore:
     """What the workers of one host read, by global rank, and what it took to get it here.
 
-    ``common`` goes to every worker: step, consumed samples, scalars, rank states. ``grown`` is this
-    host's part of the generation with what was fetched, None where nothing was.
+    ``common`` goes to every worker: step, consumed samples, scalars, rank states, the version of
+    the generation's fingerprints. ``grown`` is this host's part of the generation with what was
+    fetched, None where nothing was.
     """
 
     orders: Mapping[int, ReadOrder]
@@ -90,6 +91,7 @@ def prepare_restore(
             "consumed_samples": generation.about["consumed_samples"],
             "scalars": generation.scalars,
             "rank_state": _complete_rank_state(generation),
+            "fingerprint_version": generation.fingerprint_version,
         },
         grown=grown,
         plan_s=moving - began,
@@ -129,7 +131,7 @@ def _fetch_all(
         first += len(asked.pieces)
     try:
         at_once(partial(_fetch_one, command, token, arrived), fetched, threads=len(fetched))
-        found = fingerprints_of(path, pieces, begins)
+        found = fingerprints_of(path, pieces, begins, generation.fingerprint_version)
         check_arrived(lists, {part.host: part for part in generation.hosts}, found)
         reached("moved")
         store.adopt_empty(generation.hosts[0])

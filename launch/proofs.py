@@ -6,7 +6,7 @@ import numpy as np
 
 from scalai.core.collection import concatenate
 from scalai.core.errors import ProofError
-from scalai.core.fingerprint import combine, tensor_fingerprints
+from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
 from scalai.core.region import Box
 from scalai.store.manifest import HostManifest
 
@@ -20,7 +20,20 @@ def deposited_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
     parts = list(parts)
     rows = concatenate([part.collection for part in parts])
     values = np.concatenate([part.fingerprint for part in parts])
-    return tensor_fingerprints(rows, values)
+    return tensor_fingerprints(rows, values, one_version(parts))
+
+
+def one_version(parts: Iterable[HostManifest]) -> int:
+    """Return the version of the fingerprints of all these parts. Raises ``ProofError`` where there
+    are several: they do not tell anything of each other."""
+    found = {part.fingerprint_version: part.host for part in parts}
+    if len(found) > 1:
+        told = ", ".join(f"{version} on host {host!r}" for version, host in sorted(found.items()))
+        raise ProofError(
+            f"the parts have fingerprints of several versions ({told}): two releases saved them, "
+            "so they are not one state. Remove those of one release, or start without its hosts."
+        )
+    return next(iter(found))
 
 
 def committed_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
@@ -31,6 +44,7 @@ def committed_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
             nothing, and their pieces tell it no more.
     """
     parts = list(parts)
+    version = one_version(parts) if parts else VERSION
     stated = [(part.host, part.committed) for part in parts if part.committed is not None]
     for host, committed in stated[1:]:
         differ = committed.difference(stated[0][1])
@@ -41,10 +55,10 @@ def committed_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
                 f"{len(differ)} tensors ({', '.join(differ[:5])}). One of them is of another "
                 "state: remove its part, or start without its host."
             )
-    return stated[0][1].fingerprints if stated else _fingerprints_of_a_cover(parts)
+    return stated[0][1].fingerprints if stated else _fingerprints_of_a_cover(parts, version)
 
 
-def _fingerprints_of_a_cover(parts: Sequence[HostManifest]) -> Mapping[str, int]:
+def _fingerprints_of_a_cover(parts: Sequence[HostManifest], version: int) -> Mapping[str, int]:
     """Add up pieces that cover every tensor once: those that were deposited, before those that were
     fetched and may overlap with them."""
     pieces = [
@@ -73,4 +87,4 @@ def _fingerprints_of_a_cover(parts: Sequence[HostManifest]) -> Mapping[str, int]
             f"pieces do not tell their fingerprint: {', '.join(sorted(holes)[:5])}. Resume from "
             "another generation."
         )
-    return {name: combine(boxes.values()) for name, boxes in chosen.items()}
+    return {name: combine(boxes.values(), version) for name, boxes in chosen.items()}

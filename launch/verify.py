@@ -12,6 +12,7 @@ from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.fused_rows import Heads
 from scalai.converters.suspects import find_suspects
 from scalai.converters.verify import compare, verify
+from scalai.core.fingerprint import VERSION
 
 DIFFERS = 4
 """Exit code where two checkpoints differ, as of ``ProofError``."""
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             content = {
                 "layout": one.layout, "notes": list(one.notes), "warnings": warnings,
-                "fingerprints": texts,
+                "fingerprint_version": VERSION, "fingerprints": texts,
             }  # fmt: skip
             print(json.dumps(content))
         else:

@@ -2,66 +2,160 @@
 memory is there."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from scalai.core.fingerprint import piece_fingerprint, row_keys, words_per_element
+from scalai.core.fingerprint import MODULI, VERSION, piece_fingerprint
+from scalai.core.piece_rows import row_numbers
 from scalai.core.region import Box, Piece
+from scalai.core.universal_hash import (
+    DIGITS,
+    FIRST_FACTOR,
+    GATHERED,
+    KEYS,
+    LOW_BITS,
+    SECOND_FACTOR,
+    STEP,
+    WORD_BYTES,
+    Run,
+    runs,
+    segments_of_row,
+    weigh,
+)
+from scalai.runtime.linear_checksum import device_checksum
 from scalai.runtime.live import Slot
 from scalai.runtime.rows import host_bits, piece_view
 from scalai.store.files import blocks, slices
 
 BLOCK = 1 << 24
 """Elements that a device widens to 64 bits at a time: 128 MiB."""
+NARROW = 32
+"""Rows of fewer columns are done as many at a time as of so many: a row's own sums take room."""
+PLACES = tuple(1 << bits for bits in (26, 0))
+"""What the parts of a sum count that a device keeps apart, so that none outgrows 63 bits."""
 
 
-def live_fingerprints(rows: Sequence[tuple[Slot, Piece]]) -> npt.NDArray[np.uint64]:
+def live_fingerprints(
+    rows: Sequence[tuple[Slot, Piece]], version: int = VERSION
+) -> npt.NDArray[np.uint64]:
     """Return the fingerprint of each row of live memory, [rows]. Blocks until the device is
     done."""
-    pending = [_row_fingerprint(slot, piece) for slot, piece in rows]
+    pending = [_row_fingerprint(slot, piece, version) for slot, piece in rows]
     # One wait for the device at the end instead of one a row.
-    values = [int(value) % (1 << 64) for value in pending]
+    values = [
+        value if isinstance(value, int) else fingerprint_of(value, version) for value in pending
+    ]
     return np.array(values, dtype=np.uint64)
 
 
-def _row_fingerprint(slot: Slot, piece: Piece) -> "int | torch.Tensor":
+def _row_fingerprint(slot: Slot, piece: Piece, version: int) -> "int | torch.Tensor":
     view, shape = piece_view(slot, piece), slot.tensor.shape
     if view.device.type == "cpu":
-        return piece_fingerprint(host_bits(view), piece.box, shape)
-    return device_fingerprint(view, piece.box, shape)
+        return piece_fingerprint(host_bits(view), piece.box, shape, version)
+    return device_fingerprint(view, piece.box, shape, version)
 
 
-def device_fingerprint(bits: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return ``core.fingerprint.piece_fingerprint`` of a piece, computed where it lies, as a 0-d
-    int64.
+def device_fingerprint(
+    bits: torch.Tensor, box: Box, shape: tuple[int, ...], version: int = VERSION
+) -> torch.Tensor:
+    """Compute ``core.fingerprint.piece_fingerprint`` of a piece where it lies.
 
-    Queued on the current stream, without waiting. Integers wrap modulo 2**64; the sign is the
-    caller's to drop.
+    Queued on the current stream, without waiting. Returns int64 numbers of which
+    ``fingerprint_of`` makes the fingerprint.
 
     Args:
         bits: The piece as signed integers of the element's width [box.shape], any strides.
         box: Where the piece lies in the global tensor.
         shape: The global tensor's shape, in elements.
+        version: Of the fingerprint.
     """
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    words = words_per_element(bits.element_size())
-    for part in blocks(box.shape, BLOCK):
+    if version == 1:
+        return device_checksum(bits, box, shape, BLOCK)
+    total = torch.zeros((2, 2, DIGITS, DIGITS), dtype=torch.int64, device=bits.device)
+    segments = segments_of_row(shape[-1] if shape else 1, bits.element_size())
+    columns = box.shape[-1] if shape else 1
+    for part in blocks(box.shape, min(BLOCK, BLOCK // NARROW * max(columns, 1))):
         if not part.numel:
             continue
-        values = _words(bits[slices(part)], words)
         offset = tuple(a + b for a, b in zip(box.offset, part.offset, strict=True))
-        keys = row_keys(Box(offset, part.shape), shape, words).view(np.int64)
-        columns = torch.arange(values.shape[1], dtype=torch.int64, device=bits.device)
-        total += (torch.from_numpy(keys).to(bits.device) * values.sum(dim=1)).sum()
-        total += 2 * (columns * values.sum(dim=0)).sum()
+        numbers = row_numbers(Box(offset, part.shape), shape) * segments
+        words, first = _words(bits[slices(part)], offset[-1] if offset else 0)
+        rows = torch.from_numpy(numbers).to(bits.device)
+        for run in runs(first, words.shape[1]):
+            total += _run_sums(words, run, rows)
     return total
 
 
-def _words(values: torch.Tensor, words: int) -> torch.Tensor:
-    """Return bit patterns as non-negative int64 words [rows, columns * words]."""
-    table = values.reshape(-1, values.shape[-1] if values.dim() else 1).to(torch.int64)
-    if words == 2:
-        table = torch.stack((table, table >> 32), dim=-1).reshape(len(table), -1)
-    return table & ((1 << (64 // words if words == 2 else 8 * values.element_size())) - 1)
+def fingerprint_of(numbers: torch.Tensor, version: int = VERSION) -> int:
+    """Return the fingerprint that ``device_fingerprint`` has computed. Blocks until it is there."""
+    if version == 1:
+        return int(numbers) % MODULI[1]
+    parts = numbers.reshape(len(PLACES), -1).tolist()
+    return sum(weigh(sums) * place for sums, place in zip(parts, PLACES, strict=True)) % MODULI[2]
+
+
+def _words(values: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
+    """Return rows of elements as words, int32 [rows, words], with zeros around them; and the place
+    of the first word in its row. ``first``: that of the first element."""
+    table = values.reshape(-1, values.shape[-1] if values.dim() else 1).contiguous()
+    item = values.element_size()
+    place, ahead = divmod(first * item, WORD_BYTES)
+    start = table.storage_offset() * item
+    if ahead or table.shape[1] * item % WORD_BYTES or start % max(item, WORD_BYTES):
+        words = -(-(ahead + table.shape[1] * item) // WORD_BYTES)
+        padded = table.new_zeros((len(table), words * WORD_BYTES // item))
+        padded[:, ahead // item : ahead // item + table.shape[1]] = table
+        table = padded
+    return table.view(torch.int32), place
+
+
+def _run_sums(words: torch.Tensor, run: Run, rows: torch.Tensor) -> torch.Tensor:
+    """Return the sums of digits of a run, [PLACES, halves, digits of b, digits of a]; as
+    ``core.universal_hash.Hash`` makes them.
+
+    ``rows`` [rows] are the numbers of the rows' first segments.
+    """
+    table = words[:, run.low : run.high].reshape(-1, run.width)
+    digits = _word_digits(words.device)[run.begin : run.begin + run.width]
+    sums = table.to(torch.float64) @ digits
+    counting = torch.arange(run.segment, run.segment + run.count, device=words.device)
+    keys = _segment_digits((rows[:, None] + counting).reshape(-1))
+    upper = torch.floor(sums * 2.0**-LOW_BITS)
+    halves = torch.stack((upper, sums - upper * 2.0**LOW_BITS))
+    if len(sums) > GATHERED:
+        rest = -len(sums) % GATHERED
+        halves, keys = (torch.nn.functional.pad(t, (0, 0, 0, rest)) for t in (halves, keys))
+    gathered = min(len(sums), GATHERED)
+    products = halves.reshape(2, -1, gathered, DIGITS).transpose(-1, -2) @ keys.reshape(
+        -1, gathered, DIGITS
+    )
+    exact = products.to(torch.int64)
+    return torch.stack((exact >> 26, exact & ((1 << 26) - 1))).sum(dim=2)
+
+
+def _segment_digits(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the digits of segments' keys, [segments, DIGITS], as ``Keys.segments`` does. Integers
+    wrap modulo 2**64."""
+    value = numbers * _signed(STEP) + _signed(KEYS.start)
+    for shift, factor in ((30, FIRST_FACTOR), (27, SECOND_FACTOR)):
+        value = (value ^ _shifted(value, shift)) * _signed(factor)
+    value = value ^ _shifted(value, 31)
+    return value.view(torch.int16).reshape(-1, DIGITS).to(torch.float64)
+
+
+def _shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift to the right as if it had no sign."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+@cache
+def _word_digits(device: torch.device) -> torch.Tensor:
+    """Return the digits of the words' keys, [SEGMENT, DIGITS], on a device."""
+    return torch.from_numpy(KEYS.words).to(device)

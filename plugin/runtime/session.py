@@ -381,7 +381,7 @@ class Session:
             elif entry.name in source["scalars"]["user"]:
                 entry.set(source["scalars"]["user"][entry.name])
         read = time.monotonic()
-        fingerprints = live_fingerprints(wanted)
+        fingerprints = live_fingerprints(wanted, source["fingerprint_version"])
         self._agent.call(
             "restored",
             rank=self._rank,

@@ -43,11 +43,13 @@ def attachment(
     generation = unite_hosts([part for _, part in parts], [path for path, _ in parts])
     first = generation.hosts[0]
     for part in (*generation.hosts, *(() if own is None else (own,))):
-        if (part.about.get("deposit"), part.step) != (first.about.get("deposit"), first.step):
+        if _state(part) != _state(first):
             raise StoreError(
                 f"{parts[0][0].parent} and host {part.host!r} have different states under the "
-                f"number {first.generation}: {first.about.get('deposit')!r} of step {first.step}, "
-                f"{part.about.get('deposit')!r} of step {part.step}. Move one of them away."
+                f"number {first.generation}: {first.about.get('deposit')!r} of step {first.step} "
+                f"(fingerprints of version {first.fingerprint_version}), "
+                f"{part.about.get('deposit')!r} of step {part.step} (version "
+                f"{part.fingerprint_version}). Move one of them away."
             )
     grown = empty_part(first, host) if own is None else own
     held = set(piece_keys(grown.collection))
@@ -78,6 +80,11 @@ def attachment(
         rank_state=whole.rank_state,
     )
     return Attachment(manifest, links)
+
+
+def _state(part: HostManifest) -> tuple[object, int, int]:
+    """Return what parts of one state have in common."""
+    return part.about.get("deposit"), part.step, part.fingerprint_version
 
 
 def attached_hosts(manifest: HostManifest) -> list[str]:

@@ -53,11 +53,14 @@ def _parts(folder: Path, manifest: HostManifest) -> dict[Path, HostManifest]:
             part = read_manifest(path)
         except StoreError:
             continue
-        state, its = ((m.step, m.about.get("deposit")) for m in (manifest, part))
+        state, its = (
+            (m.step, m.about.get("deposit"), m.fingerprint_version) for m in (manifest, part)
+        )
         if state != its:
             raise StoreError(
-                f"{path} holds another state under the same number (step {its[0]}, {its[1]!r}; "
-                f"this one is step {state[0]}, {state[1]!r}). Name an empty --durable-dir, or move "
+                f"{path} holds another state under the same number (step {its[0]}, {its[1]!r}, "
+                f"fingerprints of version {its[2]}; this one is step {state[0]}, {state[1]!r}, "
+                f"version {state[2]}). Name an empty --durable-dir, or move "
                 "that away."
             )
         found[path] = part
@@ -72,9 +75,7 @@ def _missing(manifest: HostManifest, there: dict[Path, HostManifest]) -> list[in
     held = {
         (key, value)
         for part in there.values()
-        for key, value in zip(
-            piece_keys(part.collection), part.fingerprint.tolist(), strict=True
-        )
+        for key, value in zip(piece_keys(part.collection), part.fingerprint.tolist(), strict=True)
     }
     mine = zip(piece_keys(manifest.collection), manifest.fingerprint.tolist(), strict=True)
     files = manifest.file.tolist()

@@ -14,14 +14,16 @@ from scalai.store.files import bits_dtype, box_view, map_file
 from scalai.store.manifest import Generation, HostManifest, StoredFile
 
 
-def fingerprints_of(path: Path, pieces: Collection, begins: Columns) -> npt.NDArray[np.uint64]:
+def fingerprints_of(
+    path: Path, pieces: Collection, begins: Columns, version: int
+) -> npt.NDArray[np.uint64]:
     """Return the fingerprint of each piece, [rows], that lies row-major in a file at byte
-    ``begins`` [rows]."""
+    ``begins`` [rows]; ``version``: of the generation's fingerprints."""
     data, values = map_file(path), []
     for row, begin in enumerate(begins.tolist()):
         tensor, box = pieces.box(row)
         bits = box_view(data, begin, box.shape, bits_dtype(tensor))
-        values.append(piece_fingerprint(bits, box, tensor.shape))
+        values.append(piece_fingerprint(bits, box, tensor.shape, version))
     return np.array(values, dtype=np.uint64)
 
 

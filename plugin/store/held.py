@@ -249,13 +249,15 @@ class HeldGenerations:
             pieces: What it holds.
             begins: Where each piece lies in it, in bytes, [rows].
             of: All parts of the generation: the scalars and rank states of all hosts are kept too.
-            fingerprints: Of each piece, [rows], where they were computed already.
+            fingerprints: Of each piece, [rows], of the generation's version, where they were
+                computed already.
 
         Raises:
             StoreError: The generation is not committed here.
         """
         if fingerprints is None:
-            fingerprints = fingerprints_of(path, pieces, begins)
+            version = self.manifest(generation).fingerprint_version
+            fingerprints = fingerprints_of(path, pieces, begins, version)
         with self._mutex:
             directory, own = self.generation_directory(generation), self.manifest(generation)
             name = _free_name(directory, path.parent.name)

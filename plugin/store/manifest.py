@@ -17,11 +17,14 @@ import numpy.typing as npt
 
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Columns
 from scalai.core.errors import LayoutError, StoreError
+from scalai.core.fingerprint import MODULI
+from scalai.core.fingerprint import VERSION as FINGERPRINT_VERSION
 from scalai.store.committed import Committed
 from scalai.store.places import MANIFEST
 
 FORMAT = "scalai-generation"
-VERSION = 1
+VERSION = 2
+"""Of what is written. Version 1, of older releases, is read: its fingerprints are of version 1."""
 UNNUMBERED = -1
 """The generation of a manifest that is sealed and not yet committed."""
 
@@ -47,7 +50,8 @@ class HostManifest:
     time). ``ranks`` deposited here. ``scalars`` are united over those ranks; ``rank_state`` has an
     entry for each coordinate. ``committed`` is what the coordinator stated of the whole generation,
     None before it did. ``unproven`` indexes the files that were fetched and that no proof has
-    passed yet."""
+    passed yet. ``fingerprint_version`` is that of all its fingerprints: they stay as they were
+    made, and what is compared with them is computed alike."""
 
     generation: int
     step: int
@@ -63,6 +67,7 @@ class HostManifest:
     rank_state: Mapping[str, Json]
     committed: Committed | None = None
     unproven: tuple[int, ...] = ()
+    fingerprint_version: int = FINGERPRINT_VERSION
 
     @property
     def size_bytes(self) -> int:
@@ -86,6 +91,7 @@ class HostManifest:
             "collection": self.collection.to_json(),
             "file": self.file.tolist(),
             "begin": self.begin.tolist(),
+            "fingerprint_version": self.fingerprint_version,
             # Text, because readers that hold numbers as doubles would round them.
             "fingerprint": [f"{value:016x}" for value in self.fingerprint.tolist()],
             **said,
@@ -105,10 +111,16 @@ class HostManifest:
                 ``where``.
         """
         try:
-            if data["format"] != FORMAT or data["version"] != VERSION:
+            prints = 1 if data["version"] == 1 else data.get("fingerprint_version")
+            if (
+                data["format"] != FORMAT
+                or data["version"] not in (1, VERSION)
+                or prints not in MODULI
+            ):
                 raise StoreError(
-                    f"{where} is {data['format']!r} version {data['version']!r}; this release "
-                    f"reads {FORMAT!r} version {VERSION}. Use the release that wrote it."
+                    f"{where} is {data['format']!r} version {data['version']!r} with fingerprints "
+                    f"of version {prints!r}; this release reads {FORMAT!r} to version {VERSION} "
+                    f"with those of {sorted(MODULI)}. Use the release that wrote it."
                 )
             manifest = cls(
                 generation=int(data["generation"]),
@@ -125,6 +137,7 @@ class HostManifest:
                 rank_state=dict(data["rank_state"]),
                 committed=Committed.from_json(data["committed"]) if "committed" in data else None,
                 unproven=tuple(int(number) for number in data.get("unproven", ())),
+                fingerprint_version=prints,
             )
             problem = _inconsistency(manifest)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
@@ -360,6 +373,11 @@ class Generation:
         return self.hosts[0].about
 
     @property
+    def fingerprint_version(self) -> int:
+        """The version of all parts' fingerprints."""
+        return self.hosts[0].fingerprint_version
+
+    @property
     def scalars(self) -> dict[str, Json]:
         """Scalars of all hosts, united; the lowest rank's value stays."""
         return unite(part.scalars for part in self.hosts)
@@ -378,8 +396,9 @@ def unite_hosts(
     """Unite the parts of one generation.
 
     Raises:
-        StoreError: None is given, or they are not parts of one generation at one step, or a host
-        comes twice. LayoutError: Two hosts hold tensors of one name that differ in shape or dtype.
+        StoreError: None is given, or they are not parts of one generation at one step, or of two
+        releases, or a host comes twice. LayoutError: Two hosts hold tensors of one name that differ
+        in shape or dtype.
     """
     places = list(directories) if directories is not None else [None] * len(manifests)
     if not manifests:
@@ -397,6 +416,13 @@ def unite_hosts(
                 f"host {part.host!r} has generation {part.generation} at step {part.step}, host "
                 f"{first.host!r} generation {first.generation} at step {first.step}. Never mix "
                 "generations: take one of them."
+            )
+        if part.fingerprint_version != first.fingerprint_version:
+            raise StoreError(
+                f"the parts of generation {first.generation} on hosts {part.host!r} and "
+                f"{first.host!r} have fingerprints of versions {part.fingerprint_version} and "
+                f"{first.fingerprint_version}: two releases saved them, so they are not one state. "
+                "Never mix generations: take one of them."
             )
         if part.host in seen:
             raise StoreError(

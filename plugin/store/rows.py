@@ -53,7 +53,9 @@ class StoredRows:
         """Compute all fingerprints again and yield a line for each piece that has another one."""
         for row, expected in enumerate(self.manifest.fingerprint.tolist()):
             tensor, box = self.manifest.collection.box(row)
-            found = piece_fingerprint(self.view(row), box, tensor.shape)
+            found = piece_fingerprint(
+                self.view(row), box, tensor.shape, self.manifest.fingerprint_version
+            )
             if found != expected:
                 file = self.directory / self.manifest.files[self.manifest.file[row]].name
                 yield (

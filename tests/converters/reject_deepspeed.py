@@ -148,7 +148,7 @@ def common(model: str) -> list[Case]:
         Case("world", on(claim_another_world, SECOND), "is one of"),
         Case("suspect", with_nan, "nothing but NaN", 0),
         Case("version", on(age, SECOND), "is of version 99 of torch's format"),
-        Case("version", report_version, "scalai.json is of version 2"),
+        Case("version", report_version, "scalai.json is of version 99"),
         Case("code", on(plant, SECOND), "os.system, which no checkpoint"),
     ]  # fmt: skip
 
@@ -206,7 +206,7 @@ ZERO_0 = [
     Case("iterations", of_another_step("deepspeed_zero0", WHOLE), "is of step 6"),
     Case("suspect", with_nan, "nothing but NaN", 0),
     Case("version", on(age, WHOLE), "is of version 99 of torch's format"),
-    Case("version", report_version, "scalai.json is of version 2"),
+    Case("version", report_version, "scalai.json is of version 99"),
     Case("code", on(plant, WHOLE), "os.system, which no checkpoint"),
 ]
 ZERO_0_NOT = {
@@ -278,7 +278,7 @@ UNIVERSAL = [
     Case("iterations", mix_the_model, "is of step 6"),
     Case("suspect", with_nan, "nothing but NaN", 0),
     Case("version", at(age, f"{WEIGHT}/fp32.pt"), "is of version 99 of torch's format"),
-    Case("version", report_version, "scalai.json is of version 2"),
+    Case("version", report_version, "scalai.json is of version 99"),
     Case("code", at(plant, f"{WEIGHT}/fp32.pt"), "os.system, which no checkpoint"),
 ]
 UNIVERSAL_NOT = {

@@ -142,7 +142,7 @@ GENERATION = [
     Case("suspect", nan_as_saved, "nothing but NaN", 0),
     Case("run", add_a_foreign_part, "of several jobs or rounds"),
     Case("version", change(lambda d: d.update(version=99)), "version 99; this release reads"),
-    Case("version", report_version, "scalai.json is of version 2"),
+    Case("version", report_version, "scalai.json is of version 99"),
 ]
 GENERATION_NOT = {
     "setting": "it holds no settings that decide how it is read",
@@ -283,7 +283,7 @@ SAFETENSORS = [
     Case("digest", spoil("param/decoder.final_layernorm.weight"), "says was written", 4),
     Case("world", forget_a_shard, "by their names"),
     Case("suspect", with_nan, "nothing but NaN", 0),
-    Case("version", report_version, "scalai.json is of version 2"),
+    Case("version", report_version, "scalai.json is of version 99"),
 ]
 SAFETENSORS_NOT = {
     "setting": "it holds no settings of a job",

@@ -88,4 +88,4 @@ def with_nan(directory: Path) -> None:
 
 def report_version(directory: Path) -> None:
     path = directory / REPORT
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 99}))

@@ -9,13 +9,21 @@ from pathlib import Path
 
 import pytest
 from agents import Agents, one_worker, tiny_agents
+from older_release import saved_by_an_older_release
 from tiny_job import check_steps
+
+from scalai.core.fingerprint import VERSION
 
 FLAGS = ("--max-restarts", "5")
 
 
 def durable(folder: Path) -> tuple[str, ...]:
     return (*FLAGS, "--durable-dir", str(folder / "durable"))
+
+
+def newest_on_disk(folder: Path) -> Path:
+    saved = (folder / "durable" / "tiny").glob("generation-*")
+    return max(saved, key=lambda path: int(path.name.split("-")[1]))
 
 
 def goes_on(agents: Agents, made: int) -> None:
@@ -102,6 +110,34 @@ def test_a_damaged_newest_state_is_waited_for_until_a_person_decides(tmp_path: P
         assert agents.lines()[made]["step"] == step + 1
         check_steps(agents.lines())
         assert manifest.exists(), "what is damaged is left as it is"
+
+
+def test_a_state_of_an_older_release_goes_on_proven_by_its_own_fingerprints(tmp_path: Path) -> None:
+    with tiny_agents(tmp_path, '2 = "tp2"', nodes="1", flags=durable(tmp_path)) as agents:
+        agents.start("a")
+        agents.wait_for_step(5)
+        agents.drain("a")
+        assert agents.exit_code("a") == 75
+        newest = newest_on_disk(tmp_path)
+        saved_by_an_older_release([newest / "a"])
+        (file, *_) = sorted((newest / "a").glob("rank-*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        made = agents.lines()[-1]["step"]
+        agents.start("a")
+        assert agents.exit_code("a") == 3, agents.logs()
+        assert "cannot be gone on from, twice" in agents.logs()
+        content[-1] ^= 1
+        file.write_bytes(content)
+        agents.wait_until(lambda: not agents.family(), "nothing of the job is left")
+        agents.start("a")
+        goes_on(agents, made)
+        assert "fingerprint_version=1" in agents.logs()
+        agents.drain("a")
+        assert agents.exit_code("a") == 75, agents.logs()
+        manifest = json.loads((newest_on_disk(tmp_path) / "a" / "manifest.json").read_text())
+        assert manifest["fingerprint_version"] == VERSION
 
 
 def test_bytes_that_rot_on_the_disk_end_the_start_and_are_named(tmp_path: Path) -> None:

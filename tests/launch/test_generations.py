@@ -67,6 +67,39 @@ def test_fetched_pieces_that_overlap_deposited_ones_do_not_change_the_proof() ->
         after.prove(4, rows, values + np.uint64(1))
 
 
+def test_a_state_of_an_older_release_is_proven_by_its_own_fingerprints() -> None:
+    old = part("a", {"rank-0.safetensors": [DEPOSITED]})
+    print_1 = piece_fingerprint(VALUES, DEPOSITED, MATRIX.shape, 1)
+    old = replace(
+        old, generation=4, fingerprint_version=1, fingerprint=np.array([print_1], dtype=np.uint64),
+        committed=Committed(("a",), {MATRIX.name: print_1}),
+    )  # fmt: skip
+    generations = Generations()
+    assert generations.add(old) and generations.covered()
+    assert generations.fingerprint_version(4) == 1
+    halves = [Box((0, 0), (30, 8)), Box((30, 0), (34, 8))]
+    rows = Collection.of((MATRIX, box) for box in halves)
+    prints = {
+        version: np.array(
+            [
+                piece_fingerprint(np.array(VALUES[slices(box)]), box, MATRIX.shape, version)
+                for box in halves
+            ],
+            dtype=np.uint64,
+        )
+        for version in (1, 2)
+    }
+    generations.prove(4, rows, prints[1])
+    with pytest.raises(ProofError, match="1 differ"):
+        generations.prove(4, rows, prints[2])
+
+
+def test_parts_with_fingerprints_of_two_versions_are_no_state() -> None:
+    _, own = committed()
+    with pytest.raises(ProofError, match=r"several versions \(1 on host 'z', 2 on host 'a'\)"):
+        committed_fingerprints([own, replace(own, host="z", fingerprint_version=1)])
+
+
 def test_manifests_of_an_older_release_are_added_up_without_what_was_fetched() -> None:
     old = [
         replace(part("a", {"rank-0.safetensors": [DEPOSITED]}), generation=4),

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from older_release import saved_by_an_older_release
 from store_states import Opener, generation
 
 from scalai.core.errors import LayoutError, StoreError
@@ -20,6 +22,7 @@ from scalai.store.manifest import (
     unite_hosts,
 )
 from scalai.store.places import MANIFEST
+from scalai.store.rows import StoredRows
 
 
 def test_a_manifest_survives_its_way_through_json(store: HostStore) -> None:
@@ -36,6 +39,34 @@ def change(text: str, **changes: Any) -> str:
     return json.dumps({"digest": _digest(data), **data})
 
 
+def test_what_an_older_release_saved_is_read_and_stays_of_its_version(store: HostStore) -> None:
+    generation(store, 1, step=1)
+    new = store.manifest(1)
+    directory = store.generation_directory(1)
+    saved_by_an_older_release([directory])
+    assert "fingerprint_version" not in json.loads((directory / MANIFEST).read_text())
+    old = read_manifest(directory)
+    assert (old.fingerprint_version, new.fingerprint_version) == (1, 2)
+    assert not np.array_equal(old.fingerprint, new.fingerprint)
+    assert not list(StoredRows(directory, old).damage())
+    again = manifest_from_message(json.loads(json.dumps(manifest_message(old))), "here")
+    assert again.fingerprint_version == 1 and again.digest() == old.digest()
+    # Damage is found by the function that made them.
+    path = next(directory.glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert len(list(StoredRows(directory, old).damage())) == 1
+
+
+def test_fingerprints_of_two_versions_are_never_one_state(open_store: Opener) -> None:
+    first, second = two_hosts(open_store)
+    saved_by_an_older_release([second.generation_directory(1)])
+    older = read_manifest(second.generation_directory(1))
+    with pytest.raises(StoreError, match=r"'b' and 'a' have fingerprints of versions 1 and 2"):
+        unite_hosts([parts_of(first, 1), older])
+
+
 DAMAGES = {
     "not JSON": lambda text: text[: len(text) // 2],
     "not an object": lambda text: "[1, 2]",
@@ -44,6 +75,10 @@ DAMAGES = {
     "no digest": lambda text: text.replace('"digest"', '"digested"'),
     "another format": lambda text: change(text, format="other"),
     "another version": lambda text: change(text, version=99),
+    "fingerprints of another version": lambda text: change(text, fingerprint_version=3),
+    "fingerprints of no version": lambda text: text.replace(
+        '"fingerprint_version"', '"print_version"'
+    ),
     "rows of unequal length": lambda text: change(text, begin=[0]),
     "a piece beyond its file": lambda text: change(text, begin=[1 << 40] * 6),
     "a negative begin": lambda text: change(text, begin=[-1] * 6),

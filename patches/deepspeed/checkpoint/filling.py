@@ -4,7 +4,7 @@ Each rank reads the parts that it wants, through one small buffer. The fingerpri
 is taken by the source's geometry, that of the live memory by the engine's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +13,12 @@ import torch
 
 from scalai.converters import streaming
 from scalai.converters.checkpoint import CheckpointFile, Placed
-from scalai.converters.noted import check_reports
+from scalai.converters.noted import check_reports, noted_versions
 from scalai.converters.work import Work, work_between
 from scalai.core.collection import Collection, concatenate
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import LayoutError, ProofError, StoreError
-from scalai.core.fingerprint import combine, tensor_fingerprints
+from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
 from scalai.core.region import Piece
 from scalai.patches.deepspeed.checkpoint.packing import packed, unpacked
 from scalai.runtime.fingerprints import live_fingerprints
@@ -96,9 +96,12 @@ def _signed(bits: Bits) -> torch.Tensor:
     return torch.from_numpy(bits.view(_SIGNED[bits.itemsize]))
 
 
-def proof(rows: Sequence[Row], prints: npt.NDArray[np.uint64]) -> bytes:
-    """Return what ``check_proofs`` needs of a rank: its rows and their fingerprints."""
-    return packed(collection_of(rows), None, {"prints": prints})
+def proof(directory: Path, rows: Sequence[Row], prints: npt.NDArray[np.uint64]) -> bytes:
+    """Return what ``check_proofs`` needs of a rank: its rows and their fingerprints, also those of
+    older versions where such are noted beside the checkpoint."""
+    older = noted_versions(directory) - {VERSION}
+    columns = {f"prints_{number}": live_fingerprints(rows, number) for number in sorted(older)}
+    return packed(collection_of(rows), None, {f"prints_{VERSION}": prints, **columns})
 
 
 def check_proofs(directory: Path, source: Collection, proofs: Sequence[bytes]) -> None:
@@ -118,9 +121,14 @@ def check_proofs(directory: Path, source: Collection, proofs: Sequence[bytes]) -
     rows = concatenate([collection for collection, _, _ in parts])
     try:
         check_coverage(rows)
-        prints = np.concatenate([columns["prints"] for _, _, columns in parts])
-        found = tensor_fingerprints(rows, prints)
         held = set(source.tensors)
-        check_reports(directory, {t.name: found[t.name] for t in rows.tensors if t in held})
+
+        def of_version(version: int) -> Mapping[str, int]:
+            prints = np.concatenate([columns[f"prints_{version}"] for _, _, columns in parts])
+            found = tensor_fingerprints(rows, prints, version)
+            return {t.name: found[t.name] for t in rows.tensors if t in held}
+
+        of_version(VERSION)  # also where nothing is noted: replicas must be equal
+        check_reports(directory, of_version)
     except (LayoutError, ProofError) as error:
         raise type(error)(f"{error} {_SPOILT}") from error
