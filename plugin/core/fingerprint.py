@@ -18,6 +18,7 @@ from scalai.core.boxes import NumberLine, box_text, distinct
 from scalai.core.collection import Collection
 from scalai.core.coverage import find_gaps, find_overlaps
 from scalai.core.errors import ProofError
+from scalai.core.hash_keys import P
 from scalai.core.piece_rows import Bits
 from scalai.core.region import Box
 
@@ -26,7 +27,7 @@ Prints = npt.NDArray[np.uint64]
 
 VERSION = 2
 """Of the fingerprints that are made now."""
-MODULI = {1: linear_checksum.MODULUS, 2: universal_hash.P}
+MODULI = {1: linear_checksum.MODULUS, 2: P}
 """By version what fingerprints are added up modulo. Version 1 is that of older releases: it proves
 what they have saved."""
 NAMED = 5

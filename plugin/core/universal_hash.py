@@ -1,59 +1,62 @@
 """A universal hash of a tensor's content that is added up from any pieces of it.
 
-The rows of a tensor (along its last axis) are words of 4 bytes, the last one filled up with zeros.
-Word ``j`` of segment ``i``, both counted as ``segment_numbers`` says, is the signed integer
-``w[i, j]``; the hash is
+A tensor's rows (along its last axis; 0 or 1 dims are one row) are words of 4 bytes, the last filled
+up with zeros: elements of 8 bytes are two words, the low one first. Each 128 words of a row are a
+segment, and segments are numbered through all rows. With ``w[i, j]`` for word ``j`` of segment
+``i``, a signed integer, and random keys ``a`` and ``b``, the hash is
 
     sum over i of a[i] * (sum over j of b[j] * w[i, j])   modulo P = 2**64 - 59, a prime
 
-A sum does not depend on how the tensor is cut: what a piece does not hold counts as zero, also
-within a word. Elements of 8 bytes are two words, the low one first; 0 dims are one row.
+It does not depend on how the tensor is cut: what a piece does not hold counts as zero, also within
+a word.
 
 **What is proven.** For any two different tensors of one shape and dtype the chance of equal hashes
-is at most 2**-62, over random keys ``a`` and ``b`` of 64 independent bits each. Two words differ by
-less than P, so the difference has an inverse. Where a segment differs, one key of a word that
-differs decides whether its inner sum does: whatever the other keys are, one residue of P is the
-wrong one, and at most two of the 2**64 keys have it. The same holds of the outer sum and the key of
-a segment whose inner sum differs. Each level fails with at most 2 / 2**64, one or the other with
-2**-62. It does not matter which values, how few bits, or which places differ.
+is at most 2**-62, over keys of 64 independent random bits each. Words differ by less than P, so
+that the difference has an inverse. Take a segment that differs, and a word in it that does.
+Whatever the other keys are, that word's key makes the inner sums equal only by one residue of P,
+which at most two of the 2**64 keys have. Where the inner sums differ, the same is true of the outer
+sum and that segment's key. Each level fails with at most 2 / 2**64, and so one of both with 2**-62.
+It does not matter which values, how few bits, or which places differ.
 
-**What is assumed.** The keys are fixed and public, made once of a seed: ``b`` by SHAKE-256, ``a``
-by SplitMix64 of the segment's number. That they are as good as random for data that was not made
-with them in hand. It proves moves against mistakes and damage, not against an adversary.
+**What is assumed.** That the keys, which are fixed and public, are as good as random for data that
+was not made with them in hand. They are made of a seed: ``b`` by SHAKE-256, ``a`` by SplitMix64 of
+the segment's number. So this proves against mistakes and damage, not against an adversary.
 
 **How.** Keys are four signed digits of 16 bits, so that float64 products are exact: a word times a
 digit is at most 2**46, and 128 of them add up to 2**53 at most. Matrix products of digits are
 several times as fast as numpy's arithmetic of 64-bit integers.
 
-Source: J. Carter, M. Wegman, "Universal classes of hash functions" (1979), proposition 7 is the
-inner sum; with the outer one it is the lemma of Schwartz and Zippel for a bilinear form. The digits
-are own. G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators" (2014).
+Source: S. Halevi, H. Krawczyk, "MMH: Software message authentication in the Gbit/second rates"
+(1997), the family MMH*, which is Carter and Wegman's (1979): each of the two sums is of it. That
+both together hold is the lemma of Schwartz (1980) and Zippel (1979) for a polynomial of degree two.
+G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators" (2014). Segments and
+digits are own.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
+from scalai.core.hash_keys import (
+    DIGITS,
+    KEYS,
+    LOW_BITS,
+    SEGMENT,
+    Floats,
+    Keys,
+    Numbers,
+    P,
+    weigh,
+)
 from scalai.core.piece_rows import Bits, RowNumbers, Table, tables
 from scalai.core.region import Box
 
 Words = npt.NDArray[np.int32]
-Numbers = npt.NDArray[np.uint64]
-Floats = npt.NDArray[np.float64]
 
-P = (1 << 64) - 59
-"""The modulus, the largest prime of 64 bits."""
 WORD_BYTES = 4
-SEGMENT = 128
-"""Words of a segment, a power of two: more would not add up exactly."""
-DIGITS = 4
-"""Digits of a key, the lowest first."""
-DIGIT_BITS = 16
-LOW_BITS = 27
-"""Bits of the lower half that a segment's sum (at most 2**53) is split into."""
 GATHERED = 2048
 """Segments whose halves, times digits, add up exactly: 27 + 15 + 11 bits."""
 SUMS = 1 << 10
@@ -63,50 +66,10 @@ BLOCK = 1 << 16
 with four columns of digits is small enough for OpenBLAS to stay on one core."""
 PADDED_BYTES = 1 << 18
 """Elements that are no whole words in memory are copied in parts of at most this size."""
+BUFFER_BYTES = 33 << 20
+"""A little more than OpenBLAS maps for a product, on a processor without AVX-512. It touches little
+of it."""
 COUNTING = np.arange(GATHERED, dtype=np.uint64)
-
-SEED = b"scalai fingerprint, version 2"
-STEP, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""SplitMix64's."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Keys:
-    """The keys that a seed gives.
-
-    ``words`` are the digits of ``b`` [SEGMENT, DIGITS]; ``start`` is where SplitMix64 begins.
-    """
-
-    words: Floats
-    start: int
-
-    @classmethod
-    def of(cls, seed: bytes) -> "Keys":
-        """Make the keys of a seed; the same on every machine."""
-        made = hashlib.shake_256(seed).digest(8 * (SEGMENT + 1))
-        digits = np.frombuffer(made[8:], dtype="<i2").reshape(SEGMENT, DIGITS)
-        return cls(digits.astype(np.float64), int.from_bytes(made[:8], "little"))
-
-    def segments(self, numbers: Numbers) -> Floats:
-        """Return the digits of the keys of these segments, [segments, DIGITS]."""
-        value = numbers * np.uint64(STEP)
-        value += np.uint64(self.start)
-        shifted = np.empty_like(value)
-        for shift, factor in ((30, FIRST_FACTOR), (27, SECOND_FACTOR)):
-            value ^= np.right_shift(value, np.uint64(shift), out=shifted)
-            value *= np.uint64(factor)
-        value ^= np.right_shift(value, np.uint64(31), out=shifted)
-        return value.view(np.int16).reshape(-1, DIGITS).astype(np.float64)
-
-
-KEYS = Keys.of(SEED)
-WEIGHTS = tuple(
-    1 << (half + DIGIT_BITS * (word + segment))
-    for half in (LOW_BITS, 0)
-    for word in range(DIGITS)
-    for segment in range(DIGITS)
-)
-"""What the sums of digits count: [upper or lower half, digit of b, digit of a], row-major."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +149,11 @@ def piece_hash(values: Bits, box: Box, shape: tuple[int, ...], keys: Keys | None
         box: Where the piece lies in the global tensor.
         shape: The global tensor's shape, in elements.
         keys: Of another seed.
+
+    Raises:
+        MemoryError: There is no room for the buffers.
     """
+    _make_room()
     item = values.itemsize
     rows = values.size // values.shape[-1] if values.ndim else 1
     total = Hash(values.nbytes // WORD_BYTES + 2 * rows, keys or KEYS)
@@ -195,6 +162,14 @@ def piece_hash(values: Bits, box: Box, shape: tuple[int, ...], keys: Keys | None
         for words, first, numbers in as_words(table):
             total.add(words, first, numbers.astype(np.uint64) * segments)
     return total.value()
+
+
+@cache
+def _make_room() -> None:
+    """Let OpenBLAS make its buffer, once a process. Where it finds no room for that it ends the
+    process; raise ``MemoryError`` instead."""
+    np.empty(BUFFER_BYTES, dtype=np.uint8)
+    np.dot(np.zeros((BLOCK // SEGMENT, SEGMENT)), np.zeros((SEGMENT, DIGITS)))
 
 
 class Hash:
@@ -284,8 +259,3 @@ class Hash:
             self._multiply()
         self._carry()
         return self._total % P
-
-
-def weigh(sums: list[int]) -> int:
-    """Return the integer, not yet reduced, that sums of digits in the order of ``WEIGHTS`` are."""
-    return sum(value * weight for value, weight in zip(sums, WEIGHTS, strict=True))

@@ -9,22 +9,18 @@ import numpy.typing as npt
 import torch
 
 from scalai.core.fingerprint import MODULI, VERSION, piece_fingerprint
-from scalai.core.piece_rows import row_numbers
-from scalai.core.region import Box, Piece
-from scalai.core.universal_hash import (
+from scalai.core.hash_keys import (
     DIGITS,
     FIRST_FACTOR,
-    GATHERED,
     KEYS,
     LOW_BITS,
     SECOND_FACTOR,
     STEP,
-    WORD_BYTES,
-    Run,
-    runs,
-    segments_of_row,
     weigh,
 )
+from scalai.core.piece_rows import row_numbers
+from scalai.core.region import Box, Piece
+from scalai.core.universal_hash import GATHERED, WORD_BYTES, Run, runs, segments_of_row
 from scalai.runtime.linear_checksum import device_checksum
 from scalai.runtime.live import Slot
 from scalai.runtime.rows import host_bits, piece_view

@@ -25,7 +25,7 @@ from scalai.core.region import Box, whole
 
 Array = npt.NDArray[np.unsignedinteger]
 
-CASES = settings(max_examples=200, deadline=None)
+CASES = settings(max_examples=100, deadline=None)
 items = st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64])
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 versions = pytest.mark.parametrize("version", sorted(MODULI))
