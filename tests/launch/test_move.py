@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from older_release import saved_by_an_older_release
 from store_states import Opener
 
 from scalai.core.collection import Tensor
@@ -25,7 +26,7 @@ from scalai.runtime.live import Slot
 from scalai.runtime.restore import read_rows
 from scalai.runtime.rows import collection_of, held_rows, wanted_rows
 from scalai.store.host import HostStore
-from scalai.store.manifest import HostManifest, manifest_message, unite_hosts
+from scalai.store.manifest import HostManifest, manifest_message, read_manifest, unite_hosts
 from scalai.store.moves import Fetched, fetch_lists, holders_of, read_orders
 from scalai.store.orders import RankDeposit, ReadOrder
 
@@ -147,9 +148,18 @@ def test_a_durable_generation_is_read_without_its_hosts(open_store: Opener, tmp_
         assert torch.equal(slot.buffer, expected.buffer)
 
 
-def prepare(stores: dict[str, HostStore], first: Callable[[], None] = lambda: None) -> Restore:
-    """Fetch for host c what a and b deposited."""
+def prepare(
+    stores: dict[str, HostStore],
+    first: Callable[[], None] = lambda: None,
+    *,
+    is_older: bool = False,
+) -> Restore:
+    """Fetch for host c what a and b deposited; ``is_older``: with an older release."""
     parts = {host: deposit(stores[host], rank, 2) for rank, host in enumerate("ab")}
+    if is_older:
+        places = {host: stores[host].generation_directory(1) for host in parts}
+        saved_by_an_older_release([*places.values()])
+        parts = {host: read_manifest(place) for host, place in places.items()}
     wants = {0: collection_of(wanted_rows(shard(0, 1, is_empty=True)))}
     with DataPlaneServer(stores["a"], TOKEN) as a, DataPlaneServer(stores["b"], TOKEN) as b:
         sources = {
@@ -159,6 +169,17 @@ def prepare(stores: dict[str, HostStore], first: Callable[[], None] = lambda: No
         command = {"generation": 1, "sources": sources, "group": ["a", "b", "c"]}
         first()
         return prepare_restore(stores["c"], command, wants, TOKEN)
+
+
+def test_what_is_fetched_of_an_older_releases_state_has_its_fingerprints(
+    open_store: Opener,
+) -> None:
+    stores = {host: open_store(host=host) for host in ("a", "b", "c")}
+    restore = prepare(stores, is_older=True)
+    assert restore.common["fingerprint_version"] == 1
+    assert restore.grown is not None and restore.grown.fingerprint_version == 1
+    with stores["c"].open_rows(1) as rows:
+        assert len(rows.manifest.fingerprint) and not list(rows.damage())
 
 
 def test_all_is_fetched_though_no_thread_can_begin(
