@@ -111,16 +111,16 @@ class HostManifest:
                 ``where``.
         """
         try:
-            prints = 1 if data["version"] == 1 else data.get("fingerprint_version")
-            if (
-                data["format"] != FORMAT
-                or data["version"] not in (1, VERSION)
-                or prints not in MODULI
-            ):
+            if data["format"] != FORMAT or data["version"] not in (1, VERSION):
                 raise StoreError(
-                    f"{where} is {data['format']!r} version {data['version']!r} with fingerprints "
-                    f"of version {prints!r}; this release reads {FORMAT!r} to version {VERSION} "
-                    f"with those of {sorted(MODULI)}. Use the release that wrote it."
+                    f"{where} is {data['format']!r} version {data['version']!r}; this release "
+                    f"reads {FORMAT!r} to version {VERSION}. Use the release that wrote it."
+                )
+            prints = 1 if data["version"] == 1 else data["fingerprint_version"]
+            if prints not in MODULI:
+                raise StoreError(
+                    f"{where} has fingerprints of version {prints!r}; this release knows those of "
+                    f"{sorted(MODULI)}. Use the release that wrote it."
                 )
             manifest = cls(
                 generation=int(data["generation"]),
