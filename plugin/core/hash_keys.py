@@ -20,8 +20,8 @@ SEGMENT = 128
 DIGITS = 4
 """Digits of a key, the lowest first."""
 DIGIT_BITS = 16
-LOW_BITS = 27
-"""Bits of the lower half that a segment's sum (at most 2**53) is split into."""
+HALF_BITS = 27
+"""A segment's sum (at most 2**53) is split into a multiple of 2**27 and a rest of at most 2**26."""
 SEED = b"scalai fingerprint, version 2"
 STEP, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """SplitMix64's."""
@@ -44,10 +44,14 @@ class Keys:
         digits = np.frombuffer(made[8:], dtype="<i2").reshape(SEGMENT, DIGITS)
         return cls(digits.astype(np.float64), int.from_bytes(made[:8], "little"))
 
-    def segments(self, numbers: Numbers) -> Floats:
-        """Return the digits of the keys of these segments, [segments, DIGITS]."""
-        value = numbers * np.uint64(STEP)
-        value += np.uint64(self.start)
+    def states(self, numbers: Numbers) -> Numbers:
+        """Return what SplitMix64 makes the keys of these segments of, [segments]: each is ``STEP``
+        more than that of the segment before."""
+        return numbers * np.uint64(STEP) + np.uint64(self.start)
+
+    def segments(self, states: Numbers) -> Floats:
+        """Return the digits of the keys of segments, [segments, DIGITS]. Overwrites ``states``."""
+        value = states
         shifted = np.empty_like(value)
         for shift, factor in ((30, FIRST_FACTOR), (27, SECOND_FACTOR)):
             value ^= np.right_shift(value, np.uint64(shift), out=shifted)
@@ -59,7 +63,7 @@ class Keys:
 KEYS = Keys.of(SEED)
 WEIGHTS = tuple(
     1 << (half + DIGIT_BITS * (word + segment))
-    for half in (LOW_BITS, 0)
+    for half in (HALF_BITS, 0)
     for word in range(DIGITS)
     for segment in range(DIGITS)
 )

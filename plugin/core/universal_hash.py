@@ -42,9 +42,10 @@ import numpy.typing as npt
 
 from scalai.core.hash_keys import (
     DIGITS,
+    HALF_BITS,
     KEYS,
-    LOW_BITS,
     SEGMENT,
+    STEP,
     Floats,
     Keys,
     Numbers,
@@ -57,10 +58,12 @@ from scalai.core.region import Box
 Words = npt.NDArray[np.int32]
 
 WORD_BYTES = 4
-GATHERED = 2048
-"""Segments whose halves, times digits, add up exactly: 27 + 15 + 11 bits."""
-SUMS = 1 << 10
+GATHERED = 4096
+"""Segments whose halves, times digits, add up exactly: 26 + 15 + 12 bits."""
+SUMS = 1 << 9
 """Such sums (at most 2**53) that add up in 63 bits."""
+ROUNDING = 1.5 * 2.0 ** (52 + HALF_BITS)
+"""What is added to it and taken away again is rounded to a multiple of 2**27."""
 BLOCK = 1 << 16
 """Words widened at a time: the widened copy stays in a core's second-level cache, and the product
 with four columns of digits is small enough for OpenBLAS to stay on one core."""
@@ -69,7 +72,7 @@ PADDED_BYTES = 1 << 18
 BUFFER_BYTES = 33 << 20
 """A little more than OpenBLAS maps for a product, on a processor without AVX-512. It touches little
 of it."""
-COUNTING = np.arange(GATHERED, dtype=np.uint64)
+STEPS = np.arange(GATHERED, dtype=np.uint64) * np.uint64(STEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +183,7 @@ class Hash:
         self._keys = keys
         self._wide = np.empty(min(BLOCK, max(words, SEGMENT)))
         gathered = min(GATHERED, words)
-        self._numbers = np.empty(gathered, dtype=np.uint64)
+        self._states = np.empty(gathered, dtype=np.uint64)
         self._sums = np.empty((gathered, DIGITS))
         self._count = 0
         self._digits = np.zeros((2, DIGITS, DIGITS), dtype=np.int64)
@@ -198,29 +201,30 @@ class Hash:
         for run in runs(first, words.shape[1]):
             digits = self._keys.words[run.begin : run.begin + run.width]
             table = words[:, run.low : run.high].reshape(len(words), run.count, run.width)
-            numbers = rows + np.uint64(run.segment)
+            states = self._keys.states(rows + np.uint64(run.segment))
             if run.high - run.low > BLOCK // 2:
-                for row, number in zip(table[:, None], numbers[:, None], strict=True):
+                for row, state in zip(table[:, None], states[:, None], strict=True):
                     for at in range(0, run.count, GATHERED):
-                        self._gather(row[:, at : at + GATHERED], digits, number + np.uint64(at))
+                        self._gather(row[:, at : at + GATHERED], digits, state)
+                        state += np.uint64(STEP * GATHERED % (1 << 64))
             else:
                 down = GATHERED // run.count
                 for row in range(0, len(table), down):
-                    self._gather(table[row : row + down], digits, numbers[row : row + down])
+                    self._gather(table[row : row + down], digits, states[row : row + down])
 
     def _gather(self, block: Words, digits: Floats, first: Numbers) -> None:
         """Multiply a block [rows, segments, words] by the words' keys.
 
-        It has one row, or few enough segments to be widened at once. ``first`` [rows] is the number
+        It has one row, or few enough segments to be widened at once. ``first`` [rows] is the state
         of each row's first segment.
         """
         rows, segments, width = block.shape
         count = rows * segments
-        if self._count + count > len(self._numbers):
+        if self._count + count > len(self._states):
             self._multiply()
         begin, end = self._count, self._count + count
-        numbers = self._numbers[begin:end].reshape(rows, segments)
-        np.add(first[:, None], COUNTING[:segments], out=numbers)
+        states = self._states[begin:end].reshape(rows, segments)
+        np.add(first[:, None], STEPS[:segments], out=states)
         if rows == 1:
             block, segments = block[0], 1
         step = len(self._wide) // (segments * width)
@@ -234,15 +238,13 @@ class Hash:
 
     def _multiply(self) -> None:
         """Multiply the sums gathered by their segments' keys."""
-        sums = self._sums[: self._count]
-        halves = np.empty((2, self._count, DIGITS))
-        upper, lower = halves
-        np.multiply(sums, 2.0**-LOW_BITS, out=upper)
-        np.floor(upper, out=upper)
-        np.multiply(upper, -(2.0**LOW_BITS), out=lower)
-        lower += sums
-        digits = self._keys.segments(self._numbers[: self._count])
-        self._digits += (halves.transpose(0, 2, 1) @ digits).astype(np.int64)
+        lower = self._sums[: self._count]
+        upper = lower + ROUNDING
+        upper -= ROUNDING
+        lower -= upper
+        digits = self._keys.segments(self._states[: self._count])
+        self._digits[0] += (np.dot(upper.T, digits) * 2.0**-HALF_BITS).astype(np.int64)
+        self._digits[1] += np.dot(lower.T, digits).astype(np.int64)
         self._count = 0
         self._added += 1
         if self._added == SUMS:

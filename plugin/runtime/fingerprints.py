@@ -12,15 +12,15 @@ from scalai.core.fingerprint import MODULI, VERSION, piece_fingerprint
 from scalai.core.hash_keys import (
     DIGITS,
     FIRST_FACTOR,
+    HALF_BITS,
     KEYS,
-    LOW_BITS,
     SECOND_FACTOR,
     STEP,
     weigh,
 )
 from scalai.core.piece_rows import row_numbers
 from scalai.core.region import Box, Piece
-from scalai.core.universal_hash import GATHERED, WORD_BYTES, Run, runs, segments_of_row
+from scalai.core.universal_hash import GATHERED, ROUNDING, WORD_BYTES, Run, runs, segments_of_row
 from scalai.runtime.linear_checksum import device_checksum
 from scalai.runtime.live import Slot
 from scalai.runtime.rows import host_bits, piece_view
@@ -119,8 +119,8 @@ def _run_sums(words: torch.Tensor, run: Run, rows: torch.Tensor) -> torch.Tensor
     sums = table.to(torch.float64) @ digits
     counting = torch.arange(run.segment, run.segment + run.count, device=words.device)
     keys = _segment_digits((rows[:, None] + counting).reshape(-1))
-    upper = torch.floor(sums * 2.0**-LOW_BITS)
-    halves = torch.stack((upper, sums - upper * 2.0**LOW_BITS))
+    upper = sums + ROUNDING - ROUNDING
+    halves = torch.stack((upper * 2.0**-HALF_BITS, sums - upper))
     if len(sums) > GATHERED:
         rest = -len(sums) % GATHERED
         halves, keys = (torch.nn.functional.pad(t, (0, 0, 0, rest)) for t in (halves, keys))

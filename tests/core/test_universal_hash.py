@@ -202,7 +202,7 @@ def test_the_largest_digits_and_words_are_exact() -> None:
     keys = Keys(words, KEYS.start)
     lowest = np.full((40, 3 * SEGMENT), 2**31, dtype=np.uint32)  # each word is -2**31
     key = sum(-(2**15) << (16 * n) for n in range(4))
-    digits = KEYS.segments(np.arange(120, dtype=np.uint64)).astype(int).tolist()
+    digits = KEYS.segments(KEYS.states(np.arange(120, dtype=np.uint64))).astype(int).tolist()
     total = sum(
         sum(digit << (16 * n) for n, digit in enumerate(row)) * key * -(2**31) * SEGMENT
         for row in digits
@@ -221,6 +221,6 @@ def test_the_modulus_is_a_prime() -> None:
 
 
 def test_keys_of_segments_differ() -> None:
-    digits = KEYS.segments(np.arange(100_000, dtype=np.uint64))
+    digits = KEYS.segments(KEYS.states(np.arange(100_000, dtype=np.uint64)))
     assert len(np.unique(digits, axis=0)) == 100_000
     assert np.abs(digits.mean(axis=0)).max() < 300 and abs(digits.std() - 2**16 / 12**0.5) < 100
