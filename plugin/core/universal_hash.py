@@ -175,6 +175,11 @@ def _make_room() -> None:
     np.dot(np.zeros((BLOCK // SEGMENT, SEGMENT)), np.zeros((SEGMENT, DIGITS)))
 
 
+def _is_transposed(words: Words) -> bool:
+    """Tell whether neighbours in a column lie side by side, and those in a row do not."""
+    return words.strides[0] == words.itemsize < words.strides[-1]
+
+
 class Hash:
     """The hash of a piece, while its words are being added."""
 
@@ -202,15 +207,21 @@ class Hash:
             digits = self._keys.words[run.begin : run.begin + run.width]
             table = words[:, run.low : run.high].reshape(len(words), run.count, run.width)
             states = self._keys.states(rows + np.uint64(run.segment))
-            if run.high - run.low > BLOCK // 2:
+            if _is_transposed(words):
+                for at in range(run.count):
+                    self._gather_rows(table[:, at : at + 1], digits, states + STEPS[at])
+            elif run.high - run.low > BLOCK // 2:
                 for row, state in zip(table[:, None], states[:, None], strict=True):
                     for at in range(0, run.count, GATHERED):
                         self._gather(row[:, at : at + GATHERED], digits, state)
                         state += np.uint64(STEP * GATHERED % (1 << 64))
             else:
-                down = GATHERED // run.count
-                for row in range(0, len(table), down):
-                    self._gather(table[row : row + down], digits, states[row : row + down])
+                self._gather_rows(table, digits, states)
+
+    def _gather_rows(self, table: Words, digits: Floats, states: Numbers) -> None:
+        down = GATHERED // table.shape[1]
+        for row in range(0, len(table), down):
+            self._gather(table[row : row + down], digits, states[row : row + down])
 
     def _gather(self, block: Words, digits: Floats, first: Numbers) -> None:
         """Multiply a block [rows, segments, words] by the words' keys.
@@ -231,9 +242,14 @@ class Hash:
         for at in range(0, len(block), step):
             part = block[at : at + step]
             wide = self._wide[: part.size]
-            np.copyto(wide.reshape(part.shape), part)
+            if _is_transposed(part):
+                matrix = wide.reshape(width, -1).T  # in the order in which it lies in memory
+                np.copyto(matrix, part.reshape(matrix.shape))
+            else:
+                matrix = wide.reshape(-1, width)
+                np.copyto(wide.reshape(part.shape), part)
             low, high = begin + at * segments, begin + (at + len(part)) * segments
-            np.dot(wide.reshape(-1, width), digits, out=self._sums[low:high])
+            np.dot(matrix, digits, out=self._sums[low:high])
         self._count = end
 
     def _multiply(self) -> None:
