@@ -112,6 +112,7 @@ class Agent:
                 "publish": self._publish,
                 "await_slot": self._deposits.await_slot,
                 "begin_deposit": self._deposits.begin,
+                "stand": self._stops.stand,
                 "deposited": self._deposits.deposited,
                 "restored": self._restores.restored,
                 "stepped": self._stepped,
@@ -240,6 +241,8 @@ class Agent:
 
     def _tick(self) -> None:
         timeout = self._spec.config.resize.drain_timeout_s
+        if self._leaving_at is not None and self._stops.saves:
+            self._leaving_at = time.monotonic()  # the time of a save that it waits for is its own
         if self._leaving_at is not None and time.monotonic() - self._leaving_at > timeout:
             log.error("event=drain_timeout after_s=%.0f: leaving without a goodbye", timeout)
             self._end(1)

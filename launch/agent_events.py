@@ -32,7 +32,8 @@ class AgentEvents:
         words: Mapping[str, Callable[..., None]] = {
             "built": self._as_it_is(events.Built),
             "not_built": self._as_it_is(events.NotBuilt),
-            "prepared": self._as_it_is(events.Prepared),
+            "prepared": self._prepared,
+            "held": self._as_it_is(events.Held),
             "arrived": self._as_it_is(events.Arrived),
             "sealed": self._sealed,
             "committed": self._committed,
@@ -67,6 +68,11 @@ class AgentEvents:
             self._live.feed(kind(**facts))
 
         return feed
+
+    def _prepared(self, host: str, stop: int, newest: int) -> None:
+        if host in self._live.state.held:  # until now the training went on: it was no drain
+            self._live.timeline.mark("preparing")
+        self._live.feed(events.Prepared(host, stop, newest))
 
     def _sealed(
         self, host: str, round: int, reason: str, part: Json, seconds: dict[str, float]

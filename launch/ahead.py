@@ -40,9 +40,20 @@ def offer(processes: Iterable[int], *, is_ahead: bool) -> None:
     """Have the kernel kill these processes before any other when memory runs out, or as readily as
     this one, which started them."""
     adjustment = FIRST_TO_GO if is_ahead else Path("/proc/self/oom_score_adj").read_text()
-    for pid in processes:
+    for pid in _with_offspring(processes):
         with contextlib.suppress(OSError):  # it is gone
             Path(f"/proc/{pid}/oom_score_adj").write_text(adjustment)
+
+
+def _with_offspring(workers: Iterable[int]) -> set[int]:
+    """Return these processes and what they have started, such as the writers of their saves: each
+    worker has a session of its own."""
+    sessions, found = set(workers), set(workers)
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(ValueError, ProcessLookupError):
+            if os.getsid(int(entry.name)) in sessions:
+                found.add(int(entry.name))
+    return found
 
 
 def private_bytes(pid: int) -> int:

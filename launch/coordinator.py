@@ -13,7 +13,7 @@ from typing import Any
 
 from scalai.core import events
 from scalai.core.errors import PeerError, ScalaiError, UsageError
-from scalai.core.membership import staying
+from scalai.core.membership import Phase, staying
 from scalai.launch.admission import Admission
 from scalai.launch.agent_events import AgentEvents
 from scalai.launch.job import JobSpec
@@ -252,6 +252,7 @@ class Coordinator:
             "generation_step": newest.step if newest else None,
             "step": self._live.roster.newest(),
             "no_progress": self._live.roster.stalled(),
+            "held": dict(job.held) if job.phase is Phase.PREPARING else {},
             "restarts_left": job.failures_left,
             "waiting_hosts": {h: round(until - job.now) for h, until in job.barred.items()},
             "failed_changes": [f"{f.assignment.degrees}: {f.reason}" for f in job.failed],

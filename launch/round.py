@@ -59,6 +59,9 @@ class Round:
     """Whether the coordinator was told that every living worker stands at the stop."""
     may_deposit: bool = False
     """Whether the coordinator has said that the workers of every host do: they write and leave."""
+    was_put_off: bool = False
+    """Whether workers have come to a stop with a save in flight: at the next one they wait for
+    it."""
     has_sealed: bool = False
     """Whether the deposit of the stop was told of."""
     unwritten: set[int] = field(default_factory=set)

@@ -6,13 +6,33 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
 
 from scalai.launch.crew import Crew
 from scalai.launch.deposits import Deposits
-from scalai.launch.round import Round
+from scalai.launch.round import Round, answers
 from scalai.launch.workforce import Workforce
 
+Json = Any
+HELD_TELL_S = 15.0
+"""How often the coordinator hears that a save holds up a stop: well before it takes the agent for
+silent."""
+HELD_LOG_S = 60.0
+
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A proposed stop that waits for a save. Times by ``time.monotonic``."""
+
+    round: int
+    stop: int
+    since: float
+    tell_at: float = 0.0
+    log_at: float = 0.0
 
 
 class Stops:
@@ -34,22 +54,80 @@ class Stops:
     ) -> None:
         self._workforce, self._deposits = workforce, deposits
         self._tell, self._patience_s = tell, patience_s
+        self._held: _Held | None = None
+        self._looks = 0
+        self._standing: list[Future[Json]] = []
+        """Workers that stand at an agreed stop with a save in flight."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether a save of the training's own is in flight, which the workers' end would take
+        along, and they have looked for it since this was asked last."""
+        crew = self._workforce.crew
+        if crew is None or crew.page.save_in_flight() is None:
+            return False
+        before, self._looks = self._looks, crew.page.save_looks()
+        return self._looks != before
 
     def prepare(self, stop: int) -> None:
-        """Write the proposed stop, then read how far the workers are, and tell."""
-        crew = self._workforce.crew
-        if crew is not None:
-            crew.page.prepare(stop)
-            self._tell("prepared", stop=stop, newest=crew.newest_step())
+        """Write the proposed stop, then read how far the workers are, and tell. While a save is in
+        flight, that waits: the training goes on, and the coordinator hears what for."""
+        current, crew = self._workforce.round, self._workforce.crew
+        if current is None or crew is None:
+            return
+        if crew.page.save_in_flight() is not None:
+            self._held = _Held(current.number, stop, time.monotonic())
+            crew.page.want_stop(2 if current.was_put_off else 1)
+            self._hold(crew)
+            return
+        self._held = None
+        crew.page.want_stop(2 if current.was_put_off else 0)
+        crew.page.prepare(stop)
+        self._tell("prepared", stop=stop, newest=crew.newest_step())
+
+    def _hold(self, crew: Crew) -> None:
+        """Tell what a proposed stop waits for, or propose it where that has ended."""
+        held, iteration, now = self._held, crew.page.save_in_flight(), time.monotonic()
+        if held is None:
+            return
+        if iteration is None:
+            self.prepare(held.stop)
+            return
+        what = f"the save of iteration {iteration} is in flight, {now - held.since:.0f} s so far"
+        if now >= held.tell_at:
+            held.tell_at = now + HELD_TELL_S
+            self._tell("held", round=held.round, stop=held.stop, what=what)
+        if now >= held.log_at:
+            held.log_at = now + HELD_LOG_S
+            log.info("event=held a change waits: %s. The training goes on.", what)
+
+    def stand(
+        self, current: Round, answer: "Future[Json]", rank: int, step: int, iteration: int
+    ) -> None:
+        """A worker has come to an agreed stop with a save in flight that began on the way. It is
+        answered once the stop is taken back, as it is for all ranks: they stand there alike."""
+        if current is not self._workforce.round or current.stop != step:
+            answer.set_result(None)
+            return
+        current.was_put_off = True
+        if not self._standing:
+            what = f"the save of iteration {iteration} has begun on the way to it"
+            self._tell("held", round=current.number, stop=step, what=what)
+        self._standing.append(answer)
 
     def withdraw(self) -> None:
         """Forget the stop, proposed or agreed, and send on whoever waits at it."""
         current, crew = self._workforce.round, self._workforce.crew
+        self._held = None
         if current is None or crew is None:
             return
+        crew.page.want_stop(0)
         crew.page.withdraw()  # first, so that nobody whom the answer sends on comes to it again
         current.stop, current.has_arrived = None, False
         self._deposits.withdraw(current)
+        standing, self._standing = self._standing, []
+        for answer in answers(standing):
+            answer.set_result(None)
 
     def agree(self, stop: int) -> None:
         """All workers of the job see this stop: they may come to it."""
@@ -72,7 +150,13 @@ class Stops:
         """Look after workers that are on their way to the stop, and give up those that may write
         and do not."""
         current, crew = self._workforce.round, self._workforce.crew
-        if current is None or crew is None or not current.is_draining:
+        if self._held is not None and (current is None or current.number != self._held.round):
+            self._held = None
+        if current is None or crew is None:
+            return
+        if self._held is not None:
+            self._hold(crew)
+        if not current.is_draining:
             return
         if not current.may_deposit:
             self._look_for_ends(current, crew)

@@ -9,21 +9,19 @@ hooked.
 import atexit
 import os
 import runpy
-import signal
 import sys
 import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from select import POLLIN, poll
 from typing import NoReturn
 
 from scalai.core.errors import RefusedError, ScalaiError, StoreError, UsageError
 from scalai.runtime.agent_folder import tell_agent
 from scalai.runtime.control import OUT_OF_MEMORY_EXIT
 from scalai.runtime.imports import without_collections
-from scalai.runtime.orphans import die_with_parent
+from scalai.runtime.orphans import die_with_parent, end_with
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -88,18 +86,7 @@ def die_with_the_agent() -> None:
     if agent is None:
         return
     die_with_parent(os.getppid())
-    try:
-        watched = os.pidfd_open(int(agent))
-    except ProcessLookupError:
-        os._exit(1)
-
-    def wait() -> None:
-        waiter = poll()
-        waiter.register(watched, POLLIN)
-        waiter.poll()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="agent-watch", daemon=True).start()
+    end_with(int(agent))
 
 
 def leave() -> NoReturn:

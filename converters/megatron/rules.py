@@ -24,7 +24,6 @@ _OTHER_NAMES = {"fp8": "fp8-format", "fp4": "fp4-format"}
 _FSDP = "its shards are not supported; use --use-distributed-optimizer"
 _SCALED = "parameters are kept in {} with scales; leave it out"
 _REFUSED: Mapping[str, str] = {
-    "async_save": "a save in flight at a change would be lost; leave it out",
     "decrease_batch_size_if_needed": (
         "the global batch, and with it the order of samples, would depend on the data-parallel "
         "size; leave it out"

@@ -22,9 +22,11 @@ import wrapt
 
 from scalai.converters.megatron.rules import ALLOW_UNTESTED, faults_of, fixed_axes
 from scalai.core.faults import refuse_all
-from scalai.patches.megatron import script, writers
+from scalai.patches.megatron import save_process, script, writers
 from scalai.patches.megatron.ledger import LEDGER_DIR, Ledger
 from scalai.patches.megatron.progress import checkpoint_step, put_progress, take_progress
+from scalai.patches.megatron.saved import TRACKER
+from scalai.patches.megatron.saves import AsyncSaves
 from scalai.patches.progress import choose_source, describe_source
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, MEGATRON
 from scalai.runtime.live import Json, LiveState
@@ -33,8 +35,6 @@ log = logging.getLogger(__name__)
 
 SAMPLERS = ("megatron.training.datasets.data_samplers", "megatron.legacy.data.data_samplers")
 """Where the samplers live: from 0.16 on, and before."""
-TRACKER = "latest_checkpointed_iteration.txt"
-"""The file under ``--load`` that names the newest checkpoint."""
 CUDA_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 NO_CHECKPOINT = -1
 """Stands for "no checkpoint" where a number has to be agreed on."""
@@ -68,6 +68,13 @@ class ElasticSession(Protocol):
     ) -> bool:
         """Restore the generation into ``state``, or make a start generation of ``state``."""
 
+    @property
+    def stop_urgency(self) -> int:
+        """How much a change waits until no save is in flight."""
+
+    def note_save(self, iteration: int | None) -> None:
+        """Say which save of Megatron's own is in flight."""
+
     def boundary(self, step: int | None = None, consumed_samples: int | None = None) -> bool:
         """Say after each step whether the state was deposited and this process has to end."""
 
@@ -84,6 +91,7 @@ def install(get_session: Callable[[], ElasticSession]) -> None:
     wrapt.register_post_import_hook(hooks.hook_training, "megatron.training.training")
     wrapt.register_post_import_hook(hooks.hook_global_vars, "megatron.training.global_vars")
     wrapt.register_post_import_hook(_hook_arguments, "megatron.training.arguments")
+    save_process.install()
     for name in SAMPLERS:
         wrapt.register_post_import_hook(_hook_samplers, name)
 
@@ -102,6 +110,7 @@ class TrainingHooks:
         self._flops = 0.0
         self._wandb_run_id = ""
         self._start_wandb: Call | None = None
+        self._saves = AsyncSaves()
 
     def hook_training(self, training: Any) -> None:
         self._training = training
@@ -113,6 +122,7 @@ class TrainingHooks:
             ("checkpoint_and_decide_exit", self.checkpoint_and_decide_exit),
         ):
             wrapt.wrap_function_wrapper(training, name, hook)
+        self._saves.hook(training)
 
     def hook_global_vars(self, global_vars: Any) -> None:
         # Weights & Biases is started once the identity of its run is restored. Nobody asks for it
@@ -129,6 +139,8 @@ class TrainingHooks:
         job, session = self._training.get_args(), self._get_session()
         self._session = session
         self._check(job)
+        if getattr(job, "async_save", False):
+            self._saves.begin(session)
         is_restoring = self._is_generation_newer(job)
         with _without_loading(job) if is_restoring else nullcontext():
             built = wrapped(*args, **kwargs)
@@ -175,7 +187,9 @@ class TrainingHooks:
             self._ledger.write(self._iteration, samples, bound["optimizer"])
         if wrapped(*args, **kwargs):
             return True  # Megatron itself has decided to end
+        self._saves.at_boundary(self._training.maybe_finalize_async_save)
         if self._session.boundary(self._iteration, samples):
+            self._saves.leave()
             _leave(self._training)
         return False
 
@@ -210,7 +224,7 @@ class TrainingHooks:
     def _take(self) -> Json:
         progress = take_progress(self._training.get_args(), self._iteration, self._flops)
         run = {"wandb_run_id": self._wandb_run_id} if self._wandb_run_id else {}
-        return {"progress": progress.to_json(), **run}
+        return {"progress": progress.to_json(), "saves": self._saves.places.run, **run}
 
     def _put(self, saved: Any) -> None:
         from megatron.core.num_microbatches_calculator import update_num_microbatches
@@ -219,6 +233,7 @@ class TrainingHooks:
         put_progress(job, saved["progress"])
         self._iteration, self._flops = job.iteration, job.num_floating_point_operations_so_far
         self._wandb_run_id = saved.get("wandb_run_id", self._wandb_run_id)
+        self._saves.places.run = saved.get("saves", self._saves.places.run)
         # As load_checkpoint() does: else the loop takes a grown batch for a reason to save.
         update_num_microbatches(consumed_samples=job.consumed_train_samples, verbose=True)
 
@@ -257,7 +272,10 @@ def _validate_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
     if CUDA_CONNECTIONS not in os.environ:
         log.info("event=hook %s=1, which tensor parallelism needs", CUDA_CONNECTIONS)
         os.environ[CUDA_CONNECTIONS] = "1"
-    return wrapped(*args, **kwargs)
+    job = wrapped(*args, **kwargs)
+    if getattr(job, "async_save", False):
+        save_process.tie_children()  # the first is started with the process groups
+    return job
 
 
 def _hook_samplers(data_samplers: Any) -> None:

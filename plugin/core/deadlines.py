@@ -69,8 +69,8 @@ TABLE = (
         lambda job: job.build_timeout_s,
     ),
     Deadline(
-        Phase.PREPARING, "a host answered last", "60 s", "the hosts awaited count as lost",
-        lambda job: ANSWER_S,
+        Phase.PREPARING, "a host answered last, or told for what its workers cannot stop yet",
+        "60 s", "the hosts awaited count as lost", lambda job: ANSWER_S,
     ),
     Deadline(
         Phase.DRAINING, "the stop was agreed", "120 s (`drain_timeout_s`)",
@@ -106,4 +106,5 @@ def clock_of(job: Job) -> object:
         return job.phase, job.round, job.stop, job.ahead
     if job.phase is Phase.WAITING:
         return job.phase, tuple(job.hosts)
-    return job.phase, job.round, job.stop, job.awaited, job.progress
+    held = job.held if job.awaited <= job.held.keys() else None  # else somebody is silent
+    return job.phase, job.round, job.stop, job.awaited, job.progress, held

@@ -94,6 +94,18 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A host's workers cannot stop yet: ``what`` must end before, such as a save of the training's
+    own that is in flight. They train on meanwhile. Told again while it lasts, with another
+    ``what``."""
+
+    host: str
+    round: int
+    stop: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class Arrived:
     """Every living worker of this host stands at the stop, and has written nothing."""
 
@@ -235,7 +247,7 @@ class NotSaved:
 
 Event = (
     HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Built | NotBuilt
-    | Prepared | Arrived | Deposited | Judged | Snapshotted | Committed | Stopped | WorkersFailed
-    | Stepped | Progressed | Unhooked | Hooked | Finished | Saved | NotSaved
+    | Prepared | Held | Arrived | Deposited | Judged | Snapshotted | Committed | Stopped
+    | WorkersFailed | Stepped | Progressed | Unhooked | Hooked | Finished | Saved | NotSaved
     | ProofFailed | Resumed
 )  # fmt: skip

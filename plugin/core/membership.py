@@ -177,6 +177,8 @@ class Job:
     wait: Wait = Wait()
     progress: Mapping[str, str] = field(default_factory=dict)
     """What the workers of each host have done last in the present start."""
+    held: Mapping[str, str] = field(default_factory=dict)
+    """What the workers of each host have to end before the proposed stop."""
     changed_at: float | None = None
     withdrawn: int = 0
     """Stops that were taken back since the last change that came about."""

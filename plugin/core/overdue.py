@@ -43,13 +43,13 @@ def _awaited(job: Job) -> str:
     """Say who has not done what."""
     if job.phase is Phase.WAITING:
         return missing(job)
-    hosts = ", ".join(
-        f"{host} ({job.progress.get(host, 'nothing')} so far)"
-        if job.phase is Phase.STARTING
-        else host
-        for host in sorted(job.awaited)
-    )
-    return f"awaited: {hosts}"
+    return f"awaited: {', '.join(_with_progress(job, host) for host in sorted(job.awaited))}"
+
+
+def _with_progress(job: Job, host: str) -> str:
+    if job.phase is Phase.STARTING:
+        return f"{host} ({job.progress.get(host, 'nothing')} so far)"
+    return f"{host} ({job.held[host]})" if host in job.held else host
 
 
 def _not_started(job: Job, waited: float) -> Result:
@@ -72,13 +72,14 @@ def _not_drained(job: Job, waited: float) -> Result:
 
 
 def _silent(job: Job, waited: float) -> Result:
-    others = set(job.hosts) - job.awaited
+    silent = job.awaited - job.held.keys() or job.awaited
+    others = set(job.hosts) - silent
     if not others:
         is_due = waited >= _report_at(job.phase, job.wait.reports)
         return report(job, waited) if is_due else (job, ())
     reason = f"no answer within {waited:.0f} s in phase {job.phase.value}"
     job = replace(job, wait=Wait(job.now))  # said again for those that cannot be done without
-    return job, (Lose(tuple(sorted(job.awaited)), reason),)
+    return job, (Lose(tuple(sorted(silent)), reason),)
 
 
 _CONSEQUENCES: Mapping[Phase, Callable[[Job, float], Result]] = {

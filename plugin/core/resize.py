@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import singledispatch
 
 from scalai.core import events
-from scalai.core.actions import Action, Commit, Release, Report, Say
+from scalai.core.actions import Action, Commit, Release, Report, Say, Withdraw
 from scalai.core.deadlines import clock_of
 from scalai.core.membership import (
     ENDED_BY_A_LOSS,
@@ -35,6 +35,7 @@ from scalai.core.transitions import (
     end,
     fail,
     next_phase,
+    prepare,
     release_leaving,
     save,
     stop_unbuilt,
@@ -221,7 +222,25 @@ def _not_built(event: events.NotBuilt, job: Job) -> Result:
 def _prepared(event: events.Prepared, job: Job) -> Result:
     if job.phase is not Phase.PREPARING or event.stop != job.stop:
         return job, ()
-    return next_phase(replace(answered(job, event.host), newest=max(job.newest, event.newest)))
+    held = {host: what for host, what in job.held.items() if host != event.host}
+    job = replace(answered(job, event.host), held=held)
+    return next_phase(replace(job, newest=max(job.newest, event.newest)))
+
+
+@_on.register
+def _held(event: events.Held, job: Job) -> Result:
+    """What is in flight began before the stop was proposed, or on the way to it; then all ranks
+    stand there with it, and train on to a later one."""
+    if (event.round, event.stop) != (job.round, job.stop):
+        return job, ()
+    if job.phase is Phase.PREPARING:
+        return replace(job, held={**job.held, event.host: event.what}), ()
+    if job.phase is not Phase.DRAINING:
+        return job, ()
+    hosts = tuple(sorted(active(job)))
+    job, actions = prepare(replace(job, newest=max(job.newest, event.stop)))
+    said = Say(f"the stop at step {event.stop} is put off: {event.what}")
+    return job, (Withdraw(hosts), said, *actions)
 
 
 @_on.register

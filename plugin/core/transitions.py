@@ -141,13 +141,13 @@ def without_ahead(job: Job) -> Result:
 def prepare(job: Job) -> Result:
     """Propose a stop, a margin beyond the furthest step that is known."""
     hosts, stop = active(job), job.newest + job.margin
-    job = replace(job, phase=Phase.PREPARING, awaited=hosts, stop=stop)
+    job = replace(job, phase=Phase.PREPARING, awaited=hosts, stop=stop, held={})
     return job, (Prepare(tuple(sorted(hosts)), stop),)
 
 
 def _stop_workers(job: Job, reason: str, *, has_deposited: bool = False) -> Result:
     hosts = active(job)
-    job = replace(job, phase=Phase.STOPPING, awaited=hosts, margin=1)
+    job = replace(job, phase=Phase.STOPPING, awaited=hosts, margin=1, held={})
     if not hosts:
         return _start_round(job)
     return job, (StopWorkers(tuple(sorted(hosts)), reason, has_deposited),)
@@ -359,7 +359,7 @@ def next_phase(job: Job) -> Result:
     if job.phase is Phase.PREPARING:
         hosts = tuple(sorted(active(job)))
         if job.newest < job.stop:
-            job = replace(job, phase=Phase.DRAINING, awaited=frozenset(hosts), margin=1)
+            job = replace(job, phase=Phase.DRAINING, awaited=frozenset(hosts), margin=1, held={})
             return job, (Agree(hosts, job.stop),)
         job, actions = prepare(replace(job, margin=2 * job.margin))
         return job, (Withdraw(hosts), *actions)

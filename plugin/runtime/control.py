@@ -17,7 +17,7 @@ import numpy as np
 from scalai.core.errors import StoreError
 from scalai.store.secure import Folder
 
-STOP, AGREED, FIRST_WORKER = 0, 1, 8
+STOP, AGREED, IN_FLIGHT, LOOKS, WANTED, FIRST_WORKER = 0, 1, 2, 3, 4, 8
 PAGE_BYTES = 4096
 OUT_OF_MEMORY_EXIT = errno.ENOMEM
 """Exit code by which a worker tells its agent that these degrees do not fit into its device."""
@@ -46,7 +46,9 @@ def _make(folder: Folder, name: str) -> int:
 
 
 class ControlPage:
-    """Eight-byte cells: the prepared stop, the agreed stop, and each worker's newest step.
+    """Eight-byte cells: the prepared stop, the agreed stop, the save that is in flight (its
+    iteration and 1), how often the workers looked for it, how much a stop waits for it, and each
+    worker's newest step.
 
     Eight aligned bytes are written at once on every platform that torch supports, and every cell
     has one writer.
@@ -90,6 +92,18 @@ class ControlPage:
         """Agent: forget the prepared stop; whoever waits at it goes on."""
         self._cells[STOP] = 0
 
+    def save_in_flight(self) -> int | None:
+        """Agent: the iteration of the save of the training's own that must end before a stop."""
+        return int(self._cells[IN_FLIGHT]) - 1 if self._cells[IN_FLIGHT] else None
+
+    def save_looks(self) -> int:
+        """Agent: how often the workers have looked whether a save has ended."""
+        return int(self._cells[LOOKS])
+
+    def want_stop(self, urgency: int) -> None:
+        """Agent: how much a stop waits for the save that is in flight, as of ``stop_urgency``."""
+        self._cells[WANTED] = urgency
+
     def newest_step(self, workers: int) -> int:
         """Agent: the highest step that any of the first ``workers`` workers has ended; -1 before
         attach."""
@@ -108,6 +122,16 @@ class ControlPage:
     def report(self, local_rank: int, step: int) -> None:
         """Worker: step ``step`` has ended here."""
         self._cells[FIRST_WORKER + local_rank] = step
+
+    def report_save(self, iteration: int | None) -> None:
+        """The first worker of the host: the oldest save that is in flight; None: none is."""
+        self._cells[IN_FLIGHT] = 0 if iteration is None else iteration + 1
+        self._cells[LOOKS] += 1
+
+    def stop_urgency(self) -> int:
+        """Worker: 0: no stop waits for a save in flight; 1: one does; 2: one was put off before,
+        because another save began on the way to it."""
+        return int(self._cells[WANTED])
 
     def must_stop(self, step: int) -> bool:
         """Worker, after ``report``: wait for the word where a stop is prepared; True to leave

@@ -113,6 +113,7 @@ class Session:
         self._rings: Mapping[torch.device, StagingRing] = {}
         self._is_stopped = False
         self._has_stepped = False
+        self._save_in_flight: int | None = None
         self._snapshot_every = 0
         self._mapped: MappedFile | None = None
         self._agent: Channel | None = None
@@ -148,6 +149,25 @@ class Session:
     def is_stopped(self) -> bool:
         """Whether ``boundary`` has said to leave."""
         return self._is_stopped
+
+    @property
+    def stop_urgency(self) -> int:
+        """How much a change waits until no save is in flight, as this host knows it: 0: none does;
+        1: one does; 2: one was put off before, because another save began on the way to it."""
+        return 0 if self._agent is None else self._page.stop_urgency()
+
+    def note_save(self, iteration: int | None) -> None:
+        """Say which save of the framework's own is in flight; it would end with this process.
+
+        The training goes on, and no stop is come to before the save has ended. Call on every rank
+        alike, with the same value at the same step.
+
+        Args:
+            iteration: Of the oldest one; None: none is.
+        """
+        self._save_in_flight = iteration
+        if self._agent is not None and self._local_rank == 0:
+            self._page.report_save(iteration)
 
     def __enter__(self) -> "Session":
         return self
@@ -286,12 +306,21 @@ class Session:
             )
             self._map_next_deposit()
         self._page.report(self._local_rank, self.step)
-        if self._page.must_stop(self.step) and self._deposit("stop"):
+        if self._page.must_stop(self.step) and self._come_to_stop():
             self._is_stopped = True
         elif self._snapshot_every and self.step % self._snapshot_every == 0:
             self._deposit("snapshot")
             self._map_next_deposit()
         return self._is_stopped
+
+    def _come_to_stop(self) -> bool:
+        """Deposit, and return True to leave. Not with a save in flight, which began on the way to
+        the stop and is there on all ranks alike: that is told, and the stop comes later."""
+        if self._save_in_flight is None:
+            return self._deposit("stop")
+        assert self._agent is not None
+        self._agent.call("stand", rank=self._rank, step=self.step, iteration=self._save_in_flight)
+        return False
 
     def finish(self) -> None:
         """Say that the training has come to its end. The end of the context says it too."""

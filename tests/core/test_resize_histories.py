@@ -168,6 +168,17 @@ class Histories(RuleBasedStateMachine):
     def train(self, steps: int) -> None:
         self.simulation.train(steps)
 
+    @rule(begins=st.booleans())
+    def save(self, begins: bool) -> None:
+        """The training's own save begins, or ends, on all hosts alike."""
+        simulation = self.simulation
+        # Ranks that stand at a stop have begun none.
+        is_free = not any(host.stands for host in simulation.hosts.values())
+        if begins and is_free:
+            simulation.begin_save()
+        elif not begins:
+            simulation.end_save()
+
     @rule()
     def snapshot(self) -> None:
         job = self.simulation.job

@@ -115,6 +115,12 @@ class FakeTraining:
     ) -> bool:
         return self.has_decided
 
+    def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:
+        raise AssertionError("nothing is saved here")
+
+    def save_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("nothing is saved here")
+
     def step(self, iteration: int) -> bool:
         return self.checkpoint_and_decide_exit(None, None, None, iteration, 1e9, {}, None)
 

@@ -34,6 +34,8 @@ class SimulatedHost:
     is_silent: bool = False
     is_done: bool = False
     """Its workers have come to the end of their script."""
+    held: int | None = None
+    """The proposed stop that waits for the save in flight."""
     deposited: tuple[int, int] | None = None
     """Round and step of the stop at which it deposited last."""
 
@@ -78,6 +80,8 @@ class Simulation:
         self.is_replicated = True
         self.exits: list[actions.Exit] = []
         self.cannot_build: set[str] = set()
+        self.is_saving = False
+        """A save of the training's own is in flight: on all hosts, or on none."""
         self.cannot_run: set[int] = set()
         """Worlds in which every script raises before its first step."""
 
@@ -106,7 +110,11 @@ class Simulation:
 
     def blocked(self) -> set[str]:
         """Return the hosts of which no answer can come."""
-        return {n for n, h in self.hosts.items() if h.is_silent or h.is_hung or h.is_done}
+        return {
+            name
+            for name, host in self.hosts.items()
+            if host.is_silent or host.is_hung or host.is_done or host.held is not None
+        }
 
     # ------------------------------------------------------------------ events
 
@@ -146,6 +154,9 @@ class Simulation:
             parts.pop(name, None)
 
     def tick(self, seconds: float = 10.0) -> None:
+        for name, host in sorted(self.hosts.items()):
+            if host.held is not None and not host.is_silent and host.round is not None:
+                self.feed(events.Held(name, host.round, host.held, f"a save at {self.now}"))
         self.now += seconds
         self.feed(events.Ticked(self.now, max((h.step for h in self.hosts.values()), default=0)))
 
@@ -189,8 +200,21 @@ class Simulation:
             self.deliver()
             self.tick(tick_s)
 
+    def begin_save(self) -> None:
+        """The training begins a save that goes on beside it."""
+        self.is_saving = self.job.phase in (*TRAINING, m.Phase.PREPARING, m.Phase.DRAINING)
+
+    def end_save(self) -> None:
+        """It has ended: the stop that waits for it is proposed."""
+        self.is_saving = False
+        for host in self.hosts.values():
+            if host.held is not None and host.round is not None:
+                round, stop, host.held = host.round, host.held, None
+                self.tell((host.name,), lambda h, r=round, s=stop: self.prepare(h, r, s))  # type: ignore[misc]
+
     def heal(self) -> None:
         """Faults stop: what hung goes on."""
+        self.end_save()
         self.cannot_run.clear()
         for name in sorted(self.hosts):
             host = self.hosts.get(name)
@@ -226,7 +250,7 @@ class Simulation:
             case actions.GiveUp():
                 self.tell(tuple(self.hosts), self.give_up)
             case actions.Prepare(hosts, stop):
-                self.tell(hosts, lambda host: events.Prepared(host.name, stop, host.step))
+                self.tell(hosts, lambda host: self.prepare(host, round, stop))
             case actions.Agree(hosts, stop):
                 self.tell(hosts, lambda host: self.agree(host, round, stop))
             case actions.Withdraw(hosts):
@@ -263,23 +287,30 @@ class Simulation:
     def give_up(host: SimulatedHost) -> None:
         host.built = None
 
+    def prepare(self, host: SimulatedHost, round: int, stop: int) -> events.Event:
+        host.held = stop if self.is_saving and host.round == round else None
+        if host.held is not None:
+            return events.Held(host.name, round, stop, "a save")
+        return events.Prepared(host.name, stop, host.step)
+
     def agree(self, host: SimulatedHost, round: int, stop: int) -> events.Event | None:
         assert host.stop is None, "two stops at once"
         host.stop = stop if host.round == round else None
         return self.arrive(host, round)
 
-    @staticmethod
-    def arrive(host: SimulatedHost, round: int | None) -> events.Event | None:
+    def arrive(self, host: SimulatedHost, round: int | None) -> events.Event | None:
         """The workers come to the stop, where there is one and they can."""
         if host.is_hung or host.is_done or host.stop is None or round is None:
             return None
         host.step, host.stands = host.stop, True
+        if self.is_saving:
+            return events.Held(host.name, round, host.stop, "a save that began on the way")
         return events.Arrived(host.name, round, host.stop)
 
     def withdraw(self, host: SimulatedHost) -> None:
         is_deposited = host.stop is not None and host.deposited == (host.round, host.stop)
         assert not is_deposited, "a stop is taken back at which a host has deposited"
-        host.stop, host.stands = None, False
+        host.stop, host.stands, host.held = None, False, None
 
     def deposit(self, host: SimulatedHost, round: int, stop: int) -> events.Event | None:
         if host.round != round:
@@ -321,7 +352,7 @@ class Simulation:
         return events.Committed(host.name, generation)
 
     def stop(self, host: SimulatedHost, round: int) -> events.Event:
-        host.round = host.start = host.stop = None
+        host.round = host.start = host.stop = host.held = None
         host.stands = host.is_hung = host.is_done = False  # whatever hangs is ended
         return events.Stopped(host.name, round, host.step)
 
@@ -332,6 +363,7 @@ class Simulation:
         else:
             assert action.generation == self.covered()[-1].number, "not the newest whole state"
         self.deposits.clear()
+        self.is_saving = False  # it has ended with the workers
         self.abandoned |= {n for n in self.known if n > (action.generation or 0)}
         for number in self.abandoned & set(self.known):
             del self.known[number]

@@ -6,6 +6,7 @@ import queue
 import sys
 from collections.abc import Iterator
 from functools import wraps
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ def install() -> None:
     when_imported("megatron.core.datasets", _helpers_of_the_wheel)
     when_imported("megatron.core.datasets.utils", _no_compilation_of_helpers)
     when_imported("megatron.core.dist_checkpointing.strategies.filesystem_async", _queue_in_process)
+    when_imported("megatron.core.dist_checkpointing.strategies.torch", _saves_of_copies)
+    _never_run_the_script_again()
 
 
 def _initialize_without_cuda(initialize: Any) -> None:
@@ -80,15 +83,46 @@ def _no_compilation_of_helpers(datasets_utils: Any) -> None:
 
 
 def _queue_in_process(filesystem_async: Any) -> None:
-    """A synchronous save needs no process for its queue.
+    """A synchronous save needs no process for its queue."""
+    name = "get_write_results_queue"  # from 0.17 on
+    name = name if hasattr(filesystem_async, name) else f"_{name}"
+    between_processes, within = getattr(filesystem_async, name), queue.Queue[Any]()
 
-    That process would import the script again: 4 s and 200 MB a rank.
-    """
-    results: queue.Queue[Any] = queue.Queue()
+    @wraps(between_processes)
+    def get_queue(*args: Any, **kwargs: Any) -> Any:
+        return between_processes(*args, **kwargs) if _saves_asynchronously() else within
 
-    def get_results_queue(mp_mode: str = "spawn") -> queue.Queue[Any]:
-        return results
+    replace(filesystem_async, **{name: get_queue})
 
-    for name in ("_get_write_results_queue", "get_write_results_queue"):  # up to 0.16, from 0.17 on
-        if hasattr(filesystem_async, name):
-            replace(filesystem_async, **{name: get_results_queue})
+
+def _saves_of_copies(strategies_torch: Any) -> None:
+    """Megatron takes what lies in host memory for a copy of what lies on the device already; here
+    it is the model itself, which the next steps change while it is written."""
+    planner = strategies_torch.MCoreSavePlanner
+    resolve_data = planner.resolve_data
+
+    @wraps(resolve_data)
+    def resolve_copy(self: Any, item: Any) -> Any:
+        data = resolve_data(self, item)
+        is_shared = torch.is_tensor(data) and _saves_asynchronously()
+        return data.detach().clone() if is_shared else data
+
+    replace(planner, resolve_data=resolve_copy)
+
+
+def _saves_asynchronously() -> bool:
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    return bool(getattr(getattr(global_vars, "_GLOBAL_ARGS", None), "async_save", False))
+
+
+def _never_run_the_script_again() -> None:
+    """Python's spawned processes import the script, which imports megatron before it is patched,
+    and takes 4 s and 200 MB a process. What a save's processes run is not the script's."""
+    get_data = spawn.get_preparation_data
+
+    @wraps(get_data)
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        data = get_data(name)
+        return {key: value for key, value in data.items() if not key.startswith("init_main")}
+
+    replace(spawn, get_preparation_data=get_preparation_data)

@@ -1,0 +1,108 @@
+"""The agent's part in a stop that waits for a save of the training's own."""
+
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scalai.launch import stops
+from scalai.launch.round import Round
+from scalai.launch.stops import Stops
+from scalai.runtime.control import ControlPage
+
+ROUND = {"round": 3, "first_rank": 0, "local_world_size": 2}
+
+
+class Agent:
+    """Stops of a host with a control page, as a worker sees it, and what they tell."""
+
+    def __init__(self, path: Path) -> None:
+        self.page = ControlPage(path, create=True)
+        self.page.clear()
+        self.worker = ControlPage(path)
+        self.round = Round(ROUND)
+        crew = SimpleNamespace(page=self.page, newest_step=lambda: self.page.newest_step(2))
+        workforce: Any = SimpleNamespace(round=self.round, crew=crew, have_ended=lambda: False)
+        deposits: Any = SimpleNamespace(withdraw=lambda current: None)
+        self.workforce = workforce
+        self.told: list[tuple[str, Any]] = []
+        self.stops = Stops(
+            workforce, deposits, lambda event, **facts: self.told.append((event, facts)), 9.0
+        )
+
+    def events(self) -> list[str]:
+        return [event for event, _ in self.told]
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
+    monkeypatch.setattr(stops, "HELD_TELL_S", 0.0)
+    return Agent(tmp_path / "page")
+
+
+def test_a_stop_is_proposed_once_no_save_is_in_flight(agent: Agent) -> None:
+    agent.worker.report(0, 7)
+    agent.worker.report_save(4)
+    agent.stops.prepare(8)
+    agent.stops.watch()
+    assert set(agent.events()) == {"held"} and len(agent.told) == 2, "it is told again"
+    assert "iteration 4 is in flight" in agent.told[0][1]["what"]
+    assert not agent.worker.must_stop(10**9) and agent.worker.stop_urgency() == 1
+    agent.worker.report(0, 12)
+    agent.worker.report_save(None)
+    agent.stops.watch()
+    agent.stops.watch()
+    assert agent.events().count("prepared") == 1
+    assert agent.told[-1] == ("prepared", {"stop": 8, "newest": 12})
+    assert not agent.worker.stop_urgency()
+
+
+def test_a_held_stop_that_is_taken_back_or_whose_round_has_ended_is_not_proposed(
+    agent: Agent,
+) -> None:
+    agent.worker.report_save(0)
+    agent.stops.prepare(8)
+    agent.stops.withdraw()
+    assert not agent.worker.stop_urgency()
+    agent.worker.report_save(None)
+    agent.stops.watch()
+    assert agent.events() == ["held"]
+    agent.worker.report_save(0)
+    agent.stops.prepare(8)
+    agent.workforce.round = Round({**ROUND, "round": 4})
+    agent.worker.report_save(None)
+    agent.stops.watch()
+    assert agent.events() == ["held", "held"]
+
+
+def test_workers_that_come_to_a_stop_with_a_save_are_sent_on_and_that_is_told_once(
+    agent: Agent,
+) -> None:
+    agent.stops.prepare(8)
+    agent.stops.agree(8)
+    answers: list[Future[Any]] = [Future(), Future()]
+    for rank, answer in enumerate(answers):
+        agent.stops.stand(agent.round, answer, rank, step=8, iteration=8)
+    assert agent.events() == ["prepared", "held"] and not any(a.done() for a in answers)
+    agent.stops.withdraw()
+    assert all(answer.done() for answer in answers)
+    late: Future[Any] = Future()
+    agent.stops.stand(agent.round, late, 1, step=8, iteration=8)
+    assert late.done(), "its page was read before the stop was taken back"
+    assert agent.events() == ["prepared", "held"] and not agent.worker.stop_urgency()
+    agent.stops.prepare(9)
+    assert agent.events()[-1] == "prepared"
+    assert agent.worker.stop_urgency() == 2, "the next stop may be a step that saves as well"
+
+
+def test_a_leaving_host_waits_for_a_save_as_long_as_somebody_looks_for_it(agent: Agent) -> None:
+    assert not agent.stops.saves
+    agent.worker.report_save(8)
+    assert agent.stops.saves
+    assert not agent.stops.saves, "the workers hang"
+    agent.worker.report_save(8)
+    assert agent.stops.saves
+    agent.worker.report_save(None)
+    assert not agent.stops.saves
