@@ -1,13 +1,15 @@
 """Runs an unmodified pretrain_gpt.py of a Megatron-LM checkout under ``scalai-run``, on the CPU."""
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agents import SCALAI_RUN
@@ -46,7 +48,8 @@ def skip_reason() -> str | None:
 class Job:
     """One elastic job on this machine, with as many ranks as ``nproc`` at first.
 
-    ``script`` lies in the checkout; ``settings`` are lines of ``[resize]``.
+    ``script`` lies in the checkout; ``settings`` are lines of ``[resize]``. A folder that is there
+    already is that of a job which ended: it goes on.
     """
 
     def __init__(
@@ -59,32 +62,36 @@ class Job:
         script: str = "pretrain_gpt.py",
         model: str = MODEL,
         settings: str = "build_timeout_s = 15",
+        environment: Mapping[str, str] = {},
+        launcher_flags: Sequence[str] = (),
     ) -> None:
         assert CHECKOUT is not None
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         self._folder = folder
         self._identity = ["--job", folder.name, "--store-dir", str(folder / "store")]
         table = "\n".join(f'{world} = "{wish}"' for world, wish in degrees.items())
         # The script ends by itself: a slow machine starts the next workers behind its stop.
         text = f"[degrees]\n{table}\n[probe]\nkind = 'none'\n[resize]\n{settings}\n"
         (folder / "elastic.toml").write_text(text)
-        launcher = [str(SCALAI_RUN), *self._identity]
+        launcher = [str(SCALAI_RUN), *self._identity, *launcher_flags]
         elastic = ["--elastic", str(folder / "elastic.toml"), "--nproc-per-node", str(nproc)]
         command = [str(Path(CHECKOUT, script)), *model.split(), *flags]
+        given = {**os.environ, "SCALAI_LEDGER_DIR": str(folder / "ledger"), **environment}
         # Scripts in folders of their own find the package as Megatron-LM's examples say.
-        environment = {
-            **os.environ,
-            "SCALAI_LEDGER_DIR": str(folder / "ledger"),
-            "PYTHONPATH": os.pathsep.join([CHECKOUT, os.environ.get("PYTHONPATH", "")]),
-        }
-        with (folder / "log").open("w") as log:
+        path = os.pathsep.join([CHECKOUT, given.get("PYTHONPATH", "")])
+        with (folder / "log").open("a") as log:
             self._process = subprocess.Popen(
                 [*launcher, *elastic, *command],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**given, "PYTHONPATH": path},
                 cwd=folder,
             )
+
+    @property
+    def pid(self) -> int:
+        """The agent's process."""
+        return self._process.pid
 
     @property
     def log(self) -> str:
@@ -95,12 +102,25 @@ class Job:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until the job has done this step."""
-        deadline = time.monotonic() + DEADLINE_S
         ledger = self._folder / "ledger" / "rank-0.jsonl"
-        while not ledger.is_file() or f'"step": {step},' not in ledger.read_text():
+        self.wait_until(
+            lambda: ledger.is_file() and f'"step": {step},' in ledger.read_text(), f"step {step}"
+        )
+
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait for something to happen while the job runs."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_so():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"step {step} never came:\n{self.log[-6000:]}")
+                pytest.fail(f"{what} never came:\n{self.log[-6000:]}")
             time.sleep(0.2)
+
+    def status(self) -> Mapping[str, Any]:
+        """What a person sees of it."""
+        command = [sys.executable, "-m", "scalai.launch.cli", "status", "--json", *self._identity]
+        shown = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+        found: Mapping[str, Any] = json.loads(shown.stdout)
+        return found
 
     def scale(self, nproc: int, degrees: str | None = None) -> None:
         """Ask for another number of ranks, or for other degrees, as a person does."""
