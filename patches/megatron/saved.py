@@ -65,7 +65,7 @@ class SavedPlaces:
                 "names it; %s stays as it is.", iteration, folder,
             )  # fmt: skip
             return True
-        if folder.is_dir() and any(folder.iterdir()):
+        if any(file.exists() for file in _files(folder)):
             if named == iteration:
                 _name_another(root, iteration)
             log.warning("event=saved_anew iteration=%d what %s held goes", iteration, folder)
@@ -130,6 +130,8 @@ def _name_another(root: Path, iteration: int) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a checkpoint: first those without which it is none."""
+    """Yield the files of a checkpoint, first those without which it is none; what else a person
+    keeps there is not touched."""
     yield from (folder / name for name in LAST_WRITTEN)
-    yield from (path for path in sorted(folder.iterdir()) if path.is_file())
+    yield folder / "common.pt"
+    yield from sorted(folder.glob("*.distcp"))

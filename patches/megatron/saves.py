@@ -127,9 +127,14 @@ class AsyncSaves:
     def leave(self) -> None:
         """End the process that writes, which waits for the next save: no save is in flight, or this
         process fails and what it began counts for nothing."""
-        for process in _persistent_processes(_queue()):
+        queue = _queue()
+        for process in _persistent_processes(queue):
             with suppress(ValueError):  # it was closed
                 process.kill()
+        if queue is not None:
+            queue.async_calls.clear()
+            for caller in _persistent_callers(queue):
+                caller.process = None  # else it waits for it when it is collected
 
     def _wait(self, look: Call) -> None:
         """Wait until no save is in flight on any rank. All ranks do, and look equally often."""
@@ -177,21 +182,23 @@ def _persistent_processes(queue: Any) -> Iterator[Any]:
     """Yield the process that writes this rank's saves one after the other, where there is one."""
     if queue is None:
         return
-    kind = type(queue)
-    strategy = sys.modules[kind.__module__]
-    callers = [
-        getattr(owner, name, None)
-        for owner, name in (
-            (queue, "persistent_caller"),  # nvrx; mcore before 0.17
-            (kind, "_persistent_caller"),
-            (kind, "_warmup_persistent_caller"),
-        )
-    ]
-    processes = [getattr(caller, "process", None) for caller in callers]
+    processes = [caller.process for caller in _persistent_callers(queue)]
     # mcore from 0.17 on: there before the first save.
-    caller_kind = getattr(strategy, "PersistentAsyncCaller", None)
-    processes.append(getattr(caller_kind, "_persistent_process", None))
+    kind = getattr(sys.modules[type(queue).__module__], "PersistentAsyncCaller", None)
+    processes.append(getattr(kind, "_persistent_process", None))
     yield from {id(process): process for process in processes if process is not None}.values()
+
+
+def _persistent_callers(queue: Any) -> Iterator[Any]:
+    """Yield what talks to that process."""
+    for owner, name in (
+        (queue, "persistent_caller"),  # nvrx; mcore before 0.17
+        (type(queue), "_persistent_caller"),
+        (type(queue), "_warmup_persistent_caller"),
+    ):
+        caller = getattr(owner, name, None)
+        if caller is not None:
+            yield caller
 
 
 def _has_written(queue: Any) -> bool:

@@ -1,6 +1,7 @@
 """When the next round's workers may be built beside the present ones."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,3 +57,22 @@ def test_what_is_built_ahead_is_the_first_to_go_when_memory_runs_out(worker: int
     assert adjustment.read_text().strip() == "1000" and before.strip() != "1000"
     offer([worker], is_ahead=False)
     assert adjustment.read_text() == before
+
+
+def test_what_a_worker_has_started_for_its_saves_is_offered_and_taken_back_with_it() -> None:
+    script = "import os; pid = os.fork(); print(os.getpid(), flush=True); input() if pid else None"
+    script = f"import time\n{script}\ntime.sleep(600)"
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        assert process.pid in pids
+        adjustments = [Path(f"/proc/{pid}/oom_score_adj") for pid in pids]
+        before = [path.read_text() for path in adjustments]
+        offer([process.pid], is_ahead=True)
+        assert [path.read_text().strip() for path in adjustments] == ["1000", "1000"]
+        offer([process.pid], is_ahead=False)
+        assert [path.read_text() for path in adjustments] == before
+        os.killpg(process.pid, signal.SIGKILL)

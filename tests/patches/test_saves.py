@@ -211,8 +211,9 @@ def test_what_a_writer_had_written_before_it_died_is_finished(
 
 
 def test_who_leaves_leaves_no_writer(training: Any, queue: FakeQueue) -> None:
+    process = queue.persistent_caller.process
     training.hooks.leave()
-    assert not queue.persistent_caller.process.is_alive()
+    assert not process.is_alive() and queue.persistent_caller.process is None
 
 
 # ---------------------------------------------------------------- what lies in the place of a save
@@ -273,9 +274,11 @@ def test_what_a_kill_has_left_goes_before_it_is_saved_again(
     """Of another layout, there may be files that nobody writes over."""
     assert not places.is_done(job(tmp_path), 8)
     folder = make(tmp_path, 8, is_whole=False)
+    (folder / "notes.txt").write_text("a person's own")
     (tmp_path / TRACKER).write_text("4")
     assert not places.is_done(job(tmp_path), 8)
-    assert not list(folder.iterdir()) and (tmp_path / TRACKER).read_text() == "4"
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    assert (tmp_path / TRACKER).read_text() == "4"
 
 
 @pytest.mark.parametrize(
