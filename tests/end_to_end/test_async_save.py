@@ -49,7 +49,10 @@ class Saving:
             "PYTHONPATH": os.pathsep.join([str(HELD_SAVES), os.environ.get("PYTHONPATH", "")]),
         }
         flags = (*ASYNC, *flags)
-        job = Job(self._folder / name, nproc, DEGREES, flags, environment, launcher)
+        job = Job(
+            self._folder / name, nproc, DEGREES, flags, environment=environment,
+            launcher_flags=launcher,
+        )  # fmt: skip
         self._jobs.append(job)
         return job
 
