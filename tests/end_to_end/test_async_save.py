@@ -142,6 +142,7 @@ def test_a_change_waits_for_a_save_in_flight_and_both_come_about(
             assert found[step].samples_hash == trained[step].samples_hash, step
 
 
+@pytest.mark.campaign
 def test_a_change_comes_about_where_every_step_saves(saving: Saving) -> None:
     saving.gate.unlink()
     job = saving.start("job", 2, "--save", str(saving.root), "--save-interval", "1")
@@ -168,7 +169,9 @@ def kill_writer(job: Job, saving: Saving) -> None:
     os.kill(own[0], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kill", [kill_worker, kill_writer])
+@pytest.mark.parametrize(
+    "kill", [kill_worker, pytest.param(kill_writer, marks=pytest.mark.campaign)]
+)
 def test_a_kill_leaves_no_half_written_save_that_is_named_and_nobody_who_writes_on(
     kill: Callable[[Job, Saving], None], saving: Saving
 ) -> None:
@@ -188,6 +191,7 @@ def test_a_kill_leaves_no_half_written_save_that_is_named_and_nobody_who_writes_
     saving.verify()
 
 
+@pytest.mark.campaign
 def test_a_whole_save_stays_where_the_job_comes_to_its_step_again(saving: Saving) -> None:
     saving.gate.unlink()
     save = ["--save", str(saving.root), "--save-interval", "30"]
@@ -206,6 +210,7 @@ def test_a_whole_save_stays_where_the_job_comes_to_its_step_again(saving: Saving
     assert saving.is_whole(60)
 
 
+@pytest.mark.campaign
 def test_a_killed_agent_takes_what_writes_along_and_the_job_saves_again(saving: Saving) -> None:
     save = ["--save", str(saving.root), "--save-interval", "30"]
     job = saving.start("job", 2, *save)

@@ -71,7 +71,9 @@ def wait_until(is_so: "Iterator[bool]", what: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("kind", ["persistent", "temporal"])
+@pytest.mark.parametrize(
+    "kind", ["persistent", pytest.param("temporal", marks=pytest.mark.campaign)]
+)
 def test_whoever_writes_a_save_ends_with_its_rank(kind: str, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "slow_save.py").write_text(SLOW)
