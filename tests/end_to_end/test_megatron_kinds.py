@@ -84,7 +84,8 @@ KINDS = [
          "--num-virtual-stages-per-pipeline-rank 2"),
     Kind("experts", 4, "tp1 pp1 ep2", "tp1 pp2 ep2", EXPERTS),
     Kind("experts under TP", 4, "tp1 pp1 ep2", "tp2 pp1 ep2", EXPERTS + " --sequence-parallel"),
-    Kind("further tokens", 2, "tp2 pp1", "tp1 pp1", "--mtp-num-layers 1"),
+    Kind("further tokens", 2, "tp2 pp1", "tp1 pp1",
+         "--mtp-num-layers 1 --position-embedding-type rope"),
     Kind("a growing batch", 2, "tp1 pp1", "tp1 pp2", "--rampup-batch-size 4 4 40",
          model=BY_SAMPLES, ends="--train-samples 120"),
     Kind("T5", 2, "tp1 pp1", "tp2 pp1", model=T5, data=masked_text,
@@ -169,7 +170,7 @@ def test_a_job_of_each_kind_changes_as_if_it_had_not(
 def test_what_megatron_saves_beside_a_change_is_resumed_at_other_degrees(
     tmp_path: Path, start: Start
 ) -> None:
-    saving = "--save-interval 5 --ckpt-format torch_dist --use-distributed-optimizer --save"
+    saving = "--save-interval 5 --ckpt-format torch_dist --save"
     kind = Kind("saves", 2, "tp1 pp1", "tp1 pp2", f"{saving} {tmp_path / 'saved'}")
     data = mock_data(tmp_path)
     alone = start("alone", replace(kind, flags=f"{saving} {tmp_path / 'other'}"), data)
@@ -182,7 +183,7 @@ def test_what_megatron_saves_beside_a_change_is_resumed_at_other_degrees(
     tracker = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
     assert int(tracker.read_text()) == STEPS
     tracker.write_text("10")
-    loading = f"--load {tmp_path / 'saved'} --ckpt-format torch_dist --use-distributed-optimizer"
+    loading = f"--load {tmp_path / 'saved'} --ckpt-format torch_dist"
     resumed = start("resumed", replace(kind, first="tp2 pp1", flags=loading), data)
     resumed.finish()
     compare(resumed, alone, kind.tolerance, rounds=1, since=11)
