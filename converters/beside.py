@@ -11,6 +11,7 @@ from typing import Any
 
 from scalai.converters.checkpoint import REPORT, BesideFile, Checkpoint, Target
 from scalai.converters.intake import read_json
+from scalai.converters.torch_archive import check_members
 from scalai.core.errors import ProofError, RefusedError
 from scalai.store.manifest import sync_directory
 
@@ -40,6 +41,7 @@ def write_beside(directory: Path, target: Target) -> dict[str, str]:
 
     Raises:
         ProofError: What was read back is not what was written.
+        RefusedError: One of torch's files is not what its checksums were taken of.
     """
     digests = {file.path: _write(directory / file.path, file) for file in target.beside}
     for folder in sorted({(directory / path).parent for path in digests}):
@@ -69,6 +71,8 @@ def _blocks(file: BesideFile) -> Iterator[bytes]:
         yield file.content or b""
         return
     with open(file.source, "rb") as source:
+        check_members(source, str(file.source))
+        source.seek(0)
         while block := source.read(BLOCK_BYTES):
             yield block
 

@@ -8,7 +8,6 @@ Source: caffe2/serialize/inline_container.cc of torch 2.13; in files of ``torch_
 lies behind the other (torch/distributed/checkpoint/filesystem.py).
 """
 
-import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from pathlib import Path
 
 from scalai.converters.checkpoint import Checkpoint, Placed
 from scalai.converters.forked import map_forked
-from scalai.converters.torch_archive import UNREADABLE, Window, member_begin
+from scalai.converters.zip_members import storages
 from scalai.core.errors import ProofError
+from scalai.store.files import map_file
 
 BLOCK_BYTES = 256 << 10
 MEMBERS = 64
@@ -33,6 +33,55 @@ class Stored:
     begin: int
     size_bytes: int
     crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a checkpoint's files note of the bytes that were read.
+
+    Attributes:
+        records: Storages that have the CRC-32 that was saved with them.
+        records_without: Storages that were saved without one.
+        files_without: Files of formats that have none.
+        is_proven: Whether the fingerprints of all tensors are what the layout, or a conversion
+            beside it, notes.
+    """
+
+    records: int
+    records_without: int
+    files_without: int
+    is_proven: bool
+
+    @property
+    def lacking(self) -> str:
+        """What is not noted, in words; empty where all is."""
+        if self.is_proven:
+            return ""
+        lacking = []
+        if self.records_without:
+            lacking.append(f"{self.records_without} records were saved without a CRC-32")
+        if self.files_without:
+            lacking.append(f"{self.files_without} files are of a format without checksums")
+        return f"{' and '.join(lacking)}: damage in them is not seen" if lacking else ""
+
+    def __str__(self) -> str:
+        said = []
+        if self.records:
+            said.append(f"{self.records} records have the CRC-32 that was saved with them")
+        if self.is_proven:
+            said.append("all tensors have the fingerprints that were noted beside the source")
+        return "; ".join([*said, *filter(None, [self.lacking])])
+
+
+def count_checksums(checkpoint: Checkpoint, *, is_proven: bool) -> Checked:
+    """Return which storages of a checkpoint's files have checksums."""
+    with_one = without = bare = 0
+    for file in {file.path for file in checkpoint.placed.files if file.content is None}:
+        crcs = [member.crc for member in all_storages_in(checkpoint.directory, file)]
+        without += crcs.count(0)
+        with_one += len(crcs) - crcs.count(0)
+        bare += not crcs
+    return Checked(with_one, without, bare, is_proven)
 
 
 def check_checksums(checkpoint: Checkpoint, workers: int) -> int:
@@ -74,23 +123,13 @@ def refuse_damaged(directory: Path, found: Sequence[Stored], *placed: Placed) ->
 
 def storages_in(directory: Path, file: str) -> Iterator[Stored]:
     """Yield the storages of a file that have a checksum; none of one that is not torch's."""
-    with open(directory / file, "rb") as opened:
-        end = opened.seek(0, 2)
-        while end:
-            window = Window(opened, 0, end)
-            try:
-                with zipfile.ZipFile(window) as archive:
-                    members = archive.infolist()
-                    begins = {m.filename: member_begin(window, m) for m in members}
-            except UNREADABLE:
-                return  # of another format, or what was refused where a tensor of it was read
-            for member in members:
-                name = member.filename.partition("/")[2]
-                if member.CRC and name.startswith("data/"):
-                    at = begins[member.filename]
-                    yield Stored(file, name, at, member.file_size, member.CRC)
-            begin = min((member.header_offset for member in members), default=0)
-            end = begin if begin < end else 0
+    return (stored for stored in all_storages_in(directory, file) if stored.crc)
+
+
+def all_storages_in(directory: Path, file: str) -> Iterator[Stored]:
+    """Yield the storages of a file; those that were saved without a checksum have 0."""
+    for member in storages(map_file(directory / file)):
+        yield Stored(file, member.name, member.begin, member.size_bytes, member.crc)
 
 
 def is_damaged(directory: Path, member: Stored) -> bool:

@@ -6,12 +6,11 @@ where a killed one stopped; several hosts share the work as ``parts`` tells.
 """
 
 import hashlib
-import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,37 @@ import numpy.typing as npt
 
 import scalai
 from scalai.converters.beside import BESIDE, beside_bytes, identify, write_beside
-from scalai.converters.checkpoint import REPORT, REPORT_VERSION, Checkpoint, Placed, Target
+from scalai.converters.checkpoint import REPORT_VERSION, Checkpoint, Placed, Target
+from scalai.converters.checksums import Checked
+from scalai.converters.destination import (
+    check_apart,
+    check_free,
+    check_room,
+    complete,
+    finished,
+    partial_of,
+    place_of,
+    publish,
+    writing,
+)
 from scalai.converters.forked import map_forked
-from scalai.converters.journal import Done, Journal
-from scalai.converters.noted import check_report
+from scalai.converters.journal import Done, Journal, Noted
+from scalai.converters.noted import check_report, is_noted
 from scalai.converters.parts import Part, alone, begin, gather, remove_journals
-from scalai.converters.streaming import Job, run_tasks
+from scalai.converters.records import Records, check_records, counted, find_records
+from scalai.converters.streaming import Job, forget_files, run_tasks
 from scalai.converters.verify import check_samples
 from scalai.converters.work import Task, Work, batches, plan_work, unused
 from scalai.core.collection import Collection
-from scalai.core.errors import MemoryShortError, RefusedError, StoreError, UsageError
+from scalai.core.errors import MemoryShortError, ProofError, RefusedError, UsageError
 from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
-from scalai.runtime.at_once import at_once
-from scalai.store.manifest import sync_directory, sync_file
 
 MAX_BUFFER_BYTES = 4 << 20
 MIN_BUFFER_BYTES = 1 << 20
 WORKER_BYTES = 24 << 20
 """Anonymous memory of a worker beside its buffers, after the fork: measured, rounded up."""
+ROW_BYTES, FILE_BYTES = 1400, 2200
+"""Of a piece and of a file in the tables of the process that starts the workers: measured."""
 BUFFERS = 3
 """Buffers of a worker: what is gathered, what is read back, what a fingerprint widens."""
 
@@ -49,10 +61,17 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a run may use: bytes of memory, and processes."""
+    """What a run may use: bytes of memory, and processes. ``table_bytes`` of the memory are of the
+    process that starts the others (``table_bytes_of``)."""
 
     memory_bytes: int
     workers: int
+    table_bytes: int = 0
+
+    @property
+    def least_bytes(self) -> int:
+        """The least memory that does."""
+        return self.table_bytes + self.workers * (WORKER_BYTES + BUFFERS * MIN_BUFFER_BYTES)
 
     @property
     def buffer_bytes(self) -> int:
@@ -61,15 +80,24 @@ class Limits:
         Raises:
             UsageError: Memory is too little for that many workers.
         """
-        each = (self.memory_bytes // self.workers - WORKER_BYTES) // BUFFERS
+        left = self.memory_bytes - self.table_bytes
+        each = (left // self.workers - WORKER_BYTES) // BUFFERS
         if each < MIN_BUFFER_BYTES:
-            least = self.workers * (WORKER_BYTES + BUFFERS * MIN_BUFFER_BYTES)
             raise UsageError(
-                f"--memory of {self.memory_bytes} bytes is too little for {self.workers} workers. "
-                f"Give at least {least}, or fewer --workers."
+                f"--memory of {self.memory_bytes} bytes is too little for {self.workers} workers "
+                f"and {self.table_bytes} bytes of tables. Give at least {self.least_bytes}, or "
+                "fewer --workers."
             )
         # A power of two, so that a little more or less free memory does not undo a started run.
         return min(1 << (each.bit_length() - 1), MAX_BUFFER_BYTES)
+
+
+def table_bytes_of(source: Checkpoint, target: Target) -> int:
+    """Return how much memory it takes to know what lies where, and what has been done: little, but
+    for very many tensors."""
+    rows = len(source.placed.collection) + len(target.placed.collection)
+    files = len(source.placed.files) + len(target.placed.files)
+    return rows * ROW_BYTES + files * FILE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +124,8 @@ def look_ahead(source: Checkpoint, target: Target, limits: Limits) -> tuple[Work
         tensors=len(target.placed.collection.tensors),
         read_bytes=work.size_bytes,
         write_bytes=sum(file.size_bytes for file in target.placed.files) + beside_bytes(target),
-        peak_bytes=limits.workers * (WORKER_BYTES + BUFFERS * limits.buffer_bytes),
+        peak_bytes=limits.table_bytes
+        + limits.workers * (WORKER_BYTES + BUFFERS * limits.buffer_bytes),
         tasks=len(work.tasks),
         files=len(target.placed.files) + len(target.beside),
         unused={kind: len(names) for kind, names in unused(source, target).items()},
@@ -130,84 +159,78 @@ def reshard(
         MemoryShortError: The workers find less memory than ``limits`` says.
     """
     began = time.monotonic()
-    _check_apart(source, destination)
+    forget_files()  # an earlier call of this process may have seen others of these names
+    destination = place_of(destination)
+    check_apart(source, destination)
     if part.is_whole:
-        _check_free(destination, overwrite)
+        check_free(destination, overwrite)
     work, outlook = look_ahead(source, target, limits)
     check_samples(source)
     identity = _identity(source, target, limits.buffer_bytes)
     files = part.files([file.size_bytes for file in target.placed.files])
-    partial = destination.parent / f".{destination.name}.partial"
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    with alone(destination):
-        finished = None if part.is_whole else _finished(destination, identity)
-        if finished is not None:
-            return finished
-        _check_free(destination, overwrite)
-        _check_room(partial, outlook.write_bytes)
-        journal = begin(partial, identity, part)
-    with journal:
-        resumed = len(journal.done)
-        _prepare(partial, target, files)
-        job = Job(work, source.directory, partial)
-        _run(job, files, journal, limits, progress)
+    partial = partial_of(destination)
+    with writing(destination):
+        destination.parent.mkdir(parents=True, exist_ok=True)
         with alone(destination):
-            done = gather(partial, journal, len(work.tasks))
-            if done is None:
-                journal.close()
-                return None
-            rows = _row_fingerprints(done, len(target.placed.collection))
-            report = {
-                **_report(source, target, rows),
-                BESIDE: write_beside(partial, target),
-                "conversion": identity,
-                "bytes": outlook.write_bytes,
-                "seconds": round(time.monotonic() - began, 3),
-                "resumed_tasks": resumed,
-            }
-            if _identity(source, target, limits.buffer_bytes) != identity:
-                raise _changed(source)
-            found = {name: int(text, 16) for name, text in report["fingerprints"].items()}
-            check_report(source, found, limits.workers)
-            _complete(partial, target, rows, report)
-            _publish(partial, destination, overwrite)
-            remove_journals(destination)
+            before = None if part.is_whole else finished(destination, identity)
+            if before is not None:
+                return before
+            check_free(destination, overwrite)
+            check_room(partial, outlook.write_bytes)
+            journal = begin(partial, identity, part)
+        with journal:
+            resumed = len(journal.done)
+            _prepare(partial, target, files)
+            records = find_records(source, work)
+            job = Job(work, source.directory, partial, counted(work, records))
+            _run(job, files, journal, limits, progress)
+            with alone(destination):
+                done = gather(partial, journal, len(work.tasks))
+                if done is None:
+                    journal.close()
+                    return None
+                rows = _row_fingerprints(done, len(target.placed.collection))
+                report = {
+                    **_report(source, target, rows),
+                    BESIDE: write_beside(partial, target),
+                    "conversion": identity,
+                    "bytes": outlook.write_bytes,
+                    "resumed_tasks": resumed,
+                }
+                if _identity(source, target, limits.buffer_bytes) != identity:
+                    raise _changed(source)
+                report["checksums"] = _check_read(source, records, done, report, limits, partial)
+                report["seconds"] = round(time.monotonic() - began, 3)
+                complete(partial, target, rows, report)
+                publish(partial, destination, overwrite)
+                remove_journals(destination)
     return report
 
 
-def _check_apart(source: Checkpoint, destination: Path) -> None:
-    here, there = source.directory.resolve(), destination.resolve()
-    if here.is_relative_to(there) or there.is_relative_to(here):
-        raise UsageError(
-            f"the destination {destination} and the source {source.directory} lie in each other. "
-            "Name another destination."
-        )
+def _check_read(
+    source: Checkpoint,
+    records: Records,
+    done: Done,
+    report: Mapping[str, Any],
+    limits: Limits,
+    partial: Path,
+) -> Mapping[str, int]:
+    """Compare what was read with what the source's files note of it; return what they did.
 
-
-def _check_free(destination: Path, overwrite: bool) -> None:
-    is_taken = destination.exists() and (destination.is_file() or any(destination.iterdir()))
-    if is_taken and not overwrite:
-        raise UsageError(f"{destination} exists. Name another one, or pass --overwrite.")
-
-
-def _finished(destination: Path, identity: str) -> Mapping[str, Any] | None:
-    """Return the report of this very conversion, if another part has finished it already."""
+    Raises:
+        ProofError: It is not what was saved. Then ``partial`` is gone: a file that is copied anew
+            may have the times of the damaged one, and the same command would go on from it.
+    """
+    runs = (run for noted in done.values() for run in noted.runs)
+    prints = {name: int(value, 16) for name, value in report["fingerprints"].items()}
     try:
-        report = json.loads((destination / REPORT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    is_it = isinstance(report, dict) and report.get("conversion") == identity
-    return report if is_it else None
-
-
-def _check_room(partial: Path, needed: int) -> None:
-    have = sum(file.stat().st_blocks * 512 for file in partial.rglob("*") if file.is_file())
-    free = shutil.disk_usage(partial.parent).free
-    if needed - have > free:
-        raise StoreError(
-            f"{partial.parent} has {free} bytes free, and {needed - have} are needed. Make room, "
-            "or name a destination on another disk."
-        )
+        check_records(source, records, runs, limits.workers)
+        check_report(source, prints, limits.workers)
+    except ProofError:
+        shutil.rmtree(partial)
+        raise
+    without = records.unchecked, len(records.bare_files)
+    return asdict(Checked(records.checked, *without, is_noted(source, prints)))
 
 
 def _changed(source: Checkpoint) -> RefusedError:
@@ -268,7 +291,7 @@ def _run(
     done = total - sum(task.size_bytes for task in open_)
     progress(done, total)
 
-    def run(batch: Sequence[Task]) -> dict[int, dict[int, int]]:
+    def run(batch: Sequence[Task]) -> dict[int, Noted]:
         return run_tasks(job, batch)
 
     try:
@@ -292,7 +315,7 @@ def _run(
 def _row_fingerprints(done: Done, rows: int) -> npt.NDArray[np.uint64]:
     totals = [0] * rows
     for task in done.values():
-        for row, value in task.items():
+        for row, value in task.rows.items():
             totals[row] = combine((totals[row], value))
     return np.array(totals, dtype=np.uint64)
 
@@ -320,29 +343,3 @@ def _once(collection: Collection) -> npt.NDArray[np.intp]:
     is_whole = collection.numel() == numel[collection.tensor]
     has_whole = np.bincount(collection.tensor[is_whole], minlength=len(numel)) > 0
     return np.flatnonzero(is_whole | ~has_whole[collection.tensor])
-
-
-def _complete(
-    partial: Path, target: Target, rows: npt.NDArray[np.uint64], report: Mapping[str, Any]
-) -> None:
-    """Write what ends a checkpoint, and bring all to disk."""
-    aside = partial / f".{REPORT}.partial"
-    aside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    os.replace(aside, partial / REPORT)
-    paths = [partial / REPORT, *(partial / file.path for file in target.placed.files)]
-    at_once(sync_file, paths)
-    target.finish(partial, rows)
-    for directory in sorted({(partial / file.path).parent for file in target.placed.files}):
-        sync_directory(directory)
-    sync_directory(partial)
-
-
-def _publish(partial: Path, destination: Path, overwrite: bool) -> None:
-    """Rename the finished directory; what was there before goes last."""
-    replaced = destination.parent / f".{destination.name}.replaced"
-    shutil.rmtree(replaced, ignore_errors=True)
-    if overwrite and destination.exists():
-        os.rename(destination, replaced)
-    os.rename(partial, destination)
-    sync_directory(destination.parent)
-    shutil.rmtree(replaced, ignore_errors=True)

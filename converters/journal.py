@@ -8,7 +8,8 @@ import fcntl
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
 from types import TracebackType
@@ -20,9 +21,19 @@ from scalai.core.fingerprint import VERSION
 NAME = ".scalai-journal"
 """What the names of journals begin with."""
 
-Done = dict[int, dict[int, int]]
-"""By task the fingerprint of what it wrote of each row. The identity of a conversion tells the
-version of fingerprints too: a journal of another one is begun anew."""
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What a task has done: by row of the target the fingerprint of what it wrote, and the
+    checksums of what it read, run by run (``records.Run``)."""
+
+    rows: Mapping[int, int]
+    runs: Sequence[tuple[int, int, int, int]] = ()
+
+
+Done = dict[int, Noted]
+"""By task. The identity of a conversion tells the version of fingerprints too: a journal of another
+one is begun anew."""
 
 
 class Journal:
@@ -61,12 +72,12 @@ class Journal:
     ) -> None:
         self.close()
 
-    def add(self, tasks: Mapping[int, Mapping[int, int]]) -> None:
-        """Note that tasks are on disk, by task the fingerprints of its rows. Blocks until the notes
-        are, too."""
-        for task, rows in tasks.items():
-            self.done[task] = dict(rows)
-            self._write({"task": task, "rows": {str(r): f"{v:016x}" for r, v in rows.items()}})
+    def add(self, tasks: Mapping[int, Noted]) -> None:
+        """Note that tasks are on disk. Blocks until the notes are, too."""
+        for task, noted in tasks.items():
+            self.done[task] = noted
+            rows = {str(row): f"{value:016x}" for row, value in noted.rows.items()}
+            self._write({"task": task, "rows": rows, "runs": noted.runs})
         self._sync()
 
     def close(self) -> None:
@@ -123,7 +134,13 @@ def _parse(text: bytes) -> tuple[str | None, Done, int]:
     if not lines or "identity" not in lines[0]:
         return None, {}, 0
     done = {
-        int(line["task"]): {int(row): int(value, 16) for row, value in line["rows"].items()}
+        int(line["task"]): Noted(
+            {int(row): int(value, 16) for row, value in line["rows"].items()},
+            [
+                (int(file), int(at), int(size), int(crc))
+                for file, at, size, crc in line.get("runs", ())
+            ],
+        )
         for line in lines[1:]
     }
     return str(lines[0]["identity"]), done, end

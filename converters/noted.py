@@ -1,6 +1,6 @@
 """What is noted of a checkpoint's content, by its layout or by the conversion that wrote it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -132,3 +132,12 @@ def _compare(found: Mapping[str, int], noted: Mapping[str, int], where: Path) ->
             f"{', '.join(differing[:5])}. The files were damaged or changed: "
             "use another checkpoint."
         )
+
+
+def is_noted(checkpoint: Checkpoint, names: Iterable[str]) -> bool:
+    """Tell whether the layout, or a conversion beside a checkpoint, notes fingerprints of all these
+    tensors; ``check_report`` compares with them."""
+    known = set(noted_fingerprints(checkpoint)[0])
+    for _, _, noted in _reports(checkpoint.directory):
+        known |= noted.keys()
+    return known - checkpoint.changed >= set(names)

@@ -15,8 +15,11 @@ from io import FileIO
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from scalai.converters.checkpoint import Placed
+from scalai.converters.journal import Noted
+from scalai.converters.records import Run, Runs, run_of
 from scalai.converters.rounding import rounded
 from scalai.converters.work import Task, Unit, Work, copies_into
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
@@ -24,26 +27,38 @@ from scalai.core.errors import ProofError
 from scalai.core.fingerprint import combine, piece_fingerprint
 from scalai.core.region import Box, row_major
 from scalai.runtime.at_once import at_once
-from scalai.store.files import Bits, bits_dtype, box_text, map_file, slices
+from scalai.store.files import (
+    Bits,
+    bits_dtype,
+    box_text,
+    contiguous_chunks,
+    map_file,
+    slices,
+)
 
 OPEN_FILES = 64
 """Source files that a worker keeps open."""
+BLOCK_BYTES = 1 << 20
+"""What is read before its checksum is taken: it is in a core's cache then."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Job:
-    """What all tasks share: the work, where the source lies, where the destination grows."""
+    """What all tasks share: the work, where the source lies, where the destination grows, and of
+    which copies checksums are taken [copies]."""
 
     work: Work
     source: Path
     destination: Path
+    counted: npt.NDArray[np.bool_]
 
 
-def run_tasks(job: Job, tasks: Sequence[Task]) -> dict[int, dict[int, int]]:
+def run_tasks(job: Job, tasks: Sequence[Task]) -> dict[int, Noted]:
     """Copy the units of some tasks, bring them to disk, read them back.
 
     Returns:
-        By task, the fingerprint of what was written of each row.
+        By task, the fingerprint of what was written of each row, and the checksums of what was
+        read.
 
     Raises:
         ProofError: What was read back is not what was read.
@@ -57,19 +72,20 @@ def run_tasks(job: Job, tasks: Sequence[Task]) -> dict[int, dict[int, int]]:
         left = [_copy(job, *pair) for pair in zip(tasks, descriptors, strict=True)]
         _sync(descriptors)
         return {
-            task.number: _read_rows(job, task, descriptor, prints)
-            for task, descriptor, prints in zip(tasks, descriptors, left, strict=True)
+            task.number: Noted(_read_rows(job, task, descriptor, prints), runs)
+            for task, descriptor, (prints, runs) in zip(tasks, descriptors, left, strict=True)
         }
 
 
-def _copy(job: Job, task: Task, descriptor: int) -> list[int]:
-    """Write a task's units; return their fingerprints in the source."""
-    left = []
+def _copy(job: Job, task: Task, descriptor: int) -> tuple[list[int], Sequence[Run]]:
+    """Write a task's units; return their fingerprints in the source, and the checksums of what was
+    read of it."""
+    left, runs = [], Runs(job.counted)
     for unit in task.units:
-        buffer, fingerprint = gather(job.source, job.work, unit)
+        buffer, fingerprint = gather(job.source, job.work, unit, runs)
         left.append(fingerprint)
         _write_all(descriptor, buffer, _begin(job.work.target, unit))
-    return left
+    return left, runs.found
 
 
 def _sync(descriptors: Sequence[int]) -> None:
@@ -123,37 +139,49 @@ def _map(path: Path) -> memoryview:
     return map_file(path)
 
 
-def gather(source: Path, work: Work, unit: Unit) -> tuple[Bits, int]:
+def gather(source: Path, work: Work, unit: Unit, runs: Runs | None = None) -> tuple[Bits, int]:
     """Return the elements of a unit, put together from the source's directory, and their
-    fingerprint. The next call overwrites them."""
+    fingerprint. The next call overwrites them. ``runs``: where checksums of what is read go."""
     tensor, box = work.target.collection.box(unit.row)
     wanted = wanted_box(box, unit)
     buffer = _scratch("gathered", unit, wanted.shape, tensor)
     fingerprints = []
-    for row, part in copies_into(work, unit.row, wanted):
+    for copy, row, part in copies_into(work, unit.row, wanted):
         inside = tuple(low - at for low, at in zip(part.offset, wanted.offset, strict=True))
         values = buffer[slices(Box(inside, part.shape))]
-        _read_into(values, source, work.source, row, part)
+        taken = runs if runs is not None and runs.counts(copy) else None
+        _read_into(values, source, work.source, row, part, taken)
         fingerprints.append(piece_fingerprint(values, part, tensor.shape))
     return buffer, combine(fingerprints)
 
 
-def _read_into(values: Bits, directory: Path, placed: Placed, row: int, part: Box) -> None:
+def _read_into(
+    values: Bits, directory: Path, placed: Placed, row: int, part: Box, runs: Runs | None
+) -> None:
     """Copy a part of a source row. What is one run of bytes at both ends is read without a mapping,
     whose page faults cost more than the copy."""
     view = source_view(directory, placed, row, part)
-    file = placed.files[placed.file[row]]
+    number = int(placed.file[row])
+    file = placed.files[number]
     is_run = view.flags.c_contiguous and values.flags.c_contiguous
     if file.content is not None or placed.is_rounded_at(row) or not is_run:
+        run = run_of(placed, row, part) if runs is not None else None
+        if runs is not None and run is not None:
+            begin, size = run
+            runs.add(number, begin, _map(directory / file.path)[begin : begin + size])
         np.copyto(values, view)
         return
     begin, _ = _place(placed, row, part)
-    _read_all(_open(directory / file.path).fileno(), values, begin)
+    descriptor = _open(directory / file.path).fileno()
+    for block in contiguous_chunks(values, BLOCK_BYTES):
+        _read_all(descriptor, block, begin)
+        if runs is not None:
+            runs.add(number, begin, block)
+        begin += len(block)
 
 
-def _read_all(descriptor: int, values: Bits, begin: int) -> None:
-    """Fill contiguous values from a file."""
-    data = values.reshape(-1).view(np.uint8).data
+def _read_all(descriptor: int, data: memoryview, begin: int) -> None:
+    """Fill memory from a file."""
     while data:
         count = os.preadv(descriptor, [data], begin)
         if not count:
@@ -212,5 +240,5 @@ def _read_back(target: Placed, unit: Unit, descriptor: int) -> int:
     """Return the fingerprint of what lies in the destination's file."""
     tensor, box = target.collection.box(unit.row)
     values = _scratch("read back", unit, unit.block.shape, tensor)
-    _read_all(descriptor, values, _begin(target, unit))
+    _read_all(descriptor, values.reshape(-1).view(np.uint8).data, _begin(target, unit))
     return piece_fingerprint(values, wanted_box(box, unit), tensor.shape)

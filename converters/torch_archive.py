@@ -14,11 +14,11 @@ import sys
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -64,12 +64,16 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file: element ``i`` lies at byte ``begin + sum(i * stride) * item size``."""
+    """A tensor in a file: element ``i`` lies at byte ``begin + sum(i * stride) * item size``.
+
+    ``storage``: in which it lies, as far as a file says.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     stride: Index
     begin: int
+    storage: "Storage | None" = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -86,10 +90,34 @@ class NewTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class Storage:
+    """The bytes in which tensors lie.
+
+    Attributes:
+        path, record: Of the file, and its name there.
+        crc: The CRC-32 of its bytes; 0: none was taken.
+        device: Where it was when it was saved, as ``cuda:1``.
+    """
+
+    path: Path
+    record: str
     dtype: str
     begin: int
     size_bytes: int
+    crc: int
+    device: str
+
+    def check(self, data: memoryview) -> None:
+        """Compare the bytes with their CRC-32, by those of the file.
+
+        Raises:
+            RefusedError: They are others.
+        """
+        if self.crc and zlib.crc32(data[self.begin : self.begin + self.size_bytes]) != self.crc:
+            raise RefusedError(
+                f"{self.path}: {self.record} is not what its CRC-32 was taken of. The file is "
+                "damaged: copy it again, or use another checkpoint."
+            )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -132,6 +160,29 @@ def read_archive(
         ) from error
 
 
+def check_members(file: IO[bytes], name: str) -> None:
+    """Compare all members of a file that is carried as it is with their checksums; a file of
+    another format has none.
+
+    Raises:
+        RefusedError: One differs; ``name`` says of what.
+    """
+    if not zipfile.is_zipfile(file):
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for member in archive.infolist():
+                with archive.open(member) as opened:
+                    if not member.CRC:
+                        continue
+                    while opened.read(1 << 20):
+                        pass
+    except UNREADABLE as error:
+        raise RefusedError(
+            f"{name} is damaged ({error}). Copy it again, or use another checkpoint."
+        ) from error
+
+
 def with_content(value: Any, data: memoryview) -> Any:
     """Return a tree whose tensors have their bytes: for few and small ones.
 
@@ -146,6 +197,8 @@ def with_content(value: Any, data: memoryview) -> Any:
                 f"a tensor of {prod(value.shape) * item} bytes lies where no parameter belongs, "
                 f"and at most {MAX_VALUE_BYTES} are carried as a value."
             )
+        if value.storage is not None:
+            value.storage.check(data)
         strides = [item * step for step in value.stride]
         view: Bits = np.ndarray(value.shape, BITS[item], data, value.begin, strides)
         return NewTensor(value.dtype, value.shape, view.tobytes())
@@ -203,9 +256,9 @@ def _read(window: Window, path: Path, begin: int, trust: bool) -> Any:
                 f"its directory in a file of {window.size_bytes}. Use another checkpoint."
             )
         byteorder = members.get("byteorder")
-        if byteorder is not None and archive.read(byteorder) != b"little":
+        if byteorder is not None and _content(archive, byteorder) != b"little":
             raise RefusedError(f"{path} is big-endian, which is not supported.")
-        version = int(archive.read(members["version"])) if "version" in members else 1
+        version = int(_content(archive, members["version"])) if "version" in members else 1
         if version > MAX_VERSION:
             raise RefusedError(
                 f"{path} is of version {version} of torch's format, and at most {MAX_VERSION} is "
@@ -213,10 +266,10 @@ def _read(window: Window, path: Path, begin: int, trust: bool) -> Any:
             )
         if members["data.pkl"].file_size > MAX_PICKLE_BYTES:
             raise RefusedError(f"{path} has a pickle of {members['data.pkl'].file_size} bytes.")
-        data = archive.read(members["data.pkl"])
+        data = _content(archive, members["data.pkl"])
 
-    def storage(pid: Any) -> _Storage:
-        kind, cls, key, _, numel = pid
+    def storage(pid: Any) -> Storage:
+        kind, cls, key, device, numel = pid
         name = cls.path[1] if isinstance(cls, type) and issubclass(cls, Foreign) else str(cls)
         if kind != "storage" or name not in STORAGE_DTYPES:
             raise RefusedError(f"{path} holds a storage {pid!r} of an unknown kind.")
@@ -229,9 +282,19 @@ def _read(window: Window, path: Path, begin: int, trust: bool) -> Any:
                 f"{path}: storage {key} has {member.file_size} bytes for {numel} elements of "
                 f"{dtype}. Use another checkpoint."
             )
-        return _Storage(dtype, begin + start, member.file_size)
+        return Storage(
+            path, member.filename, dtype, begin + start, member.file_size, member.CRC, str(device)
+        )
 
     return pickles.loads(data, str(path), classes=_REBUILDERS, persistent=storage, trust=trust)
+
+
+def _content(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    """Return a member's bytes, compared with their checksum; 0 is none, of a save without them."""
+    with archive.open(member) as file:
+        if not member.CRC:
+            file._expected_crc = None  # type: ignore[attr-defined]
+        return file.read()
 
 
 def member_begin(window: Window, member: zipfile.ZipInfo) -> int:
@@ -244,7 +307,7 @@ def member_begin(window: Window, member: zipfile.ZipInfo) -> int:
     return member.header_offset + 30 + int(name) + int(extra)
 
 
-def _tensor(storage: _Storage, offset: int, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+def _tensor(storage: Storage, offset: int, shape: Any, stride: Any, *_: Any) -> StoredTensor:
     """Stand in for ``torch._utils._rebuild_tensor_v2``."""
     item = ITEM_BYTES[storage.dtype]
     shape, stride = _sizes(shape), _sizes(stride)
@@ -255,7 +318,7 @@ def _tensor(storage: _Storage, offset: int, shape: Any, stride: Any, *_: Any) ->
         raise RefusedError(
             f"a tensor {list(shape)} reaches beyond its storage of {storage.size_bytes} bytes"
         )
-    return StoredTensor(storage.dtype, shape, stride, storage.begin + offset * item)
+    return StoredTensor(storage.dtype, shape, stride, storage.begin + offset * item, storage)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
@@ -307,11 +370,23 @@ def lay_out_archive(value: Any, name: str = "archive") -> Archive:
     size_bytes = writer.close()
     open_ = [number for number, tensor in enumerate(tensors) if tensor.content is None]
     return Archive(
-        tuple(writer.fixed),
+        tuple(_joined(writer.fixed)),
         tuple(tensors[number] for number in open_),
         tuple(begin[number] for number in open_),
         size_bytes,
     )
+
+
+def _joined(fixed: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    """Yield bytes that lie behind each other as one: a target may have very many small files."""
+    begin, parts, end = 0, [b""], 0
+    for at, data in fixed:
+        if at != end:
+            yield begin, b"".join(parts)
+            begin, parts = at, []
+        parts.append(data)
+        end = at + len(data)
+    yield begin, b"".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

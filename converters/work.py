@@ -94,8 +94,8 @@ def work_between(source: Placed, target: Placed, buffer_bytes: int) -> Work:
     return Work(source, target, copies, first, tuple(_tasks(target, buffer_bytes)))
 
 
-def copies_into(work: Work, row: int, wanted: Box) -> Iterator[tuple[int, Box]]:
-    """Yield (source row, box) of what lies in ``wanted``, a part of a target row's box."""
+def copies_into(work: Work, row: int, wanted: Box) -> Iterator[tuple[int, int, Box]]:
+    """Yield (copy, source row, box) of what lies in ``wanted``, a part of a target row's box."""
     skip = MAX_NDIM - len(wanted.shape)
     copies = work.copies
     for copy in range(int(work.first[row]), int(work.first[row + 1])):
@@ -104,7 +104,7 @@ def copies_into(work: Work, row: int, wanted: Box) -> Iterator[tuple[int, Box]]:
         )
         common = box.intersect(wanted)
         if common is not None:
-            yield int(copies.source_row[copy]), common
+            yield copy, int(copies.source_row[copy]), common
 
 
 def batches(tasks: Sequence[Task], workers: int) -> list[tuple[Task, ...]]:

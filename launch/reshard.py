@@ -15,7 +15,8 @@ from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.between.reference import read_reference
 from scalai.converters.between.translation import INVENTED, LEFT_OUT
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, WriteOptions
-from scalai.converters.engine import Limits, Outlook, look_ahead, reshard
+from scalai.converters.checksums import Checked
+from scalai.converters.engine import Limits, Outlook, look_ahead, reshard, table_bytes_of
 from scalai.converters.hugging_face.carrying import accompanied
 from scalai.converters.layouts import LAYOUTS, layout_named, open_checkpoint
 from scalai.converters.megatron.limits import limits_of
@@ -98,8 +99,11 @@ def run(args: argparse.Namespace) -> int:
     is_split = None if args.optimizer is None else args.optimizer == "distributed"
     target = layout.lay_out(source, WriteOptions(degrees, is_split, reference, cuts))
     target = accompanied(source, target, degrees)
-    memory = parse_size(args.memory) if args.memory else _quarter_of_free()
-    limits = Limits(memory, args.workers)
+    limits = Limits(_quarter_of_free(), args.workers, table_bytes_of(source, target))
+    memory = (
+        parse_size(args.memory) if args.memory else max(limits.memory_bytes, limits.least_bytes)
+    )
+    limits = replace(limits, memory_bytes=memory)
     tell = _tell_json if args.json else _tell
     what = {"layout": found.layout, "path": str(found.directory), "step": found.values.step}
     tell("source", {**what, "degrees": dict(found.values.degrees)})
@@ -124,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
         "seconds": report["seconds"],
         "resumed_tasks": report["resumed_tasks"],
         "proof": "fingerprints at both ends are equal",
+        "source": str(Checked(**report["checksums"])),
     })  # fmt: skip
     return 0
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.between.translation import heads_of, in_our_names, is_in_our_names
 from scalai.converters.checkpoint import Checkpoint, ReadOptions
+from scalai.converters.checksums import count_checksums
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.fused_rows import Heads
+from scalai.converters.noted import is_noted
 from scalai.converters.suspects import find_suspects
 from scalai.converters.verify import compare, verify
 from scalai.core.fingerprint import VERSION
@@ -41,18 +43,20 @@ def run(args: argparse.Namespace) -> int:
     one, *others = _open(args)
     if not others:
         prints = verify(one, args.workers)
+        lacking = count_checksums(one, is_proven=is_noted(one, prints)).lacking
+        notes = [*one.notes, *filter(None, [lacking])]
         warnings = list(find_suspects(one))
         texts = {name: f"{value:016x}" for name, value in sorted(prints.items())}
         if args.json:
             content = {
-                "layout": one.layout, "notes": list(one.notes), "warnings": warnings,
+                "layout": one.layout, "notes": notes, "warnings": warnings,
                 "fingerprint_version": VERSION, "fingerprints": texts,
             }  # fmt: skip
             print(json.dumps(content))
         else:
             print(f"{one.directory} ({one.layout}) is whole: {len(texts)} tensors at step "
                   f"{one.values.step}, replicas and second copies equal.")  # fmt: skip
-            for note in one.notes:
+            for note in notes:
                 print(f"note: {note}")
             for warning in warnings:
                 print(f"warning: {warning}")

@@ -217,6 +217,8 @@ def with_bytes(tensor: StoredTensor, path: Path) -> NewTensor:
             f"and at most {MAX_VALUE_BYTES} are carried. Save it elsewhere."
         )
     bits: npt.NDArray[Any] = np.memmap(path, dtype=np.uint8, mode="r")
+    if tensor.storage is not None:
+        tensor.storage.check(bits.data)
     view: npt.NDArray[Any] = np.ndarray(
         tensor.shape, BITS[item], bits, tensor.begin, [step * item for step in tensor.stride]
     )

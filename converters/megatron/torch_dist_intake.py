@@ -3,6 +3,7 @@
 Source: megatron/core/dist_checkpointing of 0.16.1.
 """
 
+import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from scalai.converters.megatron.common_state import (
     marker_of,
 )
 from scalai.converters.megatron.torch_dist_metadata import Extent, Metadata
-from scalai.converters.torch_archive import MAX_VALUE_BYTES
+from scalai.converters.torch_archive import MAX_VALUE_BYTES, check_members
 from scalai.core.errors import RefusedError
 
 _OWN = (".metadata", "latest_checkpointed_iteration.txt", COMMON_FILE, MARKER, REPORT)
@@ -67,6 +68,7 @@ def read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, by
         with open(directory / extent.file, "rb") as file:
             file.seek(extent.begin)
             found[key] = file.read(extent.size_bytes)
+        check_members(io.BytesIO(found[key]), f"{directory / extent.file}: {key}")
     return found
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-from scalai.converters import engine, forked, verify
+from scalai.converters import engine, forked, records, verify
 from scalai.launch import cli
 
 TIMEOUT_S = 240
@@ -30,7 +30,7 @@ def peak_bytes(*arguments: object) -> int:
 
 
 def main() -> None:
-    for module in (engine, verify):
+    for module in (engine, records, verify):
         module.map_forked = lambda function, items, _: forked.map_forked(function, items, 0)
     peak, has_ended = [0], threading.Event()
 

@@ -15,7 +15,7 @@ from checkpoints import LIMITS, SHAPES, state, write
 
 from scalai.converters import engine
 from scalai.converters.checkpoint import WriteOptions
-from scalai.converters.engine import Limits, reshard
+from scalai.converters.engine import Limits, reshard, table_bytes_of
 from scalai.converters.journal import Journal
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.verify import compare, verify
@@ -28,6 +28,9 @@ def run(*arguments: object) -> int:
     with pytest.raises(SystemExit) as ended:
         cli.main([*map(str, arguments)])
     return int(ended.value.code or 0)
+
+
+MANY = {f"decoder.layers.{layer}.mlp.linear_fc2.bias": (4,) for layer in range(2, 40)}
 
 
 @pytest.mark.parametrize("layout", ["torch_dist", "scalai"])
@@ -96,6 +99,23 @@ def test_too_little_room_is_said_before_anything_is_written(
 def test_memory_that_is_too_little_names_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Give at least"):
         _ = Limits(memory_bytes=1 << 20, workers=1).buffer_bytes
+
+
+def test_the_tables_of_very_many_tensors_count_as_memory(tmp_path: Path) -> None:
+    few, many = (
+        write(tmp_path / name, source=state(shapes=shapes))
+        for name, shapes in (("few", SHAPES), ("many", {**SHAPES, **MANY}))
+    )
+    sizes = [
+        table_bytes_of(source, layout_named("torch_dist").lay_out(source, WriteOptions({})))
+        for source in (few, many)
+    ]
+    rows = 7 * len(MANY)  # a parameter, its moments and its step; in the target it lies twice
+    assert sizes[1] - sizes[0] >= rows * 1400
+    limits = Limits(memory_bytes=64 << 20, workers=1, table_bytes=sizes[0])
+    assert limits.buffer_bytes == 4 << 20
+    with pytest.raises(UsageError, match=r"and 60000000 bytes of tables. Give at least 8\d{7},"):
+        _ = Limits(memory_bytes=64 << 20, workers=1, table_bytes=60_000_000).buffer_bytes
 
 
 BIG = {"embedding.word_embeddings.weight": (2048, 1024), "decoder.final_layernorm.weight": (1024,)}
@@ -221,3 +241,32 @@ def test_a_source_without_hyperparameters_is_refused_with_the_way_out(tmp_path: 
         layout.lay_out(poor, WriteOptions({}))
     target = layout.lay_out(poor, WriteOptions({}, reference=source.values))
     assert any("betas" in note and "--args-from" in note for note in target.notes)
+
+
+@pytest.mark.parametrize("place", ["/proc/nothing-goes-here", "{}/file/new"])
+def test_a_destination_that_cannot_be_written_is_refused_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    write(tmp_path / "source")
+    (tmp_path / "file").write_text("")
+    assert run("reshard", tmp_path / "source", place.format(tmp_path), "--tp", 2) == 3
+    said = capsys.readouterr().err
+    assert "cannot be written" in said and "Name a destination that this user can write" in said
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_destination_that_is_a_link_is_filled_where_it_leads(
+    tmp_path: Path, is_there: bool
+) -> None:
+    write(tmp_path / "source")
+    (tmp_path / "disk").mkdir()
+    if is_there:
+        (tmp_path / "disk" / "place").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "place")
+    assert run("reshard", tmp_path / "source", tmp_path / "link", "--tp", 2) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert run("verify", tmp_path / "source", tmp_path / "link") == 0
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["place"]
+    assert run("reshard", tmp_path / "source", tmp_path / "link") == 2
+    assert run("reshard", tmp_path / "source", tmp_path / "link", "--overwrite") == 0
+    assert run("verify", tmp_path / "source", tmp_path / "link") == 0

@@ -1,11 +1,13 @@
 """A checkpoint that was resharded offline is loaded by megatron-core, and training goes on."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import AFTER, OTHER_SEED, Job, mean_losses
 from resize_case import train_and_deposit
+from rot import ROTS, held, rot
 from worker_pool import WorkerPool
 
 from scalai.converters.checkpoint import ReadOptions, Values, WriteOptions
@@ -125,6 +127,28 @@ def test_buckets_whose_masters_are_not_the_weights_are_not_converted(
     (directory / extent.file).write_bytes(data)
     with pytest.raises(RefusedError, match=r"masters of decoder\.layers\.\d\.self_attention"):
         convert(tmp_path / "saved", tmp_path / "converted", job)
+
+
+@pytest.mark.parametrize("sharding", [FLAT, WHOLE])
+def test_bytes_that_changed_after_the_save_are_found_by_the_conversion(
+    pool: WorkerPool, tmp_path: Path, sharding: str
+) -> None:
+    job = Job(**{**(BUCKETS if sharding == FLAT else {}), **DP2, "precision": "bf16"})
+    save(pool, job, tmp_path / "saved", sharding)
+    for kind in ("param", "main", "exp_avg", "exp_avg_sq"):
+        for name, change in ROTS.items():
+            if (kind, name) == ("param", "stale"):
+                continue  # its numbers are no fp32
+            shutil.copytree(tmp_path / "saved", tmp_path / "rotten")
+            piece = held(open_checkpoint(tmp_path / "rotten"), kind)
+            rot(piece, change)
+            with pytest.raises((ProofError, RefusedError)) as found:
+                convert(tmp_path / "rotten", tmp_path / "new", Job(**TP2, precision="bf16"))
+            if kind.startswith("exp_avg"):
+                assert "are not what their CRC-32 was taken of" in str(found.value), (kind, name)
+                assert piece.path.name in str(found.value) and piece.tensor in str(found.value)
+            assert {path.name for path in tmp_path.iterdir()} == {"saved", "rotten"}
+            shutil.rmtree(tmp_path / "rotten")
 
 
 def test_what_megatron_saved_wrongly_is_not_converted(pool: WorkerPool, tmp_path: Path) -> None:

@@ -1,0 +1,195 @@
+"""Checksums of what a conversion reads: combined from parts, taken once, and of all of it."""
+
+import contextlib
+import io
+import os
+import shutil
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import LIMITS, state, write
+from hypothesis import given
+from hypothesis import strategies as st
+from rot import flip, held, rot, stamp_checksums
+
+from scalai.converters import records
+from scalai.converters.between.vocabulary import repadded
+from scalai.converters.checkpoint import Checkpoint, WriteOptions
+from scalai.converters.checksums import Checked
+from scalai.converters.crc32 import combined
+from scalai.converters.engine import reshard
+from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.parts import Part
+from scalai.converters.torch_archive import check_members, read_archive, with_content
+from scalai.core.errors import ProofError, RefusedError
+from scalai.store.files import map_file
+
+LARGE = {
+    "embedding.word_embeddings.weight": (1024, 512),
+    "decoder.layers.0.self_attention.linear_proj.weight": (512, 1024),
+    "decoder.layers.0.self_attention.linear_qkv.weight": (384, 512),
+    "decoder.final_layernorm.weight": (512,),
+}
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300), st.binary(max_size=3))
+def test_the_checksums_of_parts_give_that_of_the_whole(
+    one: bytes, two: bytes, three: bytes
+) -> None:
+    crc = combined(zlib.crc32(one), zlib.crc32(two), len(two))
+    assert crc == zlib.crc32(one + two)
+    assert combined(crc, zlib.crc32(three), len(three)) == zlib.crc32(one + two + three)
+
+
+def test_the_checksum_of_many_zeros_is_that_of_few_often_combined() -> None:
+    crc, size = zlib.crc32(bytes(1 << 10)), 1 << 10
+    while size < 1 << 26:
+        crc, size = combined(crc, crc, size), 2 * size
+    assert crc == zlib.crc32(bytes(1 << 26))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two tensor-parallel ranks whose storages have checksums."""
+    directory = tmp_path_factory.mktemp("saved")
+    write(directory / "tp2", source=state(shapes=LARGE), tp=2)
+    (directory / "tp2" / "scalai.json").unlink()
+    assert stamp_checksums(directory) > len(LARGE)
+    return directory / "tp2"
+
+
+def convert(source: Checkpoint, directory: Path, part: Part | None = None, **degrees: int) -> Any:
+    target = layout_named("torch_dist").lay_out(source, WriteOptions(degrees))
+    return reshard(source, target, directory, LIMITS, part=part or Part())
+
+
+@pytest.fixture
+def filled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that are read for their checksums alone."""
+    sizes: list[int] = []
+    original = records._crcs
+
+    def crcs(source: Checkpoint, gaps: Sequence[Any]) -> list[int]:
+        sizes.extend(gap[2] for gap in gaps)
+        return original(source, gaps)
+
+    monkeypatch.setattr(records, "_crcs", crcs)
+    return sizes
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_what_is_cut_along_any_axis_is_checked_as_it_is_read(
+    saved: Path, tmp_path: Path, filled: list[int], tp: int
+) -> None:
+    report = convert(open_checkpoint(saved), tmp_path / "new", tp=tp)
+    assert report["checksums"]["records"] > 10
+    assert report["checksums"]["records_without"] == report["checksums"]["files_without"] == 0
+    assert filled == []
+
+
+@pytest.mark.parametrize("kind", ["param", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("tp", [1, 8])
+def test_a_bit_that_changed_anywhere_is_found(
+    saved: Path, tmp_path: Path, tp: int, kind: str
+) -> None:
+    shutil.copytree(saved, tmp_path / "tp2")
+    piece = held(open_checkpoint(tmp_path / "tp2"), kind)
+    rot(piece, flip)
+    with pytest.raises(ProofError, match=f"{piece.path.name}: bytes .*{piece.tensor}.*CRC-32"):
+        convert(open_checkpoint(tmp_path / "tp2"), tmp_path / "new", tp=tp)
+    assert [path.name for path in tmp_path.iterdir()] == ["tp2"]
+
+
+def test_what_nobody_wants_of_a_record_is_read_for_its_checksum(
+    saved: Path, tmp_path: Path, filled: list[int]
+) -> None:
+    """Rows of the vocabulary's padding that a smaller one leaves out."""
+    report = convert(repadded(open_checkpoint(saved), 1000, 1000), tmp_path / "new")
+    assert report["checksums"]["records"] > 10
+    assert sum(filled) == 3 * 24 * 512 * 4
+
+
+def test_parts_of_several_hosts_check_together(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "tp2")
+    source = open_checkpoint(tmp_path / "tp2")
+    assert convert(source, tmp_path / "good", Part(1, 2), tp=4) is None
+    report = convert(source, tmp_path / "good", Part(2, 2), tp=4)
+    assert report["checksums"]["records"] > 10
+    rot(held(source, "exp_avg"), flip)
+    assert convert(source, tmp_path / "bad", Part(1, 2), tp=4) is None
+    with pytest.raises(ProofError, match="CRC-32"):
+        convert(source, tmp_path / "bad", Part(2, 2), tp=4)
+    assert not (tmp_path / "bad").exists() and not (tmp_path / ".bad.partial").exists()
+
+
+def test_a_source_that_was_mended_goes_through_though_its_times_are_the_same(
+    saved: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(saved, tmp_path / "tp2")
+    source = open_checkpoint(tmp_path / "tp2")
+    piece = held(source, "exp_avg")
+    whole = piece.path.read_bytes()
+    rot(piece, flip)
+    times = piece.path.stat()
+    with pytest.raises(ProofError, match="CRC-32"):
+        convert(source, tmp_path / "new", tp=4)
+    piece.path.write_bytes(whole)
+    os.utime(piece.path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert convert(source, tmp_path / "new", tp=4)["resumed_tasks"] == 0
+
+
+def test_files_saved_without_checksums_are_converted_and_it_is_said(
+    saved: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(saved, tmp_path / "tp2")
+    stamp_checksums(tmp_path / "tp2", are_taken=False)
+    report = convert(open_checkpoint(tmp_path / "tp2"), tmp_path / "new", tp=1)
+    assert report["checksums"]["records"] == 0
+    assert report["checksums"]["records_without"] > 10
+    said = str(Checked(**report["checksums"]))
+    assert "were saved without a CRC-32: damage in them is not seen" in said
+
+
+def test_what_a_conversion_wrote_is_checked_by_its_own_proof(saved: Path, tmp_path: Path) -> None:
+    convert(open_checkpoint(saved), tmp_path / "one", tp=1)
+    report = convert(open_checkpoint(tmp_path / "one"), tmp_path / "two", tp=2)
+    said = str(Checked(**report["checksums"]))
+    assert said == "all tensors have the fingerprints that were noted beside the source"
+
+
+def test_torch_files_saved_without_checksums_are_read(tmp_path: Path) -> None:
+    import torch
+
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(5), "b": 3}, tmp_path / "without")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    torch.save({"a": torch.arange(5), "b": 3}, tmp_path / "with")
+    for name in ("without", "with"):
+        path = tmp_path / name
+        content = with_content(read_archive(path), map_file(path))["a"].content
+        assert np.frombuffer(content, np.int64).tolist() == [0, 1, 2, 3, 4]
+        data = path.read_bytes()
+        path.write_bytes(data.replace(content, content[:8] + b"\7" + content[9:]))
+    assert read_archive(tmp_path / "without")["b"] == 3
+    with pytest.raises(RefusedError, match="with: with/data/0 is not what its CRC-32"):
+        with_content(read_archive(tmp_path / "with"), map_file(tmp_path / "with"))
+
+
+def test_what_is_carried_as_it_is_is_compared_with_its_checksums(tmp_path: Path) -> None:
+    import torch
+
+    for is_good in (True, False):
+        file = io.BytesIO()
+        torch.save({"state": torch.arange(5)}, file)
+        data = file.getvalue()
+        content = torch.arange(5).numpy().tobytes()
+        file = io.BytesIO(data if is_good else data.replace(content, content[:-1] + b"\1"))
+        with contextlib.nullcontext() if is_good else pytest.raises(RefusedError, match="Bad CRC"):
+            check_members(file, "rng_state_0.pth")
+    check_members(io.BytesIO(b"a tokenizer"), "tokenizer.model")
