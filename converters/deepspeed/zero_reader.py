@@ -19,6 +19,12 @@ from scalai.converters.deepspeed.flat import Flat, Span, split_each, split_whole
 from scalai.converters.deepspeed.grid import RankState
 from scalai.converters.deepspeed.job import DeepSpeedJob, round_robins
 from scalai.converters.deepspeed.model import ModelStates
+from scalai.converters.deepspeed.rank_marks import (
+    NO_SECOND_COPY,
+    check_devices,
+    check_names,
+    check_padding,
+)
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.collection import ITEM_BYTES, Tensor
 from scalai.core.errors import RefusedError
@@ -80,6 +86,7 @@ def open_rank(files: TagFiles, model: ModelStates, trust: bool) -> "ZeroReader":
             f"{len(optimizers)}. Copy the missing files of the same save, or use another "
             "checkpoint."
         )
+    check_names(directory, dict(zip(files.optimizer, optimizers, strict=True)))
     return ZeroReader(files, model, tuple(optimizers))
 
 
@@ -97,6 +104,7 @@ class ZeroReader:
     def read(self) -> RankState:
         """Return what the rank's files hold. Raises ``RefusedError`` where they do not agree."""
         groups = list(self._groups())
+        notes = [*self._notes(), *self._marks(groups)]
         self.pieces.extend(self.model.pieces())
         for group in groups:
             self._check_steps(group)
@@ -109,7 +117,7 @@ class ZeroReader:
             self.pieces,
             self.twins,
             self._placed_files(),
-            tuple(self._notes()),
+            tuple(notes),
         )
 
     def _path(self, rank: int) -> Path:
@@ -263,6 +271,27 @@ class ZeroReader:
             is_bf16=self.files.is_bf16,
         )
         return job, param_groups
+
+    def _marks(self, groups: Sequence[_Group]) -> Iterator[str]:
+        """Yield what the files leave open about whose they are. Raises ``RefusedError`` where they
+        are of other ranks than their names say."""
+        directory = self.files.directory
+        optimizers = dict(zip(self.files.optimizer, self.optimizers, strict=True))
+        is_told = check_names(directory, optimizers)
+        if not self.files.is_stage_3:
+            return
+        models = dict(zip(self.files.model, self.model.states, strict=True))
+        check_names(directory, models)
+        is_told |= check_devices(directory, models, optimizers)
+        for group in groups:
+            moments = (
+                {key: entry for key, entry in state.items() if _is_flat(entry) and key != MASTERS}
+                for state in group.states
+            )
+            ranks = list(zip(self.files.optimizer, moments, strict=True))
+            check_padding(directory, group.shapes, ranks)
+        if not is_told and len(optimizers) > 1:
+            yield NO_SECOND_COPY
 
     def _notes(self) -> Iterator[str]:
         if not self._inner(0)["state"]:
