@@ -143,6 +143,15 @@ def compare(one: Checkpoint, two: Checkpoint, workers: int) -> Iterator[str]:
             yield f"{name} has pieces that overlap and differ, or the memory is not sound"
 
 
+def equal_tensors(one: Checkpoint, two: Checkpoint, names: Iterable[str], workers: int) -> set[str]:
+    """Return which of the named tensors two checkpoints have alike, byte by byte."""
+    left = {tensor.name: tensor for tensor in one.placed.collection.tensors}
+    right = {tensor.name: tensor for tensor in two.placed.collection.tensors}
+    alike = {name for name in names if name in left and left[name] == right.get(name)}
+    found = _differences(one, two.directory, _only(two.placed, alike), workers)
+    return alike - {difference.tensor for difference in found}
+
+
 def _only(placed: Placed, names: Iterable[str]) -> Placed:
     """Return the rows of the named tensors."""
     wanted = set(names)

@@ -12,6 +12,7 @@ from scalai.converters.checksums import count_checksums
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.fused_rows import Heads
 from scalai.converters.noted import is_noted
+from scalai.converters.repeats import find_repeats
 from scalai.converters.suspects import find_suspects
 from scalai.converters.verify import compare, verify
 from scalai.core.fingerprint import VERSION
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         lacking = count_checksums(one, is_proven=is_noted(one, prints)).lacking
         notes = [*one.notes, *filter(None, [lacking])]
         warnings = list(find_suspects(one))
+        if one.directory.resolve() != args.one.resolve():
+            warnings += find_repeats(one, _options(args), args.workers)
         texts = {name: f"{value:016x}" for name, value in sorted(prints.items())}
         if args.json:
             content = {
@@ -72,10 +75,14 @@ def run(args: argparse.Namespace) -> int:
     return DIFFERS if lines else 0
 
 
+def _options(args: argparse.Namespace) -> ReadOptions:
+    cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
+    return ReadOptions(args.trust_pickle, cuts=cuts)
+
+
 def _open(args: argparse.Namespace) -> list[Checkpoint]:
     """Open A, and B if there is one; with a mapping under our names."""
-    cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
-    options = ReadOptions(args.trust_pickle, cuts=cuts)
+    options = _options(args)
     found = [open_checkpoint(path, options) for path in (args.one, args.two) if path is not None]
     if args.mapping is None:
         return found
