@@ -37,7 +37,7 @@ def scenario(folder: Path, memory: Path) -> None:
                 file.write(b"x" * 4096)
         assert os.statvfs(memory).f_bavail == 0
         agents.scale(nproc=3)
-        made = agents.wait_for_world(3)
+        made = agents.wait_for_all(3)
         log = agents.logs()
         assert "control-2 needs 4096 bytes, but No space left on device" in log, log
         filler.unlink()

@@ -30,7 +30,7 @@ class SharedJob:
         """Return two hosts, a and b, that train on 4 ranks."""
         if self._agents is None:
             self._agents = self._start()
-        self._agents.wait_for_world(4)
+        self._agents.wait_for_all(4)
         return self._agents
 
     def _start(self) -> Agents:
@@ -91,8 +91,7 @@ def test_a_worker_may_die_at_any_place_of_a_resize(agents: Agents, rank: str) ->
 
 def agent_dies(agents: Agents, place: str, host: str, *, with_its_memory: bool) -> None:
     """Kill an agent at a place of a resize; the other host goes on; the agent comes back."""
-    agents.wait_for_world(4)
-    agents.wait_until(lambda: len(agents.lines()) > 5, "some steps")
+    agents.wait_for_all(4)
     before = len(agents.resizes())
     agents.arm(place, host)
     change_degrees(agents)
@@ -100,13 +99,13 @@ def agent_dies(agents: Agents, place: str, host: str, *, with_its_memory: bool) 
     agents.exit_code(host)
     if with_its_memory:
         agents.remove_store(host)
-    agents.wait_for_world(2)
+    agents.wait_for_all(2)
     agents.wait_until(lambda: not agents.workers(host), f"no worker of {host} trains on alone")
     if place not in ("build", "drain"):  # there, others may still need the dead to end a step
         lost = steps_lost(agents)[before:]
         assert not any(lost), f"{place}: {lost}\n{agents.logs()}"
     agents.start(host)
-    agents.wait_for_world(4)
+    agents.wait_for_all(4)
 
 
 def test_a_host_may_die_with_its_memory_in_a_resize(agents: Agents) -> None:

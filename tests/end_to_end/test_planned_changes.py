@@ -18,9 +18,7 @@ def test_hosts_drain_and_join_the_first_one_too_and_no_step_is_lost(tmp_path: Pa
         agents.wait_for_world(2)
         assert agents.exit_code("b") == 0
         agents.start("c")
-        step = agents.wait_for_world(4)
-        # A drain before every rank has stepped would begin again, and make the first step twice.
-        agents.wait_until(lambda: len(agents.resizes()) == 3, "every rank has stepped")
+        step = agents.wait_for_all(4)
         agents.drain("a")
         agents.wait_for_world(2)
         assert agents.exit_code("a") == 0
@@ -44,13 +42,9 @@ def test_training_goes_on_while_the_next_workers_build(tmp_path: Path) -> None:
         begun = agents.lines()[-1]["step"]
         agents.wait_for_step(begun + 5, world=2)
         agents.let_build()
-        agents.wait_for_world(4)
-        # A change before every rank has stepped would stop a round that is starting: no change of
-        # its own, and no build beside the training.
-        agents.wait_until(lambda: len(agents.resizes()) == 2, "every rank has stepped")
+        agents.wait_for_all(4)
         agents.scale(nproc=3)
-        agents.wait_for_world(3)
-        agents.wait_until(lambda: len(agents.resizes()) == 3, "every rank has stepped")
+        agents.wait_for_all(3)
         agents.drain("a")
         agents.drain("b")
         agents.exit_code("b")
@@ -81,7 +75,7 @@ def test_the_job_follows_the_number_of_devices_that_work(tmp_path: Path) -> None
         agents.wait_for_step(3, world=2)
         for count in (1, 2, 1):
             devices.write_text(str(count))
-            agents.wait_for_world(count)
+            agents.wait_for_all(count)
         steps = check_steps(agents.lines())
         assert steps == list(range(1, len(steps) + 1)), "each step is made once"
         assert [report.get("steps_lost", 0) for report in agents.resizes()] in ([0] * 3, [0] * 4)

@@ -219,6 +219,20 @@ class Agents:
         )
         return int(self.lines()[-1]["step"])
 
+    def wait_for_all(self, world: int) -> int:
+        """Wait until every one of ``world`` ranks has made its first step. Returns the newest step.
+
+        A change that comes before begins the round again from the same state: its first step is
+        made twice, and nothing is deposited.
+        """
+
+        def have_stepped() -> bool:
+            reports = self.resizes()
+            return bool(reports) and sum(reports[-1]["workers"].values()) == world
+
+        self.wait_until(have_stepped, f"each of {world} ranks has stepped")
+        return self.wait_for_world(world)
+
     def wait_for_death(self) -> None:
         """Wait until the failpoint has killed its process."""
         self.wait_until((self.folder / "failpoint.reached").exists, "the failpoint is reached")
