@@ -5,7 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scalai.converters.deepspeed.config import autotp_size, stated_stages, step_samples
+from scalai.converters.deepspeed.config import (
+    autotp_size,
+    refuse_fixed,
+    stated_stages,
+    step_samples,
+)
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.converters.megatron.rules import ALLOW_UNTESTED
 from scalai.core.choice import DegreePolicy
@@ -32,7 +37,8 @@ def read_script(
         deepspeed: The DeepSpeed configuration that the script's arguments name; None: none.
 
     Raises:
-        RefusedError: The flags of a Megatron-LM script do not go with changing degrees.
+        RefusedError: The flags of a Megatron-LM script, or DeepSpeed's configuration, do not go
+        with changing degrees.
         UsageError: A value among them is not a number.
     """
     if is_megatron(options.script_args):
@@ -42,6 +48,7 @@ def read_script(
         return ScriptFacts(limits, config.policy(arguments.initial), arguments)
     if deepspeed is None:
         return ScriptFacts(config.model, config.policy())
+    refuse_fixed(deepspeed)
     # The micro-batch of a DeepSpeed job follows from its DP: only the global batch is a limit.
     limits = ModelLimits(global_batch_size=step_samples(deepspeed))
     tp, pp = autotp_size(deepspeed), stated_stages(options.script_args) or 1

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from scalai.core.errors import RefusedError, ScalaiError, StoreError, UsageError
 from scalai.runtime.agent_folder import tell_agent
@@ -47,10 +47,17 @@ def main(arguments: Sequence[str]) -> None:
         if is_elastic:
             # After the path is set: the framework may lie beside the script.
             elastic_worker.install()
-        if is_module:
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(target, run_name="__main__")
+        try:
+            if is_module:
+                runpy.run_module(target, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(target, run_name="__main__")
+        except SystemExit as ending:
+            if not ending.code and (job := _session()) is not None:
+                job.check_end()
+            raise
+        if (job := _session()) is not None:
+            job.finish()
     except (RefusedError, UsageError) as error:
         if not is_elastic or isinstance(error, StoreError):
             raise
@@ -61,9 +68,12 @@ def main(arguments: Sequence[str]) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(OUT_OF_MEMORY_EXIT)
+
+
+def _session() -> Any:
+    """Return the script's session; None: it has none, and torch need not be imported."""
     session = sys.modules.get("scalai.runtime.session")
-    if session is not None and (job := session.current()) is not None:
-        job.finish()
+    return None if session is None else session.current()
 
 
 def _be_refused(error: ScalaiError) -> NoReturn:

@@ -70,6 +70,16 @@ def deepspeed_pool() -> "Iterator[WorkerPool]":
 
 
 @pytest.fixture(scope="session")
+def rounds_pool() -> "Iterator[WorkerPool]":
+    """Three processes that fork the ranks of scripts under the hooks of an elastic job."""
+    from worker_pool import WorkerPool
+
+    workers = WorkerPool(size=3, trainer="rounds_worker")
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="session")
 def compiled_cpu_adam() -> None:
     """DeepSpeed's Adam for the CPU can be used at once."""
     from compiled import compile_op

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scalai.core.errors import UsageError
+from scalai.core.errors import RefusedError, UsageError
 
 BLOCK = "scalai"
 """Top-level key of the elastic configuration. DeepSpeed keeps keys that it does not know."""
@@ -25,6 +25,7 @@ STAGE_FLAGS = ("pipeline-parallel-size", "pipe-parallel-size", "num-stages")
 TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 AUTOTP, AUTOTP_SIZE = "tensor_parallel", "autotp_size"
+SEQUENCE_PARALLEL = "sequence_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,32 @@ class StatedBatch:
 def autotp_size(config: Mapping[str, Any]) -> int:
     """Return the tensor parallelism that a configuration asks of DeepSpeed; 1: none."""
     return int(config.get(AUTOTP, {}).get(AUTOTP_SIZE) or 1)
+
+
+def refuse_fixed(config: Mapping[str, Any]) -> None:
+    """Check that a configuration asks for nothing that keeps a job from changing its ranks.
+
+    Raises:
+        RefusedError: Names all of it.
+    """
+    faults = []
+    size = config.get(SEQUENCE_PARALLEL) or 1
+    if size != 1:
+        faults.append(
+            f"{SEQUENCE_PARALLEL} = {size} (Ulysses): the ranks that share a sequence would change "
+            "with the others. Leave it out"
+        )
+    sampling = (config.get("data_efficiency") or {}).get("data_sampling") or {}
+    if (sampling.get("curriculum_learning") or {}).get("enabled"):
+        faults.append(
+            "data_efficiency.data_sampling.curriculum_learning: how far its sampler is is not "
+            "carried. Leave it out"
+        )
+    if faults:
+        raise RefusedError(
+            f"DeepSpeed's configuration cannot be elastic: {'; '.join(faults)}, or run without "
+            "--elastic."
+        )
 
 
 def step_samples(config: Mapping[str, Any]) -> int | None:

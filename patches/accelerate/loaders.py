@@ -28,11 +28,34 @@ class ShardedBatches(BatchSampler):
     def __init__(
         self, loader: Any, plain: Any, batch_sampler: BatchSampler, feed: Feed, rank: int
     ) -> None:
-        super().__init__(batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last)
         self.plain: Any = plain
         self.batch_sampler = batch_sampler
         self._clock = feed.clocks.add()
         self._loader, self.feed, self._rank = loader, feed, rank
+        super().__init__(batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last)
+
+    # Accelerate asks how many samples all ranks draw, and cuts metrics by it at an epoch's end.
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks that draw, as Accelerate deals to them."""
+        return getattr(self.plain, "num_processes", 1)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether ``batch_size`` is that of all ranks."""
+        return getattr(self.plain, "split_batches", False) and not self.is_elastic
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch: where the engine trains on them, of this round's micro-batch."""
+        if self.is_elastic and self.feed.batches is not None:
+            return self.feed.batches.micro_batch_size
+        return self._stated
+
+    @batch_size.setter
+    def batch_size(self, size: int) -> None:
+        self._stated = size
 
     @property
     def clock(self) -> Clock:
@@ -45,7 +68,7 @@ class ShardedBatches(BatchSampler):
         return (
             feed.batches is not None
             and feed.is_training(self._clock)
-            and feed.is_micro_batch(getattr(self.plain, "batch_size", self.batch_size))
+            and feed.is_micro_batch(getattr(self.plain, "batch_size", self._stated))
         )
 
     @property

@@ -6,9 +6,11 @@ runs the loop from its beginning; epochs that were trained on give no batch.
 Source: accelerate/accelerator.py, 1.15.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,13 +61,17 @@ class LoopHooks:
         self._stepping: dict[int, int] = {}
         """How many ranks step a schedule, by the identity of Accelerate's wrapper."""
         self._accumulates = False
+        engines.beside.schedules.stepped_elsewhere.append(self._schedules)
 
     def hook_accelerator(self, module: Any) -> None:
+        wrapt.wrap_function_wrapper(module, "Accelerator.prepare", self.notice_other_loops)
         wrapt.wrap_function_wrapper(module, "Accelerator._prepare_deepspeed", self.prepare)
         wrapt.wrap_function_wrapper(module, "Accelerator.prepare_data_loader", self.prepare_loader)
         wrapt.wrap_function_wrapper(module, "Accelerator.accumulate", self.accumulate)
         wrapt.wrap_function_wrapper(module, "Accelerator.backward", self.backward)
         wrapt.wrap_function_wrapper(module, "Accelerator.load_state", self.load_state)
+        wrapt.wrap_function_wrapper(module, "Accelerator.save_state", self.save_state)
+        wrapt.wrap_function_wrapper(module, "Accelerator.save_model", self.save_model)
 
     def hook_scheduler(self, module: Any) -> None:
         wrapt.wrap_function_wrapper(module, "AcceleratedScheduler.step", self.step_schedule)
@@ -78,6 +84,21 @@ class LoopHooks:
             put_in_order(loader, self._engines.feed, instance.process_index)
         return loader
 
+    def notice_other_loops(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Say why a loop without DeepSpeed is not elastic."""
+        result = wrapped(*args, **kwargs)
+        is_model = any(isinstance(arg, torch.nn.Module) for arg in args)
+        if is_model and str(instance.distributed_type).rpartition(".")[2] != "DEEPSPEED":
+            self._engines.beside.say(
+                "no_engine",
+                f"Accelerate has built no DeepSpeed engine ({instance.distributed_type}): the job "
+                "runs as it is, and cannot change its ranks. Without `accelerate launch` set "
+                "ACCELERATE_USE_DEEPSPEED=true and ACCELERATE_DEEPSPEED_CONFIG_FILE, or give it a "
+                "DeepSpeedPlugin; cpu=True (--cpu) turns DeepSpeed off: begin with "
+                "accelerate.PartialState(cpu=True) instead",
+            )
+        return result
+
     def prepare(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Build the engine, and have Accelerate accumulate as it does."""
         if self.is_another() or not any(isinstance(arg, torch.nn.Module) for arg in args):
@@ -87,6 +108,7 @@ class LoopHooks:
         if session.facts:
             self._fit(instance, args)
         self._accelerator = instance
+        self._keep_schedule(instance.state.deepspeed_plugin)
         session.register_state("accelerate", self._take, self._put)
         result = wrapped(*args, **kwargs)
         batches = engines.feed.batches
@@ -112,6 +134,21 @@ class LoopHooks:
         config[MICRO] = batches.micro_batch_size
         config[ACCUMULATION] = batches.num_micro_batches
         config[TRAIN] = batches.global_batch_size
+
+    def _keep_schedule(self, plugin: Any) -> None:
+        """Have the engine make the schedule of the first round: what is "auto" in it follows from
+        the number of ranks."""
+        config, told = plugin.deepspeed_config, self._get_session().facts.get("schedule", {})
+        parameters = (config.get("scheduler") or {}).get("params", {})
+        automatic = [name for name, value in parameters.items() if value == "auto"]
+
+        def settle(made: Any) -> None:
+            stated = (made.get("scheduler") or {}).get("params", {})
+            stated.update((name, told[name]) for name in automatic if name in told)
+            kept = {name: stated[name] for name in automatic if name in stated}
+            self._get_session().report_facts(schedule=kept)
+
+        self._engines.settle_config = settle
 
     def accumulate(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Notice that the loop accumulates gradients itself."""
@@ -144,6 +181,31 @@ class LoopHooks:
             else:
                 self._engines.streams = None
         return result
+
+    def save_state(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Save, but not while the script goes through epochs that are over: what it would save
+        under their names, the engine's part left out, is of a later step."""
+        if instance is not self._accelerator or not self._engines.beside.is_behind():
+            return wrapped(*args, **kwargs)
+        given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        log.info("event=save skipped='this was trained on in an earlier round'")
+        names = instance.project_configuration
+        if not names.automatic_checkpoint_naming:
+            return given.get("output_dir")
+        names.iteration += 1  # the next one's name comes out as it would have
+        return str(Path(instance.project_dir, "checkpoints", f"checkpoint_{names.iteration - 1}"))
+
+    def save_model(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """The weights of now do not belong under the name of an epoch that is over."""
+        if instance is self._accelerator and self._engines.beside.is_behind():
+            log.info("event=save skipped='this was trained on in an earlier round'")
+            return None
+        return wrapped(*args, **kwargs)
+
+    def _schedules(self) -> list[Any]:
+        """Return the schedules that Accelerate steps, which ``_take`` carries."""
+        wrappers = self._accelerator._schedulers if self._accelerator is not None else ()
+        return [wrapper.scheduler for wrapper in wrappers]
 
     def _take(self) -> Json:
         """Return where the schedules stand."""

@@ -48,7 +48,7 @@ class Feed:
     Until ``start`` loaders are torch's own, but as long as in the first round. ``is_counting`` says
     whether steps are counted here, and with them what is drawn; ``is_evaluating`` whether what is
     drawn now is not trained on; ``first_dp`` the number of replicas of the first round, None while
-    that is this one.
+    that is this one. ``on_other_pass`` is called where a pass begins that is not trained on.
     """
 
     def __init__(self) -> None:
@@ -59,6 +59,7 @@ class Feed:
         self.is_counting = True
         self.is_evaluating: Callable[[], bool] = lambda: False
         self.first_dp: Callable[[], int | None] = lambda: None
+        self.on_other_pass: Callable[[], None] = lambda: None
         self._declined: dict[str, None] = {}
 
     def start(self, batches: Batches, first: FirstBatches, stated_micro_batch_size: int) -> None:
@@ -162,6 +163,8 @@ class Feed:
         sampler = instance.batch_sampler
         if isinstance(sampler, ElasticBatchSampler) and sampler.skip_consumed_pass():
             return iter(())
+        if not getattr(sampler, "is_elastic", False):
+            self.on_other_pass()
         batches: Iterator[Any] = wrapped(*args, **kwargs)
         return batches
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from scalai.patches.data.clock import Clocks
 from scalai.patches.deepspeed import loading
+from scalai.patches.deepspeed.beside import Beside
 from scalai.patches.deepspeed.checkpoint.agreement import ranks_of
 from scalai.patches.deepspeed.checkpoint.native import Request
 from scalai.patches.deepspeed.checkpoint.progress import (
@@ -51,11 +52,14 @@ class Checkpoints:
         session: This worker's session.
         clocks: How far the data is.
         replay: How far a pipeline's script is.
+        beside: What the script keeps and does beside the engine.
     """
 
-    def __init__(self, engine: Any, session: Renewable, clocks: Clocks, replay: Replay) -> None:
+    def __init__(
+        self, engine: Any, session: Renewable, clocks: Clocks, replay: Replay, beside: Beside
+    ) -> None:
         self._engine, self._session = engine, session
-        self._clocks, self._replay = clocks, replay
+        self._clocks, self._replay, self._beside = clocks, replay, beside
         self._restored_step: int | None = None
         self._told: Json = None
         """Path and client state that the first round was told; None: it did not ask."""
@@ -92,6 +96,7 @@ class Checkpoints:
             engine, self._restored_step = self._engine, None
             self._clocks.put([])
             self._replay.restart()
+            self._beside.loaded()
             self._session.renew(
                 DeepSpeedState(engine), step=engine.global_steps, samples=engine.global_samples
             )
@@ -124,13 +129,15 @@ class Checkpoints:
     def _save(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Save, but not while the script goes through epochs or steps that are over: what it would
         save under their names is of a later step."""
-        if self._clocks.is_replaying or self._replay.is_behind:
+        if self._beside.is_behind():
             log.info("event=save skipped='this was trained on in an earlier round'")
             return True
         result = method(*args, **kwargs)
         given = inspect.signature(method).bind(*args, **kwargs).arguments
         tag = given.get("tag") or f"global_step{self._engine.global_steps}"
-        self._over[_name(Path(given["save_dir"]) / str(tag))] = self._clocks.over()
+        name = _name(Path(given["save_dir"]) / str(tag))
+        self._over[name] = self._clocks.over()
+        self._beside.saves(name)
         for name in list(self._over)[:-REMEMBERED]:
             del self._over[name]
         return result

@@ -76,6 +76,11 @@ class Replay:
 
         engine.train_batch = train_batch
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether a script that counts its own steps comes out at where the training is."""
+        return self._engine is not None
+
     def take(self) -> Json:
         """Return where the script began, and the losses since then."""
         self._fetch()

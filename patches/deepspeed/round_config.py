@@ -18,6 +18,7 @@ from scalai.converters.deepspeed.config import (
     TRAIN,
     StatedBatch,
     read_config,
+    refuse_fixed,
     step_samples,
 )
 from scalai.core.batches import Batches, fit_batches
@@ -76,6 +77,7 @@ def batches_of(config: Mapping[str, Any], order: RoundOrder) -> Batches:
     Raises:
         RefusedError: It cannot be spread so, or the configuration does not say how large it is.
     """
+    refuse_fixed(config)
     if config.get("managed_gradient_accumulation") is False:
         raise RefusedError(
             "managed_gradient_accumulation is false: the script counts its micro-batches itself, "

@@ -22,7 +22,8 @@ import wrapt
 from scalai.converters.deepspeed.config import StatedBatch
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
-from scalai.patches.deepspeed import loaders, mends
+from scalai.patches.deepspeed import loaders, mends, offloading
+from scalai.patches.deepspeed.beside import Beside
 from scalai.patches.deepspeed.engine import randomness
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.deepspeed.round_config import (
@@ -54,8 +55,14 @@ class ElasticSession(Protocol):
     dp: int
     micro_batch_size: int | None
     step: int
+    consumed_samples: int
     facts: Mapping[str, Json]
     settings: Mapping[str, Json]
+    replaying: Callable[[], bool]
+
+    @property
+    def registered(self) -> tuple[str, ...]:
+        """The names of what is carried."""
 
     def report_facts(self, **facts: Json) -> None:
         """Tell what the launcher and later rounds have to know."""
@@ -94,11 +101,13 @@ class EngineHooks:
     Attributes:
         feed: The process's data loaders.
         replay: The steps that a pipeline's script counts.
+        beside: What the script keeps and does beside the engine.
         engine: The engine that takes part; None before it is built.
         keeps_order: Whether the samples of a step are counted here; else a framework around the
         engine does.
         is_due: Whether a step has ended that the job was not told of.
         streams: Random streams that the first step goes on with; None: those that run.
+        settle_config: What a framework around the engine does with the engine's configuration.
     """
 
     _version: str
@@ -107,15 +116,19 @@ class EngineHooks:
         self._get_session = get_session
         self.feed = Feed()
         self.replay = Replay(self.feed.clocks)
+        self.beside = Beside(self.feed.clocks, self.replay)
         self.engine: Any = None
         self.keeps_order = True
         self.is_due = False
         self.streams: Json = None
+        self.settle_config: Callable[[dict[str, Any]], None] = lambda config: None
         self._has_train_mode = False
 
     def hook_deepspeed(self, deepspeed: Any) -> None:
         self._version = deepspeed.__version__
         self.feed.install()
+        self.beside.install()
+        self.feed.on_other_pass = self.beside.evaluates
         self.feed.is_evaluating = self._is_evaluating
         self.feed.first_dp = lambda: self._session.facts.get("first_dp")
         loaders.install(self.feed)
@@ -142,6 +155,7 @@ class EngineHooks:
             )
         is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
         warning = DEEPSPEED.check(self._version, allow_unknown=is_allowed)
+        self.settle_config(config)
         order = self._order(has_mpu=given.get("mpu") is not None)
         stages = stages_of(config, self._session.settings.get("zero_stages", {}))
         refuse_unfit_stages(config, stages, self._session.facts.get("zero_stage"), self._version)
@@ -200,6 +214,8 @@ class EngineHooks:
         engine, each = self.engine, self.engine.gradient_accumulation_steps()
         engine.micro_steps = -(-engine.micro_steps // each) * each
         self.is_due = True
+        if self.keeps_order:
+            self.beside.end_step()
 
     def end_step(self) -> None:
         """The script has done what it does after a step: leave where the job stops here."""
@@ -249,13 +265,19 @@ class EngineHooks:
 
         session, first = self._session, self.feed.first
         assert first is not None
+        if (shared := getattr(engine, "sequence_parallel_size", 1)) != 1:
+            raise RefusedError(
+                f"the engine has sequence_parallel_size {shared} (Ulysses), and the ranks that "
+                "share a sequence would change with the others. Leave it out, or run without "
+                "--elastic."
+            )
         if engine.dp_world_size != session.dp:
             raise RefusedError(
                 f"the engine has {engine.dp_world_size} data-parallel ranks, this round has "
                 f"DP{session.dp} (TP{session.tp}, PP{session.pp}). Build mpu and mesh from "
                 "scalai.elastic().tp and .pp."
             )
-        checkpoints = Checkpoints(engine, session, self.feed.clocks, self.replay)
+        checkpoints = Checkpoints(engine, session, self.feed.clocks, self.replay, self.beside)
         session.report_facts(
             global_batch_size=first.global_batch_size,
             first_micro_batch_size=first.micro_batch_size,
@@ -264,15 +286,19 @@ class EngineHooks:
         )
         session.register_state("data", self.feed.clocks.take, self.feed.clocks.put)
         session.register_state("loaded", checkpoints.take, checkpoints.put)
+        session.register_state("beside", self.beside.take, self.beside.put)
         is_pipeline = _is_pipeline(engine)
         if is_pipeline:
             session.register_state("steps", self.replay.take, self.replay.put)
         self.engine = engine
+        self.beside.start(engine, session)
         is_restored = session.attach(DeepSpeedState(engine))
         if is_restored:
+            self.beside.restored(session.step)
             self.streams = randomness.state(engine)
             loaders.draw_anew(engine)
         checkpoints.install(is_restored=is_restored)
+        offloading.install(engine, session)
         for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
             setattr(engine, name, self._after_a_step(getattr(engine, name)))
         name = "train_batch" if is_pipeline else "step"
@@ -289,6 +315,7 @@ class EngineHooks:
             if not self._is_evaluating() and torch.is_grad_enabled():
                 if self.is_due:
                     self.end_step()
+                self.beside.schedules.begin()
                 self._continue_streams()
             return method(*args, **kwargs)
 

@@ -60,6 +60,8 @@ class TrainerHooks:
         self._prepared: Any = None
         self._saved: Mapping[str, Any] | None = None
         """What the last round has left; None: nothing."""
+        self._trainer: Any = None
+        engines.beside.schedules.stepped_elsewhere.append(self._schedules)
 
     @property
     def has_trainer(self) -> bool:
@@ -142,6 +144,7 @@ class TrainerHooks:
             return wrapped(*args, **kwargs)
         given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
         session = self._get_session()
+        self._trainer = instance
         session.register_state("trainer", lambda: taken(instance), self._put)
         self._engines.keeps_order = False
         self._prepared = instance._prepare_for_training(
@@ -190,6 +193,11 @@ class TrainerHooks:
 
     def _put(self, saved: Any) -> None:
         self._saved = saved
+
+    def _schedules(self) -> list[Any]:
+        """Return the schedule that Trainer steps, which ``taken`` carries."""
+        schedule = getattr(self._trainer, "lr_scheduler", None)
+        return [schedule, getattr(schedule, "scheduler", None)]
 
     def _takes_part(self, trainer: Any) -> bool:
         return self._batches is not None and bool(trainer.is_deepspeed_enabled)

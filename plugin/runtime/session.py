@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from scalai.core.collection import Tensor
-from scalai.core.errors import LayoutError, PeerError, StoreError, UsageError
+from scalai.core.errors import LayoutError, PeerError, RefusedError, StoreError, UsageError
 from scalai.core.region import Piece, row_major, whole
 from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number
 from scalai.runtime.control import ControlPage, control_path
@@ -93,6 +93,7 @@ class Session:
         ``attach`` returns once they have stopped.
         facts: What the job's first workers told by ``report_facts``; empty on a fresh start.
         settings: What the elastic configuration says to a framework's hooks.
+        replaying: What a framework's hooks say for ``is_replaying``.
     """
 
     def __init__(self, **defaults: int) -> None:
@@ -103,6 +104,7 @@ class Session:
         self.is_ahead = False
         self.facts: Mapping[str, Json] = {}
         self.settings: Mapping[str, Json] = {}
+        self.replaying: Callable[[], bool] = lambda: False
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._rank = int(os.environ.get("RANK", "0"))
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -111,6 +113,7 @@ class Session:
         self._state: LiveState | None = None
         self._held: list[Row] = []
         self._rings: Mapping[torch.device, StagingRing] = {}
+        self._restored_step: int | None = None
         self._is_stopped = False
         self._has_stepped = False
         self._save_in_flight: int | None = None
@@ -168,6 +171,17 @@ class Session:
         self._save_in_flight = iteration
         if self._agent is not None and self._local_rank == 0:
             self._page.report_save(iteration)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the script, which runs from its beginning, is in epochs or steps of an earlier
+        round: what it does behind them (evaluate, save, stop early) was done there."""
+        return self.replaying()
+
+    @property
+    def registered(self) -> tuple[str, ...]:
+        """The names of ``register_state``."""
+        return tuple(entry.name for entry in self._registered)
 
     def __enter__(self) -> "Session":
         return self
@@ -323,10 +337,30 @@ class Session:
         return False
 
     def finish(self) -> None:
-        """Say that the training has come to its end. The end of the context says it too."""
+        """Say that the training has come to its end. The end of the context says it too.
+
+        Raises:
+            RefusedError: By ``check_end``.
+        """
+        self.check_end()
         if self._agent is not None and not self._is_stopped:
             self._agent.call("finished", rank=self._rank, step=self.step)
             self._is_stopped = True
+
+    def check_end(self) -> None:
+        """Check, where the script ends, that it has come to where the training is.
+
+        Raises:
+            RefusedError: It has ended in an epoch of an earlier round.
+        """
+        has_stepped = self.step != self._restored_step or self._is_stopped
+        if not has_stepped and self.is_replaying:
+            raise RefusedError(
+                f"the script has ended in an epoch of an earlier round; the training is at step "
+                f"{self.step}. Something of its own has ended it, as early stopping does that "
+                "evaluates those epochs again: do that only where scalai.elastic().is_replaying is "
+                "False, and carry what it keeps by register_state."
+            )
 
     def _deposit(self, reason: str) -> bool:
         """Write what the agent orders. Returns False where the stop was taken back instead: at a
@@ -401,6 +435,7 @@ class Session:
             source["rank_state"].get(self._state.coordinate), source["step"]
         )
         self.step, self.consumed_samples = source["step"], source["consumed_samples"]
+        self._restored_step = self.step
         user_tensors = {slot.tensor.name: slot.buffer for slot, _ in wanted}
         for entry in self._registered:
             tensor = user_tensors.get(f"user/{entry.name}")

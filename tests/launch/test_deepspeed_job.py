@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scalai.core.degrees import Degrees
-from scalai.core.errors import UsageError
+from scalai.core.errors import RefusedError, UsageError
 from scalai.launch.check_elastic import check_elastic
 from scalai.launch.flags import parse_options
 from scalai.launch.job import JobSpec
@@ -108,3 +108,14 @@ def test_the_stage_follows_the_world(read: Read) -> None:
     assert [spec.hook_settings(n)["zero_stage"] for n in (4, 2)] == [1, 3]
     assert spec.hook_settings(4)["zero_stages"] == {"default": 1, "2": 3}, "that may come to be"
     assert read({"scalai": {}}).hook_settings(4)["zero_stage"] is None
+
+
+def test_what_keeps_ranks_from_changing_is_refused_before_the_start(read: Read) -> None:
+    curriculum = {"data_sampling": {"curriculum_learning": {"enabled": True}}}
+    config = {"train_batch_size": 12, "sequence_parallel_size": 2, "data_efficiency": curriculum}
+    spec = read({**config, "scalai": {}})
+    with pytest.raises(RefusedError, match=r"sequence_parallel_size = 2.*curriculum_learning"):
+        check_elastic(spec.options, spec.config, 4, spec.deepspeed)
+    assert not read(config).is_elastic
+    fine = read({"train_batch_size": 12, "sequence_parallel_size": 1, "scalai": {}})
+    assert check_elastic(fine.options, fine.config, 4, fine.deepspeed)

@@ -26,8 +26,8 @@ def refuse_moved(engine: Any, before: Mapping[str, int]) -> None:
     if moved:
         raise RefusedError(
             f"the memory of {', '.join(moved[:3])}{' and others' * (len(moved) > 3)} was replaced "
-            "since the job was attached, so what was deposited is old. Change buffers in place, "
-            "load checkpoints before attach(), and do not use engine.offload_states()."
+            "since the job was attached, so what was deposited is old. Change buffers in place "
+            "and load checkpoints before attach()."
         )
 
 

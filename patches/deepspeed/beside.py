@@ -1,0 +1,225 @@
+"""What a script keeps and does beside the engine: carried where it can be, said where it cannot.
+
+A script of a later round runs from its beginning, through epochs that are over. What it keeps
+itself it makes anew there, and what it does behind an epoch it does again, with the weights of now.
+What of that can be noticed is warned of once, with the line to change.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import wrapt
+
+from scalai.core.errors import RefusedError
+from scalai.patches.data.clock import Clocks
+from scalai.patches.deepspeed.own_schedules import OwnSchedules
+from scalai.patches.deepspeed.replay import Replay
+from scalai.patches.own_state import OwnState
+from scalai.patches.script_frames import script_place
+
+log = logging.getLogger(__name__)
+
+Call = Callable[..., Any]
+
+ASK = "`if not scalai.elastic().is_replaying:`"
+_RESIZED = {
+    "set_train_batch_size": "train_batch_size",
+    "set_train_micro_batch_size": "train_micro_batch_size_per_gpu",
+}
+"""An engine's methods that set a size, and those that tell it."""
+REMEMBERED = 100
+"""How many names of checkpoints are known again."""
+_OURS = frozenset(("data", "loaded", "beside", "steps", "accelerate", "trainer"))
+"""What the hooks register, under names that a script's variables may have, too."""
+_SAVES = ("save_16bit_model", "save_fp16_model")
+_PLANNED = ("total_num_steps", "total_steps")
+"""How DeepSpeed's and torch's schedules call the number of steps that they were made for."""
+
+
+class Told(Protocol):
+    """What is told to the session."""
+
+    replaying: Callable[[], bool]
+    step: int
+
+    @property
+    def registered(self) -> tuple[str, ...]:
+        """The names of what is carried."""
+
+
+class Beside:
+    """What stands beside the engine of one process.
+
+    Args:
+        clocks: How far the data is.
+        replay: How far a pipeline's script is.
+
+    Attributes:
+        schedules: Those of learning rates that the script keeps itself.
+    """
+
+    def __init__(self, clocks: Clocks, replay: Replay) -> None:
+        self._clocks, self._replay = clocks, replay
+        self.schedules = OwnSchedules(self.is_behind)
+        self._engine: Any = None
+        self._session: Told | None = None
+        self._restored_step: int | None = None
+        self._own = OwnState()
+        self._said: set[str] = set()
+        self._saved: dict[str, int] = {}
+        """How often a round before has saved under a name."""
+        self._saved_now: dict[str, int] = {}
+
+    def is_behind(self) -> bool:
+        """Whether what the script does now was done in an earlier round."""
+        is_behind = self._clocks.is_replaying or self._replay.is_behind
+        return self._engine is not None and is_behind
+
+    def install(self) -> None:
+        """Hook what scripts do beside the engine, in torch."""
+        self.schedules.install()
+        wrapt.wrap_function_wrapper(torch, "save", self._save_object)
+
+    def start(self, engine: Any, session: Told) -> None:
+        """Know the engine; before the state is restored into it."""
+        self._engine, self._session = engine, session
+        self.schedules.start(engine)
+        session.replaying = self.is_behind
+        for name, size in _RESIZED.items():
+            if hasattr(engine, name):
+                setattr(engine, name, _refusing(name, getattr(engine, size)))
+        for name in _SAVES:
+            if hasattr(engine, name):
+                setattr(engine, name, self._skipping(getattr(engine, name)))
+
+    def restored(self, step: int) -> None:
+        """The state of an earlier round is in the engine."""
+        self._restored_step = step
+        self.schedules.restored()
+
+    def loaded(self) -> None:
+        """The engine has loaded a checkpoint that is newer."""
+        self._restored_step = None
+        self.schedules.forget()
+
+    def take(self) -> Mapping[str, Any]:
+        saved = {**self._saved, **self._saved_now}
+        newest = dict(list(saved.items())[-REMEMBERED:])
+        return {"schedules": self.schedules.take(), "saved": newest}
+
+    def put(self, saved: Mapping[str, Any]) -> None:
+        self.schedules.put(saved["schedules"])
+        self._saved = dict(saved["saved"])
+
+    def end_step(self) -> None:
+        """An optimizer step has ended, in code that the script has called."""
+        step = self._engine.global_steps
+        if not self._own.is_done and _rank() == 0:
+            self._look(step)
+        if self._restored_step is None:
+            return
+        planned = self._planned_steps()
+        if planned is not None and step > planned:
+            self.say(
+                "beyond_plan",
+                f"step {step}: the schedule was made for {planned} steps, and the script goes on "
+                "behind them: a loop that counts its own steps makes as many in every round. End "
+                "it by engine.global_steps",
+            )
+
+    def saves(self, name: str) -> None:
+        """Notice a checkpoint that the script saves under a name of its own."""
+        self._saved_now[name] = self._saved_now.get(name, 0) + 1
+        if self._saved.get(name) == 1 and self._restored_step is not None:
+            self.say(
+                "saved_again",
+                f"{name} was saved in an earlier round, and is written over at step "
+                f"{self._engine.global_steps}. If a counter of the script's own names it, that "
+                "began anew: name it by engine.global_steps",
+            )
+
+    def evaluates(self) -> None:
+        """Notice a pass that is not trained on."""
+        if self.is_behind():
+            self.say(
+                "evaluated_again",
+                "behind an epoch of an earlier round the script evaluates again, with the weights "
+                f"of now: what it prints or decides there is wrong. Put it under {ASK}",
+            )
+
+    def say(self, event: str, detail: str) -> None:
+        """Warn once, on rank 0, with the script's line."""
+        if event not in self._said and _rank() == 0:
+            self._said.add(event)
+            log.warning("event=%s at=%s detail=%r", event, script_place() or "unknown", detail)
+
+    def _look(self, step: int) -> None:
+        kept = self._own.look(sys._getframe(1), self._engine)
+        assert self._session is not None
+        carried = set(self._session.registered) - _OURS
+        kept = [one for one in kept if one.name.removeprefix("self.") not in carried]
+        if self._replay.counts_steps:
+            kept = [one for one in kept if not one.is_count]
+        if self._restored_step is not None:
+            kept = [one for one in kept if one.is_fresh and self._restored_step > 0]
+        if not kept:
+            return
+        named = ", ".join(f"{one.name} ({one.place})" for one in kept)
+        if self._restored_step is None:
+            self.say(
+                "own_state",
+                f"the script changes with every step: {named}. A change makes them anew: take "
+                "counts from engine.global_steps, and carry the others by "
+                "scalai.elastic().register_state",
+            )
+        else:
+            self.say(
+                "began_anew",
+                f"at step {step} the script counts from 0 since the change: {named}. What they "
+                "name, print or end comes out another one: begin them at engine.global_steps",
+            )
+
+    def _planned_steps(self) -> int | None:
+        for schedule in (self._engine.lr_scheduler, *self.schedules.own()):
+            for name in _PLANNED:
+                if isinstance(planned := getattr(schedule, name, None), int):
+                    return planned
+        return None
+
+    def _save_object(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> Any:
+        if self.is_behind():
+            self.say(
+                "saved_behind",
+                "behind an epoch of an earlier round the script saves again: under that epoch's "
+                f"name it writes what is there now. Put it under {ASK}",
+            )
+        return wrapped(*args, **kwargs)
+
+    def _skipping(self, method: Call) -> Call:
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if self.is_behind():
+                log.info("event=save skipped='this was trained on in an earlier round'")
+                return True
+            return method(*args, **kwargs)
+
+        return save
+
+
+def _refusing(name: str, present: Callable[[], int]) -> Call:
+    def refuse(size: int) -> None:
+        if size != present():
+            raise RefusedError(
+                f"engine.{name}({size}) changes the batch from {present()} while the job trains, "
+                "and how many samples a step has is what an elastic job keeps. State the batch in "
+                "DeepSpeed's configuration, or run without --elastic."
+            )
+
+    return refuse
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

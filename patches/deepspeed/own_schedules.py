@@ -1,0 +1,162 @@
+"""Torch's learning-rate schedules that a script keeps itself, over the optimizer that the engine
+steps: carried, because the learning rates that they have made are.
+
+A script of a later round makes its schedules anew and goes through its epochs again. So their state
+is put back where the training goes on, and what the script steps on the way there is not stepped
+twice.
+
+Source: torch/optim/lr_scheduler.py, 2.13.
+"""
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import wrapt
+from torch.optim import lr_scheduler
+
+from scalai.core.errors import RefusedError
+from scalai.patches.plain import all_live, all_plain
+from scalai.runtime.live import Json
+
+log = logging.getLogger(__name__)
+
+Call = Callable[..., Any]
+
+MAKERS = ("LRScheduler", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
+"""Those whose ``__init__`` does not call another one's of them, or may not."""
+
+
+class OwnSchedules:
+    """The schedules of one process that neither the engine nor a trainer around it steps.
+
+    Args:
+        is_behind: Whether what the script does now was done in an earlier round.
+
+    Attributes:
+        stepped_elsewhere: Return the schedules that something else carries: a trainer's.
+    """
+
+    def __init__(self, is_behind: Callable[[], bool]) -> None:
+        self._is_behind = is_behind
+        self.stepped_elsewhere: list[Callable[[], Iterable[Any]]] = []
+        self._made: list[weakref.ref[Any]] = []
+        self._guarded: set[type] = set()
+        self._engine: Any = None
+        self._saved: Sequence[Mapping[str, Any]] | None = None
+        self._groups: Sequence[Mapping[str, Any]] = ()
+        """What the engine's restored parameter groups say, before the script makes a schedule."""
+        self._has_begun = False
+
+    def install(self) -> None:
+        """Hook torch's schedules, those that are made from now on."""
+        for name in MAKERS:
+            wrapt.wrap_function_wrapper(lr_scheduler, f"{name}.__init__", self._make)
+
+    def start(self, engine: Any) -> None:
+        """Know the engine; before the state is restored into it."""
+        self._engine = engine
+
+    def restored(self) -> None:
+        """Keep what the restored parameter groups say: to make a schedule sets them anew."""
+        self._groups = [_values(group) for group in self._engine.optimizer.param_groups]
+
+    def forget(self) -> None:
+        """The engine has loaded a checkpoint, and the script does with its schedules as it says."""
+        self._saved, self._groups = None, ()
+
+    def take(self) -> Json:
+        """Return where the schedules stand; None: no step was made yet."""
+        if not self._has_begun:
+            return self._saved
+        return [
+            {
+                "kind": type(schedule).__name__,
+                "state": all_plain(schedule.state_dict(), type(schedule).__name__),
+            }
+            for schedule in self.own()
+        ]
+
+    def put(self, saved: Any) -> None:
+        self._saved = saved
+
+    def begin(self) -> None:
+        """Go on, at the first step of this round, where the last one has left the schedules.
+
+        Raises:
+            RefusedError: A schedule's state is nothing that can be carried, or the script has made
+            others than it had.
+        """
+        if self._has_begun:
+            return
+        self._has_begun = True
+        saved, self._saved = self._saved, None
+        if saved is None:
+            self.take()  # refuses here what it would refuse at a change
+            return
+        own = list(self.own())
+        kinds = [type(schedule).__name__ for schedule in own]
+        had = [told["kind"] for told in saved]
+        if kinds[: len(had)] != had:
+            raise RefusedError(
+                f"the script keeps learning-rate schedules over the engine's optimizer: {had} when "
+                f"the state was taken, {kinds or 'none'} before the first step of this round. Make "
+                "the same ones, in the same order, before the training loop."
+            )
+        for told, schedule in zip(saved, own, strict=False):
+            schedule.load_state_dict(all_live(told["state"]))
+        if had and self._groups:
+            for group, values in zip(
+                self._engine.optimizer.param_groups, self._groups, strict=True
+            ):
+                group.update(values)
+
+    def _make(self, wrapped: Call, instance: Any, args: Any, kwargs: Any) -> None:
+        wrapped(*args, **kwargs)
+        if all(made() is not instance for made in self._made):
+            self._made = [made for made in self._made if made() is not None]
+            self._made.append(weakref.ref(instance))
+            self._guard(type(instance))
+
+    def _guard(self, kind: type) -> None:
+        """Have the ``step`` of a class do nothing while the script is behind."""
+        owner = next(base for base in kind.__mro__ if "step" in vars(base))
+        if owner in self._guarded:
+            return
+        self._guarded.add(owner)
+        plain = vars(owner)["step"]
+        schedules = self
+
+        @functools.wraps(plain)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            is_again = schedules._engine is not None and schedules._is_behind()
+            if is_again and any(own is self for own in schedules.own()):
+                return None  # stepped in an earlier round
+            return plain(self, *args, **kwargs)
+
+        owner.step = step  # type: ignore[attr-defined]
+
+    def own(self) -> Iterator[Any]:
+        """Yield the schedules over the engine's parameter groups that nothing else carries, but for
+        those that are parts of one."""
+        made = [schedule for of in self._made if (schedule := of()) is not None]
+        others = [part for schedule in made for part in getattr(schedule, "_schedulers", ())]
+        others += [self._engine.lr_scheduler]
+        others += [schedule for told in self.stepped_elsewhere for schedule in told()]
+        carried = {id(schedule) for schedule in others}
+        groups = {id(group) for group in self._engine.optimizer.param_groups}
+        for schedule in made:
+            over = getattr(schedule.optimizer, "param_groups", ())
+            if id(schedule) not in carried and any(id(group) in groups for group in over):
+                yield schedule
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }

@@ -1,0 +1,386 @@
+"""Training scripts as people write them: they know nothing of Scalai. What they note is for the
+tests."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from rounds_worker import note
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+SAMPLES, WIDTH, CLASSES, MICRO_BATCH = 24, 6, 4, 3
+CONFIG = {
+    "train_batch_size": 6,
+    "train_micro_batch_size_per_gpu": 3,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+    "steps_per_print": 10**9,
+}
+"""Four steps an epoch."""
+
+
+class Rows(Dataset[Any]):
+    """Rows of noise with a class each, and their numbers."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.rows = torch.randn(samples, WIDTH, generator=generator)
+        self.classes = torch.randint(CLASSES, (samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index], self.classes[index], index
+
+
+def build_model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    layers = torch.nn.Linear(WIDTH, 10), torch.nn.Tanh(), torch.nn.Linear(10, CLASSES)
+    return torch.nn.Sequential(*layers)
+
+
+def loss_of(engine: Any, rows: Any, classes: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(engine(rows), classes)
+
+
+def loaders() -> tuple[Any, Any]:
+    """Return a loader for training and its sampler."""
+    data = Rows()
+    sampler: Any = DistributedSampler(data)
+    return DataLoader(data, MICRO_BATCH, sampler=sampler), sampler
+
+
+def steps_of(engine: Any, loader: Any) -> Iterator[tuple[float, float]]:
+    """Train an epoch; yield each step's learning rate and loss."""
+    losses = []
+    for rows, classes, _ in loader:
+        loss = loss_of(engine, rows, classes)
+        engine.backward(loss)
+        losses.append(loss.detach())
+        rate = engine.optimizer.param_groups[0]["lr"]
+        is_whole = engine.is_gradient_accumulation_boundary()
+        engine.step()
+        if is_whole:
+            total = torch.stack(losses).mean()
+            torch.distributed.all_reduce(total)
+            yield rate, float(total) / torch.distributed.get_world_size()
+            losses.clear()
+
+
+def evaluates(samples: int, micro_batch: int, epochs: int, config: dict[str, Any]) -> None:
+    """A loop on Accelerate that measures on an evaluation set behind each epoch."""
+    accelerator = accelerator_of(config)
+    model: Any = build_model()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader: Any = DataLoader(Rows(), 2, shuffle=True)
+    evaluated: Any = DataLoader(Rows(samples), micro_batch)
+    model, optimizer, loader, evaluated = accelerator.prepare(model, optimizer, loader, evaluated)
+    for epoch in range(epochs):
+        model.train()
+        for rows, classes, _ in loader:
+            accelerator.backward(loss_of(model, rows, classes))
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        seen: list[int] = []
+        for rows, _, numbers in evaluated:
+            with torch.no_grad():
+                model(rows)
+            seen += accelerator.gather_for_metrics(numbers).tolist()
+        note(epoch=epoch, step=model.global_steps, seen=seen)
+
+
+def build_engine(model: torch.nn.Module, optimizer: Any = None, **more: Any) -> Any:
+    config = {**CONFIG, **more}
+    if optimizer is not None:
+        del config["optimizer"]
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, model_parameters=model.parameters()
+    )
+    return engine
+
+
+SCHEDULES: dict[str, Any] = {
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda at: (at + 1) / 20),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=30),
+    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 3), torch.optim.lr_scheduler.StepLR(o, 2)],
+        [3],
+    ),
+    "none of ours": lambda o: torch.optim.lr_scheduler.LambdaLR(o, _Unplain()),
+}
+
+
+class _Unplain:
+    """A learning rate's function with a state that no text holds."""
+
+    def __init__(self) -> None:
+        self.seen = {1, 2}
+
+    def __call__(self, at: int) -> float:
+        return 1.0
+
+
+def keeps_schedule(kind: str, is_before: bool, is_each_step: bool, epochs: int) -> None:
+    """A torch loop that steps a schedule itself, each step or each epoch."""
+    deepspeed.init_distributed()
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = SCHEDULES[kind](optimizer) if is_before else None
+    engine = build_engine(model, optimizer)
+    if schedule is None:
+        schedule = SCHEDULES[kind](optimizer)
+    told = (3.0,) if kind == "ReduceLROnPlateau" else ()
+    loader, sampler = loaders()
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for rate, _ in steps_of(engine, loader):
+            note(step=engine.global_steps, rate=rate)
+            if is_each_step:
+                schedule.step(*told)
+        if not is_each_step:
+            schedule.step(*told)
+
+
+def resizes_batch(size: int) -> None:
+    """A torch loop that makes its batches larger on the way."""
+    deepspeed.init_distributed()
+    engine = build_engine(build_model())
+    loader, _ = loaders()
+    for _ in steps_of(engine, loader):
+        note(step=engine.global_steps)
+        if engine.global_steps == 2:
+            engine.set_train_batch_size(size)
+
+
+class Average:
+    """A copy of the weights that follows them slowly, as people write it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self, model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.shadow[name].mul_(0.9).add_(parameter.detach(), alpha=0.1)
+
+
+class Accuracy:
+    """A metric that sums up over an epoch."""
+
+    def __init__(self) -> None:
+        self.right = self.total = 0
+
+    def update(self, scores: torch.Tensor, classes: torch.Tensor) -> None:
+        self.right += int((scores.argmax(1) == classes).sum())
+        self.total += len(classes)
+
+
+class Curriculum:
+    """Makes the task harder with every step."""
+
+    def __init__(self) -> None:
+        self.difficulty = 0.1
+
+    def advance(self) -> None:
+        self.difficulty = min(1.0, self.difficulty * 1.01)
+
+
+def keeps_beside(epochs: int, output: str, registers: bool = False) -> None:
+    """A torch loop that keeps and does this and that beside the engine."""
+    deepspeed.init_distributed()
+    model = build_model()
+    averaged = torch.optim.swa_utils.AveragedModel(model)  # line: averaged
+    average = Average(model)  # line: average
+    accuracy = Accuracy()  # line: accuracy
+    curriculum = Curriculum()  # line: curriculum
+    done = 0  # line: done
+    if registers:
+        import scalai
+
+        def put(values: torch.Tensor) -> None:
+            torch.nn.utils.vector_to_parameters(values, average.shadow.values())
+
+        def take() -> torch.Tensor:
+            return torch.nn.utils.parameters_to_vector(average.shadow.values())
+
+        scalai.elastic().register_state("average", take, put)
+    engine = build_engine(model)
+    loader, sampler = loaders()
+    evaluated = DataLoader(Rows(8), 4)
+    total = 0.0  # line: total
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for place, (rows, classes, _) in enumerate(loader):
+            scores = engine(rows)
+            loss = torch.nn.functional.cross_entropy(scores, classes)
+            engine.backward(loss)
+            is_whole = engine.is_gradient_accumulation_boundary()
+            engine.step()
+            if not is_whole:
+                continue
+            average.update(model)
+            averaged.update_parameters(model)
+            accuracy.update(scores, classes)
+            curriculum.advance()
+            total += loss.item()
+            done += 1
+            shadow = sum(float(values.sum()) for values in average.shadow.values())
+            note(step=engine.global_steps, done=done, place=place, shadow=shadow)
+        engine.eval()
+        with torch.no_grad():
+            for rows, *_ in evaluated:  # line: evaluated
+                engine(rows)
+        engine.train()
+        torch.save({"epoch": epoch}, f"{output}/own-{epoch}.pt")  # line: saved
+
+
+def counts_its_steps(steps: int) -> None:
+    """A loop for so many steps, over a loader that repeats itself."""
+    from deepspeed.runtime.dataloader import RepeatingLoader
+
+    deepspeed.init_distributed()
+    plan = {"type": "WarmupDecayLR", "params": {"total_num_steps": steps, "warmup_num_steps": 2}}
+    engine = build_engine(build_model(), scheduler=plan)
+    batches = iter(RepeatingLoader(loaders()[0]))
+    for number in range(steps):  # line: number
+        rows, classes, _ = next(batches)
+        engine.backward(loss_of(engine, rows, classes))
+        engine.step()
+        note(step=engine.global_steps, number=number)
+
+
+def stops_early(epochs: int, patience: int, asks: bool) -> None:
+    """Ends where the evaluation does not become better; this one does for four epochs."""
+    deepspeed.init_distributed()
+    engine = build_engine(build_model())
+    loader, sampler = loaders()
+    best, waited = [-1], [0]
+    if asks:
+        import scalai
+
+        scalai_job = scalai.elastic()
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for _ in steps_of(engine, loader):
+            note(step=engine.global_steps)
+        if asks and scalai_job.is_replaying:
+            continue
+        score = engine.global_steps  # of the weights of now
+        waited[0] = 0 if score > best[0] else waited[0] + 1
+        best[0] = max(best[0], score)
+        if waited[0] >= patience:
+            break
+
+
+class Weighted(DistributedSampler[Any]):
+    """An order of the script's own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return reversed(list(super().__iter__()))
+
+
+def samples_its_way() -> None:
+    deepspeed.init_distributed()
+    engine = build_engine(build_model())
+    data = Rows()
+    loader = DataLoader(data, MICRO_BATCH, sampler=Weighted(data))
+    for _ in steps_of(engine, loader):
+        note(step=engine.global_steps)
+
+
+def offloads(epochs: int, stage: int) -> None:
+    """Puts the state away between epochs, as loops do that generate there."""
+    deepspeed.init_distributed()
+    engine = build_engine(build_model(), zero_optimization={"stage": stage})
+    loader, sampler = loaders()
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for _, loss in steps_of(engine, loader):
+            note(step=engine.global_steps, loss=loss)
+        engine.offload_states(pin_memory=False)
+        engine.reload_states()
+
+
+def configured(config: dict[str, Any]) -> None:
+    deepspeed.init_distributed()
+    build_engine(build_model(), **config)
+
+
+def accelerator_of(config: dict[str, Any], **more: Any) -> Any:
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin
+
+    PartialState(cpu=True)
+    return Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(config),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        **more,
+    )
+
+
+def plans(epochs: int, config: dict[str, Any]) -> None:
+    """A loop on Accelerate whose engine makes the schedule, for steps that Accelerate computes."""
+    from accelerate.utils import DummyOptim, DummyScheduler
+
+    accelerator = accelerator_of(config)
+    model: Any = build_model()
+    optimizer: Any = DummyOptim(model.parameters(), lr=0.01)
+    loader: Any = DataLoader(Rows(), 2, shuffle=True)
+    scheduler: Any = DummyScheduler(optimizer, epochs * len(loader), 3)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for _ in range(epochs):
+        for rows, classes, _ in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, rows, classes))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                note(step=model.global_steps, rate=model.get_lr()[0])
+
+
+def saves_states(epochs: int, output: str, names: str, config: dict[str, Any]) -> None:
+    """A loop on Accelerate that saves its state each epoch, under a name of its own, Accelerate's
+    or that of a counter."""
+    from accelerate.utils import ProjectConfiguration
+
+    is_automatic = names == "automatic"
+    project = ProjectConfiguration(output, automatic_checkpoint_naming=is_automatic)
+    accelerator = accelerator_of(config, project_config=project)
+    model: Any = build_model()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    loader: Any = DataLoader(Rows(), 2, shuffle=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    done = 0
+    for epoch in range(epochs):
+        for rows, classes, _ in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, rows, classes))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                done += 1
+                note(step=model.global_steps, rate=scheduler.get_last_lr()[0])
+                if names == "counted" and done % 3 == 0:
+                    accelerator.save_state(f"{output}/step_{done}")  # line: counted
+        if is_automatic:
+            accelerator.save_state()
+        elif names == "epochs":
+            accelerator.save_state(f"{output}/epoch_{epoch}")
+
+
+def has_no_engine(config: dict[str, Any]) -> None:
+    """A loop on Accelerate as with --cpu, which turns DeepSpeed off."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config))
+    model = build_model()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))  # line: unengined

@@ -1,0 +1,106 @@
+"""What a loop on Accelerate does beside the training is as it would be without us."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rounds import log, notes, play
+from worker_pool import WorkerPool
+
+pytest.importorskip("accelerate", reason="pip install transformers accelerate")
+
+CONFIG: dict[str, Any] = {
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto"),
+    "gradient_accumulation_steps": "auto",
+    "zero_optimization": {"stage": 1},
+    "steps_per_print": 10**9,
+}
+
+
+def test_metrics_are_over_every_sample_of_an_evaluation_set(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Also of one that the ranks do not divide, on any number of ranks."""
+    made = play(
+        rounds_pool, tmp_path, "evaluates", [(3, 5), (2, 9), (3, None)],
+        samples=17, micro_batch=4, epochs=3, config=CONFIG,
+    )  # fmt: skip
+    assert [ranks[0].ending for ranks in made] == ["left", "left", "finished"]
+    told = notes(made)
+    assert {line["epoch"] for line in told} == {0, 1, 2}
+    for line in told:
+        assert line["seen"] == list(range(17)), line
+
+
+PLAN = {
+    **CONFIG,
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(
+            ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"
+        ),
+    },
+}
+
+
+@pytest.mark.campaign
+def test_a_schedule_of_the_engine_ends_as_the_first_round_planned_it(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Accelerate computes how many steps it is for from the number of ranks."""
+    given = {"epochs": 2, "config": PLAN}
+    alone = play(rounds_pool, tmp_path / "alone", "plans", [(2, None)], **given)
+    made = play(rounds_pool, tmp_path / "job", "plans", [(2, 5), (1, 9), (2, None)], **given)
+    assert [ranks[0].ending for ranks in made] == ["left", "left", "finished"]
+    told, expected = ({note["step"]: note["rate"] for note in notes(of)} for of in (made, alone))
+    assert told == pytest.approx(expected, rel=1e-12)
+    assert len({rate for rate in expected.values()}) > 5
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("names", ["epochs", "automatic"])
+def test_a_saved_state_of_an_epoch_that_is_over_stays(
+    rounds_pool: WorkerPool, tmp_path: Path, names: str
+) -> None:
+    """The engine's part, the schedule's and the random streams' are of one step. Those that
+    Accelerate names itself are counted on."""
+    folders = {name: tmp_path / name / "saved" for name in ("alone", "job")}
+    for name, rounds in (("alone", [(2, None)]), ("job", [(2, 7), (1, None)])):
+        made = play(
+            rounds_pool, tmp_path / name, "saves_states", rounds,
+            epochs=3, output=str(folders[name]), names=names, config=CONFIG,
+        )  # fmt: skip
+        assert made[-1][0].ending == "finished"
+    kept = [
+        {
+            str(path.relative_to(folder)): torch.load(path, weights_only=False)["last_epoch"]
+            for path in sorted(folder.rglob("scheduler.bin"))
+        }
+        for folder in (folders["alone"], folders["job"])
+    ]
+    assert len(kept[0]) == 3
+    assert kept[1] == kept[0]
+
+
+@pytest.mark.campaign
+def test_a_state_that_is_saved_under_a_name_twice_is_told_of(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    made = play(
+        rounds_pool, tmp_path / "job", "saves_states", [(2, 7), (1, None)],
+        epochs=4, output=str(tmp_path / "saved"), names="counted", config=CONFIG,
+    )  # fmt: skip
+    assert made[-1][0].ending == "finished"
+    (said,) = [text for text in log(made) if text.startswith("event=saved_again ")]
+    assert "step_3" in said and "at step 10" in said and "engine.global_steps" in said
+    assert not [text for text in log(made[:1]) if "saved_again" in text]
+
+
+@pytest.mark.campaign
+def test_a_loop_without_an_engine_is_told_of(rounds_pool: WorkerPool, tmp_path: Path) -> None:
+    ((seen,),) = play(rounds_pool, tmp_path, "has_no_engine", [(1, None)], config=CONFIG)
+    assert seen.ending == "finished"
+    (said,) = [text for text in seen.log if text.startswith("event=no_engine ")]
+    assert "ACCELERATE_USE_DEEPSPEED" in said and "--cpu" in said

@@ -1,0 +1,172 @@
+"""What scripts keep and do beside a DeepSpeed engine is carried, refused or warned of."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rounds import Seen, log, notes, play
+from worker_pool import WorkerPool
+
+SCHEDULES = [
+    ("StepLR", True, False),
+    pytest.param("LambdaLR", False, True, marks=pytest.mark.campaign),
+    pytest.param("OneCycleLR", True, True, marks=pytest.mark.campaign),
+    pytest.param("SequentialLR", False, True, marks=pytest.mark.campaign),
+    pytest.param("ReduceLROnPlateau", False, False, marks=pytest.mark.campaign),
+]
+
+
+@pytest.mark.parametrize(("kind", "is_before", "is_each_step"), SCHEDULES)
+def test_a_schedule_that_the_script_steps_itself_goes_on_where_it_was(
+    rounds_pool: WorkerPool, tmp_path: Path, kind: str, is_before: bool, is_each_step: bool
+) -> None:
+    """Made before the engine or behind it, stepped each epoch or each step; left within an epoch
+    and at its end."""
+    given = {"kind": kind, "is_before": is_before, "is_each_step": is_each_step, "epochs": 4}
+    (alone,) = play(rounds_pool, tmp_path / "alone", "keeps_schedule", [(1, None)], **given)
+    rounds = [(2, 6), (1, 8), (2, None)]
+    made = play(rounds_pool, tmp_path / "job", "keeps_schedule", rounds, **given)
+    assert [ranks[0].ending for ranks in made] == ["left", "left", "finished"]
+    expected = notes([alone])
+    assert len({line["rate"] for line in expected}) > 2
+    assert notes(made) == expected
+
+
+@pytest.mark.campaign
+def test_a_schedule_that_cannot_be_carried_is_refused_before_the_first_step(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    given = {"kind": "none of ours", "is_before": True, "is_each_step": True, "epochs": 1}
+    ((seen,),) = play(rounds_pool, tmp_path, "keeps_schedule", [(1, None)], **given)
+    assert seen.ending.startswith("RefusedError") and "LambdaLR's" in seen.ending
+    assert not seen.notes
+
+
+@pytest.mark.campaign
+def test_another_batch_on_the_way_is_refused(rounds_pool: WorkerPool, tmp_path: Path) -> None:
+    ((seen,),) = play(rounds_pool, tmp_path, "resizes_batch", [(1, None)], size=12)
+    assert seen.ending.startswith("RefusedError") and "set_train_batch_size(12)" in seen.ending
+    assert not log([[seen]]) or len(notes([[seen]])) == 2
+
+
+def line(of: str) -> str:
+    """Return where ``round_scripts`` has a comment that marks a line."""
+    lines = Path(__file__).with_name("round_scripts.py").read_text().splitlines()
+    (number,) = (n for n, text in enumerate(lines, 1) if text.endswith(f"# line: {of}"))
+    return f"round_scripts.py:{number}"
+
+
+def warned(made: Sequence[Sequence[Seen]], event: str) -> list[str]:
+    return [text for text in log(made) if text.startswith(f"event={event} ")]
+
+
+def test_what_changes_with_every_step_beside_the_engine_is_named_once(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Copies of the weights, metrics, a curriculum, counters, sums: before a change with the line
+    that makes them, after it those that count from 0."""
+    given = {"epochs": 3, "output": str(tmp_path)}
+    made = play(rounds_pool, tmp_path / "job", "keeps_beside", [(2, 6), (1, None)], **given)
+    assert [ranks[0].ending for ranks in made] == ["left", "finished"]
+    (first,) = warned(made, "own_state")
+    for name in ("averaged", "average", "accuracy", "curriculum", "total", "done"):
+        assert f"{name} ({line(name)})" in first, name
+    assert "place" not in first and "engine (" not in first
+    (then,) = warned(made, "began_anew")
+    assert f"done ({line('done')})" in then and "step 9" in then
+
+
+@pytest.mark.campaign
+def test_what_is_done_again_behind_epochs_that_are_over_is_named_once(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    given = {"epochs": 4, "output": str(tmp_path)}
+    made = play(rounds_pool, tmp_path / "job", "keeps_beside", [(1, 10), (1, None)], **given)
+    assert [ranks[0].ending for ranks in made] == ["left", "finished"]
+    for event, place in (("evaluated_again", "evaluated"), ("saved_behind", "saved")):
+        (said,) = warned(made, event)
+        assert f"at={line(place)} " in said and "is_replaying" in said
+        assert not warned(made[:1], event)
+
+
+@pytest.mark.campaign
+def test_a_copy_of_the_weights_that_is_registered_goes_on(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    given = {"epochs": 3, "output": str(tmp_path), "registers": True}
+    rounds = [(2, 6), (1, None)]
+    made = play(rounds_pool, tmp_path / "job", "keeps_beside", rounds, **given)
+    alone = play(rounds_pool, tmp_path / "alone", "keeps_beside", [(1, None)], **given)
+    told, expected = ([note["shadow"] for note in notes(of)] for of in (made, alone))
+    assert told == pytest.approx(expected, rel=1e-5) and len(told) == 12
+    assert " average (" not in warned(made, "own_state")[0]
+
+
+@pytest.mark.campaign
+def test_a_loop_that_counts_its_own_steps_hears_that_it_goes_beyond_its_plan(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """It is over after so many steps of its own, in each round."""
+    made = play(rounds_pool, tmp_path, "counts_its_steps", [(2, 6), (1, None)], steps=10)
+    assert [ranks[0].ending for ranks in made] == ["left", "finished"]
+    assert notes(made)[-1] == {"step": 11, "number": 9}
+    (anew,), (beyond,) = warned(made, "began_anew"), warned(made, "beyond_plan")
+    assert f"number ({line('number')})" in anew
+    assert "made for 10 steps" in beyond and "engine.global_steps" in beyond
+
+
+@pytest.mark.campaign
+def test_a_script_that_stops_early_in_epochs_that_are_over_has_not_finished(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """It evaluates them again, and they do not become better: refused, unless it asks where it
+    is."""
+    rounds, given = [(1, 14), (1, None)], {"epochs": 5, "patience": 1}
+    made = play(rounds_pool, tmp_path / "job", "stops_early", rounds, asks=False, **given)
+    assert made[1][0].ending.startswith("RefusedError") and "step 14" in made[1][0].ending
+    asking = play(rounds_pool, tmp_path / "asking", "stops_early", rounds, asks=True, **given)
+    assert asking[1][0].ending == "finished"
+    assert [note["step"] for note in notes(asking)] == list(range(1, 21))
+
+
+@pytest.mark.campaign
+def test_an_order_of_samples_of_the_scripts_own_is_refused(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    ((seen,),) = play(rounds_pool, tmp_path, "samples_its_way", [(1, None)])
+    assert seen.ending.startswith("RefusedError") and "Weighted is not torch's" in seen.ending
+    assert not seen.notes
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_state_that_is_put_away_between_steps_is_deposited_where_it_is(
+    rounds_pool: WorkerPool, tmp_path: Path, stage: int
+) -> None:
+    """It lies elsewhere when it is back."""
+    given = {"epochs": 4, "stage": stage}
+    alone = play(rounds_pool, tmp_path / "alone", "offloads", [(1, None)], **given)
+    rounds = [(2, 5), (1, None)]
+    made = play(rounds_pool, tmp_path / "job", "offloads", rounds, **given)
+    assert [ranks[0].ending for ranks in made] == ["left", "finished"]
+    told, expected = ([note["loss"] for note in notes(of)] for of in (made, alone))
+    assert told == pytest.approx(expected, rel=1e-6) and len(told) == 16
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size = 2 (Ulysses)"),
+        (
+            {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}},
+            "curriculum_learning",
+        ),
+    ],
+)
+def test_what_fixes_ranks_is_refused_before_an_engine_is_built(
+    rounds_pool: WorkerPool, tmp_path: Path, config: dict[str, Any], named: str
+) -> None:
+    ((seen, _),) = play(rounds_pool, tmp_path, "configured", [(2, None)], config=config)
+    assert seen.ending.startswith("RefusedError") and named in seen.ending

@@ -1,0 +1,133 @@
+"""Torch's schedules that a script steps itself go on where they were, through repeated epochs."""
+
+import json
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as torchs
+
+from scalai.core.errors import RefusedError
+from scalai.patches.deepspeed.own_schedules import MAKERS, OwnSchedules
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda o: torchs.StepLR(o, 1, 0.5),
+    "MultiStepLR": lambda o: torchs.MultiStepLR(o, [2, 5]),
+    "LambdaLR": lambda o: torchs.LambdaLR(o, lambda at: (at + 1) / 9),
+    "OneCycleLR": lambda o: torchs.OneCycleLR(o, 2.0, total_steps=20),
+    "CyclicLR": lambda o: torchs.CyclicLR(o, 0.1, 1.0, step_size_up=3),
+    "ReduceLROnPlateau": lambda o: torchs.ReduceLROnPlateau(o, patience=0),
+    "SequentialLR": lambda o: torchs.SequentialLR(
+        o, [torchs.LinearLR(o, 0.1, 1.0, 3), torchs.StepLR(o, 2)], [3]
+    ),
+    "ChainedScheduler": lambda o: torchs.ChainedScheduler(
+        [torchs.ConstantLR(o, 0.5, 2), torchs.ExponentialLR(o, 0.9)]
+    ),
+    "CosineAnnealingWarmRestarts": lambda o: torchs.CosineAnnealingWarmRestarts(o, 3),
+}
+STEPS, LEFT_AT = 10, 4
+
+
+class Round:
+    """A script in one round: an optimizer, a schedule, and what the hooks know."""
+
+    def __init__(self, group: Any = None, saved: Any = None) -> None:
+        self.is_behind = saved is not None
+        self.hooks = OwnSchedules(lambda: self.is_behind)
+        self.hooks.install()
+        self.optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+        self.engine = SimpleNamespace(optimizer=self.optimizer, lr_scheduler=None)
+        self._group, self._saved = group, saved
+
+    def build_engine(self) -> None:
+        self.hooks.start(self.engine)
+        if self._saved is not None:
+            self.hooks.put(json.loads(json.dumps(self._saved)))
+            self.optimizer.param_groups[0].update(self._group)
+            self.hooks.restored()
+
+    def train(self, schedule: Any, steps: int) -> list[float]:
+        """Return the learning rate of each step."""
+        self.hooks.begin()
+        rates = []
+        for _ in range(steps):
+            rates.append(self.optimizer.param_groups[0]["lr"])
+            self.optimizer.step()
+            step(schedule)
+        return rates
+
+
+def step(schedule: Any) -> None:
+    schedule.step(*((1.0,) if isinstance(schedule, torchs.ReduceLROnPlateau) else ()))
+
+
+def schedules_of_torch() -> list[type]:
+    kinds = [kind for kind in vars(torchs).values() if isinstance(kind, type)]
+    return [kind for kind in kinds if issubclass(kind, torchs.LRScheduler)]
+
+
+@pytest.fixture(autouse=True)
+def _unhooked() -> Iterator[None]:
+    """Leave torch as it was."""
+    names, kinds = ("__init__", "step"), schedules_of_torch()
+    before = [(kind, n, vars(kind)[n]) for kind in kinds for n in names if n in vars(kind)]
+    yield
+    for kind, name, method in before:
+        setattr(kind, name, method)
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
+@pytest.mark.filterwarnings("ignore:Seems like:UserWarning")
+@pytest.mark.parametrize("repeated", [LEFT_AT, 0], ids=["each-epoch", "each-step"])
+@pytest.mark.parametrize("is_before", [True, False], ids=["before-engine", "behind-engine"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_schedule_goes_on_where_it_was(kind: str, is_before: bool, repeated: int) -> None:
+    """Stepped each epoch it is stepped again in the epochs that are over; each step, it is not."""
+    alone = Round()
+    alone.build_engine()
+    expected = alone.train(KINDS[kind](alone.optimizer), STEPS)
+    first = Round()
+    schedule = KINDS[kind](first.optimizer)
+    first.build_engine()
+    made = first.train(schedule, LEFT_AT)
+    saved = first.hooks.take()
+    assert [told["kind"] for told in saved] == [kind]  # and none of its parts
+
+    left = {k: v for k, v in first.optimizer.param_groups[0].items() if k != "params"}
+    then = Round(left, saved)
+    schedule = KINDS[kind](then.optimizer) if is_before else None
+    then.build_engine()
+    schedule = schedule or KINDS[kind](then.optimizer)
+    for _ in range(repeated):
+        step(schedule)
+    then.is_behind = False
+    assert made + then.train(schedule, STEPS - LEFT_AT) == expected
+
+
+def test_schedules_that_something_else_carries_are_left_to_it() -> None:
+    there = Round()
+    schedules = [KINDS[kind](there.optimizer) for kind in ("StepLR", "LambdaLR", "MultiStepLR")]
+    other = KINDS["StepLR"](torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    there.engine.lr_scheduler = schedules[0]
+    there.hooks.stepped_elsewhere.append(lambda: [schedules[1]])
+    there.build_engine()
+    assert list(there.hooks.own()) == [schedules[2]] and other is not None
+
+
+def test_other_schedules_than_the_job_had_are_refused() -> None:
+    saved = [{"kind": "StepLR", "state": {}}]
+    then = Round({}, saved)
+    schedule = KINDS["LambdaLR"](then.optimizer)
+    then.build_engine()
+    with pytest.raises(RefusedError, match=r"\['StepLR'\] when .* \['LambdaLR'\] before the first"):
+        then.train(schedule, 1)
+
+
+def test_every_schedule_of_torch_is_noticed_when_it_is_made() -> None:
+    schedules = [kind for kind in schedules_of_torch() if "__init__" in vars(kind)]
+    roots = {vars(torchs)[name] for name in MAKERS}
+    assert len(schedules) > 10
+    for kind in schedules:
+        assert roots & set(kind.__mro__), kind

@@ -1,0 +1,93 @@
+"""What a script keeps itself is seen in its variables: what changes with each step, and no more."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from scalai.patches.own_state import LOOKS, Kept, OwnState
+from scalai.patches.script_frames import names_of, script_place
+
+
+class Shadow:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total = 0
+
+
+class Loop:
+    """A trainer as people write them: counts in attributes."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.rate = 3
+
+    def train(self, own: OwnState, engine: Any) -> list[Kept]:
+        kept: list[Kept] = []
+        for _ in range(LOOKS):
+            self.steps += 1
+            kept = own.look(sys._getframe(), engine)
+        return kept
+
+
+def model() -> Any:
+    return torch.nn.Linear(2, 2)
+
+
+def test_what_changes_with_every_step_is_found_and_nothing_else() -> None:
+    ours = model()
+    engine, own = SimpleNamespace(module=ours), OwnState()
+    shadow, meter, reference = Shadow(ours), Meter(), model()
+    averaged = torch.optim.swa_utils.AveragedModel(ours)
+    done, seen, epoch, is_last, total, lines = 100, 0, 4, False, 0.0, [0]
+    kept: list[Kept] = []
+    for place, _ in enumerate(range(LOOKS)):
+        rate = 1.0 / (place + 1)
+        batch = {"rows": torch.rand(3)}
+        with torch.no_grad():
+            for parameter in ours.parameters():
+                parameter.add_(1.0)
+            next(iter(shadow.values.values())).add_(1.0)
+        averaged.update_parameters(ours)
+        meter.total += 2
+        total += rate
+        seen += 12
+        done += 1
+        lines.append(place)
+        kept = own.look(sys._getframe(), engine)
+    assert own.is_done and (epoch, is_last, reference, batch) is not None
+    mine = {one.name: one for one in kept if one.place.startswith("test_own_state.py")}
+    assert set(mine) == {"shadow", "meter", "averaged", "done", "seen", "total"}
+    assert {name for name, one in mine.items() if one.is_count} == {"done", "seen"}
+    assert [mine[name].is_fresh for name in ("done", "seen")] == [False, True]
+    lines_of = Path(__file__).read_text().splitlines()
+    assert "shadow, meter" in lines_of[int(mine["meter"].place.rpartition(":")[2]) - 1]
+
+
+def test_attributes_of_a_trainer_are_looked_at() -> None:
+    loop = Loop()
+    kept = loop.train(OwnState(), SimpleNamespace(module=model()))
+    (steps,) = [one for one in kept if one.name == "self.steps"]
+    assert steps.is_fresh and "self.rate" not in {one.name for one in kept}
+    assert "self.steps = 0" in Path(__file__).read_text().splitlines()[
+        int(steps.place.rpartition(":")[2]) - 1
+    ]
+
+
+def test_the_line_of_the_script_is_told_and_not_that_of_a_library() -> None:
+    place = sorted([1], key=lambda _: script_place())  # through what is not the script
+    assert place == [1]
+    here = sys._getframe().f_lineno + 1
+    assert script_place() == f"test_own_state.py:{here}"
+
+
+def test_a_file_that_cannot_be_read_binds_no_names(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def (")
+    assert not names_of(str(tmp_path / "broken.py")).lines
+    assert not names_of(str(tmp_path / "none.py")).lines
