@@ -118,7 +118,7 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Checkp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(engine, "_complete", stop)
+        patched.setattr(engine, "complete", stop)
         reshard(source, target, tmp_path / "new", LIMITS)
     shutil.move(tmp_path / ".new.partial", tmp_path / "interrupted")
     return source, target, tmp_path / "interrupted"

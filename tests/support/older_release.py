@@ -31,11 +31,12 @@ def saved_by_an_older_release(directories: Sequence[Path]) -> None:
             ]
         )
     rows = concatenate([part.collection for part in parts])
-    totals = tensor_fingerprints(rows, np.concatenate(prints).astype(np.uint64), 1)
-    for directory, part, values in zip(directories, parts, prints, strict=True):
+    values = np.array([value for values in prints for value in values], dtype=np.uint64)
+    totals = tensor_fingerprints(rows, values, 1)
+    for directory, part, own in zip(directories, parts, prints, strict=True):
         content = part.to_json()
         del content["fingerprint_version"]
-        content |= {"version": 1, "fingerprint": [f"{value:016x}" for value in values]}
+        content |= {"version": 1, "fingerprint": [f"{value:016x}" for value in own]}
         if part.committed is not None:
             texts = {name: f"{value:016x}" for name, value in totals.items()}
             content["committed"] = {**content["committed"], "fingerprints": texts}
