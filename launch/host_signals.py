@@ -1,9 +1,11 @@
 """Signals that a whole host is sent, by its scheduler or its terminal. They mean the agent: every
 other process of the job lives on, and ends by the agent's or the coordinator's word."""
 
+import queue
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 MEANT_FOR_THE_AGENT = (signal.SIGTERM, signal.SIGINT)
 
@@ -24,3 +26,36 @@ def ignore() -> None:
     for number in MEANT_FOR_THE_AGENT:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_THE_AGENT)
+
+
+class Heard:
+    """The signals that this process was sent, to be acted on one by one.
+
+    A handler interrupts its thread wherever it stands, in the middle of another handler and with
+    any lock in its hands, so it may take none: it notes the signal in a queue that allows for that
+    (``queue.SimpleQueue``, documented as reentrant), and nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self.count = 0
+
+    def listen(self) -> None:
+        """Hear them from here on. Main thread only."""
+        for number in MEANT_FOR_THE_AGENT:
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self._numbers.put(number)
+
+    def next(self, timeout_s: float) -> int | None:
+        """Wait for the next one. Returns None after ``timeout_s``, or at once when woken."""
+        try:
+            return self._numbers.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def wake(self) -> None:
+        """Have whoever waits for the next one look around. Callable from any thread."""
+        self._numbers.put(None)

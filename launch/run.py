@@ -8,13 +8,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Callable
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from scalai.core.errors import AnswerError, EndedError
+from scalai.launch import host_signals
 from scalai.launch.agent import Agent
 from scalai.launch.card import take_token
 from scalai.launch.caretaker import AHEAD, stay
@@ -33,6 +33,7 @@ from scalai.launch.program import exit_code_of, worker_count
 from scalai.launch.torch_elastic import WorkerSet, self_check
 from scalai.store.places import check_host
 
+POLL_S = 0.5
 STOP_S = 30.0
 """How long the agent may take to end its workers after a second signal."""
 ENDING_S = 60.0
@@ -98,30 +99,45 @@ def run_agent(spec: JobSpec) -> int:
     keeps_coordinator = place.started is not None and all_end_with_this_process()
     if keeps_coordinator and spec.max_hosts > 1:
         log.warning(AHEAD)
-    signals = _handle_signals(agent)
+    heard = host_signals.Heard()
+    heard.listen()
     _start_probe(spec, agent, slots)
     ended: list[int] = []
     # torch's process contexts set signal handlers when they are started from the main thread; ours
     # stay this way.
-    thread = threading.Thread(target=lambda: ended.append(agent.run()), name="agent")
+    def work() -> None:
+        try:
+            ended.append(agent.run())
+        finally:
+            heard.wake()
+
+    thread = threading.Thread(target=work, name="agent")
     thread.start()
-    _wait(thread, signals)
-    if keeps_coordinator and place.started is not None and len(signals) < 2:
-        heard = len(signals)
-        stay(place.started, lambda: len(signals) > heard)
+    _wait(thread, agent, heard)
+    if keeps_coordinator and place.started is not None and heard.count < 2:
+        before = heard.count
+        stay(place.started, lambda: heard.count > before)
     return ended[0] if ended else 1
 
 
-def _wait(agent: threading.Thread, signals: Sequence[int]) -> None:
-    """Return once the agent's loop has ended, or has not for long although it must.
+def _wait(loop: threading.Thread, agent: Agent, heard: host_signals.Heard) -> None:
+    """Drain at the first signal, stop at the second. Return once the agent's loop has ended, or
+    has not for long although it must.
 
     The workers end with this process, in any case.
     """
-    stopped_at: float | None = None
-    while agent.is_alive():
-        agent.join(0.5)  # short, so that signals are handled
-        if len(signals) >= 2 and stopped_at is None:
-            stopped_at = time.monotonic()
+    is_leaving, stopped_at = False, None
+    while loop.is_alive():
+        number = heard.next(POLL_S)
+        if number is not None and is_leaving:
+            agent.stop_now(128 + number)
+            stopped_at = stopped_at or time.monotonic()
+        elif number is not None:
+            is_leaving = True
+            log.info(
+                "event=signal %s: draining; a second signal stops now", signal.Signals(number).name
+            )
+            agent.leave()
         if stopped_at is not None and time.monotonic() - stopped_at > STOP_S:
             log.error("event=stuck: what the agent waits for has not ended for %.0f s", STOP_S)
             return
@@ -148,25 +164,6 @@ def _joined(
                 raise
             log.info("event=waiting for the coordinator of the earlier run to end")
             time.sleep(1.0)
-
-
-def _handle_signals(agent: Agent) -> list[int]:
-    """Drain at the first signal, stop at the second. Returns the signals so far, which grow."""
-    received: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if len(received) == 1:
-            log.info(
-                "event=signal %s: draining; a second signal stops now", signal.Signals(number).name
-            )
-            agent.leave()
-        else:
-            agent.stop_now(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handle)
-    return received
 
 
 def _start_probe(spec: JobSpec, agent: Agent, most: int) -> None:

@@ -60,11 +60,10 @@ def test_what_is_built_ahead_is_the_first_to_go_when_memory_runs_out(worker: int
 
 
 def test_what_a_worker_has_started_for_its_saves_is_offered_and_taken_back_with_it() -> None:
-    script = "import os; pid = os.fork(); print(os.getpid(), flush=True); input() if pid else None"
-    script = f"import time\n{script}\ntime.sleep(600)"
+    script = "import os, time; os.fork(); os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
     with subprocess.Popen(
         [sys.executable, "-c", script],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in range(2)]

@@ -1,21 +1,64 @@
 """What the launcher does beside its agent."""
 
+import subprocess
+import sys
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from scalai.launch import run
+from scalai.launch.host_signals import Heard
 
 
 def test_a_loop_that_stands_still_does_not_outlive_a_second_signal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(run, "STOP_S", 0.1)
+    told: list[object] = []
+    agent: Any = SimpleNamespace(leave=lambda: told.append("leave"), stop_now=told.append)
     forever = threading.Event()
     loop = threading.Thread(target=forever.wait, daemon=True)
     loop.start()
-    run._wait(loop, [15, 15])
+    heard = Heard()
+    for _ in range(2):
+        heard._hear(15, None)
+    run._wait(loop, agent, heard)
     assert loop.is_alive() and "event=stuck" in caplog.text
+    assert told == ["leave", 128 + 15]
     forever.set()
-    run._wait(loop, [])
+    run._wait(loop, agent, heard)
     assert not loop.is_alive()
+
+
+SECOND_SIGNAL_AT_THE_FIRST = """
+import os, signal, sys, threading
+from scalai.launch import host_signals, run
+
+class Agent:
+    lock, ended = threading.Lock(), threading.Event()
+
+    def leave(self):
+        with self.lock:  # as the queue of the agent's loop has one
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def stop_now(self, code):
+        with self.lock:
+            self.code = code
+        self.ended.set()
+
+agent, heard = Agent(), host_signals.Heard()
+heard.listen()
+loop = threading.Thread(target=agent.ended.wait, daemon=True)
+loop.start()
+os.kill(os.getpid(), signal.SIGTERM)
+run._wait(loop, agent, heard)
+sys.exit(agent.code)
+"""
+
+
+def test_a_second_signal_in_the_middle_of_the_first_is_heard() -> None:
+    """A handler that took a lock of the agent would wait for the thread that it interrupts."""
+    done = subprocess.run([sys.executable, "-c", SECOND_SIGNAL_AT_THE_FIRST], timeout=120)
+    assert done.returncode == 128 + 15
