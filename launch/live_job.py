@@ -11,7 +11,7 @@ from typing import Any
 
 from scalai.core import actions, events
 from scalai.core import membership as m
-from scalai.core.errors import LayoutError, ProofError
+from scalai.core.errors import LayoutError, PeerError, ProofError
 from scalai.core.resize import advance
 from scalai.launch.gathering import Gathering
 from scalai.launch.generations import Generations, check_whole
@@ -345,7 +345,11 @@ class LiveJob:
     def _build(self, ahead: m.Ahead) -> None:
         self.log(f"event=build {ahead.assignment.reason!r} round_ahead={ahead.round}")
         newest = self.state.newest_generation
-        self._starter.build(ahead, newest.number if newest else None)
+        try:
+            self._starter.build(ahead, newest.number if newest else None)
+        except PeerError as error:  # nothing depends on what is built ahead
+            host = ahead.assignment.active[0]
+            self.feed(events.NotBuilt(host, ahead.round, str(error)))
 
     def _start(self, action: actions.StartRound) -> None:
         assignment = action.assignment

@@ -28,6 +28,9 @@ from scalai.runtime.imports import without_collections
 Json = Any
 
 OPEN_S = 30.0
+ENDED_S = 1.0
+"""How long a process that was killed may take to be gone."""
+READY = "ready"
 LINGER_S = 10.0
 LINGER_MOST_S = 3600.0
 """Connections of a host that is gone without a word hold a process for no longer than this."""
@@ -73,16 +76,17 @@ class RendezvousStores:
         self._ready.wait(STORE_READY_S)
 
     def open(self) -> int:
-        """Open a store and return its port.
+        """Open a store and return its port. Where the process has died, or does not answer, another
+        one is asked, once.
 
         Raises:
             PeerError: That cannot be done; says why.
         """
         with self._mutex:
-            if self._process.poll() is not None:
+            answer = self._ask({"do": "open"}) if self._process.poll() is None else {}
+            if "port" not in answer and self._process.poll() is not None:
                 self._begin()
-            self._ready.wait(STORE_READY_S)
-            answer = self._ask({"do": "open"})
+                answer = self._ask({"do": "open"})
         if "port" not in answer:
             raise PeerError(
                 f"the workers' rendezvous store cannot be opened at {self._interface}: "
@@ -109,23 +113,28 @@ class RendezvousStores:
             pass  # it has died: ``open`` begins another
 
     def _ask(self, request: Json) -> Json:
+        self._ready.wait(STORE_READY_S)
         self._tell(request)
         try:
             return self._answers.get(timeout=OPEN_S)
         except queue.Empty:
             self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(ENDED_S)
             return {"error": f"its process did not answer for {OPEN_S:.0f} s"}
 
 
 def _read(
     process: "subprocess.Popen[str]", ready: threading.Event, answers: "queue.Queue[Json]"
 ) -> None:
-    """Pass the process's answers on until it ends; the first one says that it is ready."""
+    """Pass the process's answers on until it ends; the first one says that it is ready. What else
+    is written there (by a ``sitecustomize``, say) is none."""
     assert process.stdout is not None
     for line in process.stdout:
-        if ready.is_set():
+        if line.startswith("{"):
             answers.put(json.loads(line))
-        ready.set()
+        elif line.strip() == READY:
+            ready.set()
     code = process.wait()
     ready.set()
     answers.put({"error": f"its process has ended with exit code {code}"})
@@ -195,7 +204,7 @@ def main() -> None:
     host_signals.ignore()
     with without_collections():
         stores = _Stores(sys.argv[1])  # imports torch
-    _say("ready")
+    _say(READY)
     for line in sys.stdin:
         request = json.loads(line)
         if request["do"] == "end":

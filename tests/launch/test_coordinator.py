@@ -9,6 +9,7 @@ from committed_parts import half, part
 from coordinator_line import DEADLINE_S, Line, wait_until
 
 from scalai.core.errors import PeerError
+from scalai.core.membership import Phase
 from scalai.launch.flags import parse_options
 from scalai.launch.job import JobSpec
 
@@ -115,3 +116,20 @@ def test_a_coordinator_that_nobody_needs_ends(tmp_path: Path) -> None:
     line = Line(tmp_path, "--nnodes", "1:3", alone_s=0.2)
     line.thread.join(DEADLINE_S)
     assert line.code == [1]
+
+
+def test_workers_that_can_meet_nowhere_are_not_built_ahead_and_the_job_goes_on(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = line.join("a")
+    first.wait_for("start")
+    wait_until(lambda: line.coordinator._live.state.phase is Phase.RUNNING, "it runs")
+
+    def nowhere() -> int:
+        raise PeerError("the workers' rendezvous store cannot be opened")
+
+    monkeypatch.setattr(line.coordinator._stores, "open", nowhere)
+    line.join("b")
+    first.wait_for("prepare")
+    assert not line.coordinator._live.has_crashed and not first.heard("build")
+    assert any("not built beside" in text and "cannot be opened" in text for text in line.log)

@@ -1,14 +1,18 @@
 """Where workers meet: on one interface, and for as long as they need it."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from scalai.launch import rendezvous_store
 from scalai.launch.rendezvous_store import RendezvousStores, _Stores, connections
 
 DEADLINE_S = 120.0
@@ -70,6 +74,47 @@ def test_it_outlives_its_coordinator_while_workers_are_connected_and_no_longer(
     assert process.wait(DEADLINE_S) == 0
     # Whoever still opens one gets it, from another process.
     assert is_open("127.0.0.1", stores.open())
+
+
+def test_where_its_process_is_stopped_another_one_opens_the_store(
+    stores: RendezvousStores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job would end by it."""
+    monkeypatch.setattr(rendezvous_store, "OPEN_S", 5.0)
+    stores.open()
+    stopped = stores._process
+    stopped.send_signal(signal.SIGSTOP)
+    assert is_open("127.0.0.1", stores.open())
+    assert stopped.wait(DEADLINE_S) == -signal.SIGKILL
+
+
+def test_where_its_process_dies_of_the_question_another_one_opens_the_store(
+    stores: RendezvousStores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be killed for memory at any time, also just after it was seen alive."""
+    dies, tell = stores._process, stores._tell
+
+    def killed(request: object) -> None:
+        if stores._process is dies:
+            dies.kill()
+        tell(request)
+
+    monkeypatch.setattr(stores, "_tell", killed)
+    assert is_open("127.0.0.1", stores.open())
+    assert stores._process is not dies
+
+
+def test_what_others_write_to_its_output_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('welcome to the cluster')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    stores = RendezvousStores("127.0.0.1", LINGER_S)
+    try:
+        assert is_open("127.0.0.1", stores.open())
+    finally:
+        stores.end()
+        assert stores._process.wait(DEADLINE_S) == 0
 
 
 def test_a_next_store_that_cannot_be_made_ends_none_that_is_open(
