@@ -47,11 +47,15 @@ def extensions_root() -> Path:
 def find_locks(root: Path) -> Iterator[Lock]:
     """Yield the locks below a directory. Torch's own has one more level, for Python's version and
     the accelerator."""
-    for path in sorted({*root.glob(f"*/{LOCK}"), *root.glob(f"*/*/{LOCK}")}):
+    try:
+        found = sorted({*root.glob(f"*/{LOCK}"), *root.glob(f"*/*/{LOCK}")})
+    except OSError:  # a network's file system does not answer for it now
+        return
+    for path in found:
         try:
             age_s = time.time() - path.stat().st_mtime
-        except FileNotFoundError:
-            continue  # that build has just ended
+        except OSError:
+            continue  # that build has just ended, or its file system does not say
         yield Lock(path, age_s, _holder(path))
 
 
@@ -88,10 +92,14 @@ class WorkersLocks:
     def remove_left(self) -> None:
         """All these workers are dead: remove the locks that they have left."""
         for path, identity in [item for held in self._held.values() for item in held.items()]:
-            with suppress(FileNotFoundError):
+            try:
                 if _identity(path) == identity and _holder(path) is None:
                     path.unlink()
                     log.info("event=build_lock removed=%s: its worker was killed", path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:  # who ends workers must come to their end
+                log.warning("event=build_lock left=%s: its worker was killed (%s)", path, error)
         self._held.clear()
 
     def tell_of_waits(self) -> None:

@@ -19,11 +19,12 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, get_context, resource_tracker
 from operator import attrgetter
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -224,6 +225,10 @@ class WorkerSet(LocalElasticAgent):
         """Start the workers of ``place``; ``arguments`` are the script and what follows it.
 
         ``warm``: fork them from the server that ``warm_up`` started; else a plain exec.
+
+        Raises:
+            OSError: A process or a thread cannot be started, or the server has died; none of these
+                workers is left then.
         """
         spec = self._worker_group.spec
         spec.entrypoint = run_forked if warm else sys.executable
@@ -231,8 +236,17 @@ class WorkerSet(LocalElasticAgent):
         spec.local_world_size = place.local_world_size
         self._assigned.placement = place
         signals = host_signals.blocked() if place.outlives_signals else nullcontext()
-        with signals, _without_main() if warm else nullcontext():
-            self._initialize_workers(self._worker_group)
+        others = _children()
+        try:
+            with signals, _without_main() if warm else nullcontext():
+                self._initialize_workers(self._worker_group)
+        except BaseException as error:
+            # Torch knows nothing yet of those that were started before the one that was not: they
+            # would keep their devices' memory.
+            _kill_workers(_children() - others)
+            if isinstance(error, EOFError | RuntimeError):  # no server, no thread
+                raise OSError(f"a worker or a thread cannot be started: {error!r}") from error
+            raise
         if place.outlives_signals:
             self._end_by_kill()
         if warm:
@@ -387,6 +401,29 @@ def _without_main() -> Iterator[None]:
             yield
         finally:
             sys.modules["__main__"] = main
+
+
+def _children() -> set[int]:
+    """Return the processes that this one has started, by itself or through the fork server."""
+    found = {process.pid for process in multiprocessing.active_children() if process.pid}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            _, _, fields = stat.read_text(errors="replace").rpartition(")")
+            if int(fields.split()[1]) == os.getpid():
+                found.add(int(stat.parent.name))
+    return found
+
+
+def _kill_workers(children: Iterable[int]) -> None:
+    """Kill those of the processes that are workers, with what they have started."""
+    forked = {process.pid for process in multiprocessing.active_children()}
+    for pid in children:
+        with suppress(OSError):  # it has ended
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if pid in forked or WORKER_MODULE.encode() in command:
+                with suppress(ProcessLookupError):  # it leads no group yet
+                    os.killpg(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
 
 def _endings(codes: Mapping[int, int]) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Locks that killed workers leave in torch's extension folder, and those of others."""
 
+import errno
 import logging
 import os
 import subprocess
@@ -11,7 +12,13 @@ from pathlib import Path
 import pytest
 from torch.utils.cpp_extension import _get_build_directory
 
-from scalai.launch.extension_locks import PATIENCE_S, WorkersLocks, extensions_root
+from scalai.launch.extension_locks import (
+    LOCK,
+    PATIENCE_S,
+    WorkersLocks,
+    extensions_root,
+    find_locks,
+)
 
 DEADLINE_S = 60.0
 HOLD = """
@@ -49,6 +56,34 @@ def test_what_a_killed_worker_held_is_removed_and_nothing_else(tmp_path: Path) -
         locks.look([worker.pid])  # it is dead, and nobody has waited for it
         locks.remove_left()
         assert (mine.exists(), others.exists(), far.exists()) == (False, True, True)
+
+
+def test_a_lock_that_its_file_system_does_not_give_up_is_left_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The workers' end is not broken off by it, nor does a healthy round fail."""
+
+    def stale(path: Path, *arguments: object, **named: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    def stale_lock(path: Path, *arguments: object, **named: object) -> os.stat_result:
+        return stale(path) if path.name == LOCK else os.stat(path)  # type: ignore[return-value]
+
+    path = tmp_path / "fused" / LOCK
+    path.parent.mkdir()
+    locks = WorkersLocks(tmp_path)
+    with holder(path) as process:
+        locks.look([process.pid])
+        process.kill()
+        process.wait(60)
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", stale)
+            locks.remove_left()
+    assert path.exists() and "Stale file handle" in caplog.text
+    for its_stat in (stale, stale_lock):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "stat", its_stat)
+            assert list(find_locks(tmp_path)) == []
 
 
 def test_a_lock_that_another_process_has_taken_since_stays(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.synchronize import Condition, Event
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from coordinator_line import wait_until
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from scalai.core.errors import RefusedError
 from scalai.launch.torch_elastic import (
@@ -314,6 +316,37 @@ def test_stopping_ends_workers_that_do_not_listen_and_others_may_follow(
     workers.start(place(1, round=2, first=0), [str(script), str(tmp_path), "done"], warm=warm)
     assert told(tmp_path, 0)[2] == "1"
     assert outcome(workers) == Outcome(())
+
+
+@both
+def test_a_worker_that_cannot_be_started_leaves_none_of_the_others(
+    workers: WorkerSet, script: Path, tmp_path: Path, warm_server: Path, warm: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Nobody would end it, and it would keep its device's memory."""
+    owner: Any = ForkServerProcess if warm else SubprocessHandler
+    name = "_Popen" if warm else "_popen"
+    begin, begun = getattr(owner, name), list[Any]()
+
+    def only_once(*arguments: Any) -> Any:
+        if begun:
+            raise EOFError if warm else BlockingIOError(11, "Resource temporarily unavailable")
+        begun.append(begin(*arguments))
+        return begun[0]
+
+    monkeypatch.setattr(owner, name, staticmethod(only_once) if warm else only_once)
+    with pytest.raises(OSError, match=r"cannot be started|temporarily unavailable"):
+        workers.start(elastic(warm), [str(script), str(tmp_path), "waits"], warm=warm)
+    (first,) = begun
+
+    def has_ended() -> bool:
+        try:
+            return psutil.Process(first.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_until(has_ended, "the one that was started has ended")
+    assert workers.poll() is None and workers.pids() == {}
 
 
 def test_stopping_nothing_is_nothing(workers: WorkerSet) -> None:
