@@ -5,12 +5,15 @@ import re
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from scalai.launch.elastic_config import ProbeConfig
 
 TIMEOUT_S = 30.0
 """A driver that has lost a device may take long to answer, or never answer."""
+END_S = 5.0
+"""How long a command that was killed may take to end."""
 
 _FIELDS = ("index", "uuid", "temperature.gpu", "remapped_rows.failure", "gpu_recovery_action")
 _FEWER_FIELDS = _FIELDS[:3]
@@ -35,6 +38,8 @@ class DeviceProbe:
         self._config = config
         self._visible = visible
         self._has_seen_devices = False
+        self._stuck: subprocess.Popen[str] | None = None
+        """A command that was killed and has not ended."""
         self.problem: str | None = None
         """Why the last ``read`` gave None; None where it gave a number."""
 
@@ -60,7 +65,7 @@ class DeviceProbe:
             return None
 
     def _ask_command(self, command: str) -> int:
-        code, output = _run(["/bin/sh", "-c", command])
+        code, output = self._run(["/bin/sh", "-c", command])
         if code:
             raise _NoAnswerError(f"probe {command!r} ended with {code}: {output.strip()[-200:]}")
         return _number(output, f"probe {command!r}")
@@ -72,9 +77,9 @@ class DeviceProbe:
             raise _NoAnswerError(f"probe file {path}: {error}") from error
 
     def _ask_driver(self) -> int:
-        code, output = _query(_FIELDS)
+        code, output = self._query(_FIELDS)
         if code and "not a valid field" in output.lower():
-            code, output = _query(_FEWER_FIELDS)
+            code, output = self._query(_FEWER_FIELDS)
         count = count_working(output, self._visible)
         if count:
             self._has_seen_devices = True
@@ -82,6 +87,47 @@ class DeviceProbe:
             # A driver without devices under a job on CPUs: nothing was lost.
             raise _NoAnswerError(f"nvidia-smi sees no working device: {output.strip()[-200:]}")
         return count
+
+    def _query(self, names: Sequence[str]) -> tuple[int, str]:
+        fields = f"--query-gpu={','.join(names)}"
+        return self._run(["nvidia-smi", fields, "--format=csv,noheader,nounits"])
+
+    def _run(self, command: Sequence[str]) -> tuple[int, str]:
+        """Return the exit code of a command and all that it wrote; it ends after 30 s at most.
+
+        One that cannot even be killed, because its driver does not answer, is left alone, and no
+        other is started beside it.
+        """
+        if self._stuck is not None and self._stuck.poll() is None:
+            raise _NoAnswerError(
+                f"process {self._stuck.pid}, which was to ask before, was killed and has not ended"
+            )
+        self._stuck = None
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise _NoAnswerError(f"{command[0]}: {error.strerror}") from error
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # or what it started holds its output
+                process.communicate(timeout=END_S)
+            assert process.stdout is not None
+            process.stdout.close()
+            self._stuck = process
+            text = f"{command[0]} gave no answer within {TIMEOUT_S:.0f} s"
+            raise _NoAnswerError(text) from None
+        return process.returncode, output
 
 
 def count_working(output: str, visible: Sequence[str] | None = None) -> int:
@@ -114,33 +160,6 @@ def _names(name: str, index: str, uuid: str) -> bool:
 
 class _NoAnswerError(Exception):
     """The probe cannot say how many devices there are; the message says why."""
-
-
-def _query(names: Sequence[str]) -> tuple[int, str]:
-    return _run(["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"])
-
-
-def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Return the exit code of a command and all that it wrote; it ends after 30 s at most."""
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise _NoAnswerError(f"{command[0]}: {error.strerror}") from error
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise _NoAnswerError(f"{command[0]} gave no answer within {TIMEOUT_S:.0f} s") from None
-    return process.returncode, output
 
 
 def _number(text: str, where: str) -> int:

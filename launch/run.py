@@ -103,6 +103,7 @@ def run_agent(spec: JobSpec) -> int:
     heard.listen()
     _start_probe(spec, agent, slots)
     ended: list[int] = []
+
     # torch's process contexts set signal handlers when they are started from the main thread; ours
     # stay this way.
     def work() -> None:
@@ -178,7 +179,10 @@ def _start_probe(spec: JobSpec, agent: Agent, most: int) -> None:
     def ask() -> None:
         problem: str | None = None
         while True:
-            slots = probe.read()
+            try:
+                slots = probe.read()
+            except Exception as error:  # our own slip: nobody would hear of devices any more
+                slots, probe.problem = None, repr(error)
             if slots is not None:
                 agent.set_slots(min(slots, most))
             elif probe.problem != problem:

@@ -1,6 +1,7 @@
 """The device probe: what counts as a working device, and that silence is not zero."""
 
 import os
+import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -114,6 +115,36 @@ def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = DeviceProbe(ProbeConfig("command", command="sleep 1000 | cat"))
     assert asked.read() is None
     assert "gave no answer" in str(asked.problem)
+
+
+def test_what_a_killed_command_has_left_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the output; who asks would never ask again."""
+    monkeypatch.setattr(probe, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(probe, "END_S", 0.1)
+    left = tmp_path / "pid"
+    command = f"setsid sleep 60 & echo $! > {left}; wait"
+    asked = DeviceProbe(ProbeConfig("command", command=command))
+    assert asked.read() is None and "gave no answer" in str(asked.problem)
+    os.kill(int(left.read_text()), signal.SIGKILL)  # it is there still
+
+
+def test_beside_a_command_that_cannot_be_killed_no_other_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As nvidia-smi, whose driver has lost a device."""
+    monkeypatch.setattr(probe, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(probe, "END_S", 0.1)
+    monkeypatch.setattr(os, "killpg", lambda group, number: None)
+    asked = DeviceProbe(ProbeConfig("command", command="exec sleep 60"))
+    assert asked.read() is None and "gave no answer" in str(asked.problem)
+    assert asked.read() is None and "was killed and has not ended" in str(asked.problem)
+    assert asked._stuck is not None
+    asked._stuck.kill()
+    assert asked._stuck.wait(60) == -signal.SIGKILL
+    assert asked.read() is None and "gave no answer" in str(asked.problem)
+    asked._stuck.kill()
 
 
 def test_a_file_holds_the_number(tmp_path: Path) -> None:
