@@ -1,12 +1,15 @@
 """What blocks (faulting pages in, planning and fetching, sealing) runs beside the agent's loop."""
 
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from scalai.core.errors import ScalaiError
 from scalai.launch.workforce import Workforce
+
+THREADS = 4
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +24,12 @@ class Background:
 
     def __init__(self, workforce: Workforce, put: Callable[[Callable[[], None]], object]) -> None:
         self._workforce, self._put = workforce, put
-        self._threads = ThreadPoolExecutor(4, thread_name_prefix="agent")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="agent")
+        # All of them now: later there may be no room for another thread (``ulimit -u``, the limit
+        # of a container), and the agent would end by it.
+        all_there = threading.Barrier(THREADS)
+        for _ in range(THREADS):
+            self._threads.submit(all_there.wait)
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run ``work`` for no round in particular. What fails in it for want of room, of a file or

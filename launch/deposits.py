@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from scalai.core.errors import ScalaiError
 from scalai.launch.background import Background
 from scalai.launch.round import DepositUnderWay, Round, keep_longest
 from scalai.runtime.failpoints import reached
@@ -171,7 +172,9 @@ class Deposits:
         consumed_samples: int, seconds: Mapping[str, float],
     ) -> None:  # fmt: skip
         """A worker has written its share, or what it took over from one that died."""
-        assert current.deposit is not None
+        if current.deposit is None:  # it was sealed without a worker that had died by then
+            answer.set_result(None)
+            return
         if current.is_draining and current.deposit.reason == "stop":
             current.deposit.done[rank] = answer
         else:
@@ -217,13 +220,18 @@ class Deposits:
 
         def seal() -> Json:
             began = time.monotonic()
-            manifest = self._store.seal(
-                deposit,
-                step=under_way.step,
-                about=about,
-                parts=under_way.parts,
-                taken_over=under_way.taken_over,
-            )
+            try:
+                manifest = self._store.seal(
+                    deposit,
+                    step=under_way.step,
+                    about=about,
+                    parts=under_way.parts,
+                    taken_over=under_way.taken_over,
+                )
+            except (ScalaiError, OSError):
+                # The round fails by it. Nobody else would, and later deposits need the room.
+                self._store.discard(deposit)
+                raise
             log.info("event=seal step=%d took_s=%.3f", under_way.step, time.monotonic() - began)
             return manifest_message(manifest)
 

@@ -110,10 +110,10 @@ class Stops:
             answer.set_result(None)
             return
         current.was_put_off = True
-        if not self._standing:
+        if not answers(self._standing):  # those of a round that has ended stand no more
             what = f"the save of iteration {iteration} has begun on the way to it"
             self._tell("held", round=current.number, stop=step, what=what)
-        self._standing.append(answer)
+        self._standing = [*answers(self._standing), answer]
 
     def withdraw(self) -> None:
         """Forget the stop, proposed or agreed, and send on whoever waits at it."""

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -420,7 +421,8 @@ class Session:
             except (PeerError, StoreError):
                 return  # the round ends, or the file is in use: the deposit does without
 
-        threading.Thread(target=work, name="map-deposit", daemon=True).start()
+        with suppress(RuntimeError):  # no room for a thread: the deposit does without
+            threading.Thread(target=work, name="map-deposit", daemon=True).start()
 
     def _restore(self, wanted: Sequence[Row], source: Mapping[str, Json]) -> None:
         assert self._agent is not None and self._state is not None

@@ -1,6 +1,7 @@
 """What runs beside the agent's loop: nothing that goes wrong there is lost."""
 
 import queue
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,23 @@ def test_a_failure_for_no_round_in_particular_is_logged(
 ) -> None:
     submitted(error)()
     assert "event=error" in caplog.text and str(error) in caplog.text
+
+
+def test_it_works_where_no_further_thread_can_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    put: queue.Queue[Callable[[], None]] = queue.Queue()
+    done: queue.Queue[int] = queue.Queue()
+    workforce: Any = SimpleNamespace(round=None)
+    background = Background(workforce, put.put)
+
+    def full(*arguments: object, **named: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    for number in range(8):
+        background.submit(lambda number=number: done.put(number))  # type: ignore[misc]
+    for _ in range(8):
+        put.get(timeout=60)()
+    assert sorted(done.queue) == list(range(8))
 
 
 def test_what_must_not_happen_beside_the_loop_ends_the_agent() -> None:

@@ -103,3 +103,35 @@ def test_what_is_sealed_after_its_round_is_kept_where_the_host_joins_again(
     host.round = None  # type: ignore[assignment]
     host.work()
     assert discarded == ([] if is_expelled else [reserved])
+
+
+def test_a_deposit_that_cannot_be_sealed_gives_its_room_back(
+    store: HostStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round fails; without that room no later one would find any."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise StoreError("no room for the manifest.")
+
+    host = Host(store)
+    monkeypatch.setattr(store, "seal", full)
+    current = host.round
+    current.command = {**current.command, "run": "r", "degrees": {}, "world_size": 2, "group": []}
+    reserved = current.reserved = store.reserve(current.held())
+    current.deposit = DepositUnderWay("snapshot", 7)
+    part: Any = None
+    current.deposit.parts = {0: part, 1: part}
+    host.deposits.seal_if_complete(current)
+    host.work()
+    assert host.failed == ["sealing the deposit: no room for the manifest."]
+    host.deposits.give_back(current)
+    assert not reserved.directory.exists() and not store._is_giving_back()
+
+
+def test_what_a_worker_says_when_its_deposit_was_sealed_without_it_ends_no_agent(
+    store: HostStore,
+) -> None:
+    """Its last word may wait in a thread while it is found dead."""
+    host, answer = Host(store), Future[Any]()
+    host.deposits.deposited(host.round, answer, 0, {}, 7, {})
+    assert answer.done() and answer.result() is None

@@ -106,3 +106,17 @@ def test_a_leaving_host_waits_for_a_save_as_long_as_somebody_looks_for_it(agent:
     assert agent.stops.saves
     agent.worker.report_save(None)
     assert not agent.stops.saves
+
+
+def test_workers_that_stood_when_their_round_ended_keep_no_later_stop_from_being_told(
+    agent: Agent,
+) -> None:
+    agent.stops.prepare(8)
+    agent.stops.agree(8)
+    agent.stops.stand(agent.round, stood := Future[Any](), 0, step=8, iteration=8)
+    stood.set_exception(RuntimeError("this round of workers has ended."))
+    later = agent.workforce.round = Round({**ROUND, "round": 4})
+    agent.stops.prepare(9)
+    agent.stops.agree(9)
+    agent.stops.stand(later, Future[Any](), 0, step=9, iteration=9)
+    assert agent.events() == ["prepared", "held", "prepared", "held"]

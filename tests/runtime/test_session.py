@@ -1,9 +1,12 @@
 """Outside of an elastic job a session is inert, and says what is wrong all the same."""
 
+import threading
+
 import pytest
 from tiny_job import TinyState
 
 from scalai.core.errors import UsageError
+from scalai.runtime.agent_folder import AGENT_DIRECTORY
 from scalai.runtime.session import Session
 
 
@@ -27,3 +30,14 @@ def test_a_process_has_one_state() -> None:
     session.attach(TinyState(0, 1, 0))
     with pytest.raises(UsageError, match="remove the script's call"):
         session.attach(TinyState(0, 1, 0))
+
+
+def test_where_no_thread_can_begin_the_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread only maps a file ahead of time."""
+
+    def full(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setenv(AGENT_DIRECTORY, "nowhere")
+    monkeypatch.setattr(threading.Thread, "start", full)
+    Session.__new__(Session)._map_next_deposit()
