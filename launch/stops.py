@@ -20,6 +20,8 @@ HELD_TELL_S = 15.0
 """How often the coordinator hears that a save holds up a stop: well before it takes the agent for
 silent."""
 HELD_LOG_S = 60.0
+UNLOOKED_S = 60.0
+"""Workers look after each step whether a save has ended: who has not for so long may hang."""
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,9 @@ class _Held:
     round: int
     stop: int
     since: float
+    looks: int
+    """How often the workers had looked for the save."""
+    looked_at: float
     tell_at: float = 0.0
     log_at: float = 0.0
 
@@ -76,7 +81,8 @@ class Stops:
         if current is None or crew is None:
             return
         if crew.page.save_in_flight() is not None:
-            self._held = _Held(current.number, stop, time.monotonic())
+            now = time.monotonic()
+            self._held = _Held(current.number, stop, now, crew.page.save_looks(), now)
             crew.page.want_stop(2 if current.was_put_off else 1)
             self._hold(crew)
             return
@@ -93,7 +99,12 @@ class Stops:
         if iteration is None:
             self.prepare(held.stop)
             return
+        looks = crew.page.save_looks()
+        if looks != held.looks:
+            held.looks, held.looked_at = looks, now
         what = f"the save of iteration {iteration} is in flight, {now - held.since:.0f} s so far"
+        if now - held.looked_at > UNLOOKED_S:
+            what += f"; no worker has looked for its end for {now - held.looked_at:.0f} s"
         if now >= held.tell_at:
             held.tell_at = now + HELD_TELL_S
             self._tell("held", round=held.round, stop=held.stop, what=what)

@@ -30,6 +30,7 @@ from scalai.core.transitions import (
     UNHOOKED,
     Result,
     answered,
+    call_off,
     changed,
     consider,
     end,
@@ -37,6 +38,7 @@ from scalai.core.transitions import (
     next_phase,
     prepare,
     release_leaving,
+    runs_as_wished,
     save,
     stop_unbuilt,
     try_again,
@@ -96,8 +98,13 @@ def _host_leaving(event: events.HostLeaving, job: Job) -> Result:
 
 
 def _consider_soon(job: Job, at: float) -> Result:
-    """Meet a change at once; during a stop, at the first tick after it where it is taken back."""
-    return consider(job) if job.phase in RESIZABLE else (replace(job, changed_at=at), ())
+    """Meet a change at once; during a stop, at the first tick after it where it is taken back. A
+    stop that waits for a save, and that nothing needs any more, is taken back now."""
+    if job.phase in RESIZABLE:
+        return consider(job)
+    if job.phase is Phase.PREPARING and job.held and runs_as_wished(job):
+        return call_off(job)
+    return replace(job, changed_at=at), ()
 
 
 def _leave_while_waiting(job: Job, host: str) -> Result:

@@ -70,11 +70,32 @@ def consider(job: Job) -> Result:
             "going on"
         )
         return _stay(job, reason)
-    if target is not None and job.current is not None and target.is_same_as(job.current):
+    if target is not None and runs_as_wished(job):
         return _stay(job, f"the change leaves the job as it is: {target.reason}")
     if job.phase is Phase.STARTING or not job.is_elastic:
         return _stop_workers(job, "the hosts changed")
     return _build(job, target)
+
+
+def runs_as_wished(job: Job) -> bool:
+    """Whether the hosts now present would be assigned as they are."""
+    target = next_assignment(job)
+    return target is not None and job.current is not None and target.is_same_as(job.current)
+
+
+def call_off(job: Job) -> Result:
+    """Take a stop back that was proposed for a change which is not wished any more."""
+    hosts = active(job)
+    job, given_up = without_ahead(job)
+    # Answers to this stop may be on their way: the next one is another.
+    newest = max(job.newest, job.stop)
+    job = replace(
+        job, phase=Phase.RUNNING, awaited=frozenset(), held={}, margin=1, newest=newest,
+        changed_at=None,
+    )  # fmt: skip
+    said = Say(f"the stop at step {job.stop} is called off: the job is to run as it does")
+    job, released = release_leaving(job) if leaving(job) - hosts else (job, ())
+    return job, (Withdraw(tuple(sorted(hosts))), *given_up, said, *released)
 
 
 def changed(job: Job, at: float) -> Result:

@@ -7,6 +7,7 @@ is gone."""
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,6 +18,8 @@ from scalai.store.secure import Folder
 
 LOCK = "lock"
 GUARD = "lock.guard"
+GUARD_S = 30.0
+"""How long another process may look at a lock, which takes it a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +89,22 @@ def _try_flock(descriptor: int) -> bool:
 
 @contextmanager
 def _guard(folder: Folder) -> Iterator[None]:
-    """Let one process at a time look at the lock and replace it. Held for moments only."""
+    """Let one process at a time look at the lock and replace it. Held for moments only.
+
+    Raises:
+        StoreError: Another one does for ``GUARD_S``: it stands still.
+    """
     descriptor = folder.open_file(GUARD, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        end = time.monotonic() + GUARD_S
+        while not _try_flock(descriptor):
+            if time.monotonic() > end:
+                raise StoreError(
+                    f"another process has been looking at the lock of {folder.path} for "
+                    f"{GUARD_S:.0f} s (it holds {GUARD}). Is an agent stopped? Let it go on, or "
+                    "end it."
+                )
+            time.sleep(0.01)
         yield
     finally:
         os.close(descriptor)
@@ -103,7 +118,7 @@ class StoreLock:
 
     @classmethod
     def acquire(cls, folder: Folder) -> "StoreLock":
-        """Take the lock of a folder. Does not block.
+        """Take the lock of a folder. Does not wait for who holds it.
 
         Raises:
             StoreError: A live process holds it; names the process. Or it cannot be signed.

@@ -79,3 +79,35 @@ def test_what_is_told_of_another_stop_is_no_news() -> None:
     simulation.feed(events.Held("a", before.round, before.stop + 1, "of another"))
     simulation.feed(events.Held("a", before.round + 1, before.stop, "of another"))
     assert simulation.job == before
+
+
+def test_a_wish_that_is_taken_back_while_the_change_waits_for_a_save_costs_no_round() -> None:
+    simulation = saving()
+    assert simulation.job.phase is m.Phase.PREPARING and simulation.job.held
+    before = len(rounds(simulation))
+    simulation.feed(events.Rescaled(assign_all(), simulation.now))
+    assert simulation.job.phase is m.Phase.RUNNING and not simulation.job.held
+    simulation.settle()
+    simulation.end_save()
+    simulation.settle()
+    simulation.pass_time(2 * ANSWER_S, ANSWER_S / 2)
+    assert len(rounds(simulation)) == before and simulation.job.phase is m.Phase.RUNNING
+    simulation.train(5)
+    simulation.feed(events.Rescaled(assign_all(allowed=(2,)), simulation.now))
+    simulation.settle()
+    last = rounds(simulation)[-1]
+    assert last.assignment.degrees.world_size == 2 and last.steps_lost == 0, "a later one is met"
+
+
+def test_an_idle_host_that_leaves_again_while_its_change_waits_for_a_save_is_let_go() -> None:
+    simulation = two_hosts(build_timeout_s=0.0, max_hosts=3)
+    simulation.train(5)
+    simulation.begin_save()
+    simulation.join("c", 2)
+    simulation.pass_time(ANSWER_S, ANSWER_S / 2)
+    assert simulation.job.phase is m.Phase.PREPARING and simulation.job.held
+    before = len(rounds(simulation))
+    simulation.feed(events.HostLeaving("c", simulation.now))
+    simulation.settle()
+    assert simulation.job.phase is m.Phase.RUNNING and set(simulation.job.hosts) == {"a", "b"}
+    assert len(rounds(simulation)) == before

@@ -120,3 +120,16 @@ def test_workers_that_stood_when_their_round_ended_keep_no_later_stop_from_being
     agent.stops.agree(9)
     agent.stops.stand(later, Future[Any](), 0, step=9, iteration=9)
     assert agent.events() == ["prepared", "held", "prepared", "held"]
+
+
+def test_of_a_save_that_nobody_looks_for_any_more_that_is_said(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training hangs, and the change waits with it."""
+    agent.worker.report_save(4)
+    agent.stops.prepare(8)
+    agent.stops.watch()
+    assert not any("no worker has looked" in facts["what"] for _, facts in agent.told)
+    monkeypatch.setattr(stops, "UNLOOKED_S", -1.0)
+    agent.stops.watch()
+    assert "no worker has looked for its end for 0 s" in agent.told[-1][1]["what"]

@@ -1,5 +1,6 @@
 """One owner a directory: refused while it lives, taken over when it is dead."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from store_states import Opener
 
 from scalai.core.errors import StoreError
+from scalai.store import lock
 from scalai.store.host import HostStore
 from scalai.store.lock import LOCK, StoreLock, find_owner
 from scalai.store.secure import Folder
@@ -129,3 +131,15 @@ def test_opening_a_locked_store_changes_nothing(open_store: Opener) -> None:
     with pytest.raises(StoreError):
         HostStore("job", "a", store.directory.parent.parent)
     assert slot.exists()
+
+
+def test_a_process_that_stands_still_while_it_looks_at_a_lock_is_named_and_not_waited_for(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "GUARD_S", 0.1)
+    stopped = folder.open_file(lock.GUARD, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(stopped, fcntl.LOCK_EX)
+    with pytest.raises(StoreError, match="Is an agent stopped"):
+        StoreLock.acquire(folder)
+    os.close(stopped)
+    StoreLock.acquire(folder).release()
