@@ -80,8 +80,15 @@ def test_where_its_process_is_stopped_another_one_opens_the_store(
     stores: RendezvousStores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job would end by it."""
-    monkeypatch.setattr(rendezvous_store, "OPEN_S", 5.0)
+    begin = stores._begin
+
+    def begin_another() -> None:
+        monkeypatch.setattr(rendezvous_store, "OPEN_S", DEADLINE_S)
+        begin()
+
     stores.open()
+    monkeypatch.setattr(stores, "_begin", begin_another)
+    monkeypatch.setattr(rendezvous_store, "OPEN_S", 0.5)
     stopped = stores._process
     stopped.send_signal(signal.SIGSTOP)
     assert is_open("127.0.0.1", stores.open())
