@@ -12,10 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _HEADER = struct.Struct("<4s22xHH")
-_ENTRY = struct.Struct("<4s12xIIIHHH8xI")
+_ENTRY = struct.Struct("<4s12xIIIHHHH6xI")
 _END = struct.Struct("<4s6xHIIH")
 _END_64 = struct.Struct("<4s28xQQQ")
-_LOCATOR_BYTES = 20
+_LOCATOR = struct.Struct("<4xIQI")
+_DISKS, _DISKS_64 = struct.Struct("<HHHH"), struct.Struct("<IIQQ")
+"""On which disks a directory ends and begins, and how many entries are on this one and in all."""
+_MARK = b"PK\5\6"
+_MAX_TAIL = 64 << 10
+"""Bytes behind the last archive that are passed over; ``zipfile`` does so too."""
 _FULL = 0xFFFFFFFF
 _WIDE = 1
 """The extra field with what does not fit into 32 bits."""
@@ -35,10 +40,10 @@ class Member:
 def storages(data: memoryview) -> Iterator[Member]:
     """Yield the storages of all archives in a file, the last archive first.
 
-    Ends where no archive is: at a file of another format, or at a damaged directory, which whoever
-    reads a tensor of it refuses.
+    Passes over what a copy has left behind the last one. Ends where no archive is: at a file of
+    another format, or at a damaged directory, which whoever reads a tensor of it refuses.
     """
-    end = len(data)
+    end = _last_end(data)
     while end:
         try:
             begin, members = _archive(data, end)
@@ -48,6 +53,32 @@ def storages(data: memoryview) -> Iterator[Member]:
         end = begin
 
 
+def is_archive(data: memoryview) -> bool:
+    """Tell whether these bytes are one archive, with an entry for each of its members, on one disk:
+    torch's reader takes no other."""
+    try:
+        begin, _ = _archive(data, len(data))
+    except (struct.error, ValueError):
+        return False
+    end = len(data) - _END.size
+    disks = [_DISKS.unpack_from(data, end + len(_MARK))]
+    wide = end - _LOCATOR.size - _END_64.size
+    if _is_wide(data, wide):
+        disks.append(_DISKS_64.unpack_from(data, wide + 16))
+        if _LOCATOR.unpack_from(data, wide + _END_64.size) != (0, wide, 1):
+            return False
+    return not begin and all(not a and not b and here == count for a, b, here, count in disks)
+
+
+def _last_end(data: memoryview) -> int:
+    """Return where the last archive ends."""
+    tail = bytes(data[-(_END.size + _MAX_TAIL) :])
+    if tail[-_END.size :].startswith(_MARK):
+        return len(data)
+    at = tail.rfind(_MARK)
+    return len(data) - len(tail) + at + _END.size if at >= 0 else len(data)
+
+
 def _archive(data: memoryview, end: int) -> tuple[int, list[Member]]:
     """Return where an archive that ends at a byte begins, and its storages. Raises ``ValueError``
     or ``struct.error`` where there is none."""
@@ -55,9 +86,9 @@ def _archive(data: memoryview, end: int) -> tuple[int, list[Member]]:
         raise ValueError("too short")
     at = end - _END.size
     mark, count, size, offset, comment = _END.unpack_from(data, at)
-    _expect(mark == b"PK\5\6" and not comment)
-    wide = at - _LOCATOR_BYTES - _END_64.size
-    if wide >= 0 and bytes(data[wide + _END_64.size : wide + _END_64.size + 4]) == b"PK\6\7":
+    _expect(mark == _MARK and not comment)
+    wide = at - _LOCATOR.size - _END_64.size
+    if _is_wide(data, wide):
         mark, count, size, offset = _END_64.unpack_from(data, wide)
         _expect(mark == b"PK\6\6")
         at = wide
@@ -67,10 +98,10 @@ def _archive(data: memoryview, end: int) -> tuple[int, list[Member]]:
     members = []
     for _ in range(count):
         _expect(place + _ENTRY.size <= at)
-        mark, crc, packed, size, name_bytes, extra_bytes, note_bytes, header = _ENTRY.unpack_from(
-            data, place
+        mark, crc, packed, size, name_bytes, extra_bytes, note_bytes, disk, header = (
+            _ENTRY.unpack_from(data, place)
         )
-        _expect(mark == b"PK\1\2")
+        _expect(mark == b"PK\1\2" and packed == size and not disk)
         place += _ENTRY.size
         name = bytes(data[place : place + name_bytes]).decode(errors="replace").partition("/")[2]
         place += name_bytes
@@ -81,6 +112,12 @@ def _archive(data: memoryview, end: int) -> tuple[int, list[Member]]:
             members.append(Member(name, _content(data, begin + header, size, end), size, crc))
     _expect(place == at)
     return begin, members
+
+
+def _is_wide(data: memoryview, wide: int) -> bool:
+    """Tell whether a directory's end in 64 bits lies at a byte: a locator is behind it."""
+    locator = wide + _END_64.size
+    return wide >= 0 and bytes(data[locator : locator + 4]) == b"PK\6\7"
 
 
 def _content(data: memoryview, at: int, size: int, end: int) -> int:

@@ -18,6 +18,7 @@ from scalai.converters.megatron.common_state import (
 )
 from scalai.converters.megatron.torch_dist_metadata import Extent, Metadata
 from scalai.converters.torch_archive import MAX_VALUE_BYTES, check_members
+from scalai.converters.zip_members import is_archive
 from scalai.core.errors import RefusedError
 
 _OWN = (".metadata", "latest_checkpointed_iteration.txt", COMMON_FILE, MARKER, REPORT)
@@ -55,7 +56,11 @@ def check_marker(directory: Path) -> None:
 
 
 def read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, bytes]:
-    """Return the archives of objects that are no tensors; they are small."""
+    """Return the archives of objects that are no tensors; they are small.
+
+    Raises:
+        RefusedError: One is too large, or not what was saved.
+    """
     found = {}
     for key, extent in objects.items():
         if key == COMMON_OBJECT:
@@ -68,7 +73,13 @@ def read_objects(directory: Path, objects: Mapping[str, Extent]) -> dict[str, by
         with open(directory / extent.file, "rb") as file:
             file.seek(extent.begin)
             found[key] = file.read(extent.size_bytes)
-        check_members(io.BytesIO(found[key]), f"{directory / extent.file}: {key}")
+        name = f"{directory / extent.file}: {key}"
+        if not is_archive(memoryview(found[key])):
+            raise RefusedError(
+                f"{name}, at byte {extent.begin}, is damaged: it is no whole torch archive. Copy "
+                "the file again, or use another checkpoint."
+            )
+        check_members(io.BytesIO(found[key]), name)
     return found
 
 

@@ -23,6 +23,8 @@ from scalai.converters.checksums import Checked
 from scalai.converters.crc32 import combined
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.megatron.torch_dist_intake import read_objects
+from scalai.converters.megatron.torch_dist_metadata import Extent
 from scalai.converters.parts import Part
 from scalai.converters.torch_archive import check_members, read_archive, with_content
 from scalai.core.errors import ProofError, RefusedError
@@ -193,3 +195,38 @@ def test_what_is_carried_as_it_is_is_compared_with_its_checksums(tmp_path: Path)
         with contextlib.nullcontext() if is_good else pytest.raises(RefusedError, match="Bad CRC"):
             check_members(file, "rng_state_0.pth")
     check_members(io.BytesIO(b"a tokenizer"), "tokenizer.model")
+
+
+def test_an_object_that_torch_cannot_read_is_refused(tmp_path: Path) -> None:
+    import torch
+
+    file = io.BytesIO()
+    torch.save([{"a": torch.arange(4), "b": 3}], file)
+    data, refused = file.getvalue(), 0
+    for at in range(len(data)):
+        changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        (tmp_path / "file").write_bytes(changed)
+        try:
+            read_objects(tmp_path, {"an object": Extent("file", 0, len(data))})
+        except RefusedError as error:
+            assert "an object" in str(error) and "damaged" in str(error)
+            refused += 1
+            continue
+        (value,) = torch.load(io.BytesIO(changed))
+        assert value["b"] == 3 and value["a"].tolist() == [0, 1, 2, 3], at
+    assert refused > len(data) // 4
+
+
+def test_bytes_behind_the_last_archive_do_not_hide_the_checksums(
+    saved: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(saved, tmp_path / "tp2")
+    source = open_checkpoint(tmp_path / "tp2")
+    for path in source.directory.glob("*.distcp"):
+        with open(path, "ab") as file:
+            file.write(bytes(512))
+    checksums = convert(open_checkpoint(tmp_path / "tp2"), tmp_path / "good", tp=1)["checksums"]
+    assert checksums["records"] > 10 and not checksums["files_without"]
+    rot(held(source, "exp_avg"), flip)
+    with pytest.raises(ProofError, match="CRC-32"):
+        convert(open_checkpoint(tmp_path / "tp2"), tmp_path / "bad", tp=1)
