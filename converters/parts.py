@@ -7,17 +7,25 @@ noted, and that nobody else is at work, finishes. A part that was killed is star
 of the whole does what is left.
 """
 
+import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from io import BufferedRandom
 from pathlib import Path
 
 from scalai.converters.journal import NAME, Done, Journal, is_open, read_journal, try_lock
 from scalai.core.errors import PeerError, StoreError, UsageError
+
+log = logging.getLogger("scalai.converters")
+
+SILENT_S = 60.0
+"""A wait that is so long is told of; and again each time that this has doubled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,7 @@ class Part:
 
 @contextmanager
 def alone(destination: Path) -> Iterator[None]:
-    """Hold the lock of a destination; waits for whoever has it.
+    """Hold the lock of a destination; waits for whoever has it, and says so while it does.
 
     The lock is a file beside the destination, which goes when it is released.
     """
@@ -79,7 +87,7 @@ def alone(destination: Path) -> Iterator[None]:
     while True:
         file = open(path, "a+b")
         try:
-            try_lock(file, is_waiting=True)
+            _wait_for(file, path)
         except StoreError:
             path.unlink(missing_ok=True)
             raise
@@ -95,6 +103,20 @@ def alone(destination: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         file.close()
+
+
+def _wait_for(file: BufferedRandom, path: Path) -> None:
+    """Lock a file. There is no deadline: who has it may be checking terabytes."""
+    began, silent_s = time.monotonic(), SILENT_S
+    while not try_lock(file):
+        waited_s = time.monotonic() - began
+        if waited_s >= silent_s:
+            silent_s = 2 * waited_s
+            log.warning(
+                "waiting since %.0f s for another process that begins or ends this conversion: it "
+                "holds %s (`fuser` names it on its host)", waited_s, path,
+            )  # fmt: skip
+        time.sleep(min(max(waited_s / 8, 0.01), 1))
 
 
 def begin(partial: Path, identity: str, part: Part) -> Journal:

@@ -1,6 +1,7 @@
 """One conversion by several processes that share nothing but the file system."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 from checkpoints import LIMITS, state, write
 
+from scalai.converters import parts
 from scalai.converters.checkpoint import Checkpoint, Target, WriteOptions
 from scalai.converters.engine import reshard
-from scalai.converters.journal import Journal
+from scalai.converters.journal import Journal, try_lock
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.parts import Part, alone
 from scalai.converters.verify import verify
@@ -213,3 +215,29 @@ def test_each_part_reads_its_share_of_the_bytes(tmp_path: Path, source: Checkpoi
     # What is read of the source, and read back of the destination; a dry run reads neither.
     shares = [(size - planned) / (2 * total) for size in parts]
     assert all(0.2 < share < 0.3 for share in shares), shares
+
+
+def test_a_wait_for_another_process_is_told_of_and_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "SILENT_S", 0.0)
+    other = open(tmp_path / ".there.lock", "a+b")
+    assert try_lock(other)
+    told: list[str] = []
+
+    class Told(logging.Handler):
+        """Ends the other process once it is told of."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            other.close()
+
+    handler = Told()
+    parts.log.addHandler(handler)
+    try:
+        with alone(tmp_path / "there"):
+            assert told and ".there.lock" in told[0]
+    finally:
+        parts.log.removeHandler(handler)
+        other.close()
+    assert not list(tmp_path.iterdir())
