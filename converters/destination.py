@@ -22,8 +22,13 @@ from scalai.store.manifest import sync_directory, sync_file
 
 def place_of(destination: Path) -> Path:
     """Return where a destination lies: a link is followed, so that what it names is filled, and on
-    the disk that it names."""
-    return destination.resolve() if destination.is_symlink() else destination
+    the disk that it names. Raises ``UsageError`` for a link that names itself."""
+    try:
+        return destination.resolve() if destination.is_symlink() else destination
+    except (OSError, RuntimeError) as error:  # a loop is either, by the version of Python
+        raise UsageError(
+            f"{destination} is a link that leads nowhere ({error}). Name another destination."
+        ) from error
 
 
 def partial_of(destination: Path) -> Path:
@@ -102,9 +107,17 @@ def complete(
 def publish(partial: Path, destination: Path, overwrite: bool) -> None:
     """Rename the finished directory; what was there before goes last."""
     replaced = destination.parent / f".{destination.name}.replaced"
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
     if overwrite and destination.exists():
         os.rename(destination, replaced)
     os.rename(partial, destination)
     sync_directory(destination.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or as much of a directory as can be."""
+    if path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from io import FileIO
 from pathlib import Path
+from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
@@ -172,9 +172,9 @@ def _read_into(
         np.copyto(values, view)
         return
     begin, _ = _place(placed, row, part)
-    descriptor = _open(directory / file.path).fileno()
+    opened = _open(directory / file.path)
     for block in contiguous_chunks(values, BLOCK_BYTES):
-        _read_all(descriptor, block, begin)
+        _read_all(opened.descriptor, block, begin)
         if runs is not None:
             runs.add(number, begin, block)
         begin += len(block)
@@ -201,10 +201,22 @@ def _scratch(use: str, unit: Unit, shape: tuple[int, ...], tensor: Tensor) -> Bi
     return values
 
 
+class _Opened:
+    """A source file, open for reading while anybody refers to it.
+
+    So whoever reads keeps it open, whatever is forgotten meanwhile; and it is closed at once when
+    the last one lets go. A forked process closes its own descriptor alone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        finalize(self, os.close, self.descriptor)
+
+
 @lru_cache(maxsize=OPEN_FILES)
-def _open(path: Path) -> FileIO:
+def _open(path: Path) -> _Opened:
     """Open a source file; the last ones stay open."""
-    return FileIO(path)
+    return _Opened(path)
 
 
 def forget_files() -> None:
