@@ -6,7 +6,10 @@ machine lets its page cache be dropped (``cold``), unless ``--warm`` is given. F
 * ``cp_ratio``: our rate over that of ``cp`` of the same files, of a Megatron ``torch_dist``
   checkpoint of at least 8 GB (parameters, Adam) from TP2 to TP4, whole command. ``cp_ratio_net``:
   without interpreter, imports and planning. ``cp_ratio_unproven``: whole, but nothing is
-  fingerprinted or read back.
+  fingerprinted or read back. The files have checksums, as torch saves them.
+* with ``--beside CHECKOUT``, another one of this project (with its ``.venv``) whose command takes
+  turns with ours: ``beside_ratio``, its seconds over ours, and ``cpu_ratio``, our processor time
+  over its.
 * ``peak_gb``: the most anonymous and shared memory of all its processes together, at any time;
   ``budget_gb``: what ``--memory`` allowed.
 * ``megatron_ratio``: Megatron's own load and save at new degrees, under torchrun with the model
@@ -33,11 +36,13 @@ from reshard_runs import (
     drop_caches,
     grow,
     scalai,
+    scalai_of,
     scalai_unproven,
     size_bytes,
     to_universal,
     torchrun,
 )
+from stored_checksums import fill_in
 
 from scalai.launch.sizes import parse_size
 
@@ -67,6 +72,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--memory", default="1GB", help="what our command may use")
     parser.add_argument("--dir", type=Path, help="where to work (default: the temporary directory)")
     parser.add_argument("--warm", action="store_true", help="leave in memory what is there")
+    parser.add_argument("--beside", type=Path, help="a checkout of another release to compare with")
     parser.add_argument("--only", choices=("cp", "megatron", "deepspeed"))
     return parser.parse_args()
 
@@ -78,6 +84,7 @@ class Benchmark:
         self._size = SMALL if options.small else FULL
         self._runs: int = options.runs
         self._memory: str = options.memory
+        self._beside: Path | None = options.beside
         self._folder = folder
         self._report = report
         self._forget = (lambda: False) if options.warm else drop_caches
@@ -95,9 +102,11 @@ class Benchmark:
         """Add the figures beside ``cp``."""
         large = self._folder / "large"
         grow(saved, large, self._size.grown_bytes, tp=2)
+        fill_in(large)
         size = size_bytes(large)
         self._report.add("size_gb", size / 1e9, "GB")
         copied, ours, net, unproven, peaks = [], [], [], [], []
+        cpu_s, before, cpu_before_s = [], [], []
         flags = ["--tp", "4", "--memory", self._memory]
         for _ in range(self._runs):
             copied.append(self._timed(copy_files, large).seconds)
@@ -105,6 +114,11 @@ class Benchmark:
             ours.append(run.seconds)
             net.append(run.working_s)
             peaks.append(run.peak_bytes)
+            cpu_s.append(run.cpu_s)
+            if self._beside is not None:
+                other = self._timed(scalai_of(self._beside), large, *flags)
+                before.append(other.seconds)
+                cpu_before_s.append(other.cpu_s)
             unproven.append(self._timed(scalai_unproven, large, *flags).seconds)
             self._report.say(f"cp {copied[-1]:.1f} s, ours {ours[-1]:.1f} s, net {net[-1]:.1f} s")
         cp = median(copied)
@@ -114,6 +128,11 @@ class Benchmark:
         self._report.add("cp_ratio", cp / median(ours))
         self._report.add("cp_ratio_net", cp / median(net))
         self._report.add("cp_ratio_unproven", cp / median(unproven))
+        self._report.add("cpu_s_gb", median(cpu_s) / (size / 1e9), "s/GB")
+        if before:
+            self._report.add("beside_s", median(before), "s")
+            self._report.add("beside_ratio", median(before) / median(ours))
+            self._report.add("cpu_ratio", median(cpu_s) / median(cpu_before_s))
         self._report.add("peak_gb", max(peaks) / 1e9, "GB")
         self._report.add("budget_gb", parse_size(self._memory) / 1e9, "GB")
         shutil.rmtree(large)

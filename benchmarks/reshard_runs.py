@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Protocol
 
 from scalai.converters.checkpoint import Checkpoint, Piece, ReadOptions, WriteOptions, place
-from scalai.converters.engine import Limits, reshard
+from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.limits import Limits
 from scalai.core.collection import MAX_NDIM, Tensor
 
 WORKERS = 2
@@ -27,12 +29,14 @@ class Ran:
     """What a command took.
 
     ``working_s``: between its first and its last progress, for our commands. ``peak_bytes``: the
-    most anonymous and shared memory that its processes had together.
+    most anonymous and shared memory that its processes had together. ``cpu_s``: their processor
+    time.
     """
 
     seconds: float
     working_s: float = 0.0
     peak_bytes: int = 0
+    cpu_s: float = 0.0
 
 
 class Command(Protocol):
@@ -50,6 +54,16 @@ def copy_files(source: Path, destination: Path, *flags: str) -> Ran:
 def scalai(source: Path, destination: Path, *flags: str) -> Ran:
     """Run ``scalai reshard``."""
     return _reshard(["-m", "scalai.launch.cli"], source, destination, flags)
+
+
+def scalai_of(checkout: Path) -> Command:
+    """Return ``scalai reshard`` of another checkout, which has its environment in ``.venv``."""
+    python = str(checkout / ".venv" / "bin" / "python")
+
+    def run(source: Path, destination: Path, *flags: str) -> Ran:
+        return _reshard(["-m", "scalai.launch.cli"], source, destination, flags, python)
+
+    return run
 
 
 def scalai_unproven(source: Path, destination: Path, *flags: str) -> Ran:
@@ -122,8 +136,14 @@ def _with_layers(source: Checkpoint, times: int) -> Checkpoint:
     return replace(source, placed=place(pieces, placed.files), twins=None)
 
 
-def _reshard(script: Sequence[str], source: Path, destination: Path, flags: Sequence[str]) -> Ran:
-    command = [sys.executable, *script, "reshard", str(source), str(destination), "--json", *flags]
+def _reshard(
+    script: Sequence[str],
+    source: Path,
+    destination: Path,
+    flags: Sequence[str],
+    python: str = sys.executable,
+) -> Ran:
+    command = [python, *script, "reshard", str(source), str(destination), "--json", *flags]
     ran, output = _run_told(command)
     moments = [event["seconds"] for event in map(json.loads, output.splitlines())
                if event["event"] == "progress"]  # fmt: skip
@@ -136,7 +156,7 @@ def _run(command: Sequence[str]) -> Ran:
 
 def _run_told(command: Sequence[str]) -> tuple[Ran, str]:
     """Run a command; return what it took, and its output. Ends the benchmark where it fails."""
-    began = time.perf_counter()
+    began, cpu_s = time.perf_counter(), _cpu_s_of_children()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
@@ -148,7 +168,12 @@ def _run_told(command: Sequence[str]) -> tuple[Ran, str]:
     if process.returncode:
         lines = "\n".join(output.splitlines()[-40:])
         raise SystemExit(f"{' '.join(command)}\nended with {process.returncode}:\n{lines}")
-    return Ran(seconds, peak_bytes=peak_bytes), output
+    return Ran(seconds, peak_bytes=peak_bytes, cpu_s=_cpu_s_of_children() - cpu_s), output
+
+
+def _cpu_s_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 class _Peak:

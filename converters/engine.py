@@ -34,6 +34,7 @@ from scalai.converters.destination import (
 )
 from scalai.converters.forked import map_forked
 from scalai.converters.journal import Done, Journal, Noted
+from scalai.converters.limits import BUFFERS, WORKER_BYTES, Limits
 from scalai.converters.noted import check_report, is_noted
 from scalai.converters.parts import Part, alone, begin, gather, remove_journals
 from scalai.converters.records import Records, check_records, counted, find_records
@@ -41,63 +42,13 @@ from scalai.converters.streaming import Job, forget_files, run_tasks
 from scalai.converters.verify import check_samples
 from scalai.converters.work import Task, Work, batches, plan_work, unused
 from scalai.core.collection import Collection
-from scalai.core.errors import MemoryShortError, ProofError, RefusedError, UsageError
+from scalai.core.errors import MemoryShortError, ProofError, RefusedError
 from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
-
-MAX_BUFFER_BYTES = 4 << 20
-MIN_BUFFER_BYTES = 1 << 20
-WORKER_BYTES = 24 << 20
-"""Anonymous memory of a worker beside its buffers, after the fork: measured, rounded up."""
-ROW_BYTES, FILE_BYTES = 1400, 2200
-"""Of a piece and of a file in the tables of the process that starts the workers: measured."""
-BUFFERS = 3
-"""Buffers of a worker: what is gathered, what is read back, what a fingerprint widens."""
 
 WHOLE = Part()
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are on disk and all bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a run may use: bytes of memory, and processes. ``table_bytes`` of the memory are of the
-    process that starts the others (``table_bytes_of``)."""
-
-    memory_bytes: int
-    workers: int
-    table_bytes: int = 0
-
-    @property
-    def least_bytes(self) -> int:
-        """The least memory that does."""
-        return self.table_bytes + self.workers * (WORKER_BYTES + BUFFERS * MIN_BUFFER_BYTES)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of one buffer of a worker.
-
-        Raises:
-            UsageError: Memory is too little for that many workers.
-        """
-        left = self.memory_bytes - self.table_bytes
-        each = (left // self.workers - WORKER_BYTES) // BUFFERS
-        if each < MIN_BUFFER_BYTES:
-            raise UsageError(
-                f"--memory of {self.memory_bytes} bytes is too little for {self.workers} workers "
-                f"and {self.table_bytes} bytes of tables. Give at least {self.least_bytes}, or "
-                "fewer --workers."
-            )
-        # A power of two, so that a little more or less free memory does not undo a started run.
-        return min(1 << (each.bit_length() - 1), MAX_BUFFER_BYTES)
-
-
-def table_bytes_of(source: Checkpoint, target: Target) -> int:
-    """Return how much memory it takes to know what lies where, and what has been done: little, but
-    for very many tensors."""
-    rows = len(source.placed.collection) + len(target.placed.collection)
-    files = len(source.placed.files) + len(target.placed.files)
-    return rows * ROW_BYTES + files * FILE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,22 +140,46 @@ def reshard(
                 if done is None:
                     journal.close()
                     return None
-                rows = _row_fingerprints(done, len(target.placed.collection))
-                report = {
-                    **_report(source, target, rows),
-                    BESIDE: write_beside(partial, target),
-                    "conversion": identity,
+                rows, report = _prove(source, target, partial, limits, records, done, identity)
+                report |= {
                     "bytes": outlook.write_bytes,
                     "resumed_tasks": resumed,
+                    "seconds": round(time.monotonic() - began, 3),
                 }
-                if _identity(source, target, limits.buffer_bytes) != identity:
-                    raise _changed(source)
-                report["checksums"] = _check_read(source, records, done, report, limits, partial)
-                report["seconds"] = round(time.monotonic() - began, 3)
                 complete(partial, target, rows, report)
                 publish(partial, destination, overwrite)
                 remove_journals(destination)
     return report
+
+
+def _prove(
+    source: Checkpoint,
+    target: Target,
+    partial: Path,
+    limits: Limits,
+    records: Records,
+    done: Done,
+    identity: str,
+) -> tuple[npt.NDArray[np.uint64], dict[str, Any]]:
+    """Write what is carried as it is, and compare what was read with what is known of it.
+
+    Returns:
+        The fingerprint of each row of the target, and the report.
+
+    Raises:
+        RefusedError: The source was changed meanwhile.
+        ProofError: As ``_check_read``.
+    """
+    rows = _row_fingerprints(done, len(target.placed.collection))
+    report = {
+        **_report(source, target, rows),
+        BESIDE: write_beside(partial, target),
+        "conversion": identity,
+    }
+    if _identity(source, target, limits.buffer_bytes) != identity:
+        raise _changed(source)
+    report["checksums"] = _check_read(source, records, done, report, limits, partial)
+    return rows, report
 
 
 def _check_read(

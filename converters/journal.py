@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from scalai.core.errors import PeerError, StoreError
@@ -64,12 +63,7 @@ class Journal:
     def __enter__(self) -> "Journal":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def add(self, tasks: Mapping[int, Noted]) -> None:

@@ -28,7 +28,6 @@ _FILE_BITS = 44
 FILL_BYTES = 64 << 20
 """Of what nobody wanted, the most that is read at once by one worker."""
 FILL_COUNT = 256
-BLOCK_BYTES = 256 << 10
 
 Run = tuple[int, int, int, int]
 """Bytes that were read: number of the file, begin, size, CRC-32."""

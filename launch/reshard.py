@@ -16,9 +16,10 @@ from scalai.converters.between.reference import read_reference
 from scalai.converters.between.translation import INVENTED, LEFT_OUT
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, Values, WriteOptions
 from scalai.converters.checksums import Checked
-from scalai.converters.engine import Limits, Outlook, look_ahead, reshard, table_bytes_of
+from scalai.converters.engine import Outlook, look_ahead, reshard
 from scalai.converters.hugging_face.carrying import accompanied
 from scalai.converters.layouts import LAYOUTS, layout_named, open_checkpoint
+from scalai.converters.limits import Limits, table_bytes_of
 from scalai.converters.megatron.limits import limits_of
 from scalai.converters.megatron.names import expert_of
 from scalai.converters.parts import Part

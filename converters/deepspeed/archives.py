@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from scalai.converters.archive_layout import lay_out_archive
 from scalai.converters.checkpoint import CheckpointFile, Piece, Placed, place
 from scalai.converters.deepspeed.cuts import EVERYTHING, Shards, contiguous
 from scalai.converters.deepspeed.flat import Span
-from scalai.converters.torch_archive import NewTensor, lay_out_archive
+from scalai.converters.torch_archive import NewTensor
 from scalai.core.collection import ITEM_BYTES, Tensor
 from scalai.core.region import flat_range
 from scalai.store.manifest import sync_directory

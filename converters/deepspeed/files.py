@@ -30,12 +30,7 @@ from scalai.converters.deepspeed.expert_names import (
     ExpertNames,
     check_numbers,
 )
-from scalai.converters.torch_archive import (
-    MAX_VALUE_BYTES,
-    NewTensor,
-    StoredTensor,
-    read_archive,
-)
+from scalai.converters.torch_archive import MAX_VALUE_BYTES, NewTensor, StoredTensor, read_archive
 from scalai.core.collection import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.store.files import BITS

@@ -68,12 +68,7 @@ from scalai.converters.megatron.values import (
     find_scaler,
     find_step,
 )
-from scalai.converters.torch_archive import (
-    NewTensor,
-    StoredTensor,
-    read_archive,
-    with_content,
-)
+from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive, with_content
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box, Index, flat_range, whole

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from scalai.converters.archive_layout import Archive, lay_out_archive
 from scalai.converters.checkpoint import MAIN, PARAM, STEP, Checkpoint, Values
 from scalai.converters.megatron.names import expert_of, fold, layer_of
 from scalai.converters.megatron.rank_streams import streams_of
@@ -22,7 +23,6 @@ from scalai.converters.megatron.values import (
     with_degrees,
 )
 from scalai.converters.scalars import read_steps
-from scalai.converters.torch_archive import Archive, lay_out_archive
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scalai.converters.archive_layout import Archive, lay_out_archive
 from scalai.converters.checkpoint import (
     MAIN,
     PARAM,
@@ -45,7 +46,7 @@ from scalai.converters.megatron.names import (
 )
 from scalai.converters.megatron.torch_dist_common import Keys, common_of, content_of, objects_of
 from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey, write_metadata
-from scalai.converters.torch_archive import Archive, NewTensor, lay_out_archive
+from scalai.converters.torch_archive import NewTensor
 from scalai.core.collection import ITEM_BYTES, Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scalai.converters.archive_layout import lay_out_archive
 from scalai.converters.checkpoint import (
     PARAM,
     Checkpoint,
@@ -39,7 +40,6 @@ from scalai.converters.megatron.torch_legacy_state import (
     groups_of,
     link_of,
 )
-from scalai.converters.torch_archive import lay_out_archive
 from scalai.store.manifest import sync_directory
 
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"

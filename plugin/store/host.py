@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from scalai.core.collection import Collection
@@ -70,12 +69,7 @@ class HostStore(HeldGenerations):
     def __enter__(self) -> "HostStore":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def sealed(self) -> list[tuple[Deposit, HostManifest]]:

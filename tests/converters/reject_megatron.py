@@ -26,10 +26,11 @@ from damage import (
 from rejects import Case, rename, report_version, spoil, with_nan
 from test_torch_legacy import SHARED, convert, gpt
 
+from scalai.converters.archive_layout import lay_out_archive
 from scalai.converters.checkpoint import Checkpoint
 from scalai.converters.megatron.torch_dist_common import content_of
 from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey, read_metadata
-from scalai.converters.torch_archive import NewTensor, lay_out_archive
+from scalai.converters.torch_archive import NewTensor
 from scalai.core.region import Box
 
 ITERATION = "iter_0000003"

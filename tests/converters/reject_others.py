@@ -14,8 +14,9 @@ from damage import link_outside
 from rejects import Case, edit_values, rename, report_version, spoil, with_nan
 
 from scalai.converters.checkpoint import REPORT, WriteOptions
-from scalai.converters.engine import Limits, reshard
+from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named
+from scalai.converters.limits import Limits
 from scalai.store.manifest import _digest
 
 PART = "generation-1/offline"

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from scalai.converters import pickles
-from scalai.converters.torch_archive import NewTensor, StoredTensor, lay_out_archive, read_archive
+from scalai.converters.archive_layout import lay_out_archive
+from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive
 from scalai.core.errors import RefusedError
 
 PLAIN = {

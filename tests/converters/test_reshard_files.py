@@ -15,9 +15,10 @@ from checkpoints import LIMITS, SHAPES, state, write
 
 from scalai.converters import engine
 from scalai.converters.checkpoint import WriteOptions
-from scalai.converters.engine import Limits, reshard, table_bytes_of
+from scalai.converters.engine import reshard
 from scalai.converters.journal import Journal
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.limits import Limits, table_bytes_of
 from scalai.converters.verify import compare, verify
 from scalai.core.errors import PeerError, RefusedError, StoreError, UsageError
 from scalai.launch import cli

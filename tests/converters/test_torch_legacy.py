@@ -13,12 +13,13 @@ from checkpoints import GROUP, LIMITS, state
 from damage import change_tree
 
 from scalai.converters import pickles
+from scalai.converters.archive_layout import lay_out_archive
 from scalai.converters.checkpoint import REPORT, Checkpoint, WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.grad_buffers import Member, bucket_numel, lay_buffer
 from scalai.converters.megatron.torch_dist_common import content_of
-from scalai.converters.torch_archive import NewTensor, lay_out_archive
+from scalai.converters.torch_archive import NewTensor
 from scalai.converters.verify import verify
 from scalai.core.errors import RefusedError
 

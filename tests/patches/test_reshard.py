@@ -11,8 +11,9 @@ from rot import ROTS, held, rot
 from worker_pool import WorkerPool
 
 from scalai.converters.checkpoint import ReadOptions, Values, WriteOptions
-from scalai.converters.engine import Limits, reshard
+from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.limits import Limits
 from scalai.converters.megatron.torch_dist_metadata import read_metadata
 from scalai.converters.torch_archive import read_archive
 from scalai.core.errors import ProofError, RefusedError

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -86,12 +85,7 @@ class Agents:
     def __enter__(self) -> "Agents":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         # A resource tracker removes what its process left, and ends: it is killed only if it hangs.
         for is_tracker in (False, True):
             for process in self.family():

@@ -18,8 +18,9 @@ from scalai.converters.checkpoint import (
 from scalai.converters.deepspeed.expert_names import Name
 from scalai.converters.deepspeed.experts import Experts, Layer
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
-from scalai.converters.engine import Limits, reshard
+from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
+from scalai.converters.limits import Limits
 from scalai.converters.megatron.common_state import COMMON_OBJECT, FORM
 from scalai.core.collection import Tensor
 from scalai.core.region import whole
