@@ -99,18 +99,17 @@ def is_open(path: Path) -> bool:
         return not try_lock(file)
 
 
-def try_lock(file: BufferedRandom, *, is_waiting: bool = False) -> bool:
-    """Lock a file until it is closed; tell whether that succeeded.
+def try_lock(file: BufferedRandom) -> bool:
+    """Lock a file until it is closed; tell whether that succeeded, or another one has it.
 
     Args:
         file: Open for writing, as locks over NFS need it.
-        is_waiting: Wait for whoever has the lock.
 
     Raises:
         StoreError: The file system has no locks.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if is_waiting else fcntl.LOCK_NB))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

@@ -41,7 +41,7 @@ class Records:
         file: Number among the source's files.
         begin, size_bytes: Where the bytes lie.
         crc: The CRC-32 that was saved; 0: none.
-        bare_files: Files that it reads and that know no storages: of other formats.
+        bare_files: Files of which it reads what lies in no storage: of other formats.
     """
 
     file: Columns
@@ -88,26 +88,24 @@ def find_records(source: Checkpoint, work: Work) -> Records:
     placed = work.source
     rows = np.unique(work.copies.source_row)
     columns: list[list[int]] = [[], [], [], []]
-    bare = []
+    is_kept = np.array([file.content is not None for file in placed.files], dtype=np.bool_)
     for number in np.unique(placed.file[rows]).tolist():
-        file = placed.files[number]
-        if file.content is not None:
+        if is_kept[number]:
             continue
-        known = sorted(
-            (m.begin, m.size_bytes, m.crc) for m in _storages(source.directory, file.path)
-        )
-        for begin, size, crc in known:
+        members = _storages(source.directory, placed.files[number].path)
+        for begin, size, crc in sorted((m.begin, m.size_bytes, m.crc) for m in members):
             for column, value in zip(columns, (number, begin, size, crc), strict=True):
                 column.append(value)
-        if not known:
-            bare.append(file.path)
     numbers, begins, sizes, crcs = (np.array(column, dtype=np.int64) for column in columns)
     keys = (numbers << _FILE_BITS) + begins
     wanted = (placed.file[rows].astype(np.int64) << _FILE_BITS) + placed.begin[rows]
     at = np.searchsorted(keys, wanted, side="right") - 1
-    rows, at, wanted = rows[at >= 0], at[at >= 0], wanted[at >= 0]
-    touched = np.unique(at[wanted < keys[at] + sizes[at]])
-    return Records(numbers[touched], begins[touched], sizes[touched], crcs[touched], tuple(bare))
+    is_inside = at >= 0
+    is_inside[is_inside] = (wanted < np.append(keys + sizes, 0)[at])[is_inside]
+    bare = np.unique(placed.file[rows[~is_inside & ~is_kept[placed.file[rows]]]])
+    touched = np.unique(at[is_inside])
+    paths = tuple(placed.files[number].path for number in bare.tolist())
+    return Records(numbers[touched], begins[touched], sizes[touched], crcs[touched], paths)
 
 
 def counted(work: Work, records: Records) -> npt.NDArray[np.bool_]:

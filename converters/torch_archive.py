@@ -146,11 +146,12 @@ def check_members(file: IO[bytes], name: str) -> None:
     another format has none.
 
     Raises:
-        RefusedError: One differs; ``name`` says of what.
+        RefusedError: One differs, or the file begins as an archive and does not end as one;
+            ``name`` says of what.
     """
-    if not zipfile.is_zipfile(file):
-        return
     try:
+        if file.read(4) != b"PK\3\4" and not zipfile.is_zipfile(file):
+            return
         with zipfile.ZipFile(file) as archive:
             for member in archive.infolist():
                 with archive.open(member) as opened:
@@ -226,9 +227,11 @@ def _read(window: Window, path: Path, begin: int, trust: bool) -> Any:
     with zipfile.ZipFile(window) as archive:
         members = {name.filename.partition("/")[2]: name for name in archive.infolist()}
         for member in members.values():
-            if member.compress_type != zipfile.ZIP_STORED:
+            is_plain = member.compress_type == zipfile.ZIP_STORED and not member.volume
+            if not is_plain or member.compress_size != member.file_size:
                 raise RefusedError(
-                    f"{path}: {member.filename} is compressed; torch stores plainly."
+                    f"{path}: {member.filename} is compressed; torch stores plainly. "
+                    "Or its directory is damaged: use another checkpoint."
                 )
         sizes = [member.file_size for member in archive.infolist()]
         if len(members) != len(sizes) or sum(sizes) > window.size_bytes:

@@ -26,7 +26,10 @@ from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.torch_dist_intake import read_objects
 from scalai.converters.megatron.torch_dist_metadata import Extent
 from scalai.converters.parts import Part
+from scalai.converters.records import find_records
 from scalai.converters.torch_archive import check_members, read_archive, with_content
+from scalai.converters.work import plan_work
+from scalai.converters.zip_members import storages
 from scalai.core.errors import ProofError, RefusedError
 from scalai.store.files import map_file
 
@@ -217,6 +220,15 @@ def test_an_object_that_torch_cannot_read_is_refused(tmp_path: Path) -> None:
     assert refused > len(data) // 4
 
 
+def test_what_is_carried_as_it_is_and_has_lost_its_end_is_refused() -> None:
+    import torch
+
+    file = io.BytesIO()
+    torch.save({"state": torch.arange(5)}, file)
+    with pytest.raises(RefusedError, match=r"random_states_0.* is damaged"):
+        check_members(io.BytesIO(file.getvalue()[:-60]), "random_states_0.pkl")
+
+
 def test_bytes_behind_the_last_archive_do_not_hide_the_checksums(
     saved: Path, tmp_path: Path
 ) -> None:
@@ -230,3 +242,17 @@ def test_bytes_behind_the_last_archive_do_not_hide_the_checksums(
     rot(held(source, "exp_avg"), flip)
     with pytest.raises(ProofError, match="CRC-32"):
         convert(open_checkpoint(tmp_path / "tp2"), tmp_path / "bad", tp=1)
+
+
+def test_tensors_that_lie_in_no_storage_are_told_of(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "tp2")
+    source = open_checkpoint(tmp_path / "tp2")
+    path = source.directory / source.placed.files[0].path
+    data = path.read_bytes()
+    (last, *others) = storages(memoryview(data))
+    at = data.index(b"PK\5\6", max(member.begin for member in others))
+    assert at < last.begin
+    path.write_bytes(data[:at] + bytes(4) + data[at + 4 :])  # behind them nothing is found
+    target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 1}))
+    found = find_records(source, plan_work(source, target, 1 << 20))
+    assert found.bare_files == (path.name,)
