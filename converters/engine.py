@@ -202,7 +202,7 @@ def _check_read(
         check_records(source, records, runs, limits.workers)
         check_report(source, prints, limits.workers)
     except ProofError:
-        shutil.rmtree(partial)
+        shutil.rmtree(partial, ignore_errors=True)  # what failed matters more
         raise
     without = records.unchecked, len(records.bare_files)
     return asdict(Checked(records.checked, *without, is_noted(source, prints)))
