@@ -218,14 +218,21 @@ class AgentEvents:
         self._live.generations.note_examined(generation, host, directory, damage)
 
     def _attached(self, host: str, parts: list[Json], damaged: list[Json]) -> None:
-        """A host has looked into its durable directory again, because nothing in memory is
-        whole."""
-        live = self._live
+        """A host has looked into its durable directory again, because nothing in memory is whole.
+        Where the job has gone on meanwhile, what it found goes: its store needs the room."""
+        live, generations = self._live, self._live.generations
         before = live.state.obstacle
-        for part in parts:
-            live.generations.offer(manifest_from_message(part, host))
+        for part in (manifest_from_message(each, host) for each in parts):
+            live.count_from(part.generation)
+            if live.state.phase is Phase.WAITING:
+                is_kept = generations.offer(part)
+            else:
+                is_kept = generations.has(part.generation) and not generations.is_foreign(part)
+            if not is_kept:
+                live.command([host], command="drop", generation=part.generation)
         for number, reason in damaged:
-            live.generations.note_damaged(host, number, reason)
+            live.count_from(number)
+            generations.note_damaged(host, number, reason)
         live.recount()
         if live.state.phase is Phase.WAITING and live.state.obstacle not in ("", before):
             live.log(f"event=note waiting {live.state.obstacle}")

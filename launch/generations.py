@@ -271,14 +271,15 @@ class Generations:
         self._versions[part.generation] = part.fingerprint_version
         self._note_stated(part)
 
-    def offer(self, part: HostManifest) -> None:
+    def offer(self, part: HostManifest) -> bool:
         """A durable directory has this part of a generation that the job may have left behind: a
-        person may go back to it."""
+        person may go back to it. False: it is of no use, the part must go."""
         if part.generation in self._abandoned or self.is_foreign(part):
-            return
+            return False
         if part.generation not in self._committed:
             self._offered.add(part.generation)
         self._take(part)
+        return True
 
     def without(self, host: str, number: int) -> None:
         """The host holds nothing of this generation any more."""
@@ -297,8 +298,8 @@ class Generations:
     def incomplete(self, whole: tuple[Generation, ...]) -> tuple[Incomplete, ...]:
         """Return the generations that are newer than the newest of the ``whole`` ones, newest
         first."""
-        newest = max((generation.number for generation in whole), default=0)
-        known = {*self._committed, *self._damaged}
+        newest = max((g.number for g in whole if g.number not in self._offered), default=0)
+        known = {*self._committed, *self._damaged} - self._offered
         return tuple(self._describe(n) for n in sorted(known, reverse=True) if n > newest)
 
     def _describe(self, number: int) -> Incomplete:
@@ -373,7 +374,8 @@ class Generations:
         """Return the committed generations that the hosts hold wholly, oldest first; ``without``:
         that they would hold without this one.
 
-        By number: numbers only grow, also where the job went back to an earlier step."""
+        By number: numbers only grow, also where the job went back to an earlier step. What is known
+        from a disk only is older than all else: another run may have left it there."""
         whole = []
         for number, held in self._committed.items():
             parts = {host: part for host, part in held.items() if host != without}
@@ -387,7 +389,7 @@ class Generations:
                 continue
             step = next(iter(parts.values())).step
             whole.append(Generation(number, step, frozenset(parts)))
-        return tuple(sorted(whole, key=lambda generation: generation.number))
+        return tuple(sorted(whole, key=lambda g: (g.number not in self._offered, g.number)))
 
     def prove(
         self, number: int, rows: Collection, values: "np.ndarray[tuple[int], np.dtype[np.uint64]]"

@@ -194,7 +194,9 @@ class LiveJob:
         others = {name: kept for name, kept in self.state.hosts.items() if name != host}
         if m.next_assignment(replace(self.state, hosts=others)) is None:
             return False
-        return not self.state.has_state or bool(self.generations.covered(without=host))
+        whole = self.generations.covered(without=host)
+        is_held = any(not self.generations.is_offered(each.number) for each in whole)
+        return is_held or not self.state.has_state
 
     # ------------------------------------------------------------------ events in, actions out
 

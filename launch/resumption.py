@@ -25,7 +25,8 @@ def resume(live: LiveJob, generation: int, *, dry_run: bool) -> Json:
             f"the job is {live.state.phase.value}, not waiting: it has a state that it goes on "
             "from."
         )
-    whole = {found.number: found for found in live.generations.covered()}
+    held = live.generations.covered()
+    whole = {found.number: found for found in held}
     if generation not in whole:
         known = ", ".join(f"{n} (step {found.step})" for n, found in whole.items())
         raise UsageError(
@@ -33,8 +34,8 @@ def resume(live: LiveJob, generation: int, *, dry_run: bool) -> Json:
             f"{known or 'none'}."
         )
     found = whole[generation]
-    steps = {one.number: one.step for one in live.generations.incomplete(tuple(whole.values()))}
-    steps |= {one.number: one.step for number, one in whole.items() if number > generation}
+    steps = {one.number: one.step for one in live.generations.incomplete(held)}
+    steps |= {one.number: one.step for one in held[held.index(found) + 1 :]}
     answer = f"going on from generation {generation} of step {found.step}"
     if steps:
         lost = max(live.state.newest, *(step or 0 for step in steps.values())) - found.step

@@ -210,6 +210,58 @@ def test_parts_that_were_committed_otherwise_are_refused_by_name(
         line.join("b", parts=(other,))
 
 
+def without_memory(line: Line, folder: Path) -> tuple[FakeAgent, HostManifest]:
+    """Return the agent that is left of a job whose state has gone with host a, and that state."""
+    mine = part(folder, "a", 2, 60, "r-1-60")
+    first = line.join("a", parts=(mine,))
+    assert first.wait_for("start")["generation"] == 2
+    second = line.join("b")
+    first.leave()
+    said(line, "generation 2 of step 60 is not whole")
+    return second, mine
+
+
+def test_an_older_state_on_a_disk_is_not_taken_for_its_higher_number(
+    line: Line, tmp_path: Path
+) -> None:
+    """A disk of one host may hold what another run has left there."""
+    left, mine = without_memory(line, tmp_path)
+    other = part(tmp_path, "b", 7, 50, "other-1-50")
+    left.tell("attached", parts=[manifest_message(other)], damaged=[])
+    said(line, r"generation 7 of step 50, 10 steps back: scalai resume --job j --generation 7")
+    line.join("c")
+    again = line.join("a", parts=(mine,))
+    assert again.wait_for("start")["generation"] == 2
+    assert left.wait_for("drop")["generation"] == 7
+
+
+def test_what_is_found_on_a_disk_goes_where_the_job_has_gone_on_meanwhile(
+    line: Line, tmp_path: Path
+) -> None:
+    left, mine = without_memory(line, tmp_path)
+    line.join("a", parts=(mine,)).wait_for("start")
+    found = [replace(mine, host="b"), part(tmp_path, "b", 1, 50, "r-1-50")]
+    left.tell("attached", parts=[manifest_message(each) for each in found], damaged=[])
+    assert left.wait_for("drop")["generation"] == 1, "its host has no room for a third one"
+    assert len(left.heard("drop")) == 1
+
+
+def test_the_number_of_a_state_that_turned_up_on_a_disk_is_not_used_again(
+    line: Line, tmp_path: Path
+) -> None:
+    left, _ = without_memory(line, tmp_path)
+    other = part(tmp_path, "b", 7, 50, "other-1-50")
+    left.tell("attached", parts=[manifest_message(other)], damaged=[(8, "its manifest is torn")])
+    answer = call(line, "resume", generation=7, dry_run=False)
+    assert "given up: generation 2, 8, 10 steps" in answer["reason"]
+    start = left.wait_for("start")
+    assert start["generation"] == 7
+    name = f"{start['run']}-{start['round']}-55"
+    sealed = manifest_message(part(tmp_path, "b", -1, 55, name))
+    left.tell("sealed", round=start["round"], reason="snapshot", part=sealed, seconds={})
+    assert left.wait_for("commit")["generation"] == 9
+
+
 # ------------------------------------------------------------------ beginning anew
 
 
