@@ -5,6 +5,7 @@ The variables of the functions that lead to a step are looked at behind the firs
 then it costs nothing.
 """
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -20,10 +21,14 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from scalai.patches.script_frames import Names, is_own_file, names_of, script_frames
 
+log = logging.getLogger(__name__)
+
 LOOKS = 3
 """Steps behind which variables are compared."""
 _KEEPERS = frozenset(("torchmetrics", "evaluate", "torch_ema", "ema_pytorch", "timm"))
 """Packages whose objects keep something of a training for a script."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Tensors that can be read on one rank alone: one of a class that is spread would wait for all."""
 _CARRIED = (torch.optim.Optimizer, LRScheduler, DataLoader, Dataset, Sampler)
 
 Variable = tuple[str, int, str]
@@ -68,7 +73,7 @@ class OwnState:
         for own in script_frames(frame):
             path, first = own.f_code.co_filename, own.f_code.co_firstlineno
             for name, value in _variables(own):
-                digest = _digest(value, name, names_of(path, first), known)
+                digest = _readable(value, name, names_of(path, first), known)
                 if digest is not None:
                     found.setdefault((path, first, name), digest)
                     self._alive.append(value)
@@ -97,13 +102,22 @@ def _variables(frame: FrameType) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def _readable(value: Any, name: str, names: Names, known: set[int]) -> Digest | None:
+    """Return the digest of a value, whatever a script has: None where it cannot be read."""
+    try:
+        return _digest(value, name, names, known)
+    except Exception as error:  # of any class that a script uses; a look must not end its training
+        log.debug("event=own_state unread=%s detail=%r", name, error)
+        return None
+
+
 def _digest(value: Any, name: str, names: Names, known: set[int]) -> Digest | None:
     """Return what tells a changed value from an unchanged one; None: it is nothing that is kept."""
     if isinstance(value, bool) or value is None or isinstance(value, _CARRIED):
         return None
     if isinstance(value, int):
         return None if name in names.enumerated else ("count", value)
-    if isinstance(value, float) or (isinstance(value, torch.Tensor) and not value.ndim):
+    if isinstance(value, float) or (type(value) in _PLAIN and not value.ndim):
         return ("sum", float(value)) if name in names.added_to else None
     if isinstance(value, torch.nn.Module):
         parameters = list(value.parameters())
@@ -132,10 +146,10 @@ def _inner(value: Any) -> Any:
     return _ends(list(value.parameters())) if isinstance(value, torch.nn.Module) else None
 
 
-def _ends(tensors: list[Any]) -> tuple[float, ...]:
-    """Return an element of the first and of the last tensor that has any."""
-    some = [tensor for tensor in tensors if tensor.numel()]
-    return tuple(float(t.detach().reshape(-1)[0]) for t in (some[0], some[-1])) if some else ()
+def _ends(tensors: list[Any]) -> tuple[Any, ...]:
+    """Return an element of the first and of the last tensor that has any that can be read."""
+    some = [t for t in tensors if type(t) in _PLAIN and t.layout is torch.strided and t.numel()]
+    return tuple(t.detach()[(0,) * t.ndim].item() for t in (some[0], some[-1])) if some else ()
 
 
 def _kept(variable: Variable, looks: list[Digest]) -> Kept | None:

@@ -80,6 +80,35 @@ def test_attributes_of_a_trainer_are_looked_at() -> None:
     ]
 
 
+class Opaque:
+    """What no look from outside can read, as proxies of servers are."""
+
+    def __init__(self) -> None:
+        self.total = torch.ones(2)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__dict__":
+            raise ConnectionError("the server has gone")
+        return super().__getattribute__(name)
+
+
+def test_what_cannot_be_read_is_passed_over_and_does_not_end_the_training() -> None:
+    """Spectra, sparse graphs, weights that are not there yet, values of foreign classes."""
+    engine, own, opaque, done = SimpleNamespace(module=model()), OwnState(), Opaque(), 0
+    total = torch.zeros((), dtype=torch.complex64)
+    kept: list[Kept] = []
+    for _ in range(LOOKS):
+        total += 1j
+        done += 1
+        spectra = {"rows": torch.full((2, 3), done * 1j)}
+        graph = {"adjacency": torch.eye(3).to_sparse()}
+        frozen = {"weight": torch.empty(2, device="meta")}
+        kept = own.look(sys._getframe(), engine)
+    assert own.is_done and (opaque, spectra, graph, frozen) is not None
+    mine = {one.name for one in kept if one.place.startswith("test_own_state.py")}
+    assert mine == {"done"}
+
+
 def test_the_line_of_the_script_is_told_and_not_that_of_a_library() -> None:
     place = sorted([1], key=lambda _: script_place())  # through what is not the script
     assert place == [1]
