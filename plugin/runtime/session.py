@@ -23,42 +23,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
-from scalai.core.collection import Tensor
 from scalai.core.errors import LayoutError, PeerError, RefusedError, StoreError, UsageError
-from scalai.core.region import Piece, row_major, whole
+from scalai.core.region import Piece
 from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number
 from scalai.runtime.control import ControlPage, control_path
 from scalai.runtime.deposit import ordered_fingerprints, place_rows
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.fingerprints import live_fingerprints
-from scalai.runtime.live import Json, LiveState, Slot, dtype_name
+from scalai.runtime.live import Json, LiveState, Slot
 from scalai.runtime.mapping import MappedFile
 from scalai.runtime.messages import Channel
+from scalai.runtime.registered import Get, Registered, Set
 from scalai.runtime.restore import map_sources, read_rows
 from scalai.runtime.rows import collection_of, held_rows, wanted_rows
 from scalai.runtime.staging import StagingRing, rings_for
 from scalai.store.orders import RankDeposit, ReadOrder, WriteOrder
 
 Row = tuple[Slot, Piece]
-Get = Callable[[], Json | torch.Tensor]
-Set = Callable[[Any], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Registered:
-    """State that a user keeps beside the model: JSON, or a tensor that is equal on all ranks."""
-
-    name: str
-    get: Get
-    set: Set
-
 
 _current: "Session | None" = None
 
@@ -109,7 +95,7 @@ class Session:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._rank = int(os.environ.get("RANK", "0"))
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self._registered: list[_Registered] = []
+        self._registered = Registered()
         self._told: dict[str, Json] = {}
         self._state: LiveState | None = None
         self._held: list[Row] = []
@@ -182,7 +168,7 @@ class Session:
     @property
     def registered(self) -> tuple[str, ...]:
         """The names of ``register_state``."""
-        return tuple(entry.name for entry in self._registered)
+        return self._registered.names
 
     def __enter__(self) -> "Session":
         return self
@@ -202,17 +188,19 @@ class Session:
 
         Args:
             get: Returns JSON, or a tensor that is equal on all ranks; rank 0's is kept.
+            A tensor that is there from the start is carried as the state is; one that comes
+            later goes through the coordinator, so keep it small.
             set: Takes it back, on every rank of the next round.
 
         Raises:
             UsageError: The name is taken, or ``attach`` was called already.
         """
-        if self._state is not None or any(entry.name == name for entry in self._registered):
+        if self._state is not None or name in self._registered.names:
             raise UsageError(
                 f"register_state({name!r}): the name is taken, or attach() was called already. "
                 "Register each name once, before attach()."
             )
-        self._registered.append(_Registered(name, get, set))
+        self._registered.add(name, get, set)
 
     def report_facts(self, **facts: Json) -> None:
         """Tell what later rounds must know and only the script knows, such as
@@ -249,7 +237,7 @@ class Session:
         self.step, self.consumed_samples = step, samples
         if self._agent is None:
             return False
-        slots = [*state.slots(), *self._user_slots()]
+        slots = [*state.slots(), *self._registered.slots()]
         self._held, wanted = held_rows(slots), wanted_rows(slots)
         # Before the first step, because pinning memory is slow and may wait for the device.
         self._rings = rings_for({slot.buffer.device for slot in slots})
@@ -284,7 +272,7 @@ class Session:
         self._state = state
         if self._agent is None:
             return
-        held = held_rows([*state.slots(), *self._user_slots()])
+        held = held_rows([*state.slots(), *self._registered.slots()])
         if collection_of(held).to_json() != collection_of(self._held).to_json():
             raise LayoutError(
                 "the checkpoint has brought other tensors than the model and the optimizer had. "
@@ -373,7 +361,7 @@ class Session:
         if order is not None and order.get("is_withdrawn"):
             return False
         reached("deposit" if reason == "stop" else reason)
-        self._refresh_user_slots()
+        self._registered.refresh()
         while order is not None:
             # More than once where this rank writes for a replica that died.
             order = self._write(WriteOrder.from_json(order))
@@ -389,7 +377,7 @@ class Session:
         placed = time.monotonic()
         fingerprints = ordered_fingerprints(self._held, order)
         hashed = time.monotonic()
-        user = {e.name: v for e in self._registered if not isinstance(v := e.get(), torch.Tensor)}
+        user = dict(self._registered.values())
         reached("deposited")
         return self._agent.call(
             "deposited",
@@ -438,14 +426,7 @@ class Session:
         )
         self.step, self.consumed_samples = source["step"], source["consumed_samples"]
         self._restored_step = self.step
-        user_tensors = {slot.tensor.name: slot.buffer for slot, _ in wanted}
-        for entry in self._registered:
-            tensor = user_tensors.get(f"user/{entry.name}")
-            if tensor is not None:
-                value = entry.get()
-                entry.set(tensor.view(value.shape) if isinstance(value, torch.Tensor) else tensor)
-            elif entry.name in source["scalars"]["user"]:
-                entry.set(source["scalars"]["user"][entry.name])
+        self._registered.put(source["scalars"]["user"])
         read = time.monotonic()
         fingerprints = live_fingerprints(wanted, source["fingerprint_version"])
         self._agent.call(
@@ -459,26 +440,6 @@ class Session:
             },
             note=note,
         )
-
-    def _user_slots(self) -> list[Slot]:
-        """Tensors that users registered: whole, and equal on all ranks."""
-        slots = []
-        for entry in self._registered:
-            value = entry.get()
-            if isinstance(value, torch.Tensor):
-                shape = tuple(value.shape)
-                tensor = Tensor(f"user/{entry.name}", shape, dtype_name(value.dtype))
-                piece = Piece(whole(shape), 0, row_major(shape))
-                slots.append(Slot(tensor, value.detach().contiguous().view(-1), (piece,)))
-        return slots
-
-    def _refresh_user_slots(self) -> None:
-        """A getter may return a new tensor each time: take its present value."""
-        getters = {f"user/{entry.name}": entry.get for entry in self._registered}
-        for slot, _ in self._held:
-            if slot.tensor.name in getters:
-                value = getters[slot.tensor.name]()
-                slot.buffer.copy_(value.detach().reshape(-1))
 
 
 def _imports(local_rank: int) -> Mapping[str, Sequence[str]] | None:

@@ -125,7 +125,7 @@ class RoundSession(Session):
         self, state: LiveState, *, step: int = 0, samples: int = 0, restore: bool = True
     ) -> bool:
         super().attach(state, step=step, samples=samples)
-        slots = [*state.slots(), *self._user_slots()]
+        slots = [*state.slots(), *self._registered.slots()]
         self._held = held_rows(slots)
         self._values()  # what cannot be kept is refused before the first step
         parts = sorted(self._folder.glob(f"{self.given.number - 1}.*"))
@@ -139,23 +139,16 @@ class RoundSession(Session):
         self.step, self.consumed_samples = told[0]["step"], told[0]["samples"]
         self._restored_step = self.step
         state.load_rank_state(ranks.get(state.coordinate), self.step)
-        buffers = {slot.tensor.name: slot.buffer for slot in slots}
-        for entry in self._registered:
-            if isinstance(value := entry.get(), torch.Tensor):
-                entry.set(buffers[f"user/{entry.name}"].view(value.shape))
-            elif entry.name in told[0]["user"]:
-                entry.set(told[0]["user"][entry.name])
+        self._registered.put(told[0]["user"])
         return True
 
     def _values(self) -> Any:
         """Return what is registered as JSON, through its text."""
-        values = {entry.name: entry.get() for entry in self._registered}
-        kept = {name: v for name, v in values.items() if not isinstance(v, torch.Tensor)}
-        return json.loads(json.dumps(kept))
+        return json.loads(json.dumps(self._registered.values()))
 
     def renew(self, state: LiveState, *, step: int, samples: int) -> None:
         super().renew(state, step=step, samples=samples)
-        self._held = held_rows([*state.slots(), *self._user_slots()])
+        self._held = held_rows([*state.slots(), *self._registered.slots()])
 
     def boundary(
         self, step: int | None = None, consumed_samples: int | None = None, *, samples: int = 0
@@ -168,7 +161,7 @@ class RoundSession(Session):
 
     def _keep(self) -> None:
         assert self._state is not None
-        self._refresh_user_slots()
+        self._registered.refresh()
         scalars = {
             "state": self._state.scalars(),
             "user": self._values(),
