@@ -10,6 +10,7 @@ from scalai.core.errors import ScalaiError
 from scalai.launch.background import Background
 from scalai.launch.durable import attach_durable, set_aside, write_finished
 from scalai.launch.job import JobSpec
+from scalai.launch.leftovers import left_by_others
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, manifest_message
 
@@ -52,6 +53,8 @@ class Holdings:
         damaged = dict(self._store.damaged)
         if not self._is_fresh:
             damaged = self._attach()
+            if not damaged and not self._store.generations() and not self._store.sealed():
+                damaged = left_by_others(self._store.directory)
         return {
             "parts": self._parts(),
             "sealed": [manifest_message(manifest) for _, manifest in self._store.sealed()],

@@ -1,5 +1,6 @@
 """What a dead job has left: the state that removing it would lose, and how old that is."""
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,8 +9,12 @@ from pathlib import Path
 from scalai.core.errors import StoreError
 from scalai.launch.sizes import size_text
 from scalai.launch.standing import age_text
+from scalai.store.lock import LOCK, find_owner
 from scalai.store.manifest import HostManifest, read_manifest
 from scalai.store.places import MANIFEST, NUMBERED
+from scalai.store.secure import open_below
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,33 @@ def find_leftovers(host: Path) -> list[Leftover]:
         *(_leftover(path, "generation") for path in (*parts, *aside)),
         *(_leftover(path, "deposit") for path in deposits),
     ]
+
+
+def left_by_others(own: Path) -> dict[int, str]:
+    """Say by number which generations other hosts of the job have left on this machine, whose
+    agents are gone: the same machine, perhaps, under an earlier name (a container's is new at each
+    start).
+
+    Args:
+        own: The directory of a host's store.
+    """
+    told: dict[int, str] = {}
+    for lock in sorted(own.parent.glob(f"*/{LOCK}")):
+        host = lock.parent
+        try:
+            with open_below(own.parent.parent, own.parent.name, host.name) as folder:
+                if host.name == own.name or find_owner(folder) is not None:
+                    continue
+            for each in find_leftovers(host):
+                match = NUMBERED.fullmatch(each.path.name)
+                if match is not None and match[1] == "generation" and each.is_resumable:
+                    told[int(match[2])] = (
+                        f"{each.path} holds {each.text}, and no agent of host {host.name!r} runs "
+                        f"here. Start one (--host-id {host.name})"
+                    )
+        except (StoreError, OSError) as error:  # it comes, goes, or is another user's
+            log.warning("event=not_looked_at directory=%s: %s", host, error)
+    return told
 
 
 def find_saved(folder: Path) -> list[Leftover]:

@@ -69,7 +69,7 @@ def _lacks(newer: Incomplete) -> str:
     found = [f"hosts {list(newer.present)} hold parts"] if newer.present else []
     if newer.missing:
         found.append(f"those of {list(newer.missing)} are missing")
-    found += [f"damaged at host {host!r}: {why}" for host, why in sorted(newer.damaged.items())]
+    found += [f"host {host!r}: {why}" for host, why in sorted(newer.damaged.items())]
     return f"generation {newer.number}{step} is not whole ({', '.join(found) or 'nothing of it'})"
 
 

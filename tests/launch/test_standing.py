@@ -74,7 +74,7 @@ def test_a_damaged_newest_generation_is_waited_for_and_its_number_not_used_again
 ) -> None:
     older = part(tmp_path, "a", 3, 20, "r-1-20")
     agent = line.join("a", parts=(older,), damaged=((5, "/x/generation-5 is damaged"),))
-    said(line, "generation 5 is not whole .*damaged at host 'a': /x/generation-5 is damaged")
+    said(line, "generation 5 is not whole .*host 'a': /x/generation-5 is damaged")
     answer = call(line, "resume", generation=3, dry_run=False)
     assert "going on from generation 3 of step 20; given up: generation 5" in answer["reason"]
     assert agent.wait_for("start")["generation"] == 3

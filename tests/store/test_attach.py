@@ -69,6 +69,28 @@ def test_a_file_that_was_cut_after_it_was_attached_is_told_as_damage(
     assert facts["directory"].startswith(str(tmp_path / "disk"))
 
 
+def found_by(store: HostStore) -> dict[int, str]:
+    """Return what a host says that it cannot use when it joins."""
+    spec = JobSpec.read(parse_options(["--job", "job", "script.py"]))
+    beside: Any = None
+    told = Holdings(spec, store, lambda *said: None, beside, lambda due: None).found()
+    return dict(told["damaged"])
+
+
+def test_what_this_machine_has_left_under_another_name_is_told(open_store: Opener) -> None:
+    """A container has another name at each start; its shared memory may be the machine's."""
+    earlier = open_store(host="old")
+    generation(earlier, 5, step=100)
+    store = open_store(host="new")
+    assert not found_by(store), "its agent lives, and brings it"
+    earlier.close()
+    (said,) = found_by(store).items()
+    assert said[0] == 5 and "generation-5 holds generation 5 of host old, step 100" in said[1]
+    assert "--host-id old" in said[1]
+    generation(store, 1, step=2)
+    assert not found_by(store), "it has a state of its own"
+
+
 def test_an_attached_generation_is_read_where_it_lies(open_store: Opener, tmp_path: Path) -> None:
     parts = saved(open_store, tmp_path / "disk")
     before = content(tmp_path / "disk")
