@@ -310,14 +310,19 @@ def _start_round(job: Job) -> Result:
 
 def _wait(job: Job) -> Result:
     """Wait for more hosts, or for what makes the newest state whole."""
-    is_new = job.phase is not Phase.WAITING
-    hosts = tuple(sorted(job.hosts))
+    looked = _look(job)
     job, given_up = without_ahead(job)
     job = replace(job, phase=Phase.WAITING, awaited=frozenset())
-    said = Say(missing(job))
-    # At a start the agents have just told what their durable directories hold.
-    is_lost = is_new and job.has_durable_dir and job.has_state and not job.generations
-    return job, (*given_up, said, *((Look(hosts),) if is_lost and hosts else ()))
+    return job, (*given_up, Say(missing(job)), *looked)
+
+
+def _look(job: Job) -> tuple[Action, ...]:
+    """Nothing in memory is whole any more, and the job begins to wait: what do disks hold? At a
+    start the agents have just told that."""
+    is_lost = job.has_durable_dir and job.has_state and not job.generations
+    if job.phase is Phase.WAITING or not is_lost or not job.hosts:
+        return ()
+    return (Look(tuple(sorted(job.hosts))),)
 
 
 def missing(job: Job) -> str:
@@ -336,6 +341,7 @@ def save(job: Job) -> Result:
         if staying(job):
             return replace(job, phase=Phase.WAITING, awaited=frozenset()), (
                 Say("waiting for more hosts"),
+                *_look(job),
             )
         missing = "the newest generation is not whole" if source is None else "no --durable-dir"
         return end(

@@ -235,6 +235,21 @@ def test_an_older_state_on_a_disk_is_not_taken_for_its_higher_number(
     assert left.wait_for("drop")["generation"] == 7
 
 
+def test_disks_are_looked_at_though_too_few_hosts_are_left(tmp_path: Path) -> None:
+    line = Line(tmp_path, "--nnodes", "2:3", "--durable-dir", str(tmp_path / "disk"))
+    first = line.join("a", parts=(part(tmp_path, "a", 2, 60, "r-1-60"),))
+    left = line.join("b")
+    first.wait_for("start")
+    first.leave()
+    left.wait_for("look")
+    older = part(tmp_path, "b", 1, 50, "r-1-50")
+    left.tell("attached", parts=[manifest_message(older)], damaged=[])
+    line.join("c")
+    said(line, r"generation 1 of step 50, 10 steps back: scalai resume --job j --generation 1")
+    assert not left.heard("drop")
+    line.end()
+
+
 def test_what_is_found_on_a_disk_goes_where_the_job_has_gone_on_meanwhile(
     line: Line, tmp_path: Path
 ) -> None:
