@@ -16,7 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 TIMEOUT_S = 270
-"""Less than a test may take (pyproject.toml): frameworks are imported in it, on a busy machine too."""
+"""Less than a test may take (pyproject.toml): frameworks are imported in it, also on a busy
+machine."""
 AFTER_A_FAILURE_S = 2
 END_S = 10
 LIFE_S = 7200
