@@ -39,8 +39,9 @@ def plain(value: Any, what: str) -> Json:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise RefusedError(
-        f"{what} is a {type(value).__name__}, which cannot be kept as JSON. Leave the scheduler "
-        "out of the job's state and carry it by register_state."
+        f"{what} is a {type(value).__name__}, which cannot be kept as JSON. Give its class a "
+        "state_dict() that leaves it out, and a load_state_dict() that goes without it; or run "
+        "without --elastic."
     )
 
 

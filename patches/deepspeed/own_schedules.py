@@ -72,12 +72,13 @@ class OwnSchedules:
         """Return where the schedules stand; None: no step was made yet."""
         if not self._has_begun:
             return self._saved
+        own = list(self.own())
         return [
             {
-                "kind": type(schedule).__name__,
-                "state": all_plain(schedule.state_dict(), type(schedule).__name__),
+                "kind": (kind := type(schedule).__name__),
+                "state": all_plain(_state(schedule, own), kind),
             }
-            for schedule in self.own()
+            for schedule in own
         ]
 
     def put(self, saved: Any) -> None:
@@ -152,6 +153,13 @@ class OwnSchedules:
             over = getattr(schedule.optimizer, "param_groups", ())
             if id(schedule) not in carried and any(id(group) in groups for group in over):
                 yield schedule
+
+
+def _state(schedule: Any, own: Sequence[Any]) -> dict[str, Any]:
+    """Return what a schedule keeps, but for others that are carried for themselves: a warm-up may
+    keep the one that comes after it."""
+    carried = {id(other) for other in own}
+    return {key: v for key, v in schedule.state_dict().items() if id(v) not in carried}
 
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:

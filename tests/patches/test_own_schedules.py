@@ -12,6 +12,27 @@ from torch.optim import lr_scheduler as torchs
 from scalai.core.errors import RefusedError
 from scalai.patches.deepspeed.own_schedules import MAKERS, OwnSchedules
 
+
+class WarmupThen(torchs.LRScheduler):
+    """A warm-up that keeps the schedule that comes after it, as people write it."""
+
+    def __init__(self, optimizer: Any, steps: int, after: Any) -> None:
+        self.steps, self.after = steps, after
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch >= self.steps:
+            return [float(rate) for rate in self.after.get_last_lr()]
+        return [rate * (self.last_epoch + 1) / self.steps for rate in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch >= self.steps:
+            self.after.step()
+            self._last_lr = self.after.get_last_lr()
+        else:
+            super().step()
+
+
 KINDS: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda o: torchs.StepLR(o, 1, 0.5),
     "MultiStepLR": lambda o: torchs.MultiStepLR(o, [2, 5]),
@@ -104,6 +125,29 @@ def test_a_schedule_goes_on_where_it_was(kind: str, is_before: bool, repeated: i
         step(schedule)
     then.is_behind = False
     assert made + then.train(schedule, STEPS - LEFT_AT) == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
+def test_a_warm_up_that_keeps_the_next_schedule_goes_on_where_it_was() -> None:
+    def make(of: Round) -> Any:
+        return WarmupThen(of.optimizer, 3, torchs.ExponentialLR(of.optimizer, 0.5))
+
+    alone = Round()
+    schedule = make(alone)
+    alone.build_engine()
+    expected = alone.train(schedule, STEPS)
+    assert len(set(expected)) > 6
+    for left_at in (2, 6):
+        first = Round()
+        schedule = make(first)
+        first.build_engine()
+        made = first.train(schedule, left_at)
+        left = {k: v for k, v in first.optimizer.param_groups[0].items() if k != "params"}
+        then = Round(left, first.hooks.take())
+        schedule = make(then)
+        then.build_engine()
+        then.is_behind = False
+        assert made + then.train(schedule, STEPS - left_at) == expected
 
 
 def test_schedules_that_something_else_carries_are_left_to_it() -> None:
