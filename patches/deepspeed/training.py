@@ -23,6 +23,7 @@ from scalai.converters.deepspeed.config import StatedBatch
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
 from scalai.patches.deepspeed import loaders, mends, offloading
+from scalai.patches.deepspeed.accumulation import Accumulation
 from scalai.patches.deepspeed.beside import Beside
 from scalai.patches.deepspeed.engine import randomness
 from scalai.patches.deepspeed.replay import Replay
@@ -117,6 +118,7 @@ class EngineHooks:
         self.feed = Feed()
         self.replay = Replay(self.feed.clocks)
         self.beside = Beside(self.feed.clocks, self.replay)
+        self._accumulation = Accumulation()
         self.engine: Any = None
         self.keeps_order = True
         self.is_due = False
@@ -209,6 +211,7 @@ class EngineHooks:
     def count_step(self) -> None:
         """An optimizer step has ended: its samples are consumed."""
         if self.feed.is_counting and _draws_samples(self.engine):
+            self._accumulation.end_step(self.engine.gradient_accumulation_steps())
             self.feed.step()
         # Accelerate calls the engine's step once an accumulation, not once a micro-batch.
         engine, each = self.engine, self.engine.gradient_accumulation_steps()
@@ -299,6 +302,8 @@ class EngineHooks:
             loaders.draw_anew(engine)
         checkpoints.install(is_restored=is_restored)
         offloading.install(engine, session)
+        if not is_pipeline:
+            self._accumulation.install(engine)
         for name in ("train_batch",) if is_pipeline else ("forward", "backward"):
             setattr(engine, name, self._after_a_step(getattr(engine, name)))
         name = "train_batch" if is_pipeline else "step"

@@ -293,6 +293,20 @@ def samples_its_way() -> None:
         note(step=engine.global_steps)
 
 
+def accumulates_itself(micro_batches: int) -> None:
+    """A torch loop that says which micro-batch is a step's last, and calls ``step`` once."""
+    deepspeed.init_distributed()
+    engine = build_engine(build_model())
+    loader, _ = loaders()
+    for place, (rows, classes, _) in enumerate(loader, 1):
+        is_last = place % micro_batches == 0
+        engine.set_gradient_accumulation_boundary(is_last)
+        engine.backward(loss_of(engine, rows, classes))
+        if is_last:
+            engine.step()
+            note(step=engine.global_steps)
+
+
 def offloads(epochs: int, stage: int) -> None:
     """Puts the state away between epochs, as loops do that generate there."""
     deepspeed.init_distributed()

@@ -50,6 +50,19 @@ def test_another_batch_on_the_way_is_refused(rounds_pool: WorkerPool, tmp_path: 
     assert not log([[seen]]) or len(notes([[seen]])) == 2
 
 
+@pytest.mark.campaign
+def test_a_script_that_accumulates_as_on_other_ranks_is_refused(
+    rounds_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """On two ranks a step would have twice the samples."""
+    rounds, given = [(1, 2), (2, None)], {"micro_batches": 2}
+    made = play(rounds_pool, tmp_path, "accumulates_itself", rounds, **given)
+    assert made[0][0].ending == "left"
+    for seen in made[1]:
+        assert seen.ending.startswith("RefusedError")
+        assert "accumulated 2 micro-batches" in seen.ending and not seen.notes
+
+
 def line(of: str) -> str:
     """Return where ``round_scripts`` has a comment that marks a line."""
     lines = Path(__file__).with_name("round_scripts.py").read_text().splitlines()
