@@ -21,10 +21,14 @@ from scalai.core.errors import RefusedError
 from scalai.patches.accelerate import schedules
 from scalai.patches.accelerate.batches import check_ranks, round_batches
 from scalai.patches.accelerate.loaders import put_in_order
+from scalai.patches.deepspeed.beside import OURS
 from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
 from scalai.runtime.live import Json
 
 log = logging.getLogger(__name__)
+
+_CARRIED = frozenset(("AcceleratedScheduler", "AcceleratedOptimizer", "DataLoaderShard"))
+"""What Accelerate has prepared, of what scripts register for checkpoints: it goes on by itself."""
 
 Call = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -72,6 +76,8 @@ class LoopHooks:
         wrapt.wrap_function_wrapper(module, "Accelerator.load_state", self.load_state)
         wrapt.wrap_function_wrapper(module, "Accelerator.save_state", self.save_state)
         wrapt.wrap_function_wrapper(module, "Accelerator.save_model", self.save_model)
+        name = "Accelerator.register_for_checkpointing"
+        wrapt.wrap_function_wrapper(module, name, self.notice_objects)
 
     def hook_scheduler(self, module: Any) -> None:
         wrapt.wrap_function_wrapper(module, "AcceleratedScheduler.step", self.step_schedule)
@@ -200,6 +206,19 @@ class LoopHooks:
         if instance is self._accelerator and self._engines.beside.is_behind():
             log.info("event=save skipped='this was trained on in an earlier round'")
             return None
+        return wrapped(*args, **kwargs)
+
+    def notice_objects(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Say what ``save_state`` keeps of the script's own, and a change does not."""
+        kinds = sorted({type(one).__name__ for one in args if type(one).__name__ not in _CARRIED})
+        is_told = set(self._get_session().registered) - OURS
+        if kinds and not is_told and getattr(instance.state, "deepspeed_plugin", None) is not None:
+            self._engines.beside.say(
+                "not_carried",
+                f"register_for_checkpointing({', '.join(kinds)}): save_state keeps it, and a "
+                "change makes it anew. Carry it by scalai.elastic().register_state, before "
+                "accelerator.prepare",
+            )
         return wrapped(*args, **kwargs)
 
     def _schedules(self) -> list[Any]:

@@ -33,7 +33,7 @@ _RESIZED = {
 """An engine's methods that set a size, and those that tell it."""
 REMEMBERED = 100
 """How many names of checkpoints are known again."""
-_OURS = frozenset(("data", "loaded", "beside", "steps", "accelerate", "trainer"))
+OURS = frozenset(("data", "loaded", "beside", "steps", "accelerate", "trainer"))
 """What the hooks register, under names that a script's variables may have, too."""
 _SAVES = ("save_16bit_model", "save_fp16_model")
 _PLANNED = ("total_num_steps", "total_steps")
@@ -92,6 +92,9 @@ class Beside:
         for name, size in _RESIZED.items():
             if hasattr(engine, name):
                 setattr(engine, name, _refusing(name, getattr(engine, size)))
+        base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        if hasattr(base, "add_param_group"):
+            base.add_param_group = _refuse_group
         for name in _SAVES:
             if hasattr(engine, name):
                 setattr(engine, name, self._skipping(getattr(engine, name)))
@@ -160,7 +163,7 @@ class Beside:
     def _look(self, step: int) -> None:
         kept = self._own.look(sys._getframe(1), self._engine)
         assert self._session is not None
-        carried = set(self._session.registered) - _OURS
+        carried = set(self._session.registered) - OURS
         kept = [one for one in kept if one.name.removeprefix("self.") not in carried]
         if self._replay.counts_steps:
             kept = [one for one in kept if not one.is_count]
@@ -219,6 +222,15 @@ def _refusing(name: str, present: Callable[[], int]) -> Call:
             )
 
     return refuse
+
+
+def _refuse_group(param_group: Any) -> None:
+    raise RefusedError(
+        "optimizer.add_param_group adds parameters while the job trains, and what the optimizer "
+        "keeps for them would be lost at a change. Give it all groups before "
+        "deepspeed.initialize, with a learning rate of 0 until they are trained, or run without "
+        "--elastic."
+    )
 
 
 def _rank() -> int:
