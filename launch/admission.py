@@ -13,7 +13,7 @@ from scalai.launch.roster import Agent
 from scalai.launch.sealed_parts import SealedParts
 from scalai.launch.standing import describe_given_up
 from scalai.runtime.messages import Peer
-from scalai.store.manifest import HostManifest, manifest_from_message
+from scalai.store.manifest import UNNUMBERED, HostManifest, manifest_from_message
 from scalai.store.places import check_host
 
 Json = Any
@@ -44,7 +44,7 @@ class Admission:
             sealed: Manifests of what is sealed there and not committed.
             spec: The job as the agent's command line states it.
             damaged: Numbers of generations that it cannot read, there or in its durable directory,
-                and why.
+                and why; ``UNNUMBERED`` for what it had sealed.
             replaces: It takes the place of another agent of its host, which is gone.
 
         Returns:
@@ -132,7 +132,13 @@ class Admission:
                 f"event=fresh host={host} gives up {describe_given_up(part)}; it goes once the job "
                 "has a state of its own"
             )
+        unread = [reason for number, reason in damaged if number == UNNUMBERED]
+        live.generations.note_unread(host, () if live.is_fresh else unread)
+        for reason in unread:
+            live.log(f"event=damaged host={host} what it had sealed last: {reason}")
         for number, reason in () if live.is_fresh else damaged:
+            if number == UNNUMBERED:
+                continue
             live.generations.note_damaged(host, number, reason)
             live.log(f"event=damaged host={host} generation={number}: {reason}")
 

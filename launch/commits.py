@@ -84,6 +84,7 @@ class Commits:
         for name, sealed in self._sealed().items():
             if name not in kept:
                 self._store.discard(sealed)
+        self._store.set_damaged_aside()
 
     def _is_done(self, generation: int, deposit: str) -> bool:
         is_there = generation in self._store.generations()

@@ -92,6 +92,8 @@ class Generations:
         self._sealed: dict[str, tuple[int, frozenset[str]]] = {}
         """By deposit its step and all of its hosts, also when they have gone with their parts."""
         self._refused: dict[str, Refused] = {}
+        self._unread: dict[str, str] = {}
+        """By host why it cannot read what it had sealed."""
         self._made: set[int] = set()
         self._numbers: dict[str, int] = {}
         self._abandoned: set[int] = set()
@@ -290,6 +292,20 @@ class Generations:
         if number not in self._abandoned:
             self._damaged.setdefault(number, {})[host] = reason
 
+    def note_unread(self, host: str, reasons: Iterable[str]) -> None:
+        """A joining host cannot read what it had sealed before, for these reasons."""
+        self._unread.pop(host, None)
+        if told := " ".join(reasons):
+            self._unread[host] = told
+
+    def unread(self, whole: tuple[Generation, ...]) -> Mapping[str, str]:
+        """Return why hosts cannot read what they had sealed, but for those whose part of the newest
+        of the ``whole`` generations that is: they deposited one, and have none."""
+        newest = whole[-1].number if whole else 0
+        stated, held = self._stated.get(newest), self._committed.get(newest, {})
+        known = (set(stated.hosts) if stated else set[str]()) - set(held)
+        return {host: why for host, why in sorted(self._unread.items()) if host not in known}
+
     def set_aside(self, number: int) -> None:
         """A host holds parts of a generation that the job begins anew without: they go once it has
         a generation of its own."""
@@ -324,6 +340,7 @@ class Generations:
         self._abandoned |= set(later)
         self._given_up |= set(later)
         self._refused.clear()
+        self._unread.clear()
         return later
 
     def is_foreign(self, part: HostManifest) -> bool:

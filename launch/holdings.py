@@ -12,7 +12,7 @@ from scalai.launch.durable import attach_durable, set_aside, write_finished
 from scalai.launch.job import JobSpec
 from scalai.launch.leftovers import left_by_others
 from scalai.store.host import HostStore
-from scalai.store.manifest import HostManifest, manifest_message
+from scalai.store.manifest import UNNUMBERED, HostManifest, manifest_message
 
 Json = Any
 NAMED = 5
@@ -51,6 +51,7 @@ class Holdings:
     def found(self) -> Mapping[str, Json]:
         """Attach what the durable directory shows, and return what this host brings to the job."""
         damaged = dict(self._store.damaged)
+        unread = [(UNNUMBERED, why) for why in self._store.damaged_deposits.values()]
         if not self._is_fresh:
             damaged = self._attach()
             if not damaged and not self._store.generations() and not self._store.sealed():
@@ -58,7 +59,7 @@ class Holdings:
         return {
             "parts": self._parts(),
             "sealed": [manifest_message(manifest) for _, manifest in self._store.sealed()],
-            "damaged": sorted(damaged.items()),
+            "damaged": sorted(damaged.items()) + unread,
         }
 
     def _attach(self) -> dict[int, str]:

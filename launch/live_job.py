@@ -19,7 +19,12 @@ from scalai.launch.job import JobSpec
 from scalai.launch.rendezvous_store import RendezvousStores
 from scalai.launch.roster import Roster
 from scalai.launch.sizing import Sizing
-from scalai.launch.standing import obstacle, refused_obstacle, sealed_obstacle
+from scalai.launch.standing import (
+    obstacle,
+    refused_obstacle,
+    sealed_obstacle,
+    unread_obstacle,
+)
 from scalai.launch.starter import Starter
 from scalai.launch.timeline import Timeline
 
@@ -181,6 +186,7 @@ class LiveJob:
         text = obstacle(newer, whole, self._job)
         if not text and self.state.round == 0:
             text = refused_obstacle(self.generations.refused(), whole, self._job)
+            text = text or unread_obstacle(self.generations.unread(whole), whole, self._job)
             if not text and not whole:
                 text = sealed_obstacle(self.generations.unfinished(self.roster.hosts()))
         # A job that runs goes back by itself to what it holds in memory, and to nothing older.

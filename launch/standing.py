@@ -4,7 +4,7 @@ A job that has a state never begins without it by itself.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from scalai.core.membership import Generation
 from scalai.launch.generations import Incomplete, Refused, Unfinished
@@ -34,6 +34,22 @@ def refused_obstacle(refused: Refused | None, whole: Sequence[Generation], job: 
         f"because what hosts {list(refused.hosts)} sealed at step {refused.step} is refused: "
         f"{refused.reason} {', '.join(ways)}"
     )
+
+
+def unread_obstacle(found: Mapping[str, str], whole: Sequence[Generation], job: str) -> str:
+    """Say what hosts had sealed last and cannot read, and what a person may do; empty for nothing.
+
+    Args:
+        found: Why, by host.
+    """
+    if not found:
+        return ""
+    told = "; ".join(f"host {host!r}: {why}" for host, why in found.items())
+    ways = [
+        "Mend it, or move that directory away, and start the job again",
+        *_others(None, whole, job),
+    ]
+    return f"because what was sealed last cannot be read ({told}). {', '.join(ways)}"
 
 
 def _others(step: int | None, whole: Sequence[Generation], job: str) -> list[str]:

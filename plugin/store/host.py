@@ -212,6 +212,17 @@ class HostStore(HeldGenerations):
             self._unsealed.discard(deposit.directory)
             self._folders.recycle(deposit.directory)
 
+    def set_damaged_aside(self) -> None:
+        """The job goes on without the sealed deposits that cannot be used: they are left, under a
+        name that no later owner asks about."""
+        with self._mutex:
+            for name in self.damaged_deposits:
+                if (self.directory / name).is_dir():
+                    try:
+                        os.rename(self.directory / name, self.directory / f"damaged-{name}")
+                    except OSError as error:  # an earlier one has that name: nothing is lost
+                        log.warning("event=left deposit=%s: %s", name, error)
+
     def clear_pool(self) -> None:
         """Remove the files that wait for reuse."""
         self._folders.trim(0)

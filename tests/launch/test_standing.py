@@ -177,6 +177,33 @@ def test_what_was_sealed_is_waited_for_though_its_holder_has_gone(
     assert not third.heard("discard") or third.wait_for("start")["restorable_step"] == 30
 
 
+UNREAD = (-1, "/s/j/a/deposit-4/manifest.json is damaged.")
+
+
+def test_a_job_does_not_begin_without_what_was_sealed_and_cannot_be_read(
+    line: Line, tmp_path: Path
+) -> None:
+    agent = line.join("a", damaged=(UNREAD,))
+    said(line, r"sealed last cannot be read \(host 'a': /s/j/a/deposit-4.*move that.*--fresh")
+    assert not agent.heard("start")
+    agent.leave()
+    wait_until(lambda: "a" not in line.coordinator._live.roster, "it is gone")
+    line.join("b", parts=(part(tmp_path, "b", 3, 20, "r-1-20"),))
+    said(line, r"sealed last cannot be read .*generation 3 of step 20: scalai resume")
+    assert line.join("a").wait_for("start")["generation"] == 3, "somebody has moved it away"
+
+
+def test_a_part_that_cannot_be_read_holds_up_nobody_where_the_others_have_it_all(
+    line: Line, tmp_path: Path
+) -> None:
+    whole = part(tmp_path, "b", 3, 20, "r-1-20")
+    whole = replace(whole, committed=Committed(("a", "b"), {}))
+    agent = line.join("a", damaged=(UNREAD,))
+    said(line, r"sealed last cannot be read")
+    line.join("b", parts=(whole,))
+    assert agent.wait_for("start")["generation"] == 3
+
+
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_two_states_of_one_number_are_refused_in_each_order_by_name(
     line: Line, tmp_path: Path, order: str

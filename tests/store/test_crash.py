@@ -9,6 +9,11 @@ import pytest
 from store_states import Opener, deposit, generation, is_whole, two_ranks, write
 
 from scalai.core.errors import StoreError
+from scalai.launch.commits import Commits
+from scalai.launch.flags import parse_options
+from scalai.launch.holdings import Holdings
+from scalai.launch.job import JobSpec
+from scalai.launch.leftovers import find_leftovers
 from scalai.store.host import HostStore
 
 CALLS = ("rename", "replace", "fsync", "unlink", "ftruncate", "posix_fallocate", "mkdir", "rmdir")
@@ -154,6 +159,16 @@ def test_a_damaged_deposit_is_told_and_left(open_store: Opener) -> None:
     again = open_store()
     assert again.sealed() == [] and slot.directory.is_dir()
     assert "is damaged" in again.damaged_deposits[slot.directory.name]
+    spec = JobSpec.read(parse_options(["--job", "job", "script.py"]))
+    beside: Any = None
+    told = Holdings(spec, again, lambda *said: None, beside, lambda due: None).found()
+    ((number, why),) = told["damaged"]
+    assert number == -1 and str(slot.directory) in why
+    Commits(again, lambda *said: None, lambda why: None).discard()  # the job goes on without it
+    again.close()
+    later = open_store()
+    assert not later.damaged_deposits and [each.is_resumable for each in find_leftovers(
+        later.directory)] == [True]  # fmt: skip
 
 
 def test_the_number_of_a_damaged_generation_is_not_used_again(open_store: Opener) -> None:
