@@ -107,9 +107,11 @@ class LoopHooks:
 
     def prepare(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Build the engine, and have Accelerate accumulate as it does."""
-        if self.is_another() or not any(isinstance(arg, torch.nn.Module) for arg in args):
-            return wrapped(*args, **kwargs)
         session, engines = self._get_session(), self._engines
+        has_model = any(isinstance(arg, torch.nn.Module) for arg in args)
+        # A model behind the one that trains: a teacher, or the engine's hooks refuse it.
+        if self.is_another() or not has_model or engines.engine is not None:
+            return wrapped(*args, **kwargs)
         check_ranks(session, instance.num_processes, "Accelerate")
         if session.facts:
             self._fit(instance, args)

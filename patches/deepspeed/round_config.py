@@ -134,8 +134,9 @@ def rewritten(config: Mapping[str, Any], order: RoundOrder, batches: Batches) ->
 
 
 def without_batches(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration for ``zero.Init``, which takes all ranks for replicas, refuses what
-    does not come out, and has no use for batches. ``"auto"`` stays."""
+    """Return the configuration for ``zero.Init``, which takes all ranks for replicas, or for an
+    engine that does not train: they refuse what does not come out, and have no use for batches.
+    ``"auto"`` stays."""
     mine = copy.deepcopy(dict(config))
     if "auto" not in (mine.get(key) for key in (TRAIN, MICRO, ACCUMULATION)):
         mine[MICRO] = 1

@@ -147,8 +147,13 @@ class EngineHooks:
         given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
         config = config_of(given.get("args"), given.get("config"), given.pop("config_params", None))
         has_optimizer = given.get("optimizer") is not None or "optimizer" in (config or {})
-        if config is None or not has_optimizer:
-            return wrapped(*args, **kwargs)  # nothing to train, or nothing to read
+        if config is None or (not has_optimizer and not self._session.facts):
+            return wrapped(*args, **kwargs)  # nothing to read, or nothing to train
+        if not has_optimizer:
+            # Batches that came out on the first round's ranks need not on these, for no use.
+            given["config"] = without_batches(config)
+            with _without_named_config(given.get("args")):
+                return wrapped(**given)
         if self.engine is not None:
             raise RefusedError(
                 "deepspeed.initialize is called for a second engine that trains; the state of one "

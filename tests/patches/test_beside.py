@@ -1,5 +1,8 @@
-"""What a script adds to the optimizer or to its checkpoints on the way is refused or told of."""
+"""What a script adds on the way, to the optimizer, to its checkpoints, of models that do not train,
+is taken, refused or told of."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +14,7 @@ from scalai.patches.accelerate.training import LoopHooks
 from scalai.patches.data.clock import Clocks
 from scalai.patches.deepspeed.beside import Beside
 from scalai.patches.deepspeed.replay import Replay
+from scalai.patches.deepspeed.training import EngineHooks
 
 
 def weight() -> torch.nn.Parameter:
@@ -29,6 +33,44 @@ def test_parameters_that_join_on_the_way_are_refused(is_wrapped: bool) -> None:
     with pytest.raises(RefusedError, match=r"add_param_group .* before deepspeed\.initialize"):
         base.add_param_group({"params": [weight()]})
     assert len(base.param_groups) == 2
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_named", [True, False], ids=["file", "dictionary"])
+def test_an_engine_that_does_not_train_is_built_on_any_number_of_ranks(
+    tmp_path: Path, is_first: bool, is_named: bool
+) -> None:
+    """DeepSpeed refuses batches that do not come out, which are of no use to a teacher."""
+    batches = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}
+    stated: dict[str, Any] = {**batches, "bf16": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(stated))
+    facts = {} if is_first else {"first_dp": 2}
+    hooks = EngineHooks(lambda: SimpleNamespace(facts=facts))  # type: ignore[arg-type, return-value]
+    seen: dict[str, Any] = {}
+
+    def initialize(args: Any = None, model: Any = None, optimizer: Any = None,
+                   config: Any = None, config_params: Any = None) -> str:  # fmt: skip
+        seen.update(config=config, named=getattr(args, "deepspeed_config", None))
+        return "built"
+
+    named = SimpleNamespace(deepspeed_config=str(tmp_path / "ds.json"))
+    given = {"args": named} if is_named else {"config_params": stated}
+    assert hooks.initialize(initialize, None, (), {"model": object(), **given}) == "built"
+    if is_first:  # as the script says
+        assert seen == {"config": None, "named": named.deepspeed_config if is_named else None}
+    else:
+        built = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+        assert seen == {"config": built, "named": None}
+    assert named.deepspeed_config == str(tmp_path / "ds.json")
+
+
+def test_a_model_that_accelerate_prepares_behind_the_one_that_trains_is_left_alone() -> None:
+    """A teacher of a second plugin: an engine that trains is refused by the engine's own hooks."""
+    schedules = SimpleNamespace(stepped_elsewhere=[])
+    engines = SimpleNamespace(beside=SimpleNamespace(schedules=schedules), engine=object())
+    hooks = LoopHooks(lambda: SimpleNamespace(), engines)  # type: ignore[arg-type, return-value]
+    teacher = torch.nn.Linear(1, 1)
+    assert hooks.prepare(lambda *given: given, SimpleNamespace(), (teacher,), {}) == (teacher,)
 
 
 class Ema:
