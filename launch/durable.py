@@ -54,6 +54,12 @@ def look(folder: Path) -> Seen:
     return seen
 
 
+def numbers(folder: Path) -> list[int]:
+    """Return the numbers that generations have below ``<durable_dir>/<job>``, read or not."""
+    found = (NUMBERED.fullmatch(entry.name) for entry in folder.glob("generation-*"))
+    return sorted(int(match[2]) for match in found if match is not None)
+
+
 def _read(path: Path, number: int, seen: Seen) -> None:
     try:
         manifest = read_manifest(path)

@@ -8,7 +8,7 @@ from typing import Any
 
 from scalai.core.errors import ScalaiError
 from scalai.launch.background import Background
-from scalai.launch.durable import attach_durable, set_aside, write_finished
+from scalai.launch.durable import attach_durable, numbers, set_aside, write_finished
 from scalai.launch.job import JobSpec
 from scalai.launch.leftovers import left_by_others
 from scalai.store.host import HostStore
@@ -52,7 +52,10 @@ class Holdings:
         """Attach what the durable directory shows, and return what this host brings to the job."""
         damaged = dict(self._store.damaged)
         unread = [(UNNUMBERED, why) for why in self._store.damaged_deposits.values()]
-        if not self._is_fresh:
+        if self._is_fresh and self._folder is not None:
+            # Where it stays (a late host's own disk), a new generation must not come before it.
+            damaged |= dict.fromkeys(numbers(self._folder), "given up by --fresh")
+        elif not self._is_fresh:
             damaged = self._attach()
             if not damaged and not self._store.generations() and not self._store.sealed():
                 damaged = left_by_others(self._store.directory)

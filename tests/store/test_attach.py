@@ -69,9 +69,9 @@ def test_a_file_that_was_cut_after_it_was_attached_is_told_as_damage(
     assert facts["directory"].startswith(str(tmp_path / "disk"))
 
 
-def found_by(store: HostStore) -> dict[int, str]:
+def found_by(store: HostStore, *flags: str) -> dict[int, str]:
     """Return what a host says that it cannot use when it joins."""
-    spec = JobSpec.read(parse_options(["--job", "job", "script.py"]))
+    spec = JobSpec.read(parse_options(["--job", "job", *flags, "script.py"]))
     beside: Any = None
     told = Holdings(spec, store, lambda *said: None, beside, lambda due: None).found()
     return dict(told["damaged"])
@@ -89,6 +89,17 @@ def test_what_this_machine_has_left_under_another_name_is_told(open_store: Opene
     assert "--host-id old" in said[1]
     generation(store, 1, step=2)
     assert not found_by(store), "it has a state of its own"
+
+
+def test_a_job_that_begins_anew_uses_no_number_that_a_disk_shows(
+    open_store: Opener, tmp_path: Path
+) -> None:
+    """The disk of a host that comes late keeps them: at a later start they would be the newest."""
+    config = tmp_path / "elastic.toml"
+    config.write_text("[model]\nglobal_batch_size = 12\n")
+    (tmp_path / "disk" / "job" / "generation-7").mkdir(parents=True)
+    flags = ("--elastic", str(config), "--durable-dir", str(tmp_path / "disk"), "--fresh")
+    assert list(found_by(open_store(host="late"), *flags)) == [7]
 
 
 def test_an_attached_generation_is_read_where_it_lies(open_store: Opener, tmp_path: Path) -> None:
