@@ -18,6 +18,7 @@ import platform
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -45,6 +46,8 @@ from scalai.launch import host_signals
 
 WORKER_MODULE = "scalai.patches.worker"
 PRELOAD_MODULE = "scalai.patches.preload"
+STARTED_S = 1.0
+"""How long the kernel may take to show the command line of a process that was started."""
 LOCK_S = 1.0
 """How long a worker may hold the lock of an event that takes it microseconds."""
 
@@ -406,11 +409,11 @@ def _without_main() -> Iterator[None]:
 def _children() -> set[int]:
     """Return the processes that this one has started, by itself or through the fork server."""
     found = {process.pid for process in multiprocessing.active_children() if process.pid}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):  # it has ended
-            _, _, fields = stat.read_text(errors="replace").rpartition(")")
-            if int(fields.split()[1]) == os.getpid():
-                found.add(int(stat.parent.name))
+            stat = Path("/proc", pid, "stat").read_text(errors="replace")
+            if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(int(pid))
     return found
 
 
@@ -419,11 +422,21 @@ def _kill_workers(children: Iterable[int]) -> None:
     forked = {process.pid for process in multiprocessing.active_children()}
     for pid in children:
         with suppress(OSError):  # it has ended
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if pid in forked or WORKER_MODULE.encode() in command:
+            if pid in forked or WORKER_MODULE.encode() in _command_of(pid):
                 with suppress(ProcessLookupError):  # it leads no group yet
                     os.killpg(pid, signal.SIGKILL)
                 os.kill(pid, signal.SIGKILL)
+
+
+def _command_of(pid: int) -> bytes:
+    """Return the command line of a process. Just behind its start the kernel shows none, so that is
+    waited for."""
+    end = time.monotonic() + STARTED_S
+    while True:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if command or time.monotonic() > end:
+            return command
+        time.sleep(0.01)
 
 
 def _endings(codes: Mapping[int, int]) -> tuple[str, ...]:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from checkpoints import state, write
 
+from scalai.converters.archive_layout import lay_out_archive
 from scalai.converters.checkpoint import Checkpoint, Piece, place
+from scalai.converters.megatron.torch_dist_common import content_of
 from scalai.converters.megatron.torch_dist_metadata import read_metadata
 from scalai.converters.verify import compare
 
@@ -20,11 +22,12 @@ def half_trained() -> Checkpoint:
         if tensor.name.startswith("param/") or ".layers.0." not in tensor.name
     ]
     pieces = [Piece(tensor, box, file, 0) for tensor, box, file in rows]
-    objects = {
-        "decoder.layers.mlp.linear_fc2._extra_state/shard_1_2": b"1",
-        "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_0.3_2.4": b"2",
-        "output_layer._extra_state/shard_0_1": b"3",
-    }
+    names = (
+        "decoder.layers.mlp.linear_fc2._extra_state/shard_1_2",
+        "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_0.3_2.4",
+        "output_layer._extra_state/shard_0_1",
+    )
+    objects = {name: content_of(lay_out_archive([number])) for number, name in enumerate(names)}
     values = replace(source.values, extra={"objects": objects})
     return replace(source, placed=place(pieces, source.placed.files), values=values)
 
