@@ -72,7 +72,7 @@ def test_a_script_that_ends_while_a_stop_waits_for_it_has_ended(
     """It is behind its loop, in an evaluation or its last save, and will not come to the stop."""
     steps = 400 if is_forked else 30
     with faulty(
-        tmp_path, '2 = "tp2"\n1 = "tp1"', "--steps", str(steps), "--after-s", "4", *how,
+        tmp_path, '2 = "tp2"\n1 = "tp1"', "--steps", str(steps), "--after-s", "12", *how,
         nodes="1", settings={"resize": "build_ahead = 'never'"},
     ) as agents:  # fmt: skip
         agents.start("a")

@@ -114,7 +114,9 @@ class FakeAgent:
         """Commands that it leaves to the test to answer."""
         self._told, self._received = 0, 0
         self._telling = threading.Lock()
-        self._calls, self._polls = Channel(address, TOKEN), Channel(address, TOKEN)
+        self._calls, self._polls = (
+            Channel(address, TOKEN, call_s=DEADLINE_S, connect_s=DEADLINE_S) for _ in range(2)
+        )
         self.answer = self._calls.call(
             "join", host=host, damaged=damaged, incarnation=self.incarnation, store=store, slots=2,
             address=["127.0.0.1", 1],
