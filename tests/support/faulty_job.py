@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from tiny_job import TinyState, advance
 
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--raise-at-world", type=int, default=0)
     parser.add_argument("--after-s", type=float, default=0.0)
     parser.add_argument("--exit", action="store_true")
+    parser.add_argument("--enough", type=Path, default=Path("/nowhere"), help="ends the loop")
     parser.add_argument("--metrics", type=Path, required=True)
     options = parser.parse_args()
     job = scalai.elastic()
@@ -32,16 +34,19 @@ def main() -> None:
     job.attach(state)
     if job.world_size == options.raise_at_world:
         raise RuntimeError(f"{job.world_size} ranks are not supported")
-    while job.step < options.steps:
+    is_enough = 0
+    while job.step < options.steps and not is_enough:
         time.sleep(0.02)
         advance(state.matrix, state.vector, job.step + 1)
         state.steps += 1
-        total = state.matrix.sum()
-        dist.all_reduce(total)
+        is_last = rank == 0 and options.enough.exists()
+        sums = torch.stack((state.matrix.sum(), torch.tensor(int(is_last))))
+        dist.all_reduce(sums)
+        total, is_enough = sums.tolist()
         if rank == 0:
             with options.metrics.open("a") as file:
                 file.write(
-                    f'{{"step": {job.step + 1}, "sum": {int(total) // job.dp}, '
+                    f'{{"step": {job.step + 1}, "sum": {total // job.dp}, '
                     f'"world": {job.world_size}, "tp": {job.tp}}}\n'
                 )
         if job.boundary(samples=3):
