@@ -40,6 +40,8 @@ MEMORY_BYTES = 768 << 20
 CASE_S = 30
 SECONDS = 1.0
 LONG_SECONDS = 7.0
+TRIES = 12
+"""So many at least, however slow the machine is."""
 
 MAKERS: dict[str, Callable[[Path], object]] = {
     "torch_dist": lambda path: write(path, tp=2),
@@ -146,7 +148,7 @@ def child(whole: Path, folder: Path, seed: int, seconds: float) -> dict[str, Any
     resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     sys.addaudithook(watch)
     began, tries, refused = time.monotonic(), 0, 0
-    while time.monotonic() - began < seconds:
+    while tries < TRIES or time.monotonic() - began < seconds:
         (folder / "seed").write_text(str(seed + tries))
         signal.alarm(CASE_S)  # which ends this process
         # A name of its own: mappings of files are kept by name.
