@@ -32,7 +32,7 @@ def test_degrees_that_a_script_cannot_run_are_given_up_for_those_that_ran(
     degrees = '2 = "tp2"\n1 = "tp1"'
     with faulty(tmp_path, degrees, "--raise-at-world", "1", nodes="1", settings=settings) as agents:
         agents.start("a")
-        agents.wait_for_step(5, world=2)
+        agents.wait_for_all(2)
         agents.scale(nproc=1)
         agents.wait_until(lambda: "is not tried again" in agents.logs(), "the change has failed")
         made = agents.lines()[-1]["step"]
@@ -47,7 +47,7 @@ def test_a_host_whose_joining_fails_stays_idle_and_the_others_train_on(tmp_path:
     degrees = '2 = "tp2"\n4 = "tp2"'
     with faulty(tmp_path, degrees, "--raise-at-world", "4") as agents:
         agents.start("a")
-        agents.wait_for_step(5, world=2)
+        agents.wait_for_all(2)
         agents.start("b")
         agents.wait_until(lambda: "is not tried again" in agents.logs(), "the change has failed")
         made = agents.lines()[-1]["step"]
@@ -78,7 +78,7 @@ def test_a_script_that_ends_while_a_stop_waits_for_it_has_ended(
         if is_forked:
             agents.wait_until(lambda: "event=warm" in agents.logs(), "workers can be forked")
             agents.scale(nproc=1)
-            agents.wait_for_world(1)
+        agents.wait_for_all(1 if is_forked else 2)
         agents.let_end()
         agents.wait_until((tmp_path / "behind-the-loop").exists, "the loop has ended")
         agents.scale(nproc=2 if is_forked else 1)

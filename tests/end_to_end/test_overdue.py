@@ -69,7 +69,7 @@ def test_a_start_that_hangs_goes_back_to_the_degrees_that_ran(tmp_path: Path) ->
     with two_hosts(tmp_path, settings=settings) as agents:
         agents.start("a")
         agents.start("b")
-        agents.wait_for_step(10, world=2)
+        agents.wait_for_all(2)
         agents.arm("relaunch", "1", "SIGSTOP")
         agents.scale(degrees="tp1")
         agents.wait_for_death()

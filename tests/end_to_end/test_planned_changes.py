@@ -13,7 +13,7 @@ def test_hosts_drain_and_join_the_first_one_too_and_no_step_is_lost(tmp_path: Pa
     with tiny_agents(tmp_path, DEGREES) as agents:
         agents.start("a")
         agents.start("b")
-        agents.wait_for_step(3, world=4)
+        agents.wait_for_all(4)
         agents.drain("b")
         agents.wait_for_world(2)
         assert agents.exit_code("b") == 0
@@ -35,7 +35,7 @@ def test_hosts_drain_and_join_the_first_one_too_and_no_step_is_lost(tmp_path: Pa
 def test_training_goes_on_while_the_next_workers_build(tmp_path: Path) -> None:
     with tiny_agents(tmp_path, DEGREES) as agents:
         agents.start("a")
-        agents.wait_for_step(3, world=2)
+        agents.wait_for_all(2)
         agents.hold_builds()
         agents.start("b")
         agents.wait_until(lambda: len(agents.workers("b")) == 2, "the next workers have started")
@@ -58,7 +58,7 @@ def test_a_person_may_forbid_it(tmp_path: Path) -> None:
     settings = {"resize": 'build_ahead = "never"'}
     with tiny_agents(tmp_path, DEGREES, nodes="1", settings=settings) as agents:
         agents.start("a")
-        agents.wait_for_step(3, world=2)
+        agents.wait_for_all(2)
         agents.scale(nproc=1)
         agents.wait_for_world(1)
         assert "event=build" not in agents.logs()
@@ -72,7 +72,7 @@ def test_the_job_follows_the_number_of_devices_that_work(tmp_path: Path) -> None
     flags = ("--probe", f"file:{devices}")
     with tiny_agents(tmp_path, DEGREES, nodes="1", settings=settings, flags=flags) as agents:
         agents.start("a")
-        agents.wait_for_step(3, world=2)
+        agents.wait_for_all(2)
         for count in (1, 2, 1):
             devices.write_text(str(count))
             agents.wait_for_all(count)

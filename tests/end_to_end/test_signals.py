@@ -79,7 +79,7 @@ def test_a_signal_while_the_first_workers_start_kills_none_of_them(tmp_path: Pat
 def start_and_fork(agents: Agents) -> None:
     """Start a host's agent, and bring its job to workers that were forked."""
     agents.start("a")
-    agents.wait_for_step(5)
+    agents.wait_for_all(2)
     agents.wait_until(lambda: "event=warm" in agents.logs(), "the fork server is there")
     agents.scale(nproc=1)
     agents.wait_for_world(1)
