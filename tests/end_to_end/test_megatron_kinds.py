@@ -1,6 +1,7 @@
 """Jobs of many kinds, unmodified scripts of Megatron-LM on the CPU, change their degrees while they
 train as if nothing had happened; evaluations included."""
 
+import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,8 +13,9 @@ from megatron_lm_job import CHECKOUT, MODEL, Job, make_dataset
 
 STEPS, BEFORE = 14, 4
 """Steps of a job, and those that it has done at least before it is changed."""
-FP32, BF16 = 1e-6, 2e-4
-"""Relative difference of a loss: another order of additions, and of roundings to 16 bits."""
+FP32, BF16, MUON = 1e-6, 2e-4, 1e-4
+"""Relative difference of a loss: another order of additions, of roundings to 16 bits, and of
+Newton-Schulz steps in bf16."""
 PADDED_AT_TP2 = "--make-vocab-size-divisible-by 8"
 """At TP2 the embedding has as many rows as MODEL's at TP1; further ones would be new, and change
 every loss."""
@@ -75,6 +77,8 @@ class Kind:
     tolerance: float = FP32
     needs: str = ""
     """A word in the checkout's arguments without which it has no such kind."""
+    package: str = ""
+    """What the checkout imports for this kind alone."""
 
 
 EXPERTS = (
@@ -100,6 +104,11 @@ KINDS = [
          "--use-distributed-optimizer --use-precision-aware-optimizer --optimizer-cpu-offload "
          "--use-torch-optimizer-for-cpu-offload --optimizer-offload-fraction 0.5 --bf16",
          tolerance=BF16),
+    *(
+        Kind(f"Muon, {mode}", 2, "tp1 pp1", "tp2 pp1", f"--optimizer muon --muon-tp-mode {mode}",
+             tolerance=MUON, package="emerging_optimizers", needs="muon-tp-mode")
+        for mode in ("duplicated", "distributed")
+    ),
     Kind("evaluations without a stated batch", 2, "tp1 pp1", "tp1 pp2",
          "--step-batch-size-schedule 0:12", model=WITHOUT_BATCH.replace("--lr-decay-iters 100",
          "--lr-decay-samples 1200"), ends=f"--train-samples {12 * STEPS}",
@@ -160,6 +169,8 @@ def test_a_job_of_each_kind_changes_as_if_it_had_not(
     known = "".join(path.read_text() for path in arguments.rglob("*.py") if kind.needs)
     if kind.needs not in known:
         pytest.skip(f"this Megatron-LM has no {kind.needs}")
+    if kind.package and importlib.util.find_spec(kind.package) is None:
+        pytest.skip(f"{kind.package} is not installed")
     data = kind.data(tmp_path)
     alone = start("alone", kind, data)
     alone.finish()
