@@ -213,10 +213,10 @@ def test_a_whole_save_stays_where_the_job_comes_to_its_step_again(saving: Saving
 @pytest.mark.campaign
 def test_a_killed_agent_takes_what_writes_along_and_the_job_saves_again(saving: Saving) -> None:
     save = ["--save", str(saving.root), "--save-interval", "30"]
-    job = saving.start("job", 2, *save)
+    job = saving.start("job", 2, *save, launcher=("--max-restarts", "1"))
     job.wait_until(lambda: len(saving.writers()) >= 2, "a save of both ranks")
     os.kill(job.pid, signal.SIGKILL)
-    again = saving.start("job", 2, *save)
+    again = saving.start("job", 2, *save, launcher=("--max-restarts", "1"))
     again.wait_until(lambda: "event=saved_anew iteration=30" in again.log, "the save of step 30")
     assert saving.named is None
     saving.gate.unlink()
