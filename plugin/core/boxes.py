@@ -97,6 +97,14 @@ def right_aligned(tensors: Sequence[Tensor]) -> Columns:
     return shape
 
 
+def reaches_outside(
+    offset: Columns, shape: Columns, sizes: Columns
+) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    """Tell which boxes reach outside of their tensors, [boxes]; all three are [boxes, MAX_NDIM]."""
+    # The sum of a damaged offset and shape may be too large for a column.
+    return ((offset < 0) | (shape < 0) | (offset > sizes - shape)).any(axis=1)
+
+
 def check_inside(
     tensors: Sequence[Tensor], sizes: Columns, tensor: Columns, offset: Columns, shape: Columns
 ) -> None:
@@ -104,7 +112,7 @@ def check_inside(
 
     ``sizes`` are the tensors' shapes as ``right_aligned`` returns them.
     """
-    wrong = ((offset < 0) | (shape < 0) | (offset + shape > sizes[tensor])).any(axis=1)
+    wrong = reaches_outside(offset, shape, sizes[tensor])
     if not wrong.any():
         return
     row = int(np.argmax(wrong))

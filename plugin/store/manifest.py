@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scalai.core.boxes import reaches_outside
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Columns
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.fingerprint import MODULI
@@ -25,6 +26,8 @@ from scalai.store.places import MANIFEST
 FORMAT = "scalai-generation"
 VERSION = 2
 """Of what is written. Version 1, of older releases, is read: its fingerprints are of version 1."""
+MAX_BYTES = (1 << 63) - 1
+"""Of one tensor: columns count in 64 bits."""
 UNNUMBERED = -1
 """The generation of a manifest that is sealed and not yet committed."""
 
@@ -175,6 +178,7 @@ def _inconsistency(manifest: HostManifest) -> str | None:
             tensor.dtype not in ITEM_BYTES
             or len(tensor.shape) > MAX_NDIM
             or min(tensor.shape, default=0) < 0
+            or tensor.size_bytes > MAX_BYTES
         ):
             return f"tensor {tensor.name!r} is {tensor.dtype}{list(tensor.shape)}"
     if not rows:
@@ -182,18 +186,18 @@ def _inconsistency(manifest: HostManifest) -> str | None:
     full = np.ones((len(collection.tensors), MAX_NDIM), dtype=np.int64)
     for number, tensor in enumerate(collection.tensors):
         full[number, MAX_NDIM - len(tensor.shape) :] = tensor.shape
-    outside = (collection.offset < 0) | (collection.shape < 0)
-    outside |= collection.offset + collection.shape > full[collection.tensor]
+    outside = reaches_outside(collection.offset, collection.shape, full[collection.tensor])
     if outside.any():
-        row = int(outside.any(axis=1).argmax())
+        row = int(outside.argmax())
         return (
             f"piece {row} lies outside tensor {collection.tensors[collection.tensor[row]].name!r}"
         )
     if manifest.file.min() < 0 or manifest.file.max() >= len(manifest.files):
         return f"a piece lies in file {manifest.file.max()}, but there are {len(manifest.files)}"
     sizes = np.array([stored.size_bytes for stored in manifest.files], dtype=np.int64)
+    # The sum of a damaged place and a size may be too large for a column.
     beyond = (manifest.begin < 0) | (
-        manifest.begin + collection.size_bytes() > sizes[manifest.file]
+        manifest.begin > sizes[manifest.file] - collection.size_bytes()
     )
     if beyond.any():
         row = int(beyond.argmax())

@@ -67,6 +67,7 @@ def test_fingerprints_of_two_versions_are_never_one_state(open_store: Opener) ->
         unite_hosts([parts_of(first, 1), older])
 
 
+LARGEST = (1 << 63) - 1
 DAMAGES = {
     "not JSON": lambda text: text[: len(text) // 2],
     "not an object": lambda text: "[1, 2]",
@@ -81,6 +82,7 @@ DAMAGES = {
     ),
     "rows of unequal length": lambda text: change(text, begin=[0]),
     "a piece beyond its file": lambda text: change(text, begin=[1 << 40] * 6),
+    "a piece whose end is no number": lambda text: change(text, begin=[LARGEST] * 6),
     "a negative begin": lambda text: change(text, begin=[-1] * 6),
     "an unknown file": lambda text: change(text, file=[7] * 6),
     "a file elsewhere": lambda text: change(text, files=[["../x", 10]]),
@@ -89,6 +91,15 @@ DAMAGES = {
     "a piece outside its tensor": lambda text: change(
         text,
         collection=json.loads(text)["collection"] | {"offset": [[0, 0, 0, 0, 0, 99]] * 6},
+    ),
+    "a box whose end is no number": lambda text: change(
+        text,
+        collection=json.loads(text)["collection"] | {"offset": [[0, 0, 0, 0, 0, LARGEST]] * 6},
+    ),
+    "a tensor whose size is no number": lambda text: change(
+        text,
+        collection=json.loads(text)["collection"]
+        | {"tensors": [[f"t{n}", [1 << 40] * 2, "F32"] for n in range(5)]},
     ),
     "an unknown dtype": lambda text: change(
         text,
