@@ -20,7 +20,8 @@ from typing import Any, Protocol
 from resize_marks import LAST_STEP
 
 from scalai.launch.card import read_card
-from scalai.runtime.messages import Channel
+from scalai.launch.person_calls import Scale
+from scalai.runtime.calls import Channel
 
 TIMEOUT_S = 900.0
 Say = Callable[[str], None]
@@ -249,8 +250,7 @@ def _scale(job: Path, layout: Layout) -> None:
     card = read_card(job)
     assert card is not None, f"no coordinator in {job}"
     channel = Channel(*card)
-    wanted = {"nproc": layout.ranks, "nnodes": None, "degrees": layout.degrees}
-    channel.call("scale", **wanted, dry_run=False)
+    channel.call(Scale(layout.ranks, None, layout.degrees, dry_run=False))
     channel.close()
 
 

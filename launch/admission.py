@@ -2,21 +2,19 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from scalai.core import events
+from scalai.core import commands, events
 from scalai.core.errors import EndedError, ProofError, UsageError
 from scalai.core.membership import Phase
+from scalai.launch.coordinator_calls import Join, Joined
 from scalai.launch.job import JobSpec
 from scalai.launch.live_job import LiveJob
 from scalai.launch.roster import Agent
 from scalai.launch.sealed_parts import SealedParts
 from scalai.launch.standing import describe_given_up
-from scalai.runtime.messages import Peer
-from scalai.store.manifest import UNNUMBERED, HostManifest, manifest_from_message
+from scalai.runtime.calls import Peer
+from scalai.store.manifest import UNNUMBERED, HostManifest, manifest_of_bytes
 from scalai.store.places import check_host
-
-Json = Any
 
 
 class Admission:
@@ -31,41 +29,31 @@ class Admission:
         self._spec, self._live = spec, live
         self._sealed_parts = SealedParts(spec.job, live)
 
-    def join(
-        self, peer: Peer, host: str, slots: int, address: list[Json], parts: list[Json],
-        sealed: list[Json], spec: Json, damaged: Sequence[tuple[int, str]] = (), *,
-        replaces: bool = False,
-    ) -> Json:  # fmt: skip
+    def join(self, peer: Peer, join: Join, spec: JobSpec, *, replaces: bool = False) -> Joined:
         """Take an agent in.
 
         Args:
-            address: Where its data plane listens: interface, port.
-            parts: Manifests of the committed generations in its store.
-            sealed: Manifests of what is sealed there and not committed.
-            spec: The job as the agent's command line states it.
-            damaged: Numbers of generations that it cannot read, there or in its durable directory,
-                and why; ``UNNUMBERED`` for what it had sealed.
+            join: What it brings.
+            spec: The job as its command line states it.
             replaces: It takes the place of another agent of its host, which is gone.
-
-        Returns:
-            The present ``round``, and whether the agent ``sets_aside`` its durable directory.
 
         Raises:
             UsageError: It may not join; says why, and what to do.
         """
+        host, slots, damaged = join.host, join.slots, join.damaged
         self._check(host, spec, replaces=replaces)
         live = self._live
-        manifests = [manifest_from_message(part, host) for part in parts]
-        aside = self._set_aside(host, manifests, JobSpec.from_json(spec))
+        manifests = [manifest_of_bytes(part, host) for part in join.parts]
+        aside = self._set_aside(host, manifests, spec)
         manifests = [part for part in manifests if part not in aside]
         obsolete = [part.generation for part in manifests if self._is_obsolete(part)]
         chosen = self._sealed_parts.choose(
-            [manifest_from_message(part, host) for part in sealed], manifests
+            [manifest_of_bytes(part, host) for part in join.sealed], manifests
         )
         if host in live.roster:
             live.log(f"event=replaced host={host} by another agent of it")
             live.forget(host)
-        live.roster.add(host, Agent(peer, (str(address[0]), int(address[1]))))
+        live.roster.add(host, Agent(peer, join.address))
         live.timeline.begin(f"host {host} joined")
         for number in [*(part.generation for part in (*manifests, *aside)), *dict(damaged)]:
             live.count_from(number)
@@ -74,7 +62,7 @@ class Admission:
         for part in manifests:
             live.sizing.learn(part.about)
             if part.generation in obsolete or not live.generations.add(part):
-                live.command([host], command="drop", generation=part.generation)
+                live.command([host], commands.Drop(part.generation))
                 manifests = [kept for kept in manifests if kept is not part]
         self._sealed_parts.take(host, chosen)
         live.limit()
@@ -86,10 +74,10 @@ class Admission:
         live.feed(events.HostJoined(host, slots, covered, has_parts, time.monotonic()))
         return answer
 
-    def answer(self) -> Json:
+    def answer(self) -> Joined:
         """Return what an agent that is taken in is told."""
         round = self._live.state.round
-        return {"round": round, "sets_aside": self._live.is_fresh and round == 0}
+        return Joined(round, self._live.is_fresh and round == 0)
 
     def _set_aside(
         self, host: str, manifests: Sequence[HostManifest], spec: JobSpec
@@ -125,7 +113,7 @@ class Admission:
         live = self._live
         for part in aside:
             if live.generations.has(part.generation):  # later the number would mean the job's own
-                live.command([host], command="drop", generation=part.generation)
+                live.command([host], commands.Drop(part.generation))
             else:
                 live.generations.set_aside(part.generation)
             live.log(
@@ -142,14 +130,14 @@ class Admission:
             live.generations.note_damaged(host, number, reason)
             live.log(f"event=damaged host={host} generation={number}: {reason}")
 
-    def _check(self, host: str, spec: Json, *, replaces: bool) -> None:
+    def _check(self, host: str, spec: JobSpec, *, replaces: bool) -> None:
         check_host(host)
         if host in self._live.roster and not replaces:
             raise UsageError(
                 f"an agent of host {host!r} is already in job {self._spec.job!r}. "
                 "Give this one another --host-id, or stop the other."
             )
-        difference = self._spec.difference(JobSpec.from_json(spec))
+        difference = self._spec.difference(spec)
         if difference:
             raise UsageError(
                 f"this agent brings another job: {difference}. Start all agents alike."

@@ -9,15 +9,34 @@ import logging
 import os
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from scalai.core import commands, events, reports
+from scalai.core.commands import Command
 from scalai.core.errors import PeerError, ScalaiError, UsageError
+from scalai.core.messages import JsonText
+from scalai.core.worker_messages import (
+    AwaitSlot,
+    BeginDeposit,
+    Hello,
+    Publish,
+    RankDeposited,
+    RankFinished,
+    RankRefused,
+    RankRestored,
+    RankStepped,
+    RankUnhooked,
+    Stand,
+    Welcome,
+    WorkerRequest,
+)
 from scalai.launch.background import Background
 from scalai.launch.commits import Commits
+from scalai.launch.coordinator_calls import Join, StoreIdentity
 from scalai.launch.coordinator_link import CoordinatorLink
 from scalai.launch.crew import Crews
 from scalai.launch.data_plane import DataPlaneServer
@@ -38,9 +57,17 @@ from scalai.runtime.failpoints import here, reached
 from scalai.store.host import HostStore
 from scalai.store.secure import Folder
 
-Json = Any
 TICK_S = 0.1
 EXIT_GRACE_S = 10.0
+OF_THE_PRESENT_ROUND = (
+    commands.Expect,
+    commands.Proceed,
+    commands.Prepare,
+    commands.Agree,
+    commands.Deposit,
+    commands.Withdraw,
+)
+"""Commands to the workers of a round: where other ones are there, they come too late."""
 UNHOOKED = (
     "THE SCRIPT TRAINS, BUT NOTHING CONNECTS IT TO THIS JOB: its state is not kept, and no change "
     "of resources can be made without losing it. Scripts of Megatron-LM, DeepSpeed, Trainer and "
@@ -85,8 +112,8 @@ class Agent:
         self._data = DataPlaneServer(self._store, place.token, interface)
         self._coordinator = CoordinatorLink(
             place,
+            spec.job,
             host,
-            _identity(self._store.directory),
             spec.config.resize.coordinator_timeout_s,
             self._events.put,
             self._coordinator_gone,
@@ -95,31 +122,21 @@ class Agent:
         self._tell = self._coordinator.tell
         resize = spec.config.resize
         self._crews = Crews(spec, directory, make_workers)
-        self._workforce = Workforce(resize.build_ahead, self._crews, self._tell)
+        self._workforce = Workforce(host, resize.build_ahead, self._crews, self._tell)
         self._background = Background(self._workforce, self._events.put)
         self._restores = Restores(self._store, place.token, self._tell, self._background)
         self._deposits = Deposits(self._store, self._tell, self._background)
         self._commits = Commits(self._store, self._tell, self._workforce.fail)
-        self._stops = Stops(self._workforce, self._deposits, self._tell, resize.drain_timeout_s)
+        self._stops = Stops(
+            host, self._workforce, self._deposits, self._tell, resize.drain_timeout_s
+        )
         self._stacks = Stacks(directory)
         self._progress = ProgressWatch(host, self._workforce, self._stacks, resize.stall_s)
         self._worker_calls = WorkerCalls(
             directory,
             self._workforce,
             self._events.put,
-            {
-                "hello": self._hello,
-                "publish": self._publish,
-                "await_slot": self._deposits.await_slot,
-                "begin_deposit": self._deposits.begin,
-                "stand": self._stops.stand,
-                "deposited": self._deposits.deposited,
-                "restored": self._restores.restored,
-                "stepped": self._stepped,
-                "finished": self._finished,
-                "refused": self._refused,
-                "unhooked": self._unhooked,
-            },
+            self._carry_out,
             self._stops.worker_gone,
         )
         self._holdings = Holdings(
@@ -129,7 +146,7 @@ class Agent:
 
     def _join(self) -> None:
         try:
-            answer = self._coordinator.join(**self._brings())
+            answer = self._coordinator.join(self._brings())
         except PeerError:
             for served in (self._worker_calls, self._data, self._store):
                 served.close()
@@ -140,14 +157,22 @@ class Agent:
     def _follow(self) -> None:
         self._coordinator.follow(self._workforce, self._obey, lambda: self._progress.stalled)
 
-    def _brings(self) -> Mapping[str, Json]:
-        """What this host joins with: its devices, what its store holds, and its command line."""
-        return {
-            "slots": self._slots,
-            "address": list(self._data.address),
-            "spec": self._spec.to_json(),
-            **self._holdings.found(),
-        }
+    def _brings(self) -> Callable[[str], Join]:
+        """Return what this host joins with, as an incarnation: its devices, what its store holds,
+        and its command line."""
+        found, spec = self._holdings.found(), JsonText.of(self._spec.to_json())
+        return lambda incarnation: Join(
+            job=self._spec.job,
+            host=self._host,
+            incarnation=incarnation,
+            store=_identity(self._store.directory),
+            slots=self._slots,
+            address=self._data.address,
+            parts=found.parts,
+            sealed=found.sealed,
+            damaged=found.damaged,
+            spec=spec,
+        )
 
     def _expelled(self, error: PeerError) -> None:
         """The job goes on without this host, which was paused or cut off: it joins again."""
@@ -175,9 +200,9 @@ class Agent:
     def _rejoined(self) -> None:
         log.info("event=rejoined host=%s", self._host)
         self._follow()
-        self._tell("slots", slots=self._slots)
+        self._tell(reports.Slots(self._slots))
         if self._leaving_at is not None:
-            self._tell("leaving")
+            self._tell(reports.Leaving())
 
     # ------------------------------------------------------------------ the loop
 
@@ -235,7 +260,7 @@ class Agent:
         def tell() -> None:
             if slots != self._slots:
                 self._slots = slots
-                self._tell("slots", slots=slots)
+                self._tell(reports.Slots(slots))
 
         self._events.put(tell)
 
@@ -263,7 +288,7 @@ class Agent:
     def _leave(self) -> None:
         if self._leaving_at is None:
             self._leaving_at = time.monotonic()
-            self._tell("leaving")
+            self._tell(reports.Leaving())
             silence_s = self._coordinator.silence_s
             if silence_s is not None:
                 log.warning(
@@ -285,42 +310,68 @@ class Agent:
 
     # ------------------------------------------------------------------ what the coordinator says
 
-    def _obey(self, command: Mapping[str, Json]) -> None:
-        arguments = {key: value for key, value in command.items() if key != "command"}
-        obey: Mapping[str, Callable[..., None]] = {
-            "build": lambda **place: self._workforce.build(command),
-            "give_up": self._workforce.give_up,
-            "start": lambda **place: self._start(command),
-            "expect": self._expect,
-            "proceed": self._proceed,
-            "prepare": self._stops.prepare,
-            "agree": self._stops.agree,
-            "deposit": self._stops.deposit,
-            "report": self._report,
-            "discard": self._commits.discard,
-            "withdraw": self._stops.withdraw,
-            "commit": self._commit,
-            "stop": self._stop,
-            "drop": self._drop,
-            "save": self._holdings.save,
-            "doubt": self._holdings.doubt,
-            "look": self._holdings.look,
-            "exit": self._on_exit,
-        }
-        obey[command["command"]](**arguments)
+    def _obey(self, command: Command) -> None:
+        if not self._is_due(command):
+            log.debug("event=late_command %r", command)
+            return
+        match command:
+            case commands.Build():
+                self._workforce.build(command)
+            case commands.GiveUp(round):
+                self._workforce.give_up(round)
+            case commands.Start():
+                self._start(command)
+            case commands.Expect(_, tensors):
+                self._expect(tensors)
+            case commands.Proceed():
+                self._proceed()
+            case commands.Prepare(_, stop):
+                self._stops.prepare(stop)
+            case commands.Agree(_, stop):
+                self._stops.agree(stop)
+            case commands.Deposit():
+                self._stops.deposit()
+            case commands.Withdraw():
+                self._stops.withdraw()
+            case commands.Report():
+                self._report()
+            case commands.Discard():
+                self._commits.discard()
+            case commands.Commit():
+                self._commits.commit(command)
+                self._deposits.reserve(self._workforce.round)
+            case commands.Stop(round, has_deposited):
+                self._stop(round, has_deposited)
+            case commands.Drop(generation):
+                self._drop(generation)
+            case commands.Save(generation):
+                self._holdings.save(generation)
+            case commands.Doubt(generation):
+                self._holdings.doubt(generation)
+            case commands.Look():
+                self._holdings.look()
+            case commands.Exit():
+                self._on_exit(command)
 
-    def _start(self, command: Mapping[str, Json]) -> None:
+    def _is_due(self, command: Command) -> bool:
+        """Whether a command about the workers is about those that are there."""
+        if not isinstance(command, OF_THE_PRESENT_ROUND):
+            return True
+        current = self._workforce.round
+        return current is not None and current.number == command.round
+
+    def _start(self, command: commands.Start) -> None:
         self._workforce.start(command)
         current, crew = self._workforce.round, self._workforce.crew
         if current is None or crew is None:
             return  # the round has failed
         here({self._host: os.getpid(), **crew.pids()})
-        if command["is_built"]:
+        if command.is_built:
             reached("relaunch")
         if current.is_complete(current.published):
             self._begin_restore(current)
         if not self._spec.is_elastic:
-            self._tell("stepped", round=current.number)
+            self._tell(events.Stepped(self._host, current.number))
 
     def _expect(self, tensors: int) -> None:
         if self._workforce.round is not None:
@@ -336,10 +387,6 @@ class Agent:
         if self._workforce.crew is not None:
             self._stacks.ask(self._workforce.crew.pids())
 
-    def _commit(self, generation: int, deposit: str, committed: Json) -> None:
-        self._commits.commit(generation, deposit, committed)
-        self._deposits.reserve(self._workforce.round)
-
     def _stop(self, round: int, has_deposited: bool) -> None:
         """End the workers: after a drain they leave by themselves, and may say goodbye to their log
         writers."""
@@ -347,84 +394,95 @@ class Agent:
         if ended is not None and ended.number == round:
             newest = self._workforce.end(EXIT_GRACE_S if has_deposited else 0.0, self._is_over)
             self._deposits.give_back(ended)
-        self._tell("stopped", round=round, newest=newest)
+        self._tell(events.Stopped(self._host, round, newest))
 
     def _drop(self, generation: int) -> None:
         if generation in self._store.generations():
             self._store.drop(generation)
         self._deposits.reserve(self._workforce.round)
 
-    def _on_exit(
-        self, code: int, reason: str, finished: Json = None, keeps_state: bool = True
-    ) -> None:
+    def _on_exit(self, command: commands.Exit) -> None:
+        code, reason = command.code, command.reason
         log.info("event=exit host=%s code=%d reason=%r", self._host, code, reason)
-        self._holdings.told_to_exit(finished, keeps_state)
+        self._holdings.told_to_exit(command.ending, command.keeps_state)
         self._end(code)
 
     # ------------------------------------------------------------------ what workers say
 
-    def _hello(self, current: Round, answer: "Future[Json]", rank: int, round: int) -> None:
-        command = current.command
-        answer.set_result(
-            {
-                "degrees": command["degrees"],
-                "micro_batch_size": command["micro_batch_size"],
-                "snapshot_every": self._spec.config.store.snapshot_every,
-                "restorable_step": command["restorable_step"],
-                "is_ahead": current is not self._workforce.round,
-                "facts": command["facts"],
-                "settings": self._spec.hook_settings(command["world_size"]),
-            }
+    def _carry_out(self, current: Round, answer: "Future[Any]", request: WorkerRequest) -> None:
+        match request:
+            case Hello():
+                answer.set_result(self._welcome(current))
+            case Publish():
+                self._publish(current, answer, request)
+            case AwaitSlot():
+                self._deposits.await_slot(current, answer, request)
+            case BeginDeposit():
+                self._deposits.begin(current, answer, request)
+            case Stand():
+                self._stops.stand(current, answer, request)
+            case RankDeposited():
+                self._deposits.deposited(current, answer, request)
+            case RankRestored():
+                self._restores.restored(current, answer, request)
+            case RankStepped():
+                answer.set_result(None)
+                self._stepped(current, request)
+            case RankFinished(rank, _, step):
+                answer.set_result(None)
+                current.finished.add(rank)
+                self._holdings.last_step = max(self._holdings.last_step, step)
+            case RankRefused(_, _, reason):
+                self._workforce.refuse(current, reason)  # it waits for no answer, but to be ended
+            case RankUnhooked(rank):
+                answer.set_result(None)
+                self._unhooked(current, rank)
+
+    def _welcome(self, current: Round) -> Welcome:
+        workers = current.workers
+        settings = self._spec.hook_settings(workers.placement.world_size)
+        return Welcome(
+            degrees=workers.degrees,
+            micro_batch_size=workers.micro_batch_size,
+            snapshot_every=self._spec.config.store.snapshot_every,
+            restorable_step=workers.restorable_step,
+            is_ahead=current is not self._workforce.round,
+            facts=workers.facts,
+            settings=JsonText.of(settings),
         )
 
-    def _refused(
-        self, current: Round, answer: "Future[Json]", rank: int, round: int, reason: str
-    ) -> None:
-        """The worker waits for no answer, but to be ended."""
-        self._workforce.refuse(current, reason)
-
-    def _unhooked(self, current: Round, answer: "Future[Json]", rank: int, round: int) -> None:
-        answer.set_result(None)
+    def _unhooked(self, current: Round, rank: int) -> None:
         if not current.is_unhooked:
             current.is_unhooked = True
             log.error("event=unhooked rank=%d %s", rank, UNHOOKED)
-            self._tell("unhooked", round=current.number)
+            self._tell(events.Unhooked(self._host, current.number))
 
-    def _publish(self, current: Round, answer: "Future[Json]", **told: Json) -> None:
+    def _publish(self, current: Round, answer: "Future[Any]", told: Publish) -> None:
         if current.is_unhooked:  # its first steps were on the way to this
             current.is_unhooked = False
             log.info("event=hooked host=%s the script has connected itself", self._host)
-            self._tell("hooked", round=current.number)
-        if self._restores.publish(current, answer, **told):
+            self._tell(events.Hooked(self._host, current.number))
+        if self._restores.publish(current, answer, told):
             if current is self._workforce.round:
                 self._begin_restore(current)
             else:
-                self._tell("built", round=current.number)
+                self._tell(events.Built(self._host, current.number))
 
     def _begin_restore(self, current: Round) -> None:
         if not self._restores.begin(current):
             self._deposits.reserve(current)
 
-    def _stepped(
-        self, current: Round, answer: "Future[Json]", rank: int, step: int, imports: Json
-    ) -> None:
-        answer.set_result(None)
-        current.stepped.add(rank)
-        if imports is not None:
-            self._crews.warm_up(imports, self._background.submit)
+    def _stepped(self, current: Round, told: RankStepped) -> None:
+        current.stepped.add(told.rank)
+        if told.imports is not None:
+            self._crews.warm_up(told.imports, self._background.submit)
         if current.is_complete(current.stepped):
-            self._tell("stepped", round=current.number)
+            self._tell(events.Stepped(self._host, current.number))
             self._deposits.reserve(current)
 
-    def _finished(self, current: Round, answer: "Future[Json]", rank: int, step: int) -> None:
-        answer.set_result(None)
-        current.finished.add(rank)
-        self._holdings.last_step = max(self._holdings.last_step, step)
 
-
-def _identity(directory: Path) -> Json:
-    """Return what tells a store's directory from any other on any machine: two agents that name
-    the same one share its lock, so the later one has outlived the other."""
+def _identity(directory: Path) -> StoreIdentity:
+    """Return what tells a store's directory from any other."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     found = directory.stat()
-    return [boot, found.st_dev, found.st_ino]
+    return StoreIdentity(boot, found.st_dev, found.st_ino)

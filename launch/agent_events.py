@@ -1,24 +1,20 @@
-"""What agents tell the coordinator, made into events of the job once all of whom it takes have told
-it."""
+"""What agents report to the coordinator, made into events of the job once every host that is needed
+for one has reported."""
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from scalai.core import events
+from scalai.core import commands, events, reports
 from scalai.core.errors import LayoutError, ProofError, UsageError
 from scalai.core.membership import Phase
-from scalai.launch.gathering import Restored
+from scalai.core.reports import HostEvent, Report
 from scalai.launch.generations import check_whole, deposit_name
 from scalai.launch.live_job import LiveJob
-from scalai.runtime.arguments import check_arguments
-from scalai.store.manifest import HostManifest, manifest_from_message
-
-Json = Any
+from scalai.store.manifest import HostManifest, manifest_of_bytes
 
 
 class AgentEvents:
-    """One method a word that agents say; the words with nothing to decide are fed as they are.
+    """One method for each report; the reports with nothing to put together are fed as they are.
 
     Args:
         live: The job.
@@ -27,68 +23,67 @@ class AgentEvents:
     def __init__(self, live: LiveJob) -> None:
         self._live = live
 
-    def hear(self, host: str, event: str, facts: Mapping[str, Json]) -> None:
-        """An agent says that something has happened on its host."""
-        words: Mapping[str, Callable[..., None]] = {
-            "built": self._as_it_is(events.Built),
-            "not_built": self._as_it_is(events.NotBuilt),
-            "prepared": self._prepared,
-            "held": self._as_it_is(events.Held),
-            "arrived": self._as_it_is(events.Arrived),
-            "sealed": self._sealed,
-            "committed": self._committed,
-            "stopped": self._as_it_is(events.Stopped),
-            "failed": self._failed,
-            "published": self._published,
-            "grown": self._grown,
-            "moved": self._moved,
-            "restored": self._restored,
-            "unproven": self._unproven,
-            "doubted": self._doubted,
-            "examined": self._examined,
-            "attached": self._attached,
-            "stepped": self._as_it_is(events.Stepped),
-            "unhooked": self._as_it_is(events.Unhooked),
-            "finished": self._as_it_is(events.Finished),
-            "saved": self._as_it_is(events.Saved),
-            "unsaved": self._as_it_is(events.NotSaved),
-            "leaving": self._leaving,
-            "hooked": self._as_it_is(events.Hooked),
-            "slots": self._slots,
-        }
-        if event not in words:
-            raise UsageError(f"{event!r} is no event of an agent. Do the versions differ?")
-        told = {**facts, "host": host}
-        check_arguments(words[event], told, event)
-        words[event](**told)
+    def hear(self, host: str, report: Report) -> None:
+        """Hear what has happened on a host."""
+        match report:
+            case reports.Sealed():
+                self._sealed(host, report)
+            case reports.Failed():
+                self._failed(host, report)
+            case reports.Published():
+                self._published(host, report)
+            case reports.Moved(round, count):
+                self._feed(events.Progressed(host, round, f"moved {count / 1e9:.6f} GB"))
+            case reports.Grown(manifest):
+                self._grown(host, manifest)
+            case reports.Restored():
+                self._restored(host, report)
+            case reports.Unproven(round, reason):
+                self._unproven(host, round, reason)
+            case reports.Doubted(generation, left):
+                self._doubted(host, generation, left)
+            case reports.Examined():
+                self._examined(host, report)
+            case reports.Attached():
+                self._attached(host, report)
+            case reports.Leaving():
+                self._leaving(host)
+            case reports.Slots(slots):
+                self._slots(host, slots)
+            case _:
+                self._as_it_is(host, report)
 
-    def _as_it_is(self, kind: Callable[..., events.Event]) -> Callable[..., None]:
-        def feed(**facts: Json) -> None:
-            check_arguments(kind, facts, kind.__name__)
-            self._live.feed(kind(**facts))
+    def _feed(self, event: events.Event) -> None:
+        self._live.feed(event)
 
-        return feed
+    def _as_it_is(self, host: str, event: HostEvent) -> None:
+        """Feed an event of the law that a host reports of itself."""
+        if event.host != host:
+            raise UsageError(f"host {host!r} reports {event!r}, which is of another host.")
+        match event:
+            case events.Prepared() if host in self._live.state.held:
+                # Until now the training went on: it was no drain.
+                self._live.timeline.mark("preparing")
+                self._feed(event)
+            case events.Committed():
+                self._committed(event)
+            case _:
+                self._feed(event)
 
-    def _prepared(self, host: str, stop: int, newest: int) -> None:
-        if host in self._live.state.held:  # until now the training went on: it was no drain
-            self._live.timeline.mark("preparing")
-        self._live.feed(events.Prepared(host, stop, newest))
-
-    def _sealed(
-        self, host: str, round: int, reason: str, part: Json, seconds: dict[str, float]
-    ) -> None:
-        """A host's deposit is sealed; ``part`` None: it has nothing (its workers died before they
-        wrote)."""
-        live = self._live
+    def _sealed(self, host: str, report: reports.Sealed) -> None:
+        """Take a deposit that is sealed, or learn that a host has none (its workers died before
+        they wrote)."""
+        live, reason = self._live, report.reason
         parts: Mapping[str, HostManifest] = {}
-        if part is not None:
-            parts = live.generations.deposit(manifest_from_message(part, host))
+        if report.manifest is not None:
+            parts = live.generations.deposit(manifest_of_bytes(report.manifest, host))
         if reason == "stop":
-            live.told.deposits[host] = seconds
-            live.feed(events.Deposited(host, round))
+            live.told.deposits[host] = report.seconds
+            live.feed(events.Deposited(host, report.round))
             return
         hosts = tuple(sorted(live.active()))
-        if part is not None and round == live.state.round and set(parts) >= set(hosts):
+        is_present = report.manifest is not None and report.round == live.state.round
+        if is_present and set(parts) >= set(hosts):
             step, name = parts[host].step, deposit_name(parts[host])
             try:
                 check_whole(parts.values())
@@ -99,59 +94,54 @@ class AgentEvents:
             live.log(f"event={reason} committed={number} step={step}")
             live.feed(events.Snapshotted(tuple(sorted(parts)), step, number))
 
-    def _committed(self, host: str, generation: int) -> None:
+    def _committed(self, event: events.Committed) -> None:
         line = self._live.timeline
-        self._live.feed(events.Committed(host, generation))
+        self._live.feed(event)
         if self._live.state.phase is Phase.STOPPING:
-            line.phase("commit", line.since("sealed"), generation=generation)
+            line.phase("commit", line.since("sealed"), generation=event.generation)
             line.mark("committed")
 
-    def _failed(
-        self, host: str, round: int, reason: str, out_of_memory: bool = False,
-        is_chance: bool = False, is_refusal: bool = False,
-    ) -> None:  # fmt: skip
-        live, current = self._live, self._live.state.current
-        if out_of_memory and current is not None and live.state.phase is Phase.STARTING:
+    def _failed(self, host: str, report: reports.Failed) -> None:
+        live, current, reason = self._live, self._live.state.current, report.reason
+        if report.out_of_memory and current is not None and live.state.phase is Phase.STARTING:
             live.sizing.exclude(current)
             live.limit()
             reason += f"; {current.degrees} is not tried again"
         live.timeline.begin(reason)
-        live.feed(events.WorkersFailed(host, round, reason, is_chance, is_refusal))
+        live.feed(
+            events.WorkersFailed(host, report.round, reason, report.is_chance, report.is_refusal)
+        )
 
-    def _published(self, host: str, round: int, tensors: list[Json]) -> None:
+    def _published(self, host: str, report: reports.Published) -> None:
         """A host's workers have built their models and said what they hold."""
-        live = self._live
+        live, round = self._live, report.round
         if round != live.state.round:
             return
         live.feed(events.Progressed(host, round, "published"))
-        live.told.tensors[host] = frozenset(name for name, *_ in tensors)
+        live.told.tensors[host] = frozenset(report.tensors)
         if set(live.told.tensors) >= live.active():
             count = len(live.told.names())
             live.timeline.phase("relaunch", live.timeline.since("committed"), tensors=count)
-            live.command(live.active(), command="expect", tensors=count)
+            live.command(live.active(), commands.Expect(round, count))
 
-    def _moved(self, host: str, round: int, bytes: int) -> None:
-        """So many bytes of the state have come to a host from others."""
-        self._live.feed(events.Progressed(host, round, f"moved {bytes / 1e9:.6f} GB"))
-
-    def _grown(self, host: str, part: Json) -> None:
+    def _grown(self, host: str, manifest: bytes) -> None:
         """A host fetched what its workers need: it holds that from now on."""
-        self._add(host, part)
+        self._add(host, manifest)
         self._live.recount()
 
-    def _add(self, host: str, part: Json) -> None:
+    def _add(self, host: str, part: bytes) -> None:
         """Note a host's part; one of a generation that the job has left behind meanwhile goes, or
         it would pass for the newest state when the job begins again."""
-        manifest = manifest_from_message(part, host)
+        manifest = manifest_of_bytes(part, host)
         if not self._live.generations.add(manifest):
-            self._live.command([host], command="drop", generation=manifest.generation)
+            self._live.command([host], commands.Drop(manifest.generation))
 
-    def _restored(self, host: str, round: int, **told: Json) -> None:
+    def _restored(self, host: str, report: reports.Restored) -> None:
         live = self._live
-        if round != live.state.round or live.source is None:
+        if report.round != live.state.round or live.source is None:
             return
-        live.feed(events.Progressed(host, round, "restored"))
-        live.told.restored[host] = Restored.from_json(**told)
+        live.feed(events.Progressed(host, report.round, "restored"))
+        live.told.restored[host] = report
         if not set(live.told.restored) >= live.active():
             return
         for name in ("plan", "move", "restore"):
@@ -178,7 +168,7 @@ class AgentEvents:
             "proof", took, generation=number, proven=len(rows.tensors), fingerprint_version=version
         )
         live.timeline.mark("proven")
-        live.command(live.active(), command="proceed")
+        live.command(live.active(), commands.Proceed(live.state.round))
 
     def _unproven(self, host: str, round: int, reason: str) -> None:
         """What a host fetched is not what the hosts that gave it had committed."""
@@ -196,41 +186,43 @@ class AgentEvents:
             live.generations.doubt(number)
             if live.generations.is_whole_as_deposited(number):
                 # Before the workers are stopped: the next round's sources are known by then.
-                live.command(live.roster.hosts(), command="doubt", generation=number)
+                live.command(live.roster.hosts(), commands.Doubt(number))
             else:
                 live.log(f"event=note generation {number} stays as it is: of some of it there is "
                          "nothing but what was fetched")  # fmt: skip
         live.feed(events.ProofFailed(live.state.round, reason, is_final))
 
-    def _doubted(self, host: str, generation: int, part: Json) -> None:
-        """A host has given up what it had fetched; ``part`` is what is left."""
+    def _doubted(self, host: str, generation: int, left: bytes | None) -> None:
+        """A host has given up what it had fetched."""
         generations = self._live.generations
-        if part is None:
+        if left is None:
             generations.without(host, generation)
         else:
-            self._add(host, part)
+            self._add(host, left)
         self._live.recount()
 
-    def _examined(self, host: str, generation: int, damage: list[str], directory: str) -> None:
+    def _examined(self, host: str, report: reports.Examined) -> None:
         """A host has read its part of a doubted generation again."""
-        for line in damage:
+        for line in report.damage:
             self._live.log(f"event=damage host={host} {line}")
-        self._live.generations.note_examined(generation, host, directory, damage)
+        self._live.generations.note_examined(
+            report.generation, host, report.directory, report.damage
+        )
 
-    def _attached(self, host: str, parts: list[Json], damaged: list[Json]) -> None:
+    def _attached(self, host: str, report: reports.Attached) -> None:
         """A host has looked into its durable directory again, because nothing in memory is whole.
         Where the job has gone on meanwhile, what it found goes: its store needs the room."""
         live, generations = self._live, self._live.generations
         before = live.state.obstacle
-        for part in (manifest_from_message(each, host) for each in parts):
+        for part in (manifest_of_bytes(each, host) for each in report.manifests):
             live.count_from(part.generation)
             if live.state.phase is Phase.WAITING:
                 is_kept = generations.offer(part)
             else:
                 is_kept = generations.has(part.generation) and not generations.is_foreign(part)
             if not is_kept:
-                live.command([host], command="drop", generation=part.generation)
-        for number, reason in damaged:
+                live.command([host], commands.Drop(part.generation))
+        for number, reason in report.damaged:
             live.count_from(number)
             generations.note_damaged(host, number, reason)
         live.recount()

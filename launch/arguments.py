@@ -2,37 +2,34 @@
 degrees."""
 
 import logging
-from collections.abc import Mapping
-from typing import Any
 
 from scalai.converters.megatron.arguments import derived_flags
+from scalai.core.commands import Workers
 from scalai.core.degrees import Degrees
 from scalai.launch.job import JobSpec
-
-Json = Any
 
 log = logging.getLogger(__name__)
 
 
-def worker_arguments(spec: JobSpec, command: Mapping[str, Json]) -> list[str]:
+def worker_arguments(spec: JobSpec, wanted: Workers) -> list[str]:
     """Return the arguments of ``scalai.patches.worker`` for one round.
 
     Args:
         spec: The job.
-        command: The coordinator's ``start`` or ``build``: degrees, micro-batch size, and ``facts``
-            that workers of earlier rounds told, such as ``padded_vocab_size``.
+        wanted: The round's workers on a host; ``facts`` are those that workers of earlier rounds
+            reported, such as ``padded_vocab_size``.
     """
     options, known = spec.options, spec.script.arguments
     assert options.script is not None
     start = [*(["-m"] if options.is_module else []), options.script, *options.script_args]
     if known is None:
         return start
-    facts = command["facts"]
+    facts = wanted.facts.value()
     flags, notes = derived_flags(
         known,
-        Degrees.from_json(command["degrees"]),
+        Degrees.from_json(wanted.degrees),
         facts.get("padded_vocab_size"),
-        command["micro_batch_size"],
+        wanted.micro_batch_size,
         facts.get("eval_batch_size"),
     )
     for note in notes:

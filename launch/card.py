@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scalai.core.errors import AbsentError, PeerError, SilentError, UsageError
-from scalai.runtime.messages import CONNECT_S, Channel
+from scalai.core.errors import AbsentError, PeerError, SilentError, UsageError, VersionError
+from scalai.runtime.calls import CONNECT_S, Channel
 from scalai.store.secure import open_below
 
 TOKEN_VARIABLE = "SCALAI_JOB_TOKEN"
@@ -79,6 +79,8 @@ def _answers(address: tuple[str, int], token: bytes, answer_s: float, pause_s: f
         except AbsentError:
             return False
         except PeerError as error:
+            if isinstance(error, VersionError):
+                raise
             if isinstance(error, SilentError) or attempt == ATTEMPTS - 1:
                 raise PeerError(
                     f"the job's coordinator at {address[0]}:{address[1]} does not answer ({error}) "

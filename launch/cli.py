@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import PeerError, UsageError
+from scalai.core.messages import JsonText, Request
+from scalai.launch import person_calls as calls
 from scalai.launch.card import TOKEN_VARIABLE, read_card, split_endpoint, take_token
 from scalai.launch.program import exit_code_of
-from scalai.runtime.messages import Channel
+from scalai.runtime.calls import Channel
 from scalai.store.places import check_job, default_store_dir
 
 IN_MODULES = ("inspect", "reshard", "verify", "clean", "doctor")
@@ -57,13 +59,13 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _call(arguments: argparse.Namespace, method: str, **values: Any) -> Any:
+def _ask(arguments: argparse.Namespace, request: Request[JsonText]) -> Any:
     """Ask the job's coordinator."""
     if arguments.coordinator is not None:
         token = os.environ.get(TOKEN_VARIABLE)
         if token is None:
             raise UsageError(f"set {TOKEN_VARIABLE} to the secret that the job was started with.")
-        return _ask(split_endpoint(arguments.coordinator), token.encode(), method, values)
+        return _answer(split_endpoint(arguments.coordinator), token.encode(), request)
     folder = (arguments.store_dir or default_store_dir()) / check_job(arguments.job)
     card = read_card(folder)
     if card is None:
@@ -71,14 +73,12 @@ def _call(arguments: argparse.Namespace, method: str, **values: Any) -> Any:
             f"no job {arguments.job!r} runs here (looked in {folder}). Name it by --job, "
             f"--store-dir or --coordinator."
         )
-    return _ask(*card, method, values)
+    return _answer(*card, request)
 
 
-def _ask(
-    address: tuple[str, int], token: bytes, method: str, values: Mapping[str, Any]
-) -> Any:
+def _answer(address: tuple[str, int], token: bytes, request: Request[JsonText]) -> Any:
     with contextlib.closing(Channel(address, token)) as channel:
-        return channel.call(method, **values)
+        return channel.call(request).value()
 
 
 def _add_status(commands: Any) -> None:
@@ -91,7 +91,7 @@ def _add_status(commands: Any) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    status = _call(arguments, "status")
+    status = _ask(arguments, calls.Status())
     if arguments.json:
         print(json.dumps(status))
         return 0
@@ -141,14 +141,10 @@ def _add_scale(commands: Any) -> None:
 def _scale(arguments: argparse.Namespace) -> int:
     if arguments.nproc is None and arguments.nnodes is None and arguments.degrees is None:
         raise UsageError("say what to change: --nproc N, --nnodes N or --degrees 'tp2 pp1'.")
-    target = _call(
-        arguments,
-        "scale",
-        nproc=arguments.nproc,
-        nnodes=arguments.nnodes,
-        degrees=arguments.degrees,
-        dry_run=arguments.dry_run,
+    scale = calls.Scale(
+        arguments.nproc, arguments.nnodes, arguments.degrees, dry_run=arguments.dry_run
     )
+    target = _ask(arguments, scale)
     print(target["reason"])
     return 0
 
@@ -169,9 +165,7 @@ def _add_resume(commands: Any) -> None:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    answer = _call(
-        arguments, "resume", generation=arguments.generation, dry_run=arguments.dry_run
-    )
+    answer = _ask(arguments, calls.Resume(arguments.generation, dry_run=arguments.dry_run))
     print(answer["reason"])
     return 0
 

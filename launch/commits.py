@@ -3,16 +3,16 @@ that, it is tried again."""
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
+from scalai.core import events
+from scalai.core.commands import Commit
+from scalai.core.committed import Committed
 from scalai.core.errors import ScalaiError
+from scalai.core.reports import Report
 from scalai.launch.generations import deposit_name
 from scalai.runtime.failpoints import reached
-from scalai.store.committed import Committed
 from scalai.store.deposit import Deposit
 from scalai.store.host import HostStore
-
-Json = Any
 
 log = logging.getLogger(__name__)
 
@@ -22,22 +22,22 @@ class Commits:
 
     Args:
         store: This host's.
-        tell: Tells the coordinator of an event.
+        tell: Reports to the coordinator.
         fail: Tells it that the present round cannot go on.
     """
 
     def __init__(
-        self, store: HostStore, tell: Callable[..., None], fail: Callable[[str], None]
+        self, store: HostStore, tell: Callable[[Report], None], fail: Callable[[str], None]
     ) -> None:
         self._store, self._tell, self._fail = store, tell, fail
         self._late: dict[int, tuple[str, Committed | None]] = {}
         """Deposits and statements by generation, for which there has been no room."""
 
-    def commit(self, generation: int, deposit: str, committed: Json) -> None:
-        """Make the sealed deposit of this name the generation of this number, and tell of it."""
+    def commit(self, command: Commit) -> None:
+        """Make the sealed deposit of this name the generation of this number, and report it."""
         reached("commit")
-        stated = None if committed is None else Committed.from_json(committed)
-        self._late[generation] = deposit, stated
+        generation, deposit = command.generation, command.deposit
+        self._late[generation] = deposit, command.committed
         if self._is_done(generation, deposit):
             self._done(generation)
         elif deposit in self._sealed():
@@ -72,7 +72,7 @@ class Commits:
     def _done(self, generation: int) -> None:
         del self._late[generation]
         reached("committed")
-        self._tell("committed", generation=generation)
+        self._tell(events.Committed(self._store.host, generation))
 
     def _sealed(self) -> dict[str, Deposit]:
         return {deposit_name(manifest): sealed for sealed, manifest in self._store.sealed()}

@@ -1,29 +1,43 @@
 """The coordinator: one small process a job, which agents and persons call.
 
-It holds no tensor. Agents call it (``join``, ``poll``, ``tell``, ``bye``); commands to an agent are
-numbered and wait until its ``poll`` says that it has them, and what agents tell is numbered too, so
-that a connection that breaks costs nothing. Its host is the one that must not die; any agent may
+It holds no tensor. Agents call it (``coordinator_calls``); commands to an agent are numbered and
+wait until its ``Poll`` says that it has them, and reports of agents are numbered too, so that a
+connection that breaks costs nothing. Its host is the one that must not die; any agent may
 drain, the first one too.
 """
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from scalai.core import events
-from scalai.core.errors import PeerError, ScalaiError, UsageError
+from scalai.core.commands import Exit
+from scalai.core.errors import PeerError, ScalaiError, StaleError, UsageError
 from scalai.core.membership import Phase, staying
+from scalai.core.messages import JsonText
 from scalai.launch.admission import Admission
 from scalai.launch.agent_events import AgentEvents
+from scalai.launch.coordinator_calls import (
+    AgentCall,
+    Bye,
+    Commands,
+    CoordinatorRequest,
+    Farewell,
+    Join,
+    Joined,
+    Poll,
+    Tell,
+)
 from scalai.launch.job import JobSpec
 from scalai.launch.live_job import LiveJob
 from scalai.launch.losses import Losses, Patience
+from scalai.launch.person_calls import ReadSpec, Resume, Scale, Status
 from scalai.launch.rendezvous_store import RendezvousStores
 from scalai.launch.resumption import resume
 from scalai.launch.scaling import scale
-from scalai.runtime.arguments import check_arguments
-from scalai.runtime.messages import Address, Peer, Server
+from scalai.runtime.calls import Address, Peer, Server
 from scalai.store.places import check_host
 
 TICK_S = 0.1
@@ -31,7 +45,7 @@ FAREWELL_S = 30.0
 """How long the coordinator of a job that has ended waits until every agent has its exit."""
 SEND_S = 60.0
 """How long an agent may take to read an answer."""
-READS = ("status", "spec", "farewell")
+READS = (Status, ReadSpec, Farewell)
 """Calls that change nothing: where they fail the job is none the worse."""
 Json = Any
 
@@ -68,7 +82,9 @@ class Coordinator:
         self._agent_events = AgentEvents(self._live)
         self._losses = Losses(self._live, patience, TICK_S)
         try:
-            self._server = Server(address, token, self._handle, self._gone, send_s=SEND_S)
+            self._server = Server(
+                address, token, CoordinatorRequest, self._handle, self._gone, send_s=SEND_S
+            )
         except PeerError:
             self._stores.end()
             raise
@@ -118,109 +134,110 @@ class Coordinator:
 
     # ------------------------------------------------------------------ calls of agents
 
-    def _handle(self, peer: Peer, method: str, arguments: Mapping[str, Json]) -> Json:
-        calls: Mapping[str, Callable[..., Json]] = {
-            "join": self._join,
-            "poll": self._poll,
-            "tell": self._tell,
-            "bye": self._bye,
-            "farewell": self._farewell,
-            "status": self._status,
-            "scale": self._scale,
-            "resume": self._resume,
-            "spec": self._read_spec,
-        }
-        if method not in calls:
-            raise UsageError(f"{method!r} is not a call of the coordinator.")
-        # Before any lock: whoever holds it makes no agent seem silent.
-        self._live.roster.heard(arguments.get("host"), arguments.get("incarnation"))
-        check_arguments(calls[method], {"peer": peer, **arguments}, method)
-        if method == "join":
+    def _handle(self, peer: Peer, request: CoordinatorRequest) -> object:
+        if request.job not in (None, self._spec.job):
+            if isinstance(request, Farewell):
+                return None
+            raise self._of_another_job(request)
+        if isinstance(request, AgentCall):
+            # Before any lock: whoever holds it makes no agent seem silent.
+            self._live.roster.heard(request.host, request.incarnation)
+        if isinstance(request, Join):
             self._stores.wait_ready()  # without the lock, so that it holds up nobody else
         with self._lock:
             try:
-                return calls[method](peer, **arguments)
+                return self._answer(peer, request)
             except ScalaiError:
                 raise
             except Exception as error:  # our own slip, and half of a change may be made
-                if method not in READS:
+                if not isinstance(request, READS):
                     self._live.crash(error)
                 raise
+
+    def _of_another_job(self, request: CoordinatorRequest) -> ScalaiError:
+        """Return why a call that is meant for another job is refused; an agent of that joins
+        anew, and is refused for good."""
+        is_member = isinstance(request, AgentCall) and not isinstance(request, Join)
+        return (StaleError if is_member else UsageError)(
+            f"job {request.job!r} is called, and the coordinator of job {self._spec.job!r} listens "
+            "here. Look for that of the other: it may have ended."
+        )
+
+    def _answer(self, peer: Peer, request: CoordinatorRequest) -> object:
+        match request:
+            case Join():
+                return self._join(peer, request)
+            case Poll():
+                return self._poll(peer, request)
+            case Tell():
+                self._tell(peer, request)
+            case Bye(_, host, incarnation):
+                self._bye(host, incarnation)
+            case Farewell(_, host, incarnation):
+                return self._farewell(host, incarnation)
+            case Status():
+                return JsonText.of(self._status())
+            case Scale(nproc, nnodes, degrees, dry_run):
+                return JsonText.of(scale(self._live, nproc, nnodes, degrees, dry_run=dry_run))
+            case Resume(generation, dry_run):
+                return JsonText.of(resume(self._live, generation, dry_run=dry_run))
+            case ReadSpec():
+                return JsonText.of(self._spec.to_json())
+        return None
 
     def _gone(self, peer: Peer) -> None:
         with self._lock:
             self._live.roster.unlinked(peer)
 
-    def _join(
-        self, peer: Peer, host: str, incarnation: str, store: Json, slots: int,
-        address: list[Json], parts: list[Json], sealed: list[Json], spec: dict[str, Json],
-        damaged: list[tuple[int, str]] | None = None,
-    ) -> Json:  # fmt: skip
-        """Take an agent in, as ``Admission.join``; a second time it changes nothing.
-
-        Args:
-            incarnation: A random name of the agent process's present try to take part.
-            store: What tells its store from any other.
-        """
-        roster = self._live.roster
+    def _join(self, peer: Peer, join: Join) -> Joined:
+        """Take an agent in, as ``Admission.join``; a second time it changes nothing."""
+        roster, host = self._live.roster, join.host
         check_host(host)
-        _check_spec(spec)
+        spec = _spec_of(join.spec)
         present = roster[host] if host in roster else None
-        if present is not None and present.incarnation == incarnation:
+        if present is not None and present.incarnation == join.incarnation:
             present.linked(peer)
             return self._admission.answer()
-        replaces = present is not None and self._losses.is_replaceable(present, store)
-        answer = self._admission.join(
-            peer, host, slots, address, parts, sealed, spec, damaged or (), replaces=replaces
-        )
-        roster.name(host, incarnation, store)
+        replaces = present is not None and self._losses.is_replaceable(present, join.store)
+        answer = self._admission.join(peer, join, spec, replaces=replaces)
+        roster.name(host, join.incarnation, join.store)
         return answer
 
-    def _poll(
-        self, peer: Peer, host: str, incarnation: str, received: int, round: int, newest: int,
-        stalled: dict[str, Json] | None = None,
-    ) -> Json:  # fmt: skip
-        """Return the commands behind number ``received``, once there are any.
-
-        Args:
-            newest: The furthest step of its workers of this ``round``.
-            stalled: Those that make no steps, as of ``ProgressWatch``.
-        """
+    def _poll(self, peer: Peer, poll: Poll) -> Commands:
+        """Return the commands behind those that the agent has, once there are any."""
         roster = self._live.roster
-        agent = roster.find(host, incarnation)
+        agent = roster.find(poll.host, poll.incarnation)
         agent.linked(peer)
-        agent.acknowledge(received)
-        is_present = round == self._live.state.round
-        agent.stalled = stalled if is_present else None
+        agent.acknowledge(poll.received)
+        is_present = poll.round == self._live.state.round
+        agent.stalled = poll.stalled if is_present else None
         if is_present:
-            agent.newest = newest
+            agent.newest = poll.newest
         assert agent.ready is not None
         if not agent.has_commands and not agent.is_dismissed:
             agent.ready.wait(self._patience.poll_s)
             agent.heard()
-            agent = roster.find(host, incarnation)  # unless it was lost or replaced meanwhile
+            # Unless it was lost or replaced meanwhile.
+            agent = roster.find(poll.host, poll.incarnation)
         return agent.waiting()
 
-    def _tell(
-        self, peer: Peer, host: str, incarnation: str, number: int, event: str,
-        facts: dict[str, Json],
-    ) -> None:  # fmt: skip
-        """Hear an agent's event, once: a number that was heard before is one told again."""
-        agent = self._live.roster.find(host, incarnation)
+    def _tell(self, peer: Peer, tell: Tell) -> None:
+        """Hear a report once: a number that was heard before is one told again."""
+        agent = self._live.roster.find(tell.host, tell.incarnation)
         agent.linked(peer)
-        if number > agent.told:
-            agent.told = number
-            if host in self._live.roster:  # else it was released in between
-                self._agent_events.hear(host, event, facts)
+        if tell.number > agent.told:
+            agent.told = tell.number
+            if tell.host in self._live.roster:  # else it was released in between
+                self._agent_events.hear(tell.host, tell.report.message)
 
-    def _bye(self, peer: Peer, host: str, incarnation: str) -> None:
+    def _bye(self, host: str, incarnation: str) -> None:
         """An agent ends by itself: nobody needs to wait for it."""
         self._live.roster.find(host, incarnation)
         if host in self._live.roster:
             self._live.log(f"event=bye host={host}")
             self._live.lose(host)
 
-    def _farewell(self, peer: Peer, host: str, incarnation: str) -> Json:
+    def _farewell(self, host: str, incarnation: str) -> Exit | None:
         """Return the command by which a job that has ended ends its agents, None while it goes on:
         an agent that was part of it asks, and is not any more. One that was not (it was part of
         another job that listened here) gets None: the end of this one says nothing of its state.
@@ -231,13 +248,9 @@ class Coordinator:
         live.log(f"event=farewell host={host}: it was cut off, and learns that the job is over")
         return live.farewell
 
-    # ------------------------------------------------------------------ calls of persons
-
-    def _read_spec(self, peer: Peer) -> Json:
-        return self._spec.to_json()
-
-    def _status(self, peer: Peer) -> Json:
+    def _status(self) -> Json:
         job, reports = self._live.state, self._live.timeline.reports
+        stalled = self._live.roster.stalled()
         newest = job.newest_generation
         return {
             "job": self._spec.job,
@@ -251,7 +264,7 @@ class Coordinator:
             "generation": newest.number if newest else None,
             "generation_step": newest.step if newest else None,
             "step": self._live.roster.newest(),
-            "no_progress": self._live.roster.stalled(),
+            "no_progress": {host: asdict(each) for host, each in stalled.items()},
             "held": dict(job.held) if job.phase is Phase.PREPARING else {},
             "restarts_left": job.failures_left,
             "waiting_hosts": {h: round(until - job.now) for h, until in job.barred.items()},
@@ -259,19 +272,12 @@ class Coordinator:
             "last_resize": reports[-1] if reports else None,
         }
 
-    def _resume(self, peer: Peer, generation: int, dry_run: bool) -> Json:
-        return resume(self._live, generation, dry_run=dry_run)
 
-    def _scale(
-        self, peer: Peer, nproc: int | None, nnodes: int | None, degrees: str | None, dry_run: bool
-    ) -> Json:
-        return scale(self._live, nproc, nnodes, degrees, dry_run=dry_run)
-
-
-def _check_spec(spec: dict[str, Json]) -> None:
-    """Raise ``UsageError`` where an agent's command line is none."""
+def _spec_of(text: JsonText) -> JobSpec:
+    """Return the job that an agent's command line states. Raises ``UsageError`` where it is
+    none."""
     try:
-        JobSpec.from_json(spec)
+        return JobSpec.from_json(text.value())
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ScalaiError):
             raise

@@ -5,24 +5,42 @@ for a thread that sends it; a connection that breaks is made anew; events and co
 so that each arrives once.
 """
 
-import json
 import logging
 import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
+from scalai.core.commands import Command, Exit
 from scalai.core.deadlines import JOIN_S, TELL_S
-from scalai.core.errors import AbsentError, AnswerError, PeerError, SilentError, StaleError
+from scalai.core.errors import (
+    AbsentError,
+    AnswerError,
+    PeerError,
+    SilentError,
+    StaleError,
+    VersionError,
+)
+from scalai.core.messages import Named, Request
+from scalai.core.reports import Report
+from scalai.launch.coordinator_calls import (
+    Bye,
+    Farewell,
+    Join,
+    Joined,
+    Poll,
+    Stalled,
+    Tell,
+)
 from scalai.launch.places import Place
 from scalai.launch.workforce import Workforce
-from scalai.runtime.messages import CONNECT_S, Channel
+from scalai.runtime.calls import CONNECT_S, Channel
 
-Json = Any
+Answer = TypeVar("Answer")
 
 LONGEST_ANSWER_S = 60.0
 """How long the answer to a call may take at most, after answers that did not come in time."""
@@ -82,6 +100,8 @@ class Health:
     def failed(self, error: PeerError, tries: int) -> None:
         """A call has failed so often. Raises ``error`` where the coordinator counts as gone. One
         failure says nothing: it may have been this agent that stood still meanwhile."""
+        if isinstance(error, VersionError):
+            raise error
         with self._mutex:
             now = time.monotonic()
             silence_s = now - self._answered_at
@@ -139,7 +159,7 @@ class Line:
         """Wait so long for the next answer."""
         self._wait_s = answer_s
 
-    def call(self, method: str, **arguments: Json) -> Json:
+    def call(self, request: Request[Answer]) -> Answer:
         """Call until there is an answer.
 
         Raises:
@@ -150,7 +170,7 @@ class Line:
         while True:
             tries += 1
             try:
-                answer = self.try_call(method, **arguments)
+                answer = self.try_call(request)
             except AnswerError:
                 self._health.answered()
                 raise
@@ -164,7 +184,7 @@ class Line:
                 self._health.answered()
                 return answer
 
-    def try_call(self, method: str, **arguments: Json) -> Json:
+    def try_call(self, request: Request[Answer]) -> Answer:
         """Call once."""
         channel = self._channel  # another thread may cut it
         try:
@@ -173,7 +193,7 @@ class Line:
                     self._place.address, self._place.token, connect_s=self._connect_s
                 )
             channel.call_s = self._wait_s
-            answer = channel.call(method, **arguments)
+            answer = channel.call(request)
         except AnswerError:
             raise
         except PeerError as error:
@@ -199,9 +219,7 @@ class _Membership:
     is_over: threading.Event
     calls: Line
     polls: Line
-    untold: "queue.Queue[tuple[str, Mapping[str, Json]] | None]" = field(
-        default_factory=queue.Queue
-    )
+    untold: "queue.Queue[Report | None]" = field(default_factory=queue.Queue)
     received: int = 0
     is_told_to_exit: bool = False
     threads: list[threading.Thread] = field(default_factory=list)
@@ -212,8 +230,7 @@ class CoordinatorLink:
 
     Args:
         place: Where the coordinator is.
-        host: Name of this host in the job.
-        store: What tells this host's store from any other.
+        job, host: Names of the job, and of this host in it.
         silence_s: After how much silence the coordinator counts as gone.
         put: Hands the agent's loop something to do.
         lost: Is told, in the loop, that the coordinator is gone, or refuses this host, before it
@@ -225,20 +242,20 @@ class CoordinatorLink:
     def __init__(
         self,
         place: Place,
+        job: str,
         host: str,
-        store: Json,
         silence_s: float,
         put: Callable[[Callable[[], None]], object],
         lost: Callable[[PeerError], None],
         expelled: Callable[[PeerError], None],
         waits: Waits = Waits(),  # it is frozen
     ) -> None:
-        self._place, self._host, self._store = place, host, store
+        self._place, self._job, self._host = place, job, host
         self._put, self._lost, self._expelled = put, lost, expelled
         self._waits = waits
         self._health = Health(silence_s, waits.dead_s)
         self._member = self._new_member()
-        self._commanded: Callable[[Mapping[str, Json]], None] | None = None
+        self._commanded: Callable[[Command], None] | None = None
         self._taken_in = ""
         """The last incarnation that was part of the job."""
         self._is_closed = False
@@ -248,45 +265,46 @@ class CoordinatorLink:
         """For how long the coordinator has been silent, None where it is not."""
         return self._health.silence_s()
 
-    def join(self, **brings: Json) -> Json:
-        """Become part of the job; returns the coordinator's answer. Raises ``PeerError`` where it
-        is refused, or nobody answers."""
+    def join(self, brings: Callable[[str], Join]) -> Joined:
+        """Become part of the job; returns the coordinator's answer.
+
+        Args:
+            brings: Returns what the host joins with, as the incarnation that it is given.
+
+        Raises:
+            PeerError: It is refused, or nobody answers.
+        """
         member = self._member
         member.calls.allow(self._waits.join_s)
-        answer = member.calls.try_call(
-            "join", host=self._host, incarnation=member.incarnation, store=self._store, **brings
-        )
+        answer = member.calls.try_call(brings(member.incarnation))
         self._taken_in = member.incarnation
         return answer
 
-    def rejoin(self, brings: Mapping[str, Json], joined: Callable[[], None]) -> None:
+    def rejoin(self, brings: Callable[[str], Join], joined: Callable[[], None]) -> None:
         """Become part of the job again, as a new incarnation, beside the loop; ``joined`` is called
         in it then."""
         member = self._member = self._new_member()
+        request = brings(member.incarnation)
 
         def join() -> None:
             if member.is_over.wait(REJOIN_S):
                 return
             member.calls.allow(self._waits.join_s)
-            member.calls.call(
-                "join", host=self._host, incarnation=member.incarnation, store=self._store,
-                **brings,
-            )  # fmt: skip
+            member.calls.call(request)
             self._taken_in = member.incarnation
             self._put(joined)
 
         threading.Thread(target=self._run, args=(member, join), name="rejoin", daemon=True).start()
 
-    def tell(self, event: str, **facts: Json) -> None:
-        """Tell of an event. Returns at once; what is told arrives in this order."""
-        # As it is now: the loop may go on changing what it told of.
-        self._member.untold.put((event, json.loads(json.dumps(facts))))
+    def tell(self, report: Report) -> None:
+        """Report to the coordinator. Returns at once; reports arrive in this order."""
+        self._member.untold.put(report)
 
     def follow(
         self,
         workforce: Workforce,
-        obey: Callable[[Mapping[str, Json]], None],
-        stalled: Callable[[], Json] = lambda: None,
+        obey: Callable[[Command], None],
+        stalled: Callable[[], Stalled | None] = lambda: None,
     ) -> None:
         """From now on deliver what is told and fetch commands, telling how far the workers are and
         which of them have ``stalled``, and have the loop ``obey`` them."""
@@ -343,21 +361,21 @@ class CoordinatorLink:
         number = 0
         while not member.is_over.is_set():
             told = member.untold.get()
-            who = {"host": self._host, "incarnation": member.incarnation}
             if told is None:
                 if not member.is_told_to_exit and not member.is_over.is_set():
-                    member.calls.try_call("bye", **who)
+                    member.calls.try_call(Bye(self._job, self._host, member.incarnation))
                 return
             number += 1
-            event, facts = told
-            member.calls.call("tell", **who, number=number, event=event, facts=facts)
+            member.calls.call(
+                Tell(self._job, self._host, member.incarnation, number, Named(told))
+            )
 
     def _poll(
         self,
         member: _Membership,
         workforce: Workforce,
-        obey: Callable[[Mapping[str, Json]], None],
-        stalled: Callable[[], Json],
+        obey: Callable[[Command], None],
+        stalled: Callable[[], Stalled | None],
     ) -> None:
         is_last = False
         while not member.is_over.is_set() and not is_last:
@@ -365,40 +383,42 @@ class CoordinatorLink:
             is_last = member.is_told_to_exit
             current, crew = workforce.round, workforce.crew
             answer = member.polls.call(
-                "poll",
-                host=self._host,
-                incarnation=member.incarnation,
-                received=member.received,
-                round=current.number if current else 0,
-                newest=crew.newest_step() if crew else 0,
-                stalled=stalled(),
+                Poll(
+                    job=self._job,
+                    host=self._host,
+                    incarnation=member.incarnation,
+                    received=member.received,
+                    round=current.number if current else 0,
+                    newest=crew.newest_step() if crew else 0,
+                    stalled=stalled(),
+                )
             )
-            for number, command in enumerate(answer["commands"], answer["first"]):
+            for number, command in enumerate(answer.commands, answer.first):
                 if number > member.received:
                     member.received = number
-                    member.is_told_to_exit |= command["command"] == "exit"
-                    self._put(partial(self._obey, member, obey, command))
+                    member.is_told_to_exit |= isinstance(command.message, Exit)
+                    self._put(partial(self._obey, member, obey, command.message))
 
     def _obey(
         self,
         member: _Membership,
-        obey: Callable[[Mapping[str, Json]], None],
-        command: Mapping[str, Json],
+        obey: Callable[[Command], None],
+        command: Command,
     ) -> None:
         if member is self._member:  # else it was for an incarnation that is gone
             obey(command)
 
-    def _ask_farewell(self, member: _Membership) -> Json:
+    def _ask_farewell(self, member: _Membership) -> Exit | None:
         """Return the command by which the job has ended its agents, None where it goes on, or who
         answers is the coordinator of a job that this host was no part of."""
         waits = self._waits
         line = Line(self._place, waits.connect_s, waits.tell_s, self._health, member.is_over)
         try:
-            return line.call("farewell", host=self._host, incarnation=self._taken_in)
+            return line.call(Farewell(self._job, self._host, self._taken_in))
         finally:
             line.cut()
 
-    def _dismissed(self, member: _Membership, farewell: Mapping[str, Json]) -> None:
+    def _dismissed(self, member: _Membership, farewell: Exit) -> None:
         """The job has ended while this host was cut off: in the loop, for the first that knows."""
         if member is not self._member or member.is_over.is_set():
             return

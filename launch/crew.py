@@ -3,11 +3,12 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from scalai.core import commands
 from scalai.core.errors import ScalaiError
+from scalai.core.worker_messages import Imports
 from scalai.launch.arguments import worker_arguments
 from scalai.launch.extension_locks import WorkersLocks, extensions_root
 from scalai.launch.job import JobSpec
@@ -15,7 +16,6 @@ from scalai.launch.torch_elastic import Outcome, Placement, WorkerSet, wait_unti
 from scalai.launch.warm import write_preload
 from scalai.runtime.control import ControlPage, control_path
 
-Json = Any
 LOOK_S = 2.0
 """How often the locks of extension builds are looked at."""
 
@@ -94,30 +94,30 @@ class Crews:
         self._spec, self._directory, self._make_workers = spec, directory, make_workers
         self._is_warming = self._is_warm = False
 
-    def start(self, command: Mapping[str, Json]) -> Crew:
-        """Start the workers that the coordinator's ``start`` or ``build`` asks for.
+    def start(self, wanted: commands.Workers) -> Crew:
+        """Start the workers of a round.
 
         Raises:
             StoreError, OSError: There is no room for the page, or a process cannot be started.
         """
-        path = control_path(self._directory, command["round"])
+        path = control_path(self._directory, wanted.round)
         page = ControlPage(path, create=True)
         page.clear()
         place = Placement(
-            round=command["round"],
-            group_rank=command["group_rank"],
-            group_world_size=command["group_world_size"],
-            first_rank=command["first_rank"],
-            local_world_size=command["local_world_size"],
-            world_size=command["world_size"],
-            master_addr=command["master_addr"],
-            master_port=command["master_port"],
+            round=wanted.round,
+            group_rank=wanted.placement.group_rank,
+            group_world_size=wanted.placement.group_world_size,
+            first_rank=wanted.placement.first_rank,
+            local_world_size=wanted.placement.local_world_size,
+            world_size=wanted.placement.world_size,
+            master_addr=wanted.master_addr,
+            master_port=wanted.master_port,
             environment=self._environment(),
             outlives_signals=self._spec.is_elastic,
         )
         workers = self._make_workers()
         try:
-            workers.start(place, worker_arguments(self._spec, command), warm=self._is_warm)
+            workers.start(place, worker_arguments(self._spec, wanted), warm=self._is_warm)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -129,7 +129,7 @@ class Crews:
             environment |= {"SCALAI_ELASTIC": "1", "SCALAI_AGENT": str(self._directory)}
         return environment
 
-    def warm_up(self, imports: Json, beside: Callable[[Callable[[], None]], object]) -> None:
+    def warm_up(self, imports: Imports, beside: Callable[[Callable[[], None]], object]) -> None:
         """Start the fork server of later crews with what a worker has imported, once.
 
         Until it has imported all of it crews start cold: who forks from it sooner waits for it.

@@ -1,37 +1,95 @@
 """The data plane: an agent serves its host's committed generations, others fetch parts of pieces.
 
 Plain sockets, because membership may change and because they are as fast as gloo here. After the
-mutual challenge a request is one JSON frame; the answer is one JSON frame, and then, for a fetch,
-the parts' bytes in order, in blocks with a checksum each.
+handshake a request is one message and its answer one; behind the answer to a ``Fetch`` the parts'
+bytes follow in order, in frames of at most ``BLOCK_BYTES``, sealed and numbered by the framing.
 """
 
 import logging
 import os
-import struct
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from scalai.core.collection import MAX_NDIM, Collection, Columns
-from scalai.core.errors import PeerError, ScalaiError, StoreError
+from scalai.core.errors import MessageError, PeerError, ScalaiError, StoreError
+from scalai.core.messages import Named
 from scalai.core.region import Box
-from scalai.runtime.framing import FramedSocket, connect
+from scalai.runtime.codec import decode, encode
+from scalai.runtime.connecting import connect
+from scalai.runtime.framing import FramedSocket
 from scalai.runtime.listening import Listener
-from scalai.store.files import CHUNK_BYTES, contiguous_chunks
+from scalai.store.files import contiguous_chunks
 from scalai.store.host import HostStore
-from scalai.store.manifest import HostManifest, manifest_from_message, manifest_message
+from scalai.store.manifest import HostManifest, manifest_bytes, manifest_of_bytes
 
-Json = Any
 Address = tuple[str, int]
 
 log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 20.0
 IDLE_TIMEOUT_S = 60.0
-_BLOCK = struct.Struct(">II")
-"""Length and CRC-32 of the block that follows."""
+BLOCK_BYTES = 1 << 20
+"""Of one frame: sealing it makes a copy, which should stay in the cache."""
+REQUEST_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class ReadManifest:
+    """Hand out the manifest of a committed generation; ``host`` is who is meant."""
+
+    host: str
+    generation: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Fetch:
+    """Hand out parts of pieces of a committed generation of ``host``: of the rows ``row`` [parts]
+    of its manifest the boxes at ``offset`` of ``shape`` [parts, MAX_NDIM], in elements,
+    right-aligned."""
+
+    host: str
+    generation: int
+    row: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
+    shape: npt.NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        boxes = {self.offset.shape, self.shape.shape}
+        if self.row.ndim != 1 or boxes != {(len(self.row), MAX_NDIM)}:
+            raise ValueError(f"rows of shape {self.row.shape} with boxes of {sorted(boxes)}")
+
+
+Request = ReadManifest | Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The answer to ``ReadManifest``; as of ``manifest_bytes``."""
+
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The answer to ``Fetch``: so many parts follow."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The host does not have what was asked for; says why."""
+
+    reason: str
+
+
+Answer = Manifest | Parts | Refused
+A = TypeVar("A", bound=Answer)
 
 
 class DataPlaneServer:
@@ -66,35 +124,39 @@ class DataPlaneServer:
         framed.timeout_s = IDLE_TIMEOUT_S
         try:
             while True:
-                self._answer(framed, framed.recv_json())
+                data = framed.receive(REQUEST_BYTES)
+                self._answer(framed, decode(data, Named[Request]).message)
+        except MessageError as error:
+            log.warning("event=request_refused peer=%s: %s", framed.peer, error)
         except PeerError:
             raise
         except ScalaiError as error:
             log.warning("event=request_refused peer=%s: %s", framed.peer, error)
 
-    def _answer(self, framed: FramedSocket, request: dict[str, Json]) -> None:
+    def _answer(self, framed: FramedSocket, request: Request) -> None:
         try:
-            generation = int(request["generation"])
-            if request["do"] == "manifest":
-                manifest = manifest_message(self._store.manifest(generation))
-                framed.send_json({"manifest": manifest})
-            elif request["do"] == "fetch":
-                self._send_parts(framed, generation, request)
-            else:
-                raise PeerError(f"{framed.peer} asks to {request['do']!r}. Do the versions differ?")
+            if request.host != self._store.host:
+                raise StoreError(
+                    f"host {request.host!r} is asked, and this is host {self._store.host!r}. Its "
+                    "address has changed: ask the coordinator again."
+                )
+            match request:
+                case ReadManifest():
+                    manifest = self._store.manifest(request.generation)
+                    _send(framed, Manifest(manifest_bytes(manifest)))
+                case Fetch():
+                    self._send_parts(framed, request)
         except StoreError as error:
-            framed.send_json({"refused": str(error)})
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise PeerError(f"{framed.peer} asks for nonsense ({error!r}).") from error
+            _send(framed, Refused(str(error)))
 
-    def _send_parts(self, framed: FramedSocket, generation: int, request: dict[str, Json]) -> None:
+    def _send_parts(self, framed: FramedSocket, request: Fetch) -> None:
+        generation = request.generation
         with self._store.open_rows(generation) as rows:
             collection = rows.manifest.collection
             parts = []
             # All of it is checked before the first byte goes, so that a refusal can be said.
-            for row, offset, shape in zip(
-                request["row"], request["offset"], request["shape"], strict=True
-            ):
+            columns = (request.row, request.offset, request.shape)
+            for row, offset, shape in zip(*(each.tolist() for each in columns), strict=True):
                 if not 0 <= row < len(collection):
                     raise StoreError(
                         f"piece {row} of generation {generation} is asked for; host "
@@ -102,18 +164,19 @@ class DataPlaneServer:
                     )
                 skip = MAX_NDIM - len(collection.tensors[collection.tensor[row]].shape)
                 parts.append(rows.part(row, Box(tuple(offset[skip:]), tuple(shape[skip:]))))
-            framed.send_json({"parts": len(parts)})
+            _send(framed, Parts(len(parts)))
             for part in parts:
-                for chunk in contiguous_chunks(part):
-                    framed.send_parts(_BLOCK.pack(len(chunk), zlib.crc32(chunk)), chunk)
+                for block in contiguous_chunks(part, BLOCK_BYTES):
+                    framed.send(block)
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another host's data plane: where it listens, and the job's token."""
+    """Another host's data plane: where it listens, the job's token, and which host it should be."""
 
     address: Address
     token: bytes = field(repr=False)
+    host: str
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def manifest(self, generation: int) -> HostManifest:
@@ -124,8 +187,8 @@ class Peer:
             PeerError: The peer is dead or not of this job.
         """
         with connect(self.address, self.token, self.timeout_s) as framed:
-            answer = _ask(framed, {"do": "manifest", "generation": generation})
-            return manifest_from_message(answer["manifest"], f"the manifest from {framed.peer}")
+            answer = _ask(framed, ReadManifest(self.host, generation), Manifest)
+            return manifest_of_bytes(answer.content, f"the manifest from {framed.peer}")
 
     def fetch(
         self,
@@ -153,16 +216,8 @@ class Peer:
                 is in the file is undefined then; fetch again, or from another host.
         """
         with connect(self.address, self.token, self.timeout_s) as framed:
-            _ask(
-                framed,
-                {
-                    "do": "fetch",
-                    "generation": generation,
-                    "row": row.tolist(),
-                    "offset": pieces.offset.tolist(),
-                    "shape": pieces.shape.tolist(),
-                },
-            )
+            asked = Fetch(self.host, generation, row, pieces.offset, pieces.shape)
+            _ask(framed, asked, Parts)
             try:
                 sizes = pieces.size_bytes().tolist()
                 return _receive(framed, sizes, path, begin.tolist(), arrived)
@@ -172,11 +227,20 @@ class Peer:
                 ) from error
 
 
-def _ask(framed: FramedSocket, request: dict[str, Json]) -> dict[str, Json]:
-    framed.send_json(request)
-    answer = framed.recv_json()
-    if "refused" in answer:
-        raise StoreError(f"{framed.peer} refuses: {answer['refused']}")
+def _send(framed: FramedSocket, message: Request | Answer) -> None:
+    framed.send(encode(Named(message)))
+
+
+def _ask(framed: FramedSocket, request: Request, expected: type[A]) -> A:
+    _send(framed, request)
+    answer = decode(framed.receive(), Named[Answer]).message
+    if isinstance(answer, Refused):
+        raise StoreError(f"{framed.peer} refuses: {answer.reason}")
+    if not isinstance(answer, expected):
+        raise MessageError(
+            f"{framed.peer} answers with {type(answer).__name__}, not {expected.__name__}. Do the "
+            "versions differ?"
+        )
     return answer
 
 
@@ -188,28 +252,19 @@ def _receive(
     arrived: Callable[[int], None],
 ) -> int:
     """Receive parts of ``sizes`` bytes into ``path`` at ``begins``, block by block."""
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    head = memoryview(bytearray(_BLOCK.size))
     descriptor = os.open(path, os.O_WRONLY)
     try:
         for number, (size, begin) in enumerate(zip(sizes, begins, strict=True)):
             end = begin + size
             while begin < end:
-                framed.recv_into(head)
-                length, checksum = _BLOCK.unpack(head)
-                if not 0 < length <= min(CHUNK_BYTES, end - begin):
+                block = framed.receive(min(BLOCK_BYTES, end - begin))
+                if not block:
                     raise PeerError(
-                        f"{framed.peer} announces a block of {length} bytes; {end - begin} are "
-                        f"left of part {number}. Do the versions differ?"
+                        f"{framed.peer} sent an empty block; {end - begin} bytes are left of part "
+                        f"{number}. Do the versions differ?"
                     )
-                block = buffer[:length]
-                framed.recv_into(block)
-                if zlib.crc32(block) != checksum:
-                    raise PeerError(
-                        f"a block of part {number} from {framed.peer} arrived damaged. Fetch again."
-                    )
-                begin += _write_all(descriptor, block, begin)
-                arrived(length)
+                begin += _write_all(descriptor, memoryview(block), begin)
+                arrived(len(block))
     finally:
         os.close(descriptor)
     return sum(sizes)

@@ -2,25 +2,23 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
+from scalai.core import events
 from scalai.core.errors import ScalaiError
+from scalai.core.orders import WriteOrder
+from scalai.core.reports import Report, Sealed
+from scalai.core.worker_messages import AwaitSlot, BeginDeposit, RankDeposited
 from scalai.launch.background import Background
 from scalai.launch.round import DepositUnderWay, Round, keep_longest
 from scalai.runtime.failpoints import reached
 from scalai.store.deposit import Deposit
 from scalai.store.host import HostStore
-from scalai.store.manifest import manifest_message
-from scalai.store.orders import RankDeposit
-
-Json = Any
+from scalai.store.manifest import manifest_bytes
 
 AGAIN_S, LONGEST_AGAIN_S = 5.0, 300.0
 """How long after a vain try room for the next deposit is made again: at first, and at most."""
-WITHDRAWN = {"is_withdrawn": True}
-"""The answer to a worker that stands at a stop which was taken back."""
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +28,13 @@ class Deposits:
 
     Args:
         store: This host's.
-        tell: Tells the coordinator of an event.
+        tell: Reports to the coordinator.
         background: Runs what blocks.
     """
 
-    def __init__(self, store: HostStore, tell: Callable[..., None], background: Background) -> None:
+    def __init__(
+        self, store: HostStore, tell: Callable[[Report], None], background: Background
+    ) -> None:
         self._store, self._tell, self._background = store, tell, background
 
     def reserve(self, current: Round | None) -> None:
@@ -98,34 +98,37 @@ class Deposits:
         if ended.reserved is not None and not is_sealing:
             self._store.discard(ended.reserved)
 
-    def await_slot(self, current: Round, answer: "Future[Json]", rank: int) -> None:
+    def await_slot(
+        self, current: Round, answer: "Future[WriteOrder | None]", request: AwaitSlot
+    ) -> None:
         """A worker wants to map its file of the next deposit, once it is there."""
-        if rank not in current.ranks:
+        if request.rank not in current.ranks:
             answer.set_result(None)
             return
-        current.slot_waiters.append((rank, answer))
+        current.slot_waiters.append((request.rank, answer))
         self._give_slots(current)
 
     @staticmethod
     def _give_slots(current: Round) -> None:
         if current.reserved is not None and current.deposit is None:
             for rank, answer in current.slot_waiters:
-                answer.set_result(current.reserved.orders[rank].to_json())
+                answer.set_result(current.reserved.orders[rank])
             current.slot_waiters.clear()
 
     def begin(
-        self, current: Round, answer: "Future[Json]", rank: int, reason: str, step: int
+        self, current: Round, answer: "Future[WriteOrder | None]", request: BeginDeposit
     ) -> None:
-        """A worker has come to a step at which it deposits: ``stop``, ``snapshot`` or ``start``. At
-        a stop that was taken back meanwhile it is told to go on."""
+        """A worker has come to a step at which it deposits. At a stop that was taken back meanwhile
+        it gets no order, and goes on."""
+        rank, reason, step = request.rank, request.reason, request.step
         if reason == "stop" and current.stop != step:
-            answer.set_result(WITHDRAWN)
+            answer.set_result(None)
             return
         if current.deposit is None:
             current.deposit = DepositUnderWay(reason, step)
         elif current.deposit.step != step:
             # The others still write what this rank has written: its next deposit comes after it.
-            current.postponed.append(lambda: self.begin(current, answer, rank, reason, step))
+            current.postponed.append(lambda: self.begin(current, answer, request))
             return
         current.deposit.waiting[rank] = answer
         self.reserve(current)
@@ -143,7 +146,7 @@ class Deposits:
         waiting = set(under_way.waiting) if under_way else set()
         if current.is_complete(waiting | current.lost):
             current.has_arrived = True
-            self._tell("arrived", round=current.number, stop=current.stop)
+            self._tell(events.Arrived(self._store.host, current.number, current.stop))
 
     def withdraw(self, current: Round) -> None:
         """The stop is taken back: workers that wait at it go on."""
@@ -152,7 +155,7 @@ class Deposits:
             return
         current.deposit = None
         for answer in under_way.waiting.values():
-            answer.set_result(WITHDRAWN)
+            answer.set_result(None)
 
     def give_orders(self, current: Round) -> None:
         """Answer the workers that wait for their order, once the files and the job's tensor count
@@ -165,23 +168,22 @@ class Deposits:
         for rank, answer in list(under_way.waiting.items()):
             del under_way.waiting[rank]
             under_way.ordered.add(rank)
-            answer.set_result(current.reserved.orders[rank].to_json())
+            answer.set_result(current.reserved.orders[rank])
 
     def deposited(
-        self, current: Round, answer: "Future[Json]", rank: int, part: Json,
-        consumed_samples: int, seconds: Mapping[str, float],
-    ) -> None:  # fmt: skip
+        self, current: Round, answer: "Future[WriteOrder | None]", written: RankDeposited
+    ) -> None:
         """A worker has written its share, or what it took over from one that died."""
         if current.deposit is None:  # it was sealed without a worker that had died by then
             answer.set_result(None)
             return
         if current.is_draining and current.deposit.reason == "stop":
-            current.deposit.done[rank] = answer
+            current.deposit.done[written.rank] = answer
         else:
             answer.set_result(None)
-        current.deposit.report(rank, RankDeposit.from_json(part))
-        keep_longest(current.deposit.seconds, seconds)
-        current.deposit.consumed_samples = consumed_samples
+        current.deposit.report(written.rank, written.part)
+        keep_longest(current.deposit.seconds, written.seconds)
+        current.deposit.consumed_samples = written.consumed_samples
         self.seal_if_complete(current)
 
     def seal_if_complete(self, current: Round) -> None:
@@ -208,17 +210,17 @@ class Deposits:
             answer.set_result(None)
         reached("seal")
         about = {
-            "deposit": f"{current.command['run']}-{current.number}-{under_way.step}",
+            "deposit": f"{current.workers.run}-{current.number}-{under_way.step}",
             "consumed_samples": under_way.consumed_samples,
-            "degrees": current.command["degrees"],
-            "world_size": current.command["world_size"],
+            "degrees": current.workers.degrees,
+            "world_size": current.workers.placement.world_size,
             "tensors": current.tensors,
-            "hosts": list(current.command["group"]),
+            "hosts": list(current.workers.placement.group),
             "facts": current.facts,
             "time": time.time(),
         }
 
-        def seal() -> Json:
+        def seal() -> bytes:
             began = time.monotonic()
             try:
                 manifest = self._store.seal(
@@ -233,30 +235,27 @@ class Deposits:
                 self._store.discard(deposit)
                 raise
             log.info("event=seal step=%d took_s=%.3f", under_way.step, time.monotonic() - began)
-            return manifest_message(manifest)
+            return manifest_bytes(manifest)
 
-        def sealed(part: Json) -> None:
+        def sealed(manifest: bytes) -> None:
             reached("sealed")
-            self._tell_sealed(current, part)
+            self._tell_sealed(current, manifest)
             current.reserved, current.deposit = None, None
             postponed, current.postponed = current.postponed, []
             for again in postponed:
                 again()
 
-        def too_late(part: Json) -> None:
+        def too_late(manifest: bytes) -> None:
             if not current.is_expelled:  # else the coordinator may count on it by now
                 self._store.discard(deposit)
 
         self._background.run(seal, sealed, "sealing the deposit", too_late)
 
-    def _tell_sealed(self, current: Round, part: Json) -> None:
-        """Tell of a deposit; ``part`` None: nobody lived to write."""
+    def _tell_sealed(self, current: Round, manifest: bytes | None) -> None:
+        """Report a deposit; None: nobody lived to write."""
         under_way = current.deposit or DepositUnderWay("stop", 0)
         if current.has_sealed:
             return
         current.has_sealed = under_way.reason == "stop"
         current.give_up_at = None
-        self._tell(
-            "sealed", round=current.number, reason=under_way.reason, part=part,
-            seconds=under_way.seconds,
-        )  # fmt: skip
+        self._tell(Sealed(current.number, under_way.reason, manifest, dict(under_way.seconds)))

@@ -1,34 +1,13 @@
 """What hosts tell about a round, until every one of them has told it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import Collection, concatenate
-
-Json = Any
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Restored:
-    """What one host's workers have restored: their rows, the rows' fingerprints, and the effort."""
-
-    rows: Collection
-    fingerprints: npt.NDArray[np.uint64]
-    seconds: Mapping[str, float]
-    bytes_local: int
-    bytes_remote: int
-
-    @classmethod
-    def from_json(
-        cls, rows: Json, fingerprints: Iterable[str], seconds: Mapping[str, float],
-        bytes_local: int, bytes_remote: int,
-    ) -> "Restored":  # fmt: skip
-        values = np.array([int(value, 16) for value in fingerprints], dtype=np.uint64)
-        return cls(Collection.from_json(rows), values, seconds, bytes_local, bytes_remote)
+from scalai.core.reports import Restored
 
 
 @dataclass(slots=True)

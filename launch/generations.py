@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from scalai.core.collection import Collection, concatenate
+from scalai.core.committed import Committed
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import LayoutError, ProofError
 from scalai.core.fingerprint import compare, tensor_fingerprints
 from scalai.core.membership import Generation
 from scalai.launch.proofs import committed_fingerprints, deposited_fingerprints
 from scalai.store.attachment import attached_hosts
-from scalai.store.committed import Committed
 from scalai.store.extension import proven_only
 from scalai.store.manifest import HostManifest
 

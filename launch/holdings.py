@@ -2,23 +2,35 @@
 left behind at the end."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
+from scalai.core import events, reports
+from scalai.core.commands import Ending
 from scalai.core.errors import ScalaiError
 from scalai.launch.background import Background
+from scalai.launch.coordinator_calls import Joined
 from scalai.launch.durable import attach_durable, numbers, set_aside, write_finished
 from scalai.launch.job import JobSpec
 from scalai.launch.leftovers import left_by_others
 from scalai.store.host import HostStore
-from scalai.store.manifest import UNNUMBERED, HostManifest, manifest_message
+from scalai.store.manifest import UNNUMBERED, HostManifest, manifest_bytes
 
-Json = Any
 NAMED = 5
 """Damaged pieces that a host names."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a host brings to a job: manifests, as bytes, of committed generations (``parts``) and of
+    what is ``sealed`` and has no number; and what it cannot read, by number, with the reason."""
+
+    parts: tuple[bytes, ...]
+    sealed: tuple[bytes, ...]
+    damaged: tuple[tuple[int, str], ...]
 
 
 class Holdings:
@@ -27,7 +39,7 @@ class Holdings:
     Args:
         spec: The job.
         store: This host's.
-        tell: Tells the coordinator of an event.
+        tell: Reports to the coordinator.
         background: Runs what blocks.
         put: Hands the agent's loop something to do.
     """
@@ -36,7 +48,7 @@ class Holdings:
         self,
         spec: JobSpec,
         store: HostStore,
-        tell: Callable[..., None],
+        tell: Callable[[reports.Report], None],
         background: Background,
         put: Callable[[Callable[[], None]], object],
     ) -> None:
@@ -48,7 +60,7 @@ class Holdings:
         self.last_step = 0
         """The last step of this host's workers that have come to the end of their script."""
 
-    def found(self) -> Mapping[str, Json]:
+    def found(self) -> "Found":
         """Attach what the durable directory shows, and return what this host brings to the job."""
         damaged = dict(self._store.damaged)
         unread = [(UNNUMBERED, why) for why in self._store.damaged_deposits.values()]
@@ -59,18 +71,15 @@ class Holdings:
             damaged = self._attach()
             if not damaged and not self._store.generations() and not self._store.sealed():
                 damaged = left_by_others(self._store.directory)
-        return {
-            "parts": self._parts(),
-            "sealed": [manifest_message(manifest) for _, manifest in self._store.sealed()],
-            "damaged": sorted(damaged.items()) + unread,
-        }
+        sealed = tuple(manifest_bytes(manifest) for _, manifest in self._store.sealed())
+        return Found(self._parts(), sealed, (*sorted(damaged.items()), *unread))
 
     def _attach(self) -> dict[int, str]:
         found = {} if self._folder is None else attach_durable(self._store, self._folder)
         return {**self._store.damaged, **found}
 
-    def _parts(self) -> list[Json]:
-        return [manifest_message(self._store.manifest(n)) for n in self._store.generations()]
+    def _parts(self) -> tuple[bytes, ...]:
+        return tuple(manifest_bytes(self._store.manifest(n)) for n in self._store.generations())
 
     def newest(self) -> str:
         """Say what the newest generation is that this host holds a part of."""
@@ -79,10 +88,10 @@ class Holdings:
             return "nothing yet"
         return f"newest: generation {numbers[-1]} of step {self._store.manifest(numbers[-1]).step}"
 
-    def begin(self, answer: Mapping[str, Json]) -> None:
+    def begin(self, answer: Joined) -> None:
         """The coordinator has taken this host in: where the job begins anew, what is in the durable
         directory makes way."""
-        if self._folder is not None and answer.get("sets_aside"):
+        if self._folder is not None and answer.sets_aside:
             moved = set_aside(self._folder)
             if moved is not None:
                 log.info("event=set_aside directory=%s now=%s", self._folder, moved)
@@ -91,8 +100,8 @@ class Holdings:
         """A proof of a generation has failed: give up what was fetched of it, and read the rest
         again."""
         kept = self._store.forget_unproven(generation)
-        part = None if kept is None else manifest_message(kept)
-        self._tell("doubted", generation=generation, part=part)
+        left = None if kept is None else manifest_bytes(kept)
+        self._tell(reports.Doubted(generation, left))
         if kept is not None:
             self._background.submit(lambda: self._examine(kept))
 
@@ -109,15 +118,14 @@ class Holdings:
             damage = [f"its files cannot be read: {error!r}"]
             directory = str(self._store.directory)
         directory = part.about.get("attached", {}).get("directory", directory)
-        self._put(
-            lambda: self._tell("examined", generation=number, damage=damage, directory=directory)
-        )
+        report = reports.Examined(number, tuple(damage), directory)
+        self._put(lambda: self._tell(report))
 
     def look(self) -> None:
         """Nothing in memory is whole: tell what the durable directory holds."""
 
         def attached(damaged: dict[int, str]) -> None:
-            self._tell("attached", parts=self._parts(), damaged=sorted(damaged.items()))
+            self._tell(reports.Attached(self._parts(), tuple(sorted(damaged.items()))))
 
         self._background.run(self._attach, attached, "looking into the durable directory")
 
@@ -135,20 +143,20 @@ class Holdings:
 
         def saved(error: str | None) -> None:
             if error is None:
-                self._tell("saved")
+                self._tell(events.Saved(self._store.host))
             else:
-                self._tell("unsaved", reason=error)
+                self._tell(events.NotSaved(self._store.host, error))
 
         self._background.run(save, saved, "saving to the durable directory", saved)
 
-    def told_to_exit(self, finished: Json, keeps_state: bool) -> None:
-        """The coordinator ends this host's part; ``finished``: the job has come to its end."""
+    def told_to_exit(self, ending: Ending | None, keeps_state: bool) -> None:
+        """The coordinator ends this host's part; ``ending``: the job has come to its end."""
         self._keeps = keeps_state
-        if finished is None or self._folder is None or not self.last_step:
+        if ending is None or self._folder is None or not self.last_step:
             return
-        step = max(self.last_step, int(finished["step"]))
+        step = max(self.last_step, ending.step)
         try:
-            write_finished(self._folder, step, finished["generation"])
+            write_finished(self._folder, step, ending.generation)
         except OSError as error:
             log.error("event=not_marked %s: the job has finished; %s", self._folder, error)
 

@@ -7,9 +7,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
-from scalai.core import actions, events
+from scalai.core import actions, commands, events
 from scalai.core import membership as m
 from scalai.core.errors import LayoutError, PeerError, ProofError
 from scalai.core.resize import advance
@@ -28,7 +27,6 @@ from scalai.launch.standing import (
 from scalai.launch.starter import Starter
 from scalai.launch.timeline import Timeline
 
-Json = Any
 RESUMABLE = 75
 """Exit code: the state lies in the durable directory."""
 
@@ -70,7 +68,7 @@ class LiveJob:
         self.source: int | None = None
         """The generation that the present round began from."""
         self.exit_code = 0
-        self.farewell: Json = None
+        self.farewell: commands.Exit | None = None
         """What every agent is told once the job has ended: the command to exit."""
         self.has_crashed = False
         """Whether the coordinator itself has failed, which has ended the job."""
@@ -100,20 +98,14 @@ class LiveJob:
         """Return the hosts that are present and have workers in the current round."""
         return m.active(self.state)
 
-    def command(self, hosts: Iterable[str], **command: Json) -> None:
+    def command(self, hosts: Iterable[str], command: commands.Command) -> None:
         """Queue a command for those of the hosts that take part."""
         self.roster.command(hosts, command)
 
     def command_commit(self, hosts: Iterable[str], generation: int) -> None:
         """Have hosts rename their sealed part to a generation."""
-        stated = self.generations.stated(generation)
-        self.command(
-            hosts,
-            command="commit",
-            generation=generation,
-            deposit=self.generations.name(generation),
-            committed=stated.to_json() if stated else None,
-        )
+        name, stated = self.generations.name(generation), self.generations.stated(generation)
+        self.command(hosts, commands.Commit(generation, name, stated))
 
     def log(self, text: str) -> None:
         newest = self.state.newest_generation
@@ -234,7 +226,7 @@ class LiveJob:
         )
         self._say(f"event=crashed reason={reason!r}\n{traceback.format_exc()}")
         self.state = replace(self.state, phase=m.Phase.ENDED, awaited=frozenset())
-        self._say_farewell(self.roster.hosts(), code=1, reason=reason)
+        self._say_farewell(self.roster.hosts(), commands.Exit(1, reason))
 
     def _entered(self, was: m.Phase, now: m.Phase) -> None:
         line = self.timeline
@@ -262,38 +254,36 @@ class LiveJob:
                 self._build(ahead)
             case actions.GiveUp(round):
                 self._starter.give_up()
-                self.command(self.roster.hosts(), command="give_up", round=round)
+                self.command(self.roster.hosts(), commands.GiveUp(round))
             case actions.Prepare(hosts, stop):
-                self.command(hosts, command="prepare", stop=stop)
+                self.command(hosts, commands.Prepare(self.state.round, stop))
             case actions.Agree(hosts, stop):
-                self.command(hosts, command="agree", stop=stop)
+                self.command(hosts, commands.Agree(self.state.round, stop))
             case actions.Withdraw(hosts):
-                self.command(hosts, command="withdraw")
+                self.command(hosts, commands.Withdraw(self.state.round))
             case actions.Judge(hosts):
                 self._judge(hosts)
             case actions.Commit(hosts, generation):
                 self.command_commit(hosts, generation)
             case actions.Deposit(hosts):
-                self.command(hosts, command="deposit")
+                self.command(hosts, commands.Deposit(self.state.round))
             case actions.Lose(hosts, reason):
                 for host in hosts:
                     self._give_up(host, reason)
             case actions.Report(text, hosts):
                 self.log(text)
-                self.command(hosts, command="report")
+                self.command(hosts, commands.Report())
             case actions.StopWorkers(hosts, reason, has_deposited):
                 self.log(f"event=stop_workers reason={reason!r}")
-                self.command(
-                    hosts, command="stop", round=self.state.round, has_deposited=has_deposited
-                )
+                self.command(hosts, commands.Stop(self.state.round, has_deposited))
             case actions.StartRound():
                 self._start(action)
             case actions.Release():
                 self._release(action)
             case actions.SaveDurable(hosts, generation):
-                self.command(hosts, command="save", generation=generation)
+                self.command(hosts, commands.Save(generation))
             case actions.Look(hosts):
-                self.command(hosts, command="look")
+                self.command(hosts, commands.Look())
             case actions.Exit():
                 self._exit(action)
             case actions.Say(text):
@@ -311,21 +301,17 @@ class LiveJob:
         code, reason = action.code, action.reason
         self.exit_code = code
         self.log(f"event=exit code={code} reason={reason!r}")
-        finished: Json = None
+        ending = None
         if code == 0 and self.state.finished:
             newest = self.state.newest_generation
             self.finished_step = max(self.state.newest, self.roster.newest())
-            finished = {
-                "step": self.finished_step, "generation": newest.number if newest else None,
-            }  # fmt: skip
-        self._say_farewell(
-            action.hosts, code=code, reason=reason, finished=finished,
-            keeps_state=self._keeps_state(code),
-        )  # fmt: skip
+            ending = commands.Ending(self.finished_step, newest.number if newest else None)
+        farewell = commands.Exit(code, reason, self._keeps_state(code), ending)
+        self._say_farewell(action.hosts, farewell)
 
-    def _say_farewell(self, hosts: Iterable[str], **how: Json) -> None:
-        self.farewell = {"command": "exit", **how}
-        self.command(hosts, **self.farewell)
+    def _say_farewell(self, hosts: Iterable[str], farewell: commands.Exit) -> None:
+        self.farewell = farewell
+        self.command(hosts, farewell)
 
     def _keeps_state(self, code: int) -> bool:
         """Whether an agent that exits leaves its store as it is: a job that has not begun has made
@@ -385,14 +371,14 @@ class LiveJob:
         everyone = self.roster.hosts()
         for host in everyone:
             self.roster[host].newest, self.roster[host].stalled = 0, None
-        self.command(everyone, command="discard")
+        self.command(everyone, commands.Discard())
         for part in self.generations.forget_deposits():
             self.log(
                 f"event=note host {part.host} gives up what it had sealed at step {part.step}: it "
                 "is no whole state with what the others brought"
             )
         for number in self.generations.go_back_to(action.generation):
-            self.command(self.roster.hosts(), command="drop", generation=number)
+            self.command(self.roster.hosts(), commands.Drop(number))
         if action.steps_lost:
             self.timeline.note(steps_lost=action.steps_lost)
             self.log(f"event=went_back steps_lost={action.steps_lost}")
@@ -404,12 +390,10 @@ class LiveJob:
             self.log(f"event=resized total_s={report['total_s']:.3f} degrees={report.get('after')}")
         if action.keep is not None:
             for number in self.generations.keep(action.keep):
-                self.command(self.roster.hosts(), command="drop", generation=number)
+                self.command(self.roster.hosts(), commands.Drop(number))
         for host in action.leaving:
-            self.command(
-                [host], command="exit", code=0, finished=None, keeps_state=self._keeps_state(0),
-                reason="drained: the job goes on without this host",
-            )  # fmt: skip
+            reason = "drained: the job goes on without this host"
+            self.command([host], commands.Exit(0, reason, self._keeps_state(0)))
             self.roster.release(host)
             self.generations.forget(host)
         if action.leaving:

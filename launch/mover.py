@@ -5,39 +5,34 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import Collection, concatenate
+from scalai.core.commands import Start
 from scalai.core.errors import MemoryShortError, ProofError, ScalaiError
+from scalai.core.messages import JsonText
 from scalai.core.plan import plan
 from scalai.core.sources import Holder
+from scalai.core.worker_messages import Source
 from scalai.launch.data_plane import Peer
 from scalai.runtime.at_once import at_once
 from scalai.runtime.failpoints import reached
 from scalai.store.extension import fingerprints_of
 from scalai.store.files import box_text
 from scalai.store.host import HostStore
-from scalai.store.manifest import Generation, HostManifest, manifest_from_message, unite_hosts
+from scalai.store.manifest import Generation, HostManifest, manifest_of_bytes, unite_hosts
 from scalai.store.moves import Fetched, FetchList, fetch_lists, holders_of, read_orders
-from scalai.store.orders import ReadOrder
-
-Json = Any
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """What the workers of one host read, by global rank, and what it took to get it here.
-
-    ``common`` goes to every worker: step, consumed samples, scalars, rank states, the version of
-    the generation's fingerprints. ``grown`` is this host's part of the generation with what was
-    fetched, None where nothing was.
+    """What the workers of one host read, by global rank, and what it took to get it here. ``grown``
+    is this host's part of the generation with what was fetched, None where nothing was.
     """
 
-    orders: Mapping[int, ReadOrder]
-    common: Mapping[str, Json]
+    sources: Mapping[int, Source]
     grown: HostManifest | None
     plan_s: float
     move_s: float
@@ -47,7 +42,7 @@ class Restore:
 
 def prepare_restore(
     store: HostStore,
-    command: Mapping[str, Json],
+    start: Start,
     wants: Mapping[int, Collection],
     token: bytes,
     arrived: Callable[[int], None] = lambda count: None,
@@ -56,8 +51,7 @@ def prepare_restore(
 
     Args:
         store: This host's.
-        command: The coordinator's ``start``: ``generation``, and ``sources`` with address and
-        manifest of each host.
+        start: The coordinator's command.
         wants: What each new worker of this host wants, by global rank.
         token: The job's secret.
         arrived: Is told of what comes from other hosts, in bytes, by several threads at once.
@@ -67,31 +61,34 @@ def prepare_restore(
         it holds. ProofError: What it gives is not what its manifest says.
     """
     began = time.monotonic()
-    sources = command["sources"]
-    parts = [
-        manifest_from_message(source["part"], host) for host, source in sorted(sources.items())
-    ]
+    sources = start.sources
+    parts = [manifest_of_bytes(source.manifest, host) for host, source in sorted(sources.items())]
     generation = unite_hosts(parts)
     ranks = sorted(wants)
     targets = [Holder(store.host, wants[rank], rank) for rank in ranks]
-    planned = plan(holders_of(parts), targets, command["group"])
+    planned = plan(holders_of(parts), targets, start.workers.placement.group)
     lists = fetch_lists(planned, parts, store.host)
     moving = time.monotonic()
     reached("move")
-    fetched, grown = _fetch_all(store, generation, command, lists, token, arrived)
+    fetched, grown = _fetch_all(store, generation, start, lists, token, arrived)
     directories = {}
     if store.host in sources:
         directories[store.host] = store.generation_directory(generation.generation)
     orders = read_orders(planned, parts, directories, fetched)
     done = time.monotonic()
+    scalars = JsonText.of(generation.scalars)
+    rank_state = JsonText.of(_complete_rank_state(generation))
     return Restore(
-        orders={rank: orders[number] for number, rank in enumerate(ranks)},
-        common={
-            "step": generation.step,
-            "consumed_samples": generation.about["consumed_samples"],
-            "scalars": generation.scalars,
-            "rank_state": _complete_rank_state(generation),
-            "fingerprint_version": generation.fingerprint_version,
+        sources={
+            rank: Source(
+                order=orders[number],
+                step=generation.step,
+                consumed_samples=generation.about["consumed_samples"],
+                scalars=scalars,
+                rank_state=rank_state,
+                fingerprint_version=generation.fingerprint_version,
+            )
+            for number, rank in enumerate(ranks)
         },
         grown=grown,
         plan_s=moving - began,
@@ -101,7 +98,7 @@ def prepare_restore(
     )
 
 
-def _complete_rank_state(generation: Generation) -> Mapping[str, Json]:
+def _complete_rank_state(generation: Generation) -> Mapping[str, object]:
     """Return the states of all ranks, or none at all.
 
     Some random streams must be equal on several ranks: where one rank's is lost, all begin anew.
@@ -113,7 +110,7 @@ def _complete_rank_state(generation: Generation) -> Mapping[str, Json]:
 def _fetch_all(
     store: HostStore,
     generation: Generation,
-    command: Mapping[str, Json],
+    start: Start,
     lists: list[FetchList],
     token: bytes,
     arrived: Callable[[int], None],
@@ -130,7 +127,8 @@ def _fetch_all(
         fetched.append(Fetched(asked, path, begins[first : first + len(asked.pieces)]))
         first += len(asked.pieces)
     try:
-        at_once(partial(_fetch_one, command, token, arrived), fetched, threads=len(fetched))
+        fetch = partial(_fetch_one, generation, start, token, arrived)
+        at_once(fetch, fetched, threads=len(fetched))
         found = fingerprints_of(path, pieces, begins, generation.fingerprint_version)
         check_arrived(lists, {part.host: part for part in generation.hosts}, found)
         reached("moved")
@@ -184,10 +182,14 @@ def check_arrived(
 
 
 def _fetch_one(
-    command: Mapping[str, Json], token: bytes, arrived: Callable[[int], None], entry: Fetched
+    generation: Generation,
+    start: Start,
+    token: bytes,
+    arrived: Callable[[int], None],
+    entry: Fetched,
 ) -> None:
-    host, port = command["sources"][entry.asked.host]["address"]
     asked = entry.asked
-    Peer((host, port), token).fetch(
-        int(command["generation"]), asked.row, asked.pieces, entry.path, entry.begin, arrived
+    peer = Peer(start.sources[asked.host].address, token, asked.host)
+    peer.fetch(
+        generation.generation, asked.row, asked.pieces, entry.path, entry.begin, arrived
     )

@@ -2,10 +2,11 @@
 and its coordinator is told."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from scalai.runtime.arguments import check_arguments
+from scalai.core.errors import MessageError, UsageError
+from scalai.runtime.codec import convert
 
 DEFAULT_MASTER_PORT = 29500
 Json = Any
@@ -64,10 +65,14 @@ class Options:
         Raises:
             UsageError: It is of another version: a field is missing, unknown or of another type.
         """
-        values = {name: _live(value) for name, value in data.items()}
-        values["overrides"] = {k: _live(v) for k, v in dict(data.get("overrides", {})).items()}
-        check_arguments(cls, values, "options")
-        return cls(**values)
+        unknown = sorted(set(data) - {known.name for known in fields(cls)})
+        if unknown:
+            raise UsageError(f"options {unknown} are not known here. Do the versions differ?")
+        try:
+            read = convert(data, cls)
+        except MessageError as error:
+            raise UsageError(str(error)) from error
+        return replace(read, overrides={k: _live(v) for k, v in read.overrides.items()})
 
 
 def _live(value: Json) -> Json:

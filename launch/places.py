@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scalai.core.errors import PeerError, RefusedError, ScalaiError, UsageError
+from scalai.core.errors import PeerError, RefusedError, ScalaiError, UsageError, VersionError
 from scalai.launch import host_signals
 from scalai.launch.card import (
     CARD,
@@ -25,7 +25,7 @@ from scalai.launch.card import (
     split_endpoint,
 )
 from scalai.launch.job import JobSpec
-from scalai.runtime.messages import Channel
+from scalai.runtime.calls import Channel
 from scalai.store.places import default_store_dir
 from scalai.store.secure import open_below
 
@@ -121,6 +121,8 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
             Channel(address, token.encode()).close()
             return Place(address, token.encode())
         except PeerError as error:
+            if isinstance(error, VersionError):
+                raise
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"no coordinator at {endpoint} after {JOIN_TIMEOUT_S:.0f} s ({error}). Start "

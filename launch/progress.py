@@ -6,16 +6,15 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 from scalai.core.deadlines import STALL_S, STALL_STEPS
+from scalai.launch.coordinator_calls import Stalled
 from scalai.launch.stacks import Stacks
 from scalai.launch.workforce import Workforce
 
 USUAL = 32
 """Steps whose times make up what is usual."""
 
-Json = Any
 log = logging.getLogger(__name__)
 
 
@@ -95,15 +94,14 @@ class ProgressWatch:
         self._stall: _Stall | None = None
 
     @property
-    def stalled(self) -> Mapping[str, Json] | None:
-        """The workers that were reported and have made no step since: their ``ranks``, the
-        ``step`` they have ended, and for how long ``for_s``; None where there are none. Any thread
-        may ask."""
+    def stalled(self) -> Stalled | None:
+        """The workers that were reported and have made no step since; None where there are none.
+        Any thread may ask."""
         stall = self._stall  # the agent's thread may take it away meanwhile
         if stall is None:
             return None
         for_s = round(time.monotonic() - stall.since, 1)
-        return {"ranks": list(stall.ranks), "step": stall.step, "for_s": for_s}
+        return Stalled(stall.ranks, stall.step, for_s)
 
     def watch(self) -> None:
         """Look once. Nothing is ended: a save or an evaluation takes as long as it takes."""

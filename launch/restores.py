@@ -3,20 +3,23 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
-from scalai.core.collection import Collection, concatenate
+import numpy as np
+
+from scalai.core import reports
+from scalai.core.collection import concatenate
+from scalai.core.commands import Start
 from scalai.core.errors import ProofError
+from scalai.core.reports import Report
+from scalai.core.worker_messages import Publish, RankRestored, Source
 from scalai.launch.background import Background
 from scalai.launch.mover import Restore, prepare_restore
 from scalai.launch.round import Published, Round, answers, keep_longest
 from scalai.runtime.failpoints import reached
 from scalai.store.host import HostStore
-from scalai.store.manifest import manifest_message
-
-Json = Any
+from scalai.store.manifest import manifest_bytes
 
 TELL_EVERY_S = 10.0
 """How often the coordinator is told of bytes that arrive."""
@@ -54,7 +57,7 @@ class Restores:
     Args:
         store: This host's.
         token: The job's secret, for the data planes of other hosts.
-        tell: Tells the coordinator of an event.
+        tell: Reports to the coordinator.
         background: Runs what blocks.
     """
 
@@ -62,7 +65,7 @@ class Restores:
         self,
         store: HostStore,
         token: bytes,
-        tell: Callable[..., None],
+        tell: Callable[[Report], None],
         background: Background,
     ) -> None:
         self._store, self._token = store, token
@@ -70,20 +73,15 @@ class Restores:
         self._moving: _Moving | None = None
 
     @staticmethod
-    def publish(
-        current: Round, answer: "Future[Json]", rank: int, is_restoring: bool, held: Json,
-        wanted: Json, facts: Mapping[str, Json], uses_devices: bool,
-    ) -> bool:  # fmt: skip
+    def publish(current: Round, answer: "Future[Source | None]", told: Publish) -> bool:
         """A worker has built its model and says what it holds and wants.
 
         Returns:
             True once all workers of the round have said so.
         """
-        current.published[rank] = Published(
-            Collection.from_json(held), Collection.from_json(wanted), is_restoring, answer
-        )
-        current.facts.update(facts)
-        current.uses_devices |= uses_devices
+        current.published[told.rank] = Published(told.held, told.wanted, told.is_restoring, answer)
+        current.facts.update(told.facts.value())
+        current.uses_devices |= told.uses_devices
         return current.is_complete(current.published)
 
     def begin(self, current: Round) -> bool:
@@ -93,8 +91,8 @@ class Restores:
             False where none of them takes its state from a generation: they go on at once.
         """
         tables = [entry.held.tensors for entry in current.published.values()]
-        names = sorted({(tensor.name,) for table in tables for tensor in table})
-        self._tell("published", round=current.number, tensors=names)
+        names = sorted({tensor.name for table in tables for tensor in table})
+        self._tell(reports.Published(current.number, tuple(names)))
         if current.is_restoring:
             reached("plan")
             self._prepare(current)
@@ -105,13 +103,13 @@ class Restores:
 
     def _prepare(self, current: Round) -> None:
         wants = {rank: entry.wanted for rank, entry in current.published.items()}
+        start = current.command
+        assert isinstance(start, Start), "a round that has begun"
         moving = self._moving = _Moving(current)
 
         def prepare() -> Restore | ProofError:
             try:
-                return prepare_restore(
-                    self._store, current.command, wants, self._token, moving.arrived
-                )
+                return prepare_restore(self._store, start, wants, self._token, moving.arrived)
             except ProofError as error:
                 return error  # not a failure of the workers: the coordinator decides
 
@@ -127,57 +125,52 @@ class Restores:
         moving = self._moving
         news = moving.news() if moving is not None and moving.current is current else None
         if moving is not None and news is not None:
-            self._tell("moved", round=moving.current.number, bytes=news)
+            self._tell(reports.Moved(moving.current.number, news))
 
     def _tell_grown(self, restore: Restore | ProofError) -> None:
         if isinstance(restore, Restore) and restore.grown is not None:
-            self._tell("grown", part=manifest_message(restore.grown))
+            self._tell(reports.Grown(manifest_bytes(restore.grown)))
 
     def _prepared(self, current: Round, restore: Restore | ProofError) -> None:
         if self._moving is not None and self._moving.current is current:
             self._moving = None  # all has come, and what is told next says more
         if isinstance(restore, ProofError):
-            self._tell("unproven", round=current.number, reason=str(restore))
+            self._tell(reports.Unproven(current.number, str(restore)))
             return
         current.seconds |= {"plan": restore.plan_s, "move": restore.move_s}
         current.bytes_local, current.bytes_remote = restore.bytes_local, restore.bytes_remote
         self._tell_grown(restore)
         for rank, entry in current.published.items():
-            entry.answer.set_result({**restore.common, "order": restore.orders[rank].to_json()})
+            entry.answer.set_result(restore.sources[rank])
 
-    def restored(
-        self,
-        current: Round,
-        answer: "Future[Json]",
-        rank: int,
-        fingerprints: list[str],
-        seconds: Mapping[str, float],
-        note: str,
-    ) -> None:
+    def restored(self, current: Round, answer: "Future[None]", told: RankRestored) -> None:
         """A worker has filled its memory; it waits until the whole job's state is proven."""
-        if rank == current.command["first_rank"]:
-            log.info("round=%d %s", current.number, note)
-        current.restored[rank] = ({"fingerprints": fingerprints, "seconds": seconds}, answer)
+        if told.rank == current.ranks.start:
+            log.info("round=%d %s", current.number, told.note)
+        current.restored[told.rank] = told, answer
         if not current.is_complete(current.restored):
             return
         ranks = sorted(current.restored)
-        for told, _ in current.restored.values():
-            keep_longest(current.seconds, told["seconds"])
+        for each, _ in current.restored.values():
+            keep_longest(current.seconds, each.seconds)
         rows = concatenate([current.published[rank].wanted for rank in ranks])
+        found = [current.restored[rank][0].fingerprints for rank in ranks]
         self._tell(
-            "restored",
-            round=current.number,
-            rows=rows.to_json(),
-            fingerprints=[v for rank in ranks for v in current.restored[rank][0]["fingerprints"]],
-            seconds=current.seconds,
-            bytes_local=current.bytes_local,
-            bytes_remote=current.bytes_remote,
+            reports.Restored(
+                round=current.number,
+                rows=rows,
+                fingerprints=np.concatenate(found),
+                seconds=dict(current.seconds),
+                bytes_local=current.bytes_local,
+                bytes_remote=current.bytes_remote,
+            )
         )
 
     def proceed(self, current: Round) -> None:
         """The whole job's state is proven: the workers may train, and what was fetched is as good
         as what was deposited."""
-        generation = current.command["generation"]
+        generation = current.workers.generation
+        assert generation is not None, "what was proven is of a generation"
         self._background.submit(lambda: self._store.prove(generation))
         for future in answers(future for _, future in current.restored.values()):
             future.set_result(None)

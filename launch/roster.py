@@ -3,13 +3,13 @@ for it."""
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
+from scalai.core.commands import Command, Exit
 from scalai.core.errors import StaleError
-from scalai.runtime.messages import Peer
-
-Json = Any
+from scalai.core.messages import Named
+from scalai.launch.coordinator_calls import Commands, Stalled, StoreIdentity
+from scalai.runtime.calls import Peer
 
 
 class Agent:
@@ -24,11 +24,11 @@ class Agent:
     def __init__(self, peer: Peer, address: tuple[str, int]) -> None:
         self.address = address
         self.newest = 0
-        self.stalled: Json = None
-        """Which of its workers make no steps: ``ranks``, ``step``, ``for_s``; None: they all do."""
+        self.stalled: Stalled | None = None
+        """Which of its workers make no steps; None: they all do."""
         self.incarnation = ""
         """A random name that the agent process gave itself when it joined."""
-        self.store: Json = None
+        self.store: StoreIdentity | None = None
         """What tells its store from any other: two agents that name the same one share a lock."""
         self.told = 0
         """Number of the last event that it told of."""
@@ -43,7 +43,7 @@ class Agent:
         self.is_dismissed = False
         """Whether it has its exit."""
         self._peers = {peer}
-        self._commands: list[dict[str, Json]] = []
+        self._commands: list[Command] = []
         self._received = 0
         self._heard_at = time.monotonic()
         self._unlinked_at: float | None = None
@@ -84,7 +84,7 @@ class Agent:
         if self._unlinked_at is not None:
             self._unlinked_at = min(now, self._unlinked_at + seconds)
 
-    def command(self, command: dict[str, Json]) -> None:
+    def command(self, command: Command) -> None:
         """Queue a command."""
         self._commands.append(command)
         if self.ready is not None:
@@ -95,13 +95,13 @@ class Agent:
         count = max(0, received - self._received)
         done, self._commands = self._commands[:count], self._commands[count:]
         self._received += len(done)
-        self.is_dismissed |= any(command["command"] == "exit" for command in done)
+        self.is_dismissed |= any(isinstance(command, Exit) for command in done)
 
-    def waiting(self) -> Json:
+    def waiting(self) -> Commands:
         """Return the commands that it has not said to have, and the number of the first, to be
         sent now."""
-        self.was_sent_exit |= any(command["command"] == "exit" for command in self._commands)
-        return {"first": self._received + 1, "commands": list(self._commands)}
+        self.was_sent_exit |= any(isinstance(command, Exit) for command in self._commands)
+        return Commands(self._received + 1, tuple(Named(command) for command in self._commands))
 
 
 class Roster:
@@ -134,7 +134,7 @@ class Roster:
         self._present[host] = agent
         self._released.pop(host, None)
 
-    def name(self, host: str, incarnation: str, store: Json) -> None:
+    def name(self, host: str, incarnation: str, store: StoreIdentity | None) -> None:
         """Note who the agent of a host is."""
         agent = self._present[host]
         agent.incarnation, agent.store = incarnation, store
@@ -144,10 +144,10 @@ class Roster:
         """Whether this agent takes part, or ever did."""
         return (host, incarnation) in self._incarnations
 
-    def heard(self, host: Json, incarnation: Json) -> None:
+    def heard(self, host: str, incarnation: str) -> None:
         """An agent calls. Needs no lock."""
         for agents in (self._present, self._released):
-            agent = agents.get(host) if isinstance(host, str) else None
+            agent = agents.get(host)
             if agent is not None and agent.incarnation == incarnation:
                 agent.heard()
 
@@ -196,7 +196,7 @@ class Roster:
         """Return the furthest step of any worker."""
         return max((agent.newest for agent in self._present.values()), default=0)
 
-    def stalled(self) -> dict[str, Json]:
+    def stalled(self) -> dict[str, Stalled]:
         """Return, by host, which workers make no steps."""
         return {host: agent.stalled for host, agent in self._present.items() if agent.stalled}
 
@@ -205,11 +205,11 @@ class Roster:
         everyone = (*self._present.items(), *self._released.items())
         return [host for host, agent in everyone if agent.has_commands]
 
-    def command(self, hosts: Iterable[str], command: Mapping[str, Json]) -> None:
+    def command(self, hosts: Iterable[str], command: Command) -> None:
         """Queue a command for those of the hosts that take part."""
         for host in hosts:
             if host in self._present:
-                self._present[host].command(dict(command))
+                self._present[host].command(command)
 
     def _all(self) -> list[Agent]:
         return [*self._present.values(), *self._released.values()]

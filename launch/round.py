@@ -4,14 +4,17 @@ stepped."""
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from scalai.core.collection import Collection
+from scalai.core.commands import Build, Start, Workers
 from scalai.core.errors import PeerError
+from scalai.core.orders import RankDeposit, WriteOrder
+from scalai.core.worker_messages import RankRestored, Source
 from scalai.store.deposit import Deposit
-from scalai.store.orders import RankDeposit, WriteOrder
 
 Json = Any
+Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True)
@@ -21,17 +24,17 @@ class Published:
     held: Collection
     wanted: Collection
     is_restoring: bool
-    answer: "Future[Json]"
+    answer: "Future[Source | None]"
 
 
 @dataclass(slots=True)
 class Round:
     """One incarnation of this host's workers. Only the agent's own thread changes it."""
 
-    command: Mapping[str, Json]
-    """The coordinator's ``start`` command; ``build`` where it was built ahead and has not begun."""
+    command: Build | Start
+    """The coordinator's command; ``Build`` where it was built ahead and has not begun."""
     published: dict[int, Published] = field(default_factory=dict)
-    restored: dict[int, tuple[Mapping[str, Json], "Future[Json]"]] = field(default_factory=dict)
+    restored: dict[int, tuple[RankRestored, "Future[None]"]] = field(default_factory=dict)
     stepped: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
@@ -48,7 +51,7 @@ class Round:
     deposit: "DepositUnderWay | None" = None
     postponed: list[Callable[[], None]] = field(default_factory=list)
     """Workers that begin a deposit while others still write the one before."""
-    slot_waiters: "list[tuple[int, Future[Json]]]" = field(default_factory=list)
+    slot_waiters: "list[tuple[int, Future[WriteOrder | None]]]" = field(default_factory=list)
     """Workers that want to map the next deposit's files ahead of time."""
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_local: int = 0
@@ -75,7 +78,7 @@ class Round:
     """Whether a worker trains that nothing connects to the job."""
     uses_devices: bool = False
     """Whether workers keep their state in device memory."""
-    unanswered: "set[Future[Json]]" = field(default_factory=set)
+    unanswered: "set[Future[Any]]" = field(default_factory=set)
     """What workers wait for."""
 
     @property
@@ -84,14 +87,18 @@ class Round:
         return self.stop is not None
 
     @property
+    def workers(self) -> Workers:
+        """Which workers the host runs."""
+        return self.command.workers
+
+    @property
     def number(self) -> int:
-        return int(self.command["round"])
+        return self.workers.round
 
     @property
     def ranks(self) -> range:
         """Global ranks of this host's workers."""
-        first = int(self.command["first_rank"])
-        return range(first, first + int(self.command["local_world_size"]))
+        return self.workers.placement.ranks
 
     def is_complete(self, ranks: "set[int] | dict[int, Any]") -> bool:
         """Whether every worker of this host is in ``ranks``."""
@@ -101,7 +108,7 @@ class Round:
     def is_restoring(self) -> bool:
         """Whether the workers take their state from a generation."""
         is_wished = all(entry.is_restoring for entry in self.published.values())
-        return bool(self.command["sources"]) and is_wished
+        return isinstance(self.command, Start) and bool(self.command.sources) and is_wished
 
     def dismiss(self) -> None:
         """The workers are gone: whoever still waits for an answer to them gets an error."""
@@ -121,12 +128,12 @@ class DepositUnderWay:
 
     reason: str
     step: int
-    waiting: dict[int, "Future[Json]"] = field(default_factory=dict)
+    waiting: dict[int, "Future[WriteOrder | None]"] = field(default_factory=dict)
     """Workers that wait for their order, because the files are not ready yet."""
     ordered: set[int] = field(default_factory=set)
     """Workers that have had an order."""
     parts: dict[int, RankDeposit] = field(default_factory=dict)
-    done: dict[int, "Future[Json]"] = field(default_factory=dict)
+    done: dict[int, "Future[WriteOrder | None]"] = field(default_factory=dict)
     """Workers that have written at a stop: kept, because a replica of theirs may die."""
     taken_over: list[tuple[WriteOrder, Sequence[int]]] = field(default_factory=list)
     """What was written for workers that died, with its fingerprints."""
@@ -162,7 +169,7 @@ class DepositUnderWay:
             self.writing[heir] = self.queued[heir].pop(0)
             if not self.queued[heir]:
                 del self.queued[heir]
-            self.done.pop(heir).set_result(self.writing[heir].to_json())
+            self.done.pop(heir).set_result(self.writing[heir])
 
     def unwritten(self) -> set[int]:
         """Workers that have an order and have not written."""
@@ -180,6 +187,6 @@ def keep_longest(kept: dict[str, float], told: Mapping[str, float]) -> None:
         kept[phase] = max(kept.get(phase, 0.0), seconds)
 
 
-def answers(futures: Iterable["Future[Json]"]) -> list["Future[Json]"]:
+def answers(futures: Iterable["Future[Answer]"]) -> list["Future[Answer]"]:
     """Return the futures that nobody has answered yet."""
     return [future for future in futures if not future.done()]

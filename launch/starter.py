@@ -1,17 +1,13 @@
 """How the workers of a round are started: where they meet, and what they begin from."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from scalai.core import actions
+from scalai.core import actions, commands
 from scalai.core import membership as m
 from scalai.core.assignment import place_ranks
+from scalai.core.messages import JsonText
 from scalai.launch.generations import Generations
 from scalai.launch.rendezvous_store import RendezvousStores
 from scalai.launch.roster import Roster
-from scalai.store.manifest import manifest_message
-
-Json = Any
+from scalai.store.manifest import manifest_bytes
 
 
 class Starter:
@@ -46,7 +42,9 @@ class Starter:
         generation than the ``newest``."""
         self.give_up()
         self._port_ahead = self._stores.open()
-        self._command("build", ahead.round, ahead.assignment, self._port_ahead, newest)
+        workers = self._workers(ahead.round, ahead.assignment, self._port_ahead, newest)
+        for host, each in workers.items():
+            self._roster.command([host], commands.Build(each))
 
     def give_up(self) -> None:
         """The workers that were built ahead will not be needed."""
@@ -61,46 +59,34 @@ class Starter:
         if action.generation is not None:
             for host, part in self._generations.parts(action.generation).items():
                 address = self._roster[host].address
-                sources[host] = {"address": address, "part": manifest_message(part)}
-        self._command(
-            "start",
-            action.round,
-            action.assignment,
-            self._port,
-            action.generation,
-            {"sources": sources, "is_built": action.is_built},
-        )
+                sources[host] = commands.HeldPart(address, manifest_bytes(part))
+        workers = self._workers(action.round, action.assignment, self._port, action.generation)
+        for host, each in workers.items():
+            self._roster.command([host], commands.Start(each, sources, action.is_built))
 
     def _close(self, port: int | None) -> None:
         if port is not None:
             self._stores.close(port)
 
-    def _command(
-        self,
-        command: str,
-        round: int,
-        assignment: m.Assignment,
-        port: int,
-        generation: int | None,
-        more: Mapping[str, Json] | None = None,
-    ) -> None:
-        """Tell each host of an assignment which workers to start, and what is known of the newest
+    def _workers(
+        self, round: int, assignment: m.Assignment, port: int, generation: int | None
+    ) -> dict[str, commands.Workers]:
+        """Return which workers each host of an assignment runs, with what is known of the newest
         generation."""
         step = None if generation is None else self._generations.step(generation)
         facts = {} if generation is None else self._generations.facts(generation)
-        for host, place in place_ranks(assignment).items():
-            what = {
-                "command": command,
-                "run": self._run,
-                "round": round,
-                "generation": generation,
-                "restorable_step": step,
-                "facts": facts,
-                "degrees": assignment.degrees.to_json(),
-                "micro_batch_size": assignment.micro_batch_size,
-                "master_addr": self._interface,
-                "master_port": port,
-                **place,
-                **(more or {}),
-            }
-            self._roster.command([host], what)
+        return {
+            host: commands.Workers(
+                run=self._run,
+                round=round,
+                placement=placement,
+                degrees=assignment.degrees.to_json(),
+                micro_batch_size=assignment.micro_batch_size,
+                master_addr=self._interface,
+                master_port=port,
+                generation=generation,
+                restorable_step=step,
+                facts=JsonText.of(facts),
+            )
+            for host, placement in place_ranks(assignment).items()
+        }

@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
+from scalai.core import events
+from scalai.core.reports import Report
+from scalai.core.worker_messages import Stand
 from scalai.launch.crew import Crew
 from scalai.launch.deposits import Deposits
 from scalai.launch.round import Round, answers
 from scalai.launch.workforce import Workforce
 
-Json = Any
 HELD_TELL_S = 15.0
 """How often the coordinator hears that a save holds up a stop: well before it takes the agent for
 silent."""
@@ -44,24 +45,27 @@ class Stops:
     """Stops of one host's workers, of any round. Only the agent's own thread calls it.
 
     Args:
+        host: Name of this host in the job.
         workforce: Who is stopped.
         deposits: What they do there.
-        tell: Tells the coordinator of an event.
+        tell: Reports to the coordinator.
         patience_s: How long workers may take to write once they may.
     """
 
     def __init__(
         self,
+        host: str,
         workforce: Workforce,
         deposits: Deposits,
-        tell: Callable[..., None],
+        tell: Callable[[Report], None],
         patience_s: float,
     ) -> None:
+        self._host = host
         self._workforce, self._deposits = workforce, deposits
         self._tell, self._patience_s = tell, patience_s
         self._held: _Held | None = None
         self._looks = 0
-        self._standing: list[Future[Json]] = []
+        self._standing: list[Future[None]] = []
         """Workers that stand at an agreed stop with a save in flight."""
 
     @property
@@ -89,7 +93,7 @@ class Stops:
         self._held = None
         crew.page.want_stop(2 if current.was_put_off else 0)
         crew.page.prepare(stop)
-        self._tell("prepared", stop=stop, newest=crew.newest_step())
+        self._tell(events.Prepared(self._host, current.number, stop, crew.newest_step()))
 
     def _hold(self, crew: Crew) -> None:
         """Tell what a proposed stop waits for, or propose it where that has ended."""
@@ -107,23 +111,21 @@ class Stops:
             what += f"; no worker has looked for its end for {now - held.looked_at:.0f} s"
         if now >= held.tell_at:
             held.tell_at = now + HELD_TELL_S
-            self._tell("held", round=held.round, stop=held.stop, what=what)
+            self._tell(events.Held(self._host, held.round, held.stop, what))
         if now >= held.log_at:
             held.log_at = now + HELD_LOG_S
             log.info("event=held a change waits: %s. The training goes on.", what)
 
-    def stand(
-        self, current: Round, answer: "Future[Json]", rank: int, step: int, iteration: int
-    ) -> None:
+    def stand(self, current: Round, answer: "Future[None]", stand: Stand) -> None:
         """A worker has come to an agreed stop with a save in flight that began on the way. It is
         answered once the stop is taken back, as it is for all ranks: they stand there alike."""
-        if current is not self._workforce.round or current.stop != step:
+        if current is not self._workforce.round or current.stop != stand.step:
             answer.set_result(None)
             return
         current.was_put_off = True
         if not answers(self._standing):  # those of a round that has ended stand no more
-            what = f"the save of iteration {iteration} has begun on the way to it"
-            self._tell("held", round=current.number, stop=step, what=what)
+            what = f"the save of iteration {stand.iteration} has begun on the way to it"
+            self._tell(events.Held(self._host, current.number, stand.step, what))
         self._standing = [*answers(self._standing), answer]
 
     def withdraw(self) -> None:

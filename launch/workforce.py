@@ -3,17 +3,16 @@ next."""
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
+from scalai.core import commands, events
 from scalai.core.errors import ScalaiError
+from scalai.core.reports import Failed, Report
 from scalai.launch.ahead import obstacle, offer
 from scalai.launch.crew import Crew, Crews
 from scalai.launch.round import Round
 from scalai.launch.torch_elastic import Outcome
 from scalai.runtime.control import OUT_OF_MEMORY_EXIT
-
-Json = Any
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +22,16 @@ class Workforce:
     others may read ``round`` and ``crew``.
 
     Args:
+        host: Name of this host in the job.
         policy: ``[resize] build_ahead``: ``auto``, ``always`` or ``never``.
         crews: Starts the processes.
-        tell: Tells the coordinator of an event.
+        tell: Reports to the coordinator.
     """
 
-    def __init__(self, policy: str, crews: Crews, tell: Callable[..., None]) -> None:
-        self._policy, self._crews, self._tell = policy, crews, tell
+    def __init__(
+        self, host: str, policy: str, crews: Crews, tell: Callable[[Report], None]
+    ) -> None:
+        self._host, self._policy, self._crews, self._tell = host, policy, crews, tell
         self.round: Round | None = None
         """The present round."""
         self.crew: Crew | None = None
@@ -43,38 +45,40 @@ class Workforce:
 
     # ------------------------------------------------------------------ starts
 
-    def build(self, command: Mapping[str, Json]) -> None:
+    def build(self, command: commands.Build) -> None:
         """Start the next round's workers beside the present ones, or tell why that cannot be."""
         self.give_up()
         pids = self.crew.pids().values() if self.crew else ()
         on_devices = self.round is not None and self.round.uses_devices
-        reason = obstacle(self._policy, command["local_world_size"], pids, on_devices=on_devices)
+        reason = obstacle(
+            self._policy, command.workers.placement.local_world_size, pids, on_devices=on_devices
+        )
         if reason is None:
             try:
-                crew = self._crews.start(command)
+                crew = self._crews.start(command.workers)
             except (ScalaiError, OSError) as error:
                 reason = str(error)
             else:
                 offer(crew.pids().values(), is_ahead=True)
                 self._ahead = Round(command), crew
         if reason is not None:
-            self._tell("not_built", round=command["round"], reason=reason)
+            self._tell(events.NotBuilt(self._host, command.workers.round, reason))
 
-    def start(self, command: Mapping[str, Json]) -> None:
+    def start(self, command: commands.Start) -> None:
         """Begin a round, with the workers that were built for it where there are any. Where they
         should be and are gone, the round has failed and has no crew."""
-        if self._ahead is not None and self._ahead[0].number == command["round"]:
+        if self._ahead is not None and self._ahead[0].number == command.workers.round:
             (self.round, self.crew), self._ahead = self._ahead, None
             self.round.command = command
             offer(self.crew.pids().values(), is_ahead=False)
             return
         self.give_up()
         self.round, self.crew = Round(command), None
-        if command["is_built"]:
+        if command.is_built:
             self.fail("what was built ahead is gone")
             return
         try:
-            self.crew = self._crews.start(command)
+            self.crew = self._crews.start(command.workers)
         except (ScalaiError, OSError) as error:
             self.fail(f"its workers cannot be started: {error}")
 
@@ -126,7 +130,7 @@ class Workforce:
                 number = self._ahead[0].number
                 self.give_up()
                 reason = "; ".join(outcome.failures) or "the script has ended"
-                self._tell("not_built", round=number, reason=reason)
+                self._tell(events.NotBuilt(self._host, number, reason))
         if self.round is not None and self.crew is not None and not self.round.is_draining:
             self.have_ended()
 
@@ -145,7 +149,7 @@ class Workforce:
             is_chance = any("was killed by" in failure for failure in outcome.failures)
             self.fail("; ".join(outcome.failures), out_of_memory=memory, is_chance=is_chance)
         elif not current.has_failed:
-            self._tell("finished", round=current.number)
+            self._tell(events.Finished(self._host, current.number))
 
     def refuse(self, refused: Round, reason: str) -> None:
         """Workers of a round say that the job cannot run so: to try again would end alike."""
@@ -153,7 +157,7 @@ class Workforce:
             self.fail(reason, is_refusal=True)
         else:
             self.give_up()
-            self._tell("not_built", round=refused.number, reason=reason)
+            self._tell(events.NotBuilt(self._host, refused.number, reason))
 
     def fail(
         self,
@@ -168,7 +172,5 @@ class Workforce:
         if self.round is not None and not self.round.has_failed:
             self.round.has_failed = True
             log.error("event=failed round=%d %s", self.round.number, reason)
-            self._tell(
-                "failed", round=self.round.number, reason=reason, out_of_memory=out_of_memory,
-                is_chance=is_chance, is_refusal=is_refusal,
-            )  # fmt: skip
+            number = self.round.number
+            self._tell(Failed(number, reason, out_of_memory, is_chance, is_refusal))

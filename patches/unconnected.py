@@ -10,6 +10,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scalai.core.errors import ScalaiError
+from scalai.core.worker_messages import RankUnhooked
 from scalai.runtime import session
 from scalai.runtime.agent_folder import tell_agent
 
@@ -31,7 +32,7 @@ def watch_first_step() -> None:
         handle.remove()
         if not is_attached:
             with suppress(ScalaiError):  # the round is ending
-                tell_agent("unhooked")
+                tell_agent(RankUnhooked)
 
     handle = register_optimizer_step_post_hook(stepped)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from scalai.core.errors import RefusedError, ScalaiError, StoreError, UsageError
+from scalai.core.worker_messages import RankRefused
 from scalai.runtime.agent_folder import tell_agent
 from scalai.runtime.control import OUT_OF_MEMORY_EXIT
 from scalai.runtime.imports import without_collections
@@ -80,7 +81,7 @@ def _be_refused(error: ScalaiError) -> NoReturn:
     """Tell the agent that the job cannot run, and why: it says so once for all ranks, and ends this
     process."""
     with suppress(ScalaiError):  # it ends all the same
-        tell_agent("refused", reason=str(error))
+        tell_agent(lambda rank, round: RankRefused(rank, round, str(error)))
     print(error, file=sys.stderr, flush=True)  # nobody else has said it
     os._exit(error.exit_code)
 

@@ -36,7 +36,7 @@ NO_TORCH = (
     "scalai.core.resize",
     "scalai.core.choice",
     "scalai.store.host",
-    "scalai.runtime.messages",
+    "scalai.runtime.calls",
     "scalai.converters.megatron.arguments",
     "scalai.launch.inspect",
     "scalai.launch.clean",

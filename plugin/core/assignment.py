@@ -1,9 +1,9 @@
 """From hosts with free devices to workers with degrees."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from scalai.core.choice import Choice, DegreePlanner, DegreePolicy
+from scalai.core.commands import Placement
 from scalai.core.degrees import Degrees, ModelLimits, Wish
 from scalai.core.errors import RefusedError
 from scalai.core.membership import Assign, Assignment
@@ -57,23 +57,20 @@ def make_assign(
     return assign
 
 
-def place_ranks(assignment: Assignment) -> dict[str, dict[str, Any]]:
-    """Return where each host with workers stands in the world: names as in torchrun's environment
-    (``group_rank`` counts hosts), ``first_rank`` its lowest global rank, ``group`` all hosts in
-    rank order."""
+def place_ranks(assignment: Assignment) -> dict[str, Placement]:
+    """Return where each host with workers stands in the world."""
     group, first = assignment.active, 0
-    places: dict[str, dict[str, Any]] = {}
+    places: dict[str, Placement] = {}
     for host, count in assignment.workers:
         if not count:
             continue
-        places[host] = {
-            "group": group,
-            "group_rank": group.index(host),
-            "group_world_size": len(group),
-            "first_rank": first,
-            "local_world_size": count,
-            "world_size": assignment.degrees.world_size,
-        }
+        places[host] = Placement(
+            group=group,
+            group_rank=group.index(host),
+            first_rank=first,
+            local_world_size=count,
+            world_size=assignment.degrees.world_size,
+        )
         first += count
     return places
 

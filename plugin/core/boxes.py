@@ -99,10 +99,11 @@ def right_aligned(tensors: Sequence[Tensor]) -> Columns:
 
 def reaches_outside(
     offset: Columns, shape: Columns, sizes: Columns
-) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+) -> npt.NDArray[np.bool_]:
     """Tell which boxes reach outside of their tensors, [boxes]; all three are [boxes, MAX_NDIM]."""
     # The sum of a damaged offset and shape may be too large for a column.
-    return ((offset < 0) | (shape < 0) | (offset > sizes - shape)).any(axis=1)
+    outside = (offset < 0) | (shape < 0) | (offset > sizes - shape)
+    return np.asarray(outside.any(axis=1), dtype=np.bool_)
 
 
 def check_inside(

@@ -137,13 +137,24 @@ class Collection:
         tensor = np.array(data["tensor"], dtype=np.int64)
         offset = np.array(data["offset"], dtype=np.int64).reshape(-1, MAX_NDIM)
         shape = np.array(data["shape"], dtype=np.int64).reshape(-1, MAX_NDIM)
-        if not len(tensor) == len(offset) == len(shape):
+        read = cls(tensors, tensor, offset, shape)
+        read.check()
+        return read
+
+    def check(self) -> None:
+        """Check columns that come from elsewhere. Raises ``LayoutError`` where they do not fit
+        together."""
+        rows = len(self.tensor)
+        if self.tensor.ndim != 1 or {self.offset.shape, self.shape.shape} != {(rows, MAX_NDIM)}:
+            found = [list(column.shape) for column in (self.tensor, self.offset, self.shape)]
             raise LayoutError(
-                f"columns of unequal length: {len(tensor)}, {len(offset)}, {len(shape)}."
+                f"columns of unequal length: {found} are their shapes, not [rows], [rows, "
+                f"{MAX_NDIM}] and the same again."
             )
-        if len(tensor) and not (0 <= tensor.min() and tensor.max() < len(tensors)):
-            raise LayoutError(f"a row names tensor {tensor.max()}, but there are {len(tensors)}.")
-        return cls(tensors, tensor, offset, shape)
+        if rows and not (0 <= self.tensor.min() and self.tensor.max() < len(self.tensors)):
+            raise LayoutError(
+                f"a row names tensor {self.tensor.max()}, but there are {len(self.tensors)}."
+            )
 
 
 def concatenate(parts: Sequence[Collection]) -> Collection:

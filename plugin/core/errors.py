@@ -52,6 +52,15 @@ class AbsentError(PeerError):
     """Nobody of this job listens at an address: nobody at all, or someone with another token."""
 
 
+class VersionError(PeerError):
+    """A process of another release listens at an address: it speaks no version of the protocol
+    that this one does."""
+
+
+class MessageError(PeerError):
+    """Bytes that are no message of the kind that is expected, or a message that cannot be sent."""
+
+
 class AnswerError(PeerError):
     """Another process has answered with an error: it lives, and refuses what it was asked for.
 

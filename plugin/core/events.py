@@ -89,6 +89,7 @@ class Prepared:
     """A host wrote the proposed stop and then read its workers: ``newest`` is the furthest."""
 
     host: str
+    round: int
     stop: int
     newest: int
 

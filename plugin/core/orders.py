@@ -1,13 +1,11 @@
 """What crosses the border between an agent and its workers around a deposit and a restore: orders
-there, results back, as JSON."""
+there, results back."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from scalai.core.collection import MAX_NDIM, Columns
+from scalai.core.collection import Columns
 
 Json = Any
 
@@ -24,15 +22,6 @@ class WriteOrder:
     path: str
     rows: tuple[int, ...]
     begins: tuple[int, ...]
-
-    def to_json(self) -> dict[str, Json]:
-        """Return plain values that ``json`` writes."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Json]) -> "WriteOrder":
-        """Read what ``to_json`` wrote."""
-        return cls(data["rank"], data["path"], tuple(data["rows"]), tuple(data["begins"]))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,26 +46,6 @@ class ReadOrder:
     def __len__(self) -> int:
         return len(self.row)
 
-    def to_json(self) -> dict[str, Json]:
-        """Return plain values that ``json`` writes."""
-        return {
-            "files": list(self.files),
-            **{name: getattr(self, name).tolist() for name in (*_FLAT, *_BOXES)},
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Json]) -> "ReadOrder":
-        """Read what ``to_json`` wrote."""
-        flat = {name: np.array(data[name], dtype=np.int64) for name in _FLAT}
-        boxes = {
-            name: np.array(data[name], dtype=np.int64).reshape(-1, MAX_NDIM) for name in _BOXES
-        }
-        return cls(files=tuple(data["files"]), **flat, **boxes)
-
-
-_FLAT = ("row", "file", "begin")
-_BOXES = ("offset", "shape", "source_offset", "source_shape")
-
 
 @dataclass(frozen=True, slots=True)
 class RankDeposit:
@@ -90,19 +59,3 @@ class RankDeposit:
     coordinate: str
     scalars: Mapping[str, Json] = field(default_factory=dict)
     rank_state: Json = None
-
-    def to_json(self) -> dict[str, Json]:
-        """Return plain values that ``json`` writes."""
-        return {
-            "fingerprints": list(self.fingerprints),
-            "coordinate": self.coordinate,
-            "scalars": dict(self.scalars),
-            "rank_state": self.rank_state,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Json]) -> "RankDeposit":
-        """Read what ``to_json`` wrote."""
-        return cls(
-            tuple(data["fingerprints"]), data["coordinate"], data["scalars"], data["rank_state"]
-        )

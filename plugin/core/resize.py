@@ -227,7 +227,7 @@ def _not_built(event: events.NotBuilt, job: Job) -> Result:
 
 @_on.register
 def _prepared(event: events.Prepared, job: Job) -> Result:
-    if job.phase is not Phase.PREPARING or event.stop != job.stop:
+    if job.phase is not Phase.PREPARING or (event.round, event.stop) != (job.round, job.stop):
         return job, ()
     held = {host: what for host, what in job.held.items() if host != event.host}
     job = replace(answered(job, event.host), held=held)

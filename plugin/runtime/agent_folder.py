@@ -5,11 +5,15 @@ only: names of hosts and jobs on a cluster are longer.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from scalai.runtime.messages import Channel
+from scalai.core.messages import Request
+from scalai.runtime.calls import Channel
 from scalai.store.secure import Folder
+
+Answer = TypeVar("Answer")
 
 AGENT_DIRECTORY = "SCALAI_AGENT"
 """Environment variable: the directory in which a worker finds its agent's socket, token and control
@@ -38,8 +42,11 @@ def round_number() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + 1
 
 
-def tell_agent(word: str, **facts: Any) -> Any:
-    """Tell the agent of this worker something beside the worker's session: it may have none.
+def tell_agent(request: Callable[[int, int], Request[Answer]]) -> Answer:
+    """Call the agent of this worker beside the worker's session: it may have none.
+
+    Args:
+        request: Returns the request of a rank and a round.
 
     Raises:
         PeerError: The agent does not answer, or has ended this round.
@@ -47,6 +54,6 @@ def tell_agent(word: str, **facts: Any) -> Any:
     channel = call_agent(os.environ[AGENT_DIRECTORY])
     try:
         rank = int(os.environ.get("RANK", "0"))
-        return channel.call(word, rank=rank, round=round_number(), **facts)
+        return channel.call(request(rank, round_number()))
     finally:
         channel.close()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from scalai.core.errors import LayoutError, StoreError
+from scalai.core.orders import WriteOrder
 from scalai.core.region import Piece
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Slot
@@ -14,7 +15,6 @@ from scalai.runtime.mapping import MappedFile
 from scalai.runtime.rows import host_bits, piece_view
 from scalai.runtime.staging import RING_BUFFERS, RING_BYTES, StagingRing, rings_for
 from scalai.store.files import blocks, contiguous_chunks, slices
-from scalai.store.orders import WriteOrder
 
 Row = tuple[Slot, Piece]
 

@@ -1,29 +1,28 @@
-"""Authenticated sockets that carry frames: length-prefixed bytes or JSON, never a pickle.
+"""One framing for all that the processes of a job send each other: length-prefixed frames over any
+byte stream.
 
-Both sides prove that they know the job's token, by HMAC-SHA256 over two fresh numbers; what follows
-is neither encrypted nor signed, so the network between the hosts must be trusted.
+Once both sides have proven who they are (``handshake``) every frame is sealed with AES-256-GCM
+under a key of its direction and its own number as nonce (NIST SP 800-38D, 8.2.1): a frame that was
+changed, left out, sent twice or moved ends the connection, and nobody on the way reads it.
 """
 
-import hmac
-import json
-import secrets
 import socket
 import struct
 import time
-from typing import Any
+from typing import Protocol
 
-from scalai.core.errors import AbsentError, PeerError, SilentError
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-Json = Any
-Address = str | tuple[str, int]
-"""A path (Unix socket), or an interface and a port (TCP)."""
+from scalai.core.errors import PeerError, SilentError
+
+Buffer = bytes | bytearray | memoryview
 
 MAX_FRAME_BYTES = 1 << 30
 _LENGTH = struct.Struct(">I")
-_GREETING = b"scalai-1"
-_NONCE_BYTES = 32
-_PROOF_BYTES = 32
-_REFUSED = b"refused"
+_NUMBER = struct.Struct(">4xQ")
+"""A frame's nonce: 12 bytes, the last 8 count the frames of one direction from 0."""
+_TAG_BYTES = 16
 
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 10, 5, 3
 GONE_AFTER_S = KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_PROBES
@@ -31,25 +30,39 @@ GONE_AFTER_S = KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_PROBES
 their way to it or not."""
 
 
+class Stream(Protocol):
+    """What a connection needs of a socket: a plain one has it, and one that TLS wraps."""
+
+    def settimeout(self, value: float | None, /) -> None: ...
+    def sendall(self, data: Buffer, /) -> None: ...
+    def recv_into(self, buffer: memoryview, /) -> int: ...
+    def shutdown(self, how: int, /) -> None: ...
+    def close(self) -> None: ...
+
+
 class FramedSocket:
-    """A connected socket with frames. Not for two threads at once.
+    """A connected stream with frames. One thread may send while another receives.
 
     Args:
-        connection: The socket.
+        stream: A connected socket, or what wraps one.
         peer: A name for errors.
         timeout_s: How long the other side may be silent while something is expected of it; None:
             as long as the connection lives.
     """
 
-    def __init__(self, connection: socket.socket, peer: str, timeout_s: float | None) -> None:
-        connection.settimeout(timeout_s)
-        if connection.family != socket.AF_UNIX:
-            _tune(connection)
-        self.socket = connection
+    def __init__(self, stream: Stream, peer: str, timeout_s: float | None) -> None:
+        self._stream = stream
         self.peer = peer
         self.timeout_s = timeout_s
         self._ends_at: float | None = None
         self._within_s = 0.0
+        self._sealing: _Direction | None = None
+        self._opening: _Direction | None = None
+
+    def seal(self, send_key: bytes, receive_key: bytes) -> None:
+        """From now on seal what is sent, and take nothing that is not sealed. Keys of 32 bytes, of
+        this connection alone."""
+        self._sealing, self._opening = _Direction(send_key), _Direction(receive_key)
 
     def expire_in(self, seconds: float | None) -> None:
         """Give all that follows so long altogether; None: only ``timeout_s`` counts again."""
@@ -58,12 +71,12 @@ class FramedSocket:
 
     def close(self) -> None:
         """End the connection."""
-        self.socket.close()
+        self._stream.close()
 
     def cut(self) -> None:
         """End the connection from another thread: whoever waits at it gets an error now."""
         try:
-            self.socket.shutdown(socket.SHUT_RDWR)
+            self._stream.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # The other side was faster.
 
@@ -73,58 +86,67 @@ class FramedSocket:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def send_bytes(self, data: bytes) -> None:
-        """Send one frame."""
-        self.send_parts(_LENGTH.pack(len(data)), memoryview(data))
+    def send(self, data: Buffer) -> None:
+        """Send one frame.
 
-    def recv_bytes(self, maxlength: int = MAX_FRAME_BYTES) -> bytes:
-        """Receive one frame of at most ``maxlength`` bytes."""
-        head = bytearray(_LENGTH.size)
-        self.recv_into(memoryview(head))
-        (length,) = _LENGTH.unpack(head)
-        if length > maxlength:
+        Raises:
+            PeerError: It is longer than the other side takes, or the connection has ended.
+            SilentError: The other side does not read it in time.
+        """
+        if len(data) > MAX_FRAME_BYTES - _TAG_BYTES:
             raise PeerError(
-                f"{self.peer} announces a message of {length} bytes; at most {maxlength} are "
-                "expected. Is something else listening on that port?"
+                f"a message of {len(data)} bytes is too long for {self.peer}; at most "
+                f"{MAX_FRAME_BYTES - _TAG_BYTES} can be sent at once."
             )
-        data = bytearray(length)
-        self.recv_into(memoryview(data))
-        return bytes(data)
-
-    def send_json(self, message: Json) -> None:
-        """Send a message as one frame."""
-        self.send_bytes(json.dumps(message, separators=(",", ":")).encode())
-
-    def recv_json(self) -> dict[str, Json]:
-        """Receive a message: a JSON object in one frame."""
+        if self._sealing is not None:
+            head = _LENGTH.pack(len(data) + _TAG_BYTES)
+            data = self._sealing.cipher.encrypt(self._sealing.nonce(), data, head)
+        else:
+            head = _LENGTH.pack(len(data))
         try:
-            message = json.loads(self.recv_bytes())
-        except (ValueError, RecursionError) as error:
-            raise PeerError(
-                f"{self.peer} sent no JSON ({error}). Do the versions differ?"
-            ) from error
-        if not isinstance(message, dict):
-            raise PeerError(f"{self.peer} sent a {type(message).__name__}, not a JSON object.")
-        return message
-
-    def send_parts(self, head: bytes, data: memoryview) -> None:
-        """Send ``head`` and ``data`` behind each other, in one system call where they fit."""
-        try:
-            self._arm()
-            sent = self.socket.sendmsg((head, data))
-            for rest in (head[sent:], data[max(sent - len(head), 0) :]):
-                if rest:
-                    self._arm()
-                    self.socket.sendall(rest)
+            if len(data) <= _JOINED_BYTES:
+                self._arm()
+                self._stream.sendall(head + bytes(data))
+                return
+            for part in (head, data):
+                self._arm()
+                self._stream.sendall(part)
         except OSError as error:
             raise self._lost(error) from error
 
-    def recv_into(self, view: memoryview) -> None:
-        """Fill ``view`` (bytes)."""
+    def receive(self, most: int = MAX_FRAME_BYTES) -> bytes:
+        """Receive one frame of at most ``most`` bytes.
+
+        Raises:
+            PeerError: The connection has ended, or what came is no frame of the other side's.
+            SilentError: Nothing came in time.
+        """
+        head = bytearray(_LENGTH.size)
+        self._fill(memoryview(head))
+        (length,) = _LENGTH.unpack(head)
+        extra = _TAG_BYTES if self._opening is not None else 0
+        if not extra <= length <= most + extra:
+            raise PeerError(
+                f"{self.peer} announces a message of {length - extra} bytes; 0 to {most} are "
+                "expected. Is something else listening on that port?"
+            )
+        data = bytearray(length)
+        self._fill(memoryview(data))
+        if self._opening is None:
+            return bytes(data)
+        try:
+            return self._opening.cipher.decrypt(self._opening.nonce(), data, bytes(head))
+        except InvalidTag:
+            raise PeerError(
+                f"a message from {self.peer} arrived damaged, or was changed on its way. Connect "
+                "again."
+            ) from None
+
+    def _fill(self, view: memoryview) -> None:
         while view:
             try:
                 self._arm()
-                count = self.socket.recv_into(view)
+                count = self._stream.recv_into(view)
             except OSError as error:
                 raise self._lost(error) from error
             if count == 0:
@@ -142,7 +164,7 @@ class FramedSocket:
             if left_s <= 0:
                 raise TimeoutError
             limit_s = left_s if limit_s is None else min(left_s, limit_s)
-        self.socket.settimeout(limit_s)
+        self._stream.settimeout(limit_s)
 
     def _lost(self, error: OSError) -> PeerError:
         if isinstance(error, TimeoutError) and error.errno is None:  # else it is the kernel's
@@ -151,8 +173,27 @@ class FramedSocket:
         return PeerError(f"the connection to {self.peer} broke ({error}). Is its host alive?")
 
 
-def _tune(connection: socket.socket) -> None:
+_JOINED_BYTES = 1 << 16
+"""Frames up to so long go with their length in one call."""
+
+
+class _Direction:
+    """The key of one direction, and how many frames it has sealed or opened."""
+
+    def __init__(self, key: bytes) -> None:
+        self.cipher = AESGCM(key)
+        self._number = 0
+
+    def nonce(self) -> bytes:
+        """Return the next frame's nonce."""
+        number, self._number = self._number, self._number + 1
+        return _NUMBER.pack(number)
+
+
+def tune(connection: socket.socket) -> None:
     """Send small frames at once, and notice a host that is gone without a word."""
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
@@ -160,87 +201,3 @@ def _tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
     # Keepalive sends nothing while bytes wait to be acknowledged (tcp(7)).
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * GONE_AFTER_S)
-
-
-def authenticate(framed: FramedSocket, token: bytes, *, is_server: bool) -> None:
-    """Prove to each other that both sides know ``token``.
-
-    The server greets with a number; the client answers with its own and its proof over both, and
-    gets the server's. The proofs differ by their role, so that none can be sent back.
-
-    Raises:
-        AbsentError: The other side's token is another one, or it speaks something else.
-        PeerError: It is silent or goes away.
-    """
-    if is_server:
-        mine = secrets.token_bytes(_NONCE_BYTES)
-        framed.send_bytes(_GREETING + mine)
-        answer = framed.recv_bytes(_NONCE_BYTES + _PROOF_BYTES)
-        numbers = mine + answer[:_NONCE_BYTES]
-        if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(token, b"client", numbers)):
-            framed.send_bytes(_REFUSED)
-            raise _stranger(framed)
-        framed.send_bytes(_proof(token, b"server", numbers))
-        return
-    greeting = framed.recv_bytes(len(_GREETING) + _NONCE_BYTES)
-    if not greeting.startswith(_GREETING):
-        raise _stranger(framed)
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    numbers = greeting[len(_GREETING) :] + mine
-    framed.send_bytes(mine + _proof(token, b"client", numbers))
-    if not hmac.compare_digest(framed.recv_bytes(_PROOF_BYTES), _proof(token, b"server", numbers)):
-        raise _stranger(framed)
-
-
-def _proof(token: bytes, role: bytes, numbers: bytes) -> bytes:
-    return hmac.digest(token, role + numbers, "sha256")
-
-
-def _stranger(framed: FramedSocket) -> AbsentError:
-    return AbsentError(
-        f"{framed.peer} does not have this job's token. Is it an agent of another job? Give all "
-        "agents of a job the same token."
-    )
-
-
-def connect(address: Address, token: bytes, timeout_s: float, what: str = "peer") -> FramedSocket:
-    """Connect and authenticate, within twice ``timeout_s``.
-
-    Raises:
-        AbsentError: Nobody listens there, or someone who does not know the token.
-        SilentError: Who listens there, or the host itself, does not answer.
-        PeerError: The host cannot be reached, or the connection breaks.
-    """
-    name = f"{what} {address if isinstance(address, str) else f'{address[0]}:{address[1]}'}"
-    try:
-        connection = _connected(address, timeout_s)
-    except TimeoutError as error:
-        raise SilentError(f"{name} did not answer for {timeout_s:g} s. Is it alive?") from error
-    except (ConnectionRefusedError, FileNotFoundError) as error:
-        raise AbsentError(
-            f"{name} cannot be reached: nobody answers there ({error}). Is it alive?"
-        ) from error
-    except OSError as error:
-        raise PeerError(f"{name} cannot be reached ({error}). Is its host alive?") from error
-    framed = FramedSocket(connection, name, timeout_s)
-    try:
-        framed.expire_in(timeout_s)
-        authenticate(framed, token, is_server=False)
-        framed.expire_in(None)
-    except PeerError:
-        framed.close()
-        raise
-    return framed
-
-
-def _connected(address: Address, timeout_s: float) -> socket.socket:
-    if not isinstance(address, str):
-        return socket.create_connection(address, timeout=timeout_s)
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.settimeout(timeout_s)
-        connection.connect(address)
-    except OSError:
-        connection.close()
-        raise
-    return connection

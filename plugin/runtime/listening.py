@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable
 
 from scalai.core.errors import PeerError, UsageError
-from scalai.runtime.framing import Address, FramedSocket, authenticate
+from scalai.runtime.connecting import Address
+from scalai.runtime.framing import FramedSocket, tune
+from scalai.runtime.handshake import accept
 
 BACKLOG = 128
 HANDSHAKE_S = 10.0
@@ -120,6 +122,7 @@ class Listener:
     def _begin(self, connection: socket.socket, address: object) -> None:
         name = "peer" if self._path is not None else f"peer {_text(address)}"
         try:
+            tune(connection)
             framed = FramedSocket(connection, name, self._timeout_s)
             with self._mutex:
                 if self._closing.is_set() or len(self._served) >= MAX_CONNECTIONS:
@@ -148,7 +151,7 @@ class Listener:
     def _is_authenticated(self, framed: FramedSocket) -> bool:
         try:
             framed.expire_in(HANDSHAKE_S)
-            authenticate(framed, self._token, is_server=True)
+            accept(framed, self._token)
             framed.expire_in(None)
         except PeerError as error:
             if not self._closing.is_set():

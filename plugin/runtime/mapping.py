@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from scalai.core.errors import StoreError
-from scalai.store.orders import WriteOrder
+from scalai.core.orders import WriteOrder
 from scalai.store.prefault import MADV_POPULATE_WRITE, advise
 
 

@@ -9,12 +9,12 @@ import torch
 
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Columns
 from scalai.core.errors import LayoutError, StoreError
+from scalai.core.orders import ReadOrder
 from scalai.core.region import Box, Piece
 from scalai.runtime.live import Slot
 from scalai.runtime.rows import INTEGERS, piece_view
 from scalai.runtime.staging import RING_BYTES, StagingRing, rings_for
 from scalai.store.files import blocks, slices
-from scalai.store.orders import ReadOrder
 from scalai.store.prefault import MADV_POPULATE_READ, advise
 
 Row = tuple[Slot, Piece]

@@ -26,23 +26,38 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import torch
 
 from scalai.core.errors import LayoutError, PeerError, RefusedError, StoreError, UsageError
+from scalai.core.messages import JsonText
+from scalai.core.orders import WriteOrder
 from scalai.core.region import Piece
+from scalai.core.worker_messages import (
+    AwaitSlot,
+    BeginDeposit,
+    Hello,
+    Imports,
+    Publish,
+    RankDeposited,
+    RankFinished,
+    RankRestored,
+    RankStepped,
+    Source,
+    Stand,
+)
 from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number
+from scalai.runtime.calls import Channel
 from scalai.runtime.control import ControlPage, control_path
 from scalai.runtime.deposit import ordered_fingerprints, place_rows
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Json, LiveState, Slot
 from scalai.runtime.mapping import MappedFile
-from scalai.runtime.messages import Channel
 from scalai.runtime.registered import Get, Registered, Set
 from scalai.runtime.restore import map_sources, read_rows
 from scalai.runtime.rows import collection_of, held_rows, wanted_rows
 from scalai.runtime.staging import StagingRing, rings_for
-from scalai.store.orders import RankDeposit, ReadOrder, WriteOrder
 
 Row = tuple[Slot, Piece]
 
@@ -94,6 +109,7 @@ class Session:
         self.replaying: Callable[[], bool] = lambda: False
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._rank = int(os.environ.get("RANK", "0"))
+        self._round = round_number()
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._registered = Registered()
         self._told: dict[str, Json] = {}
@@ -111,16 +127,16 @@ class Session:
         directory = os.environ.get(AGENT_DIRECTORY)
         if directory is not None:
             self._agent = call_agent(directory)
-            self._page = ControlPage(control_path(Path(directory), round_number()))
+            self._page = ControlPage(control_path(Path(directory), self._round))
             host, agent = Path(directory).parent.name, int(os.environ["SCALAI_AGENT_PID"])
             here({str(self._rank): os.getpid(), host: agent})
-            welcome = self._agent.call("hello", rank=self._rank, round=round_number())
-            degrees.update(welcome["degrees"])
-            self.micro_batch_size = welcome["micro_batch_size"]
-            self._snapshot_every = welcome["snapshot_every"]
-            self.restorable_step = welcome["restorable_step"]
-            self.is_ahead = welcome["is_ahead"]
-            self.facts, self.settings = welcome["facts"], welcome["settings"]
+            welcome = self._agent.call(Hello(self._rank, self._round))
+            degrees.update(welcome.degrees)
+            self.micro_batch_size = welcome.micro_batch_size
+            self._snapshot_every = welcome.snapshot_every
+            self.restorable_step = welcome.restorable_step
+            self.is_ahead = welcome.is_ahead
+            self.facts, self.settings = welcome.facts.value(), welcome.settings.value()
         self.tp, self.pp, self.vpp = degrees["tp"], degrees["pp"], degrees["vpp"]
         self.cp, self.ep = degrees["cp"], degrees["ep"]
         self.dp = self.world_size // (self.tp * self.pp * self.cp)
@@ -243,13 +259,15 @@ class Session:
         self._rings = rings_for({slot.buffer.device for slot in slots})
         reached("build" if self.is_ahead else "relaunch")
         source = self._agent.call(
-            "publish",
-            rank=self._rank,
-            is_restoring=restore,
-            held=collection_of(self._held).to_json(),
-            wanted=collection_of(wanted).to_json(),
-            facts={**self.facts, **self._told},
-            uses_devices=any(slot.buffer.device.type != "cpu" for slot in slots),
+            Publish(
+                rank=self._rank,
+                round=self._round,
+                is_restoring=restore,
+                held=collection_of(self._held),
+                wanted=collection_of(wanted),
+                facts=JsonText.of({**self.facts, **self._told}),
+                uses_devices=any(slot.buffer.device.type != "cpu" for slot in slots),
+            )
         )
         if source is None:
             self._deposit("start")
@@ -304,9 +322,8 @@ class Session:
             return False
         if not self._has_stepped:
             self._has_stepped = True
-            self._agent.call(
-                "stepped", rank=self._rank, step=self.step, imports=_imports(self._local_rank)
-            )
+            imports = _imports(self._local_rank)
+            self._agent.call(RankStepped(self._rank, self._round, self.step, imports))
             self._map_next_deposit()
         self._page.report(self._local_rank, self.step)
         if self._page.must_stop(self.step) and self._come_to_stop():
@@ -322,7 +339,7 @@ class Session:
         if self._save_in_flight is None:
             return self._deposit("stop")
         assert self._agent is not None
-        self._agent.call("stand", rank=self._rank, step=self.step, iteration=self._save_in_flight)
+        self._agent.call(Stand(self._rank, self._round, self.step, self._save_in_flight))
         return False
 
     def finish(self) -> None:
@@ -333,7 +350,7 @@ class Session:
         """
         self.check_end()
         if self._agent is not None and not self._is_stopped:
-            self._agent.call("finished", rank=self._rank, step=self.step)
+            self._agent.call(RankFinished(self._rank, self._round, self.step))
             self._is_stopped = True
 
     def check_end(self) -> None:
@@ -357,18 +374,18 @@ class Session:
         assert self._agent is not None and self._state is not None
         if reason == "stop":
             reached("drain")
-        order = self._agent.call("begin_deposit", rank=self._rank, reason=reason, step=self.step)
-        if order is not None and order.get("is_withdrawn"):
+        order = self._agent.call(BeginDeposit(self._rank, self._round, reason, self.step))
+        if order is None:
             return False
         reached("deposit" if reason == "stop" else reason)
         self._registered.refresh()
         while order is not None:
             # More than once where this rank writes for a replica that died.
-            order = self._write(WriteOrder.from_json(order))
+            order = self._write(order)
         reached("leave" if reason == "stop" else "train")
         return True
 
-    def _write(self, order: WriteOrder) -> Json:
+    def _write(self, order: WriteOrder) -> WriteOrder | None:
         """Write what the agent ordered and tell it. Returns the next order, or None."""
         assert self._agent is not None and self._state is not None
         began = time.monotonic()
@@ -380,16 +397,16 @@ class Session:
         user = dict(self._registered.values())
         reached("deposited")
         return self._agent.call(
-            "deposited",
-            rank=self._rank,
-            part=RankDeposit(
-                tuple(fingerprints),
-                self._state.coordinate,
-                {**self._state.scalars(), "user": user},
-                self._state.rank_state(),
-            ).to_json(),
-            consumed_samples=self.consumed_samples,
-            seconds={"deposit": time.monotonic() - began, "deposit_proof": hashed - placed},
+            RankDeposited(
+                rank=self._rank,
+                round=self._round,
+                fingerprints=tuple(fingerprints),
+                coordinate=self._state.coordinate,
+                scalars=JsonText.of({**self._state.scalars(), "user": user}),
+                rank_state=JsonText.of(self._state.rank_state()),
+                consumed_samples=self.consumed_samples,
+                seconds={"deposit": time.monotonic() - began, "deposit_proof": hashed - placed},
+            )
         )
 
     def _map_next_deposit(self) -> None:
@@ -402,47 +419,49 @@ class Session:
         def work() -> None:
             try:
                 channel = call_agent(directory)
-                order = channel.call("await_slot", rank=self._rank)
+                order = channel.call(AwaitSlot(self._rank, self._round))
                 channel.close()
-                if order is not None and order["rows"]:
-                    self._mapped = MappedFile(WriteOrder.from_json(order))
+                if order is not None and order.rows:
+                    self._mapped = MappedFile(order)
             except (PeerError, StoreError):
                 return  # the round ends, or the file is in use: the deposit does without
 
         with suppress(RuntimeError):  # no room for a thread: the deposit does without
             threading.Thread(target=work, name="map-deposit", daemon=True).start()
 
-    def _restore(self, wanted: Sequence[Row], source: Mapping[str, Json]) -> None:
+    def _restore(self, wanted: Sequence[Row], source: Source) -> None:
         assert self._agent is not None and self._state is not None
         began = time.monotonic()
         reached("restore")
-        order = ReadOrder.from_json(source["order"])
-        sources = map_sources(wanted, order)
+        sources = map_sources(wanted, source.order)
         mapped = time.monotonic()
-        read_rows(wanted, order, self._rings, sources)
-        self._state.load_scalars(source["scalars"])
+        read_rows(wanted, source.order, self._rings, sources)
+        scalars, rank_state = source.scalars.value(), source.rank_state.value()
+        self._state.load_scalars(scalars)
         note = self._state.load_rank_state(
-            source["rank_state"].get(self._state.coordinate), source["step"]
+            rank_state.get(self._state.coordinate), source.step
         )
-        self.step, self.consumed_samples = source["step"], source["consumed_samples"]
+        self.step, self.consumed_samples = source.step, source.consumed_samples
         self._restored_step = self.step
-        self._registered.put(source["scalars"]["user"])
+        self._registered.put(scalars["user"])
         read = time.monotonic()
-        fingerprints = live_fingerprints(wanted, source["fingerprint_version"])
+        fingerprints = live_fingerprints(wanted, source.fingerprint_version)
         self._agent.call(
-            "restored",
-            rank=self._rank,
-            fingerprints=[f"{int(value):016x}" for value in fingerprints],
-            seconds={
-                "restore": read - began,
-                "page_fault": mapped - began,
-                "proof": time.monotonic() - read,
-            },
-            note=note,
+            RankRestored(
+                rank=self._rank,
+                round=self._round,
+                fingerprints=np.asarray(fingerprints, dtype=np.uint64),
+                seconds={
+                    "restore": read - began,
+                    "page_fault": mapped - began,
+                    "proof": time.monotonic() - read,
+                },
+                note=note,
+            )
         )
 
 
-def _imports(local_rank: int) -> Mapping[str, Sequence[str]] | None:
+def _imports(local_rank: int) -> Imports | None:
     """Tell what this script has imported and from where, for the fork server of later rounds. One
     worker a host tells."""
     if local_rank != 0:
@@ -452,4 +471,4 @@ def _imports(local_rank: int) -> Mapping[str, Sequence[str]] | None:
         for name, module in list(sys.modules.items())
         if getattr(module, "__spec__", None) is not None and not name.startswith("__")
     ]
-    return {"modules": modules, "sys_path": sys.path}
+    return Imports(tuple(modules), tuple(map(str, sys.path)))

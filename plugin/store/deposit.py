@@ -11,10 +11,10 @@ import numpy as np
 from scalai.core.collection import Collection, Columns, concatenate
 from scalai.core.deposit import assign_writers
 from scalai.core.errors import StoreError
+from scalai.core.orders import RankDeposit, WriteOrder
 from scalai.core.region import Box
 from scalai.store.files import FileLayout, lay_out
 from scalai.store.manifest import UNNUMBERED, HostManifest, StoredFile, unite
-from scalai.store.orders import RankDeposit, WriteOrder
 from scalai.store.places import rank_file
 
 Json = Any

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.collection import Collection
+from scalai.core.committed import Committed
 from scalai.core.errors import StoreError
-from scalai.store.committed import Committed
+from scalai.core.orders import RankDeposit, WriteOrder
 from scalai.store.deposit import Deposit, share_out
 from scalai.store.directory import HostDirectory
 from scalai.store.held import HeldGenerations
@@ -27,7 +28,6 @@ from scalai.store.manifest import (
     sync_file,
     write_manifest,
 )
-from scalai.store.orders import RankDeposit, WriteOrder
 from scalai.store.places import MANIFEST, default_store_dir, generation_name
 
 Json = Any

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from scalai.core.boxes import reaches_outside
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Columns
+from scalai.core.committed import Committed
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.fingerprint import MODULI
 from scalai.core.fingerprint import VERSION as FINGERPRINT_VERSION
-from scalai.store.committed import Committed
 from scalai.store.places import MANIFEST
 
 FORMAT = "scalai-generation"
@@ -211,15 +211,14 @@ def write_manifest(directory: Path, manifest: HostManifest) -> None:
     It takes the room that ``reserve_manifests`` made, if any. Where that is too small and there is
     no other (``OSError``), it stays for another try.
     """
-    content = manifest.to_json()
-    text = json.dumps({"digest": _digest(content), **content}, separators=(",", ":"))
+    content = manifest_bytes(manifest)
     aside = directory / f".{MANIFEST}.partial"
     if not aside.exists():
         for spare in sorted(directory.glob(_SPARE))[:1]:
             os.rename(spare, aside)
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT, 0o600)  # not cut: its room would be lost
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(descriptor, "wb") as file:
+        file.write(content)
         file.truncate()
         file.flush()
         os.fsync(file.fileno())
@@ -294,7 +293,7 @@ def read_manifest(directory: Path) -> HostManifest:
         raise StoreError(
             f"{path} is damaged ({error}). Remove its directory and use another generation."
         ) from error
-    manifest = manifest_from_message(data, str(path))
+    manifest = _manifest_with_digest(data, str(path))
     for stored in manifest.files:
         file = directory / stored.name
         size = file.stat().st_size if file.is_file() else None
@@ -326,9 +325,16 @@ def read_own_manifest(directory: Path, host: str, generation: int | None = None)
     return manifest
 
 
-def manifest_from_message(data: Json, where: str) -> HostManifest:
-    """Read a manifest with its digest, from a file or a peer. Raises ``StoreError`` naming
-    ``where``."""
+def manifest_of_bytes(data: bytes, where: str) -> HostManifest:
+    """Read what ``manifest_bytes`` wrote. Raises ``StoreError`` naming ``where``."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{where} is damaged ({error}). Use another generation.") from error
+    return _manifest_with_digest(content, where)
+
+
+def _manifest_with_digest(data: Json, where: str) -> HostManifest:
     if not isinstance(data, dict):
         raise StoreError(f"{where} is damaged: not a JSON object. Use another generation.")
     content = {key: value for key, value in data.items() if key != "digest"}
@@ -341,10 +347,10 @@ def manifest_from_message(data: Json, where: str) -> HostManifest:
     return manifest
 
 
-def manifest_message(manifest: HostManifest) -> dict[str, Json]:
-    """Return a manifest with its digest: what ``manifest_from_message`` reads."""
+def manifest_bytes(manifest: HostManifest) -> bytes:
+    """Return a manifest with its digest, as JSON: the content of its file."""
     content = manifest.to_json()
-    return {"digest": _digest(content), **content}
+    return json.dumps({"digest": _digest(content), **content}, separators=(",", ":")).encode()
 
 
 def unite(parts: Iterable[Mapping[str, Json]]) -> dict[str, Json]:

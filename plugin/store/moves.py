@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from scalai.core.collection import Collection, Columns
+from scalai.core.orders import ReadOrder
 from scalai.core.plan import Plan
 from scalai.core.sources import Holder
 from scalai.store.manifest import HostManifest
-from scalai.store.orders import ReadOrder
 
 Json = Any
 

@@ -49,7 +49,7 @@ def test_ranks_stand_in_the_order_of_the_hosts() -> None:
     assert assignment is not None
     places = place_ranks(assignment)
     assert list(places) == ["b", "a"]
-    assert [places[host]["first_rank"] for host in places] == [0, 2]
-    assert [places[host]["local_world_size"] for host in places] == [2, 1]
-    assert {place["world_size"] for place in places.values()} == {3}
-    assert {place["group"] for place in places.values()} == {("b", "a")}
+    assert [places[host].first_rank for host in places] == [0, 2]
+    assert [places[host].local_world_size for host in places] == [2, 1]
+    assert {place.world_size for place in places.values()} == {3}
+    assert {place.group for place in places.values()} == {("b", "a")}

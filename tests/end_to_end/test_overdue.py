@@ -11,7 +11,8 @@ from agents import Agents, tiny_agents
 from tiny_job import check_steps
 
 from scalai.launch.card import read_card
-from scalai.runtime.messages import Channel
+from scalai.launch.person_calls import Status
+from scalai.runtime.calls import Channel
 
 NEVER_AHEAD = "build_ahead = 'never'\n"
 FLAGS = ("--max-restarts", "5")
@@ -34,7 +35,7 @@ def stalled(agents: Agents) -> list[int]:
     assert card is not None
     channel = Channel(*card)
     try:
-        shown = channel.call("status")["no_progress"]
+        shown = channel.call(Status()).value()["no_progress"]
     finally:
         channel.close()
     return [rank for host in shown.values() for rank in host["ranks"]]

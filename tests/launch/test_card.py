@@ -5,11 +5,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from scalai.core.errors import PeerError, UsageError
 from scalai.launch import card, clean, cli
 from scalai.launch.card import join_endpoint, read_card, split_endpoint, write_card
-from scalai.runtime.messages import Server, free_port
+from scalai.launch.person_calls import Status
+from scalai.runtime.calls import Server
 
 TOKEN = b"a secret of this job"
 ANSWER_S = 0.2
@@ -22,7 +24,7 @@ def test_a_card_whose_coordinator_is_gone_is_none(tmp_path: Path) -> None:
 
 
 def test_a_card_whose_port_another_job_has_taken_is_none(tmp_path: Path) -> None:
-    server = Server(("127.0.0.1", 0), b"another", lambda *call: None)
+    server = Server(("127.0.0.1", 0), b"another", Status, lambda *call: None)
     assert not isinstance(server.address, str)
     write_card(tmp_path, server.address, TOKEN)
     assert read_card(tmp_path) is None

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from scalai.core.messages import JsonText
 from scalai.launch import cli
 from scalai.launch.card import write_card
-from scalai.runtime.messages import Server
+from scalai.launch.person_calls import Status
+from scalai.runtime.calls import Server
 
 TOKEN = b"a secret of this job"
 OLDER = {"job": "j", "phase": "running", "workers": {"a": 2}, "hosts": {"a": {"slots": 2}}}
@@ -50,7 +52,7 @@ def test_the_status_of_a_coordinator_of_another_release_is_shown(
     """It was started before an upgrade, and knows less than this command."""
     folder = tmp_path / "j"
     folder.mkdir(mode=0o700)
-    server = Server(("127.0.0.1", 0), TOKEN, lambda *call: {**OLDER, **more})
+    server = Server(("127.0.0.1", 0), TOKEN, Status, lambda *call: JsonText.of({**OLDER, **more}))
     assert not isinstance(server.address, str)
     write_card(folder, server.address, TOKEN)
     with pytest.raises(SystemExit) as ended:

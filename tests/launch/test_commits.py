@@ -5,6 +5,9 @@ import errno
 import pytest
 from store_states import deposit, generation, is_whole
 
+from scalai.core import events
+from scalai.core.commands import Commit
+from scalai.core.reports import Report
 from scalai.launch.commits import Commits
 from scalai.launch.generations import deposit_name
 from scalai.store import manifest as manifest_module
@@ -19,9 +22,9 @@ class Told:
         self.failed: list[str] = []
         self.commits = Commits(store, self.tell, self.failed.append)
 
-    def tell(self, event: str, *, generation: int) -> None:
-        assert event == "committed"
-        self.committed.append(generation)
+    def tell(self, report: Report) -> None:
+        assert isinstance(report, events.Committed)
+        self.committed.append(report.generation)
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def test_what_there_is_no_room_for_stays_sealed_and_is_committed_later(
 
     with monkeypatch.context() as full:
         full.setattr(manifest_module.os, "fsync", fail)
-        told.commits.commit(3, name, None)
+        told.commits.commit(Commit(3, name, None))
         told.commits.retry()
     assert told.committed == [] and told.failed == []
     assert [sealed.directory for sealed, _ in store.sealed()] == [slot.directory]
@@ -64,17 +67,17 @@ def test_a_host_that_the_job_goes_on_without_commits_nothing_late_by_itself(
 
     with monkeypatch.context() as full:
         full.setattr(manifest_module.os, "fsync", fail)
-        told.commits.commit(3, deposit_name(manifest), None)
+        told.commits.commit(Commit(3, deposit_name(manifest), None))
     told.commits.forget()
     told.commits.retry()
     assert store.generations() == [] and len(store.sealed()) == 1, "it is told when it joins again"
-    told.commits.commit(3, deposit_name(manifest), None)
+    told.commits.commit(Commit(3, deposit_name(manifest), None))
     assert told.committed == [3]
 
 
 def test_nothing_to_commit_is_a_failure_and_no_commit(store: HostStore, told: Told) -> None:
     deposit(store, 3)
-    told.commits.commit(4, "another", None)
+    told.commits.commit(Commit(4, "another", None))
     told.commits.retry()
     assert told.committed == [] and store.generations() == []
     assert "deposit 'another' is not sealed" in told.failed[0]
@@ -82,7 +85,7 @@ def test_nothing_to_commit_is_a_failure_and_no_commit(store: HostStore, told: To
 
 def test_a_commit_that_is_told_twice_is_done_once(store: HostStore, told: Told) -> None:
     made = generation(store, 3, step=3)
-    told.commits.commit(3, deposit_name(made), None)
+    told.commits.commit(Commit(3, deposit_name(made), None))
     assert told.committed == [3] and told.failed == []
 
 

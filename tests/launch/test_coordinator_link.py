@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,18 @@ import pytest
 from coordinator_line import QUICK, TOKEN, Line, Relay, wait_until
 
 from scalai.core import actions
+from scalai.core.commands import Command, Drop, Exit
 from scalai.core.errors import PeerError
 from scalai.core.membership import Phase
+from scalai.core.messages import JsonText, Named
+from scalai.core.reports import Leaving, Moved
+from scalai.launch.coordinator_calls import Bye, Commands, Join, StoreIdentity
 from scalai.launch.coordinator_link import CoordinatorLink, Health, Waits
 from scalai.launch.coordinator_link import Line as CoordinatorLine
 from scalai.launch.places import Place
-from scalai.runtime.messages import Server
+from scalai.runtime.calls import Server
 
+BYE = Bye("j", "a", "i")
 IMPATIENT = Waits(connect_s=1.0, poll_s=0.5, dead_s=0.5)
 
 
@@ -26,15 +31,14 @@ class SlowServer:
 
     def __init__(self, answer_s: float) -> None:
         self.answer_s = answer_s
-        self._server = Server(("127.0.0.1", 0), TOKEN, self._handle)
+        self._server = Server(("127.0.0.1", 0), TOKEN, Bye, self._handle)
         address = self._server.address
         assert not isinstance(address, str)
         self.place = Place(address, TOKEN)
         self.close = self._server.close
 
-    def _handle(self, peer: object, method: str, arguments: Mapping[str, Any]) -> str:
+    def _handle(self, peer: object, request: Bye) -> None:
         time.sleep(self.answer_s)
-        return method
 
 
 class NoWorkers:
@@ -54,28 +58,31 @@ class LinkedAgent:
         waits: Waits = Waits(),  # noqa: B008  # it is frozen
     ) -> None:
         self._line = line
-        self.commands: list[Mapping[str, Any]] = []
+        self.commands: list[Command] = []
         self.lost: list[PeerError] = []
         self.expelled: list[PeerError] = []
         self.rejoined = threading.Event()
         self._mutex = threading.Lock()
         self.link = CoordinatorLink(
-            Place(address, TOKEN), "a", ["machine", 1], silence_s, self._put,
+            Place(address, TOKEN), "j", "a", silence_s, self._put,
             self.lost.append, self.expelled.append, waits,
         )  # fmt: skip
-        self.link.join(**self.brings())
+        self.link.join(self.brings())
         self.follow()
 
-    def brings(self) -> dict[str, Any]:
-        spec = self._line.spec.to_json()
-        return {"slots": 2, "address": ["127.0.0.1", 1], "parts": [], "sealed": [], "spec": spec}
+    def brings(self, spec: Any = None) -> Callable[[str], Join]:
+        text = JsonText.of(spec or self._line.spec.to_json())
+        address, store = ("127.0.0.1", 1), StoreIdentity("machine", 1, 0)
+        return lambda incarnation: Join(
+            "j", "a", incarnation, store, 2, address, (), (), (), text
+        )
 
     def follow(self) -> None:
         workforce: Any = NoWorkers()
         self.link.follow(workforce, self.commands.append)
 
     def notes(self) -> list[int]:
-        return [command["number"] for command in self.commands if command["command"] == "note"]
+        return [command.generation for command in self.commands if isinstance(command, Drop)]
 
     def _put(self, work: Callable[[], None]) -> None:
         with self._mutex:
@@ -88,7 +95,7 @@ class Heard:
     def __init__(self, line: Line) -> None:
         self.numbers: list[int] = []
         line.coordinator._agent_events.hear = (  # type: ignore[method-assign]
-            lambda host, event, facts: self.numbers.append(facts["number"])
+            lambda host, report: self.numbers.append(report.bytes)
         )
 
 
@@ -111,14 +118,14 @@ def relay(line: Line) -> Iterator[Relay]:
 
 def command(line: Line, number: int) -> None:
     with line.coordinator._lock:
-        line.coordinator._live.command(["a"], command="note", number=number)
+        line.coordinator._live.command(["a"], Drop(number))
 
 
 def test_resets_cost_nothing(line: Line, relay: Relay) -> None:
     """Each event and each command arrives once, in order, whatever the connections go through."""
     heard, agent = Heard(line), LinkedAgent(line, relay.address)
     for number in range(60):
-        agent.link.tell("note", number=number)
+        agent.link.tell(Moved(1, number))
         command(line, number)
         if number % 6 == 5:
             relay.cut()
@@ -139,7 +146,7 @@ def test_a_silent_coordinator_holds_nobody_up(
     wait_until(lambda: "a" in line.coordinator._live.roster, "it has joined")
     relay.freeze()
     wait_until(lambda: agent.link.silence_s is not None, "the silence is noticed")
-    agent.link.tell("note", number=1)  # returns
+    agent.link.tell(Moved(1, 1))  # returns
     command(line, 1)
     relay.thaw()
     wait_until(lambda: heard.numbers == [1] and agent.notes() == [1], "all arrives")
@@ -189,8 +196,8 @@ def test_an_agent_that_was_lost_may_join_again(line: Line, relay: Relay) -> None
 def test_an_agent_that_may_not_join_again_learns_why(line: Line, relay: Relay) -> None:
     agent = expelled_agent(line, relay)
     other = line.join("a", store=["another", 1])
-    agent.link.rejoin({**agent.brings(), "spec": {"argv": [], "elastic_text": "", "deepspeed": 1}},
-                      agent.rejoined.set)  # fmt: skip
+    spec = {"argv": [], "elastic_text": "", "deepspeed": 1}
+    agent.link.rejoin(agent.brings(spec), agent.rejoined.set)
     wait_until(lambda: bool(agent.lost), "it is refused")
     assert not agent.rejoined.is_set()
     agent.link.close()
@@ -206,7 +213,7 @@ def finish(line: Line, code: int = 0) -> None:
 
 
 def exits(agent: LinkedAgent) -> list[int]:
-    return [command["code"] for command in agent.commands if command["command"] == "exit"]
+    return [command.code for command in agent.commands if isinstance(command, Exit)]
 
 
 @pytest.mark.parametrize("code", [0, 75])
@@ -290,16 +297,16 @@ def test_an_exit_that_comes_late_is_no_exit_of_an_agent_that_has_joined_again(
     agent = LinkedAgent(line, relay.address)
     old, asked, answers = agent.link._member, threading.Event(), threading.Event()
 
-    def answer_late(*_: object, **__: object) -> dict[str, Any]:
+    def answer_late(request: object) -> Commands:
         asked.set()
         assert answers.wait(60.0)
-        return {"first": old.received + 1, "commands": [{"command": "exit", "code": 0}]}
+        return Commands(old.received + 1, (Named(Exit(0, "late")),))
 
     monkeypatch.setattr(old.polls, "try_call", answer_late)
     wait_until(asked.is_set, "it waits for commands")
     with line.coordinator._lock:
         line.coordinator._live.lose("a")
-    agent.link.tell("note")
+    agent.link.tell(Leaving())
     wait_until(lambda: bool(agent.expelled), "it is told")
     agent.link.rejoin(agent.brings(), agent.rejoined.set)
     wait_until(agent.rejoined.is_set, "it has joined again")
@@ -319,7 +326,7 @@ def test_an_agent_that_ends_delivers_what_it_has_told_and_says_goodbye(
 ) -> None:
     heard, agent = Heard(line), LinkedAgent(line, relay.address)
     for number in range(20):
-        agent.link.tell("note", number=number)
+        agent.link.tell(Moved(1, number))
     agent.link.close()
     assert heard.numbers == list(range(20))
     wait_until(lambda: any("event=bye host=a" in text for text in line.log), "it is gone")
@@ -336,7 +343,7 @@ def test_a_join_waits_for_a_coordinator_that_is_not_ready_yet(line: Line, relay:
 def test_an_answer_that_takes_longer_than_expected_arrives_all_the_same() -> None:
     server = SlowServer(0.3)
     line = CoordinatorLine(server.place, 4.0, 0.1, Health(60.0, 3.0), threading.Event())
-    assert line.call("poll") == "poll"
+    line.call(BYE)
     assert line._wait_s == 0.1  # of the next one
     line.cut()
     server.close()
@@ -347,14 +354,14 @@ def test_an_agent_that_stood_still_itself_asks_again_before_it_gives_up() -> Non
     server = SlowServer(0.3)
     health = Health(0.1, 3.0)
     line = CoordinatorLine(server.place, 4.0, 60.0, health, threading.Event())
-    assert line.call("tell") == "tell"
+    line.call(BYE)
     assert line._channel is not None
     line._channel.close()
     time.sleep(0.2)
-    assert line.call("tell") == "tell"
+    line.call(BYE)
     server.close()
     with pytest.raises(PeerError):
-        line.call("tell")
+        line.call(BYE)
 
 
 def test_a_thread_of_the_link_that_fails_ends_the_agent(
@@ -371,8 +378,8 @@ def test_a_thread_of_the_link_that_fails_ends_the_agent(
             failed.append(error)
 
     monkeypatch.setattr(agent.link, "_put", loop)
-    monkeypatch.setattr(agent.link._member.polls, "try_call", lambda *_, **__: {})
+    monkeypatch.setattr(agent.link._member.polls, "try_call", lambda request: {})
     wait_until(lambda: bool(failed), "the loop is told")
     assert "the link to the coordinator has failed" in str(failed[0])
-    assert isinstance(failed[0].__cause__, KeyError)
+    assert isinstance(failed[0].__cause__, AttributeError)
     agent.link.close()

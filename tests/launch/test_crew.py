@@ -5,18 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from wire_words import workers as wanted
 
+from scalai.core.worker_messages import Imports
 from scalai.launch import crew
 from scalai.launch.crew import Crews
 from scalai.launch.flags import parse_options
 from scalai.launch.job import JobSpec
 
 DEADLINE_S = 60.0
-COMMAND = {
-    "round": 1, "group_rank": 0, "group_world_size": 1, "first_rank": 0, "local_world_size": 1,
-    "world_size": 1, "master_addr": "127.0.0.1", "master_port": 1, "degrees": {},
-    "micro_batch_size": None,
-}  # fmt: skip
 
 
 class Workers:
@@ -45,10 +42,10 @@ def test_nobody_waits_for_a_fork_server_that_still_imports(
         beside.append(threading.Thread(target=work, daemon=True))
         beside[-1].start()
 
-    crews.start(COMMAND)
-    crews.warm_up({"modules": [], "sys_path": []}, run_beside)
-    crews.start({**COMMAND, "round": 2})
+    crews.start(wanted())
+    crews.warm_up(Imports((), ()), run_beside)
+    crews.start(wanted(2))
     imported.set()
     beside[0].join(DEADLINE_S)
-    crews.start({**COMMAND, "round": 3})
+    crews.start(wanted(3))
     assert workers.warm == [False, False, True]

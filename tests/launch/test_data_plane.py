@@ -12,10 +12,13 @@ from store_states import Opener, deposit, generation, values_of
 
 from scalai.core.collection import Collection
 from scalai.core.errors import PeerError, StoreError
+from scalai.core.messages import Named
 from scalai.core.region import Box
 from scalai.launch import data_plane
 from scalai.launch.data_plane import DataPlaneServer, Peer
-from scalai.runtime.framing import FramedSocket, authenticate
+from scalai.runtime.codec import encode
+from scalai.runtime.framing import FramedSocket
+from scalai.runtime.handshake import accept
 from scalai.store.files import slices
 from scalai.store.host import HostStore
 
@@ -31,8 +34,8 @@ def server(store: HostStore) -> Iterator[DataPlaneServer]:
 
 
 @pytest.fixture
-def peer(server: DataPlaneServer) -> Peer:
-    return Peer(server.address, TOKEN, timeout_s=5)
+def peer(server: DataPlaneServer, store: HostStore) -> Peer:
+    return Peer(server.address, TOKEN, store.host, timeout_s=5)
 
 
 def fetch_into(tmp_path: Path, peer: Peer, row: int, pieces: Collection) -> bytes:
@@ -80,25 +83,20 @@ def test_the_server_cuts_parts_out_of_pieces(store: HostStore, peer: Peer, tmp_p
 def test_pieces_of_many_blocks_arrive(
     store: HostStore, peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        data_plane, "contiguous_chunks", lambda part: data_plane_chunks(part, chunk_bytes=7)
-    )
+    monkeypatch.setattr(data_plane, "BLOCK_BYTES", 7)
     test_all_pieces_and_the_manifest_arrive(store, peer, tmp_path)
-
-
-data_plane_chunks = data_plane.contiguous_chunks
 
 
 def test_a_peer_with_another_token_is_refused(server: DataPlaneServer, peer: Peer) -> None:
     with pytest.raises(PeerError, match="does not have this job's token"):
-        Peer(server.address, b"another token", timeout_s=5).manifest(1)
+        Peer(server.address, b"another token", "h", timeout_s=5).manifest(1)
     assert peer.manifest(1).generation == 1
 
 
 def test_a_server_with_another_token_is_refused(store: HostStore, tmp_path: Path) -> None:
     with DataPlaneServer(store, b"another token") as other:
         with pytest.raises(PeerError, match="does not have this job's token"):
-            Peer(other.address, TOKEN, timeout_s=5).manifest(1)
+            Peer(other.address, TOKEN, store.host, timeout_s=5).manifest(1)
 
 
 NOISE = {
@@ -152,26 +150,53 @@ def test_parts_outside_of_a_piece_are_refused(store: HostStore, peer: Peer, tmp_
         fetch_into(tmp_path, peer, 99, collection.select(np.array([0])))
 
 
-NONSENSE = (
-    {},
-    {"do": "x", "generation": 1},
-    {"do": "fetch", "generation": "one"},
-    {"do": "fetch", "generation": 1, "row": [0], "offset": [], "shape": []},
-)
+def test_another_host_than_is_meant_hands_out_nothing(server: DataPlaneServer) -> None:
+    """Its port may be that of one which is gone."""
+    with pytest.raises(StoreError, match="host 'gone' is asked"):
+        Peer(server.address, TOKEN, "gone", timeout_s=5).manifest(1)
 
 
-@pytest.mark.parametrize("nonsense", NONSENSE, ids=["empty", "unknown", "no number", "columns"])
+NONE = [(0,), b""]
+COLUMNS = {"row": [(1,), bytes(8)], "offset": NONE, "shape": NONE}
+NONSENSE = {
+    "empty": b"",
+    "no message": b"\xc1",
+    "unknown": encode(("Delete", {"host": "h", "generation": 1})),
+    "no number": encode(("ReadManifest", {"host": "h", "generation": "one"})),
+    "columns": encode(("Fetch", {"host": "h", "generation": 1, **COLUMNS})),
+    "an array of another size": encode(
+        ("Fetch", {"host": "h", "generation": 1, **COLUMNS, "row": [(1 << 62,), bytes(8)]})
+    ),
+    "depth": b"\x91" * 100_000,
+}
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=list(NONSENSE))
 def test_nonsense_ends_the_connection_alone(
-    server: DataPlaneServer, peer: Peer, nonsense: dict[str, object]
+    server: DataPlaneServer, peer: Peer, nonsense: bytes
 ) -> None:
     with data_plane.connect(server.address, TOKEN, 5) as framed:
-        framed.send_json(nonsense)
+        framed.send(nonsense)
         with pytest.raises(PeerError, match="closed the connection"):
-            framed.recv_json()
+            framed.receive()
     assert peer.manifest(1).generation == 1
 
 
-def relay(server: DataPlaneServer, damage: str) -> Peer:
+def has_frames(seen: bytes, count: int) -> bool:
+    """Whether more than so many whole frames have come."""
+    at = 0
+    for _ in range(count):
+        if at + 4 > len(seen):
+            return False
+        at += 4 + int.from_bytes(seen[at : at + 4], "big")
+    return at + 5 < len(seen)
+
+
+BEFORE_BLOCKS = 3
+"""Frames of a server before the first block: two of the handshake, and the answer."""
+
+
+def relay(server: DataPlaneServer, damage: str, host: str) -> Peer:
     """Return a peer that is reached over a relay which does damage to what the server sends."""
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -186,23 +211,20 @@ def relay(server: DataPlaneServer, damage: str) -> Peer:
         threading.Thread(target=forward, daemon=True).start()
         seen = bytearray()
         while data := upstream.recv(1 << 16):
-            at = (bytes(seen) + data).find(b'{"parts"')
             seen += data
-            is_answer = at >= 0 and len(seen) > at + 40
+            is_answer = has_frames(bytes(seen), BEFORE_BLOCKS)
             if is_answer and damage == "flip":
                 data = data[:-1] + bytes([data[-1] ^ 1])
             if is_answer and damage == "cut":
                 client.sendall(data[:-1])
                 break
             client.sendall(data)
-            if at >= 0 and damage == "stall":
-                threading.Event().wait(30)
         listener.close()
         client.shutdown(socket.SHUT_RDWR)
         upstream.close()
 
     threading.Thread(target=run, daemon=True).start()
-    return Peer(listener.getsockname()[:2], TOKEN, timeout_s=5)
+    return Peer(listener.getsockname()[:2], TOKEN, host, timeout_s=5)
 
 
 def test_a_damaged_block_is_noticed(
@@ -210,7 +232,7 @@ def test_a_damaged_block_is_noticed(
 ) -> None:
     piece = store.manifest(1).collection.select(np.array([0]))
     with pytest.raises(PeerError, match="arrived damaged"):
-        fetch_into(tmp_path, relay(server, "flip"), 0, piece)
+        fetch_into(tmp_path, relay(server, "flip", store.host), 0, piece)
 
 
 def test_a_peer_that_dies_in_the_middle_is_noticed(
@@ -218,7 +240,7 @@ def test_a_peer_that_dies_in_the_middle_is_noticed(
 ) -> None:
     piece = store.manifest(1).collection.select(np.array([0]))
     with pytest.raises(PeerError, match=r"closed the connection|broke"):
-        fetch_into(tmp_path, relay(server, "cut"), 0, piece)
+        fetch_into(tmp_path, relay(server, "cut", store.host), 0, piece)
 
 
 def test_a_peer_that_falls_silent_is_noticed(store: HostStore, tmp_path: Path) -> None:
@@ -228,13 +250,13 @@ def test_a_peer_that_falls_silent_is_noticed(store: HostStore, tmp_path: Path) -
     def accept_and_say_nothing() -> None:
         connection, _ = listener.accept()
         with FramedSocket(connection, "client", 5) as framed:
-            authenticate(framed, TOKEN, is_server=True)
-            framed.recv_json()
-            framed.send_json({"parts": 1})
+            accept(framed, TOKEN)
+            framed.receive()
+            framed.send(encode(Named(data_plane.Parts(1))))
             connection.recv(1)
 
     threading.Thread(target=accept_and_say_nothing, daemon=True).start()
-    silent = Peer(listener.getsockname()[:2], TOKEN, timeout_s=0.2)
+    silent = Peer(listener.getsockname()[:2], TOKEN, store.host, timeout_s=0.2)
     with pytest.raises(PeerError, match=r"silent for 0\.2 s"):
         fetch_into(tmp_path, silent, 0, store.manifest(1).collection.select(np.array([0])))
     listener.close()
@@ -251,7 +273,7 @@ def test_a_closing_server_cuts_its_peers(server: DataPlaneServer) -> None:
     with data_plane.connect(server.address, TOKEN, 5) as framed:
         server.close()
         with pytest.raises(PeerError):
-            framed.recv_json()
+            framed.receive()
 
 
 def test_a_generation_that_is_dropped_is_served_to_its_end(

@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 from store_states import two_ranks
+from wire_words import Told, start
 
 from scalai.core.errors import StoreError
+from scalai.core.messages import JsonText
+from scalai.core.worker_messages import BeginDeposit, RankDeposited
 from scalai.launch import deposits as deposits_module
 from scalai.launch.background import Background
 from scalai.launch.deposits import Deposits
 from scalai.launch.round import DepositUnderWay, Published, Round
 from scalai.store.host import HostStore
+
+NONE = JsonText.of(None)
 
 
 class Host:
@@ -20,7 +25,7 @@ class Host:
 
     def __init__(self, store: HostStore) -> None:
         held = two_ranks()
-        self.round = Round({"round": 1, "first_rank": 0, "local_world_size": 2, "sources": {}})
+        self.round = Round(start(local_world_size=2))
         self.round.published = {
             rank: Published(held[rank], held[rank], False, Future()) for rank in held
         }
@@ -28,7 +33,7 @@ class Host:
         self.failed: list[str] = []
         self.due: list[Callable[[], None]] = []
         background = Background(self, self.due.append)  # type: ignore[arg-type]
-        self.deposits = Deposits(store, lambda event, **facts: None, background)
+        self.deposits = Deposits(store, Told(), background)
         self._background = background
 
     def fail(self, reason: str) -> None:
@@ -78,7 +83,7 @@ def test_a_deposit_that_is_wanted_and_finds_no_room_fails_the_round(
     assert not host.failed and host.round.reserve_wait_s == 5.0
     host.deposits.retry(host.round)  # not yet
     assert not host.round.is_reserving
-    host.deposits.begin(host.round, Future(), 0, "snapshot", 7)
+    host.deposits.begin(host.round, Future(), BeginDeposit(0, 1, "snapshot", 7))
     host.work()
     assert host.failed == ["making room for a deposit: no room."]
 
@@ -91,9 +96,8 @@ def test_what_is_sealed_after_its_round_is_kept_where_the_host_joins_again(
     host, discarded = Host(store), list[object]()
     monkeypatch.setattr(store, "seal", lambda *_, **__: None)
     monkeypatch.setattr(store, "discard", discarded.append)
-    monkeypatch.setattr(deposits_module, "manifest_message", lambda manifest: {})
+    monkeypatch.setattr(deposits_module, "manifest_bytes", lambda manifest: b"")
     ended = host.round
-    ended.command = {**ended.command, "run": "r", "degrees": {}, "world_size": 2, "group": ["a"]}
     reserved = ended.reserved = store.reserve(ended.held())
     ended.deposit = DepositUnderWay("snapshot", 7)
     part: Any = None
@@ -116,7 +120,6 @@ def test_a_deposit_that_cannot_be_sealed_gives_its_room_back(
     host = Host(store)
     monkeypatch.setattr(store, "seal", full)
     current = host.round
-    current.command = {**current.command, "run": "r", "degrees": {}, "world_size": 2, "group": []}
     reserved = current.reserved = store.reserve(current.held())
     current.deposit = DepositUnderWay("snapshot", 7)
     part: Any = None
@@ -133,5 +136,5 @@ def test_what_a_worker_says_when_its_deposit_was_sealed_without_it_ends_no_agent
 ) -> None:
     """Its last word may wait in a thread while it is found dead."""
     host, answer = Host(store), Future[Any]()
-    host.deposits.deposited(host.round, answer, 0, {}, 7, {})
+    host.deposits.deposited(host.round, answer, RankDeposited(0, 1, (), "", NONE, NONE, 7, {}))
     assert answer.done() and answer.result() is None

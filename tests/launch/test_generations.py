@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from scalai.core.collection import Collection, Tensor
+from scalai.core.committed import Committed
 from scalai.core.errors import ProofError
 from scalai.core.fingerprint import piece_fingerprint
 from scalai.core.region import Box
 from scalai.launch.generations import Generations
 from scalai.launch.proofs import committed_fingerprints
-from scalai.store.committed import Committed
 from scalai.store.files import slices
 from scalai.store.manifest import HostManifest, StoredFile
 

@@ -6,13 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from wire_words import Told, start
 
+from scalai.core.worker_messages import Stand
 from scalai.launch import stops
 from scalai.launch.round import Round
 from scalai.launch.stops import Stops
 from scalai.runtime.control import ControlPage
 
-ROUND = {"round": 3, "first_rank": 0, "local_world_size": 2}
+ROUND = start(round=3, local_world_size=2)
+LATER = start(round=4, local_world_size=2)
 
 
 class Agent:
@@ -27,13 +30,11 @@ class Agent:
         workforce: Any = SimpleNamespace(round=self.round, crew=crew, have_ended=lambda: False)
         deposits: Any = SimpleNamespace(withdraw=lambda current: None)
         self.workforce = workforce
-        self.told: list[tuple[str, Any]] = []
-        self.stops = Stops(
-            workforce, deposits, lambda event, **facts: self.told.append((event, facts)), 9.0
-        )
+        self.told = Told()
+        self.stops = Stops("a", workforce, deposits, self.told, 9.0)
 
     def events(self) -> list[str]:
-        return [event for event, _ in self.told]
+        return self.told.words()
 
 
 @pytest.fixture
@@ -47,15 +48,16 @@ def test_a_stop_is_proposed_once_no_save_is_in_flight(agent: Agent) -> None:
     agent.worker.report_save(4)
     agent.stops.prepare(8)
     agent.stops.watch()
-    assert set(agent.events()) == {"held"} and len(agent.told) == 2, "it is told again"
-    assert "iteration 4 is in flight" in agent.told[0][1]["what"]
+    assert set(agent.events()) == {"held"} and len(agent.events()) == 2, "it is told again"
+    assert "iteration 4 is in flight" in agent.told.events[0]["what"]
     assert not agent.worker.must_stop(10**9) and agent.worker.stop_urgency() == 1
     agent.worker.report(0, 12)
     agent.worker.report_save(None)
     agent.stops.watch()
     agent.stops.watch()
     assert agent.events().count("prepared") == 1
-    assert agent.told[-1] == ("prepared", {"stop": 8, "newest": 12})
+    prepared = {"event": "prepared", "host": "a", "round": 3, "stop": 8, "newest": 12}
+    assert agent.told.events[-1] == prepared
     assert not agent.worker.stop_urgency()
 
 
@@ -71,7 +73,7 @@ def test_a_held_stop_that_is_taken_back_or_whose_round_has_ended_is_not_proposed
     assert agent.events() == ["held"]
     agent.worker.report_save(0)
     agent.stops.prepare(8)
-    agent.workforce.round = Round({**ROUND, "round": 4})
+    agent.workforce.round = Round(LATER)
     agent.worker.report_save(None)
     agent.stops.watch()
     assert agent.events() == ["held", "held"]
@@ -84,12 +86,12 @@ def test_workers_that_come_to_a_stop_with_a_save_are_sent_on_and_that_is_told_on
     agent.stops.agree(8)
     answers: list[Future[Any]] = [Future(), Future()]
     for rank, answer in enumerate(answers):
-        agent.stops.stand(agent.round, answer, rank, step=8, iteration=8)
+        agent.stops.stand(agent.round, answer, Stand(rank, 3, step=8, iteration=8))
     assert agent.events() == ["prepared", "held"] and not any(a.done() for a in answers)
     agent.stops.withdraw()
     assert all(answer.done() for answer in answers)
     late: Future[Any] = Future()
-    agent.stops.stand(agent.round, late, 1, step=8, iteration=8)
+    agent.stops.stand(agent.round, late, Stand(1, 3, step=8, iteration=8))
     assert late.done(), "its page was read before the stop was taken back"
     assert agent.events() == ["prepared", "held"] and not agent.worker.stop_urgency()
     agent.stops.prepare(9)
@@ -113,12 +115,12 @@ def test_workers_that_stood_when_their_round_ended_keep_no_later_stop_from_being
 ) -> None:
     agent.stops.prepare(8)
     agent.stops.agree(8)
-    agent.stops.stand(agent.round, stood := Future[Any](), 0, step=8, iteration=8)
+    agent.stops.stand(agent.round, stood := Future[Any](), Stand(0, 3, step=8, iteration=8))
     stood.set_exception(RuntimeError("this round of workers has ended."))
-    later = agent.workforce.round = Round({**ROUND, "round": 4})
+    later = agent.workforce.round = Round(LATER)
     agent.stops.prepare(9)
     agent.stops.agree(9)
-    agent.stops.stand(later, Future[Any](), 0, step=9, iteration=9)
+    agent.stops.stand(later, Future[Any](), Stand(0, 4, step=9, iteration=9))
     assert agent.events() == ["prepared", "held", "prepared", "held"]
 
 
@@ -129,7 +131,7 @@ def test_of_a_save_that_nobody_looks_for_any_more_that_is_said(
     agent.worker.report_save(4)
     agent.stops.prepare(8)
     agent.stops.watch()
-    assert not any("no worker has looked" in facts["what"] for _, facts in agent.told)
+    assert not any("no worker has looked" in told["what"] for told in agent.told.events)
     monkeypatch.setattr(stops, "UNLOOKED_S", -1.0)
     agent.stops.watch()
-    assert "no worker has looked for its end for 0 s" in agent.told[-1][1]["what"]
+    assert "no worker has looked for its end for 0 s" in agent.told.events[-1]["what"]

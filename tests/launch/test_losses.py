@@ -1,5 +1,6 @@
 """Which agents count as lost, whom the coordinator listens to, and what it survives itself."""
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,13 +9,18 @@ from typing import Any
 
 import pytest
 from coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, wait_until
+from wire_words import call_raw
 
 from scalai.core import actions
 from scalai.core import membership as m
+from scalai.core.commands import Save
 from scalai.core.errors import AnswerError, PeerError
+from scalai.core.messages import JsonText, Named
+from scalai.core.reports import Leaving
 from scalai.launch import cli
+from scalai.launch.coordinator_calls import Bye, Stalled, Tell
 from scalai.launch.losses import Patience
-from scalai.runtime.messages import Channel
+from scalai.runtime.codec import encode
 
 SHORT_S = 1.5
 """Many times what a living agent is silent for here."""
@@ -49,7 +55,7 @@ def short_line(tmp_path: Path) -> Iterator[Line]:
 
 def note(line: Line, *hosts: str) -> None:
     with line.coordinator._lock:
-        line.coordinator._live.command(hosts, command="note")
+        line.coordinator._live.command(hosts, Save(77))
 
 
 def has_said(line: Line, *words: str) -> bool:
@@ -107,7 +113,7 @@ def test_a_stall_of_the_coordinator_is_not_taken_for_silence(short_line: Line) -
     wait_until(lambda: has_said(short_line, "event=stalled"), "the stall is told of")
     note(short_line, "a", "b")
     for agent in agents:
-        agent.wait_for("note")
+        agent.wait_for("save")
     assert not has_said(short_line, "event=lost")
 
 
@@ -131,7 +137,7 @@ def test_the_status_shows_workers_that_make_no_steps(
 ) -> None:
     agent = line.join("a")
     agent.wait_for("start")
-    agent.stalled = {"ranks": [1, 3], "step": 41, "for_s": 75.2}
+    agent.stalled = Stalled((1, 3), 41, 75.2)
     roster = line.coordinator._live.roster
     wait_until(lambda: bool(roster.stalled()), "the coordinator has heard it")
     monkeypatch.setattr(cli, "read_card", lambda folder: (line.coordinator.address, TOKEN))
@@ -146,7 +152,7 @@ def test_workers_that_are_gone_are_not_shown_as_ones_that_make_no_steps(line: Li
     """Between two rounds: an agent polls with no round then."""
     agent = line.join("a")
     agent.wait_for("start")
-    agent.stalled = {"ranks": [1], "step": 41, "for_s": 75.2}
+    agent.stalled = Stalled((1,), 41, 75.2)
     roster = line.coordinator._live.roster
     wait_until(lambda: bool(roster.stalled()), "the coordinator has heard it")
     agent.round = 0
@@ -178,7 +184,7 @@ def test_an_agent_whose_connections_end_is_lost(pair_line: Line) -> None:
 def test_an_agent_that_says_goodbye_is_not_waited_for(tmp_path: Path) -> None:
     line = Line(tmp_path, "--nnodes", "1:3", patience=Patience(grace_s=DEADLINE_S))
     agent = line.join("a")
-    agent._calls.call("bye", host="a", incarnation=agent.incarnation)
+    agent._calls.call(Bye("j", "a", agent.incarnation))
     wait_until(lambda: "a" not in line.coordinator._live.roster, "a is gone")
     line.end()
 
@@ -196,8 +202,8 @@ def test_commands_go_to_the_agent_that_took_the_place_of_a_stale_one(pair_line: 
     assert "another agent, which replaced it" in str(old.error)
     with pytest.raises(AnswerError, match="replaced it"):
         old.tell("leaving")
-    new.wait_for("note")
-    assert not old.heard("note")
+    new.wait_for("save")
+    assert not old.heard("save")
 
 
 def test_a_silent_agent_gives_way_to_another_of_its_host(tmp_path: Path) -> None:
@@ -222,63 +228,57 @@ def test_an_event_that_is_told_twice_counts_once(line: Line) -> None:
     agent = line.join("a")
     agent.wait_for("start")
     wait_until(lambda: line.coordinator._live.roster["a"].told == 1, "its first step is told")
-    heard: list[tuple[str, str]] = []
+    heard: list[tuple[str, object]] = []
     line.coordinator._agent_events.hear = (  # type: ignore[method-assign]
-        lambda host, event, facts: heard.append((host, event))
+        lambda host, report: heard.append((host, report))
     )
+    leaving = Named(Leaving())
     for number in (2, 2, 3, 2):
-        agent._calls.call(
-            "tell", host="a", incarnation=agent.incarnation, number=number, event="leaving",
-            facts={},
-        )  # fmt: skip
-    assert heard == [("a", "leaving")] * 2
+        agent._calls.call(Tell("j", "a", agent.incarnation, number, leaving))
+    assert heard == [("a", Leaving())] * 2
 
 
+WHO = {"job": "j", "host": "a", "incarnation": "i"}
 BRINGS: dict[str, Any] = {
-    "host": "b", "incarnation": "i", "store": None, "slots": 2, "address": ["127.0.0.1", 1],
-    "parts": [], "sealed": [],
+    **WHO, "host": "b", "store": None, "slots": 2, "address": ("127.0.0.1", 1), "parts": (),
+    "sealed": (), "damaged": (), "spec": {"text": "{}"},
 }  # fmt: skip
+DIFFER = "Do the versions differ"
 NONSENSE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no call": ("quit", {}, "no call|not a call"),
-    "no arguments": ("poll", {}, "called wrongly.*missing"),
-    "wrong type": ("poll", {**{"host": "a", "incarnation": "i", "received": "1"}, "round": 1,
-                            "newest": 1}, "received = '1'"),
-    "host": ("join", {**BRINGS, "host": "../../etc", "spec": {}}, "cannot name a directory"),
-    "spec": ("join", {**BRINGS, "spec": {}}, "brings no job"),
-    "argv": ("join", {**BRINGS, "spec": {"argv": 1, "elastic_text": 2, "deepspeed": 3}},
-             "brings no job"),
-    "parts": ("join", {**BRINGS, "parts": [{"generation": 1}]}, "damaged|brings no job"),
-    "scale": ("scale", {"nproc": "many", "nnodes": None, "degrees": None, "dry_run": True},
-              "nproc = 'many'"),
+    "no call": ("Quit", {}, DIFFER),
+    "no arguments": ("Poll", {}, DIFFER),
+    "wrong type": ("Poll", {**WHO, "received": "1", "round": 1, "newest": 1, "stalled": None},
+                   DIFFER),
+    "host": ("Join", {**BRINGS, "host": "../../etc"}, "cannot name a directory"),
+    "spec": ("Join", BRINGS, "brings no job"),
+    "no JSON": ("Join", {**BRINGS, "spec": {"text": "{"}}, "brings no job"),
+    "depth": ("Join", {**BRINGS, "spec": {"text": "[" * 100_000}}, "brings no job"),
+    "argv": ("Join", {**BRINGS, "spec": {"text": '{"options": 1}'}}, "brings no job"),
+    "parts": ("Join", {**BRINGS, "parts": (b'{"generation": 1}',)}, "damaged"),
+    "another job": ("Join", {**BRINGS, "job": "k"}, "job 'k' is called"),
+    "scale": ("Scale", {"nproc": "many", "nnodes": None, "degrees": None, "dry_run": True},
+              DIFFER),
+    "event of another host": ("Tell", {**WHO, "number": 9, "report": (
+        "Finished", {"host": "b", "round": 1})}, "which is of another host"),
+    "no event": ("Tell", {**WHO, "number": 9, "report": ("Sleep", {})}, DIFFER),
+    "wrong round": ("Tell", {**WHO, "number": 9, "report": (
+        "Built", {"host": "a", "round": "one"})}, DIFFER),
+    "no round": ("Tell", {**WHO, "number": 9, "report": ("Stopped", {"host": "a"})}, DIFFER),
+    "slots": ("Tell", {**WHO, "number": 9, "report": ("Slots", {"slots": "two"})}, DIFFER),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NONSENSE)
 def test_nonsense_is_refused_and_changes_nothing(line: Line, case: str) -> None:
-    method, arguments, message = NONSENSE[case]
+    word, arguments, message = NONSENSE[case]
     if case == "parts":
-        arguments = {**arguments, "spec": line.spec.to_json()}
-    assert not isinstance(line.coordinator.address, str)
-    channel = Channel(line.coordinator.address, TOKEN)
-    with pytest.raises(AnswerError, match=message):
-        channel.call(method, **arguments)
-    channel.close()
-    line.join("a").wait_for("start")
-    assert not has_said(line, "event=crashed")
-
-
-@pytest.mark.parametrize(
-    ("event", "facts"),
-    [
-        ("sleep", {}), ("built", {"round": "one"}), ("built", {"number": 1}), ("stopped", {}),
-        ("sealed", {}), ("slots", {"slots": "two"}), ("committed", {"number": 1}),
-    ],
-)
-def test_events_that_are_none_are_refused(line: Line, event: str, facts: dict[str, Any]) -> None:
+        arguments = {**arguments, "spec": JsonText.of(line.spec.to_json())}
     agent = line.join("a")
     agent.wait_for("start")
-    with pytest.raises(AnswerError, match="versions differ"):
-        agent.tell(event, **facts)
+    if word == "Tell":
+        arguments = {**arguments, "incarnation": agent.incarnation}
+    said = call_raw(line.coordinator.address, TOKEN, encode((word, arguments)))
+    assert re.search(message, said), said
     assert not has_said(line, "event=crashed")
 
 

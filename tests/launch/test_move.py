@@ -1,7 +1,6 @@
 """Two hosts, one resize: planned, fetched over the data plane, restored, and proven equal."""
 
 import _thread
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,13 @@ import pytest
 import torch
 from older_release import saved_by_an_older_release
 from store_states import Opener
+from wire import travelled
+from wire_words import start
 
 from scalai.core.collection import Tensor
+from scalai.core.commands import HeldPart
 from scalai.core.errors import MemoryShortError
+from scalai.core.orders import RankDeposit
 from scalai.core.plan import plan
 from scalai.core.region import Box, Piece, row_major, whole
 from scalai.core.sources import Holder
@@ -26,9 +29,8 @@ from scalai.runtime.live import Slot
 from scalai.runtime.restore import read_rows
 from scalai.runtime.rows import collection_of, held_rows, wanted_rows
 from scalai.store.host import HostStore
-from scalai.store.manifest import HostManifest, manifest_message, read_manifest, unite_hosts
+from scalai.store.manifest import HostManifest, manifest_bytes, read_manifest, unite_hosts
 from scalai.store.moves import Fetched, fetch_lists, holders_of, read_orders
-from scalai.store.orders import RankDeposit, ReadOrder
 
 TOKEN = b"token"
 ABOUT = {"consumed_samples": 12, "world_size": 2}
@@ -76,7 +78,7 @@ def deposit(store: HostStore, rank: int, degree: int) -> HostManifest:
 def fetch_all(store: HostStore, lists: list[Fetched], peers: dict[str, DataPlaneServer]) -> None:
     for entry in lists:
         asked = entry.asked
-        peer = Peer(peers[asked.host].address, TOKEN, timeout_s=5)
+        peer = Peer(peers[asked.host].address, TOKEN, asked.host, timeout_s=5)
         peer.fetch(1, asked.row, asked.pieces, entry.path, entry.begin)
 
 
@@ -99,8 +101,7 @@ def test_a_host_restores_from_itself_and_from_others(open_store: Opener, degree:
         own = {"a": store.generation_directory(1)} if host == "a" else {}
         orders = read_orders(planned, parts, own, fetched)
         for rank, slots in enumerate(new):
-            message = json.loads(json.dumps(orders[rank].to_json()))
-            read_rows(wanted_rows(slots), ReadOrder.from_json(message))
+            read_rows(wanted_rows(slots), travelled(orders[rank]))
             for slot, expected in zip(slots, shard(rank, degree), strict=True):
                 assert torch.equal(slot.buffer, expected.buffer)
         assert planned.bytes_remote == sum(int(e.asked.pieces.size_bytes().sum()) for e in fetched)
@@ -163,12 +164,12 @@ def prepare(
     wants = {0: collection_of(wanted_rows(shard(0, 1, is_empty=True)))}
     with DataPlaneServer(stores["a"], TOKEN) as a, DataPlaneServer(stores["b"], TOKEN) as b:
         sources = {
-            host: {"address": server.address, "part": manifest_message(parts[host])}
+            host: HeldPart(server.address, manifest_bytes(parts[host]))
             for host, server in (("a", a), ("b", b))
         }
-        command = {"generation": 1, "sources": sources, "group": ["a", "b", "c"]}
+        begin = start(sources=sources, generation=1, group=("a", "b", "c"))
         first()
-        return prepare_restore(stores["c"], command, wants, TOKEN)
+        return prepare_restore(stores["c"], begin, wants, TOKEN)
 
 
 def test_what_is_fetched_of_an_older_releases_state_has_its_fingerprints(
@@ -176,7 +177,7 @@ def test_what_is_fetched_of_an_older_releases_state_has_its_fingerprints(
 ) -> None:
     stores = {host: open_store(host=host) for host in ("a", "b", "c")}
     restore = prepare(stores, is_older=True)
-    assert restore.common["fingerprint_version"] == 1
+    assert restore.sources[0].fingerprint_version == 1
     assert restore.grown is not None and restore.grown.fingerprint_version == 1
     with stores["c"].open_rows(1) as rows:
         assert len(rows.manifest.fingerprint) and not list(rows.damage())

@@ -29,7 +29,7 @@ class Workers:
         self.now += wait_s
         self.watch.watch()
         stalled = self.watch.stalled
-        return None if stalled is None else (stalled["ranks"], stalled["step"])
+        return None if stalled is None else (list(stalled.ranks), stalled.step)
 
 
 @pytest.fixture

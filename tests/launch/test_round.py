@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 from store_states import HALF, WEIGHT, Opener, report, write
+from wire_words import start
 
 from scalai.core.collection import Collection
+from scalai.core.orders import WriteOrder
 from scalai.core.region import Box, whole
 from scalai.launch.round import DepositUnderWay, Round, answers, keep_longest
 from scalai.store.deposit import Deposit
 from scalai.store.host import HostStore
-from scalai.store.orders import WriteOrder
 
 ABOUT = {"consumed_samples": 1, "degrees": {}, "world_size": 3, "tensors": 2}
 
@@ -88,7 +89,7 @@ def test_what_a_dead_rank_should_have_written_is_written_by_a_replica(
     host.go_on()
     while not host.deposit.is_handed_over:
         (heir,) = host.deposit.writing
-        order = WriteOrder.from_json(given[heir].result(timeout=0))
+        order = given[heir].result(timeout=0)
         given[heir] = host.write(heir, order)
         host.go_on()
     assert host.seal() == EVERYTHING
@@ -100,7 +101,7 @@ def test_what_nobody_else_holds_is_left_out(store: HostStore) -> None:
     host.lost = {0}
     host.go_on()
     if not host.deposit.is_handed_over:
-        host.write(1, WriteOrder.from_json(given.result(timeout=0)))
+        host.write(1, given.result(timeout=0))
         host.go_on()
     assert host.deposit.is_handed_over
     found = host.seal()
@@ -121,7 +122,7 @@ def test_an_heir_that_dies_too_is_not_waited_for(store: HostStore) -> None:
 
 
 def test_a_round_knows_its_ranks_and_what_is_complete() -> None:
-    current = Round({"round": 3, "first_rank": 4, "local_world_size": 2, "sources": {}})
+    current = Round(start(round=3, first_rank=4, local_world_size=2))
     assert list(current.ranks) == [4, 5] and current.number == 3
     assert not current.is_complete({4}) and current.is_complete({3, 4, 5})
     assert not current.is_restoring

@@ -10,13 +10,14 @@ import pytest
 from committed_parts import half, part
 from coordinator_line import DEADLINE_S, QUICK, TOKEN, FakeAgent, Line, wait_until
 
+from scalai.core.committed import Committed
 from scalai.core.errors import PeerError, ProofError
 from scalai.core.membership import Phase
 from scalai.launch import generations
 from scalai.launch.losses import Patience
-from scalai.runtime.messages import Channel
-from scalai.store.committed import Committed
-from scalai.store.manifest import HostManifest, manifest_message
+from scalai.launch.person_calls import Resume, Scale
+from scalai.runtime.calls import Channel
+from scalai.store.manifest import HostManifest, manifest_bytes
 
 STORE = ["machine", 1]
 
@@ -47,7 +48,7 @@ class TwoHosts:
     def begin_to_stop(self) -> None:
         """Ask for a change; both hosts stand at the agreed stop and may deposit."""
         person = Channel(self.line.coordinator.address, TOKEN)
-        person.call("scale", nproc=3, nnodes=None, degrees=None, dry_run=False)
+        person.call(Scale(3, None, None, dry_run=False))
         person.close()
         self.step = self.a.wait_for("agree")["stop"]
         for agent in (self.a, self.b):
@@ -62,7 +63,7 @@ class TwoHosts:
         return half(whole, host, "ab".index(host))
 
     def a_tells(self, reason: str = "stop") -> None:
-        message = manifest_message(self.sealed("a"))
+        message = manifest_bytes(self.sealed("a"))
         self.a.tell("sealed", round=1, reason=reason, part=message, seconds={})
 
     def a_stops(self) -> None:
@@ -184,7 +185,7 @@ def test_a_state_whose_replicas_differ_at_a_stop_is_not_gone_on_from(
     hosts.begin_to_stop()
     monkeypatch.setattr(generations, "deposited_fingerprints", differ)
     for host in "ab":
-        agent, message = getattr(hosts, host), manifest_message(hosts.sealed(host))
+        agent, message = getattr(hosts, host), manifest_bytes(hosts.sealed(host))
         agent.tell("sealed", round=1, reason="stop", part=message, seconds={})
     hosts.a_stops()
     assert hosts.a.wait_for("start", 2)["generation"] == 1
@@ -249,7 +250,7 @@ def test_what_a_person_has_left_behind_does_not_come_back_as_a_sealed_part(tmp_p
     first = line.join("a", parts=(older, newest))
     person = Channel(line.coordinator.address, TOKEN)
     wait_until(lambda: said(line, "scalai resume"), "it waits")
-    person.call("resume", generation=3, dry_run=False)
+    person.call(Resume(3, dry_run=False))
     person.close()
     assert first.wait_for("start")["generation"] == 3
     line.join("b", sealed=(part(tmp_path, "b", -1, 30, "r-1-30"),))
@@ -329,7 +330,7 @@ def test_a_job_does_not_begin_without_a_sealed_state_whose_replicas_differ(
     assert not first.heard("start") and start.coordinator._live.state.phase is Phase.WAITING
     if has_older:
         person = Channel(start.coordinator.address, TOKEN)
-        person.call("resume", generation=3, dry_run=False)
+        person.call(Resume(3, dry_run=False))
         person.close()
         assert first.wait_for("start")["generation"] == 3
 

@@ -6,17 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from committed_parts import half, part
 from coordinator_line import TOKEN, FakeAgent, Line, wait_until
 
+from scalai.core.committed import Committed
 from scalai.core.errors import PeerError, ProofError
 from scalai.launch import generations
 from scalai.launch.flags import parse_options
 from scalai.launch.job import JobSpec
-from scalai.runtime.messages import Channel
-from scalai.store.committed import Committed
-from scalai.store.manifest import HostManifest, manifest_message
+from scalai.launch.person_calls import Resume, Scale, Status
+from scalai.runtime.calls import Channel
+from scalai.store.manifest import HostManifest, manifest_bytes, manifest_of_bytes
 
 FLAGS = ("--nnodes", "1:3", "--settle-s", "0.2", "--max-restarts", "9")
 
@@ -42,10 +44,13 @@ def of_two_hosts(folder: Path, number: int, step: int) -> list[HostManifest]:
     return [replace(half(whole, host, n), committed=stated) for n, host in enumerate("ab")]
 
 
-def call(line: Line, method: str, **arguments: Any) -> Any:
+CALLS = {"resume": Resume, "scale": Scale, "status": Status}
+
+
+def call(line: Line, word: str, **arguments: Any) -> Any:
     channel = Channel(line.coordinator.address, TOKEN)
     try:
-        return channel.call(method, **arguments)
+        return channel.call(CALLS[word](**arguments)).value()
     finally:
         channel.close()
 
@@ -80,7 +85,7 @@ def test_a_damaged_newest_generation_is_waited_for_and_its_number_not_used_again
     assert agent.wait_for("start")["generation"] == 3
     sealed = part(tmp_path, "a", -1, 25, f"{agent.wait_for('start')['run']}-1-25")
     agent.tell(
-        "sealed", round=1, reason="snapshot", part=manifest_message(sealed), seconds={}
+        "sealed", round=1, reason="snapshot", part=manifest_bytes(sealed), seconds={}
     )
     assert agent.wait_for("commit")["generation"] == 6
 
@@ -94,7 +99,7 @@ def test_a_snapshot_whose_replicas_differ_is_refused_and_ends_no_agent(
     monkeypatch.setattr(generations, "deposited_fingerprints", differ)
     agent = line.join("a")
     sealed = part(tmp_path, "a", -1, 25, f"{agent.wait_for('start')['run']}-1-25")
-    agent.tell("sealed", round=1, reason="snapshot", part=manifest_message(sealed), seconds={})
+    agent.tell("sealed", round=1, reason="snapshot", part=manifest_bytes(sealed), seconds={})
     said(line, "event=snapshot step=25 refused: replicas differ")
     assert not agent.heard("commit") and not agent.heard("exit")
 
@@ -254,7 +259,7 @@ def test_an_older_state_on_a_disk_is_not_taken_for_its_higher_number(
     """A disk of one host may hold what another run has left there."""
     left, mine = without_memory(line, tmp_path)
     other = part(tmp_path, "b", 7, 50, "other-1-50")
-    left.tell("attached", parts=[manifest_message(other)], damaged=[])
+    left.tell("attached", parts=[manifest_bytes(other)], damaged=[])
     said(line, r"generation 7 of step 50, 10 steps back: scalai resume --job j --generation 7")
     line.join("c")
     again = line.join("a", parts=(mine,))
@@ -270,7 +275,7 @@ def test_disks_are_looked_at_though_too_few_hosts_are_left(tmp_path: Path) -> No
     first.leave()
     left.wait_for("look")
     older = part(tmp_path, "b", 1, 50, "r-1-50")
-    left.tell("attached", parts=[manifest_message(older)], damaged=[])
+    left.tell("attached", parts=[manifest_bytes(older)], damaged=[])
     line.join("c")
     said(line, r"generation 1 of step 50, 10 steps back: scalai resume --job j --generation 1")
     assert not left.heard("drop")
@@ -283,7 +288,7 @@ def test_what_is_found_on_a_disk_goes_where_the_job_has_gone_on_meanwhile(
     left, mine = without_memory(line, tmp_path)
     line.join("a", parts=(mine,)).wait_for("start")
     found = [replace(mine, host="b"), part(tmp_path, "b", 1, 50, "r-1-50")]
-    left.tell("attached", parts=[manifest_message(each) for each in found], damaged=[])
+    left.tell("attached", parts=[manifest_bytes(each) for each in found], damaged=[])
     assert left.wait_for("drop")["generation"] == 1, "its host has no room for a third one"
     assert len(left.heard("drop")) == 1
 
@@ -293,13 +298,13 @@ def test_the_number_of_a_state_that_turned_up_on_a_disk_is_not_used_again(
 ) -> None:
     left, _ = without_memory(line, tmp_path)
     other = part(tmp_path, "b", 7, 50, "other-1-50")
-    left.tell("attached", parts=[manifest_message(other)], damaged=[(8, "its manifest is torn")])
+    left.tell("attached", parts=[manifest_bytes(other)], damaged=[(8, "its manifest is torn")])
     answer = call(line, "resume", generation=7, dry_run=False)
     assert "given up: generation 2, 8, 10 steps" in answer["reason"]
     start = left.wait_for("start")
     assert start["generation"] == 7
     name = f"{start['run']}-{start['round']}-55"
-    sealed = manifest_message(part(tmp_path, "b", -1, 55, name))
+    sealed = manifest_bytes(part(tmp_path, "b", -1, 55, name))
     left.tell("sealed", round=start["round"], reason="snapshot", part=sealed, seconds={})
     assert left.wait_for("commit")["generation"] == 9
 
@@ -320,7 +325,7 @@ def test_a_fresh_job_keeps_the_old_state_until_it_has_its_own(
     start = agent.wait_for("start")
     assert start["generation"] is None and not agent.heard("drop")
     sealed = part(tmp_path, "a", -1, 0, f"{start['run']}-1-0")
-    agent.tell("sealed", round=1, reason="start", part=manifest_message(sealed), seconds={})
+    agent.tell("sealed", round=1, reason="start", part=manifest_bytes(sealed), seconds={})
     assert agent.wait_for("commit")["generation"] == 8
     assert agent.wait_for("drop")["generation"] == 7
 
@@ -348,12 +353,12 @@ def test_what_a_late_host_sets_aside_is_never_the_jobs_own_under_that_number(
     agent = fresh_line.join("a")
     run = agent.wait_for("start")["run"]
     sealed = part(tmp_path, "a", -1, 0, f"{run}-1-0")
-    agent.tell("sealed", round=1, reason="start", part=manifest_message(sealed), seconds={})
+    agent.tell("sealed", round=1, reason="start", part=manifest_bytes(sealed), seconds={})
     assert agent.wait_for("commit")["generation"] == 1
     late = fresh_line.join("b", parts=(part(tmp_path, "b", 1, 20, "r-1-20"),))
     assert late.wait_for("drop")["generation"] == 1
     sealed = part(tmp_path, "a", -1, 5, f"{run}-1-5")
-    agent.tell("sealed", round=1, reason="snapshot", part=manifest_message(sealed), seconds={})
+    agent.tell("sealed", round=1, reason="snapshot", part=manifest_bytes(sealed), seconds={})
     assert agent.wait_for("commit", 2)["generation"] == 2
     assert not fresh_line.coordinator._live.generations.keep(1), "nothing of the job's own goes"
 
@@ -366,7 +371,7 @@ def test_what_was_fetched_of_a_generation_that_was_left_behind_goes(
     said(line, "scalai resume")
     call(line, "resume", generation=3, dry_run=False)
     agent.wait_for("drop")
-    agent.tell("grown", part=manifest_message(of_a))  # it was on its way
+    agent.tell("grown", part=manifest_bytes(of_a))  # it was on its way
     assert agent.wait_for("drop", 2)["generation"] == 4
 
 
@@ -381,10 +386,11 @@ def test_a_late_host_of_a_fresh_job_sets_nothing_aside(fresh_line: Line) -> None
 def restored(agent: FakeAgent, number: int) -> dict[str, Any]:
     """Answer a start as workers would that have restored something else."""
     start = agent.wait_for("start", number)
-    rows = next(iter(start["sources"].values()))["part"]["collection"]
+    source = next(iter(start["sources"].values()))
+    rows = manifest_of_bytes(source.manifest, "a").collection
     agent.tell(
         "restored", round=start["round"], rows=rows, seconds={}, bytes_local=0, bytes_remote=0,
-        fingerprints=["0"] * len(rows["tensor"]),
+        fingerprints=np.zeros(len(rows), np.uint64),
     )  # fmt: skip
     return start
 
@@ -424,8 +430,8 @@ def test_a_proof_that_passes_the_second_time_ends_the_doubt(line: Line, tmp_path
     agent.wait_for("doubt")
     start = agent.wait_for("start", 2)
     agent.tell(
-        "restored", round=start["round"], rows=whole.collection.to_json(), seconds={},
-        bytes_local=0, bytes_remote=0, fingerprints=[f"{v:016x}" for v in whole.fingerprint],
+        "restored", round=start["round"], rows=whole.collection, seconds={},
+        bytes_local=0, bytes_remote=0, fingerprints=whole.fingerprint,
     )  # fmt: skip
     agent.wait_for("proceed")
     assert not agent.heard("exit")

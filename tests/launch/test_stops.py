@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from wire_words import Told, start
 
 from scalai.launch.round import DepositUnderWay, Round
 from scalai.launch.stops import Stops
@@ -16,7 +17,7 @@ def test_a_dead_worker_whose_connection_stands_is_given_up_and_not_killed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A process that it has forked holds the connection."""
-    current = Round({"round": 1, "first_rank": 2, "local_world_size": 2})
+    current = Round(start(first_rank=2, local_world_size=2))
     current.stop, current.may_deposit = 5, True
     current.deposit = DepositUnderWay("stop", 5, ordered={2, 3}, done={2: Future()})
     current.deposit.parts[2] = None  # type: ignore[assignment]  # it has written
@@ -30,7 +31,7 @@ def test_a_dead_worker_whose_connection_stands_is_given_up_and_not_killed_again(
     workforce: Any = SimpleNamespace(round=current, crew=crew)
     killed: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, signal: killed.append(pid))
-    stops = Stops(workforce, deposits, lambda event, **facts: None, patience_s=0.0)
+    stops = Stops("a", workforce, deposits, Told(), patience_s=0.0)
     stops.watch()
     time.sleep(0.001)
     stops.watch()

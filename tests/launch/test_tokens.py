@@ -16,7 +16,7 @@ TOKEN = "0123456789abcdef"
 
 
 def test_a_token_is_in_no_text() -> None:
-    for held in (Place(("h", 1), TOKEN.encode()), Peer(("h", 1), TOKEN.encode())):
+    for held in (Place(("h", 1), TOKEN.encode()), Peer(("h", 1), TOKEN.encode(), "h")):
         assert TOKEN not in repr(held) and TOKEN not in str(held)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from scalai.core.errors import RefusedError
+from scalai.core.worker_messages import Imports
 from scalai.launch.torch_elastic import (
     Outcome,
     Placement,
@@ -144,7 +145,7 @@ def warm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as environment:  # agents of other tests inherit it
         environment.setenv("SCALAI_PRELOAD", str(order))
         environment.setenv("SCALAI_AGENT_PID", str(os.getpid()))
-        warm_up(str(write_preload(order, {"modules": ["json"], "sys_path": sys.path})))
+        warm_up(str(write_preload(order, Imports(("json",), tuple(sys.path)))))
         wait_until_warm()
         yield order.parent
 

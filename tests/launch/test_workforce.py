@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+from wire_words import Told, start
 
+from scalai.core.commands import Build
 from scalai.core.errors import StoreError
 from scalai.launch.workforce import Workforce
 
-COMMAND = {"round": 3, "first_rank": 0, "local_world_size": 1, "is_built": False}
+START = start(round=3)
 
 
 class NoRoom:
@@ -20,25 +22,17 @@ class NoRoom:
         raise self._error
 
 
-class Told:
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-
-    def __call__(self, event: str, **facts: Any) -> None:
-        self.events.append({"event": event, **facts})
-
-
 @pytest.mark.parametrize(
     "error", [StoreError("no page"), OSError(11, "Resource temporarily unavailable")]
 )
 def test_workers_that_cannot_be_started_end_no_agent(error: Exception) -> None:
     told = Told()
-    workforce = Workforce("always", NoRoom(error), told)  # type: ignore[arg-type]
-    workforce.build(COMMAND)
+    workforce = Workforce("a", "always", NoRoom(error), told)  # type: ignore[arg-type]
+    workforce.build(Build(START.workers))
     (not_built,) = told.events
     assert (not_built["event"], not_built["round"]) == ("not_built", 3)
     assert str(error) in not_built["reason"]
-    workforce.start(COMMAND)
+    workforce.start(START)
     failed = told.events[-1]
     assert (failed["event"], failed["round"]) == ("failed", 3) and str(error) in failed["reason"]
     assert workforce.crew is None and workforce.end(0.0, lambda: False) == 0

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch.distributed as dist
 from jobs import AFTER, BEFORE
+from wire import travelled
 
 from scalai.core.collection import Collection
+from scalai.core.orders import RankDeposit, ReadOrder, WriteOrder
 from scalai.core.region import Piece
 from scalai.runtime.deposit import write_rows
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import LiveState, Slot
 from scalai.runtime.restore import read_rows
 from scalai.runtime.rows import collection_of, held_rows, wanted_rows
-from scalai.store.orders import RankDeposit, ReadOrder, WriteOrder
 
 Row = tuple[Slot, Piece]
 Proof = tuple[Collection, list[int]]
@@ -58,8 +59,7 @@ def deposit_between_steps(
     part = RankDeposit(
         tuple(fingerprints), live.state.coordinate, live.state.scalars(), live.state.rank_state()
     )
-    # Through JSON, as on the way to an agent.
-    return RankDeposit.from_json(part.to_json()), _train_to_the_end(live)
+    return travelled(part), _train_to_the_end(live)
 
 
 def restore(

@@ -1,17 +1,19 @@
 """Live memory into a store and back: whole, strided, replicated, in every width, and resharded."""
 
-import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from store_states import Opener
+from wire import travelled
 
 from scalai.core.collection import Tensor
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.fingerprint import MODULI
+from scalai.core.orders import RankDeposit, ReadOrder
 from scalai.core.plan import plan
 from scalai.core.region import Box, Piece, row_major, whole
 from scalai.core.sources import Holder
@@ -24,7 +26,6 @@ from scalai.runtime.rows import collection_of, held_rows, piece_view, wanted_row
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from scalai.store.moves import holders_of, read_orders
-from scalai.store.orders import RankDeposit, ReadOrder, WriteOrder
 
 DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64,
@@ -54,7 +55,7 @@ def committed(
     slot = store.reserve({rank: collection_of(of_rank) for rank, of_rank in enumerate(rows)})
     parts = {}
     for rank, of_rank in enumerate(rows):
-        order = WriteOrder.from_json(json.loads(json.dumps(slot.orders[rank].to_json())))
+        order = travelled(slot.orders[rank])
         mapped = MappedFile(order) if is_mapped and order.rows else None
         parts[rank] = RankDeposit(tuple(write_rows(of_rank, order, mapped=mapped)), f"dp{rank}")
     store.seal(slot, step=1, about={}, parts=parts)
@@ -71,8 +72,7 @@ def restore(store: HostStore, manifest: HostManifest, ranks: Sequence[Sequence[S
     orders = read_orders(planned, [manifest], {store.host: store.generation_directory(1)})
     for rank, slots in enumerate(ranks):
         if rank in orders:
-            message = json.loads(json.dumps(orders[rank].to_json()))
-            read_rows(wanted_rows(slots), ReadOrder.from_json(message))
+            read_rows(wanted_rows(slots), travelled(orders[rank]))
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
@@ -226,18 +226,20 @@ def read_order(store: HostStore, manifest: HostManifest) -> ReadOrder:
 def test_nothing_is_overwritten_by_a_restore_that_is_refused(store: HostStore) -> None:
     slots = [whole_tensor(f"param/w{n}", (4, 4), "F32") for n in range(2)]
     manifest = committed(store, [slots])
-    order = read_order(store, manifest).to_json()
+    order = read_order(store, manifest)
     bad = {
-        "a row is not filled": ({"row": [0, 0]}, LayoutError),
-        "a row is not there": ({"row": [0, 9]}, LayoutError),
-        "outside of the piece": ({"source_offset": [[0] * 6, [0, 0, 0, 0, 2, 0]]}, LayoutError),
-        "beyond the end": ({"begin": [order["begin"][0], 1 << 30]}, StoreError),
-        "no such file": ({"files": ["/no/such/file"]}, StoreError),
+        "a row is not filled": ({"row": np.array([0, 0])}, LayoutError),
+        "a row is not there": ({"row": np.array([0, 9])}, LayoutError),
+        "outside of the piece": (
+            {"source_offset": np.array([[0] * 6, [0, 0, 0, 0, 2, 0]])}, LayoutError,
+        ),
+        "beyond the end": ({"begin": np.array([order.begin[0], 1 << 30])}, StoreError),
+        "no such file": ({"files": ("/no/such/file",)}, StoreError),
     }  # fmt: skip
     for what, (change, kind) in bad.items():
         again = [emptied(slot) for slot in slots]
         with pytest.raises(kind):
-            read_rows(wanted_rows(again), ReadOrder.from_json(order | change))
+            read_rows(wanted_rows(again), replace(order, **change))
         assert all(not slot.buffer.any() for slot in again), what
 
 
@@ -256,13 +258,13 @@ def test_a_restore_from_a_truncated_file_is_refused(store: HostStore) -> None:
 def test_a_deposit_that_does_not_fit_is_refused(store: HostStore, tmp_path: Path) -> None:
     rows = held_rows([whole_tensor("param/w", (4, 4), "F32")])
     slot = store.reserve({0: collection_of(rows)})
-    order = slot.orders[0].to_json()
+    order = slot.orders[0]
     with pytest.raises(LayoutError, match="publish them again"):
-        write_rows(rows, WriteOrder.from_json(order | {"rows": [3]}))
+        write_rows(rows, replace(order, rows=(3,)))
     with pytest.raises(StoreError, match="cannot be opened"):
-        write_rows(rows, WriteOrder.from_json(order | {"path": str(tmp_path / "none")}))
+        write_rows(rows, replace(order, path=str(tmp_path / "none")))
     with pytest.raises(StoreError, match="bytes long"):
-        write_rows(rows, WriteOrder.from_json(order | {"begins": [1 << 20]}))
+        write_rows(rows, replace(order, begins=(1 << 20,)))
 
 
 def test_a_slot_whose_buffer_is_not_what_its_tensor_says_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Sockets whose other side is gone without a word."""
+"""Frames: sealed, bounded, over any stream; and sockets whose other side is gone without a word."""
 
 import socket
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ import pytest
 
 from scalai.core.errors import PeerError, SilentError
 from scalai.runtime import framing
-from scalai.runtime.framing import FramedSocket
+from scalai.runtime.framing import FramedSocket, tune
 
 MEGABYTES = 64
 """More than the kernel's buffers take."""
@@ -19,6 +19,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FramedSocket, socket
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
+    tune(near)
     framed = FramedSocket(near, "the peer", None)
     yield framed, far
     framed.close()
@@ -29,7 +30,7 @@ def test_a_write_into_the_void_ends(pair: tuple[FramedSocket, socket.socket]) ->
     """Nobody waits for bytes that the other host never takes, though no deadline was given."""
     framed, _ = pair
     with pytest.raises(PeerError, match=r"broke.*Is its host alive") as raised:
-        framed.send_bytes(bytes(MEGABYTES << 20))
+        framed.send(bytes(MEGABYTES << 20))
     assert not isinstance(raised.value, SilentError)  # the connection is of no use any more
 
 
@@ -38,9 +39,90 @@ def test_unacknowledged_bytes_and_unanswered_probes_end_a_connection_after_one_t
 ) -> None:
     monkeypatch.undo()
     _, far = pair
-    framed = FramedSocket(far.dup(), "the peer", None)
-    get = framed.socket.getsockopt
+    tune(far)
+    get = far.getsockopt
     tcp = socket.IPPROTO_TCP
     probing_s = get(tcp, socket.TCP_KEEPINTVL) * get(tcp, socket.TCP_KEEPCNT)
     assert get(tcp, socket.TCP_USER_TIMEOUT) == 1000 * (get(tcp, socket.TCP_KEEPIDLE) + probing_s)
-    framed.close()
+
+
+class Sealed:
+    """Two ends of a sealed connection, and the bytes that are on their way from near to far."""
+
+    def __init__(self) -> None:
+        self._near, self._tap = socket.socketpair()
+        self._inlet, far = socket.socketpair()
+        keys = bytes(32), bytes([1]) * 32
+        self.near = FramedSocket(self._near, "near", 5)
+        self.far = FramedSocket(far, "far", 5)
+        self.near.seal(*keys)
+        self.far.seal(*reversed(keys))
+
+    def sent(self, data: bytes) -> bytes:
+        """Return what is on its way once this is sent."""
+        self.near.send(data)
+        return self._tap.recv(1 << 20)
+
+    def arrive(self, data: bytes) -> bytes:
+        """Return what is received where these bytes come."""
+        self._inlet.sendall(data)
+        return self.far.receive()
+
+
+def test_what_is_sealed_arrives_and_nobody_on_the_way_reads_it() -> None:
+    ends = Sealed()
+    for data in (b"", b"a secret of the training", bytes(100_000)):
+        sealed = ends.sent(data)
+        assert not data or data not in sealed
+        assert ends.arrive(sealed) == data
+    assert ends.sent(b"the same") != ends.sent(b"the same")
+
+
+def test_what_was_changed_left_out_repeated_or_moved_ends_the_connection() -> None:
+    for damage in ("changed", "length", "repeated", "left out", "mirrored"):
+        ends = Sealed()
+        first, second = ends.sent(b"first"), ends.sent(b"again")
+        if damage == "repeated":
+            assert ends.arrive(first) == b"first"
+        came = {
+            "changed": first[:-1] + bytes([first[-1] ^ 1]),
+            "length": (20).to_bytes(4, "big") + first[4:24],
+            "repeated": first,
+            "left out": second,
+        }.get(damage)
+        if came is None:
+            ends.near, ends.far = ends.far, ends.near  # its own words come back to it
+            ends.far._stream, came = ends.near._stream, first
+        with pytest.raises(PeerError, match="arrived damaged, or was changed on its way"):
+            ends.arrive(came)
+
+
+def test_a_frame_that_is_too_long_is_neither_taken_nor_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends = Sealed()
+    sealed = ends.sent(bytes(100))
+    ends._inlet.sendall(sealed)
+    with pytest.raises(PeerError, match="announces a message of 100 bytes; 0 to 99"):
+        ends.far.receive(99)
+    monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 1000)
+    with pytest.raises(PeerError, match="a message of 985 bytes is too long"):
+        ends.near.send(bytes(985))
+
+
+def test_frames_go_over_any_stream() -> None:
+    """One that a TLS library wraps has no ``sendmsg``, and hands out as much as it likes."""
+
+    class Wrapped:
+        def __init__(self, inner: socket.socket) -> None:
+            self.settimeout, self.sendall = inner.settimeout, inner.sendall
+            self.shutdown, self.close = inner.shutdown, inner.close
+            self._inner = inner
+
+        def recv_into(self, buffer: memoryview) -> int:
+            return self._inner.recv_into(buffer[:7])
+
+    one, two = socket.socketpair()
+    near, far = FramedSocket(Wrapped(one), "near", 5), FramedSocket(Wrapped(two), "far", 5)
+    near.send(b"x" * 1000)
+    assert far.receive() == b"x" * 1000

@@ -13,15 +13,16 @@ import pytest
 from store_states import HALF, WEIGHT, Opener, deposit, generation, is_whole
 
 from scalai.core.collection import Collection
+from scalai.core.committed import Committed
 from scalai.core.errors import StoreError
 from scalai.core.region import Box, whole
+from scalai.core.reports import Examined
 from scalai.launch.flags import parse_options
 from scalai.launch.holdings import Holdings
 from scalai.launch.job import JobSpec
 from scalai.launch.leftovers import find_leftovers
 from scalai.store import held as held_module
 from scalai.store.attachment import attachment
-from scalai.store.committed import Committed
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, read_manifest, unite_hosts
 
@@ -58,15 +59,15 @@ def test_a_file_that_was_cut_after_it_was_attached_is_told_as_damage(
     for path in store.generation_directory(3).iterdir():
         if path.is_symlink():
             os.truncate(path.resolve(), 1)
-    told: list[tuple[str, dict[str, Any]]] = []
+    told: list[Any] = []
     beside: Any = SimpleNamespace(submit=lambda work: work())
     Holdings(
         JobSpec.read(parse_options(["--job", "job", "script.py"])), store,
-        lambda event, **facts: told.append((event, facts)), beside, lambda due: due(),
+        told.append, beside, lambda due: due(),
     ).doubt(3)  # fmt: skip
-    (_, (event, facts)) = told
-    assert event == "examined" and "its files cannot be read" in facts["damage"][0]
-    assert facts["directory"].startswith(str(tmp_path / "disk"))
+    (_, report) = told
+    assert isinstance(report, Examined) and "its files cannot be read" in report.damage[0]
+    assert report.directory.startswith(str(tmp_path / "disk"))
 
 
 def found_by(store: HostStore, *flags: str) -> dict[int, str]:
@@ -74,7 +75,7 @@ def found_by(store: HostStore, *flags: str) -> dict[int, str]:
     spec = JobSpec.read(parse_options(["--job", "job", *flags, "script.py"]))
     beside: Any = None
     told = Holdings(spec, store, lambda *said: None, beside, lambda due: None).found()
-    return dict(told["damaged"])
+    return dict(told.damaged)
 
 
 def test_what_this_machine_has_left_under_another_name_is_told(open_store: Opener) -> None:

@@ -162,7 +162,7 @@ def test_a_damaged_deposit_is_told_and_left(open_store: Opener) -> None:
     spec = JobSpec.read(parse_options(["--job", "job", "script.py"]))
     beside: Any = None
     told = Holdings(spec, again, lambda *said: None, beside, lambda due: None).found()
-    ((number, why),) = told["damaged"]
+    ((number, why),) = told.damaged
     assert number == -1 and str(slot.directory) in why
     Commits(again, lambda *said: None, lambda why: None).discard()  # the job goes on without it
     again.close()

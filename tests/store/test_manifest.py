@@ -15,8 +15,8 @@ from scalai.store.manifest import (
     HostManifest,
     _digest,
     load_generation,
-    manifest_from_message,
-    manifest_message,
+    manifest_bytes,
+    manifest_of_bytes,
     read_manifest,
     unite,
     unite_hosts,
@@ -27,8 +27,8 @@ from scalai.store.rows import StoredRows
 
 def test_a_manifest_survives_its_way_through_json(store: HostStore) -> None:
     manifest = generation(store, 1, step=1)
-    message = json.loads(json.dumps(manifest_message(manifest)))
-    assert manifest_from_message(message, "here").digest() == manifest.digest()
+    message = manifest_bytes(manifest)
+    assert manifest_of_bytes(message, "here").digest() == manifest.digest()
     assert read_manifest(store.generation_directory(1)).digest() == manifest.digest()
 
 
@@ -49,7 +49,7 @@ def test_what_an_older_release_saved_is_read_and_stays_of_its_version(store: Hos
     assert (old.fingerprint_version, new.fingerprint_version) == (1, 2)
     assert not np.array_equal(old.fingerprint, new.fingerprint)
     assert not list(StoredRows(directory, old).damage())
-    again = manifest_from_message(json.loads(json.dumps(manifest_message(old))), "here")
+    again = manifest_of_bytes(manifest_bytes(old), "here")
     assert again.fingerprint_version == 1 and again.digest() == old.digest()
     # Damage is found by the function that made them.
     path = next(directory.glob("*.safetensors"))

@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 
 from scalai.launch.card import read_card
+from scalai.launch.person_calls import Scale
+from scalai.runtime.calls import Channel
 from scalai.runtime.failpoints import VARIABLE
-from scalai.runtime.messages import Channel
 
 MARK = "SCALAI_TEST_JOB"
 """Variable that all processes of a job inherit, by which they are found."""
@@ -118,13 +119,14 @@ class Agents:
         """Return the command that runs ``command`` on a host: here all are this machine."""
         return command
 
-    def scale(self, **wish: object) -> None:
-        """Ask for other resources or degrees: ``nproc``, ``nnodes``, ``degrees``."""
+    def scale(
+        self, nproc: int | None = None, nnodes: int | None = None, degrees: str | None = None
+    ) -> None:
+        """Ask for other resources or degrees."""
         card = read_card(self.store / self.job)
         assert card is not None, f"no coordinator\n{self.logs()}"
         channel = Channel(*card)
-        nothing = {"nproc": None, "nnodes": None, "degrees": None, "dry_run": False}
-        channel.call("scale", **{**nothing, **wish})
+        channel.call(Scale(nproc, nnodes, degrees, dry_run=False))
         channel.close()
 
     def let_end(self) -> None:

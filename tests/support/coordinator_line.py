@@ -9,17 +9,22 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from wire_words import report_of, store_identity, told_by
+
 from scalai.core.errors import PeerError
+from scalai.core.messages import JsonText, Named
 from scalai.launch.coordinator import Coordinator
+from scalai.launch.coordinator_calls import Join, Poll, Stalled, Tell
 from scalai.launch.flags import parse_options
 from scalai.launch.job import JobSpec
 from scalai.launch.losses import Patience
 from scalai.launch.rendezvous_store import RendezvousStores
-from scalai.runtime.messages import Channel
-from scalai.store.manifest import HostManifest, manifest_message
+from scalai.runtime.calls import Channel
+from scalai.store.manifest import HostManifest, manifest_bytes
 
 TOKEN = b"secret"
 DEADLINE_S = 60.0
@@ -105,7 +110,7 @@ class FakeAgent:
         self.commands: list[dict[str, Any]] = []
         self.is_gone = False
         self.round = 0
-        self.stalled: dict[str, Any] | None = None
+        self.stalled: Stalled | None = None
         self.error: PeerError | None = None
         """Why it fetches commands no longer."""
         address = line.coordinator.address
@@ -117,13 +122,16 @@ class FakeAgent:
         self._calls, self._polls = (
             Channel(address, TOKEN, call_s=DEADLINE_S, connect_s=DEADLINE_S) for _ in range(2)
         )
-        self.answer = self._calls.call(
-            "join", host=host, damaged=damaged, incarnation=self.incarnation, store=store, slots=2,
-            address=["127.0.0.1", 1],
-            parts=[manifest_message(part) for part in parts],
-            sealed=[manifest_message(part) for part in sealed],
-            spec=(spec or line.spec).to_json(),
+        joined = self._calls.call(
+            Join(
+                job="j", host=host, damaged=damaged, incarnation=self.incarnation,
+                store=store_identity(store), slots=2, address=("127.0.0.1", 1),
+                parts=tuple(manifest_bytes(part) for part in parts),
+                sealed=tuple(manifest_bytes(part) for part in sealed),
+                spec=JsonText.of((spec or line.spec).to_json()),
+            )
         )  # fmt: skip
+        self.answer = asdict(joined)
         self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()
 
@@ -146,10 +154,10 @@ class FakeAgent:
     def tell(self, event: str, **facts: Any) -> None:
         with self._telling:  # the test and the polling thread both tell, in the order of numbers
             self._told += 1
-            self._calls.call(
-                "tell", host=self.host, incarnation=self.incarnation, number=self._told,
-                event=event, facts=facts,
-            )  # fmt: skip
+            if event == "prepared":
+                facts.setdefault("round", self.round)
+            report = Named(report_of(event, self.host, **facts))
+            self._calls.call(Tell("j", self.host, self.incarnation, self._told, report))
 
     def heard(self, name: str) -> list[dict[str, Any]]:
         """Return the commands of a kind so far."""
@@ -165,13 +173,13 @@ class FakeAgent:
             self._calling.wait(DEADLINE_S)
             try:
                 found = self._polls.call(
-                    "poll", host=self.host, incarnation=self.incarnation, received=self._received,
-                    round=self.round, newest=0, stalled=self.stalled,
+                    Poll("j", self.host, self.incarnation, self._received, self.round, 0,
+                         self.stalled)
                 )  # fmt: skip
             except PeerError as error:
                 self.error = error
                 return
-            for command in found["commands"]:
+            for command in (told_by(each.message) for each in found.commands):
                 self._received += 1
                 self.commands.append(command)
                 self._answer(command)

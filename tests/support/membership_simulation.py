@@ -291,7 +291,7 @@ class Simulation:
         host.held = stop if self.is_saving and host.round == round else None
         if host.held is not None:
             return events.Held(host.name, round, stop, "a save")
-        return events.Prepared(host.name, stop, host.step)
+        return events.Prepared(host.name, round, stop, host.step)
 
     def agree(self, host: SimulatedHost, round: int, stop: int) -> events.Event | None:
         assert host.stop is None, "two stops at once"

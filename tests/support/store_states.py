@@ -1,19 +1,19 @@
 """Small states for the store's tests: layouts of a rank, and values that are known by position."""
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from wire import travelled
 
 from scalai.core.collection import ITEM_BYTES, Collection, Tensor
 from scalai.core.fingerprint import piece_fingerprint
+from scalai.core.orders import RankDeposit, WriteOrder
 from scalai.core.region import Box, whole
 from scalai.store.deposit import Deposit
 from scalai.store.files import BITS, slices
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
-from scalai.store.orders import RankDeposit, WriteOrder
 
 Opener = Callable[..., HostStore]
 
@@ -44,7 +44,7 @@ def two_ranks() -> dict[int, Collection]:
 
 def write(order: WriteOrder, held: Collection, salt: int = 0) -> tuple[int, ...]:
     """Do what a worker does: write the ordered rows and return their fingerprints."""
-    order = WriteOrder.from_json(json.loads(json.dumps(order.to_json())))
+    order = travelled(order)
     fingerprints = []
     for row, begin in zip(order.rows, order.begins, strict=True):
         tensor, box = held.box(row)
@@ -59,7 +59,7 @@ def write(order: WriteOrder, held: Collection, salt: int = 0) -> tuple[int, ...]
 def report(rank: int, fingerprints: tuple[int, ...]) -> RankDeposit:
     """Return a rank's report, as it comes through a process border."""
     part = RankDeposit(fingerprints, f"tp{rank}", {"lr": 0.5, "of": {f"r{rank}": rank}}, [rank])
-    return RankDeposit.from_json(json.loads(json.dumps(part.to_json())))
+    return travelled(part)
 
 
 def deposit(

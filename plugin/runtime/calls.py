@@ -1,23 +1,29 @@
-"""Authenticated calls between the processes of a job: JSON over sockets, never a pickle."""
+"""Typed calls between the processes of a job: each request is a frozen dataclass, and the answer is
+of the type that its class names (``Request``)."""
 
 import logging
-import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from functools import cache
+from typing import Any, TypeVar, cast, get_args
 
 from scalai.core.errors import AnswerError, PeerError, ScalaiError, SilentError
-from scalai.runtime.framing import Address, FramedSocket, connect
+from scalai.core.messages import Named, Request
+from scalai.runtime.codec import decode, encode
+from scalai.runtime.connecting import Address, connect
+from scalai.runtime.framing import FramedSocket
 from scalai.runtime.listening import Listener
 
-__all__ = ["Address", "Channel", "Peer", "Server", "free_port"]
+__all__ = ["Address", "Channel", "Peer", "Server"]
 
-Json = Any
+Answer = TypeVar("Answer")
 
 CONNECT_S = 4.0
 """How long whoever listens may take to take a call."""
 CALL_S = 15.0
 """How long an answer may take, where the caller says nothing else."""
+_ANSWERED, _FAILED = b"\0", b"\1"
+"""First byte of an answer."""
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +39,7 @@ class Channel:
 
     Raises:
         AbsentError: Nobody listens there, or the token is wrong.
+        VersionError: Another release listens there.
         SilentError: Nobody answers in time.
         AnswerError: The answer is an error.
         PeerError: The peer is gone. After this or a silence the channel is of no use any more.
@@ -51,26 +58,36 @@ class Channel:
         self._framed = connect(address, token, connect_s, "the process at")
         self._framed.timeout_s = None
 
-    def call(self, method: str, **arguments: Json) -> Json:
+    def call(self, request: Request[Answer]) -> Answer:
         """Send one request and wait for its answer."""
+        name, content = type(request).__name__, encode(Named(request))
         try:
             with self._lock:
                 self._framed.expire_in(self.call_s)
-                self._framed.send_json({"method": method, "arguments": arguments})
-                answer = self._framed.recv_json()
+                self._framed.send(content)
+                answer = self._framed.receive()
         except SilentError as error:
             self.close()  # the answer may still come, and is not that of the next call
-            raise SilentError(f"{error} (It was asked to {method!r}.)") from error
+            raise SilentError(f"{error} (It was asked to {name}.)") from error
         except PeerError as error:
-            raise PeerError(f"{self._framed.peer} went away during {method!r}: {error}") from error
-        if "error" in answer:
-            raise AnswerError(str(answer["error"]), str(answer.get("kind")))
-        return answer["result"]
+            raise PeerError(f"{self._framed.peer} went away during {name}: {error}") from error
+        if answer[:1] == _ANSWERED:
+            return cast(Answer, decode(answer[1:], _answer_type(cast(Hashable, type(request)))))
+        kind, text = decode(answer[1:], tuple[str, str])
+        raise AnswerError(text, kind)
 
     def close(self) -> None:
         """End the connection; a call under way ends with an error."""
         self._framed.cut()
         self._framed.close()
+
+
+@cache
+def _answer_type(kind: Any) -> Any:
+    """Return what a class of requests is answered by."""
+    base: Any = next(b for b in kind.__orig_bases__ if b.__origin__ is Request)
+    (answer,) = get_args(base)
+    return answer
 
 
 class Peer:
@@ -81,21 +98,16 @@ class Peer:
         self._framed, self._send_s = framed, send_s
         self.name: str | None = None
 
-    def requests(self) -> Iterator[tuple[str, Mapping[str, Json]]]:
-        """Yield requests until the peer goes away, or sends what is none."""
+    def requests(self) -> Iterator[bytes]:
+        """Yield requests, not read yet, until the peer goes away."""
         while True:
             self._framed.expire_in(None)
-            request = self._framed.recv_json()
-            method, arguments = request.get("method"), request.get("arguments")
-            if not isinstance(method, str) or not isinstance(arguments, dict):
-                log.warning("event=no_request %s sent %.200s", self._framed.peer, request)
-                return
-            yield method, arguments
+            yield self._framed.receive()
 
-    def answer(self, message: Mapping[str, Json]) -> None:
+    def answer(self, content: bytes) -> None:
         """Send the answer of the latest request."""
         self._framed.expire_in(self._send_s)
-        self._framed.send_json(message)
+        self._framed.send(content)
 
 
 class Server:
@@ -104,9 +116,10 @@ class Server:
     Args:
         address: Where to listen; port 0 for a free one.
         token: Who does not know it is not answered.
-        handle: ``handle(peer, method, arguments)`` returns the answer; an error that it raises is
-            sent to the caller, and one that is no ``ScalaiError`` is logged as well.
-        gone: ``gone(peer)`` is told when a connection ends, however it ends.
+        requests: The union of the kinds of requests that are answered.
+        handle: ``handle(peer, request)`` returns the answer, of the request's type; an error that
+            it raises is sent to the caller, and one that is no ``ScalaiError`` is logged as well.
+        gone: ``gone(peer)`` is called when a connection ends, however it ends.
         send_s: How long a peer may take to read an answer; None: as long as it lives.
     """
 
@@ -114,11 +127,13 @@ class Server:
         self,
         address: Address,
         token: bytes,
-        handle: Callable[[Peer, str, Mapping[str, Json]], Json],
+        requests: Any,
+        handle: Callable[[Peer, Any], object],
         gone: Callable[[Peer], None] = lambda peer: None,
         *,
         send_s: float | None = None,
     ) -> None:
+        self._requests = Named[requests]
         self._handle, self._gone, self._send_s = handle, gone, send_s
         self._listener = Listener(address, token, self._serve)
 
@@ -133,24 +148,21 @@ class Server:
     def _serve(self, framed: FramedSocket) -> None:
         peer = Peer(framed, self._send_s)
         try:
-            for method, arguments in peer.requests():
-                peer.answer(self._answer(peer, method, arguments))
+            for data in peer.requests():
+                peer.answer(self._answer(peer, data))
         finally:
             self._gone(peer)
 
-    def _answer(self, peer: Peer, method: str, arguments: Mapping[str, Json]) -> Json:
+    def _answer(self, peer: Peer, data: bytes) -> bytes:
+        name = "a request"
         try:
-            return {"result": self._handle(peer, method, arguments)}
+            request = decode(data, self._requests).message
+            name = type(request).__name__
+            return _ANSWERED + encode(self._handle(peer, request))
         except ScalaiError as error:
-            return {"error": str(error), "kind": type(error).__name__}
+            kind, text = type(error).__name__, str(error)
         except Exception as error:
-            log.exception("event=call_failed method=%s", method)
-            text = f"{method!r} failed: {error!r}. The log of the process that was asked says more."
-            return {"error": text, "kind": type(error).__name__}
-
-
-def free_port(host: str) -> int:
-    """Return a port of this interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+            log.exception("event=call_failed request=%s", name)
+            kind = type(error).__name__
+            text = f"{name} failed: {error!r}. The log of the process that was asked says more."
+        return _FAILED + encode((kind, text))

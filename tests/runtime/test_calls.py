@@ -1,4 +1,4 @@
-"""Messages between the processes of a job: who has the token is answered, nobody blocks others."""
+"""Calls between the processes of a job: who has the token is answered, nobody blocks others."""
 
 import contextlib
 import queue
@@ -7,17 +7,60 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
+from wire_words import call_raw
 
 from scalai.core.errors import AnswerError, PeerError, SilentError, UsageError
-from scalai.runtime import framing, listening
-from scalai.runtime.messages import Channel, Peer, Server, free_port
+from scalai.core.messages import Request
+from scalai.launch.person_calls import Status
+from scalai.runtime import listening
+from scalai.runtime.calls import Channel, Peer, Server
+from scalai.runtime.codec import encode
 
 TOKEN = b"a secret of this job"
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What an ``Echo`` answers."""
+
+    text: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Say(Request[Said]):
+    text: str = ""
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Name(Request[None]):
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse(Request[None]):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Fail(Request[None]):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Wait(Request[Said | None]):
+    pass
+
+
+Requests = Say | Name | Refuse | Fail | Wait
 
 
 class Echo:
@@ -26,16 +69,28 @@ class Echo:
     def __init__(self, address: Any, token: bytes = TOKEN) -> None:
         self.gone: queue.Queue[str | None] = queue.Queue()
         self.release = threading.Event()
-        self.server = Server(address, token, self.handle, lambda peer: self.gone.put(peer.name))
+        self.server = Server(
+            address, token, Requests, self.handle, lambda peer: self.gone.put(peer.name)
+        )
 
-    def handle(self, peer: Peer, method: str, arguments: Mapping[str, Any]) -> Any:
-        if method == "name":
-            peer.name = arguments["name"]
-        if method == "refuse":
-            raise UsageError("this is refused. Ask for something else.")
-        if method == "wait":
-            assert self.release.wait(30)
-        return {"method": method, **arguments}
+    def handle(self, peer: Peer, request: Requests) -> object:
+        match request:
+            case Say(text, number):
+                return Said(text, number)
+            case Name(name):
+                peer.name = name
+            case Refuse():
+                raise UsageError("this is refused. Ask for something else.")
+            case Fail():
+                raise KeyError("name")
+            case Wait():
+                assert self.release.wait(30)
+        return None
+
+
+def echoes(channel: Channel, number: int) -> bool:
+    """Whether a server answers."""
+    return channel.call(Say("", number)) == Said("", number)
 
 
 @pytest.fixture(params=["tcp", "unix"])
@@ -48,22 +103,22 @@ def echo(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Echo]:
 
 def test_a_call_is_answered(echo: Echo) -> None:
     channel = Channel(echo.server.address, TOKEN)
-    values = {"text": "ä", "numbers": [1, 2.5, None], "large": "x" * 5_000_000}
-    assert channel.call("echo", **values) == {"method": "echo", **values}
+    assert channel.call(Say("ä" * 5_000_000, -(2**63))) == Said("ä" * 5_000_000, -(2**63))
+    assert channel.call(Name("a")) is None  # type: ignore[func-returns-value]
     channel.close()
 
 
 def test_an_error_of_the_server_reaches_the_caller_who_may_go_on(echo: Echo) -> None:
     channel = Channel(echo.server.address, TOKEN)
     with pytest.raises(PeerError, match="Ask for something else"):
-        channel.call("refuse")
-    assert channel.call("echo", n=1)["n"] == 1
+        channel.call(Refuse())
+    assert echoes(channel, 1)
 
 
 def test_a_wrong_token_is_refused_and_the_error_says_what_to_do(echo: Echo) -> None:
     with pytest.raises(PeerError, match="Give all agents of a job the same token"):
         Channel(echo.server.address, b"another")
-    assert Channel(echo.server.address, TOKEN).call("echo", n=2)["n"] == 2
+    assert echoes(Channel(echo.server.address, TOKEN), 2)
 
 
 def test_a_server_that_does_not_know_the_token_is_refused(tmp_path: Path) -> None:
@@ -83,7 +138,7 @@ def test_a_silent_client_and_noise_do_not_block_others(tmp_path: Path) -> None:
     silent = [socket.create_connection(echo.server.address) for _ in range(5)]  # type: ignore[arg-type]  # TCP
     with contextlib.suppress(OSError):
         silent[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert Channel(echo.server.address, TOKEN).call("echo", n=3)["n"] == 3
+    assert echoes(Channel(echo.server.address, TOKEN), 3)
     for connection in silent:
         connection.close()
     echo.server.close()
@@ -92,9 +147,9 @@ def test_a_silent_client_and_noise_do_not_block_others(tmp_path: Path) -> None:
 def test_a_call_that_takes_long_does_not_block_other_connections(echo: Echo) -> None:
     slow, quick = Channel(echo.server.address, TOKEN), Channel(echo.server.address, TOKEN)
     answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(slow.call("wait")), daemon=True)
+    thread = threading.Thread(target=lambda: answers.append([slow.call(Wait())]), daemon=True)
     thread.start()
-    assert quick.call("echo", n=4)["n"] == 4
+    assert echoes(quick, 4)
     assert not answers
     echo.release.set()
     thread.join(30)
@@ -106,7 +161,7 @@ def test_threads_may_share_a_channel(echo: Echo) -> None:
     wrong: list[int] = []
 
     def ask(n: int) -> None:
-        if channel.call("echo", n=n)["n"] != n:
+        if not echoes(channel, n):
             wrong.append(n)
 
     threads = [threading.Thread(target=ask, args=(n,), daemon=True) for n in range(20)]
@@ -119,7 +174,7 @@ def test_threads_may_share_a_channel(echo: Echo) -> None:
 
 def test_a_peer_that_goes_away_is_noticed_by_its_name(echo: Echo) -> None:
     channel = Channel(echo.server.address, TOKEN)
-    channel.call("name", name="a")
+    channel.call(Name("a"))
     channel.close()
     assert echo.gone.get(timeout=30) == "a"
 
@@ -143,7 +198,7 @@ def test_a_server_that_dies_during_a_call_is_an_error(tmp_path: Path) -> None:
 
     def wait() -> None:
         try:
-            channel.call("wait")
+            channel.call(Wait())
         except PeerError as error:
             failed.append(str(error))
 
@@ -152,7 +207,7 @@ def test_a_server_that_dies_during_a_call_is_an_error(tmp_path: Path) -> None:
     process.kill()
     process.join(30)
     thread.join(30)
-    assert len(failed) == 1 and "went away during 'wait'" in failed[0]
+    assert len(failed) == 1 and "went away during Wait" in failed[0]
 
 
 def test_a_silent_listener_is_an_error_in_time() -> None:
@@ -164,10 +219,10 @@ def test_a_silent_listener_is_an_error_in_time() -> None:
 
 def test_a_call_that_is_not_answered_in_time_is_an_error(echo: Echo) -> None:
     channel = Channel(echo.server.address, TOKEN, call_s=0.3)
-    with pytest.raises(SilentError, match=r"silent for 0\.3 s.*asked to 'wait'"):
-        channel.call("wait")
+    with pytest.raises(SilentError, match=r"silent for 0\.3 s.*asked to Wait"):
+        channel.call(Wait())
     with pytest.raises(PeerError):  # the late answer is not taken for that of another call
-        channel.call("echo", n=1)
+        channel.call(Say())
 
 
 def test_a_client_that_proves_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,23 +230,28 @@ def test_a_client_that_proves_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch
     echo = Echo(("127.0.0.1", 0))
     with socket.create_connection(echo.server.address, timeout=30) as silent:  # type: ignore[arg-type]  # TCP
         while silent.recv(4096):
-            pass  # its greeting, and then the end
+            pass  # nothing, and then the end
     echo.server.close()
 
 
-NO_REQUESTS = (b"no JSON", b"[1]", b"{}", b'{"method": 1, "arguments": {}}', b"[" * 100_000)
+NO_REQUESTS = {
+    "bytes": b"no message",
+    "nothing": b"",
+    "list": encode([1]),
+    "unknown": encode(("Sing", {})),
+    "missing": encode(("Name", {})),
+    "types": encode(("Say", {"text": 1})),
+    "depth": b"\x91" * 1_000_000,
+}
 
 
-@pytest.mark.parametrize("sent", NO_REQUESTS, ids=["bytes", "list", "empty", "types", "depth"])
-def test_what_is_no_request_ends_that_connection_alone(
+@pytest.mark.parametrize("sent", NO_REQUESTS.values(), ids=list(NO_REQUESTS))
+def test_what_is_no_request_is_refused(
     echo: Echo, sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = Channel(echo.server.address, TOKEN)
-    with framing.connect(echo.server.address, TOKEN, 30) as framed:
-        framed.send_bytes(sent)
-        with pytest.raises(PeerError, match=r"closed the connection|broke"):
-            framed.recv_json()
-    assert other.call("echo", n=1)["n"] == 1
+    assert "Do the versions differ" in call_raw(echo.server.address, TOKEN, sent)
+    assert echoes(other, 1)
     assert all(record.exc_info is None for record in caplog.records)
 
 
@@ -200,16 +260,19 @@ def test_an_exception_of_the_server_is_an_answer_and_a_line_in_its_log(
 ) -> None:
     channel = Channel(echo.server.address, TOKEN)
     with pytest.raises(AnswerError, match=r"KeyError.*The log of the process"):
-        channel.call("name")
-    assert channel.call("echo", n=1)["n"] == 1
+        channel.call(Fail())
+    assert echoes(channel, 1)
     assert any("event=call_failed" in record.getMessage() for record in caplog.records)
 
 
 CROWDED = """
 import resource, sys, threading
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-from scalai.runtime.messages import Server
-server = Server(("127.0.0.1", 0), sys.argv[1].encode(), lambda peer, method, arguments: arguments)
+from scalai.launch.person_calls import Status
+from scalai.core.messages import JsonText
+from scalai.runtime.calls import Server
+answer = JsonText("{}")
+server = Server(("127.0.0.1", 0), sys.argv[1].encode(), Status, lambda peer, request: answer)
 print(server.address[1], flush=True)
 sys.stdin.read()
 """
@@ -227,11 +290,11 @@ def test_more_idle_connections_than_files_may_be_open_deafen_nobody() -> None:
             address = ("127.0.0.1", int(process.stdout.readline()))
             friend = Channel(address, token.encode(), connect_s=60, call_s=60)
             idle = [socket.create_connection(address, timeout=60) for _ in range(120)]
-            assert friend.call("echo", n=1) == {"n": 1}
-            assert Channel(address, token.encode(), connect_s=60).call("echo", n=2) == {"n": 2}
+            assert friend.call(Status()).value() == {}
+            assert Channel(address, token.encode(), connect_s=60).call(Status()).text == "{}"
             for connection in idle:
                 connection.close()
-            assert Channel(address, token.encode(), connect_s=60).call("echo", n=3) == {"n": 3}
+            assert Channel(address, token.encode(), connect_s=60).call(Status()).text == "{}"
             log = process.communicate("", timeout=60)[1]
             assert "Traceback" not in log and log.count("event=listener") <= 3, log
         finally:

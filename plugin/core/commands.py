@@ -1,0 +1,212 @@
+"""What the coordinator has one host do. Commands of one incarnation of an agent are numbered and
+arrive once, in order; those that are about a round name it, and a host that is in another one
+leaves them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scalai.core.committed import Committed
+from scalai.core.messages import JsonText
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a host's workers stand in the world of a round.
+
+    Names are those of torchrun's environment: ``group_rank`` counts hosts; ``first_rank`` is the
+    host's lowest global rank; ``group`` are all hosts with workers, in rank order.
+    """
+
+    group: tuple[str, ...]
+    group_rank: int
+    first_rank: int
+    local_world_size: int
+    world_size: int
+
+    @property
+    def group_world_size(self) -> int:
+        """Hosts with workers."""
+        return len(self.group)
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks of the host's workers."""
+        return range(self.first_rank, self.first_rank + self.local_world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Which workers a host runs in a round, and what they are told before they build their models.
+
+    ``run`` names this run of the job; ``degrees`` are as of ``Degrees.to_json``; workers meet at
+    ``master_addr``, ``master_port``. Of the newest ``generation`` (None: there is none)
+    ``restorable_step`` and ``facts`` are known.
+    """
+
+    run: str
+    round: int
+    placement: Placement
+    degrees: Mapping[str, int]
+    micro_batch_size: int | None
+    master_addr: str
+    master_port: int
+    generation: int | None
+    restorable_step: int | None
+    facts: JsonText
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """A host's part of a generation: where its data plane listens, and its manifest as bytes (as of
+    ``manifest_bytes``)."""
+
+    address: tuple[str, int]
+    manifest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Start the workers of a later round beside the present ones: they build their models and
+    wait."""
+
+    workers: Workers
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the workers that were built for this round."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Begin a round: with the workers that were built for it, where ``is_built``. They go on from
+    the generation that ``sources`` hold, by host; none: from the script's own initial state."""
+
+    workers: Workers
+    sources: Mapping[str, HeldPart]
+    is_built: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """All workers of the job have published: it has so many tensors."""
+
+    round: int
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proceed:
+    """What all workers have restored is proven: they may train."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Propose a stop to the workers."""
+
+    round: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """All workers of the job see the stop: they may come to it."""
+
+    round: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Forget the stop, proposed or agreed: workers that wait at it go on."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deposit:
+    """Every worker of the job stands at the stop: write the state, and leave."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Say where the workers are: the job waits for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Give up what was sealed and has no number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Rename the sealed ``deposit`` to ``generation``, with what is stated of it as a whole."""
+
+    generation: int
+    deposit: str
+    committed: Committed | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Make the workers of a round exit; those that have deposited leave by themselves."""
+
+    round: int
+    has_deposited: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Let go of a generation."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Bring the part of a generation to the durable directory."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A proof of this generation has failed: give up what was fetched of it, and read the rest
+    again."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Say what the durable directory holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The job has come to its end, at this step and with this newest generation."""
+
+    step: int
+    generation: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """End with this code. ``ending``: the job has; ``keeps_state``: the store stays as it is."""
+
+    code: int
+    reason: str
+    keeps_state: bool = True
+    ending: Ending | None = None
+
+
+Command = (
+    Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw | Deposit | Report
+    | Discard | Commit | Stop | Drop | Save | Doubt | Look | Exit
+)  # fmt: skip

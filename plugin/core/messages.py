@@ -1,0 +1,58 @@
+"""What messages between the processes of a job are made of; the messages themselves are frozen
+dataclasses (``worker_messages``, ``commands``, ``reports``), and ``runtime.codec`` makes bytes of
+them."""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Json = Any
+"""Whatever ``json.dumps`` writes."""
+
+Answer = TypeVar("Answer")
+Message = TypeVar("Message")
+
+
+class Request(Generic[Answer]):
+    """A message that is answered by an ``Answer``."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JsonText:
+    """Values of a script's, a person's or a framework's own, which no type of ours describes: JSON
+    as text, so that whole numbers of any size stay what they are."""
+
+    text: str
+
+    @classmethod
+    def of(cls, value: Json) -> "JsonText":
+        """Write a value down as it is now."""
+        return cls(json.dumps(value, separators=(",", ":")))
+
+    def value(self) -> Json:
+        """Return the value. Raises ``ValueError`` where the text is no JSON."""
+        try:
+            return json.loads(self.text)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+
+
+class Named(Generic[Message]):
+    """One of several kinds of messages, which travels with the name of its kind: ``Named[A | B]``.
+    Equal where the messages are."""
+
+    __slots__ = ("message",)
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named) and bool(self.message == other.message)
+
+    def __hash__(self) -> int:
+        return hash(self.message)
+
+    def __repr__(self) -> str:
+        return f"Named({self.message!r})"

@@ -1,0 +1,137 @@
+"""What a host reports to the coordinator. Reports of one incarnation of an agent are numbered and
+count once, in order. Those that the law of the job takes as they are stand in ``events``; these
+here are put together with what other hosts report first."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.core import events
+from scalai.core.collection import Collection
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """What the workers have deposited is sealed; ``manifest`` as bytes, None where all had died
+    before they wrote. ``reason`` is ``stop``, ``snapshot`` or ``start``."""
+
+    round: int
+    reason: str
+    manifest: bytes | None
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The round cannot go on. ``is_chance``: a signal was the cause, which says nothing of the
+    degrees; ``is_refusal``: the workers cannot run the job so, and would say it again."""
+
+    round: int
+    reason: str
+    out_of_memory: bool = False
+    is_chance: bool = False
+    is_refusal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """All workers of the host have built their models, of these tensors."""
+
+    round: int
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """So many bytes of the state have come from other hosts."""
+
+    round: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """The host holds more of a generation than before: the manifest of its part, as bytes."""
+
+    manifest: bytes
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Restored:
+    """All workers of the host have filled their memory: ``rows`` of all of them, with the
+    fingerprints [rows] of what they read."""
+
+    round: int
+    rows: Collection
+    fingerprints: npt.NDArray[np.uint64]
+    seconds: Mapping[str, float]
+    bytes_local: int
+    bytes_remote: int
+
+    def __post_init__(self) -> None:
+        self.rows.check()
+        if self.fingerprints.shape != (len(self.rows),):
+            raise ValueError(f"{self.fingerprints.shape} fingerprints of {len(self.rows)} pieces")
+
+
+@dataclass(frozen=True, slots=True)
+class Unproven:
+    """What came from other hosts is not what these had committed."""
+
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Doubted:
+    """The host has given up what it had fetched of a doubted generation: the manifest of what is
+    left, None where nothing is."""
+
+    generation: int
+    manifest: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """The host has read its part of a doubted generation again, in ``directory``, and names what is
+    damaged."""
+
+    generation: int
+    damage: tuple[str, ...]
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """What the durable directory holds: manifests as bytes, and numbers that cannot be read with
+    the reason."""
+
+    manifests: tuple[bytes, ...]
+    damaged: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The host was told to drain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The host can run so many workers."""
+
+    slots: int
+
+
+HostEvent = (
+    events.Built | events.NotBuilt | events.Prepared | events.Held | events.Arrived
+    | events.Stopped | events.Stepped | events.Unhooked | events.Hooked | events.Finished
+    | events.Committed | events.Saved | events.NotSaved
+)  # fmt: skip
+"""What the law of the job takes as a host reports it."""
+
+Report = (
+    HostEvent | Sealed | Failed | Published | Moved | Grown | Restored | Unproven | Doubted
+    | Examined | Attached | Leaving | Slots
+)  # fmt: skip

@@ -1,0 +1,191 @@
+"""What the workers of a host ask their agent, each bound to a rank and a round.
+
+A worker waits for the answer of each: where that is None it waits only until the agent has heard
+it, or until the others of the job have come as far.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.core.collection import Collection
+from scalai.core.messages import JsonText, Request
+from scalai.core.orders import RankDeposit, ReadOrder, WriteOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What a worker has to know before it builds its model.
+
+    ``degrees`` are sizes by their short names (``tp``, ``pp``, ``vpp``, ``cp``, ``ep``);
+    ``micro_batch_size`` is in samples; ``restorable_step`` is the step of the generation that
+    ``Publish`` will hand out, None where there is none; ``facts`` are those of the job's first
+    workers; ``settings`` are the elastic configuration's words to a framework's hooks.
+    """
+
+    degrees: Mapping[str, int]
+    micro_batch_size: int | None
+    snapshot_every: int
+    restorable_step: int | None
+    is_ahead: bool
+    facts: JsonText
+    settings: JsonText
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Request[Welcome]):
+    """The first word of a worker."""
+
+    rank: int
+    round: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Source:
+    """What a worker restores: which bytes of which files (``order``), and what goes with them.
+
+    ``scalars`` are those of all ranks; ``rank_state`` maps coordinates to states; fingerprints of
+    what was read are to be of ``fingerprint_version``.
+    """
+
+    order: ReadOrder
+    step: int
+    consumed_samples: int
+    scalars: JsonText
+    rank_state: JsonText
+    fingerprint_version: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Publish(Request[Source | None]):
+    """The model is built: ``held`` are the pieces that this rank holds at a deposit, ``wanted``
+    those that it restores. Answered once all that is needed is on this host; None: the workers
+    begin from what they have built."""
+
+    rank: int
+    round: int
+    is_restoring: bool
+    held: Collection
+    wanted: Collection
+    facts: JsonText
+    uses_devices: bool
+
+    def __post_init__(self) -> None:
+        self.held.check()
+        self.wanted.check()
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitSlot(Request[WriteOrder | None]):
+    """Where this rank will write at the next deposit, so that it can map the file before; None: the
+    round ends before that is known."""
+
+    rank: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeginDeposit(Request[WriteOrder | None]):
+    """This rank has come to a step at which it deposits; ``reason`` is ``stop``, ``snapshot`` or
+    ``start``. None: the stop was taken back, and the training goes on."""
+
+    rank: int
+    round: int
+    reason: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stand(Request[None]):
+    """This rank stands at an agreed stop, with the save of ``iteration`` in flight. Answered once
+    the stop is taken back."""
+
+    rank: int
+    round: int
+    step: int
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankDeposited(Request[WriteOrder | None]):
+    """This rank has written its order, and has these fingerprints of its rows, in that order; the
+    rest is as of ``RankDeposit``. The answer is what to write for another rank that died."""
+
+    rank: int
+    round: int
+    fingerprints: tuple[int, ...]
+    coordinate: str
+    scalars: JsonText
+    rank_state: JsonText
+    consumed_samples: int
+    seconds: Mapping[str, float]
+
+    @property
+    def part(self) -> RankDeposit:
+        """What it has written, for the manifest."""
+        scalars, rank_state = self.scalars.value(), self.rank_state.value()
+        return RankDeposit(self.fingerprints, self.coordinate, scalars, rank_state)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RankRestored(Request[None]):
+    """This rank has filled its memory; ``fingerprints`` [wanted pieces] are of what it read.
+    Answered once the whole job's state is proven."""
+
+    rank: int
+    round: int
+    fingerprints: npt.NDArray[np.uint64]
+    seconds: Mapping[str, float]
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Imports:
+    """What a script has imported, and from where, for the fork server of later rounds."""
+
+    modules: tuple[str, ...]
+    sys_path: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankStepped(Request[None]):
+    """This rank has made its first step of the round. ``imports``: of one rank a host."""
+
+    rank: int
+    round: int
+    step: int
+    imports: Imports | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankFinished(Request[None]):
+    """The script of this rank has come to its end, at this step."""
+
+    rank: int
+    round: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankRefused(Request[None]):
+    """This rank cannot run the job, and would say so again. It waits to be ended."""
+
+    rank: int
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankUnhooked(Request[None]):
+    """The script of this rank trains, and nothing hooks its steps."""
+
+    rank: int
+    round: int
+
+
+WorkerRequest = (
+    Hello | Publish | AwaitSlot | BeginDeposit | Stand | RankDeposited | RankRestored | RankStepped
+    | RankFinished | RankRefused | RankUnhooked
+)  # fmt: skip

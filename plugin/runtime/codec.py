@@ -1,0 +1,116 @@
+"""Messages as bytes: MessagePack by msgspec, checked against the types that the messages'
+dataclasses declare. Arrays travel as their bytes, unions of messages with their kind's name
+(``Named``).
+
+This is the only place that knows how a message looks on the wire.
+"""
+
+from collections.abc import Hashable, Mapping
+from functools import cache
+from math import prod
+from typing import Any, TypeVar, cast, get_args, get_origin
+
+import msgspec
+
+from scalai.core.errors import MessageError
+from scalai.core.messages import Named
+
+T = TypeVar("T")
+
+_DTYPES: Mapping[str, str] = {"int64": "<i8", "uint64": "<u8"}
+"""Element types that arrays of messages have, and how they are written: 8 bytes, little-endian."""
+
+
+def encode(message: object) -> bytes:
+    """Return a message as bytes.
+
+    Raises:
+        MessageError: It holds something that no message can, such as a whole number above 64 bits.
+    """
+    try:
+        return msgspec.msgpack.encode(message, enc_hook=_written)
+    except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:
+        raise MessageError(
+            f"a {type(message).__name__} cannot be sent ({error}). This is a fault of Scalai's own."
+        ) from error
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Read a message of a known kind.
+
+    Raises:
+        MessageError: The bytes are none; says in what.
+    """
+    try:
+        message: T = _decoder(cast(Hashable, kind)).decode(data)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        name = getattr(kind, "__name__", str(kind))
+        raise MessageError(f"what came is no {name} ({error}). Do the versions differ?") from error
+    return message
+
+
+def convert(data: object, kind: type[T]) -> T:
+    """Return a dataclass made of plain values, such as JSON's, which are checked against its
+    types.
+
+    Raises:
+        MessageError: They do not fit; says in what.
+    """
+    try:
+        return msgspec.convert(data, kind, dec_hook=_read)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        raise MessageError(
+            f"what is given is no {kind.__name__} ({error}). Do the versions differ?"
+        ) from error
+
+
+@cache
+def _decoder(kind: Any) -> "msgspec.msgpack.Decoder[Any]":
+    return msgspec.msgpack.Decoder(kind, dec_hook=_read)
+
+
+def _written(value: Any) -> Any:
+    """Return what msgspec can write for something of ours."""
+    if _is_array(type(value)):
+        if value.dtype.name not in _DTYPES:
+            raise ValueError(f"no message holds an array of {value.dtype.name}")
+        return value.shape, value.astype(_DTYPES[value.dtype.name]).tobytes()
+    if isinstance(value, Named):
+        return type(value.message).__name__, value.message
+    raise NotImplementedError(f"no message holds a {type(value).__name__}")
+
+
+def _read(kind: Any, data: Any) -> Any:
+    """Return what ``_written`` was given, of the type that the message declares."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if _is_array(origin):
+        (element,) = get_args(arguments[1])
+        return _array(data, _DTYPES[element.__name__])
+    if origin is Named:
+        return Named(_named(data, arguments[0]))
+    if kind is object:  # plain values of any kind
+        return data
+    raise NotImplementedError(f"no message holds a {kind}")
+
+
+def _is_array(kind: Any) -> bool:
+    """Whether a type is numpy's array. By its name, because a question to a job needs no numpy."""
+    return (kind.__module__, kind.__name__) == ("numpy", "ndarray") if kind else False
+
+
+def _named(data: Any, kinds: Any) -> Any:
+    name, content = msgspec.convert(data, tuple[str, Any])
+    found = {kind.__name__: kind for kind in get_args(kinds) or (kinds,)}.get(name)
+    if found is None:
+        raise ValueError(f"{name!r} is no kind of message that is expected here")
+    return msgspec.convert(content, found, dec_hook=_read)
+
+
+def _array(data: Any, dtype: str) -> Any:
+    import numpy as np
+
+    shape, content = msgspec.convert(data, tuple[tuple[int, ...], bytes])
+    if min(shape, default=0) < 0 or prod(shape) * np.dtype(dtype).itemsize != len(content):
+        raise ValueError(f"{len(content)} bytes are no array of shape {list(shape)}")
+    # A copy, because the bytes can not be written to.
+    return np.frombuffer(content, dtype).reshape(shape).copy()

@@ -1,0 +1,159 @@
+"""Every message of the protocol survives its way over the wire, and nothing else passes for one."""
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wire import travelled
+from wire_words import start, workers
+
+from scalai.core import commands, events, reports
+from scalai.core import worker_messages as words
+from scalai.core.collection import MAX_NDIM, Collection, Tensor
+from scalai.core.committed import Committed
+from scalai.core.errors import MessageError
+from scalai.core.messages import JsonText, Named
+from scalai.core.orders import ReadOrder, WriteOrder
+from scalai.launch import coordinator_calls as calls
+from scalai.launch import data_plane
+from scalai.launch import person_calls as asked
+from scalai.runtime.codec import decode, encode
+
+ROWS = Collection(
+    (Tensor("param/w", (4, 6), "F32"), Tensor("step", (), "F32")),
+    np.array([0, 0, 1]),
+    np.array([[0] * 6, [0, 0, 0, 0, 0, 3], [0] * 6]),
+    np.array([[1, 1, 1, 1, 4, 3], [1, 1, 1, 1, 4, 3], [1] * 6]),
+)
+PRINTS = np.array([2**64 - 1, 0, 7], np.uint64)
+COLUMN, BOXES = np.arange(2), np.arange(2 * MAX_NDIM).reshape(2, MAX_NDIM)
+TEXT = JsonText.of({"large": 1 << 200, "text": "ä\udc80", "none": None, "nan": float("inf")})
+ORDER = WriteOrder(3, "/dev/shm/x", (0, 1), (64, 128))
+MANIFEST = b'{"digest": "x"}'
+PARTS: list[Any] = [
+    *(commands.Build(workers(facts=TEXT)), commands.GiveUp(2), commands.Expect(1, 5)),
+    start(sources={"a": commands.HeldPart(("10.0.0.1", 5), MANIFEST)}, is_built=True),
+    *(kind(1) for kind in (commands.Proceed, commands.Withdraw, commands.Deposit)),
+    *(commands.Prepare(1, 8), commands.Agree(1, 8), commands.Report(), commands.Discard()),
+    commands.Commit(3, "r-1-2", Committed(("a", "b"), {"param/w": 2**64 - 1})),
+    *(commands.Commit(3, "r-1-2", None), commands.Stop(1, True), commands.Look()),
+    *(kind(3) for kind in (commands.Drop, commands.Save, commands.Doubt)),
+    *(commands.Exit(0, "done", False, commands.Ending(9, None)), commands.Exit(75, "saved")),
+    *(events.Built("a", 1), events.NotBuilt("a", 1, "no"), events.Prepared("a", 1, 8, 7)),
+    *(events.Held("a", 1, 8, "a save"), events.Arrived("a", 1, 8), events.Stopped("a", 1, 8)),
+    *(kind("a", 1) for kind in (events.Stepped, events.Unhooked, events.Hooked, events.Finished)),
+    *(events.Committed("a", 3), events.Saved("a"), events.NotSaved("a", "full")),
+    reports.Sealed(1, "stop", MANIFEST, {"deposit": 0.5}),
+    *(reports.Sealed(1, "stop", None, {}), reports.Failed(1, "killed", False, True, False)),
+    *(reports.Published(1, ("param/w",)), reports.Moved(1, 1 << 40), reports.Grown(MANIFEST)),
+    reports.Restored(1, ROWS, PRINTS, {"plan": 0.1}, 5, 6),
+    *(reports.Unproven(1, "it differs"), reports.Doubted(3, None), reports.Doubted(3, MANIFEST)),
+    *(reports.Examined(3, ("w",), "/d"), reports.Attached((MANIFEST,), ((4, "torn"),))),
+    *(reports.Leaving(), reports.Slots(4)),
+    *(words.Hello(1, 2), words.Publish(1, 2, True, ROWS, ROWS, TEXT, False)),
+    *(words.AwaitSlot(1, 2), words.BeginDeposit(1, 2, "stop", 8), words.Stand(1, 2, 8, 6)),
+    words.RankDeposited(1, 2, (2**64 - 1, 0), "tp0", TEXT, JsonText.of(None), 7, {"deposit": 1.0}),
+    *(words.RankRestored(1, 2, PRINTS, {}, "note"), words.RankFinished(1, 2, 8)),
+    words.RankStepped(1, 2, 8, words.Imports(("torch",), ("/lib",))),
+    *(words.RankStepped(1, 2, 8, None), words.RankRefused(1, 2, "no"), words.RankUnhooked(1, 2)),
+    *(calls.Poll("j", "a", "i", 1, 2, 3, calls.Stalled((1, 3), 8, 2.5)), calls.Bye("j", "a", "i")),
+    calls.Join("j", "a", "i", calls.StoreIdentity("b", 1, 2), 2, ("h", 1), (MANIFEST,), (), (),
+               TEXT),
+    *(calls.Tell("j", "a", "i", 1, Named(reports.Leaving())), calls.Farewell("j", "a", "i")),
+    *(asked.Status("j"), asked.Scale(4, None, "tp2", True), asked.Resume(3, False)),
+    asked.ReadSpec(),
+    *(data_plane.ReadManifest("a", 1), data_plane.Fetch("a", 1, COLUMN, BOXES, BOXES)),
+    *(data_plane.Manifest(MANIFEST), data_plane.Parts(2), data_plane.Refused("no")),
+]  # fmt: skip
+ANSWERS: list[Any] = [
+    *(words.Welcome({"tp": 2}, None, 5, None, True, TEXT, TEXT), ORDER, calls.Joined(1, False)),
+    words.Source(ReadOrder(("/x",), *([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)), 1, 2,
+                 TEXT, TEXT, 2),
+    calls.Commands(7, (Named(commands.Report()), Named(commands.Drop(3)))),
+]  # fmt: skip
+UNIONS = (
+    commands.Command, reports.Report, words.WorkerRequest, calls.CoordinatorRequest,
+    data_plane.Request, data_plane.Answer,
+)  # fmt: skip
+
+
+def is_same(one: Any, two: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return one.dtype == two.dtype and np.array_equal(one, two)
+    if is_dataclass(one):
+        return type(one) is type(two) and all(
+            is_same(getattr(one, field.name), getattr(two, field.name)) for field in fields(one)
+        )
+    return bool(one == two)
+
+
+@pytest.mark.parametrize("message", [*PARTS, *ANSWERS], ids=lambda found: type(found).__name__)
+def test_every_message_arrives_as_it_was_sent(message: Any) -> None:
+    again = travelled(message)
+    assert is_same(again, message)
+    for field in fields(message):
+        if isinstance(getattr(message, field.name), np.ndarray):
+            assert getattr(again, field.name).flags.writeable
+
+
+@pytest.mark.parametrize("union", UNIONS, ids=[str(number) for number in range(len(UNIONS))])
+def test_every_kind_of_message_is_tried_here_and_known_by_its_name(union: Any) -> None:
+    kinds = get_args(union)
+    assert len({kind.__name__ for kind in kinds}) == len(kinds)
+    examples = {type(message): message for message in PARTS}
+    for kind in kinds:
+        found = decode(encode(Named(examples[kind])), Named[union])
+        assert type(found.message) is kind
+
+
+@given(st.binary(max_size=200))
+def test_bytes_are_a_message_or_an_error(data: bytes) -> None:
+    for kind in (Named[commands.Command], Named[reports.Report], words.Source):
+        try:
+            decode(data, kind)
+        except MessageError as error:
+            assert "Do the versions differ" in str(error)
+
+
+@given(st.sampled_from(PARTS), st.data())
+def test_a_message_with_one_byte_changed_is_a_message_or_an_error(
+    message: Any, data: st.DataObject
+) -> None:
+    whole = bytearray(encode(message))
+    if whole:
+        at = data.draw(st.integers(0, len(whole) - 1))
+        whole[at] ^= data.draw(st.integers(1, 255))
+    try:
+        decode(bytes(whole), type(message))
+    except MessageError:
+        pass
+
+
+
+
+def test_columns_that_do_not_fit_together_are_refused() -> None:
+    wrong = replace(ROWS, tensor=np.array([0, 0, 9]))
+    sent = encode({
+        "rank": 1, "round": 1, "is_restoring": True, "held": wrong, "wanted": ROWS, "facts": TEXT,
+        "uses_devices": False,
+    })  # fmt: skip
+    with pytest.raises(MessageError, match="a row names tensor 9"):
+        decode(sent, words.Publish)
+    sent = encode({
+        "round": 1, "rows": ROWS, "fingerprints": PRINTS[:2], "seconds": {}, "bytes_local": 0,
+        "bytes_remote": 0,
+    })  # fmt: skip
+    with pytest.raises(MessageError, match="fingerprints of 3 pieces"):
+        decode(sent, reports.Restored)
+
+
+def test_what_no_message_can_hold_is_an_error_of_our_own() -> None:
+    with pytest.raises(MessageError, match="a fault of Scalai's own"):
+        encode(reports.Moved(1, 1 << 70))
+    with pytest.raises(MessageError, match="a fault of Scalai's own"):
+        encode(reports.Slots(object()))  # type: ignore[arg-type]
+    with pytest.raises(MessageError, match="a fault of Scalai's own"):
+        encode(np.zeros(1, np.float32))

@@ -1,0 +1,119 @@
+"""Reports and commands by words, as tests say them, and the typed messages that they are."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, get_args
+
+from scalai.core import commands, reports
+from scalai.launch.coordinator_calls import StoreIdentity
+from scalai.runtime.codec import decode
+from scalai.runtime.connecting import Address, connect
+
+
+def word_of(kind: type) -> str:
+    """Return the word for a kind of message: ``not_built`` for ``NotBuilt``."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+REPORTS = {word_of(kind): kind for kind in get_args(reports.Report)}
+
+
+SHORT = {"part": "manifest", "parts": "manifests"}
+
+
+def report_of(word: str, host: str, **facts: Any) -> Any:
+    """Return the report of a host that a word names; lists among its facts become tuples."""
+    kind = REPORTS[word]
+    of_host = {"host": host} if "host" in {field.name for field in fields(kind)} else {}
+    given = {
+        SHORT.get(name, name): tuple(value) if isinstance(value, list) else value
+        for name, value in facts.items()
+    }
+    return kind(**of_host, **given)
+
+
+def store_identity(named: Sequence[object] | None) -> StoreIdentity | None:
+    """Return the identity of a store that a test names by a machine, a number, and perhaps a
+    host."""
+    if named is None:
+        return None
+    machine, number, *host = named
+    assert isinstance(number, int)
+    return StoreIdentity("/".join(map(str, (machine, *host))), number, 0)
+
+
+def told_by(command: commands.Command) -> dict[str, Any]:
+    """Return a command's fields by name, those of its workers and their place among them."""
+    found: dict[str, Any] = {"command": word_of(type(command))}
+    for part in (command, getattr(command, "workers", None)):
+        for field in fields(part) if part is not None else ():
+            found[field.name] = getattr(part, field.name)
+    found.pop("workers", None)
+    placement = found.get("placement")
+    for field in fields(placement) if placement is not None else ():
+        value = getattr(placement, field.name)
+        found[field.name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def workers(
+    round: int = 1, first_rank: int = 0, local_world_size: int = 1, **facts: Any
+) -> commands.Workers:
+    """Return which workers a host runs; what is not given is of no interest."""
+    placement = commands.Placement(
+        group=facts.pop("group", ("a",)),
+        group_rank=0,
+        first_rank=first_rank,
+        local_world_size=local_world_size,
+        world_size=facts.pop("world_size", first_rank + local_world_size),
+    )
+    given = {
+        "run": "r",
+        "degrees": {"tp": 1, "pp": 1, "dp": placement.world_size},
+        "micro_batch_size": None,
+        "master_addr": "127.0.0.1",
+        "master_port": 1,
+        "generation": None,
+        "restorable_step": None,
+        "facts": commands.JsonText.of({}),
+    }
+    return commands.Workers(round=round, placement=placement, **{**given, **facts})
+
+
+def start(
+    round: int = 1,
+    first_rank: int = 0,
+    local_world_size: int = 1,
+    *,
+    sources: dict[str, commands.HeldPart] | None = None,
+    is_built: bool = False,
+    **facts: Any,
+) -> commands.Start:
+    """Return the command that begins a round."""
+    found = workers(round, first_rank, local_world_size, **facts)
+    return commands.Start(found, sources or {}, is_built)
+
+
+def call_raw(address: Address, token: bytes, data: bytes) -> str:
+    """Send bytes where a request is expected; return the error that is answered."""
+    with connect(address, token, 30) as framed:
+        framed.send(data)
+        answer = framed.receive()
+    assert answer[:1] == b"\1", answer
+    return decode(answer[1:], tuple[str, str])[1]
+
+
+class Told:
+    """What an agent's part has reported, as events with their facts."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def __call__(self, report: reports.Report) -> None:
+        values = {field.name: getattr(report, field.name) for field in fields(report)}
+        self.events.append({"event": word_of(type(report)), **values})
+
+    def words(self) -> list[str]:
+        """Return what was reported, in order."""
+        return [event["event"] for event in self.events]
