@@ -9,7 +9,6 @@ Source: the safetensors format (https://github.com/huggingface/safetensors) and 
 """
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from scalai.converters.intake import MAX_JSON_BYTES, file_inside, parse_json, re
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import whole
+from scalai.store.atomic import replace_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 5_000_000_000
@@ -88,12 +88,7 @@ class SafetensorsLayout:
 
         def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
             if len(files) > 1:
-                aside = directory / f".{INDEX}.partial"
-                with open(aside, "w", encoding="utf-8") as file:
-                    json.dump(index, file, indent=1)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(aside, directory / INDEX)
+                replace_file(directory / INDEX, json.dumps(index, indent=1).encode())
 
         return Target(self.name, place(pieces, files), fixed, finish, tuple(notes))
 

@@ -9,7 +9,6 @@ and files not those of a writer.
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -50,7 +49,7 @@ from scalai.converters.torch_archive import NewTensor
 from scalai.core.collection import ITEM_BYTES, Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box
-from scalai.store.manifest import sync_directory
+from scalai.store.atomic import replace_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +93,10 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
         here = directory / folder
         here.mkdir(exist_ok=True)
         if form == COMMON_FILE:
-            _write(here / COMMON_FILE, common_data)
-        _write(here / ".metadata", metadata)
-        _write(here / MARKER, json.dumps(marker_for(form)).encode())
-        sync_directory(here)
-        _write(directory / TRACKER, str(source.values.step).encode())
+            replace_file(here / COMMON_FILE, common_data)
+        replace_file(here / ".metadata", metadata)
+        replace_file(here / MARKER, json.dumps(marker_for(form)).encode())
+        replace_file(directory / TRACKER, str(source.values.step).encode())
 
     return Target("torch_dist", placed, layout.fixed, finish, tuple(notes))
 
@@ -244,13 +242,3 @@ def _cut(item: _Item, degrees: Mapping[str, int]) -> Iterator[Box]:
             tuple(part * size if at == axis else 0 for at in range(len(shape))),
             tuple(size if at == axis else full for at, full in enumerate(shape)),
         )
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a small file aside, bring it to disk and rename it."""
-    aside = path.with_name(f".{path.name}.partial")
-    with open(aside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)

@@ -14,6 +14,7 @@ from typing import Any
 
 from scalai.core.collection import Collection
 from scalai.core.errors import StoreError
+from scalai.store.atomic import sync_directory, sync_file
 from scalai.store.committed import Committed
 from scalai.store.deposit import Deposit, share_out
 from scalai.store.directory import HostDirectory
@@ -23,8 +24,6 @@ from scalai.store.manifest import (
     read_own_manifest,
     release_manifests,
     reserve_manifests,
-    sync_directory,
-    sync_file,
     write_manifest,
 )
 from scalai.store.orders import RankDeposit, WriteOrder

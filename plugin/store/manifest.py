@@ -19,6 +19,7 @@ from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Columns
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.fingerprint import MODULI
 from scalai.core.fingerprint import VERSION as FINGERPRINT_VERSION
+from scalai.store.atomic import partial_of, replace_file
 from scalai.store.committed import Committed
 from scalai.store.places import MANIFEST
 
@@ -202,25 +203,18 @@ def _inconsistency(manifest: HostManifest) -> str | None:
 
 
 def write_manifest(directory: Path, manifest: HostManifest) -> None:
-    """Write ``manifest.json`` aside, bring it to disk, and rename it into place.
+    """Give a host's part this ``manifest.json``; it is on disk when this returns.
 
     It takes the room that ``reserve_manifests`` made, if any. Where that is too small and there is
     no other (``OSError``), it stays for another try.
     """
     content = manifest.to_json()
     text = json.dumps({"digest": _digest(content), **content}, separators=(",", ":"))
-    aside = directory / f".{MANIFEST}.partial"
+    aside = partial_of(directory / MANIFEST)
     if not aside.exists():
         for spare in sorted(directory.glob(_SPARE))[:1]:
             os.rename(spare, aside)
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT, 0o600)  # not cut: its room would be lost
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.truncate()
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, directory / MANIFEST)
-    sync_directory(directory)
+    replace_file(directory / MANIFEST, text.encode(), mode=0o600)
 
 
 _SPARE = f".{MANIFEST}.spare-*"
@@ -251,24 +245,6 @@ def release_manifests(directory: Path) -> None:
     """Give back the room that was not used."""
     for spare in directory.glob(_SPARE):
         spare.unlink()
-
-
-def sync_directory(directory: Path) -> None:
-    """Bring the names in a directory to disk: a rename survives a power cut only after this."""
-    number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def sync_file(path: Path) -> None:
-    """Bring what a file holds to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_manifest(directory: Path) -> HostManifest:
