@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor, concatenate
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.fingerprint import VERSION
 from scalai.core.region import Box, Index, row_major
 
@@ -78,6 +79,11 @@ class Placed:
         """Return ``is_rounded`` of a row."""
         return self.is_rounded is not None and bool(self.is_rounded[row])
 
+    def item_bytes(self, row: int) -> int:
+        """Return how many bytes one element of a row takes in its file."""
+        dtype = self.collection.tensors[int(self.collection.tensor[row])].dtype
+        return ITEM_BYTES["F32" if self.is_rounded_at(row) else dtype]
+
     def rounded(self) -> npt.NDArray[np.bool_]:
         """Return ``is_rounded`` for all rows."""
         return np.zeros(len(self.file), np.bool_) if self.is_rounded is None else self.is_rounded
@@ -93,6 +99,11 @@ class Piece:
     begin: int
     stride: Index | None = None
     is_rounded: bool = False
+
+    @property
+    def item_bytes(self) -> int:
+        """How many bytes one element takes in its file."""
+        return ITEM_BYTES["F32" if self.is_rounded else self.tensor.dtype]
 
 
 def place(pieces: Sequence[Piece], files: Sequence[CheckpointFile]) -> Placed:

@@ -11,8 +11,9 @@ from scalai.converters.hugging_face.carrying import describe_companions
 from scalai.converters.streaming import source_view
 from scalai.core.collection import Tensor
 from scalai.core.coverage import find_gaps
+from scalai.core.dtypes import bits_dtype
 from scalai.core.errors import LayoutError, UsageError
-from scalai.store.files import bits_dtype, slices
+from scalai.store.files import slices
 from scalai.store.values import decode
 
 Json = Any
@@ -75,7 +76,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> tuple[Tensor, npt.NDArray[
     if gaps:
         raise LayoutError(f"{len(gaps)} boxes of {name!r} are in no file, first {gaps[0]}.")
     tensor = tensors[name]
-    bits = np.zeros(tensor.shape, dtype=bits_dtype(tensor))
+    bits = np.zeros(tensor.shape, dtype=bits_dtype(tensor.dtype))
     for row in range(len(placed.collection)):
         held, box = placed.collection.box(row)
         if held.name == name:

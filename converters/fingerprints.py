@@ -10,8 +10,9 @@ from scalai.converters.checkpoint import Checkpoint, Placed
 from scalai.converters.forked import map_forked
 from scalai.converters.streaming import source_view
 from scalai.converters.work import HERE
-from scalai.core.collection import ITEM_BYTES, Collection
+from scalai.core.collection import Collection
 from scalai.core.coverage import check_coverage
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.fingerprint import VERSION, combine, piece_fingerprint, tensor_fingerprints
 from scalai.core.plan import plan
 from scalai.core.region import Box, whole

@@ -25,8 +25,9 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     unite,
 )
-from scalai.converters.torch_archive import DTYPE_NAMES, TORCH_DTYPES, NewTensor
+from scalai.converters.torch_archive import NewTensor
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
+from scalai.core.dtypes import FROM_TORCH, NUMPY_DTYPES, TORCH_NAMES
 from scalai.core.errors import LayoutError, RefusedError
 from scalai.core.fingerprint import VERSION
 from scalai.core.region import whole
@@ -39,7 +40,6 @@ from scalai.store.manifest import (
     write_manifest,
 )
 from scalai.store.places import find_generations, generation_name
-from scalai.store.values import NUMPY_DTYPES
 
 HOST = "offline"
 """The host that a converted generation is of."""
@@ -308,7 +308,7 @@ def _plain(value: Any) -> Any:
             value.content or b"", dtype=NUMPY_DTYPES[value.dtype]
         )
         plain = numbers.reshape(value.shape).tolist()
-        return {"tensor": plain, "dtype": DTYPE_NAMES[value.dtype]}
+        return {"tensor": plain, "dtype": TORCH_NAMES[value.dtype]}
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -320,7 +320,7 @@ def _live(value: Any) -> Any:
     """Return what ``_plain`` made JSON of."""
     if isinstance(value, Mapping):
         if set(value) == {"tensor", "dtype"}:
-            dtype = TORCH_DTYPES[value["dtype"]]
+            dtype = FROM_TORCH[value["dtype"]]
             numbers: npt.NDArray[Any] = np.array(value["tensor"], dtype=NUMPY_DTYPES[dtype])
             return NewTensor(dtype, numbers.shape, numbers.tobytes())
         return {

@@ -14,7 +14,8 @@ import numpy as np
 
 from scalai.converters.checkpoint import PARAM, Checkpoint, Placed, Values
 from scalai.core.boxes import check_inside, right_aligned
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
+from scalai.core.collection import MAX_NDIM, Tensor
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.store.files import box_text
 

@@ -17,6 +17,7 @@ from scalai.converters.fingerprints import parts_of
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.streaming import source_view
 from scalai.converters.verify import equal_tensors
+from scalai.core.dtypes import HALF
 from scalai.core.errors import ScalaiError
 from scalai.core.region import Box
 
@@ -24,7 +25,6 @@ MAX_SAVES = 8
 """The newest ones are compared."""
 SAMPLED = 64
 NAMED = 5
-HALF = ("BF16", "F16")
 
 _SAVE = re.compile(r"(iter_|global_step)(\d{1,18})")
 

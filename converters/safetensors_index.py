@@ -33,7 +33,8 @@ from scalai.converters.checkpoint import (
     place,
 )
 from scalai.converters.intake import MAX_JSON_BYTES, file_inside, parse_json, read_json
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
+from scalai.core.collection import MAX_NDIM, Tensor
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.region import whole
 from scalai.store.atomic import replace_file

@@ -22,14 +22,13 @@ from scalai.converters.journal import Noted
 from scalai.converters.records import Run, Runs, run_of
 from scalai.converters.rounding import rounded
 from scalai.converters.work import Task, Unit, Work, copies_into
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
+from scalai.core.collection import MAX_NDIM, Tensor
+from scalai.core.dtypes import Bits, bits_dtype
 from scalai.core.errors import ProofError
 from scalai.core.fingerprint import combine, piece_fingerprint
 from scalai.core.region import Box, row_major
 from scalai.runtime.at_once import at_once
 from scalai.store.files import (
-    Bits,
-    bits_dtype,
     box_text,
     contiguous_chunks,
     map_file,
@@ -121,14 +120,14 @@ def source_view(directory: Path, placed: Placed, row: int, part: Box) -> Bits:
     if placed.is_rounded_at(row):
         masters = np.ndarray(part.shape, np.dtype(np.float32), data, begin, stride)
         return rounded(masters, tensor.dtype)
-    view: Bits = np.ndarray(part.shape, np.dtype(bits_dtype(tensor)), data, begin, stride)
+    view: Bits = np.ndarray(part.shape, np.dtype(bits_dtype(tensor.dtype)), data, begin, stride)
     return view
 
 
 def _place(placed: Placed, row: int, part: Box) -> tuple[int, list[int]]:
     """Return where a part of a row begins in its file, and its strides, in bytes."""
-    tensor, box = placed.collection.box(row)
-    item = ITEM_BYTES["F32" if placed.is_rounded_at(row) else tensor.dtype]
+    _, box = placed.collection.box(row)
+    item = placed.item_bytes(row)
     stride = [item * step for step in placed.stride[row, MAX_NDIM - len(box.shape) :].tolist()]
     inside = zip(part.offset, box.offset, stride, strict=True)
     return int(placed.begin[row]) + sum((low - at) * step for low, at, step in inside), stride
@@ -197,7 +196,7 @@ def _scratch(use: str, unit: Unit, shape: tuple[int, ...], tensor: Tensor) -> Bi
     """Return an array of this shape in memory that the next call for the same use overwrites."""
     if use not in _buffers or _buffers[use].nbytes < unit.size_bytes:
         _buffers[use] = np.empty(unit.size_bytes, dtype=np.uint8)
-    values: Bits = _buffers[use][: unit.size_bytes].view(bits_dtype(tensor)).reshape(shape)
+    values: Bits = _buffers[use][: unit.size_bytes].view(bits_dtype(tensor.dtype)).reshape(shape)
     return values
 
 
@@ -238,7 +237,7 @@ def _begin(target: Placed, unit: Unit) -> int:
     tensor, box = target.collection.box(unit.row)
     steps = row_major(box.shape)
     at = sum(low * step for low, step in zip(unit.block.offset, steps, strict=True))
-    return int(target.begin[unit.row]) + at * np.dtype(bits_dtype(tensor)).itemsize
+    return int(target.begin[unit.row]) + at * np.dtype(bits_dtype(tensor.dtype)).itemsize
 
 
 def _write_all(descriptor: int, buffer: Bits, begin: int) -> None:

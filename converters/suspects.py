@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint
 from scalai.converters.streaming import source_view
+from scalai.core.dtypes import Bits
 from scalai.core.region import Box
-from scalai.store.files import Bits, blocks
+from scalai.store.files import blocks
 
 PART_ELEMENTS = 1 << 20
 """Elements that are looked at once all before them were suspect."""

@@ -26,12 +26,13 @@ from scalai.converters.rounding import rounds_to
 from scalai.converters.streaming import source_view
 from scalai.converters.work import HERE
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
+from scalai.core.dtypes import Bits
 from scalai.core.errors import ProofError
 from scalai.core.fingerprint import tensor_fingerprints
 from scalai.core.plan import Copies, plan
 from scalai.core.region import Box
 from scalai.core.sources import Holder
-from scalai.store.files import Bits, box_text
+from scalai.store.files import box_text
 
 SAMPLED = 256
 """Elements of a row that a sample compares."""

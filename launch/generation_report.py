@@ -9,10 +9,11 @@ import numpy.typing as npt
 
 from scalai.core.collection import Collection, Tensor, concatenate
 from scalai.core.coverage import find_gaps
+from scalai.core.dtypes import bits_dtype
 from scalai.core.errors import LayoutError, ProofError, StoreError, UsageError
 from scalai.core.fingerprint import sure_fingerprints
 from scalai.core.region import Box, whole
-from scalai.store.files import bits_dtype, slices
+from scalai.store.files import slices
 from scalai.store.manifest import Generation, load_generation
 from scalai.store.places import find_generations
 from scalai.store.rows import StoredRows
@@ -127,7 +128,7 @@ def read_tensor(generation: Generation, name: str) -> tuple[Tensor, npt.NDArray[
             f"{[part.host for part in generation.hosts]}, first {gaps[0]}. Name the directory of "
             "all hosts."
         )
-    bits = np.zeros(tensor.shape, dtype=bits_dtype(tensor))
+    bits = np.zeros(tensor.shape, dtype=bits_dtype(tensor.dtype))
     for stored in _stored(generation):
         collection = stored.manifest.collection
         for row in range(len(collection)):

@@ -14,7 +14,7 @@ from scalai.converters.checkpoint import Checkpoint, Piece, Placed, parameters_o
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.megatron.fused_rows import Heads
 from scalai.converters.megatron.limits import argument_heads
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
+from scalai.core.collection import MAX_NDIM, Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box
 
@@ -142,7 +142,7 @@ def _pieces(placed: Placed, row: int, links: Links, shapes: Mapping[str, Shape])
             yield Piece(Tensor(f"{kind}/{theirs}", (), tensor.dtype), box, file, begin)
         return
     stride = tuple(placed.stride[row, MAX_NDIM - len(box.shape) :].tolist())
-    item = ITEM_BYTES["F32" if placed.is_rounded_at(row) else tensor.dtype]
+    item = placed.item_bytes(row)
     for link in links[name]:
         common = box.intersect(link.box)
         if common is None:

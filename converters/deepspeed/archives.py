@@ -10,7 +10,8 @@ from scalai.converters.checkpoint import CheckpointFile, Piece, Placed, place
 from scalai.converters.deepspeed.cuts import EVERYTHING, Shards, contiguous
 from scalai.converters.deepspeed.flat import Span
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.collection import ITEM_BYTES, Tensor
+from scalai.core.collection import Tensor
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.region import flat_range
 
 Filled = dict[NewTensor, list[Piece]]

@@ -46,7 +46,8 @@ from scalai.converters.megatron.names import (
 from scalai.converters.megatron.torch_dist_common import Keys, common_of, content_of, objects_of
 from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey, write_metadata
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.collection import ITEM_BYTES, Tensor
+from scalai.core.collection import Tensor
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box
 from scalai.store.atomic import replace_file

@@ -23,7 +23,8 @@ from scalai.patches.megatron.optimizer import (
 )
 from scalai.patches.megatron.scalars import put_scalars, take_scalars
 from scalai.patches.megatron.shapes import Part, Shard, shards_of
-from scalai.runtime.live import Json, Slot, dtype_name
+from scalai.runtime.live import Json, Slot
+from scalai.runtime.torch_dtypes import dtype_name
 
 PARAM, MAIN = "param", "main"
 """Kinds of tensors; the others are the inner optimizer's own names: exp_avg, exp_avg_sq, step."""

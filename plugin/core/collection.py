@@ -14,18 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import LayoutError
 from scalai.core.region import Box
 
 MAX_NDIM = 6
-ITEM_BYTES: Mapping[str, int] = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4,
-    "I64": 8, "U64": 8, "F64": 8,
-}  # fmt: skip
-"""Bytes of one element, by the dtype names of the safetensors format."""
-
 Columns = npt.NDArray[np.int64]
 
 

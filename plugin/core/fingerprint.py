@@ -17,9 +17,9 @@ from scalai.core import linear_checksum, universal_hash
 from scalai.core.boxes import NumberLine, box_text, distinct
 from scalai.core.collection import Collection
 from scalai.core.coverage import find_gaps, find_overlaps
+from scalai.core.dtypes import Bits
 from scalai.core.errors import ProofError
 from scalai.core.hash_keys import P
-from scalai.core.piece_rows import Bits
 from scalai.core.region import Box
 
 Prints = npt.NDArray[np.uint64]

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scalai.core.boxes import Boxes, box_text, check_inside, expand, right_aligned, uncovered
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Columns, Tensor
+from scalai.core.collection import MAX_NDIM, Columns, Tensor
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import LayoutError
 from scalai.core.geometry import Geometry, check, shortfall, solve
 from scalai.core.region import Box

@@ -13,7 +13,8 @@ import torch
 
 from scalai.core.collection import Tensor
 from scalai.core.region import Piece, row_major, whole
-from scalai.runtime.live import Json, Slot, dtype_name
+from scalai.runtime.live import Json, Slot
+from scalai.runtime.torch_dtypes import dtype_name
 
 Get = Callable[[], Json | torch.Tensor]
 Set = Callable[[Any], None]

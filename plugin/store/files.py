@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from scalai.core.collection import ITEM_BYTES, Collection, Columns, Tensor
+from scalai.core.collection import Collection, Columns, Tensor
+from scalai.core.dtypes import ITEM_BYTES, Bits
 from scalai.core.errors import LayoutError
 from scalai.core.region import Box
 
@@ -22,22 +22,6 @@ CHUNK_BYTES = 4 << 20
 """What is copied, sent or checksummed at once: fits a core's cache, amortises a system call."""
 
 HEADER_ALIGNMENT = 64
-
-BITS: Mapping[int, type[np.unsignedinteger[Any]]] = {
-    1: np.uint8,
-    2: np.uint16,
-    4: np.uint32,
-    8: np.uint64,
-}
-"""The unsigned integer that holds the bits of an element of so many bytes."""
-
-Bits = npt.NDArray[np.unsignedinteger[Any]]
-
-
-def bits_dtype(tensor: Tensor) -> type[np.unsignedinteger[Any]]:
-    """Return the unsigned integer type as wide as one element of ``tensor``."""
-    return BITS[ITEM_BYTES[tensor.dtype]]
-
 
 def box_text(box: Box) -> str:
     """Return a box as text, such as ``[0:4,2:8]``."""

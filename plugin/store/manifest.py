@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Columns
+from scalai.core.collection import MAX_NDIM, Collection, Columns
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.fingerprint import MODULI
 from scalai.core.fingerprint import VERSION as FINGERPRINT_VERSION

@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from scalai.converters.checkpoint import MAIN, PARAM, Placed
 from scalai.core.collection import Collection, Tensor
+from scalai.core.dtypes import HALF
 from scalai.core.errors import RefusedError
 
 NAMED = 5
 """Tensors named in an error."""
 
 _FP32 = "F32"
-_ROUNDED = ("BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _origin(source: Mapping[str, Tensor], tensor: Tensor) -> Origin | None:
         return None if exact is None else Origin(exact)
     name = tensor.name.partition("/")[2]
     full = source.get(f"{MAIN}/{name}", source.get(f"{PARAM}/{name}"))
-    if full is not None and full.dtype == _FP32 and tensor.dtype in (_FP32, *_ROUNDED):
+    if full is not None and full.dtype == _FP32 and tensor.dtype in (_FP32, *HALF):
         return Origin(full, is_rounded=tensor.dtype != _FP32)
     return None if exact is None else Origin(exact)
 

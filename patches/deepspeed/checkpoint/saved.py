@@ -29,6 +29,7 @@ from scalai.patches.deepspeed.checkpoint.packing import packed, unpacked
 from scalai.patches.deepspeed.checkpoint.values import live_value
 from scalai.patches.plain import all_plain
 from scalai.runtime.live import Json
+from scalai.store.values import number_of
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ def _steps(checkpoint: Checkpoint, job: DeepSpeedJob) -> dict[str, float]:
         kind, _, name = placed.collection.tensors[number].name.partition("/")
         content = placed.files[placed.file[row]].content
         if kind == STEP and content is not None:
-            found[name] = float(np.frombuffer(content, dtype=np.float32)[0])
+            found[name] = number_of(content, "F32")
     if job.has_number_steps:
         # FusedAdam counts for the last parameter of a group alone, and uses that for all.
         for group in job.groups:
