@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from scalai.converters.checkpoint import Checkpoint
 from scalai.converters.hugging_face.carrying import describe_companions
-from scalai.converters.streaming import source_view
+from scalai.converters.source_files import SourceFiles
 from scalai.core.collection import Tensor
 from scalai.core.coverage import find_gaps
 from scalai.core.dtypes import bits_dtype
@@ -77,8 +77,9 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> tuple[Tensor, npt.NDArray[
         raise LayoutError(f"{len(gaps)} boxes of {name!r} are in no file, first {gaps[0]}.")
     tensor = tensors[name]
     bits = np.zeros(tensor.shape, dtype=bits_dtype(tensor.dtype))
-    for row in range(len(placed.collection)):
-        held, box = placed.collection.box(row)
-        if held.name == name:
-            bits[slices(box)] = source_view(checkpoint.directory, placed, row, box)
+    with SourceFiles(checkpoint.directory) as files:
+        for row in range(len(placed.collection)):
+            held, box = placed.collection.box(row)
+            if held.name == name:
+                bits[slices(box)] = files.view(placed, row, box)
     return tensor, decode(bits, tensor.dtype)

@@ -5,7 +5,6 @@ Readers check what only they know; paths, sizes and small files are the same for
 
 import json
 from collections.abc import Mapping
-from functools import lru_cache
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -48,7 +47,6 @@ def file_inside(directory: Path, name: str, named_by: str) -> Path:
     return path
 
 
-@lru_cache(maxsize=16)
 def _roots(directory: Path) -> tuple[Path, ...]:
     """Return where files may lie: in the directory; and for a snapshot in the cache of
     huggingface_hub in the blobs beside it, to which its files are links."""

@@ -23,7 +23,7 @@ from scalai.converters.noted import (
     noted_fingerprints,
 )
 from scalai.converters.rounding import rounds_to
-from scalai.converters.streaming import source_view
+from scalai.converters.source_files import SourceFiles
 from scalai.converters.work import HERE
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
 from scalai.core.dtypes import Bits
@@ -220,12 +220,13 @@ def _differences(
     if not len(two.collection):
         return
     copies = plan([Holder(HERE, one.placed.collection)], [Holder(HERE, two.collection)]).copies
+    files = SourceFiles(one.directory), SourceFiles(directory)
 
     def compare_copies(numbers: range) -> list[Difference]:
         return [
             difference
             for number in numbers
-            for difference in _compare_copy(one, directory, two, masters, copies, number)
+            for difference in _compare_copy(files, one.placed, two, masters, copies, number)
         ]
 
     found: dict[str, list[Difference]] = {}
@@ -237,8 +238,8 @@ def _differences(
 
 
 def _compare_copy(
-    one: Checkpoint,
-    directory: Path,
+    files: tuple[SourceFiles, SourceFiles],
+    one: Placed,
     two: Placed,
     masters: Placed | None,
     copies: Copies,
@@ -251,12 +252,12 @@ def _compare_copy(
         tuple(copies.offset[number, skip:].tolist()), tuple(copies.shape[number, skip:].tolist())
     )
     for part in parts_of(copied):
-        left = source_view(one.directory, one.placed, int(copies.source_row[number]), part)
+        left = files[0].view(one, int(copies.source_row[number]), part)
         if masters is None:
-            right = source_view(directory, two, row, part)
+            right = files[1].view(two, row, part)
             unequal = np.asarray(left != right)
         else:
-            right = source_view(directory, masters, row, part)
+            right = files[1].view(masters, row, part)
             unequal = _unrounded(left, tensor, right, masters.collection.box(row)[0])
         if unequal.any():
             yield Difference(tensor.name, _bounds(unequal, part), int(unequal.sum()))

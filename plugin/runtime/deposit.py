@@ -13,7 +13,7 @@ from scalai.runtime.live import Slot
 from scalai.runtime.mapping import MappedFile
 from scalai.runtime.rows import host_bits, piece_view
 from scalai.runtime.staging import RING_BUFFERS, RING_BYTES, StagingRing, rings_for
-from scalai.store.files import blocks, contiguous_chunks, slices
+from scalai.store.files import blocks, contiguous_chunks, slices, write_at
 from scalai.store.orders import WriteOrder
 
 Row = tuple[Slot, Piece]
@@ -115,7 +115,7 @@ def _write_file(
         descriptor = os.open(order.path, os.O_WRONLY)
         for view, begin in zip(views, order.begins, strict=True):
             for chunk in _chunks(view, rings):
-                _write_all(descriptor, chunk, begin)
+                write_at(descriptor, chunk, begin)
                 begin += len(chunk)
     except OSError as error:
         raise StoreError(
@@ -124,12 +124,6 @@ def _write_file(
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def _write_all(descriptor: int, data: memoryview, begin: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, begin)
-        data, begin = data[count:], begin + count
 
 
 def _chunks(view: torch.Tensor, rings: Mapping[torch.device, StagingRing]) -> Iterator[memoryview]:

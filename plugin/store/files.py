@@ -3,8 +3,10 @@
 A file holds boxes of tensors, each row-major and contiguous, so the whole of it can be read with
 the safetensors library too; an entry is named ``<tensor>[<low>:<high>,...]``."""
 
+import errno
 import json
 import mmap
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -83,6 +85,22 @@ def map_file(path: str | Path) -> memoryview:
         if file.seek(0, 2) == 0:
             return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def read_at(descriptor: int, data: memoryview, begin: int) -> None:
+    """Fill bytes from a file, from byte ``begin`` on. Raises ``OSError``, also where it ends."""
+    while data:
+        count = os.preadv(descriptor, [data], begin)
+        if not count:
+            raise OSError(errno.EIO, f"the file ends at byte {begin}")
+        data, begin = data[count:], begin + count
+
+
+def write_at(descriptor: int, data: memoryview, begin: int) -> None:
+    """Write all bytes to a file, from byte ``begin`` on. Raises ``OSError``."""
+    while data:
+        count = os.pwrite(descriptor, data, begin)
+        data, begin = data[count:], begin + count
 
 
 def box_view(data: memoryview, begin: int, shape: Sequence[int], dtype: type) -> Bits:

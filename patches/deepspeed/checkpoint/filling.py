@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from scalai.converters import streaming
 from scalai.converters.checkpoint import CheckpointFile, Placed
 from scalai.converters.noted import check_reports, noted_versions
+from scalai.converters.streaming import Gatherer, wanted_box
 from scalai.converters.work import Work, work_between
 from scalai.core.collection import Collection, concatenate
 from scalai.core.coverage import check_coverage
@@ -61,21 +61,19 @@ def fill(directory: Path, work: Work, rows: Sequence[Row]) -> npt.NDArray[np.uin
             the engine's state is spoilt.
     """
     read: list[list[int]] = [[] for _ in rows]
-    streaming.forget_files()
+    units = [unit for task in work.tasks for unit in task.units]
     try:
-        for task in work.tasks:
-            for unit in task.units:
+        with Gatherer(work, directory) as gatherer:
+            for unit in units:
                 slot, piece = rows[unit.row]
-                bits, fingerprint = streaming.gather(directory, work, unit)
-                part = streaming.wanted_box(piece.box, unit)
+                bits, fingerprint = gatherer.gather(unit)
+                part = wanted_box(piece.box, unit)
                 piece_view(slot, piece.sub(part)).copy_(_signed(bits))
                 read[unit.row].append(fingerprint)
     except OSError as error:
         raise StoreError(
             f"{directory} could not be read to its end ({error}). {_SPOILT}"
         ) from error
-    finally:
-        streaming.forget_files()
     prints = np.array([combine(parts) for parts in read], dtype=np.uint64)
     _check(rows, prints, live_fingerprints(rows))
     return prints

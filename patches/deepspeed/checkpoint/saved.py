@@ -20,7 +20,6 @@ from scalai.converters.checksums import Stored, storages_in
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.pickles import Foreign
-from scalai.converters.streaming import forget_files
 from scalai.converters.verify import check_samples
 from scalai.core.collection import Collection
 from scalai.core.coverage import check_coverage
@@ -95,10 +94,7 @@ def read_saved(directory: Path, cuts: str | None = None) -> Saved:
     told = find_mapping(cuts, "cuts") if cuts else None
     checkpoint = open_checkpoint(directory, ReadOptions(cuts=told))
     check_coverage(checkpoint.placed.collection)
-    try:
-        check_samples(checkpoint)
-    finally:
-        forget_files()
+    check_samples(checkpoint)
     for note in checkpoint.notes:
         log.warning("event=load note=%s", note)
     job = checkpoint.values.extra.get(STATE)
