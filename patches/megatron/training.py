@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 import wrapt
 
-from scalai.converters.megatron.rules import ALLOW_UNTESTED, faults_of, fixed_axes
+from scalai.converters.megatron.rules import allows_untested, faults_of, fixed_axes
 from scalai.core.faults import refuse_all
 from scalai.patches.megatron import save_process, script, writers
 from scalai.patches.megatron.ledger import LEDGER_DIR, Ledger
@@ -199,8 +199,7 @@ class TrainingHooks:
 
         is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
         warning = MEGATRON.check(megatron.core.__version__, allow_unknown=is_allowed)
-        allow_untested = os.environ.get(ALLOW_UNTESTED) == "1"
-        refuse_all(faults_of(vars(job), allow_untested=allow_untested))
+        refuse_all(faults_of(vars(job), allow_untested=allows_untested(os.environ)))
         if job.rank == 0:
             for line in (*filter(None, [warning]), *script.warnings_of(job)):
                 log.warning("event=hook detail=%r", line)
