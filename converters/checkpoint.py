@@ -264,11 +264,14 @@ class ReadOptions:
         trust_pickle: Let pickles name classes of unknown packages.
         iteration: Of several iterations or generations below a directory this one, not the newest.
         cuts: A file that says how tensor-parallel ranks cut parameters, for layouts that do not.
+        is_part: Take a generation of which parts are missing or lie elsewhere, to look at what is
+            there.
     """
 
     trust_pickle: bool = False
     iteration: int | None = None
     cuts: Path | None = None
+    is_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)
