@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor, concatenate
+from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor, concatenate, split_name
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.fingerprint import VERSION
 from scalai.core.region import Box, Index, row_major
@@ -215,7 +215,7 @@ class Checkpoint:
 def parameters_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return the parameters, and buffers, by their names without the kind."""
     tensors = checkpoint.placed.collection.tensors
-    return {t.name.partition("/")[2]: t for t in tensors if t.name.startswith(f"{PARAM}/")}
+    return {split_name(t.name)[1]: t for t in tensors if t.name.startswith(f"{PARAM}/")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from scalai.converters.work import Task, Work, batches, plan_work, unused
 from scalai.core.collection import Collection
 from scalai.core.errors import MemoryShortError, ProofError, RefusedError
 from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
+from scalai.store.files import write_at
 
 WHOLE = Part()
 
@@ -250,7 +251,7 @@ def _prepare(partial: Path, target: Target, files: Iterable[int]) -> None:
         try:
             os.ftruncate(descriptor, file.size_bytes)
             for at, data in target.fixed.get(number, ()):
-                os.pwrite(descriptor, data, at)
+                write_at(descriptor, memoryview(data), at)
         finally:
             os.close(descriptor)
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from scalai.converters.checkpoint import PARAM, Checkpoint, Placed, Values
 from scalai.core.boxes import check_inside, right_aligned
-from scalai.core.collection import MAX_NDIM, Tensor
+from scalai.core.collection import MAX_NDIM, Tensor, split_name
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
-from scalai.store.files import box_text
+from scalai.core.region import box_text
 
 MAX_JSON_BYTES = 100_000_000
 """Of a header or an index; as in the safetensors library."""
@@ -117,8 +117,8 @@ def _check_kinds(directory: Path, tensors: tuple[Tensor, ...]) -> None:
     """Refuse optimizer state of what is no parameter."""
     names = {tensor.name for tensor in tensors}
     for name in names:
-        kind, _, parameter = name.partition("/")
-        if f"{PARAM}/{parameter}" not in names:
+        kind, parameter = split_name(name)
+        if not kind or f"{PARAM}/{parameter}" not in names:
             raise RefusedError(
                 f"{directory} has {kind} of {parameter!r}, and no such parameter. It is not whole, "
                 "or mixed from two checkpoints: use another one."

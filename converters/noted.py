@@ -11,7 +11,7 @@ from scalai.converters.intake import read_json
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import ProofError, RefusedError
 from scalai.core.fingerprint import MODULI, VERSION, sure_fingerprints
-from scalai.store.files import box_text
+from scalai.core.region import box_text
 
 
 def checked_fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:

@@ -17,6 +17,7 @@ from scalai.converters.fingerprints import parts_of
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.source_files import SourceFiles
 from scalai.converters.verify import equal_tensors
+from scalai.core.collection import split_name
 from scalai.core.dtypes import HALF
 from scalai.core.errors import ScalaiError
 from scalai.core.region import Box
@@ -100,12 +101,12 @@ def _moving(dtypes: Mapping[str, str]) -> set[str]:
     moments = {
         name for name in dtypes if not name.startswith((f"{PARAM}/", f"{MAIN}/", f"{STEP}/"))
     }
-    trained = {name.partition("/")[2] for name in moments}
+    trained = {split_name(name)[1] for name in moments}
     weights = {
         name
         for name, dtype in dtypes.items()
         if name.startswith((f"{PARAM}/", f"{MAIN}/"))
-        and name.partition("/")[2] in trained
+        and split_name(name)[1] in trained
         and dtype not in HALF
     }
     return moments | weights

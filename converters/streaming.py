@@ -23,9 +23,9 @@ from scalai.core.collection import Tensor
 from scalai.core.dtypes import Bits, bits_dtype
 from scalai.core.errors import ProofError
 from scalai.core.fingerprint import combine, piece_fingerprint
-from scalai.core.region import Box, row_major
+from scalai.core.region import Box, box_text, row_major
 from scalai.runtime.at_once import at_once
-from scalai.store.files import box_text, contiguous_chunks, read_at, slices, write_at
+from scalai.store.files import contiguous_chunks, read_at, slices, write_at
 
 BLOCK_BYTES = 1 << 20
 """What is read before its checksum is taken: it is in a core's cache then."""

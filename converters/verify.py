@@ -25,14 +25,13 @@ from scalai.converters.noted import (
 from scalai.converters.rounding import rounds_to
 from scalai.converters.source_files import SourceFiles
 from scalai.converters.work import HERE
-from scalai.core.collection import MAX_NDIM, Collection, Tensor
+from scalai.core.collection import MAX_NDIM, Collection, Tensor, split_name
 from scalai.core.dtypes import Bits
 from scalai.core.errors import ProofError
 from scalai.core.fingerprint import tensor_fingerprints
 from scalai.core.plan import Copies, plan
-from scalai.core.region import Box
+from scalai.core.region import Box, box_text
 from scalai.core.sources import Holder
-from scalai.store.files import box_text
 
 SAMPLED = 256
 """Elements of a row that a sample compares."""
@@ -202,7 +201,7 @@ def _master_differences(
 
 
 def _weight(name: str) -> str:
-    return f"{PARAM}/{name.partition('/')[2]}"
+    return f"{PARAM}/{split_name(name)[1]}"
 
 
 def _differences(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from scalai.converters.checkpoint import STEP, Piece
 from scalai.converters.deepspeed.flat import Shape
-from scalai.core.collection import Tensor
+from scalai.core.collection import Tensor, split_name
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box, row_major
@@ -113,7 +113,7 @@ class Shards:
 
     def cut(self, tensor: Tensor) -> Cut:
         """Return how a tensor (of any kind) is cut: as its parameter."""
-        kind, _, name = tensor.name.partition("/")
+        kind, name = split_name(tensor.name)
         return WHOLE if kind == STEP else self.cuts.get(name, WHOLE)
 
     def is_shared(self, tensor: Tensor) -> bool:

@@ -36,7 +36,7 @@ from scalai.converters.deepspeed.universal_ranks import (
     read_ranks,
 )
 from scalai.converters.torch_archive import StoredTensor, read_archive
-from scalai.core.collection import Tensor
+from scalai.core.collection import Tensor, split_name
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box, row_major, whole
@@ -234,7 +234,7 @@ class UniversalReader:
         self.files[file] = CheckpointFile(file, size, bytes(size))
         yield Piece(tensor, box, file, 0)
         if tensor.name.startswith((MAIN, PARAM)):
-            name = tensor.name.partition("/")[2]
+            name = split_name(tensor.name)[1]
             self.notes.append(
                 f"ds_to_universal cut {count} rows of padding off {name}: they are zero here, as "
                 "DeepSpeed makes them"

@@ -46,7 +46,7 @@ from scalai.converters.megatron.names import (
 from scalai.converters.megatron.torch_dist_common import Keys, common_of, content_of, objects_of
 from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey, write_metadata
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.collection import Tensor
+from scalai.core.collection import Tensor, split_name
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box
@@ -104,7 +104,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
 
 def _is_split(source: Checkpoint, options: WriteOptions) -> bool | None:
     """Tell whether the optimizer is to be the distributed one; None: there is no state of one."""
-    kinds = {tensor.name.partition("/")[0] for tensor in source.placed.collection.tensors}
+    kinds = {split_name(tensor.name)[0] for tensor in source.placed.collection.tensors}
     if kinds <= {PARAM, MAIN, STEP}:
         return None
     wished = options.is_split if options.is_split is not None else source.values.is_split
@@ -115,11 +115,11 @@ def _items(tensors: Mapping[str, Tensor], is_split: bool | None, names: Keys) ->
     """Yield what is stored, parameters first."""
     ordered = sorted(tensors, key=_in_order)
     for name in ordered:
-        kind, _, parameter = name.partition("/")
+        kind, parameter = split_name(name)
         if kind == PARAM:
             yield _Item(tensors[name], *names.of(parameter))
     for name in ordered:
-        kind, _, parameter = name.partition("/")
+        kind, parameter = split_name(name)
         if kind in (PARAM, MAIN, STEP) or is_split is None:
             continue
         key, index = names.of(parameter)
@@ -140,7 +140,7 @@ def _items(tensors: Mapping[str, Tensor], is_split: bool | None, names: Keys) ->
 
 def _trained(tensors: Mapping[str, Tensor]) -> set[str]:
     """Return the parameters that have an optimizer state."""
-    pairs = (name.partition("/")[::2] for name in tensors)
+    pairs = (split_name(name) for name in tensors)
     return {parameter for kind, parameter in pairs if kind not in (PARAM, MAIN, STEP)}
 
 

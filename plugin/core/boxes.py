@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from scalai.core.collection import MAX_NDIM, Columns, Tensor
 from scalai.core.errors import LayoutError
-from scalai.core.region import Box
+from scalai.core.region import Box, box_text
 
 PAIRS_AT_ONCE = 1 << 19
 """Candidate pairs tested at a time; bounds the memory of a search at some 100 MB."""
@@ -259,12 +259,6 @@ def refine(line: NumberLine, boxes: Boxes) -> tuple[Boxes, Columns, Columns]:
     counts = np.array([1] * len(kept) + [len(rows) for _, rows in cut], dtype=np.int64)
     members = np.array([row for _, rows in cut for row in rows], dtype=np.int64)
     return atoms, np.repeat(np.arange(len(atoms)), counts), np.concatenate([kept, members])
-
-
-def box_text(box: Box) -> str:
-    """Return a box as index ranges, such as ``[0:4, 2:6]``."""
-    ranges = (f"{low}:{low + size}" for low, size in zip(box.offset, box.shape, strict=True))
-    return f"[{', '.join(ranges)}]"
 
 
 def _clusters(one: Columns, two: Columns) -> list[list[int]]:

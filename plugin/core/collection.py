@@ -22,6 +22,13 @@ MAX_NDIM = 6
 Columns = npt.NDArray[np.int64]
 
 
+def split_name(name: str) -> tuple[str, str]:
+    """Return kind and parameter of a tensor's name ``<kind>/<parameter's name>``; without a slash
+    all of it is the parameter's."""
+    kind, slash, parameter = name.partition("/")
+    return (kind, parameter) if slash else ("", name)
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A logical global tensor. Its name does not depend on the layout: ``<kind>/<parameter's global

@@ -19,16 +19,14 @@ from scalai.core.collection import Collection, Columns, Tensor
 from scalai.core.dtypes import ITEM_BYTES, Bits
 from scalai.core.errors import LayoutError
 from scalai.core.region import Box
+from scalai.core.region import box_text as box_text  # launch/mover.py takes it from here
 
 CHUNK_BYTES = 4 << 20
 """What is copied, sent or checksummed at once: fits a core's cache, amortises a system call."""
 
 HEADER_ALIGNMENT = 64
-
-def box_text(box: Box) -> str:
-    """Return a box as text, such as ``[0:4,2:8]``."""
-    ranges = (f"{low}:{low + size}" for low, size in zip(box.offset, box.shape, strict=True))
-    return f"[{','.join(ranges)}]"
+LENGTH_BYTES = 8
+"""What comes first in a safetensors file: how long the header behind it is."""
 
 
 def entry_name(tensor: Tensor, box: Box) -> str:
@@ -73,10 +71,19 @@ def lay_out(collection: Collection, metadata: Mapping[str, str]) -> FileLayout:
             "shape": list(box.shape),
             "data_offsets": [start, start + int(sizes[row])],
         }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
+    header = header_of(entries, HEADER_ALIGNMENT)
     return FileLayout(header, relative + len(header), len(header) + int(sizes.sum()))
+
+
+def header_of(entries: Mapping[str, Any], alignment: int) -> bytes:
+    """Return what a safetensors file with these entries starts with: a multiple of ``alignment``
+    bytes.
+
+    Source: https://github.com/huggingface/safetensors, "Format".
+    """
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(LENGTH_BYTES + len(text)) % alignment)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def map_file(path: str | Path) -> memoryview:

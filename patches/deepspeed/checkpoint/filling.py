@@ -20,12 +20,11 @@ from scalai.core.coverage import check_coverage
 from scalai.core.dtypes import Bits
 from scalai.core.errors import LayoutError, ProofError, StoreError
 from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
-from scalai.core.region import Piece
+from scalai.core.region import Piece, box_text
 from scalai.patches.deepspeed.checkpoint.packing import packed, unpacked
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Slot
 from scalai.runtime.rows import collection_of, piece_view
-from scalai.store.files import box_text
 
 Row = tuple[Slot, Piece]
 BUFFER_BYTES = 4 << 20

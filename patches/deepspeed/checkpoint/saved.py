@@ -21,7 +21,7 @@ from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.pickles import Foreign
 from scalai.converters.verify import check_samples
-from scalai.core.collection import Collection
+from scalai.core.collection import Collection, split_name
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import RefusedError
 from scalai.patches.deepspeed.checkpoint.packing import packed, unpacked
@@ -135,7 +135,7 @@ def _without_steps(placed: Placed) -> Placed:
 def _steps(checkpoint: Checkpoint, job: DeepSpeedJob) -> dict[str, float]:
     placed, found = checkpoint.placed, {}
     for row, number in enumerate(placed.collection.tensor.tolist()):
-        kind, _, name = placed.collection.tensors[number].name.partition("/")
+        kind, name = split_name(placed.collection.tensors[number].name)
         content = placed.files[placed.file[row]].content
         if kind == STEP and content is not None:
             found[name] = number_of(content, "F32")
