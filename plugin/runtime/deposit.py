@@ -19,20 +19,6 @@ from scalai.store.orders import WriteOrder
 Row = tuple[Slot, Piece]
 
 
-def write_rows(
-    rows: Sequence[Row],
-    order: WriteOrder,
-    rings: Mapping[torch.device, StagingRing] | None = None,
-    mapped: MappedFile | None = None,
-) -> list[int]:
-    """Write the ordered rows of this rank and return their fingerprints, in the order's order.
-
-    ``place_rows`` and ``ordered_fingerprints`` in one.
-    """
-    place_rows(rows, order, rings, mapped)
-    return ordered_fingerprints(rows, order)
-
-
 def ordered_fingerprints(rows: Sequence[Row], order: WriteOrder) -> list[int]:
     """Return the fingerprints of the ordered rows of live memory, in the order's order."""
     return [int(value) for value in live_fingerprints([rows[row] for row in order.rows])]

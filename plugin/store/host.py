@@ -222,10 +222,6 @@ class HostStore(HeldGenerations):
                     except OSError as error:  # an earlier one has that name: nothing is lost
                         log.warning("event=left deposit=%s: %s", name, error)
 
-    def clear_pool(self) -> None:
-        """Remove the files that wait for reuse."""
-        self._folders.trim(0)
-
     def remove(self) -> None:
         """Close the store and remove all that it holds; the job's directory too if it is the last
         host's."""
