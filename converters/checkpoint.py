@@ -27,10 +27,8 @@ import numpy.typing as npt
 from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor, concatenate, split_name
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.fingerprint import VERSION
+from scalai.core.jsonable import Json
 from scalai.core.region import Box, Index, row_major
-
-Json = Any
-"""Whatever ``json.dumps`` writes."""
 
 PARAM, MAIN, STEP = "param", "main", "step"
 """Kinds of tensors; the others are the optimizer's own names, as ``exp_avg``."""

@@ -15,11 +15,10 @@ from scalai.core.collection import Tensor
 from scalai.core.coverage import find_gaps
 from scalai.core.dtypes import bits_dtype
 from scalai.core.errors import LayoutError, UsageError
+from scalai.core.jsonable import Json
 from scalai.core.region import box_text
 from scalai.store.files import slices
 from scalai.store.values import decode
-
-Json = Any
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Json]:

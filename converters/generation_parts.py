@@ -1,16 +1,14 @@
 """Which host holds what of a stored generation, as plain values: for people and for ``--json``."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from scalai.core.collection import Collection, concatenate
 from scalai.core.fingerprint import sure_fingerprints
+from scalai.core.jsonable import Json
 from scalai.core.region import Box
 from scalai.store.manifest import Generation
-
-Json = Any
 
 _FRAMEWORKS = ("megatron", "deepspeed")
 """Under which names live state keeps its scalars."""

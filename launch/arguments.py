@@ -3,13 +3,11 @@ degrees."""
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 from scalai.converters.megatron.arguments import derived_flags
 from scalai.core.degrees import Degrees
+from scalai.core.jsonable import Json
 from scalai.launch.job import JobSpec
-
-Json = Any
 
 log = logging.getLogger(__name__)
 

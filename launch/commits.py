@@ -3,16 +3,14 @@ that, it is tried again."""
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from scalai.core.errors import ScalaiError
+from scalai.core.jsonable import Json
 from scalai.launch.generations import deposit_name
 from scalai.runtime.failpoints import reached
 from scalai.store.committed import Committed
 from scalai.store.deposit import Deposit
 from scalai.store.host import HostStore
-
-Json = Any
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from scalai.core.errors import ScalaiError
+from scalai.core.jsonable import Json
 from scalai.launch.arguments import worker_arguments
 from scalai.launch.extension_locks import WorkersLocks, extensions_root
 from scalai.launch.job import JobSpec
@@ -15,7 +15,6 @@ from scalai.launch.torch_elastic import Outcome, Placement, WorkerSet, wait_unti
 from scalai.launch.warm import write_preload
 from scalai.runtime.control import ControlPage, control_path
 
-Json = Any
 LOOK_S = 2.0
 """How often the locks of extension builds are looked at."""
 

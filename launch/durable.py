@@ -12,15 +12,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from scalai.core.errors import LayoutError, RefusedError, StoreError
+from scalai.core.jsonable import Json
 from scalai.store.atomic import make_folder, rename_durably, replace_file, write_new
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, read_manifest
 from scalai.store.places import NUMBERED
 
-Json = Any
 FINISHED = "finished.json"
 
 log = logging.getLogger(__name__)

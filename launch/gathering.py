@@ -2,14 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import Collection, concatenate
-
-Json = Any
+from scalai.core.jsonable import Json
 
 
 @dataclass(frozen=True, eq=False, slots=True)

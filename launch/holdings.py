@@ -4,9 +4,9 @@ left behind at the end."""
 import logging
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Any
 
 from scalai.core.errors import ScalaiError
+from scalai.core.jsonable import Json
 from scalai.launch.background import Background
 from scalai.launch.durable import attach_durable, numbers, set_aside, write_finished
 from scalai.launch.job import JobSpec
@@ -14,7 +14,6 @@ from scalai.launch.leftovers import left_by_others
 from scalai.store.host import HostStore
 from scalai.store.manifest import UNNUMBERED, HostManifest, manifest_message
 
-Json = Any
 NAMED = 5
 """Damaged pieces that a host names."""
 

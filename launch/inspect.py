@@ -17,11 +17,10 @@ from scalai.converters.verify import verify
 from scalai.core.collection import Tensor
 from scalai.core.errors import UsageError
 from scalai.core.fingerprint import VERSION
+from scalai.core.jsonable import Json
 from scalai.core.region import Box, box_text
 from scalai.launch.sizes import size_text
 from scalai.store.places import find_generations
-
-Json = Any
 
 SHOWN_PIECES = 8
 

@@ -3,12 +3,11 @@ and its coordinator is told."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
+from scalai.core.jsonable import Json
 from scalai.runtime.arguments import check_arguments
 
 DEFAULT_MASTER_PORT = 29500
-Json = Any
 
 
 @dataclass(frozen=True, slots=True)

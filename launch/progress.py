@@ -6,16 +6,15 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 from scalai.core.deadlines import STALL_S, STALL_STEPS
+from scalai.core.jsonable import Json
 from scalai.launch.stacks import Stacks
 from scalai.launch.workforce import Workforce
 
 USUAL = 32
 """Steps whose times make up what is usual."""
 
-Json = Any
 log = logging.getLogger(__name__)
 
 

@@ -4,16 +4,14 @@ import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from scalai.core.errors import PeerError, ScalaiError, UsageError
+from scalai.core.jsonable import Json
 from scalai.launch.round import Round
 from scalai.launch.workforce import Workforce
 from scalai.runtime.agent_folder import SOCKET, TOKEN
 from scalai.runtime.messages import Peer, Server
 from scalai.store.secure import Folder
-
-Json = Any
 
 
 class WorkerCalls:

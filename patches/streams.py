@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scalai.runtime.live import Json
+from scalai.core.jsonable import Json
 
 _STEP_STRIDE = 1_000_003
 """Prime, so that the offsets which frameworks add to a seed never meet another step's seed."""

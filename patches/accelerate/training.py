@@ -18,12 +18,12 @@ import wrapt
 
 from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.patches.accelerate import schedules
 from scalai.patches.accelerate.batches import check_ranks, round_batches
 from scalai.patches.accelerate.loaders import put_in_order
 from scalai.patches.deepspeed.beside import OURS
 from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
-from scalai.runtime.live import Json
 
 log = logging.getLogger(__name__)
 

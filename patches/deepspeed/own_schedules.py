@@ -19,8 +19,8 @@ import wrapt
 from torch.optim import lr_scheduler
 
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.patches.plain import all_live, all_plain
-from scalai.runtime.live import Json
 
 log = logging.getLogger(__name__)
 

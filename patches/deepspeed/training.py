@@ -21,6 +21,7 @@ import wrapt
 
 from scalai.converters.deepspeed.config import StatedBatch
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.patches.data.loaders import Feed, FirstBatches
 from scalai.patches.deepspeed import loaders, mends, offloading
 from scalai.patches.deepspeed.accumulation import Accumulation
@@ -36,7 +37,7 @@ from scalai.patches.deepspeed.round_config import (
 )
 from scalai.patches.deepspeed.stages import refuse_unfit_stages, stages_of
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED
-from scalai.runtime.live import Json, LiveState
+from scalai.runtime.live import LiveState
 
 log = logging.getLogger(__name__)
 

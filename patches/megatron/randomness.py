@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from scalai.core.jsonable import Json
 from scalai.patches.megatron import grid
 from scalai.patches.streams import (
     begin_host_streams,
@@ -15,7 +16,6 @@ from scalai.patches.streams import (
     text_of_degrees,
     text_stream,
 )
-from scalai.runtime.live import Json
 
 
 def state() -> Json:

@@ -22,6 +22,7 @@ import wrapt
 
 from scalai.converters.megatron.rules import allows_untested, faults_of, fixed_axes
 from scalai.core.faults import refuse_all
+from scalai.core.jsonable import Json
 from scalai.patches.megatron import save_process, script, writers
 from scalai.patches.megatron.ledger import LEDGER_DIR, Ledger
 from scalai.patches.megatron.progress import checkpoint_step, put_progress, take_progress
@@ -29,7 +30,7 @@ from scalai.patches.megatron.saved import TRACKER
 from scalai.patches.megatron.saves import AsyncSaves
 from scalai.patches.progress import choose_source, describe_source
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, MEGATRON
-from scalai.runtime.live import Json, LiveState
+from scalai.runtime.live import LiveState
 
 log = logging.getLogger(__name__)
 

@@ -3,16 +3,13 @@ memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from scalai.core.collection import Tensor
+from scalai.core.jsonable import Json as Json  # session.py takes it from here
 from scalai.core.region import Piece
-
-Json = Any
-"""Whatever ``json.dumps`` writes: dicts with string keys, lists, strings, numbers, booleans,
-None."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -10,10 +10,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from scalai.core.collection import Collection
 from scalai.core.errors import StoreError
+from scalai.core.jsonable import Json
 from scalai.store.atomic import sync_directory, sync_file
 from scalai.store.committed import Committed
 from scalai.store.deposit import Deposit, share_out
@@ -28,8 +28,6 @@ from scalai.store.manifest import (
 )
 from scalai.store.orders import RankDeposit, WriteOrder
 from scalai.store.places import MANIFEST, default_store_dir, generation_name
-
-Json = Any
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.fingerprint import MODULI
 from scalai.core.fingerprint import VERSION as FINGERPRINT_VERSION
+from scalai.core.jsonable import Json
 from scalai.store.atomic import partial_of, replace_file
 from scalai.store.committed import Committed
 from scalai.store.places import MANIFEST
@@ -29,9 +29,6 @@ VERSION = 2
 """Of what is written. Version 1, of older releases, is read: its fingerprints are of version 1."""
 UNNUMBERED = -1
 """The generation of a manifest that is sealed and not yet committed."""
-
-Json = Any
-"""Whatever ``json.dumps`` writes."""
 
 
 @dataclass(frozen=True, slots=True)

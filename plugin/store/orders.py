@@ -3,13 +3,11 @@ there, results back, as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 
 from scalai.core.collection import MAX_NDIM, Columns
-
-Json = Any
+from scalai.core.jsonable import Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from scalai.converters.verify import check_samples
 from scalai.core.collection import Collection, split_name
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.patches.deepspeed.checkpoint.packing import packed, unpacked
 from scalai.patches.deepspeed.checkpoint.values import live_value
 from scalai.patches.plain import all_plain
-from scalai.runtime.live import Json
 from scalai.store.values import number_of
 
 log = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from scalai.core.jsonable import Json
 from scalai.patches.deepspeed.engine import grid
 from scalai.patches.streams import (
     begin_host_streams,
@@ -13,7 +14,6 @@ from scalai.patches.streams import (
     text_of_degrees,
     text_stream,
 )
-from scalai.runtime.live import Json
 
 
 def state(engine: Any) -> Json:
