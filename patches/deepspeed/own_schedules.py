@@ -20,11 +20,11 @@ from torch.optim import lr_scheduler
 
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
+from scalai.patches.calls import Call
 from scalai.patches.plain import all_live, all_plain
 
 log = logging.getLogger(__name__)
 
-Call = Callable[..., Any]
 
 MAKERS = ("LRScheduler", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
 """Those whose ``__init__`` does not call another one's of them, or may not."""

@@ -22,6 +22,7 @@ import wrapt
 from scalai.converters.deepspeed.config import StatedBatch
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
+from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.data.loaders import Feed, FirstBatches
 from scalai.patches.deepspeed import loaders, mends, offloading
 from scalai.patches.deepspeed.accumulation import Accumulation
@@ -43,10 +44,6 @@ log = logging.getLogger(__name__)
 
 PARTITIONED = 3
 """The ZeRO stage whose models may be built in shards."""
-
-Call = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
 
 
 class ElasticSession(Protocol):

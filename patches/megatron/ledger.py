@@ -5,7 +5,7 @@ the data-parallel ranks, a step's value is that of its global batch, in any layo
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,7 +20,6 @@ from scalai.core.errors import UsageError
 LEDGER_DIR = "SCALAI_LEDGER_DIR"
 """Environment variable: the folder where each rank writes what it consumed; unset: nothing."""
 
-Call = Callable[..., Any]
 _SAMPLES = ("tokens", "text", "text_enc", "text_dec")
 """Keys of a batch under which its samples stand: GPT's, BERT's, T5's two."""
 

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ import wrapt
 from scalai.converters.megatron.rules import allows_untested, faults_of, fixed_axes
 from scalai.core.faults import refuse_all
 from scalai.core.jsonable import Json
+from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.megatron import save_process, script, writers
 from scalai.patches.megatron.ledger import LEDGER_DIR, Ledger
 from scalai.patches.megatron.progress import checkpoint_step, put_progress, take_progress
@@ -39,10 +40,6 @@ SAMPLERS = ("megatron.training.datasets.data_samplers", "megatron.legacy.data.da
 CUDA_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 NO_CHECKPOINT = -1
 """Stands for "no checkpoint" where a number has to be agreed on."""
-
-Call = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
 
 
 class ElasticSession(Protocol):
