@@ -13,7 +13,7 @@ import numpy as np
 
 from scalai.converters.checkpoint import PARAM, Checkpoint, Placed, Values
 from scalai.core.boxes import check_inside, right_aligned
-from scalai.core.collection import MAX_NDIM, Tensor, split_name
+from scalai.core.collection import Tensor, split_name
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.region import box_text
@@ -139,8 +139,8 @@ def _check_files(directory: Path, placed: Placed) -> None:
 def _check_tensors(directory: Path, tensors: tuple[Tensor, ...]) -> None:
     total = 0
     for tensor in tensors:
-        shape, is_known = tensor.shape, tensor.dtype in ITEM_BYTES
-        if not is_known or len(shape) > MAX_NDIM or min(shape, default=0) < 0:
+        shape = tensor.shape
+        if not tensor.is_possible:
             raise RefusedError(
                 f"{directory}: {tensor.name} is {tensor.dtype}{list(shape)}, which no tensor is. "
                 "Use another checkpoint."

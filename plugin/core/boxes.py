@@ -97,6 +97,19 @@ def right_aligned(tensors: Sequence[Tensor]) -> Columns:
     return shape
 
 
+def outside(sizes: Columns, tensor: Columns, offset: Columns, shape: Columns) -> Columns:
+    """Return the numbers of the boxes that reach outside of their tensors, [boxes] of them.
+
+    Args:
+        sizes: The tensors' shapes as ``right_aligned`` returns them.
+        tensor: Of which tensor each box is, [boxes].
+        offset: Where it begins, [boxes, MAX_NDIM].
+        shape: Its sizes, likewise.
+    """
+    wrong = (offset < 0) | (shape < 0) | (offset + shape > sizes[tensor])
+    return np.flatnonzero(wrong.any(axis=1))
+
+
 def check_inside(
     tensors: Sequence[Tensor], sizes: Columns, tensor: Columns, offset: Columns, shape: Columns
 ) -> None:
@@ -104,16 +117,16 @@ def check_inside(
 
     ``sizes`` are the tensors' shapes as ``right_aligned`` returns them.
     """
-    wrong = ((offset < 0) | (shape < 0) | (offset + shape > sizes[tensor])).any(axis=1)
-    if not wrong.any():
+    wrong = outside(sizes, tensor, offset, shape)
+    if not len(wrong):
         return
-    row = int(np.argmax(wrong))
+    row = int(wrong[0])
     named = tensors[tensor[row]]
     skip = MAX_NDIM - len(named.shape)
     box = Box(tuple(offset[row, skip:].tolist()), tuple(shape[row, skip:].tolist()))
     raise LayoutError(
         f"box {box_text(box)} reaches outside of {named.name!r} {list(named.shape)} "
-        f"({int(wrong.sum())} such boxes). The shards were described for another model."
+        f"({len(wrong)} such boxes). The shards were described for another model."
     )
 
 

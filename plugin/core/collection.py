@@ -50,6 +50,12 @@ class Tensor:
     def size_bytes(self) -> int:
         return self.numel * ITEM_BYTES[self.dtype]
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether there are tensors of this dtype and shape: files may say anything."""
+        is_shape = len(self.shape) <= MAX_NDIM and min(self.shape, default=0) >= 0
+        return self.dtype in ITEM_BYTES and is_shape
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Collection:

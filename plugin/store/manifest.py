@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import MAX_NDIM, Collection, Columns
-from scalai.core.dtypes import ITEM_BYTES
+from scalai.core.boxes import outside, right_aligned
+from scalai.core.collection import Collection, Columns
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.fingerprint import MODULI
 from scalai.core.fingerprint import VERSION as FINGERPRINT_VERSION
 from scalai.core.jsonable import Json
+from scalai.core.region import box_text
 from scalai.store.atomic import partial_of, replace_file
 from scalai.store.committed import Committed
 from scalai.store.places import MANIFEST
@@ -170,24 +171,14 @@ def _inconsistency(manifest: HostManifest) -> str | None:
     if any(not 0 <= number < len(manifest.files) for number in manifest.unproven):
         return f"files {list(manifest.unproven)} are unproven, but there are {len(manifest.files)}"
     for tensor in collection.tensors:
-        if (
-            tensor.dtype not in ITEM_BYTES
-            or len(tensor.shape) > MAX_NDIM
-            or min(tensor.shape, default=0) < 0
-        ):
+        if not tensor.is_possible:
             return f"tensor {tensor.name!r} is {tensor.dtype}{list(tensor.shape)}"
     if not rows:
         return None
-    full = np.ones((len(collection.tensors), MAX_NDIM), dtype=np.int64)
-    for number, tensor in enumerate(collection.tensors):
-        full[number, MAX_NDIM - len(tensor.shape) :] = tensor.shape
-    outside = (collection.offset < 0) | (collection.shape < 0)
-    outside |= collection.offset + collection.shape > full[collection.tensor]
-    if outside.any():
-        row = int(outside.any(axis=1).argmax())
-        return (
-            f"piece {row} lies outside tensor {collection.tensors[collection.tensor[row]].name!r}"
-        )
+    full = right_aligned(collection.tensors)
+    for row in outside(full, collection.tensor, collection.offset, collection.shape)[:1].tolist():
+        tensor, box = collection.box(row)
+        return f"piece {row}, {box_text(box)}, lies outside tensor {tensor.name!r}"
     if manifest.file.min() < 0 or manifest.file.max() >= len(manifest.files):
         return f"a piece lies in file {manifest.file.max()}, but there are {len(manifest.files)}"
     sizes = np.array([stored.size_bytes for stored in manifest.files], dtype=np.int64)
