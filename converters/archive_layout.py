@@ -16,7 +16,8 @@ from typing import Any
 
 from scalai.converters import pickles
 from scalai.converters.pickles import foreign
-from scalai.converters.torch_archive import STORAGES, NewTensor
+from scalai.converters.torch_archive import NewTensor
+from scalai.core.dtypes import STORAGES
 from scalai.core.region import row_major
 
 ALIGNMENT = 64

@@ -13,7 +13,7 @@ from scalai.converters.checkpoint import REPORT, BesideFile, Checkpoint, Target
 from scalai.converters.intake import read_json
 from scalai.converters.torch_archive import check_members
 from scalai.core.errors import ProofError, RefusedError
-from scalai.store.manifest import sync_directory
+from scalai.store.atomic import sync_directory
 
 BESIDE = "beside"
 """The digests' key in the proof."""

@@ -24,12 +24,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor, concatenate
+from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor, concatenate, split_name
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.fingerprint import VERSION
+from scalai.core.jsonable import Json
 from scalai.core.region import Box, Index, row_major
-
-Json = Any
-"""Whatever ``json.dumps`` writes."""
 
 PARAM, MAIN, STEP = "param", "main", "step"
 """Kinds of tensors; the others are the optimizer's own names, as ``exp_avg``."""
@@ -78,6 +77,11 @@ class Placed:
         """Return ``is_rounded`` of a row."""
         return self.is_rounded is not None and bool(self.is_rounded[row])
 
+    def item_bytes(self, row: int) -> int:
+        """Return how many bytes one element of a row takes in its file."""
+        dtype = self.collection.tensors[int(self.collection.tensor[row])].dtype
+        return ITEM_BYTES["F32" if self.is_rounded_at(row) else dtype]
+
     def rounded(self) -> npt.NDArray[np.bool_]:
         """Return ``is_rounded`` for all rows."""
         return np.zeros(len(self.file), np.bool_) if self.is_rounded is None else self.is_rounded
@@ -93,6 +97,11 @@ class Piece:
     begin: int
     stride: Index | None = None
     is_rounded: bool = False
+
+    @property
+    def item_bytes(self) -> int:
+        """How many bytes one element takes in its file."""
+        return ITEM_BYTES["F32" if self.is_rounded else self.tensor.dtype]
 
 
 def place(pieces: Sequence[Piece], files: Sequence[CheckpointFile]) -> Placed:
@@ -204,7 +213,7 @@ class Checkpoint:
 def parameters_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return the parameters, and buffers, by their names without the kind."""
     tensors = checkpoint.placed.collection.tensors
-    return {t.name.partition("/")[2]: t for t in tensors if t.name.startswith(f"{PARAM}/")}
+    return {split_name(t.name)[1]: t for t in tensors if t.name.startswith(f"{PARAM}/")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +262,14 @@ class ReadOptions:
         trust_pickle: Let pickles name classes of unknown packages.
         iteration: Of several iterations or generations below a directory this one, not the newest.
         cuts: A file that says how tensor-parallel ranks cut parameters, for layouts that do not.
+        is_part: Take a generation of which parts are missing or lie elsewhere, to look at what is
+            there.
     """
 
     trust_pickle: bool = False
     iteration: int | None = None
     cuts: Path | None = None
+    is_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)

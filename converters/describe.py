@@ -7,19 +7,29 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.converters.checkpoint import Checkpoint
+from scalai.converters.generation import PARTS
+from scalai.converters.generation_parts import box_fields, describe_parts
 from scalai.converters.hugging_face.carrying import describe_companions
-from scalai.converters.streaming import source_view
+from scalai.converters.source_files import SourceFiles
 from scalai.core.collection import Tensor
 from scalai.core.coverage import find_gaps
+from scalai.core.dtypes import bits_dtype
 from scalai.core.errors import LayoutError, UsageError
-from scalai.store.files import bits_dtype, slices
+from scalai.core.jsonable import Json
+from scalai.core.region import box_text
+from scalai.store.files import slices
 from scalai.store.values import decode
-
-Json = Any
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Json]:
-    """Return all of a checkpoint that is not its values."""
+    """Return all of a checkpoint that is not its values; of a generation also which host holds
+    what."""
+    stored = checkpoint.values.extra.get(PARTS)
+    parts = describe_parts(stored.generation, stored.numbers) if stored is not None else {}
+    return {**_describe(checkpoint), **parts}
+
+
+def _describe(checkpoint: Checkpoint) -> dict[str, Json]:
     collection, values = checkpoint.placed.collection, checkpoint.values
     gaps = find_gaps(collection)
     rows = np.bincount(collection.tensor, minlength=len(collection.tensors))
@@ -40,10 +50,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Json]:
         "size_bytes": sum(tensor.size_bytes for tensor in collection.tensors),
         "files": len(checkpoint.placed.files),
         "is_whole": not gaps,
-        "missing": [
-            {"tensor": tensor.name, "offset": list(box.offset), "shape": list(box.shape)}
-            for tensor, box in gaps
-        ],
+        "missing": [{"tensor": tensor.name, **box_fields(box)} for tensor, box in gaps],
         "notes": list(checkpoint.notes),
         "beside": describe_companions(checkpoint),
         "tensors": [
@@ -73,11 +80,15 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> tuple[Tensor, npt.NDArray[
         raise UsageError(f"there is no tensor {name!r} among {len(tensors)}, but {similar}.")
     gaps = [box for tensor, box in find_gaps(placed.collection) if tensor.name == name]
     if gaps:
-        raise LayoutError(f"{len(gaps)} boxes of {name!r} are in no file, first {gaps[0]}.")
+        raise LayoutError(
+            f"{len(gaps)} boxes of {name!r} are in no file below {checkpoint.directory}, first "
+            f"{box_text(gaps[0])}. Name the directory of all hosts, or use another checkpoint."
+        )
     tensor = tensors[name]
-    bits = np.zeros(tensor.shape, dtype=bits_dtype(tensor))
-    for row in range(len(placed.collection)):
-        held, box = placed.collection.box(row)
-        if held.name == name:
-            bits[slices(box)] = source_view(checkpoint.directory, placed, row, box)
+    bits = np.zeros(tensor.shape, dtype=bits_dtype(tensor.dtype))
+    with SourceFiles(checkpoint.directory) as files:
+        for row in range(len(placed.collection)):
+            held, box = placed.collection.box(row)
+            if held.name == name:
+                bits[slices(box)] = files.view(placed, row, box)
     return tensor, decode(bits, tensor.dtype)

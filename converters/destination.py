@@ -17,7 +17,7 @@ import numpy.typing as npt
 from scalai.converters.checkpoint import REPORT, Checkpoint, Target
 from scalai.core.errors import StoreError, UsageError
 from scalai.runtime.at_once import at_once
-from scalai.store.manifest import sync_directory, sync_file
+from scalai.store.atomic import rename_durably, replace_file, sync_directory, sync_file
 
 
 def place_of(destination: Path) -> Path:
@@ -93,11 +93,8 @@ def complete(
     partial: Path, target: Target, rows: npt.NDArray[np.uint64], report: Mapping[str, Any]
 ) -> None:
     """Write what ends a checkpoint, and bring all to disk."""
-    aside = partial / f".{REPORT}.partial"
-    aside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    os.replace(aside, partial / REPORT)
-    paths = [partial / REPORT, *(partial / file.path for file in target.placed.files)]
-    at_once(sync_file, paths)
+    replace_file(partial / REPORT, (json.dumps(report, indent=1) + "\n").encode())
+    at_once(sync_file, [partial / file.path for file in target.placed.files])
     target.finish(partial, rows)
     for directory in sorted({(partial / file.path).parent for file in target.placed.files}):
         sync_directory(directory)
@@ -110,8 +107,7 @@ def publish(partial: Path, destination: Path, overwrite: bool) -> None:
     _remove(replaced)
     if overwrite and destination.exists():
         os.rename(destination, replaced)
-    os.rename(partial, destination)
-    sync_directory(destination.parent)
+    rename_durably(partial, destination)
     _remove(replaced)
 
 

@@ -38,12 +38,13 @@ from scalai.converters.limits import BUFFERS, WORKER_BYTES, Limits
 from scalai.converters.noted import check_report, is_noted
 from scalai.converters.parts import Part, alone, begin, gather, remove_journals
 from scalai.converters.records import Records, check_records, counted, find_records
-from scalai.converters.streaming import Job, forget_files, run_tasks
+from scalai.converters.streaming import Gatherer, Job, run_tasks
 from scalai.converters.verify import check_samples
 from scalai.converters.work import Task, Work, batches, plan_work, unused
 from scalai.core.collection import Collection
 from scalai.core.errors import MemoryShortError, ProofError, RefusedError
 from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
+from scalai.store.files import write_at
 
 WHOLE = Part()
 
@@ -110,7 +111,6 @@ def reshard(
         MemoryShortError: The workers find less memory than ``limits`` says.
     """
     began = time.monotonic()
-    forget_files()  # an earlier call of this process may have seen others of these names
     destination = place_of(destination)
     check_apart(source, destination)
     if part.is_whole:
@@ -133,8 +133,9 @@ def reshard(
             resumed = len(journal.done)
             _prepare(partial, target, files)
             records = find_records(source, work)
-            job = Job(work, source.directory, partial, counted(work, records))
-            _run(job, files, journal, limits, progress)
+            with Gatherer(work, source.directory) as gatherer:
+                job = Job(work, gatherer, partial, counted(work, records))
+                _run(job, files, journal, limits, progress)
             with alone(destination):
                 done = gather(partial, journal, len(work.tasks))
                 if done is None:
@@ -250,7 +251,7 @@ def _prepare(partial: Path, target: Target, files: Iterable[int]) -> None:
         try:
             os.ftruncate(descriptor, file.size_bytes)
             for at, data in target.fixed.get(number, ()):
-                os.pwrite(descriptor, data, at)
+                write_at(descriptor, memoryview(data), at)
         finally:
             os.close(descriptor)
 
@@ -282,7 +283,7 @@ def _run(
         ) from error
     except OSError as error:
         raise RefusedError(
-            f"{job.destination} cannot be written, or {job.source} not be read "
+            f"{job.destination} cannot be written, or {job.gatherer.files.directory} not be read "
             f"({error.strerror}). Mend that and run the same command again to go on."
         ) from error
 

@@ -8,10 +8,11 @@ import numpy.typing as npt
 
 from scalai.converters.checkpoint import Checkpoint, Placed
 from scalai.converters.forked import map_forked
-from scalai.converters.streaming import source_view
+from scalai.converters.source_files import SourceFiles
 from scalai.converters.work import HERE
-from scalai.core.collection import ITEM_BYTES, Collection
+from scalai.core.collection import Collection
 from scalai.core.coverage import check_coverage
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.fingerprint import VERSION, combine, piece_fingerprint, tensor_fingerprints
 from scalai.core.plan import plan
 from scalai.core.region import Box, whole
@@ -44,10 +45,12 @@ def row_fingerprints(
     checkpoint: Checkpoint, rows: Sequence[int], workers: int, version: int = VERSION
 ) -> npt.NDArray[np.uint64]:
     """Return the fingerprints of some rows as they are now."""
-    values = np.zeros(len(rows), dtype=np.uint64)
+    values, files = np.zeros(len(rows), dtype=np.uint64), SourceFiles(checkpoint.directory)
 
     def compute(numbers: range) -> list[int]:
-        return [_row_fingerprint(checkpoint, rows[number], version) for number in numbers]
+        return [
+            _row_fingerprint(files, checkpoint.placed, rows[number], version) for number in numbers
+        ]
 
     for numbers, found in map_forked(compute, batches(len(rows)), workers):
         values[numbers.start : numbers.stop] = found
@@ -70,10 +73,9 @@ def _without_overlaps(placed: Placed) -> Placed:
     )  # fmt: skip
 
 
-def _row_fingerprint(checkpoint: Checkpoint, row: int, version: int) -> int:
-    placed = checkpoint.placed
+def _row_fingerprint(files: SourceFiles, placed: Placed, row: int, version: int) -> int:
     tensor, box = placed.collection.box(row)
-    views = ((part, source_view(checkpoint.directory, placed, row, part)) for part in parts_of(box))
+    views = ((part, files.view(placed, row, part)) for part in parts_of(box))
     prints = (piece_fingerprint(view, part, tensor.shape, version) for part, view in views)
     return combine(prints, version)
 

@@ -25,9 +25,10 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     unite,
 )
-from scalai.converters.torch_archive import DTYPE_NAMES, TORCH_DTYPES, NewTensor
+from scalai.converters.torch_archive import NewTensor
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
-from scalai.core.errors import LayoutError, RefusedError
+from scalai.core.dtypes import FROM_TORCH, NUMPY_DTYPES, TORCH_NAMES
+from scalai.core.errors import LayoutError, RefusedError, UsageError
 from scalai.core.fingerprint import VERSION
 from scalai.core.region import whole
 from scalai.store.files import FileLayout, lay_out
@@ -39,7 +40,6 @@ from scalai.store.manifest import (
     write_manifest,
 )
 from scalai.store.places import find_generations, generation_name
-from scalai.store.values import NUMPY_DTYPES
 
 HOST = "offline"
 """The host that a converted generation is of."""
@@ -50,6 +50,18 @@ FILE_BYTES = 4 << 30
 _IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr")
 """What megatron matches parameter groups by, without ``is_expert_parallel``, as live state does."""
 _GROUP_VALUES = ("lr", "weight_decay", "step")
+
+
+PARTS = "generation"
+"""The key of ``Values.extra`` under which a ``Stored`` lies."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Stored:
+    """A generation as its manifests have it, and the numbers of all that lie where it does."""
+
+    generation: Generation
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +79,12 @@ class GenerationLayout:
         found = find_generations(path)
         number = max(found) if options.iteration is None else options.iteration
         if number not in found:
-            raise RefusedError(f"{path} holds no generation {number}, but {list(found)}.")
+            raise UsageError(
+                f"{path} holds no generation {number}, but {list(found)}. Name one of them."
+            )
         generation = load_generation(found[number])
-        _check_one_job(generation)
+        if not options.is_part:
+            _check_one_job(generation)
         base = Path(*_common_parts(found[number]))
         parts = [
             _placed(part, directory.absolute().relative_to(base))
@@ -80,7 +95,7 @@ class GenerationLayout:
             self.name,
             base,
             unite(parts),
-            _values(generation.step, generation.about, generation.scalars, generation.rank_state),
+            _values(generation, tuple(found)),
             may_overlap=True,
             noted=np.concatenate([part.fingerprint for part in generation.hosts]),
             noted_version=generation.fingerprint_version,
@@ -216,12 +231,8 @@ def _about(source: Checkpoint, degrees: Mapping[str, int], tensors: int) -> dict
     }
 
 
-def _values(
-    step: int,
-    about: Mapping[str, Any],
-    scalars: Mapping[str, Any],
-    rank_state: Mapping[str, Any],
-) -> Values:
+def _values(generation: Generation, numbers: tuple[int, ...]) -> Values:
+    about, scalars = generation.about, generation.scalars
     megatron = scalars.get("megatron", {})
     offline = scalars.get("offline", {})
     progress = scalars.get("user", {}).get("megatron_training", {}).get("progress", {})
@@ -229,7 +240,7 @@ def _values(
     if about.get("consumed_samples") is not None:
         counters.setdefault("consumed_train_samples", about["consumed_samples"])
     return Values(
-        step=step,
+        step=generation.step,
         degrees={axis: int(size) for axis, size in about.get("degrees", {}).items()},
         framework="megatron",
         scheduler=_live(megatron.get("scheduler")),
@@ -245,8 +256,8 @@ def _values(
         ),
         arguments=_live(offline.get("arguments")),
         counters=counters,
-        rank_state=rank_state,
-        extra={"scalars": dict(scalars)},
+        rank_state=generation.rank_state,
+        extra={"scalars": dict(scalars), PARTS: Stored(generation, numbers)},
     )
 
 
@@ -308,7 +319,7 @@ def _plain(value: Any) -> Any:
             value.content or b"", dtype=NUMPY_DTYPES[value.dtype]
         )
         plain = numbers.reshape(value.shape).tolist()
-        return {"tensor": plain, "dtype": DTYPE_NAMES[value.dtype]}
+        return {"tensor": plain, "dtype": TORCH_NAMES[value.dtype]}
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -320,7 +331,7 @@ def _live(value: Any) -> Any:
     """Return what ``_plain`` made JSON of."""
     if isinstance(value, Mapping):
         if set(value) == {"tensor", "dtype"}:
-            dtype = TORCH_DTYPES[value["dtype"]]
+            dtype = FROM_TORCH[value["dtype"]]
             numbers: npt.NDArray[Any] = np.array(value["tensor"], dtype=NUMPY_DTYPES[dtype])
             return NewTensor(dtype, numbers.shape, numbers.tobytes())
         return {

@@ -5,7 +5,6 @@ Readers check what only they know; paths, sizes and small files are the same for
 
 import json
 from collections.abc import Mapping
-from functools import lru_cache
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,9 +13,10 @@ import numpy as np
 
 from scalai.converters.checkpoint import PARAM, Checkpoint, Placed, Values
 from scalai.core.boxes import check_inside, right_aligned
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
+from scalai.core.collection import Tensor, split_name
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
-from scalai.store.files import box_text
+from scalai.core.region import box_text
 
 MAX_JSON_BYTES = 100_000_000
 """Of a header or an index; as in the safetensors library."""
@@ -47,7 +47,6 @@ def file_inside(directory: Path, name: str, named_by: str) -> Path:
     return path
 
 
-@lru_cache(maxsize=16)
 def _roots(directory: Path) -> tuple[Path, ...]:
     """Return where files may lie: in the directory; and for a snapshot in the cache of
     huggingface_hub in the blobs beside it, to which its files are links."""
@@ -118,8 +117,8 @@ def _check_kinds(directory: Path, tensors: tuple[Tensor, ...]) -> None:
     """Refuse optimizer state of what is no parameter."""
     names = {tensor.name for tensor in tensors}
     for name in names:
-        kind, _, parameter = name.partition("/")
-        if f"{PARAM}/{parameter}" not in names:
+        kind, parameter = split_name(name)
+        if not kind or f"{PARAM}/{parameter}" not in names:
             raise RefusedError(
                 f"{directory} has {kind} of {parameter!r}, and no such parameter. It is not whole, "
                 "or mixed from two checkpoints: use another one."
@@ -140,8 +139,8 @@ def _check_files(directory: Path, placed: Placed) -> None:
 def _check_tensors(directory: Path, tensors: tuple[Tensor, ...]) -> None:
     total = 0
     for tensor in tensors:
-        shape, is_known = tensor.shape, tensor.dtype in ITEM_BYTES
-        if not is_known or len(shape) > MAX_NDIM or min(shape, default=0) < 0:
+        shape = tensor.shape
+        if not tensor.is_possible:
             raise RefusedError(
                 f"{directory}: {tensor.name} is {tensor.dtype}{list(shape)}, which no tensor is. "
                 "Use another checkpoint."

@@ -9,7 +9,7 @@ from scalai.converters.deepspeed.plain import DeepSpeedPlainLayout
 from scalai.converters.deepspeed.universal import DeepSpeedUniversalLayout
 from scalai.converters.deepspeed.zero import DeepSpeedZeroLayout
 from scalai.converters.foreign import foreign_text
-from scalai.converters.generation import GenerationLayout
+from scalai.converters.generation import PARTS, GenerationLayout
 from scalai.converters.intake import check_intake
 from scalai.converters.megatron.torch_dist import TorchDistLayout
 from scalai.converters.megatron.torch_legacy import TorchLegacyLayout
@@ -80,7 +80,8 @@ def unknown_text(path: Path) -> str:
 def _read(layout: Layout, path: Path, options: ReadOptions) -> Checkpoint:
     try:
         checkpoint = layout.read(path, options)
-        check_intake(checkpoint)
+        if not (options.is_part and PARTS in checkpoint.values.extra):
+            check_intake(checkpoint)
     except ScalaiError:
         raise
     except _UNFIT as error:

@@ -11,7 +11,7 @@ from scalai.converters.intake import read_json
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import ProofError, RefusedError
 from scalai.core.fingerprint import MODULI, VERSION, sure_fingerprints
-from scalai.store.files import box_text
+from scalai.core.region import box_text
 
 
 def checked_fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
@@ -40,12 +40,21 @@ def check_noted(checkpoint: Checkpoint, rows: Sequence[int], workers: int) -> No
     found = row_fingerprints(checkpoint, rows, workers, checkpoint.noted_version)
     differing = np.flatnonzero(found != checkpoint.noted[list(rows)])
     if len(differing):
-        named = (checkpoint.placed.collection.box(rows[number]) for number in differing[:5])
+        named = [_difference(checkpoint, rows[n], int(found[n])) for n in differing[:5].tolist()]
         raise ProofError(
             f"{len(differing)} pieces are not what {checkpoint.directory} says was written: "
-            f"{', '.join(tensor.name + box_text(box) for tensor, box in named)}. The files were "
-            "damaged or changed: use another checkpoint."
+            f"{'; '.join(named)}. The files were damaged or changed: use another checkpoint."
         )
+
+
+def _difference(checkpoint: Checkpoint, row: int, found: int) -> str:
+    """Return what is found of a row in which file, and what is noted."""
+    assert checkpoint.noted is not None
+    placed = checkpoint.placed
+    tensor, box = placed.collection.box(row)
+    file = checkpoint.directory / placed.files[placed.file[row]].path
+    noted = int(checkpoint.noted[row])
+    return f"{tensor.name}{box_text(box)} in {file} has fingerprint {found:016x}, not {noted:016x}"
 
 
 def noted_fingerprints(checkpoint: Checkpoint) -> tuple[Mapping[str, int], Sequence[int]]:

@@ -19,7 +19,8 @@ from scalai.converters.crc32 import combined
 from scalai.converters.forked import map_forked
 from scalai.converters.work import Work
 from scalai.converters.zip_members import Member, storages
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Columns
+from scalai.core.collection import MAX_NDIM, Columns
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.region import Box, row_major
 from scalai.store.files import map_file
 
@@ -132,8 +133,8 @@ def run_of(placed: Placed, row: int, part: Box) -> tuple[int, int] | None:
     columns of some rows) they are the whole rows, for whichever part has their first elements, so
     that parts side by side make one run. None: another part vouches for them, or the row has gaps.
     """
-    tensor, box = placed.collection.box(row)
-    item = ITEM_BYTES["F32" if placed.is_rounded_at(row) else tensor.dtype]
+    _, box = placed.collection.box(row)
+    item = placed.item_bytes(row)
     stride = placed.stride[row, MAX_NDIM - len(box.shape) :].tolist()
     dense = row_major(box.shape)
     if any(size > 1 and a != b for size, a, b in zip(box.shape, stride, dense, strict=True)):

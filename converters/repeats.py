@@ -15,8 +15,10 @@ import numpy as np
 from scalai.converters.checkpoint import MAIN, PARAM, STEP, Checkpoint, ReadOptions
 from scalai.converters.fingerprints import parts_of
 from scalai.converters.layouts import open_checkpoint
-from scalai.converters.streaming import source_view
+from scalai.converters.source_files import SourceFiles
 from scalai.converters.verify import equal_tensors
+from scalai.core.collection import split_name
+from scalai.core.dtypes import HALF
 from scalai.core.errors import ScalaiError
 from scalai.core.region import Box
 
@@ -24,7 +26,6 @@ MAX_SAVES = 8
 """The newest ones are compared."""
 SAMPLED = 64
 NAMED = 5
-HALF = ("BF16", "F16")
 
 _SAVE = re.compile(r"(iter_|global_step)(\d{1,18})")
 
@@ -84,13 +85,13 @@ def _samples(checkpoint: Checkpoint) -> dict[str, bytes]:
     moving = _moving({tensor.name: tensor.dtype for tensor in collection.tensors})
     at_origin = (collection.offset == 0).all(axis=1) & (collection.numel() > 0)
     found: dict[str, bytes] = {}
+    files = SourceFiles(checkpoint.directory)
     for row in np.flatnonzero(at_origin).tolist():
         tensor, box = collection.box(row)
         if tensor.name in moving and tensor.name not in found:
             shape = (*(1 for _ in box.shape[:-1]), *(min(n, SAMPLED) for n in box.shape[-1:]))
             part = Box(box.offset, shape)
-            view = source_view(checkpoint.directory, checkpoint.placed, row, part)
-            found[tensor.name] = view.tobytes()
+            found[tensor.name] = files.view(checkpoint.placed, row, part).tobytes()
     return found
 
 
@@ -100,12 +101,12 @@ def _moving(dtypes: Mapping[str, str]) -> set[str]:
     moments = {
         name for name in dtypes if not name.startswith((f"{PARAM}/", f"{MAIN}/", f"{STEP}/"))
     }
-    trained = {name.partition("/")[2] for name in moments}
+    trained = {split_name(name)[1] for name in moments}
     weights = {
         name
         for name, dtype in dtypes.items()
         if name.startswith((f"{PARAM}/", f"{MAIN}/"))
-        and name.partition("/")[2] in trained
+        and split_name(name)[1] in trained
         and dtype not in HALF
     }
     return moments | weights
@@ -118,12 +119,12 @@ def _starts_alike(one: bytes, two: bytes) -> bool:
 
 def _is_uniform(checkpoint: Checkpoint, name: str) -> bool:
     """Tell whether all elements of a tensor are one number, as moments without gradients are."""
-    placed = checkpoint.placed
+    placed, files = checkpoint.placed, SourceFiles(checkpoint.directory)
     number = next(n for n, t in enumerate(placed.collection.tensors) if t.name == name)
     first = None
     for row in np.flatnonzero(placed.collection.tensor == number).tolist():
         for part in parts_of(placed.collection.box(row)[1]):
-            bits = source_view(checkpoint.directory, placed, row, part)
+            bits = files.view(placed, row, part)
             if not bits.size:
                 continue
             first = bits.flat[0] if first is None else first

@@ -9,7 +9,6 @@ Source: the safetensors format (https://github.com/huggingface/safetensors) and 
 """
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,13 +33,17 @@ from scalai.converters.checkpoint import (
     place,
 )
 from scalai.converters.intake import MAX_JSON_BYTES, file_inside, parse_json, read_json
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
+from scalai.core.collection import MAX_NDIM, Tensor
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.region import whole
+from scalai.store.atomic import replace_file
+from scalai.store.files import LENGTH_BYTES, header_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 5_000_000_000
 """Bytes of tensors after which another file begins, as in transformers."""
+HEADER_ALIGNMENT = 8
 
 _NUMBERED = re.compile(r"model-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
@@ -88,12 +91,7 @@ class SafetensorsLayout:
 
         def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
             if len(files) > 1:
-                aside = directory / f".{INDEX}.partial"
-                with open(aside, "w", encoding="utf-8") as file:
-                    json.dump(index, file, indent=1)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(aside, directory / INDEX)
+                replace_file(directory / INDEX, json.dumps(index, indent=1).encode())
 
         return Target(self.name, place(pieces, files), fixed, finish, tuple(notes))
 
@@ -138,9 +136,7 @@ def _lay_out(
             }  # fmt: skip
             weight_map[name] = file
             at = end
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        header = len(text).to_bytes(8, "little") + text
+        header = header_of(entries, HEADER_ALIGNMENT)
         for name in names:
             begin = len(header) + entries[name]["data_offsets"][0]
             pieces.append(Piece(weights[name], whole(weights[name].shape), file, begin))
@@ -213,8 +209,8 @@ def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
     """Yield the tensors of one file, checked: no gaps, no overlaps, exact sizes."""
     try:
         with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(MAX_JSON_BYTES, size - 8):
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if not 2 <= length <= min(MAX_JSON_BYTES, size - LENGTH_BYTES):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header = parse_json(file.read(length))
         at = 0
@@ -228,10 +224,10 @@ def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
                 raise ValueError(f"{name} is of dtype {of['dtype']!r}, which is not known")
             if low != at or high - low != prod(shape) * ITEM_BYTES[of["dtype"]]:
                 raise ValueError(f"{name} lies at {low}:{high}")
-            yield name, _Entry(path.name, of["dtype"], shape, 8 + length + low)
+            yield name, _Entry(path.name, of["dtype"], shape, LENGTH_BYTES + length + low)
             at = high
-        if 8 + length + at != size:
-            raise ValueError(f"{size} bytes, {8 + length + at} by its header")
+        if LENGTH_BYTES + length + at != size:
+            raise ValueError(f"{size} bytes, {LENGTH_BYTES + length + at} by its header")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RefusedError(
             f"{path} is damaged or truncated ({type(error).__name__}: {error}). Copy it again."

@@ -1,9 +1,8 @@
 """Single values that lie among a source's tensors."""
 
-import numpy as np
-
 from scalai.converters.checkpoint import STEP, Checkpoint
 from scalai.core.errors import RefusedError
+from scalai.store.values import number_of
 
 
 def made_steps(source: Checkpoint) -> int:
@@ -31,7 +30,7 @@ def read_steps(source: Checkpoint) -> float | None:
             with open(source.directory / file.path, "rb") as opened:
                 opened.seek(begin)
                 data = opened.read(4)
-        found[float(np.frombuffer(data, dtype=np.float32)[0])] = tensor.name
+        found[number_of(data, "F32")] = tensor.name
     if len(found) > 1:
         few = ", ".join(f"{name}: {step:g}" for step, name in list(found.items())[:3])
         raise RefusedError(

@@ -7,10 +7,11 @@ ones are not named: squares of small gradients are.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint
-from scalai.converters.streaming import source_view
+from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Placed
+from scalai.converters.source_files import SourceFiles
+from scalai.core.dtypes import Bits
 from scalai.core.region import Box
-from scalai.store.files import Bits, blocks
+from scalai.store.files import blocks
 
 PART_ELEMENTS = 1 << 20
 """Elements that are looked at once all before them were suspect."""
@@ -39,7 +40,7 @@ def find_suspects(checkpoint: Checkpoint, *, is_sample: bool = False) -> Iterato
 
     ``is_sample``: look at the start of every piece alone.
     """
-    placed = checkpoint.placed
+    placed, files = checkpoint.placed, SourceFiles(checkpoint.directory)
     rows_of: dict[int, list[int]] = {}
     for row, number in enumerate(placed.collection.tensor.tolist()):
         rows_of.setdefault(number, []).append(row)
@@ -48,7 +49,7 @@ def find_suspects(checkpoint: Checkpoint, *, is_sample: bool = False) -> Iterato
         tensor = placed.collection.tensors[number]
         if tensor.dtype not in _FLOATS or not tensor.numel:
             continue
-        parts = (part for row in rows for part in _parts(checkpoint, row, is_sample))
+        parts = (part for row in rows for part in _parts(files, placed, row, is_sample))
         what = _suspicion(parts, _FLOATS[tensor.dtype])
         is_weight = tensor.name.startswith((f"{PARAM}/", f"{MAIN}/"))
         if what == NAN or (what == DENORMAL and is_weight):
@@ -71,9 +72,8 @@ def _suspicion(parts: Iterator[Bits], form: _Float) -> str | None:
     return None if is_zero else DENORMAL
 
 
-def _parts(checkpoint: Checkpoint, row: int, is_sample: bool) -> Iterator[Bits]:
+def _parts(files: SourceFiles, placed: Placed, row: int, is_sample: bool) -> Iterator[Bits]:
     """Yield the start of a piece, and then all of it in parts."""
-    placed = checkpoint.placed
     _, box = placed.collection.box(row)
     if not box.numel:
         return
@@ -82,6 +82,6 @@ def _parts(checkpoint: Checkpoint, row: int, is_sample: bool) -> Iterator[Bits]:
         for block in blocks(box.shape, size):
             offset = tuple(a + b for a, b in zip(box.offset, block.offset, strict=True))
             part = Box(offset, block.shape)
-            yield source_view(checkpoint.directory, placed, row, part)
+            yield files.view(placed, row, part)
             if size == FIRST_ELEMENTS:
                 break

@@ -20,10 +20,9 @@ import numpy as np
 
 from scalai.converters import pickles
 from scalai.converters.pickles import Foreign
-from scalai.core.collection import ITEM_BYTES
+from scalai.core.dtypes import BITS, FROM_STORAGE, ITEM_BYTES, Bits
 from scalai.core.errors import RefusedError, ScalaiError
 from scalai.core.region import Index
-from scalai.store.files import BITS, Bits
 
 MAX_PICKLE_BYTES = 1 << 30
 MAX_VALUE_BYTES = 64 << 20
@@ -37,25 +36,6 @@ UNREADABLE = (
 )  # fmt: skip
 """What ``zipfile`` raises; RuntimeError of a member that claims to be encrypted, or of an unknown
 method."""
-
-STORAGE_DTYPES: Mapping[str, str] = {
-    "BoolStorage": "BOOL", "ByteStorage": "U8", "CharStorage": "I8",
-    "ShortStorage": "I16", "HalfStorage": "F16", "BFloat16Storage": "BF16",
-    "IntStorage": "I32", "FloatStorage": "F32",
-    "LongStorage": "I64", "DoubleStorage": "F64",
-}  # fmt: skip
-"""Torch's storage classes -> dtypes by the names of the safetensors format."""
-STORAGES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
-
-TORCH_DTYPES: Mapping[str, str] = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "float16": "F16",
-    "bfloat16": "BF16", "int32": "I32", "float32": "F32", "int64": "I64", "float64": "F64",
-    "uint16": "U16", "uint32": "U32", "uint64": "U64",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
-"""Names in the module torch -> dtypes by the names of the safetensors format."""
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -255,9 +235,9 @@ def _read(window: Window, path: Path, begin: int, trust: bool) -> Any:
     def storage(pid: Any) -> Storage:
         kind, cls, key, device, numel = pid
         name = cls.path[1] if isinstance(cls, type) and issubclass(cls, Foreign) else str(cls)
-        if kind != "storage" or name not in STORAGE_DTYPES:
+        if kind != "storage" or name not in FROM_STORAGE:
             raise RefusedError(f"{path} holds a storage {pid!r} of an unknown kind.")
-        member, dtype = members[f"data/{key}"], STORAGE_DTYPES[name]
+        member, dtype = members[f"data/{key}"], FROM_STORAGE[name]
         start = member_begin(window, member)
         if start + member.file_size > window.size_bytes:
             raise zipfile.BadZipFile(f"{member.filename} ends beyond the file")

@@ -23,15 +23,15 @@ from scalai.converters.noted import (
     noted_fingerprints,
 )
 from scalai.converters.rounding import rounds_to
-from scalai.converters.streaming import source_view
+from scalai.converters.source_files import SourceFiles
 from scalai.converters.work import HERE
-from scalai.core.collection import MAX_NDIM, Collection, Tensor
+from scalai.core.collection import MAX_NDIM, Collection, Tensor, split_name
+from scalai.core.dtypes import Bits
 from scalai.core.errors import ProofError
 from scalai.core.fingerprint import tensor_fingerprints
 from scalai.core.plan import Copies, plan
-from scalai.core.region import Box
+from scalai.core.region import Box, box_text
 from scalai.core.sources import Holder
-from scalai.store.files import Bits, box_text
 
 SAMPLED = 256
 """Elements of a row that a sample compares."""
@@ -201,7 +201,7 @@ def _master_differences(
 
 
 def _weight(name: str) -> str:
-    return f"{PARAM}/{name.partition('/')[2]}"
+    return f"{PARAM}/{split_name(name)[1]}"
 
 
 def _differences(
@@ -219,12 +219,13 @@ def _differences(
     if not len(two.collection):
         return
     copies = plan([Holder(HERE, one.placed.collection)], [Holder(HERE, two.collection)]).copies
+    files = SourceFiles(one.directory), SourceFiles(directory)
 
     def compare_copies(numbers: range) -> list[Difference]:
         return [
             difference
             for number in numbers
-            for difference in _compare_copy(one, directory, two, masters, copies, number)
+            for difference in _compare_copy(files, one.placed, two, masters, copies, number)
         ]
 
     found: dict[str, list[Difference]] = {}
@@ -236,8 +237,8 @@ def _differences(
 
 
 def _compare_copy(
-    one: Checkpoint,
-    directory: Path,
+    files: tuple[SourceFiles, SourceFiles],
+    one: Placed,
     two: Placed,
     masters: Placed | None,
     copies: Copies,
@@ -250,12 +251,12 @@ def _compare_copy(
         tuple(copies.offset[number, skip:].tolist()), tuple(copies.shape[number, skip:].tolist())
     )
     for part in parts_of(copied):
-        left = source_view(one.directory, one.placed, int(copies.source_row[number]), part)
+        left = files[0].view(one, int(copies.source_row[number]), part)
         if masters is None:
-            right = source_view(directory, two, row, part)
+            right = files[1].view(two, row, part)
             unequal = np.asarray(left != right)
         else:
-            right = source_view(directory, masters, row, part)
+            right = files[1].view(masters, row, part)
             unequal = _unrounded(left, tensor, right, masters.collection.box(row)[0])
         if unequal.any():
             yield Difference(tensor.name, _bounds(unequal, part), int(unequal.sum()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scalai.converters.checkpoint import Checkpoint, Placed, Target
-from scalai.core.collection import MAX_NDIM, Columns
+from scalai.core.collection import MAX_NDIM, Columns, split_name
 from scalai.core.coverage import check_coverage
 from scalai.core.plan import Copies, plan
 from scalai.core.region import Box
@@ -134,7 +134,7 @@ def unused(source: Checkpoint, target: Target) -> Mapping[str, Sequence[str]]:
     found: dict[str, list[str]] = {}
     for tensor in source.placed.collection.tensors:
         if tensor.name not in wanted:
-            found.setdefault(tensor.name.partition("/")[0], []).append(tensor.name)
+            found.setdefault(split_name(tensor.name)[0], []).append(tensor.name)
     return found
 
 

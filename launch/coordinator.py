@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from scalai.core.jsonable import Json
 from scalai.core import events
 from scalai.core.commands import Exit
 from scalai.core.errors import PeerError, ScalaiError, StaleError, UsageError
@@ -47,8 +48,6 @@ SEND_S = 60.0
 """How long an agent may take to read an answer."""
 READS = (Status, ReadSpec, Farewell)
 """Calls that change nothing: where they fail the job is none the worse."""
-Json = Any
-
 
 class Coordinator:
     """Membership, generation numbers and the workers' rendezvous store of one job.

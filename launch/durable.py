@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from scalai.core.errors import LayoutError, RefusedError, StoreError
+from scalai.core.jsonable import Json
+from scalai.store.atomic import make_folder, rename_durably, replace_file, write_new
 from scalai.store.host import HostStore
-from scalai.store.manifest import HostManifest, read_manifest, sync_directory
+from scalai.store.manifest import HostManifest, read_manifest
 from scalai.store.places import NUMBERED
 
-Json = Any
 FINISHED = "finished.json"
 
 log = logging.getLogger(__name__)
@@ -94,11 +94,8 @@ def check_writable(folder: Path) -> None:
     Raises ``StoreError``."""
     probe = folder / f".probe-{os.getpid()}-{time.monotonic_ns()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(probe, "xb") as file:
-            file.write(b"scalai")
-            file.flush()
-            os.fsync(file.fileno())
+        make_folder(folder)
+        write_new(probe, b"scalai")
         probe.unlink()
     except OSError as error:
         with suppress(OSError):
@@ -111,16 +108,10 @@ def check_writable(folder: Path) -> None:
 
 def write_finished(folder: Path, step: int, generation: int | None) -> None:
     """Say in ``<durable_dir>/<job>`` that the job has come to its end. Raises ``OSError``."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     told = {"step": step, "generation": generation, "at": _now("%Y-%m-%dT%H:%M:%SZ")}
-    aside = folder / f".{FINISHED}.{os.getpid()}"
-    with open(aside, "w", encoding="utf-8") as file:
-        json.dump(told, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, folder / FINISHED)
-    sync_directory(folder)
-    sync_directory(folder.parent)
+    # The agents of all hosts say so, of one directory.
+    replace_file(folder / FINISHED, json.dumps(told).encode(), is_shared=True)
 
 
 def refuse_finished(folder: Path) -> None:
@@ -152,8 +143,7 @@ def set_aside(folder: Path) -> Path | None:
         number += 1
         target = folder.with_name(f"{folder.name}.set-aside-{stamp}-{number}")
     try:
-        os.rename(folder, target)
-        sync_directory(target.parent)
+        rename_durably(folder, target)
     except FileNotFoundError:
         return None  # there is none, or another host was faster
     except OSError as error:

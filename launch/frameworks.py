@@ -7,14 +7,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.launch.job import JobSpec
 from scalai.launch.script import read_script
 
 ANSWER_S = 60.0
-Json = Any
 
 
 def frameworks(folder: Path | None = None) -> Mapping[str, Json]:

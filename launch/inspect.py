@@ -8,20 +8,19 @@ from typing import Any
 
 import numpy.typing as npt
 
-from scalai.converters import describe as checkpoints
 from scalai.converters.between.mapping_files import find_mapping
-from scalai.converters.checkpoint import ReadOptions
+from scalai.converters.checkpoint import Checkpoint, ReadOptions
+from scalai.converters.describe import describe, read_tensor
 from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
-from scalai.converters.verify import verify as verify_checkpoint
+from scalai.converters.noted import check_noted
+from scalai.converters.verify import verify
 from scalai.core.collection import Tensor
 from scalai.core.errors import UsageError
 from scalai.core.fingerprint import VERSION
-from scalai.core.region import Box
-from scalai.launch.generation_report import describe, open_generation, read_tensor, verify
+from scalai.core.jsonable import Json
+from scalai.core.region import Box, box_text
 from scalai.launch.sizes import size_text
-from scalai.store.files import box_text
-
-Json = Any
+from scalai.store.places import find_generations
 
 SHOWN_PIECES = 8
 
@@ -52,26 +51,38 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Print what was asked for. Raises ``ScalaiError`` where it cannot be read."""
-    layout = find_layout(args.path)
-    if layout is not None and layout.name != "scalai":
-        return _show_checkpoint(args)
-    try:
-        generation, numbers = open_generation(args.path, args.generation)
-    except UsageError as error:
-        if layout is not None or not args.path.exists():
-            raise
-        raise UsageError(f"{error} {unknown_text(args.path)}") from None
+    if args.path.exists() and find_layout(args.path) is None:
+        raise UsageError(f"{_no_generation(args.path)} {unknown_text(args.path)}")
+    cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
+    options = ReadOptions(iteration=args.generation, cuts=cuts, is_part=True)
+    checkpoint = open_checkpoint(args.path, options)
     if args.verify:
-        verify(generation)
+        _verify(checkpoint)
     if args.tensor is not None:
-        _show_tensor(*read_tensor(generation, args.tensor), generation.step, as_json=args.json)
+        tensor, values = read_tensor(checkpoint, args.tensor)
+        _show_tensor(tensor, values, checkpoint.values.step, as_json=args.json)
         return 0
-    report = {**describe(generation), "generations": numbers, "is_verified": args.verify}
-    if args.json:
-        print(json.dumps(report))
-    else:
-        print("\n".join(_lines(report)))
+    report = {**describe(checkpoint), "is_verified": args.verify}
+    lines = _lines if "generation" in report else _checkpoint_lines
+    print(json.dumps(report) if args.json else "\n".join(lines(report)))
     return 0
+
+
+def _verify(checkpoint: Checkpoint) -> None:
+    """Compute all fingerprints again. Of a part of a generation those of its pieces say enough."""
+    if checkpoint.noted is not None:
+        check_noted(checkpoint, range(len(checkpoint.noted)), workers=1)
+    else:
+        verify(checkpoint, workers=1)
+
+
+def _no_generation(path: Path) -> str:
+    below = sorted(entry.name for entry in path.glob("*/") if find_generations(entry))
+    hint = f" There are some below: {', '.join(below)}." if below else ""
+    return (
+        f"{path} holds no committed generation. Name a generation's directory, a host's, a job's "
+        f"or a durable one.{hint}"
+    )
 
 
 def _show_tensor(tensor: Tensor, values: npt.NDArray[Any], step: int, *, as_json: bool) -> None:
@@ -81,21 +92,6 @@ def _show_tensor(tensor: Tensor, values: npt.NDArray[Any], step: int, *, as_json
     else:
         print(f"{tensor.name}  {tensor.dtype}{list(tensor.shape)}  step {step}")
         print(values)
-
-
-def _show_checkpoint(args: argparse.Namespace) -> int:
-    """Print a checkpoint of another layout than a generation."""
-    cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
-    checkpoint = open_checkpoint(args.path, ReadOptions(iteration=args.generation, cuts=cuts))
-    if args.verify:
-        verify_checkpoint(checkpoint, workers=1)
-    if args.tensor is not None:
-        tensor, values = checkpoints.read_tensor(checkpoint, args.tensor)
-        _show_tensor(tensor, values, checkpoint.values.step, as_json=args.json)
-        return 0
-    report = {**checkpoints.describe(checkpoint), "is_verified": args.verify}
-    print(json.dumps(report) if args.json else "\n".join(_checkpoint_lines(report)))
-    return 0
 
 
 def _checkpoint_lines(report: dict[str, Json]) -> Iterator[str]:

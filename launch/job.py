@@ -4,15 +4,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from scalai.converters.deepspeed.config import BLOCK, find_config, json_config
+from scalai.core.jsonable import Json
 from scalai.launch.elastic_config import ElasticConfig
 from scalai.launch.elastic_file import parse_config, read_text
 from scalai.launch.options import Options
 from scalai.launch.script import ScriptFacts, read_script
-
-Json = Any
 
 COMPARED = (
     "script",

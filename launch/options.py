@@ -3,13 +3,12 @@ and its coordinator is told."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
 
 from scalai.core.errors import MessageError, UsageError
+from scalai.core.jsonable import Json
 from scalai.runtime.codec import convert
 
 DEFAULT_MASTER_PORT = 29500
-Json = Any
 
 
 @dataclass(frozen=True, slots=True)

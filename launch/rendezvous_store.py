@@ -22,10 +22,9 @@ from typing import Any
 
 from scalai.core.deadlines import STORE_READY_S
 from scalai.core.errors import PeerError
+from scalai.core.jsonable import Json
 from scalai.launch import host_signals
 from scalai.runtime.imports import without_collections
-
-Json = Any
 
 OPEN_S = 30.0
 ENDED_S = 1.0

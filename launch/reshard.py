@@ -27,6 +27,7 @@ from scalai.converters.suspects import find_suspects
 from scalai.core.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError
 from scalai.launch.sizes import parse_size, size_text
+from scalai.store.pool import available_memory
 
 AXES = ("tp", "pp", "dp", "vpp", "ep", "etp", "cp")
 FALLBACK_MEMORY = 1 << 30
@@ -100,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
     is_split = None if args.optimizer is None else args.optimizer == "distributed"
     target = layout.lay_out(source, WriteOptions(degrees, is_split, reference, cuts))
     target = accompanied(source, target, degrees)
-    limits = Limits(_quarter_of_free(), args.workers, table_bytes_of(source, target))
+    free = available_memory(unknown=4 * FALLBACK_MEMORY)
+    limits = Limits(free // 4, args.workers, table_bytes_of(source, target))
     memory = (
         parse_size(args.memory) if args.memory else max(limits.memory_bytes, limits.least_bytes)
     )
@@ -182,16 +184,6 @@ def _check_degrees(source: Checkpoint, degrees: dict[str, int], reference: Value
             "pads it anew (losses will differ), or choose another --tp."
         )
     raise RefusedError(f"{reason}. Choose other degrees.")
-
-
-def _quarter_of_free() -> int:
-    """Return a quarter of the memory that is free."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            entries = dict(line.split(":", 1) for line in file)
-        return int(entries["MemAvailable"].split()[0]) * 1024 // 4
-    except (OSError, KeyError, ValueError):
-        return FALLBACK_MEMORY
 
 
 def _outlook(outlook: Outlook, limits: Limits) -> dict[str, Any]:

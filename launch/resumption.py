@@ -1,14 +1,12 @@
 """``scalai resume``: a person has a job that waits for its newest state go on from an older one."""
 
 import time
-from typing import Any
 
 from scalai.core import events
 from scalai.core.errors import UsageError
+from scalai.core.jsonable import Json
 from scalai.core.membership import Phase
 from scalai.launch.live_job import LiveJob
-
-Json = Any
 
 
 def resume(live: LiveJob, generation: int, *, dry_run: bool) -> Json:

@@ -6,14 +6,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from scalai.core.jsonable import Json
 from scalai.core.collection import Collection
 from scalai.core.commands import Build, Start, Workers
 from scalai.core.errors import PeerError
 from scalai.core.orders import RankDeposit, WriteOrder
 from scalai.core.worker_messages import RankRestored, Source
 from scalai.store.deposit import Deposit
-
-Json = Any
 Answer = TypeVar("Answer")
 
 

@@ -1,10 +1,10 @@
 """What a person asks of a job's size: granted, refused with the reason, or nothing to do."""
 
 import time
-from typing import Any
 
 from scalai.core import events
 from scalai.core.errors import UsageError
+from scalai.core.jsonable import Json
 from scalai.core.membership import (
     Assignment,
     Job,
@@ -15,8 +15,6 @@ from scalai.core.membership import (
 )
 from scalai.core.transitions import UNHOOKED
 from scalai.launch.live_job import LiveJob
-
-Json = Any
 
 
 def scale(

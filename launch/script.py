@@ -12,7 +12,7 @@ from scalai.converters.deepspeed.config import (
     step_samples,
 )
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
-from scalai.converters.megatron.rules import ALLOW_UNTESTED
+from scalai.converters.megatron.rules import allows_untested
 from scalai.core.choice import DegreePolicy
 from scalai.core.degrees import ModelLimits, Wish
 from scalai.launch.elastic_config import ElasticConfig
@@ -42,7 +42,7 @@ def read_script(
         UsageError: A value among them is not a number.
     """
     if is_megatron(options.script_args):
-        allow_untested = os.environ.get(ALLOW_UNTESTED) == "1"
+        allow_untested = allows_untested(os.environ)
         arguments = read_arguments(options.script_args, allow_untested=allow_untested)
         limits = config.model.filled_from(arguments.limits)
         return ScriptFacts(limits, config.policy(arguments.initial), arguments)

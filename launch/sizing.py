@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from scalai.core.assignment import make_assign
-from scalai.core.choice import Choice, choose
+from scalai.core.choice import Choice
 from scalai.core.degrees import parse_wish
 from scalai.core.membership import Assign, Assignment
 from scalai.launch.job import JobSpec
@@ -74,7 +74,6 @@ class Sizing:
         explain: Callable[[str], object] = lambda reason: None,
     ) -> Assign:
         return make_assign(
-            choose,
             self._limits,
             self._policy,
             min_hosts=self._min_hosts,

@@ -1,13 +1,13 @@
 """When a resize's phases began and ended: one log line a phase, one JSON report a resize."""
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from scalai.launch.outputs import obstacle
+from scalai.store.atomic import replace_file
 
 PHASES = (
     "detect", "build", "drain", "deposit", "commit", "relaunch",
@@ -101,8 +101,6 @@ class Timeline:
         path = self._folder / f"resize-{report.get('round', 0):04d}.json"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            aside = path.with_suffix(".tmp")
-            aside.write_text(json.dumps(report, indent=1) + "\n")
-            os.replace(aside, path)
+            replace_file(path, (json.dumps(report, indent=1) + "\n").encode(), is_durable=False)
         except OSError as error:
             self._say(f"event=report_failed path={path} {error}: the job goes on without it")

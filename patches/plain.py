@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.runtime.live import Json
+from scalai.core.jsonable import Json
 
 
 def all_plain(values: Mapping[str, Any], owner: str) -> dict[str, Json]:

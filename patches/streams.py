@@ -2,13 +2,13 @@
 
 import base64
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from scalai.runtime.live import Json
+from scalai.core.jsonable import Json
 
 _STEP_STRIDE = 1_000_003
 """Prime, so that the offsets which frameworks add to a seed never meet another step's seed."""
@@ -44,6 +44,37 @@ def seed_of_step(seed: int, step: int, stage: int) -> int:
     """Return the seed of the streams that begin at a step. Pipeline stages have streams of their
     own, as in Megatron-LM's _set_random_seed; replicas do not."""
     return (seed + _STEP_STRIDE * (step + 1)) % 2**31 + 100 * stage
+
+
+def restore_streams(
+    saved: Json | None,
+    here: Mapping[str, int],
+    seed: int,
+    step: int,
+    *,
+    go_on: Callable[[Mapping[str, Any]], None],
+    begin: Callable[[], None],
+) -> str:
+    """Continue all streams of this rank where its layout is the one they were saved under, else
+    begin new ones. Never a mix: some are equal on several ranks.
+
+    Args:
+        saved: The state of all generators, with its layout under ``degrees``; None: there is none.
+        here: This round's layout.
+        seed: With ``step`` it determines new streams.
+        go_on: Continues with what was saved.
+        begin: Begins new ones.
+
+    Returns:
+        One line for the log that says which.
+    """
+    if saved is not None and saved["degrees"] == here:
+        go_on(saved)
+        return "rng=continued"
+    begin()
+    before = text_of_degrees(saved["degrees"]) if saved is not None else "none"
+    after = text_of_degrees(here)
+    return f"rng=reseeded seed={seed} step={step} degrees_before={before} degrees={after}"
 
 
 def stream_text(state: torch.Tensor) -> str:

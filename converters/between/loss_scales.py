@@ -17,6 +17,7 @@ from scalai.converters.deepspeed.job import DeepSpeedJob
 from scalai.converters.deepspeed.loss_scale import to_zero
 from scalai.converters.pickles import Foreign
 from scalai.converters.torch_archive import NewTensor
+from scalai.store.values import number_of
 
 _WINDOW = 1000
 """Good steps until a scale grows, by default in both."""
@@ -35,10 +36,9 @@ def to_deepspeed_scale(
     section = config.get("fp16") or {}
     if not section.get("enabled") or section.get("loss_scale") or "scale" not in scaler:
         return None
-    value = np.frombuffer(scaler["scale"].content or b"", dtype=np.float32)
     tree = {
         "dynamic_loss_scale": True,
-        "cur_scale": float(value[0]),
+        "cur_scale": number_of(scaler["scale"].content or b"", "F32"),
         "cur_iter": step,
         "last_overflow_iter": step - int(scaler["growth_tracker"]) - 2,
         "scale_factor": 2.0,

@@ -15,8 +15,8 @@ from scalai.converters.megatron.modules import EMBEDDING, OUTPUT, gated
 from scalai.converters.megatron.names import expert_of, layer_of
 from scalai.converters.megatron.values import DEGREE_ARGUMENTS
 from scalai.converters.pickles import foreign
-from scalai.converters.torch_archive import DTYPE_NAMES
 from scalai.core.collection import Tensor
+from scalai.core.dtypes import TORCH_NAMES
 from scalai.core.errors import RefusedError
 
 POSITIONS = "embedding.position_embeddings.weight"
@@ -67,7 +67,7 @@ def shape_arguments(tensors: Mapping[str, Tensor], heads: int | None) -> dict[st
         "untie_embeddings_and_output_weights": OUTPUT in shapes,
         "bf16": dtype == "BF16",
         "fp16": dtype == "F16",
-        "params_dtype": foreign("torch", DTYPE_NAMES[dtype]),
+        "params_dtype": foreign("torch", TORCH_NAMES[dtype]),
         "num_experts": len(experts) or None,
     }
     if is_learned:

@@ -25,7 +25,7 @@ from scalai.converters.checkpoint import (
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.megatron.modules import group_of
 from scalai.converters.scalars import made_steps
-from scalai.converters.streaming import source_view
+from scalai.converters.source_files import SourceFiles
 from scalai.core.errors import RefusedError
 
 _COUNTERS = ("last_epoch", "_step_count", "last_batch_iteration")
@@ -161,12 +161,12 @@ def _with_buffers(
     source: Checkpoint, job: DeepSpeedJob, reference: Checkpoint, notes: list[str]
 ) -> Checkpoint:
     """Return a state with the reference's buffers of modules, held in memory: they are small."""
-    placed = reference.placed
+    placed, opened = reference.placed, SourceFiles(reference.directory)
     pieces, files = [], []
     for row in range(len(placed.collection)):
         tensor, box = placed.collection.box(row)
         if tensor.name.removeprefix(f"{PARAM}/") in job.buffers:
-            bits = np.ascontiguousarray(source_view(reference.directory, placed, row, box))
+            bits = np.ascontiguousarray(opened.view(placed, row, box))
             content = bits.tobytes()
             files.append(CheckpointFile(f"(buffer {row})", len(content), content))
             pieces.append(Piece(tensor, box, files[-1].path, 0))

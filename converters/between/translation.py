@@ -14,7 +14,7 @@ from scalai.converters.checkpoint import Checkpoint, Piece, Placed, parameters_o
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.megatron.fused_rows import Heads
 from scalai.converters.megatron.limits import argument_heads
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
+from scalai.core.collection import MAX_NDIM, Tensor, split_name
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box
 
@@ -130,7 +130,7 @@ def _renamed(placed: Placed, links: Links, shapes: Mapping[str, Shape]) -> Place
 def _pieces(placed: Placed, row: int, links: Links, shapes: Mapping[str, Shape]) -> Iterator[Piece]:
     """Yield what becomes of a row."""
     tensor, box = placed.collection.box(row)
-    kind, _, name = tensor.name.partition("/")
+    kind, name = split_name(tensor.name)
     if tensor.shape not in ((), shapes.get(name)):
         raise RefusedError(
             f"{tensor.name} is {list(tensor.shape)}, and its parameter "
@@ -142,7 +142,7 @@ def _pieces(placed: Placed, row: int, links: Links, shapes: Mapping[str, Shape])
             yield Piece(Tensor(f"{kind}/{theirs}", (), tensor.dtype), box, file, begin)
         return
     stride = tuple(placed.stride[row, MAX_NDIM - len(box.shape) :].tolist())
-    item = ITEM_BYTES["F32" if placed.is_rounded_at(row) else tensor.dtype]
+    item = placed.item_bytes(row)
     for link in links[name]:
         common = box.intersect(link.box)
         if common is None:

@@ -22,7 +22,7 @@ from scalai.converters.checkpoint import (
     place,
 )
 from scalai.converters.megatron.modules import EMBEDDING, OUTPUT
-from scalai.core.collection import MAX_NDIM, Tensor
+from scalai.core.collection import MAX_NDIM, Tensor, split_name
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box, whole
 
@@ -92,7 +92,7 @@ def repadded(source: Checkpoint, rows: int, vocabulary: int | None) -> Checkpoin
 
 
 def _is_padded(tensor: Tensor) -> bool:
-    return tensor.name.partition("/")[2] in _PADDED and len(tensor.shape) > 0
+    return split_name(tensor.name)[1] in _PADDED and len(tensor.shape) > 0
 
 
 def _with_rows(values: Mapping[str, Any] | None, rows: int) -> Mapping[str, Any] | None:

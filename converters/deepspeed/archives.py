@@ -1,6 +1,5 @@
 """Torch archives of a target, laid out one after the other."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,9 +10,9 @@ from scalai.converters.checkpoint import CheckpointFile, Piece, Placed, place
 from scalai.converters.deepspeed.cuts import EVERYTHING, Shards, contiguous
 from scalai.converters.deepspeed.flat import Span
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.collection import ITEM_BYTES, Tensor
+from scalai.core.collection import Tensor
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.region import flat_range
-from scalai.store.manifest import sync_directory
 
 Filled = dict[NewTensor, list[Piece]]
 """What lies in a new tensor, by identity; positions count from its start."""
@@ -60,14 +59,3 @@ def pieces_of(tensor: Tensor, span: Span) -> Iterator[Piece]:
     for box in flat_range(tensor.shape, span.low, span.high):
         yield Piece(tensor, box, "", begin)
         begin += box.numel * item
-
-
-def write_tag(path: Path, tag: str) -> None:
-    """Write the file that names the newest tag, aside, and rename it."""
-    aside = path.with_name(f".{path.name}.partial")
-    with open(aside, "wb") as file:
-        file.write(tag.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync_directory(path.parent)

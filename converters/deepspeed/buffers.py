@@ -24,7 +24,7 @@ from scalai.converters.deepspeed.job import (
     uses_bf16_optimizer,
 )
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.collection import ITEM_BYTES
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 
 

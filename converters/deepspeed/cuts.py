@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from scalai.converters.checkpoint import STEP, Piece
 from scalai.converters.deepspeed.flat import Shape
-from scalai.core.collection import ITEM_BYTES, Tensor
+from scalai.core.collection import Tensor, split_name
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box, row_major
 
@@ -112,7 +113,7 @@ class Shards:
 
     def cut(self, tensor: Tensor) -> Cut:
         """Return how a tensor (of any kind) is cut: as its parameter."""
-        kind, _, name = tensor.name.partition("/")
+        kind, name = split_name(tensor.name)
         return WHOLE if kind == STEP else self.cuts.get(name, WHOLE)
 
     def is_shared(self, tensor: Tensor) -> bool:
@@ -145,7 +146,7 @@ class Shards:
         tensor = replace(piece.tensor, shape=cut.whole(piece.tensor.shape))
         box = piece.box
         stride = row_major(box.shape) if piece.stride is None else piece.stride
-        item = ITEM_BYTES["F32" if piece.is_rounded else tensor.dtype]
+        item = piece.item_bytes
         first, last = box.offset[cut.dim], box.offset[cut.dim] + box.shape[cut.dim]
         for run in cut.runs(self.rank):
             low, high = max(first, run.local), min(last, run.local + run.size)

@@ -16,7 +16,7 @@ from scalai.converters.deepspeed.stored_config import is_number
 from scalai.converters.pickles import foreign
 from scalai.converters.scalars import read_steps
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.collection import Tensor
+from scalai.core.collection import Tensor, split_name
 from scalai.core.errors import RefusedError
 from scalai.core.region import whole
 
@@ -77,7 +77,7 @@ class Draft:
         tensors = {tensor.name: shard(tensor) for tensor in self.source.placed.collection.tensors}
         self.tensors.update(tensors)
         for tensor in tensors:
-            kind, _, parameter = tensor.partition("/")
+            kind, parameter = split_name(tensor)
             if kind not in (PARAM, MAIN, STEP):
                 self.kept.setdefault(parameter, []).append(kind)
         names = [name for name in self.job.dtypes if self.job.aliases.get(name, name) == name]

@@ -31,9 +31,9 @@ from scalai.converters.deepspeed.expert_names import (
     check_numbers,
 )
 from scalai.converters.torch_archive import MAX_VALUE_BYTES, NewTensor, StoredTensor, read_archive
-from scalai.core.collection import ITEM_BYTES
+from scalai.core.dtypes import BITS, ITEM_BYTES
 from scalai.core.errors import RefusedError
-from scalai.store.files import BITS
+from scalai.store.values import number_of
 
 LATEST = "latest"
 
@@ -227,8 +227,6 @@ def scalar_of(value: Any, path: Path) -> float | None:
     if isinstance(value, int | float):
         return float(value)
     if isinstance(value, StoredTensor) and value.shape in ((), (1,)):
-        content = with_bytes(value, path).content or b""
-        dtypes = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "I32": np.int32}
-        if value.dtype in dtypes:
-            return float(np.frombuffer(content, dtype=dtypes[value.dtype])[0])
+        if value.dtype != "BOOL":
+            return number_of(with_bytes(value, path).content or b"", value.dtype)
     return None

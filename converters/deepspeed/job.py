@@ -75,17 +75,22 @@ def zero_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in section.items() if value != AUTO}
 
 
+def enables_bf16(config: Mapping[str, Any]) -> bool:
+    """Tell whether a DeepSpeed configuration trains in bf16."""
+    section = config.get("bf16") or config.get("bfloat16") or {}
+    return bool(section.get("enabled"))
+
+
 def uses_bf16_optimizer(config: Mapping[str, Any], stage: int) -> bool:
     """Tell whether the engine's optimizer is ``BF16_Optimizer``, not ZeRO's own of that stage.
 
     Source: ``_do_optimizer_sanity_check`` of deepspeed/runtime/engine.py, 0.19.8.
     """
-    bf16 = config.get("bf16") or config.get("bfloat16") or {}
     types = config.get("data_types") or {}
     offload = zero_config(config).get("offload_optimizer") or {}
     return (
         stage == 1
-        and bool(bf16.get("enabled"))
+        and enables_bf16(config)
         and types.get("grad_accum_dtype") in _FP32
         and offload.get("device") != "cpu"
     )

@@ -20,7 +20,8 @@ from scalai.converters.deepspeed.nested import flatten
 from scalai.converters.deepspeed.pipeline import unit_of
 from scalai.converters.deepspeed.stored_config import check_config
 from scalai.converters.torch_archive import StoredTensor
-from scalai.core.collection import ITEM_BYTES, Tensor
+from scalai.core.collection import Tensor
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.region import flat_range, whole
 

@@ -16,6 +16,7 @@ from scalai.converters.checkpoint import MAIN, STEP, CheckpointFile, Piece
 from scalai.converters.deepspeed.expert_names import expert_of
 from scalai.converters.deepspeed.files import carried, read_dictionary, scalar_of
 from scalai.converters.deepspeed.grid import RankState
+from scalai.converters.deepspeed.job import enables_bf16
 from scalai.converters.deepspeed.loss_scale import to_zero
 from scalai.converters.deepspeed.model import ModelStates
 from scalai.converters.deepspeed.names import match_names
@@ -131,7 +132,6 @@ class PlainReader:
         scale = {"clip_grad": tree["clip_grad"]} if "clip_grad" in tree else {}
         if "dynamic_loss_scale" in tree:
             scale |= to_zero(carried(_plain_entries(tree), path), self.model.config)
-        bf16 = self.model.config.get("bf16") or self.model.config.get("bfloat16") or {}
         module = self.model.first["module"]
         sizes = {name: prod(module[name].shape) for of in names for name in of}
         param_groups = carried(inner["param_groups"], path)
@@ -140,7 +140,7 @@ class PlainReader:
             groups,
             scale,
             has_number_steps=any(isinstance(s.get("step"), int) for s in inner["state"].values()),
-            is_bf16=bool(bf16.get("enabled")),
+            is_bf16=enables_bf16(self.model.config),
             is_fused=isinstance(state, Flattened) if inner is not tree else None,
         )
         self.pieces.extend(self.model.pieces())

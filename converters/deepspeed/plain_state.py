@@ -17,7 +17,7 @@ from scalai.converters.checkpoint import STEP
 from scalai.converters.deepspeed.files import with_bytes
 from scalai.converters.rounding import rounds_to
 from scalai.converters.torch_archive import StoredTensor
-from scalai.core.collection import ITEM_BYTES
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.region import row_major
 
 MASTERS = "fp32"

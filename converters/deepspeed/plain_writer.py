@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.converters.checkpoint import MAIN, Checkpoint, Piece, Target, WriteOptions
-from scalai.converters.deepspeed.archives import Archives, Filled, write_tag
+from scalai.converters.deepspeed.archives import Archives, Filled
 from scalai.converters.deepspeed.buffers import Buffer, inner_state, part
 from scalai.converters.deepspeed.draft import Draft, job_of
 from scalai.converters.deepspeed.expert_names import optimizer_file
@@ -25,6 +25,7 @@ from scalai.converters.torch_archive import NewTensor
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import whole
+from scalai.store.atomic import replace_file
 
 
 def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
@@ -55,7 +56,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
         add_layers(draft)
 
     def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
-        write_tag(directory / LATEST, job.tag)
+        replace_file(directory / LATEST, job.tag.encode())
 
     notes = [*source.notes, *drafts[0].notes(), *ranks.notes()]
     if job.is_fused is None and _has_masters(drafts[0]):

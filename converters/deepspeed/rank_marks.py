@@ -18,7 +18,7 @@ import numpy as np
 
 from scalai.converters.deepspeed.flat import Shape, part_of
 from scalai.converters.torch_archive import StoredTensor
-from scalai.core.collection import ITEM_BYTES
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.store.files import map_file
 

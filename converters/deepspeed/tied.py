@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from scalai.converters.checkpoint import MAIN, PARAM, STEP, Piece
 from scalai.converters.deepspeed.pipeline import unit_of
+from scalai.core.collection import split_name
 
 SAMPLED = 4096
 """Elements of a moment's piece that are looked at, spread over it."""
@@ -23,7 +24,7 @@ SAMPLED = 4096
 
 def parameter_of(piece: Piece) -> str:
     """Return the name of the parameter that a piece, of any kind, belongs to."""
-    return piece.tensor.name.partition("/")[2]
+    return split_name(piece.tensor.name)[1]
 
 
 def unused_copies(directory: Path, pieces: Sequence[Piece], before: Collection[str]) -> set[str]:
@@ -36,7 +37,7 @@ def unused_copies(directory: Path, pieces: Sequence[Piece], before: Collection[s
     """
     found: dict[str, bool] = {}
     for piece in pieces:
-        kind, _, name = piece.tensor.name.partition("/")
+        kind, name = split_name(piece.tensor.name)
         if kind not in (PARAM, MAIN, STEP) and unit_of(name) in before:
             is_zero = piece.tensor.dtype == "F32" and not _sample(directory, piece).any()
             found[name] = found.get(name, True) and is_zero

@@ -16,6 +16,7 @@ from scalai.converters.deepspeed.cut_rules import INFO, CutRules, Rule, read_cut
 from scalai.converters.deepspeed.cuts import Cut
 from scalai.converters.deepspeed.files import read_dictionary
 from scalai.converters.deepspeed.flat import Shape
+from scalai.converters.deepspeed.job import enables_bf16
 from scalai.converters.deepspeed.model import ModelStates
 from scalai.converters.deepspeed.pipeline import TIED, LayerFile, unit_of
 from scalai.converters.deepspeed.stored_config import check_config
@@ -76,8 +77,7 @@ def _read(directory: Path, names: Sequence[str], *, is_stage_3: bool, trust: boo
 
 def _weight_dtype(state: Mapping[str, Any]) -> str:
     config = state.get("ds_config") or {}
-    bf16 = config.get("bf16") or config.get("bfloat16") or {}
-    if bf16.get("enabled"):
+    if enables_bf16(config):
         return "BF16"
     return "F16" if (config.get("fp16") or {}).get("enabled") else "F32"
 

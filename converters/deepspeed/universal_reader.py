@@ -25,7 +25,7 @@ from scalai.converters.deepspeed.cuts import WHOLE
 from scalai.converters.deepspeed.files import Tag, carried, read_dictionary, scalar_of
 from scalai.converters.deepspeed.flat import Shape
 from scalai.converters.deepspeed.grid import Grid, RankState
-from scalai.converters.deepspeed.job import DeepSpeedJob, round_robins
+from scalai.converters.deepspeed.job import DeepSpeedJob, enables_bf16, round_robins
 from scalai.converters.deepspeed.model import ModelStates
 from scalai.converters.deepspeed.universal_files import GLOBAL_STATE, MASTERS, STEPS, SUFFIX
 from scalai.converters.deepspeed.universal_ranks import (
@@ -36,7 +36,8 @@ from scalai.converters.deepspeed.universal_ranks import (
     read_ranks,
 )
 from scalai.converters.torch_archive import StoredTensor, read_archive
-from scalai.core.collection import ITEM_BYTES, Tensor
+from scalai.core.collection import Tensor, split_name
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box, row_major, whole
 
@@ -142,8 +143,7 @@ class UniversalReader:
         kept = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
         path = self.directory / GLOBAL_STATE
         rest = carried({key: self.state[key] for key in kept if key in self.state}, path)
-        bf16 = model.config.get("bf16") or model.config.get("bfloat16") or {}
-        is_bf16 = bool(bf16.get("enabled"))
+        is_bf16 = enables_bf16(model.config)
         job = model.job(names, rest, has_number_steps=False, is_bf16=is_bf16)
         return replace(job, tag=job.tag.removesuffix(SUFFIX))
 
@@ -234,7 +234,7 @@ class UniversalReader:
         self.files[file] = CheckpointFile(file, size, bytes(size))
         yield Piece(tensor, box, file, 0)
         if tensor.name.startswith((MAIN, PARAM)):
-            name = tensor.name.partition("/")[2]
+            name = split_name(tensor.name)[1]
             self.notes.append(
                 f"ds_to_universal cut {count} rows of padding off {name}: they are zero here, as "
                 "DeepSpeed makes them"

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.converters.checkpoint import Checkpoint, Piece, Target, WriteOptions
-from scalai.converters.deepspeed.archives import Archives, Filled, write_tag
+from scalai.converters.deepspeed.archives import Archives, Filled
 from scalai.converters.deepspeed.buffers import Buffer, buffers_of, members
 from scalai.converters.deepspeed.classes import sub_parameters
 from scalai.converters.deepspeed.cuts import Cut
@@ -30,6 +30,7 @@ from scalai.converters.deepspeed.universal_files import (
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import whole
+from scalai.store.atomic import replace_file
 
 
 def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
@@ -61,7 +62,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
             _add_parameter(draft, ranks, name, kinds)
 
     def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
-        write_tag(directory / LATEST, folder)
+        replace_file(directory / LATEST, folder.encode())
 
     return Target(
         "deepspeed_universal",

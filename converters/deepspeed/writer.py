@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.converters.checkpoint import Checkpoint, Target, WriteOptions
-from scalai.converters.deepspeed.archives import Archives, write_tag
+from scalai.converters.deepspeed.archives import Archives
 from scalai.converters.deepspeed.buffers import buffers_of
 from scalai.converters.deepspeed.draft import job_of
 from scalai.converters.deepspeed.files import LATEST
 from scalai.converters.deepspeed.model_writer import add_experts, add_layers, add_model
 from scalai.converters.deepspeed.optimizer_writer import add_optimizer
 from scalai.converters.deepspeed.ranks import Ranks
+from scalai.store.atomic import replace_file
 
 
 def lay_out(source: Checkpoint, options: WriteOptions, stage: int) -> Target:
@@ -44,7 +45,7 @@ def lay_out(source: Checkpoint, options: WriteOptions, stage: int) -> Target:
         add_layers(draft)
 
     def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
-        write_tag(directory / LATEST, job.tag)
+        replace_file(directory / LATEST, job.tag.encode())
 
     notes = [*source.notes, *drafts[0].notes(), *ranks.notes()]
     return Target(f"deepspeed_zero{stage}", archives.placed(), archives.fixed, finish, tuple(notes))

@@ -26,7 +26,8 @@ from scalai.converters.deepspeed.rank_marks import (
     check_padding,
 )
 from scalai.converters.torch_archive import StoredTensor
-from scalai.core.collection import ITEM_BYTES, Tensor
+from scalai.core.collection import Tensor
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.region import flat_range, whole
 

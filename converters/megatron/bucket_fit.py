@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from scalai.converters.megatron.grad_buffers import aligned
 from scalai.converters.megatron.rank_parameters import Parameter
 
-ALIGNMENT = 64
-"""Elements at whose multiples a parameter begins."""
 HEAD = 16
 """Elements by which parameters are looked up before they are compared."""
 
@@ -44,7 +43,7 @@ def lay(sizes: Sequence[int], parameters: Sequence[Parameter]) -> list[Found] | 
     bucket = end = 0
     for parameter in parameters:
         bucket, end = _after(sizes, bucket, end)
-        start = _aligned(end)
+        start = aligned(end)
         end = start + parameter.numel
         if bucket >= len(sizes) or end > sizes[bucket]:
             return None
@@ -89,7 +88,7 @@ def lay_trained(
             if bucket == len(sizes):
                 ends.append(way)
                 continue
-            start = _aligned(end)
+            start = aligned(end)
             for count, by_head in heads.items():
                 head = content.masters(bucket, start, count)
                 for next_ in by_head.get(head, ()) if head is not None else ():
@@ -123,12 +122,8 @@ def _steps(way: _Way) -> Iterator[Found]:
         at = at.before
 
 
-def _aligned(end: int) -> int:
-    return -(-end // ALIGNMENT) * ALIGNMENT
-
-
 def _after(sizes: Sequence[int], bucket: int, end: int) -> tuple[int, int]:
     """Return where the next parameter may begin: in the next bucket where this one is full."""
-    if bucket < len(sizes) and end and sizes[bucket] in (end, _aligned(end)):
+    if bucket < len(sizes) and end and sizes[bucket] in (end, aligned(end)):
         return bucket + 1, 0
     return bucket, end

@@ -16,7 +16,8 @@ from scalai.converters.megatron.rank_parameters import ChunkBegin, Parameter, Pa
 from scalai.converters.megatron.torch_dist_metadata import Chunk, StoredKey
 from scalai.converters.rounding import round_bytes, rounds_to
 from scalai.core import region
-from scalai.core.collection import ITEM_BYTES, Tensor
+from scalai.core.collection import Tensor
+from scalai.core.dtypes import FROM_TORCH, HALF, ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.store.files import map_file
 
@@ -27,7 +28,8 @@ _BUCKET = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
     r"\.dtype_\(torch\.(\w+), [\w.]+\)\.bucket_idx_(\d+)\.(\w+)"
 )
-_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_DTYPES = ("F32", *HALF)
+"""Of parameters that have buckets."""
 
 Kinds = Mapping[str, StoredKey]
 """The tensors of one bucket by kind: param, exp_avg, exp_avg_sq."""
@@ -56,13 +58,14 @@ class Buffers:
             match = _BUCKET.fullmatch(stored.key)
             assert match
             chain, group, buffer = int(match[1] or 0), int(match[2]), int(match[3])
-            if match[4] not in _DTYPES:
+            dtype = FROM_TORCH.get(match[4])
+            if dtype not in _DTYPES:
                 raise RefusedError(
                     f"{stored.key}: buckets of torch.{match[4]} parameters are not known. Load the "
                     "checkpoint in Megatron and save it with --dist-ckpt-optim-fully-reshardable."
                 )
             by_dtype = found.setdefault((chain, group, buffer), {})
-            by_bucket = by_dtype.setdefault(_DTYPES[match[4]], {})
+            by_bucket = by_dtype.setdefault(dtype, {})
             by_bucket.setdefault(int(match[5]), {})[match[6]] = stored
         return cls(
             {

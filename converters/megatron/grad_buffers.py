@@ -27,6 +27,11 @@ class Member:
     is_shared: bool = False
 
 
+def aligned(end: int) -> int:
+    """Return the element at which a parameter begins behind one that ends here."""
+    return -(-end // ALIGNMENT) * ALIGNMENT
+
+
 def lay_buffer(members: Sequence[Member], bucket_numel: int | None) -> tuple[list[int], int]:
     """Return where each parameter begins in the saved tensor, and that tensor's elements.
 
@@ -38,7 +43,7 @@ def lay_buffer(members: Sequence[Member], bucket_numel: int | None) -> tuple[lis
     base = end = held = 0
     for at in reversed(range(len(members))):
         member = members[at]
-        end = -(-end // ALIGNMENT) * ALIGNMENT
+        end = aligned(end)
         if member.is_shared and held:
             base, end, held = base + end, 0, 0
         starts[at] = base + end

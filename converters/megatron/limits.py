@@ -8,14 +8,14 @@ from typing import Any
 from scalai.converters.checkpoint import PARAM, Values
 from scalai.converters.megatron.fused_rows import Heads
 from scalai.converters.megatron.names import expert_of, layer_of
+from scalai.converters.megatron.rules import UNEVEN_STAGES, optimizer_axes
 from scalai.core.collection import Tensor
 from scalai.core.degrees import ModelLimits
 from scalai.core.errors import RefusedError
 
 _EMBEDDING = re.compile(rf"{PARAM}/(.*\.)?word_embeddings\.weight")
 _UNEVEN = (
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout", "num_layers_at_start_in_bf16",
+    *UNEVEN_STAGES, "num_layers_at_start_in_bf16",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
 )  # fmt: skip
 
@@ -44,15 +44,9 @@ def limits_of(values: Values, tensors: Iterable[Tensor]) -> ModelLimits:
 
 
 def _fixed(values: Values) -> Iterator[tuple[str, int, str]]:
-    """Yield the axes that must stay as they are, and why."""
-    arguments = values.arguments or {}
-    is_muon = str(arguments.get("optimizer", "")).endswith("muon")
-    if is_muon and arguments.get("muon_tp_mode", "blockwise") == "blockwise":
-        why = (
-            "--muon-tp-mode blockwise orthogonalizes what a rank has, so that it is another "
-            "optimizer at another TP"
-        )
-        yield "tp", values.degrees.get("tp", 1), why
+    """Yield the axes that must stay as they are, at which degree, and why."""
+    for axis, why in optimizer_axes(values.arguments or {}):
+        yield axis, values.degrees.get(axis, 1), why
 
 
 def check_model(directory: Path, values: Values, tensors: Iterable[Tensor]) -> None:

@@ -1,8 +1,10 @@
-"""What of a Megatron-LM job cannot change while it runs, and why: one law for its command line and
-for the arguments that its workers have parsed.
+"""What of a Megatron-LM job cannot change while it runs, and why: one law for its command line, for
+the arguments that its workers have parsed, for live models and for checkpoints.
 
 ``--check-elastic`` and the coordinator apply it to the flags (``arguments.py``), a worker to the
-namespace of ``get_args()`` (``patches/megatron/training.py``).
+namespace of ``get_args()`` (``patches/megatron/training.py``) and to the configurations of what it
+has built (``patches/megatron/refusals.py``), ``scalai reshard`` to the arguments that a checkpoint
+keeps (``limits.py``).
 
 Source: megatron/training/arguments.py of 0.14.0 to 0.19.0 and of 0.20 (d98e8a64).
 """
@@ -21,7 +23,7 @@ ALLOW_UNTESTED = "SCALAI_ALLOW_UNTESTED"
 _OTHER_NAMES = {"fp8": "fp8-format", "fp4": "fp4-format"}
 """Flags that are not called like the argument that they set."""
 
-_FSDP = "its shards are not supported; use --use-distributed-optimizer"
+FSDP = "its shards are not supported; use --use-distributed-optimizer"
 _SCALED = "parameters are kept in {} with scales; leave it out"
 _REFUSED: Mapping[str, str] = {
     "decrease_batch_size_if_needed": (
@@ -38,19 +40,29 @@ _REFUSED: Mapping[str, str] = {
     "moe_use_upcycling": "it would be repeated at every change; upcycle in a run of its own",
     "perform_rl_step": "the model makes its own data, no sampler does; train without it",
     "skip_train": "nothing is trained; run it without --elastic",
-    "use_custom_fsdp": _FSDP,
-    "use_megatron_fsdp": _FSDP,
+    "use_custom_fsdp": FSDP,
+    "use_megatron_fsdp": FSDP,
     "use_mp_args_from_checkpoint_args": "the degrees would come from the checkpoint; leave it out",
-    "use_torch_fsdp2": _FSDP,
+    "use_torch_fsdp2": FSDP,
     "yaml_cfg": "its values replace the flags, so none can be appended; write them as flags",
 }
 """Arguments that must be off, why, and what to do instead."""
+
+REFUSED_OPTIMIZERS: Mapping[str, str] = {
+    "LayerWiseDistributedOptimizer": (
+        "whole parameters belong to data-parallel ranks; use an optimizer that is not distributed"
+    ),
+    "FullyShardedOptimizer": FSDP,
+}
+"""Classes of optimizers that must not be there, why, and what to do instead."""
 
 _ELEMENTWISE = ("adam", "sgd", "lion")
 """Optimizers whose state has one value for each of the parameter's, and none between them."""
 _MUONS = ("muon", "adaptive_muon", "dist_muon", "dist_adaptive_muon")
 _SCALED_DTYPES = ("fp16", "fp8", "float16", "uint8")
 """What Transformer Engine's FusedAdam keeps with a scale: as flags say it, and as torch does."""
+BLOCKWISE = "blockwise"
+"""The value of --muon-tp-mode that orthogonalizes each tensor-parallel shard by itself."""
 _WHOLE_MATRIX = ("duplicated", "distributed")
 """Values of --muon-tp-mode that orthogonalize the whole matrix, in any layout."""
 UNEVEN_STAGES = (
@@ -73,17 +85,18 @@ def values_of(given: Given) -> dict[str, Any]:
     return values
 
 
+def allows_untested(environment: Mapping[str, str]) -> bool:
+    """Tell whether a person goes on with what is built and could not be tried."""
+    return environment.get(ALLOW_UNTESTED) == "1"
+
+
 def faults_of(values: Values, *, allow_untested: bool) -> Iterator[str]:
     """Yield everything for which the job cannot be elastic: the flag, why, and what to do.
 
     Args:
         allow_untested: Take what is built and could not be tried.
     """
-    for name, reason in _REFUSED.items():
-        if values.get(name):
-            yield f"{_flag(name)}: {reason}"
-    if not allow_untested:
-        yield from untested(values)
+    yield from configured_faults(values, allow_untested=allow_untested)
     yield from _data_faults(values)
     yield from _optimizer_faults(values)
     yield from _weight_shard_faults(values)
@@ -94,9 +107,19 @@ def faults_of(values: Values, *, allow_untested: bool) -> Iterator[str]:
         )
 
 
-def untested(values: Values) -> Iterator[str]:
-    """Yield what is built, but needs what no test has had. ``values`` may be the configuration of
-    a model or an optimizer, whose fields have the same names."""
+def configured_faults(values: Values, *, allow_untested: bool) -> Iterator[str]:
+    """Yield of ``faults_of`` what the configuration of a model, of its data parallelism or of an
+    optimizer says by itself: their fields have the names of arguments."""
+    for name, reason in _REFUSED.items():
+        if values.get(name):
+            yield f"{_flag(name)}: {reason}"
+    if not allow_untested:
+        yield from _untested(values)
+    yield from _scaled_dtypes(values)
+
+
+def _untested(values: Values) -> Iterator[str]:
+    """Yield what is built, but needs what no test has had."""
     way_out = f"set {ALLOW_UNTESTED}=1 to go on, or leave it out"
     if values.get("fp8"):
         yield (
@@ -124,16 +147,20 @@ def fixed_axes(values: Values) -> Iterator[tuple[str, str]]:
         yield "vpp", "--overlap-param-gather-with-optimizer-step needs virtual stages"
     if values.get("encoder_num_layers") and values.get("decoder_num_layers"):
         yield "pp", "Megatron-LM runs T5 without pipeline parallelism"
-    if values.get("optimizer") in _MUONS:
-        mode = values.get("muon_tp_mode")
-        if mode not in _WHOLE_MATRIX:
-            stated = f"--muon-tp-mode {mode}" if mode else "--muon-tp-mode is not given, and its "
-            stated += "" if mode else "default up to 0.19, blockwise,"
-            yield (
-                "tp",
-                f"{stated} orthogonalizes each shard by itself, so that another TP would be "
-                "another optimizer (--muon-tp-mode duplicated or distributed does not)",
-            )
+    yield from optimizer_axes(values)
+
+
+def optimizer_axes(values: Values) -> Iterator[tuple[str, str]]:
+    """Yield of ``fixed_axes`` what the optimizer needs: it holds for a checkpoint too."""
+    mode = values.get("muon_tp_mode")
+    if values.get("optimizer") in _MUONS and mode not in _WHOLE_MATRIX:
+        stated = f"--muon-tp-mode {mode}" if mode else "--muon-tp-mode is not given, and its "
+        stated += "" if mode else f"default up to 0.19, {BLOCKWISE},"
+        yield (
+            "tp",
+            f"{stated} orthogonalizes each shard by itself, so that another TP would be "
+            "another optimizer (--muon-tp-mode duplicated or distributed does not)",
+        )
 
 
 def _flag(name: str) -> str:
@@ -172,12 +199,10 @@ def _optimizer_faults(values: Values) -> Iterator[str]:
             f"(LayerWiseDistributedOptimizer); use --optimizer {name.removeprefix('dist_')} "
             "without --use-distributed-optimizer"
         )
-    yield from scaled_dtypes(values)
 
 
-def scaled_dtypes(values: Values) -> Iterator[str]:
-    """Yield what the precision-aware optimizer would keep scaled. ``values`` may be its own
-    configuration, whose fields have the same names."""
+def _scaled_dtypes(values: Values) -> Iterator[str]:
+    """Yield what the precision-aware optimizer would keep scaled."""
     for kind in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
         dtype = str(values.get(kind, "fp32")).removeprefix("torch.")
         if values.get("use_precision_aware_optimizer") and dtype in _SCALED_DTYPES:

@@ -69,7 +69,7 @@ from scalai.converters.megatron.values import (
     find_step,
 )
 from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive, with_content
-from scalai.core.collection import Tensor
+from scalai.core.collection import Tensor, split_name
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box, Index, flat_range, whole
 from scalai.store.files import map_file
@@ -328,7 +328,7 @@ class _Reader:
 
 def _steps(pieces: Sequence[Piece], file: str) -> list[Piece]:
     """Return a 0-d step for every parameter whose optimizer counts them: Adam's do, Muon's not."""
-    pairs = (piece.tensor.name.partition("/")[::2] for piece in pieces)
+    pairs = (split_name(piece.tensor.name) for piece in pieces)
     states = [(kind, name) for kind, name in pairs if kind not in (PARAM, MAIN)]
     counted = {name for kind, name in states if kind == _FIRST_MOMENT}
     names = {name: None for _, name in states if not counted or name in counted}

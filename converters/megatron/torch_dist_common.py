@@ -23,7 +23,7 @@ from scalai.converters.megatron.values import (
     with_degrees,
 )
 from scalai.converters.scalars import read_steps
-from scalai.core.collection import Tensor
+from scalai.core.collection import Tensor, split_name
 from scalai.core.errors import RefusedError
 
 _WEIGHTS = {PARAM, MAIN, STEP}
@@ -41,11 +41,11 @@ class Keys:
 
     def __init__(self, source: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
         self._known: frozenset[str] = source.values.extra.get("keys", frozenset())
-        trained = {n.partition("/")[2] for n in tensors if n.partition("/")[0] not in _WEIGHTS}
+        trained = {split_name(n)[1] for n in tensors if split_name(n)[0] not in _WEIGHTS}
         by_layer: dict[int, set[tuple[str, Tensor]]] = {}
         by_key: dict[str, set[bool]] = {}
         for tensor in tensors.values():
-            kind, _, name = tensor.name.partition("/")
+            kind, name = split_name(tensor.name)
             layer = layer_of(name)
             if kind == PARAM and layer is not None:
                 key = fold(name, True)[0]
@@ -124,7 +124,7 @@ def _random_streams(
 def _extra_states(tensors: Mapping[str, Tensor], names: Keys) -> Iterator[str]:
     """Yield the keys of the extra state that every linear layer of Megatron asks for."""
     weights = [
-        names.of(tensor.name.partition("/")[2])
+        names.of(split_name(tensor.name)[1])
         for tensor in tensors.values()
         if tensor.name.startswith(f"{PARAM}/") and tensor.name.endswith(".weight")
     ]

@@ -14,8 +14,9 @@ from typing import Any
 from scalai.converters import pickles
 from scalai.converters.intake import file_inside
 from scalai.converters.pickles import Foreign, Sealed, foreign
-from scalai.converters.torch_archive import DTYPE_NAMES, MAX_PICKLE_BYTES, TORCH_DTYPES
+from scalai.converters.torch_archive import MAX_PICKLE_BYTES
 from scalai.core.collection import MAX_NDIM
+from scalai.core.dtypes import FROM_TORCH, TORCH_NAMES
 from scalai.core.errors import LayoutError, RefusedError
 from scalai.core.region import Box, Index
 
@@ -203,9 +204,9 @@ def _extent(state: Mapping[str, Any], directory: Path, sizes: dict[str, int]) ->
 def _dtype(properties: Any, key: str, directory: Path) -> str:
     cls = properties[0]
     name = cls.path[1] if isinstance(cls, type) and issubclass(cls, Foreign) else ""
-    if name not in TORCH_DTYPES:
+    if name not in FROM_TORCH:
         raise RefusedError(f"{directory}/.metadata: {key} is of dtype {cls!r}, which is not known.")
-    return TORCH_DTYPES[name]
+    return FROM_TORCH[name]
 
 
 def _sizes_of(value: Any) -> Index:
@@ -291,5 +292,5 @@ def _size(sizes: Sequence[int]) -> Foreign:
 def _properties(dtype: str) -> Foreign:
     layout = foreign("torch.serialization", "_get_layout")("torch.strided")
     memory = foreign(_METADATA, "_MEM_FORMAT_ENCODING")(0)
-    state = (foreign("torch", DTYPE_NAMES[dtype]), layout, False, memory, False)
+    state = (foreign("torch", TORCH_NAMES[dtype]), layout, False, memory, False)
     return _object(_METADATA, "TensorProperties", state)

@@ -9,7 +9,6 @@ and files not those of a writer.
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -47,10 +46,11 @@ from scalai.converters.megatron.names import (
 from scalai.converters.megatron.torch_dist_common import Keys, common_of, content_of, objects_of
 from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey, write_metadata
 from scalai.converters.torch_archive import NewTensor
-from scalai.core.collection import ITEM_BYTES, Tensor
+from scalai.core.collection import Tensor, split_name
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box
-from scalai.store.manifest import sync_directory
+from scalai.store.atomic import replace_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +94,17 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
         here = directory / folder
         here.mkdir(exist_ok=True)
         if form == COMMON_FILE:
-            _write(here / COMMON_FILE, common_data)
-        _write(here / ".metadata", metadata)
-        _write(here / MARKER, json.dumps(marker_for(form)).encode())
-        sync_directory(here)
-        _write(directory / TRACKER, str(source.values.step).encode())
+            replace_file(here / COMMON_FILE, common_data)
+        replace_file(here / ".metadata", metadata)
+        replace_file(here / MARKER, json.dumps(marker_for(form)).encode())
+        replace_file(directory / TRACKER, str(source.values.step).encode())
 
     return Target("torch_dist", placed, layout.fixed, finish, tuple(notes))
 
 
 def _is_split(source: Checkpoint, options: WriteOptions) -> bool | None:
     """Tell whether the optimizer is to be the distributed one; None: there is no state of one."""
-    kinds = {tensor.name.partition("/")[0] for tensor in source.placed.collection.tensors}
+    kinds = {split_name(tensor.name)[0] for tensor in source.placed.collection.tensors}
     if kinds <= {PARAM, MAIN, STEP}:
         return None
     wished = options.is_split if options.is_split is not None else source.values.is_split
@@ -116,11 +115,11 @@ def _items(tensors: Mapping[str, Tensor], is_split: bool | None, names: Keys) ->
     """Yield what is stored, parameters first."""
     ordered = sorted(tensors, key=_in_order)
     for name in ordered:
-        kind, _, parameter = name.partition("/")
+        kind, parameter = split_name(name)
         if kind == PARAM:
             yield _Item(tensors[name], *names.of(parameter))
     for name in ordered:
-        kind, _, parameter = name.partition("/")
+        kind, parameter = split_name(name)
         if kind in (PARAM, MAIN, STEP) or is_split is None:
             continue
         key, index = names.of(parameter)
@@ -141,7 +140,7 @@ def _items(tensors: Mapping[str, Tensor], is_split: bool | None, names: Keys) ->
 
 def _trained(tensors: Mapping[str, Tensor]) -> set[str]:
     """Return the parameters that have an optimizer state."""
-    pairs = (name.partition("/")[::2] for name in tensors)
+    pairs = (split_name(name) for name in tensors)
     return {parameter for kind, parameter in pairs if kind not in (PARAM, MAIN, STEP)}
 
 
@@ -244,13 +243,3 @@ def _cut(item: _Item, degrees: Mapping[str, int]) -> Iterator[Box]:
             tuple(part * size if at == axis else 0 for at in range(len(shape))),
             tuple(size if at == axis else full for at, full in enumerate(shape)),
         )
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a small file aside, bring it to disk and rename it."""
-    aside = path.with_name(f".{path.name}.partial")
-    with open(aside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)

@@ -25,7 +25,7 @@ from scalai.converters.megatron.names import expert_of, layer_of
 from scalai.converters.megatron.torch_dist_common import whole_groups
 from scalai.converters.megatron.values import with_degrees
 from scalai.converters.scalars import read_steps
-from scalai.core.collection import Tensor
+from scalai.core.collection import Tensor, split_name
 from scalai.core.errors import RefusedError
 from scalai.core.region import Index
 
@@ -90,11 +90,11 @@ class Job:
             notes.append("Megatron's arguments are those of --args-from")
         elif arguments is None:
             notes.append("the source has no Megatron arguments: give all model flags when loading")
-        kinds = {name.partition("/")[0] for name in tensors}
+        kinds = {split_name(name)[0] for name in tensors}
         has_optimizer = not kinds <= {PARAM, MAIN, STEP}
         wished = options.is_split if options.is_split is not None else values.is_split
         is_split = (wished is not False) if has_optimizer else None
-        parameters = [name.partition("/")[2] for name in tensors if name.startswith(f"{PARAM}/")]
+        parameters = [split_name(name)[1] for name in tensors if name.startswith(f"{PARAM}/")]
         _check_gpt(parameters)
         count = len({layer_of(name) for name in parameters} - {None})
         groups = whole_groups(source, reference, notes) if has_optimizer else []
@@ -152,7 +152,7 @@ class Job:
     @property
     def kinds(self) -> list[str]:
         """Kinds of tensors that the optimizer keeps for a parameter."""
-        kinds = {name.partition("/")[0] for name in self.tensors}
+        kinds = {split_name(name)[0] for name in self.tensors}
         return sorted(kinds - {PARAM, MAIN, STEP})
 
     def is_trained(self, name: str) -> bool:
@@ -181,7 +181,7 @@ class Job:
         """Return a rank's tensors, chunk by chunk, in the order of its modules."""
         tp_rank, pp_rank, ep_rank = coordinate
         pp, vpp = self.degrees["pp"], self.degrees["vpp"]
-        names = [n.partition("/")[2] for n in self.tensors if n.startswith(f"{PARAM}/")]
+        names = [split_name(n)[1] for n in self.tensors if n.startswith(f"{PARAM}/")]
         experts = experts_of_rank(names, self.degrees["ep"], ep_rank)
         found = []
         for chunk, layers in enumerate(self.layers[pp_rank]):

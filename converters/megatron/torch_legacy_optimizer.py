@@ -21,7 +21,8 @@ from scalai.converters.megatron.modules import Part, group_of
 from scalai.converters.megatron.names import expert_of
 from scalai.converters.rounding import rounds_to
 from scalai.converters.torch_archive import StoredTensor
-from scalai.core.collection import ITEM_BYTES, Tensor
+from scalai.core.collection import Tensor
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.region import Index, row_major, whole
 

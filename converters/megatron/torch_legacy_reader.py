@@ -36,7 +36,8 @@ from scalai.converters.megatron.torch_legacy_optimizer import (
     Rank,
 )
 from scalai.converters.torch_archive import StoredTensor
-from scalai.core.collection import ITEM_BYTES, Tensor
+from scalai.core.collection import Tensor
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
 from scalai.core.region import whole
 

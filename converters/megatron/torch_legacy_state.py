@@ -13,8 +13,9 @@ from scalai.converters.megatron.grad_buffers import Member, bucket_numel, lay_bu
 from scalai.converters.megatron.modules import group_of
 from scalai.converters.megatron.torch_legacy_job import Coordinate, Job, Local
 from scalai.converters.pickles import foreign
-from scalai.converters.torch_archive import DTYPE_NAMES, NewTensor
+from scalai.converters.torch_archive import NewTensor
 from scalai.core.collection import Tensor
+from scalai.core.dtypes import TORCH_NAMES
 from scalai.core.errors import RefusedError
 from scalai.core.region import Box, whole
 
@@ -126,7 +127,7 @@ def buffers_of(
                 for local, start in zip(mine, starts, strict=True):
                     _fill_flat(job, kind, local, buffer[kind], start, fills)
             buffer["numel_unpadded"] = total
-            key = foreign("torch", DTYPE_NAMES[dtype]), _grad_dtype(job, dtype)
+            key = foreign("torch", TORCH_NAMES[dtype]), _grad_dtype(job, dtype)
             state[len(state) - 1] = {key: buffer}
     return state
 
@@ -156,4 +157,4 @@ def _grad_dtype(job: Job, dtype: str) -> Any:
     """Return the dtype of gradients, by which Megatron finds a buffer."""
     given = job.arguments or {}
     is_wide = given.get("accumulate_allreduce_grads_in_fp32", dtype == "BF16")
-    return foreign("torch", DTYPE_NAMES["F32" if is_wide else dtype])
+    return foreign("torch", TORCH_NAMES["F32" if is_wide else dtype])

@@ -10,7 +10,6 @@ the optimizers' ``state_dict`` in megatron/core/optimizer (0.16.1).
 """
 
 import argparse
-import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,7 +39,7 @@ from scalai.converters.megatron.torch_legacy_state import (
     groups_of,
     link_of,
 )
-from scalai.store.manifest import sync_directory
+from scalai.store.atomic import replace_file, sync_directory
 
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 
@@ -71,12 +70,7 @@ def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
         for file in files:
             sync_directory((directory / file.path).parent)
         sync_directory(directory / job.folder)
-        aside = directory / f".{TRACKER}.partial"
-        with open(aside, "w", encoding="ascii") as opened:
-            opened.write(str(source.values.step))
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(aside, directory / TRACKER)
+        replace_file(directory / TRACKER, str(source.values.step).encode())
 
     return Target("torch", place(pieces, files), fixed, finish, tuple(job.notes))
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from scalai.converters.torch_archive import NewTensor
+from scalai.store.values import number_of
 
 DEGREE_ARGUMENTS = {
     "tp": "tensor_model_parallel_size",
@@ -124,8 +125,7 @@ def find_step(common: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) ->
 
 def _number(value: Any) -> float:
     if isinstance(value, NewTensor):
-        dtype = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "I32": np.int32}
-        return float(np.frombuffer(value.content or b"", dtype=dtype[value.dtype])[0])
+        return number_of(value.content or b"", value.dtype)
     return float(value)
 
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from scalai.core.batches import Batches, fit_batches
 from scalai.core.errors import RefusedError
-from scalai.runtime.live import Json
+from scalai.core.jsonable import Json
 
 
 class Round(Protocol):

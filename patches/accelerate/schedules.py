@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from scalai.core.jsonable import Json
 from scalai.patches.plain import all_live, all_plain
-from scalai.runtime.live import Json
 
 log = logging.getLogger(__name__)
 _PROBED = tuple(2**power for power in range(12))

@@ -18,21 +18,18 @@ import wrapt
 
 from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.patches.accelerate import schedules
 from scalai.patches.accelerate.batches import check_ranks, round_batches
 from scalai.patches.accelerate.loaders import put_in_order
+from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.deepspeed.beside import OURS
 from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
-from scalai.runtime.live import Json
 
 log = logging.getLogger(__name__)
 
 _CARRIED = frozenset(("AcceleratedScheduler", "AcceleratedOptimizer", "DataLoaderShard"))
 """What Accelerate has prepared, of what scripts register for checkpoints: it goes on by itself."""
-
-Call = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
 
 
 @cache

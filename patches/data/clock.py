@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from scalai.core.batches import Batches
-from scalai.runtime.live import Json
+from scalai.core.jsonable import Json
 
 
 class PassNumber(NamedTuple):

@@ -22,9 +22,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from scalai.core.batches import Batches, pass_length
 from scalai.core.errors import RefusedError
+from scalai.patches.calls import Call
 from scalai.patches.data.clock import Clock, Clocks, PassNumber
-
-Call = Callable[..., Any]
 
 LOOK_AHEAD = 8
 """Micro-batches that a script may draw ahead of its steps, where two steps have no more."""

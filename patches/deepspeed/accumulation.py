@@ -10,12 +10,10 @@ Source: ``set_gradient_accumulation_boundary`` and ``no_sync`` of deepspeed/runt
 
 import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from scalai.core.errors import RefusedError
-
-Call = Callable[..., Any]
+from scalai.patches.calls import Call
 
 _DECIDES = ("set_gradient_accumulation_boundary", "no_sync")
 _NOT_THE_SCRIPT = frozenset(("accelerate", "deepspeed", "scalai", "transformers"))

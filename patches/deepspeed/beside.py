@@ -15,6 +15,7 @@ import torch.distributed as dist
 import wrapt
 
 from scalai.core.errors import RefusedError
+from scalai.patches.calls import Call
 from scalai.patches.data.clock import Clocks
 from scalai.patches.deepspeed.own_schedules import OwnSchedules
 from scalai.patches.deepspeed.replay import Replay
@@ -23,7 +24,6 @@ from scalai.patches.script_frames import script_place
 
 log = logging.getLogger(__name__)
 
-Call = Callable[..., Any]
 
 ASK = "`if not scalai.elastic().is_replaying:`"
 _RESIZED = {

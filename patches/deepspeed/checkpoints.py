@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from scalai.core.jsonable import Json
 from scalai.patches.data.clock import Clocks
 from scalai.patches.deepspeed import loading
 from scalai.patches.deepspeed.beside import Beside
@@ -24,7 +25,7 @@ from scalai.patches.deepspeed.checkpoint.progress import (
 )
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.progress import choose_source, describe_source
-from scalai.runtime.live import Json, LiveState
+from scalai.runtime.live import LiveState
 
 log = logging.getLogger(__name__)
 

@@ -4,16 +4,12 @@ Source: deepspeed/runtime/dataloader.py and runtime/pipe/engine.py, 0.19.8.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import wrapt
 
+from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.data.loaders import Feed
-
-Call = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
 
 
 def install(feed: Feed) -> None:

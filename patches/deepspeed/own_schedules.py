@@ -19,12 +19,12 @@ import wrapt
 from torch.optim import lr_scheduler
 
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
+from scalai.patches.calls import Call
 from scalai.patches.plain import all_live, all_plain
-from scalai.runtime.live import Json
 
 log = logging.getLogger(__name__)
 
-Call = Callable[..., Any]
 
 MAKERS = ("LRScheduler", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
 """Those whose ``__init__`` does not call another one's of them, or may not."""

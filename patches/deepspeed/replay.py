@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from scalai.core.jsonable import Json
 from scalai.patches.data.clock import Clocks
 from scalai.patches.deepspeed.checkpoint.agreement import ranks_of
-from scalai.runtime.live import Json
 
 FETCHED_TOGETHER = 100
 """Losses that wait on the device for being kept: fetching one waits for its whole step."""

@@ -12,6 +12,7 @@ import torch
 
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.patches.deepspeed import refusals
 from scalai.patches.deepspeed.engine import grid, randomness
 from scalai.patches.deepspeed.engine.alike import cut_alike
@@ -22,7 +23,8 @@ from scalai.patches.deepspeed.engine.scalars import put_scalars, take_scalars
 from scalai.patches.deepspeed.engine.shards import Shard, shards_of
 from scalai.patches.deepspeed.engine.steps import STEP
 from scalai.patches.faults import refuse_changed_axes
-from scalai.runtime.live import Json, Slot, dtype_name
+from scalai.runtime.live import Slot
+from scalai.runtime.torch_dtypes import dtype_name
 
 PARAM, MAIN = "param", "main"
 """Kinds of tensors; the others are the base optimizer's own names: exp_avg, exp_avg_sq."""

@@ -21,6 +21,8 @@ import wrapt
 
 from scalai.converters.deepspeed.config import StatedBatch
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
+from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.data.loaders import Feed, FirstBatches
 from scalai.patches.deepspeed import loaders, mends, offloading
 from scalai.patches.deepspeed.accumulation import Accumulation
@@ -36,16 +38,12 @@ from scalai.patches.deepspeed.round_config import (
 )
 from scalai.patches.deepspeed.stages import refuse_unfit_stages, stages_of
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED
-from scalai.runtime.live import Json, LiveState
+from scalai.runtime.live import LiveState
 
 log = logging.getLogger(__name__)
 
 PARTITIONED = 3
 """The ZeRO stage whose models may be built in shards."""
-
-Call = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
 
 
 class ElasticSession(Protocol):

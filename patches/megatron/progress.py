@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from scalai.core.errors import LayoutError
-from scalai.runtime.live import Json
+from scalai.core.jsonable import Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,17 @@ from typing import Any
 
 import torch
 
+from scalai.core.jsonable import Json
 from scalai.patches.megatron import grid
 from scalai.patches.streams import (
     begin_host_streams,
     continue_host_streams,
     host_streams,
+    restore_streams,
     seed_of_step,
     stream_text,
-    text_of_degrees,
     text_stream,
 )
-from scalai.runtime.live import Json
 
 
 def state() -> Json:
@@ -40,14 +40,10 @@ def restore(saved: Json | None, seed: int, step: int) -> str:
     Returns:
         One line for the log that says which.
     """
-    here = dict(grid.degrees())
-    if saved is not None and saved["degrees"] == here:
-        _continue(saved)
-        return "rng=continued"
-    before = text_of_degrees(saved["degrees"]) if saved is not None else "none"
-    _begin(seed, step)
-    after = text_of_degrees(here)
-    return f"rng=reseeded seed={seed} step={step} degrees_before={before} degrees={after}"
+    return restore_streams(
+        saved, dict(grid.degrees()), seed, step,
+        go_on=_continue, begin=lambda: _begin(seed, step),
+    )  # fmt: skip
 
 
 def _continue(saved: Mapping[str, Any]) -> None:

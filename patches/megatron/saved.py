@@ -8,7 +8,6 @@ made invisible before its first file is written over.
 
 import json
 import logging
-import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed
+
+from scalai.store.atomic import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +84,8 @@ class SavedPlaces:
 
     def _write(self, root: Path, iterations: list[int]) -> None:
         root.mkdir(parents=True, exist_ok=True)
-        new = root / f"{JOURNAL}.new"
-        new.write_text(json.dumps({"run": self.run, "iterations": iterations}))
-        os.replace(new, root / JOURNAL)
+        noted = json.dumps({"run": self.run, "iterations": iterations})
+        replace_file(root / JOURNAL, noted.encode(), is_durable=False)
 
 
 def _is_in_folders(job: Any) -> bool:
@@ -123,9 +123,7 @@ def _name_another(root: Path, iteration: int) -> None:
     if older is None:
         tracker.unlink(missing_ok=True)
     else:
-        new = root / f"{TRACKER}.new"
-        new.write_text(str(older))
-        os.replace(new, tracker)
+        replace_file(tracker, str(older).encode(), is_durable=False)
     log.warning("event=tracker names=%s while iteration %d is written anew", older, iteration)
 
 

@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ import torch
 import torch.distributed
 import wrapt
 
+from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.megatron.saved import SavedPlaces
 
 log = logging.getLogger(__name__)
@@ -30,10 +31,6 @@ QUEUE = "megatron.training.async_utils"
 """Has Megatron's queue of saves in ``_async_calls_queue``, which may be None before the first."""
 LOOK_S = 0.1
 """How often it is asked whether a save that all wait for has ended."""
-
-Call = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
 
 
 class SaveSession(Protocol):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.patches.megatron.optimizer import leaf_optimizers
 from scalai.patches.plain import all_live, all_plain, live, plain
-from scalai.runtime.live import Json
 
 _GROUP_VALUES = ("lr", "weight_decay", "step")
 """What changes in a parameter group while it trains; FusedAdam keeps its step there."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from scalai.converters.megatron.rules import ALLOW_UNTESTED
+from scalai.converters.megatron.rules import ALLOW_UNTESTED, allows_untested
 from scalai.core.errors import LayoutError, RefusedError
 from scalai.core.region import Box, Piece, row_major
 
@@ -198,7 +198,7 @@ def _refuse_extra_state(item: Any, config: Any) -> None:
         is_empty = not data.getbuffer()
     else:
         is_empty = data is None
-    begins_anew = bool(getattr(config, "fp8", None)) and os.environ.get(ALLOW_UNTESTED) == "1"
+    begins_anew = bool(getattr(config, "fp8", None)) and allows_untested(os.environ)
     if not is_empty and not begins_anew:
         raise RefusedError(
             f"{getattr(item, 'key', item)}: this module keeps extra state (as Transformer Engine "

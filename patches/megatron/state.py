@@ -12,6 +12,7 @@ import torch
 
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.core.region import Piece, clip, whole
 from scalai.patches.faults import refuse_changed_axes
 from scalai.patches.megatron import grid, randomness, refusals
@@ -23,7 +24,8 @@ from scalai.patches.megatron.optimizer import (
 )
 from scalai.patches.megatron.scalars import put_scalars, take_scalars
 from scalai.patches.megatron.shapes import Part, Shard, shards_of
-from scalai.runtime.live import Json, Slot, dtype_name
+from scalai.runtime.live import Slot
+from scalai.runtime.torch_dtypes import dtype_name
 
 PARAM, MAIN = "param", "main"
 """Kinds of tensors; the others are the inner optimizer's own names: exp_avg, exp_avg_sq, step."""

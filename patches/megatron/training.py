@@ -10,7 +10,7 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -20,8 +20,10 @@ import torch
 import torch.distributed
 import wrapt
 
-from scalai.converters.megatron.rules import ALLOW_UNTESTED, faults_of, fixed_axes
+from scalai.converters.megatron.rules import allows_untested, faults_of, fixed_axes
 from scalai.core.faults import refuse_all
+from scalai.core.jsonable import Json
+from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.megatron import save_process, script, writers
 from scalai.patches.megatron.ledger import LEDGER_DIR, Ledger
 from scalai.patches.megatron.progress import checkpoint_step, put_progress, take_progress
@@ -29,7 +31,7 @@ from scalai.patches.megatron.saved import TRACKER
 from scalai.patches.megatron.saves import AsyncSaves
 from scalai.patches.progress import choose_source, describe_source
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, MEGATRON
-from scalai.runtime.live import Json, LiveState
+from scalai.runtime.live import LiveState
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +40,6 @@ SAMPLERS = ("megatron.training.datasets.data_samplers", "megatron.legacy.data.da
 CUDA_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 NO_CHECKPOINT = -1
 """Stands for "no checkpoint" where a number has to be agreed on."""
-
-Call = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
 
 
 class ElasticSession(Protocol):
@@ -199,8 +197,7 @@ class TrainingHooks:
 
         is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
         warning = MEGATRON.check(megatron.core.__version__, allow_unknown=is_allowed)
-        allow_untested = os.environ.get(ALLOW_UNTESTED) == "1"
-        refuse_all(faults_of(vars(job), allow_untested=allow_untested))
+        refuse_all(faults_of(vars(job), allow_untested=allows_untested(os.environ)))
         if job.rank == 0:
             for line in (*filter(None, [warning]), *script.warnings_of(job)):
                 log.warning("event=hook detail=%r", line)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.patches.plain import all_live, all_plain
-from scalai.runtime.live import Json
 
 _ON_ENGINE = "DeepSpeedSchedulerWrapper"
 """Accelerate's wrapper of a schedule that the engine has, and that goes with the engine's state."""

@@ -20,15 +20,13 @@ from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN
 from scalai.core.batches import Batches
 from scalai.core.errors import RefusedError
 from scalai.patches.accelerate.batches import check_ranks, round_batches
+from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.data.epochs import EpochBatches
 from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
 from scalai.patches.transformers.carried import put_losses, put_schedule, put_state, taken
 
 log = logging.getLogger(__name__)
 
-Call = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
 
 _NEEDED = ("_init_training_state", "_prepare_for_training", "_run_epoch")
 _IN_MEMORY = "the generation"

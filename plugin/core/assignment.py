@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from scalai.core.choice import Choice, DegreePlanner, DegreePolicy
+from scalai.core.choice import Choice, DegreePolicy, choose
 from scalai.core.commands import Placement
 from scalai.core.degrees import Degrees, ModelLimits, Wish
 from scalai.core.errors import RefusedError
@@ -10,7 +10,6 @@ from scalai.core.membership import Assign, Assignment
 
 
 def make_assign(
-    planner: DegreePlanner,
     limits: ModelLimits,
     policy: DegreePolicy,
     *,
@@ -24,7 +23,6 @@ def make_assign(
     """Return the function that assigns workers to the hosts that are there.
 
     Args:
-        planner: Chooses the degrees for a number of ranks.
         max_workers: Workers in total, from ``scalai scale --nproc``; None: every slot.
         excluded: Choices that ran out of memory.
         requested: Degrees that a person asked for.
@@ -45,7 +43,7 @@ def make_assign(
             explain("no slot is there")
             return None
         try:
-            choice = planner(world, limits, policy, present, excluded=excluded, requested=requested)
+            choice = choose(world, limits, policy, present, excluded=excluded, requested=requested)
         except RefusedError as error:
             explain(str(error))
             return None

@@ -104,7 +104,8 @@ def pass_length(samples: int, global_batch_size: int, *, drop_last: bool) -> int
 
 @dataclass(frozen=True, slots=True)
 class BatchRamp:
-    """A global batch size that grows from ``start`` by ``increment`` over ``ramp_samples`` samples.
+    """A global batch size that grows from ``start`` by ``increment`` over ``ramp_samples`` samples:
+    whatever the layout, by the samples alone.
 
     Source: RampupBatchsizeNumMicroBatchesCalculator, megatron/core/num_microbatches_calculator.py
     (0.16).
@@ -127,14 +128,6 @@ class BatchRamp:
     def sizes(self) -> tuple[int, ...]:
         """Every global batch size of the ramp, ascending."""
         return tuple(range(self.start, self.global_batch_size + 1, self.increment))
-
-    def size_at(self, consumed_samples: int) -> int:
-        """Return the size of the batch that begins after ``consumed_samples``."""
-        steps = len(self.sizes) - 1
-        if steps == 0 or consumed_samples > self.ramp_samples or self.ramp_samples == 0:
-            return self.global_batch_size
-        done = int(consumed_samples / (self.ramp_samples / steps))
-        return min(self.start + done * self.increment, self.global_batch_size)
 
 
 def sample_hashes(tokens: npt.ArrayLike) -> npt.NDArray[np.uint64]:

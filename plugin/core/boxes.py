@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from scalai.core.collection import MAX_NDIM, Columns, Tensor
 from scalai.core.errors import LayoutError
-from scalai.core.region import Box
+from scalai.core.region import Box, box_text
 
 PAIRS_AT_ONCE = 1 << 19
 """Candidate pairs tested at a time; bounds the memory of a search at some 100 MB."""
@@ -97,13 +97,18 @@ def right_aligned(tensors: Sequence[Tensor]) -> Columns:
     return shape
 
 
-def reaches_outside(
-    offset: Columns, shape: Columns, sizes: Columns
-) -> npt.NDArray[np.bool_]:
-    """Tell which boxes reach outside of their tensors, [boxes]; all three are [boxes, MAX_NDIM]."""
+def outside(sizes: Columns, tensor: Columns, offset: Columns, shape: Columns) -> Columns:
+    """Return the numbers of the boxes that reach outside of their tensors, [boxes] of them.
+
+    Args:
+        sizes: The tensors' shapes as ``right_aligned`` returns them.
+        tensor: Of which tensor each box is, [boxes].
+        offset: Where it begins, [boxes, MAX_NDIM].
+        shape: Its sizes, likewise.
+    """
     # The sum of a damaged offset and shape may be too large for a column.
-    outside = (offset < 0) | (shape < 0) | (offset > sizes - shape)
-    return np.asarray(outside.any(axis=1), dtype=np.bool_)
+    wrong = (offset < 0) | (shape < 0) | (offset > sizes[tensor] - shape)
+    return np.flatnonzero(wrong.any(axis=1))
 
 
 def check_inside(
@@ -113,16 +118,16 @@ def check_inside(
 
     ``sizes`` are the tensors' shapes as ``right_aligned`` returns them.
     """
-    wrong = reaches_outside(offset, shape, sizes[tensor])
-    if not wrong.any():
+    wrong = outside(sizes, tensor, offset, shape)
+    if not len(wrong):
         return
-    row = int(np.argmax(wrong))
+    row = int(wrong[0])
     named = tensors[tensor[row]]
     skip = MAX_NDIM - len(named.shape)
     box = Box(tuple(offset[row, skip:].tolist()), tuple(shape[row, skip:].tolist()))
     raise LayoutError(
         f"box {box_text(box)} reaches outside of {named.name!r} {list(named.shape)} "
-        f"({int(wrong.sum())} such boxes). The shards were described for another model."
+        f"({len(wrong)} such boxes). The shards were described for another model."
     )
 
 
@@ -268,12 +273,6 @@ def refine(line: NumberLine, boxes: Boxes) -> tuple[Boxes, Columns, Columns]:
     counts = np.array([1] * len(kept) + [len(rows) for _, rows in cut], dtype=np.int64)
     members = np.array([row for _, rows in cut for row in rows], dtype=np.int64)
     return atoms, np.repeat(np.arange(len(atoms)), counts), np.concatenate([kept, members])
-
-
-def box_text(box: Box) -> str:
-    """Return a box as index ranges, such as ``[0:4, 2:6]``."""
-    ranges = (f"{low}:{low + size}" for low, size in zip(box.offset, box.shape, strict=True))
-    return f"[{', '.join(ranges)}]"
 
 
 def _clusters(one: Columns, two: Columns) -> list[list[int]]:

@@ -1,13 +1,11 @@
 """Which degrees a job takes on the ranks that are there.
 
-One function decides, :func:`choose`; whoever calls it knows it as a :class:`DegreePlanner`, so that
-a cost model can take its place. It keeps to what is known to work: the degrees that a person wrote
-down, else those that run now.
+One function decides, :func:`choose`. It keeps to what is known to work: the degrees that a person
+wrote down, else those that run now.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from scalai.core.degrees import Degrees, ModelLimits, Wish, refusal
 from scalai.core.errors import RefusedError, UsageError
@@ -73,21 +71,6 @@ class Choice:
     reason: str = field(compare=False)
     micro_batch_size: int | None = None
     """Samples a forward pass and replica; None: unknown, the job's own."""
-
-
-class DegreePlanner(Protocol):
-    """Decides on degrees. :func:`choose` is one; its parameters are documented there."""
-
-    def __call__(
-        self,
-        world: int,
-        limits: ModelLimits,
-        policy: DegreePolicy,
-        present: Degrees | None,
-        *,
-        excluded: Sequence[Choice] = (),
-        requested: Wish | None = None,
-    ) -> Choice: ...
 
 
 def choose(

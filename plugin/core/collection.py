@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import LayoutError
 from scalai.core.region import Box
 
 MAX_NDIM = 6
-ITEM_BYTES: Mapping[str, int] = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4,
-    "I64": 8, "U64": 8, "F64": 8,
-}  # fmt: skip
-"""Bytes of one element, by the dtype names of the safetensors format."""
-
 Columns = npt.NDArray[np.int64]
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return kind and parameter of a tensor's name ``<kind>/<parameter's name>``; without a slash
+    all of it is the parameter's."""
+    kind, slash, parameter = name.partition("/")
+    return (kind, parameter) if slash else ("", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,12 @@ class Tensor:
     @property
     def size_bytes(self) -> int:
         return self.numel * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there are tensors of this dtype and shape: files may say anything."""
+        is_shape = len(self.shape) <= MAX_NDIM and min(self.shape, default=0) >= 0
+        return self.dtype in ITEM_BYTES and is_shape
 
 
 @dataclass(frozen=True, eq=False, slots=True)

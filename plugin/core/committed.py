@@ -3,9 +3,8 @@ it, and every later proof compares with it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-Json = Any
+from scalai.core.jsonable import Json
 
 
 @dataclass(frozen=True, slots=True)

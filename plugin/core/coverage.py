@@ -10,7 +10,6 @@ import numpy as np
 
 from scalai.core.boxes import (
     NumberLine,
-    box_text,
     check_inside,
     distinct,
     refine,
@@ -19,7 +18,7 @@ from scalai.core.boxes import (
 )
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
 from scalai.core.errors import LayoutError
-from scalai.core.region import Box, whole
+from scalai.core.region import Box, box_text, whole
 
 NAMED = 5
 """Tensors, and boxes of each, named in an error."""

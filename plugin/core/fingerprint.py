@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core import linear_checksum, universal_hash
-from scalai.core.boxes import NumberLine, box_text, distinct
+from scalai.core.boxes import NumberLine, distinct
 from scalai.core.collection import Collection
 from scalai.core.coverage import find_gaps, find_overlaps
+from scalai.core.dtypes import Bits
 from scalai.core.errors import ProofError
 from scalai.core.hash_keys import P
-from scalai.core.piece_rows import Bits
-from scalai.core.region import Box
+from scalai.core.region import Box, box_text
 
 Prints = npt.NDArray[np.uint64]
 """Fingerprints [rows]."""

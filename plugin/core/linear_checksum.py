@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.piece_rows import Bits, RowNumbers, tables
+from scalai.core.dtypes import Bits
+from scalai.core.piece_rows import RowNumbers, tables
 from scalai.core.region import Box
 
 Keys = npt.NDArray[np.uint64]

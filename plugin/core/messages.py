@@ -4,10 +4,9 @@ them."""
 
 import json
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-Json = Any
-"""Whatever ``json.dumps`` writes."""
+from scalai.core.jsonable import Json
 
 Answer = TypeVar("Answer")
 Message = TypeVar("Message")

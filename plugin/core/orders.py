@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from scalai.core.jsonable import Json
 from scalai.core.collection import Columns
-
-Json = Any
 
 
 @dataclass(frozen=True, slots=True)

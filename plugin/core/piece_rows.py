@@ -2,15 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from scalai.core.dtypes import Bits
 from scalai.core.region import Box, row_major
 
-Bits = npt.NDArray[Any]
-"""Unsigned bit patterns: uint8, uint16, uint32 or uint64."""
 RowNumbers = npt.NDArray[np.int64]
 
 MAX_ROWS = 1 << 17

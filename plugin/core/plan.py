@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scalai.core.boxes import Boxes, box_text, check_inside, expand, right_aligned, uncovered
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Columns, Tensor
+from scalai.core.boxes import Boxes, check_inside, expand, right_aligned, uncovered
+from scalai.core.collection import MAX_NDIM, Columns, Tensor, split_name
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import LayoutError
 from scalai.core.geometry import Geometry, check, shortfall, solve
-from scalai.core.region import Box
-from scalai.core.sources import Holder, index_sources, split_name
+from scalai.core.region import Box, box_text
+from scalai.core.sources import Holder, index_sources
 
 __all__ = ["Copies", "Fetches", "Holder", "Plan", "Planner", "plan"]
 
@@ -108,7 +109,7 @@ class Planner:
         """
         self.sources = index_sources(source, None if names is None else frozenset(names))
         items = [ITEM_BYTES[tensor.dtype] for tensor in self.sources.tensors]
-        kinds = [split_name(tensor.name)[1] for tensor in self.sources.tensors]
+        kinds = [split_name(tensor.name)[0] for tensor in self.sources.tensors]
         numbers = {kind: number for number, kind in enumerate(sorted(set(kinds)))}
         self._item_bytes = np.array(items, dtype=np.int64)
         self._kind = np.array([numbers[kind] for kind in kinds], dtype=np.int64)

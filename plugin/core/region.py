@@ -36,6 +36,13 @@ class Box:
         return Box(low, tuple(h - lo for lo, h in zip(low, high, strict=True)))
 
 
+def box_text(box: Box) -> str:
+    """Return a box as index ranges, such as ``[0:4,2:8]``: in messages, and in the names of entries
+    of a generation's files."""
+    ranges = (f"{low}:{low + size}" for low, size in zip(box.offset, box.shape, strict=True))
+    return f"[{','.join(ranges)}]"
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A box and its place in a flat local buffer.

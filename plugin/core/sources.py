@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scalai.core.boxes import Boxes, Index, NumberLine, check_inside, distinct, expand, refine
-from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor
+from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor, split_name
 from scalai.core.errors import LayoutError
 
 
@@ -71,12 +71,6 @@ class _Entries:
     shape: Columns
     low: Columns
     high: Columns
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Return the parameter's name and the kind of a tensor's ``<kind>/<parameter's name>``."""
-    kind, slash, parameter = name.partition("/")
-    return (parameter, kind) if slash else (name, "")
 
 
 def index_sources(source: Sequence[Holder], names: Names[str] | None = None) -> Sources:
@@ -147,7 +141,7 @@ def _collect(
                 )
         columns.append(renumber[holder.collection.tensor])
     # By parameter, so that the order, and with it every choice, is the same for any selection.
-    by_name = sorted(range(len(tensors)), key=lambda place: split_name(tensors[place].name))
+    by_name = sorted(range(len(tensors)), key=lambda place: split_name(tensors[place].name)[::-1])
     rank_of = np.empty(len(tensors) + 1, dtype=np.int64)
     rank_of[by_name], rank_of[-1] = np.arange(len(tensors)), -1
     tensors = [tensors[place] for place in by_name]
@@ -179,7 +173,7 @@ def _group(tensors: Sequence[Tensor], entries: _Entries, begin: Columns) -> tupl
     chosen: list[int] = []
     for number, tensor in enumerate(tensors):
         key = (
-            split_name(tensor.name)[0],
+            split_name(tensor.name)[1],
             tensor.shape,
             cut[begin[number] : begin[number + 1]].tobytes(),
         )

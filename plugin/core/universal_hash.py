@@ -40,6 +40,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from scalai.core.dtypes import Bits
 from scalai.core.hash_keys import (
     DIGITS,
     HALF_BITS,
@@ -52,7 +53,7 @@ from scalai.core.hash_keys import (
     P,
     weigh,
 )
-from scalai.core.piece_rows import Bits, RowNumbers, Table, tables
+from scalai.core.piece_rows import RowNumbers, Table, tables
 from scalai.core.region import Box
 
 Words = npt.NDArray[np.int32]

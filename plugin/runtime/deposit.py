@@ -14,23 +14,9 @@ from scalai.runtime.live import Slot
 from scalai.runtime.mapping import MappedFile
 from scalai.runtime.rows import host_bits, piece_view
 from scalai.runtime.staging import RING_BUFFERS, RING_BYTES, StagingRing, rings_for
-from scalai.store.files import blocks, contiguous_chunks, slices
+from scalai.store.files import blocks, contiguous_chunks, slices, write_at
 
 Row = tuple[Slot, Piece]
-
-
-def write_rows(
-    rows: Sequence[Row],
-    order: WriteOrder,
-    rings: Mapping[torch.device, StagingRing] | None = None,
-    mapped: MappedFile | None = None,
-) -> list[int]:
-    """Write the ordered rows of this rank and return their fingerprints, in the order's order.
-
-    ``place_rows`` and ``ordered_fingerprints`` in one.
-    """
-    place_rows(rows, order, rings, mapped)
-    return ordered_fingerprints(rows, order)
 
 
 def ordered_fingerprints(rows: Sequence[Row], order: WriteOrder) -> list[int]:
@@ -115,7 +101,7 @@ def _write_file(
         descriptor = os.open(order.path, os.O_WRONLY)
         for view, begin in zip(views, order.begins, strict=True):
             for chunk in _chunks(view, rings):
-                _write_all(descriptor, chunk, begin)
+                write_at(descriptor, chunk, begin)
                 begin += len(chunk)
     except OSError as error:
         raise StoreError(
@@ -124,12 +110,6 @@ def _write_file(
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def _write_all(descriptor: int, data: memoryview, begin: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, begin)
-        data, begin = data[count:], begin + count
 
 
 def _chunks(view: torch.Tensor, rings: Mapping[torch.device, StagingRing]) -> Iterator[memoryview]:

@@ -3,33 +3,13 @@ memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from scalai.core.collection import Tensor
-from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json as Json  # session.py takes it from here
 from scalai.core.region import Piece
-
-Json = Any
-"""Whatever ``json.dumps`` writes: dicts with string keys, lists, strings, numbers, booleans,
-None."""
-
-
-DTYPE_NAMES: Mapping[torch.dtype, str] = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
-    torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
-    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-"""Torch's dtypes by the names of the safetensors format."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of a dtype. ``RefusedError`` where the format has none."""
-    if dtype not in DTYPE_NAMES:
-        raise RefusedError(f"tensors of {dtype} cannot be kept; known are {list(DTYPE_NAMES)}.")
-    return DTYPE_NAMES[dtype]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from scalai.core.collection import Tensor
+from scalai.core.jsonable import Json
 from scalai.core.region import Piece, row_major, whole
-from scalai.runtime.live import Json, Slot, dtype_name
+from scalai.runtime.live import Slot
+from scalai.runtime.torch_dtypes import dtype_name
 
 Get = Callable[[], Json | torch.Tensor]
 Set = Callable[[Any], None]

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from scalai.core.collection import ITEM_BYTES, Collection
+from scalai.core.collection import Collection
+from scalai.core.dtypes import BITS, ITEM_BYTES, Bits
 from scalai.core.errors import LayoutError
 from scalai.core.region import Piece
 from scalai.runtime.live import Slot
-from scalai.store.files import BITS, Bits
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type that holds the bits of an element of so many bytes."""
+from scalai.runtime.torch_dtypes import INTEGERS
 
 
 def held_rows(slots: Sequence[Slot]) -> list[tuple[Slot, Piece]]:

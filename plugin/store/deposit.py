@@ -4,20 +4,18 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from scalai.core.collection import Collection, Columns, concatenate
 from scalai.core.deposit import assign_writers
 from scalai.core.errors import StoreError
+from scalai.core.jsonable import Json
 from scalai.core.orders import RankDeposit, WriteOrder
 from scalai.core.region import Box
 from scalai.store.files import FileLayout, lay_out
 from scalai.store.manifest import UNNUMBERED, HostManifest, StoredFile, unite
 from scalai.store.places import rank_file
-
-Json = Any
 
 ROW_BYTES, RANK_BYTES = 128, 32 << 10
 """What a manifest states of each piece besides its box, and of each rank: random streams are most

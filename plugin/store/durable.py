@@ -1,14 +1,14 @@
 """A committed part copied elsewhere: the same bytes and manifest, on a disk."""
 
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from scalai.core.errors import StoreError
+from scalai.store.atomic import make_folder, rename_durably, write_new
 from scalai.store.attachment import attached_hosts
 from scalai.store.extension import piece_keys, with_files
-from scalai.store.manifest import HostManifest, read_manifest, sync_directory, write_manifest
+from scalai.store.manifest import HostManifest, read_manifest, write_manifest
 from scalai.store.places import generation_name
 from scalai.store.pool import free_bytes
 from scalai.store.rows import StoredRows
@@ -94,26 +94,13 @@ def _write(rows: StoredRows, wanted: list[int], target: Path, directory: Path) -
     manifest = replace(with_files(rows.manifest, wanted), host=target.name)
     partial = target.parent / f".{target.name}.partial"
     try:
-        _make(target.parent)
+        make_folder(target.parent)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         for number in wanted:
-            with open(partial / rows.manifest.files[number].name, "xb") as file:
-                file.write(rows.files[number])
-                file.flush()
-                os.fsync(file.fileno())
+            write_new(partial / rows.manifest.files[number].name, rows.files[number])
         write_manifest(partial, manifest)
-        os.rename(partial, target)
-        sync_directory(target.parent)
+        rename_durably(partial, target)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _make(folder: Path) -> None:
-    """Make a folder and those above it, and bring their names to disk."""
-    if folder.is_dir():
-        return
-    _make(folder.parent)
-    folder.mkdir(exist_ok=True)
-    sync_directory(folder.parent)

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import Collection, Columns, concatenate
+from scalai.core.dtypes import bits_dtype
 from scalai.core.fingerprint import piece_fingerprint
-from scalai.store.files import bits_dtype, box_view, map_file
+from scalai.store.files import box_view, map_file
 from scalai.store.manifest import Generation, HostManifest, StoredFile
 
 
@@ -22,7 +23,7 @@ def fingerprints_of(
     data, values = map_file(path), []
     for row, begin in enumerate(begins.tolist()):
         tensor, box = pieces.box(row)
-        bits = box_view(data, begin, box.shape, bits_dtype(tensor))
+        bits = box_view(data, begin, box.shape, bits_dtype(tensor.dtype))
         values.append(piece_fingerprint(bits, box, tensor.shape, version))
     return np.array(values, dtype=np.uint64)
 

@@ -3,8 +3,10 @@
 A file holds boxes of tensors, each row-major and contiguous, so the whole of it can be read with
 the safetensors library too; an entry is named ``<tensor>[<low>:<high>,...]``."""
 
+import errno
 import json
 import mmap
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,37 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from scalai.core.collection import ITEM_BYTES, Collection, Columns, Tensor
+from scalai.core.collection import Collection, Columns, Tensor
+from scalai.core.dtypes import ITEM_BYTES, Bits
 from scalai.core.errors import LayoutError
 from scalai.core.region import Box
+from scalai.core.region import box_text as box_text  # launch/mover.py takes it from here
 
 CHUNK_BYTES = 4 << 20
 """What is copied, sent or checksummed at once: fits a core's cache, amortises a system call."""
 
 HEADER_ALIGNMENT = 64
-
-BITS: Mapping[int, type[np.unsignedinteger[Any]]] = {
-    1: np.uint8,
-    2: np.uint16,
-    4: np.uint32,
-    8: np.uint64,
-}
-"""The unsigned integer that holds the bits of an element of so many bytes."""
-
-Bits = npt.NDArray[np.unsignedinteger[Any]]
-
-
-def bits_dtype(tensor: Tensor) -> type[np.unsignedinteger[Any]]:
-    """Return the unsigned integer type as wide as one element of ``tensor``."""
-    return BITS[ITEM_BYTES[tensor.dtype]]
-
-
-def box_text(box: Box) -> str:
-    """Return a box as text, such as ``[0:4,2:8]``."""
-    ranges = (f"{low}:{low + size}" for low, size in zip(box.offset, box.shape, strict=True))
-    return f"[{','.join(ranges)}]"
+LENGTH_BYTES = 8
+"""What comes first in a safetensors file: how long the header behind it is."""
 
 
 def entry_name(tensor: Tensor, box: Box) -> str:
@@ -87,10 +71,19 @@ def lay_out(collection: Collection, metadata: Mapping[str, str]) -> FileLayout:
             "shape": list(box.shape),
             "data_offsets": [start, start + int(sizes[row])],
         }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
+    header = header_of(entries, HEADER_ALIGNMENT)
     return FileLayout(header, relative + len(header), len(header) + int(sizes.sum()))
+
+
+def header_of(entries: Mapping[str, Any], alignment: int) -> bytes:
+    """Return what a safetensors file with these entries starts with: a multiple of ``alignment``
+    bytes.
+
+    Source: https://github.com/huggingface/safetensors, "Format".
+    """
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(LENGTH_BYTES + len(text)) % alignment)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def map_file(path: str | Path) -> memoryview:
@@ -99,6 +92,22 @@ def map_file(path: str | Path) -> memoryview:
         if file.seek(0, 2) == 0:
             return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def read_at(descriptor: int, data: memoryview, begin: int) -> None:
+    """Fill bytes from a file, from byte ``begin`` on. Raises ``OSError``, also where it ends."""
+    while data:
+        count = os.preadv(descriptor, [data], begin)
+        if not count:
+            raise OSError(errno.EIO, f"the file ends at byte {begin}")
+        data, begin = data[count:], begin + count
+
+
+def write_at(descriptor: int, data: memoryview, begin: int) -> None:
+    """Write all bytes to a file, from byte ``begin`` on. Raises ``OSError``."""
+    while data:
+        count = os.pwrite(descriptor, data, begin)
+        data, begin = data[count:], begin + count
 
 
 def box_view(data: memoryview, begin: int, shape: Sequence[int], dtype: type) -> Bits:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from scalai.core.collection import Collection, Columns
 from scalai.core.errors import StoreError
+from scalai.store.atomic import rename_durably
 from scalai.store.attachment import attachment
 from scalai.store.directory import HostDirectory
 from scalai.store.durable import copy_part
@@ -24,7 +25,6 @@ from scalai.store.manifest import (
     HostManifest,
     StoredFile,
     read_own_manifest,
-    sync_directory,
     write_manifest,
 )
 from scalai.store.places import MANIFEST, generation_name
@@ -225,8 +225,7 @@ class HeldGenerations:
         if self.damaged.pop(number, None) is not None and target.is_dir():
             os.rename(target, self.directory / f"damaged-{number}")
         write_manifest(directory, manifest)
-        os.rename(directory, target)
-        sync_directory(self.directory)
+        rename_durably(directory, target)
         self._committed[number] = manifest
 
     def extend(

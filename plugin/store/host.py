@@ -10,12 +10,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from scalai.core.collection import Collection
 from scalai.core.committed import Committed
 from scalai.core.errors import StoreError
+from scalai.core.jsonable import Json
 from scalai.core.orders import RankDeposit, WriteOrder
+from scalai.store.atomic import sync_directory, sync_file
 from scalai.store.deposit import Deposit, share_out
 from scalai.store.directory import HostDirectory
 from scalai.store.held import HeldGenerations
@@ -24,13 +25,9 @@ from scalai.store.manifest import (
     read_own_manifest,
     release_manifests,
     reserve_manifests,
-    sync_directory,
-    sync_file,
     write_manifest,
 )
 from scalai.store.places import MANIFEST, default_store_dir, generation_name
-
-Json = Any
 
 log = logging.getLogger(__name__)
 
@@ -222,10 +219,6 @@ class HostStore(HeldGenerations):
                         os.rename(self.directory / name, self.directory / f"damaged-{name}")
                     except OSError as error:  # an earlier one has that name: nothing is lost
                         log.warning("event=left deposit=%s: %s", name, error)
-
-    def clear_pool(self) -> None:
-        """Remove the files that wait for reuse."""
-        self._folders.trim(0)
 
     def remove(self) -> None:
         """Close the store and remove all that it holds; the job's directory too if it is the last

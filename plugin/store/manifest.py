@@ -10,17 +10,19 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.boxes import reaches_outside
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Columns
+from scalai.core.boxes import outside, right_aligned
+from scalai.core.collection import Collection, Columns
 from scalai.core.committed import Committed
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.fingerprint import MODULI
 from scalai.core.fingerprint import VERSION as FINGERPRINT_VERSION
+from scalai.core.jsonable import Json
+from scalai.core.region import box_text
+from scalai.store.atomic import partial_of, replace_file
 from scalai.store.places import MANIFEST
 
 FORMAT = "scalai-generation"
@@ -30,9 +32,6 @@ MAX_BYTES = (1 << 63) - 1
 """Of one tensor: columns count in 64 bits."""
 UNNUMBERED = -1
 """The generation of a manifest that is sealed and not yet committed."""
-
-Json = Any
-"""Whatever ``json.dumps`` writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,24 +173,14 @@ def _inconsistency(manifest: HostManifest) -> str | None:
     if any(not 0 <= number < len(manifest.files) for number in manifest.unproven):
         return f"files {list(manifest.unproven)} are unproven, but there are {len(manifest.files)}"
     for tensor in collection.tensors:
-        if (
-            tensor.dtype not in ITEM_BYTES
-            or len(tensor.shape) > MAX_NDIM
-            or min(tensor.shape, default=0) < 0
-            or tensor.size_bytes > MAX_BYTES
-        ):
+        if not tensor.is_possible or tensor.size_bytes > MAX_BYTES:
             return f"tensor {tensor.name!r} is {tensor.dtype}{list(tensor.shape)}"
     if not rows:
         return None
-    full = np.ones((len(collection.tensors), MAX_NDIM), dtype=np.int64)
-    for number, tensor in enumerate(collection.tensors):
-        full[number, MAX_NDIM - len(tensor.shape) :] = tensor.shape
-    outside = reaches_outside(collection.offset, collection.shape, full[collection.tensor])
-    if outside.any():
-        row = int(outside.argmax())
-        return (
-            f"piece {row} lies outside tensor {collection.tensors[collection.tensor[row]].name!r}"
-        )
+    full = right_aligned(collection.tensors)
+    for row in outside(full, collection.tensor, collection.offset, collection.shape)[:1].tolist():
+        tensor, box = collection.box(row)
+        return f"piece {row}, {box_text(box)}, lies outside tensor {tensor.name!r}"
     if manifest.file.min() < 0 or manifest.file.max() >= len(manifest.files):
         return f"a piece lies in file {manifest.file.max()}, but there are {len(manifest.files)}"
     sizes = np.array([stored.size_bytes for stored in manifest.files], dtype=np.int64)
@@ -206,24 +195,16 @@ def _inconsistency(manifest: HostManifest) -> str | None:
 
 
 def write_manifest(directory: Path, manifest: HostManifest) -> None:
-    """Write ``manifest.json`` aside, bring it to disk, and rename it into place.
+    """Give a host's part this ``manifest.json``; it is on disk when this returns.
 
     It takes the room that ``reserve_manifests`` made, if any. Where that is too small and there is
     no other (``OSError``), it stays for another try.
     """
-    content = manifest_bytes(manifest)
-    aside = directory / f".{MANIFEST}.partial"
+    aside = partial_of(directory / MANIFEST)
     if not aside.exists():
         for spare in sorted(directory.glob(_SPARE))[:1]:
             os.rename(spare, aside)
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT, 0o600)  # not cut: its room would be lost
-    with open(descriptor, "wb") as file:
-        file.write(content)
-        file.truncate()
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, directory / MANIFEST)
-    sync_directory(directory)
+    replace_file(directory / MANIFEST, manifest_bytes(manifest), mode=0o600)
 
 
 _SPARE = f".{MANIFEST}.spare-*"
@@ -254,24 +235,6 @@ def release_manifests(directory: Path) -> None:
     """Give back the room that was not used."""
     for spare in directory.glob(_SPARE):
         spare.unlink()
-
-
-def sync_directory(directory: Path) -> None:
-    """Bring the names in a directory to disk: a rename survives a power cut only after this."""
-    number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def sync_file(path: Path) -> None:
-    """Bring what a file holds to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_manifest(directory: Path) -> HostManifest:

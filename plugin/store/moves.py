@@ -6,7 +6,6 @@ The planner counts holders and rows; here they become files and byte offsets.
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,8 +14,6 @@ from scalai.core.orders import ReadOrder
 from scalai.core.plan import Plan
 from scalai.core.sources import Holder
 from scalai.store.manifest import HostManifest
-
-Json = Any
 
 
 def holders_of(

@@ -3,6 +3,7 @@ as fast as into new ones."""
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from scalai.core.errors import StoreError
@@ -127,9 +128,11 @@ def _is_in_memory(directory: Path) -> bool:
     return kind in {"tmpfs", "ramfs"}
 
 
-def available_memory() -> int:
-    """Return the bytes that new processes and files of this host can take before it swaps."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 1 << 62
+def available_memory(unknown: int = 1 << 62) -> int:
+    """Return the bytes that new processes and files of this host can take before it swaps;
+    ``unknown`` where the kernel does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return unknown

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
+from scalai.core.dtypes import Bits, bits_dtype
 from scalai.core.errors import StoreError
 from scalai.core.fingerprint import piece_fingerprint
 from scalai.core.region import Box
-from scalai.store.files import Bits, bits_dtype, box_view, map_file, slices
+from scalai.store.files import box_view, map_file, slices
 from scalai.store.manifest import HostManifest
 
 
@@ -32,7 +33,7 @@ class StoredRows:
         """Return piece ``row`` as the unsigned bits of its elements [box.shape], without a copy."""
         tensor, box = self.manifest.collection.box(row)
         data = self.files[self.manifest.file[row]]
-        return box_view(data, int(self.manifest.begin[row]), box.shape, bits_dtype(tensor))
+        return box_view(data, int(self.manifest.begin[row]), box.shape, bits_dtype(tensor.dtype))
 
     def part(self, row: int, part: Box) -> Bits:
         """Return the part of piece ``row`` that covers the box ``part`` of the tensor, no copy.

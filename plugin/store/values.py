@@ -5,15 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.store.files import Bits
-
-NUMPY_DTYPES = {
-    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8,
-    "I16": np.int16, "U16": np.uint16, "F16": np.float16,
-    "I32": np.int32, "U32": np.uint32, "F32": np.float32,
-    "I64": np.int64, "U64": np.uint64, "F64": np.float64,
-}  # fmt: skip
-"""Dtypes that numpy has itself, by the names of the safetensors format."""
+from scalai.core.dtypes import BITS, ITEM_BYTES, NUMPY_DTYPES, Bits
 
 
 def decode(bits: Bits, dtype: str) -> npt.NDArray[Any]:
@@ -28,6 +20,12 @@ def decode(bits: Bits, dtype: str) -> npt.NDArray[Any]:
         return (bits.astype(np.uint16) << np.uint16(8)).view(np.float16).astype(np.float32)
     assert dtype == "F8_E4M3", dtype
     return _e4m3()[bits]
+
+
+def number_of(content: bytes, dtype: str) -> float:
+    """Return the first element of a tensor's bytes."""
+    item = ITEM_BYTES[dtype]
+    return float(decode(np.frombuffer(content[:item], BITS[item]), dtype)[0])
 
 
 def _e4m3() -> npt.NDArray[np.float32]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from checkpoints import write
 
-from scalai.converters import streaming
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.layouts import layout_named
+from scalai.converters.streaming import Gatherer
 from scalai.converters.work import plan_work
 from scalai.launch import cli
 
@@ -38,18 +38,18 @@ def test_a_file_that_was_replaced_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "there"]
 
 
-def test_files_that_were_read_are_closed_when_they_are_forgotten(tmp_path: Path) -> None:
+def test_files_that_were_read_are_closed_with_their_reader(tmp_path: Path) -> None:
     source = write(tmp_path / "one")
     target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
     work = plan_work(source, target, 1 << 20)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for task in work.tasks:
-            for unit in task.units:
-                streaming.gather(source.directory, work, unit)
-        assert open_files(source.directory)
-        reader = streaming._open(source.directory / source.placed.files[0].path)
-        streaming.forget_files()
+        with Gatherer(work, source.directory) as gatherer:
+            for task in work.tasks:
+                for unit in task.units:
+                    gatherer.gather(unit)
+            assert open_files(source.directory)
+            reader = gatherer.files.opened(source.placed.files[0].path)
         assert len(open_files(source.directory)) == 1  # somebody reads it
         assert os.pread(reader.descriptor, 2, 0) == b"PK"
         del reader

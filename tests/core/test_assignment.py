@@ -1,7 +1,7 @@
 """Hosts with free devices become workers with degrees."""
 
 from scalai.core.assignment import make_assign, place_ranks
-from scalai.core.choice import DegreePolicy, Rule, choose
+from scalai.core.choice import DegreePolicy, Rule
 from scalai.core.degrees import Degrees, ModelLimits, Wish
 from scalai.core.membership import Assign
 
@@ -10,7 +10,7 @@ TABLE = DegreePolicy((Rule(4, (Wish(2, 1),)), Rule(2, (Wish(1, 2),)), Rule(3, (W
 
 
 def assign(**settings: int) -> Assign:
-    return make_assign(choose, LIMITS, TABLE, **{"min_hosts": 1, "max_hosts": 2, **settings})
+    return make_assign(LIMITS, TABLE, **{"min_hosts": 1, "max_hosts": 2, **settings})
 
 
 def test_every_slot_gets_a_worker_where_the_degrees_fill_the_world() -> None:
@@ -40,7 +40,7 @@ def test_too_few_hosts_or_no_device_is_no_assignment() -> None:
 
 
 def test_a_world_without_valid_degrees_is_no_assignment() -> None:
-    odd = make_assign(choose, LIMITS, DegreePolicy(allowed_sizes=(8,)), min_hosts=1, max_hosts=1)
+    odd = make_assign(LIMITS, DegreePolicy(allowed_sizes=(8,)), min_hosts=1, max_hosts=1)
     assert odd((("a", 2),), None) is None
 
 

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from scalai.core.choice import (
     Choice,
-    DegreePlanner,
     DegreePolicy,
     Rule,
     candidates,
@@ -40,7 +39,6 @@ DEMO = DegreePolicy(
     )
 )
 
-planner: DegreePlanner = choose
 
 
 def test_the_table_can_give_the_same_world_different_degrees() -> None:

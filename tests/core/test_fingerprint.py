@@ -243,7 +243,7 @@ def test_replicas_count_once() -> None:
 
 def test_replicas_that_differ_are_named() -> None:
     held = Collection.of([*HALVES, HALVES[1]])
-    with pytest.raises(ProofError, match=r"\[2:4, 0:2\] of 'param/weight' differ.*0005.*0006"):
+    with pytest.raises(ProofError, match=r"\[2:4,0:2\] of 'param/weight' differ.*0005.*0006"):
         tensor_fingerprints(held, [1, 5, 6])
 
 

@@ -10,8 +10,9 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Tensor, concatenate
+from scalai.core.collection import MAX_NDIM, Collection, Tensor, concatenate
 from scalai.core.coverage import check_coverage, find_gaps, find_overlaps
+from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.fingerprint import (
     MODULI,
     VERSION,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deposited_rows import write_rows
 from older_release import saved_by_an_older_release
 from store_states import Opener
 from wire import travelled
@@ -24,7 +25,6 @@ from scalai.core.sources import Holder
 from scalai.launch import mover
 from scalai.launch.data_plane import DataPlaneServer, Peer
 from scalai.launch.mover import Restore, prepare_restore
-from scalai.runtime.deposit import write_rows
 from scalai.runtime.live import Slot
 from scalai.runtime.restore import read_rows
 from scalai.runtime.rows import collection_of, held_rows, wanted_rows

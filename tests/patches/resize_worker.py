@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from deposited_rows import write_rows
 from jobs import AFTER, BEFORE
 from wire import travelled
 
 from scalai.core.collection import Collection
 from scalai.core.orders import RankDeposit, ReadOrder, WriteOrder
 from scalai.core.region import Piece
-from scalai.runtime.deposit import write_rows
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import LiveState, Slot
 from scalai.runtime.restore import read_rows

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from ledgers import Entry, read_ledger, unite
 
 from scalai.core.batches import combine_hashes, sample_hashes
 from scalai.core.errors import UsageError
 from scalai.patches.megatron import ledger
-from scalai.patches.megatron.ledger import Ledger, read_ledger, samples_of, unite
+from scalai.patches.megatron.ledger import Ledger, samples_of
 
 
 def line(step: int, round_: int = 0, **values: Any) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def test_a_step_unites_what_replicas_and_stages_know() -> None:
             line(1, loss=2.5, lr=0.1),
         ]
     )
-    assert entries[1] == ledger.Entry(0, 1, 8, samples_hash=2, loss=2.5, lr=0.1)
+    assert entries[1] == Entry(0, 1, 8, samples_hash=2, loss=2.5, lr=0.1)
 
 
 def test_of_a_step_done_twice_the_newest_round_counts() -> None:
@@ -82,4 +83,4 @@ def test_ranks_that_read_no_samples_write_none(
     book.keep_loss({})
     book.write(1, 4, SimpleNamespace(param_groups=[]))
     assert train.iterable == "untouched"
-    assert read_ledger(tmp_path)[1] == ledger.Entry(0, 1, 4, samples_hash=0, loss=None, lr=None)
+    assert read_ledger(tmp_path)[1] == Entry(0, 1, 4, samples_hash=0, loss=None, lr=None)

@@ -39,7 +39,10 @@ def test_plain_jobs_are_not_refused() -> None:
             ),
             "--exp-avg-dtype uint8",
         ),
-        (leaf(ddp_config=SimpleNamespace(use_megatron_fsdp=True)), "use_megatron_fsdp"),
+        (
+            leaf(ddp_config=SimpleNamespace(use_megatron_fsdp=True)),
+            "--use-megatron-fsdp: its shards .*use --use-dist",
+        ),
     ],
 )
 def test_optimizers_are_refused_by_name(optimizer: Any, named: str) -> None:
@@ -65,10 +68,20 @@ def test_what_no_test_has_had_is_refused_until_a_person_says_so(
     refuse_unsupported([torch.nn.Linear(2, 2)], optimizer)
 
 
-def test_models_with_scaled_parameters_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"fp8_param": True}, "--fp8-param: parameters are kept in FP8 with scales; leave it out"),
+        ({"fp4": "e2m1"}, "--fp4-format: .*train in bf16"),
+        ({"fp8": "hybrid"}, "--fp8-format: .*SCALAI_ALLOW_UNTESTED=1"),
+    ],
+)
+def test_models_are_refused_for_what_their_scripts_flags_would_be(
+    config: dict[str, Any], named: str
+) -> None:
     model: Any = torch.nn.Linear(2, 2)
-    model.config = SimpleNamespace(fp8_param=True)
-    with pytest.raises(RefusedError, match="fp8_param"):
+    model.config = SimpleNamespace(**config)
+    with pytest.raises(RefusedError, match=named):
         refuse_unsupported([model], leaf())
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from deposited_rows import write_rows
 from store_states import Opener
 from wire import travelled
 
@@ -17,7 +18,6 @@ from scalai.core.orders import RankDeposit, ReadOrder
 from scalai.core.plan import plan
 from scalai.core.region import Box, Piece, row_major, whole
 from scalai.core.sources import Holder
-from scalai.runtime.deposit import write_rows
 from scalai.runtime.fingerprints import device_fingerprint, fingerprint_of, live_fingerprints
 from scalai.runtime.live import Slot
 from scalai.runtime.mapping import MappedFile

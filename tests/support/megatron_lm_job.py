@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from agents import SCALAI_RUN
-
-from scalai.patches.megatron.ledger import Entry, read_ledger
+from ledgers import Entry, read_ledger
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 """Folder of a Megatron-LM checkout: pretrain_gpt.py and megatron/ lie in it."""

@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 from wire import travelled
 
-from scalai.core.collection import ITEM_BYTES, Collection, Tensor
+from scalai.core.collection import Collection, Tensor
+from scalai.core.dtypes import BITS, ITEM_BYTES
 from scalai.core.fingerprint import piece_fingerprint
 from scalai.core.orders import RankDeposit, WriteOrder
 from scalai.core.region import Box, whole
 from scalai.store.deposit import Deposit
-from scalai.store.files import BITS, slices
+from scalai.store.files import slices
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 

@@ -11,20 +11,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from scalai.converters import streaming
 from scalai.converters.checkpoint import CheckpointFile, Placed
 from scalai.converters.noted import check_reports, noted_versions
+from scalai.converters.streaming import Gatherer, wanted_box
 from scalai.converters.work import Work, work_between
 from scalai.core.collection import Collection, concatenate
 from scalai.core.coverage import check_coverage
+from scalai.core.dtypes import Bits
 from scalai.core.errors import LayoutError, ProofError, StoreError
 from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
-from scalai.core.region import Piece
+from scalai.core.region import Piece, box_text
 from scalai.patches.deepspeed.checkpoint.packing import packed, unpacked
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import Slot
 from scalai.runtime.rows import collection_of, piece_view
-from scalai.store.files import Bits, box_text
 
 Row = tuple[Slot, Piece]
 BUFFER_BYTES = 4 << 20
@@ -60,21 +60,19 @@ def fill(directory: Path, work: Work, rows: Sequence[Row]) -> npt.NDArray[np.uin
             the engine's state is spoilt.
     """
     read: list[list[int]] = [[] for _ in rows]
-    streaming.forget_files()
+    units = [unit for task in work.tasks for unit in task.units]
     try:
-        for task in work.tasks:
-            for unit in task.units:
+        with Gatherer(work, directory) as gatherer:
+            for unit in units:
                 slot, piece = rows[unit.row]
-                bits, fingerprint = streaming.gather(directory, work, unit)
-                part = streaming.wanted_box(piece.box, unit)
+                bits, fingerprint = gatherer.gather(unit)
+                part = wanted_box(piece.box, unit)
                 piece_view(slot, piece.sub(part)).copy_(_signed(bits))
                 read[unit.row].append(fingerprint)
     except OSError as error:
         raise StoreError(
             f"{directory} could not be read to its end ({error}). {_SPOILT}"
         ) from error
-    finally:
-        streaming.forget_files()
     prints = np.array([combine(parts) for parts in read], dtype=np.uint64)
     _check(rows, prints, live_fingerprints(rows))
     return prints

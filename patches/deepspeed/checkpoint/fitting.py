@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.converters.checkpoint import MAIN, PARAM, Placed
-from scalai.core.collection import Collection, Tensor
+from scalai.core.collection import Collection, Tensor, split_name
+from scalai.core.dtypes import HALF
 from scalai.core.errors import RefusedError
 
 NAMED = 5
 """Tensors named in an error."""
 
 _FP32 = "F32"
-_ROUNDED = ("BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,10 @@ def used(source: Collection, found: Mapping[str, Origin]) -> npt.NDArray[np.bool
     """Return which tensors of a checkpoint belong to something that this rank takes: of a weight
     all that follows from it, [tensors]."""
     names = {origin.tensor.name for origin in found.values()}
-    weights = {name.partition("/")[2] for name in names if _is_weight(name)}
+    weights = {split_name(name)[1] for name in names if _is_weight(name)}
     return np.array(
         [
-            t.name in names or (_is_weight(t.name) and t.name.partition("/")[2] in weights)
+            t.name in names or (_is_weight(t.name) and split_name(t.name)[1] in weights)
             for t in source.tensors
         ],
         dtype=bool,
@@ -112,9 +112,9 @@ def _origin(source: Mapping[str, Tensor], tensor: Tensor) -> Origin | None:
     exact = source.get(tensor.name)
     if not _is_weight(tensor.name) or (exact is not None and exact.dtype == tensor.dtype):
         return None if exact is None else Origin(exact)
-    name = tensor.name.partition("/")[2]
+    name = split_name(tensor.name)[1]
     full = source.get(f"{MAIN}/{name}", source.get(f"{PARAM}/{name}"))
-    if full is not None and full.dtype == _FP32 and tensor.dtype in (_FP32, *_ROUNDED):
+    if full is not None and full.dtype == _FP32 and tensor.dtype in (_FP32, *HALF):
         return Origin(full, is_rounded=tensor.dtype != _FP32)
     return None if exact is None else Origin(exact)
 

@@ -12,7 +12,7 @@ import torch
 from scalai.converters.checkpoint import PARAM
 from scalai.converters.deepspeed.files import list_files
 from scalai.converters.work import Work
-from scalai.core.collection import Collection, Tensor
+from scalai.core.collection import Collection, Tensor, split_name
 from scalai.core.errors import RefusedError
 from scalai.patches.deepspeed.checkpoint.filling import Row, work_into
 from scalai.patches.deepspeed.checkpoint.fitting import fitted, listed, origins, used
@@ -169,7 +169,7 @@ def _is_scaled_dynamically(optimizer: Any) -> bool:
 
 
 def _kind(tensor: Tensor) -> str:
-    return tensor.name.partition("/")[0]
+    return split_name(tensor.name)[0]
 
 
 def _refuse_missing(
@@ -178,8 +178,8 @@ def _refuse_missing(
     """Refuse what the checkpoint does not fill; without strictness weights that are not trained
     may stay as they are."""
     missing = [name for name in wanted if name not in found]
-    trained = {name.partition("/")[2] for name in wanted if not name.startswith(f"{PARAM}/")}
-    needed = [name for name in missing if is_strict or name.partition("/")[2] in trained]
+    trained = {split_name(name)[1] for name in wanted if not name.startswith(f"{PARAM}/")}
+    needed = [name for name in missing if is_strict or split_name(name)[1] in trained]
     if needed:
         raise RefusedError(
             f"the checkpoint has no {listed(needed)}, which this engine has. (Of an optimizer that "

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import Collection, Tensor
-from scalai.runtime.live import Json
+from scalai.core.jsonable import Json
 
 Column = npt.NDArray[Any]
 

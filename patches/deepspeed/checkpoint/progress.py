@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters.deepspeed.files import read_dictionary
-from scalai.runtime.live import Json
+from scalai.core.jsonable import Json
 
 _STEP_TAG = re.compile(r"global_step(\d{1,18})")
 _FIRST_STATES = "*mp_rank_00_model_states.pt"

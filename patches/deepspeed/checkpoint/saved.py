@@ -20,15 +20,15 @@ from scalai.converters.checksums import Stored, storages_in
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.pickles import Foreign
-from scalai.converters.streaming import forget_files
 from scalai.converters.verify import check_samples
-from scalai.core.collection import Collection
+from scalai.core.collection import Collection, split_name
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.patches.deepspeed.checkpoint.packing import packed, unpacked
 from scalai.patches.deepspeed.checkpoint.values import live_value
 from scalai.patches.plain import all_plain
-from scalai.runtime.live import Json
+from scalai.store.values import number_of
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +94,7 @@ def read_saved(directory: Path, cuts: str | None = None) -> Saved:
     told = find_mapping(cuts, "cuts") if cuts else None
     checkpoint = open_checkpoint(directory, ReadOptions(cuts=told))
     check_coverage(checkpoint.placed.collection)
-    try:
-        check_samples(checkpoint)
-    finally:
-        forget_files()
+    check_samples(checkpoint)
     for note in checkpoint.notes:
         log.warning("event=load note=%s", note)
     job = checkpoint.values.extra.get(STATE)
@@ -138,10 +135,10 @@ def _without_steps(placed: Placed) -> Placed:
 def _steps(checkpoint: Checkpoint, job: DeepSpeedJob) -> dict[str, float]:
     placed, found = checkpoint.placed, {}
     for row, number in enumerate(placed.collection.tensor.tolist()):
-        kind, _, name = placed.collection.tensors[number].name.partition("/")
+        kind, name = split_name(placed.collection.tensors[number].name)
         content = placed.files[placed.file[row]].content
         if kind == STEP and content is not None:
-            found[name] = float(np.frombuffer(content, dtype=np.float32)[0])
+            found[name] = number_of(content, "F32")
     if job.has_number_steps:
         # FusedAdam counts for the last parameter of a group alone, and uses that for all.
         for group in job.groups:

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from scalai.converters.deepspeed.files import Tag, carried, read_dictionary
 from scalai.converters.pickles import Foreign
-from scalai.converters.torch_archive import TORCH_DTYPES, NewTensor
+from scalai.converters.torch_archive import NewTensor
+from scalai.core.dtypes import FROM_TORCH
 from scalai.core.errors import RefusedError
 from scalai.patches.deepspeed.checkpoint.native import Request
 from scalai.patches.deepspeed.engine import grid
-from scalai.runtime.live import DTYPE_NAMES
+from scalai.runtime.torch_dtypes import TORCH_DTYPES
 
-_TORCH = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _OF_THE_LAYOUT = frozenset((
     "module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", "buffer_names", "checkpoint_parallel_dimensions",
@@ -73,7 +73,7 @@ def live_value(value: Any, what: str) -> Any:
     """
     if isinstance(value, NewTensor):
         data = torch.frombuffer(bytearray(value.content or b""), dtype=torch.uint8)
-        return data.view(_TORCH[value.dtype]).view(value.shape)
+        return data.view(TORCH_DTYPES[value.dtype]).view(value.shape)
     if isinstance(value, Foreign) or (isinstance(value, type) and issubclass(value, Foreign)):
         return _of_torch(value, what)
     if isinstance(value, dict):
@@ -90,7 +90,7 @@ def live_value(value: Any, what: str) -> Any:
 def _of_torch(value: Any, what: str) -> Any:
     """Return the dtype or device that a stand-in is of. Raises as ``live_value``."""
     module, name = value.path
-    if module == "torch" and name in TORCH_DTYPES:
+    if module == "torch" and name in FROM_TORCH:
         return getattr(torch, name)
     if (module, name) == ("torch", "device") and isinstance(value, Foreign):
         return torch.device(*value.args)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.patches.deepspeed.engine.masters import Master, Names, vouched_parts
 from scalai.patches.plain import all_plain, live
-from scalai.runtime.live import Json
 
 
 def take_groups(masters: Sequence[Master], names: Names) -> Json:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from scalai.runtime.live import Json
+from scalai.core.jsonable import Json
 
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _OVERRIDE = ("custom_loss_scaler", "external_loss_scale")

@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
+from scalai.core.jsonable import Json
 from scalai.patches.deepspeed.engine import grid
 from scalai.patches.streams import (
     begin_host_streams,
     continue_host_streams,
     host_streams,
+    restore_streams,
     seed_of_step,
     stream_text,
-    text_of_degrees,
     text_stream,
 )
-from scalai.runtime.live import Json
 
 
 def state(engine: Any) -> Json:
@@ -35,14 +35,10 @@ def restore(engine: Any, saved: Json | None, seed: int, step: int) -> str:
     Returns:
         One line for the log that says which.
     """
-    here = _layout(engine)
-    if saved is not None and saved["degrees"] == here:
-        _continue(saved)
-        return "rng=continued"
-    before = text_of_degrees(saved["degrees"]) if saved is not None else "none"
-    _begin(seed_of_step(seed, step, grid.stage(engine)))
-    after = text_of_degrees(here)
-    return f"rng=reseeded seed={seed} step={step} degrees_before={before} degrees={after}"
+    return restore_streams(
+        saved, _layout(engine), seed, step,
+        go_on=_continue, begin=lambda: _begin(seed_of_step(seed, step, grid.stage(engine))),
+    )  # fmt: skip
 
 
 def _layout(engine: Any) -> dict[str, int]:

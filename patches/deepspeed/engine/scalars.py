@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.patches.deepspeed.engine.groups import put_groups, take_groups
 from scalai.patches.deepspeed.engine.loss_scale import put_loss_scale, take_loss_scale
 from scalai.patches.deepspeed.engine.masters import Master
 from scalai.patches.deepspeed.engine.steps import put_steps, take_steps
 from scalai.patches.plain import all_live, all_plain
-from scalai.runtime.live import Json
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 

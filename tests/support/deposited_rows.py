@@ -1,0 +1,15 @@
+"""A worker's deposit in one call."""
+
+from collections.abc import Sequence
+
+from scalai.runtime.deposit import Row, ordered_fingerprints, place_rows
+from scalai.runtime.mapping import MappedFile
+from scalai.store.orders import WriteOrder
+
+
+def write_rows(
+    rows: Sequence[Row], order: WriteOrder, mapped: MappedFile | None = None
+) -> list[int]:
+    """Write the ordered rows of a rank and return their fingerprints, in the order's order."""
+    place_rows(rows, order, mapped=mapped)
+    return ordered_fingerprints(rows, order)
