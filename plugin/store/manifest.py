@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Collection, Columns
+from scalai.core.collection import Collection, Columns
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.fingerprint import MODULI
 from scalai.core.fingerprint import VERSION as FINGERPRINT_VERSION
+from scalai.store import fields
 from scalai.store.committed import Committed
+from scalai.store.consistency import find_inconsistency
 from scalai.store.places import MANIFEST
 
 FORMAT = "scalai-generation"
@@ -111,41 +113,14 @@ class HostManifest:
                 ``where``.
         """
         try:
-            if data["format"] != FORMAT or data["version"] not in (1, VERSION):
-                raise StoreError(
-                    f"{where} is {data['format']!r} version {data['version']!r}; this release "
-                    f"reads {FORMAT!r} to version {VERSION}. Use the release that wrote it."
-                )
-            prints = 1 if data["version"] == 1 else data["fingerprint_version"]
-            if prints not in MODULI:
-                raise StoreError(
-                    f"{where} has fingerprints of version {prints!r}; this release knows those of "
-                    f"{sorted(MODULI)}. Use the release that wrote it."
-                )
-            manifest = cls(
-                generation=int(data["generation"]),
-                step=int(data["step"]),
-                host=str(data["host"]),
-                about=dict(data["about"]),
-                ranks=tuple(int(rank) for rank in data["ranks"]),
-                collection=Collection.from_json(data["collection"]),
-                file=np.array(data["file"], dtype=np.int64),
-                begin=np.array(data["begin"], dtype=np.int64),
-                fingerprint=np.array([int(h, 16) for h in data["fingerprint"]], dtype=np.uint64),
-                files=tuple(StoredFile(str(name), int(size)) for name, size in data["files"]),
-                scalars=dict(data["scalars"]),
-                rank_state=dict(data["rank_state"]),
-                committed=Committed.from_json(data["committed"]) if "committed" in data else None,
-                unproven=tuple(int(number) for number in data.get("unproven", ())),
-                fingerprint_version=prints,
-            )
-            problem = _inconsistency(manifest)
+            manifest = _read(data, where)
+            problem = find_inconsistency(manifest)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             if isinstance(error, StoreError):
                 raise
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise StoreError(
-                f"{where} is damaged ({type(error).__name__}: {error}). Remove its directory and "
-                "use another generation."
+                f"{where} is damaged: {what}. Remove its directory and use another generation."
             ) from error
         if problem:
             raise StoreError(
@@ -154,51 +129,58 @@ class HostManifest:
         return manifest
 
 
+def _read(data: Mapping[str, Json], where: str) -> HostManifest:
+    """Return the manifest that these values are, each of its own kind. Raises ``StoreError`` where
+    they are of another release, ``KeyError`` or ``ValueError`` where they are not a manifest."""
+    prints = _fingerprint_version(data, where)
+    files = [fields.listed(entry, "an entry of files") for entry in data["files"]]
+    return HostManifest(
+        generation=fields.whole_number(data["generation"], "generation", UNNUMBERED),
+        step=fields.whole_number(data["step"], "step"),
+        host=fields.file_name(data["host"], "host"),
+        about=fields.about(data["about"]),
+        ranks=tuple(fields.column(data["ranks"], "ranks").tolist()),
+        collection=fields.collection(data["collection"]),
+        file=fields.column(data["file"], "file"),
+        begin=fields.column(data["begin"], "begin"),
+        fingerprint=fields.fingerprints(data["fingerprint"], "fingerprint"),
+        files=tuple(
+            StoredFile(
+                fields.file_name(name, "files"), fields.whole_number(size, f"bytes of {name}")
+            )
+            for name, size in files
+        ),
+        scalars=fields.mapped(data["scalars"], "scalars"),
+        rank_state=fields.mapped(data["rank_state"], "rank_state"),
+        committed=Committed.from_json(data["committed"]) if "committed" in data else None,
+        unproven=tuple(fields.column(data.get("unproven", []), "unproven").tolist()),
+        fingerprint_version=prints,
+    )
+
+
+def _fingerprint_version(data: Mapping[str, Json], where: str) -> int:
+    """Return the version of a manifest's fingerprints. Raises ``StoreError`` where this release
+    reads neither the manifest's version nor that one."""
+    version = data["version"]
+    if data["format"] != FORMAT or type(version) is not int or version not in (1, VERSION):
+        raise StoreError(
+            f"{where} is {data['format']!r} version {version!r}; this release "
+            f"reads {FORMAT!r} to version {VERSION}. Use the release that wrote it."
+        )
+    if version == 1 and "fingerprint_version" in data:
+        raise ValueError("it is of version 1, which states no fingerprint_version, and has one")
+    prints = 1 if version == 1 else data["fingerprint_version"]
+    if type(prints) is not int or prints not in MODULI:
+        raise StoreError(
+            f"{where} has fingerprints of version {prints!r}; this release knows those of "
+            f"{sorted(MODULI)}. Use the release that wrote it."
+        )
+    return prints
+
+
 def _digest(data: Mapping[str, Json]) -> str:
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _inconsistency(manifest: HostManifest) -> str | None:
-    """Say what does not fit together in a manifest, or None."""
-    rows, collection = len(manifest.collection), manifest.collection
-    for name in ("file", "begin", "fingerprint"):
-        if len(getattr(manifest, name)) != rows:
-            return f"{len(getattr(manifest, name))} values of {name} for {rows} pieces"
-    for stored in manifest.files:
-        if not stored.name or "/" in stored.name or stored.name.startswith("."):
-            return f"{stored.name!r} is not a file name"
-    if any(not 0 <= number < len(manifest.files) for number in manifest.unproven):
-        return f"files {list(manifest.unproven)} are unproven, but there are {len(manifest.files)}"
-    for tensor in collection.tensors:
-        if (
-            tensor.dtype not in ITEM_BYTES
-            or len(tensor.shape) > MAX_NDIM
-            or min(tensor.shape, default=0) < 0
-        ):
-            return f"tensor {tensor.name!r} is {tensor.dtype}{list(tensor.shape)}"
-    if not rows:
-        return None
-    full = np.ones((len(collection.tensors), MAX_NDIM), dtype=np.int64)
-    for number, tensor in enumerate(collection.tensors):
-        full[number, MAX_NDIM - len(tensor.shape) :] = tensor.shape
-    outside = (collection.offset < 0) | (collection.shape < 0)
-    outside |= collection.offset + collection.shape > full[collection.tensor]
-    if outside.any():
-        row = int(outside.any(axis=1).argmax())
-        return (
-            f"piece {row} lies outside tensor {collection.tensors[collection.tensor[row]].name!r}"
-        )
-    if manifest.file.min() < 0 or manifest.file.max() >= len(manifest.files):
-        return f"a piece lies in file {manifest.file.max()}, but there are {len(manifest.files)}"
-    sizes = np.array([stored.size_bytes for stored in manifest.files], dtype=np.int64)
-    beyond = (manifest.begin < 0) | (
-        manifest.begin + collection.size_bytes() > sizes[manifest.file]
-    )
-    if beyond.any():
-        row = int(beyond.argmax())
-        return f"piece {row} ends beyond {manifest.files[manifest.file[row]].name}"
-    return None
 
 
 def write_manifest(directory: Path, manifest: HostManifest) -> None:

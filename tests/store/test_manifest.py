@@ -107,6 +107,83 @@ def test_a_damaged_manifest_is_refused_by_name(store: HostStore, damage: Any) ->
         read_manifest(path.parent)
 
 
+def columns(text: str, **changes: Any) -> str:
+    """Return a manifest with other columns of its collection."""
+    return change(text, collection=json.loads(text)["collection"] | changes)
+
+
+def first_tensor(text: str, tensor: Any) -> str:
+    """Return a manifest with another first tensor."""
+    return columns(text, tensors=[tensor, *json.loads(text)["collection"]["tensors"][1:]])
+
+
+UNFIT = {
+    "version = true": lambda text: change(text, version=True),
+    "version 2.0": lambda text: change(text, version=2.0),
+    "version 1 with fingerprints of a version": lambda text: change(text, version=1),
+    "fingerprints of version 2.0": lambda text: change(text, fingerprint_version=2.0),
+    "generation 1.9": lambda text: change(text, generation=1.9),
+    "generation as text": lambda text: change(text, generation="1"),
+    "generation -5": lambda text: change(text, generation=-5),
+    "step true": lambda text: change(text, step=True),
+    "step below 0": lambda text: change(text, step=-1),
+    "a host that is no name": lambda text: change(text, host=5),
+    "a host elsewhere": lambda text: change(text, host="../x"),
+    "about as a list": lambda text: change(text, about=[]),
+    "tensors as text": lambda text: change(text, about={"tensors": "5"}),
+    "a degree of half": lambda text: change(text, about={"degrees": {"tp": 0.5}}),
+    "ranks as text": lambda text: change(text, ranks="01"),
+    "a rank twice": lambda text: change(text, ranks=[0, 0]),
+    "half a byte": lambda text: change(text, files=[["rank-0.safetensors", 451.5]]),
+    "a file twice": lambda text: change(text, files=json.loads(text)["files"] * 2),
+    "offsets of half a byte": lambda text: change(text, begin=[320.5] * 6),
+    "offsets as text": lambda text: change(text, begin=["320"] * 6),
+    "offsets that wrap around": lambda text: change(text, begin=[2**63 - 1] * 6),
+    "offsets that no number holds": lambda text: change(text, begin=[2**64] * 6),
+    "files in rows": lambda text: change(text, file=[[0]] * 6),
+    "half a tensor": lambda text: columns(text, tensor=[0.7] * 6),
+    "boxes that wrap around": lambda text: columns(text, offset=[[2**63 - 1] * 6] * 6),
+    "boxes of half an element": lambda text: columns(text, offset=[[0, 0, 0, 0, 0.5, 0]] * 6),
+    "boxes of five dims": lambda text: columns(text, offset=[[0] * 5] * 6),
+    "boxes in one row": lambda text: columns(text, offset=[0] * 36),
+    "a box that is empty where its tensor has no dim": lambda text: columns(
+        text, shape=[[0, 1, 1, 1, 1, 1]] * 6
+    ),
+    "a tensor without a name": lambda text: first_tensor(text, [7, [6, 8], "F32"]),
+    "a tensor twice": lambda text: columns(
+        text, tensors=json.loads(text)["collection"]["tensors"] * 2
+    ),
+    "a shape of half": lambda text: first_tensor(text, ["param/w", [6.5, 8], "F32"]),
+    "more than any disk": lambda text: first_tensor(text, ["param/w", [2**33, 2**33], "F32"]),
+    "a fingerprint with a sign": lambda text: change(text, fingerprint=["-00000000000001f"] * 6),
+    "a fingerprint that no sum is": lambda text: change(text, fingerprint=["f" * 16] * 6),
+    "an unproven half": lambda text: change(text, unproven=[0.5]),
+    "nothing committed": lambda text: change(text, committed=None),
+    "committed by letters": lambda text: change(
+        text, committed={"hosts": "ab", "fingerprints": {}}
+    ),
+    "scalars as a list": lambda text: change(text, scalars=[]),
+    "states of ranks as a list": lambda text: change(text, rank_state=[]),
+}
+"""What another program may write: the digest fits, and a value is not of its field's kind."""
+
+
+@pytest.mark.parametrize("unfit", UNFIT.values(), ids=list(UNFIT))
+def test_a_value_of_another_kind_is_refused_and_not_converted(store: HostStore, unfit: Any) -> None:
+    generation(store, 1, step=1)
+    path = store.generation_directory(1) / MANIFEST
+    path.write_text(unfit(path.read_text()))
+    with pytest.raises(StoreError, match=str(path)):
+        read_manifest(path.parent)
+
+
+def test_a_key_of_a_later_release_is_passed_over(store: HostStore) -> None:
+    manifest = generation(store, 1, step=1)
+    path = store.generation_directory(1) / MANIFEST
+    path.write_text(change(path.read_text(), later={"a": 1}))
+    assert read_manifest(path.parent).digest() == manifest.digest()
+
+
 def test_a_missing_manifest_or_file_is_refused_by_name(store: HostStore, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=str(tmp_path / MANIFEST)):
         read_manifest(tmp_path)
