@@ -68,8 +68,8 @@ class GenerationLayout:
         number = max(found) if options.iteration is None else options.iteration
         if number not in found:
             raise RefusedError(f"{path} holds no generation {number}, but {list(found)}.")
-        generation = load_generation(found[number])
-        _check_one_job(generation)
+        generation = load_generation(found[number], number)
+        _check_tensors(generation)
         base = Path(*_common_parts(found[number]))
         parts = [
             _placed(part, directory.absolute().relative_to(base))
@@ -83,6 +83,7 @@ class GenerationLayout:
             _values(generation.step, generation.about, generation.scalars, generation.rank_state),
             may_overlap=True,
             noted=np.concatenate([part.fingerprint for part in generation.hosts]),
+            stated=generation.stated,
             noted_version=generation.fingerprint_version,
             notes=_notes(generation),
         )
@@ -145,18 +146,11 @@ def _notes(generation: Generation) -> tuple[str, ...]:
     )
 
 
-def _check_one_job(generation: Generation) -> None:
-    """Refuse parts of several jobs, and tensors that no part knows of."""
+def _check_tensors(generation: Generation) -> None:
+    """Refuse a generation with a tensor that no part knows of."""
     hosts = generation.hosts
-    deposits = {str(part.about["deposit"]): part.host for part in hosts if "deposit" in part.about}
-    if len(deposits) > 1:
-        found = ", ".join(f"{host}: {name}" for name, host in sorted(deposits.items()))
-        raise RefusedError(
-            f"the parts of generation {generation.generation} are of several jobs or rounds "
-            f"({found}). Never mix generations: take those of one."
-        )
     names = {tensor.name for part in hosts for tensor in part.collection.tensors}
-    expected = max(int(part.about.get("tensors", 0)) for part in hosts)
+    expected = max(part.about["tensors"] for part in hosts)
     if len(names) < expected:
         raise LayoutError(
             f"{len(names)} of {expected} tensors of generation {generation.generation} are held by "

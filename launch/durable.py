@@ -16,7 +16,7 @@ from typing import Any
 
 from scalai.core.errors import LayoutError, RefusedError, StoreError
 from scalai.store.host import HostStore
-from scalai.store.manifest import HostManifest, read_manifest, sync_directory
+from scalai.store.manifest import HostManifest, read_saved_manifest, sync_directory
 from scalai.store.places import NUMBERED
 
 Json = Any
@@ -62,14 +62,11 @@ def numbers(folder: Path) -> list[int]:
 
 def _read(path: Path, number: int, seen: Seen) -> None:
     try:
-        manifest = read_manifest(path)
+        manifest = read_saved_manifest(path, number)
     except StoreError as error:
         seen.damaged[number] = str(error)
-        return
-    if manifest.generation == number:
-        seen.parts.setdefault(number, []).append((path, manifest))
     else:
-        seen.damaged[number] = f"{path} says that it is generation {manifest.generation}"
+        seen.parts.setdefault(number, []).append((path, manifest))
 
 
 def attach_durable(store: HostStore, folder: Path) -> dict[int, str]:

@@ -41,7 +41,7 @@ def open_generation(path: Path, number: int | None) -> tuple[Generation, list[in
         raise UsageError(
             f"{path} holds no generation {number}, but {list(found)}. Name one of them."
         )
-    return load_generation(found[number]), list(found)
+    return load_generation(found[number], number), list(found)
 
 
 def describe(generation: Generation) -> dict[str, Json]:
@@ -139,12 +139,23 @@ def read_tensor(generation: Generation, name: str) -> tuple[Tensor, npt.NDArray[
 
 
 def verify(generation: Generation) -> None:
-    """Compute the fingerprint of every piece again. Raises ``ProofError`` where one differs."""
+    """Compute the fingerprint of every piece again, and add them up to what was committed. Raises
+    ``ProofError`` where one differs."""
     damage = [line for stored in _stored(generation) for line in stored.damage()]
     if damage:
         raise ProofError(
             f"{len(damage)} pieces are not what was written: {'; '.join(damage[:5])}. Use another "
             "generation."
+        )
+    rows = concatenate([part.collection for part in generation.hosts])
+    values = np.concatenate([part.fingerprint for part in generation.hosts])
+    prints = sure_fingerprints(rows, values, generation.fingerprint_version)
+    stated = generation.stated
+    differ = sorted(name for name in prints if stated.get(name, prints[name]) != prints[name])
+    if differ:
+        raise ProofError(
+            f"{len(differ)} tensors are not what was committed: {', '.join(differ[:5])}. Use "
+            "another generation."
         )
 
 

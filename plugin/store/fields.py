@@ -104,7 +104,7 @@ def fingerprints(value: Json, name: str) -> npt.NDArray[np.uint64]:
 
 def about(value: Json) -> dict[str, Json]:
     """Return what a manifest says of how the state came to be. What readers count on is of its
-    kind; what is not there is no error here."""
+    kind; what is not there is no error here: ``read_saved_manifest`` asks for it."""
     told = mapped(value, "about")
     for name in ("tensors", "world_size"):
         if name in told:

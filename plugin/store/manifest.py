@@ -304,6 +304,33 @@ def read_own_manifest(directory: Path, host: str, generation: int | None = None)
     return manifest
 
 
+NEEDED = ("consumed_samples", "degrees", "tensors", "world_size")
+"""What ``about`` of a saved part says: without it nobody can tell whether the state is whole, or go
+on from it."""
+
+
+def read_saved_manifest(directory: Path, generation: int | None = None) -> HostManifest:
+    """Read the manifest of a part that some job has left, in a folder of this generation (None: of
+    any).
+
+    Raises:
+        StoreError: It is damaged, of another generation, or says too little to go on from.
+    """
+    manifest = read_manifest(directory)
+    if generation not in (None, manifest.generation):
+        raise StoreError(
+            f"{directory} says that it is generation {manifest.generation}, and lies where "
+            f"generation {generation} belongs: was a folder renamed? Rename it back."
+        )
+    missing = [name for name in NEEDED if name not in manifest.about]
+    if missing:
+        raise StoreError(
+            f"{directory / MANIFEST} is damaged: about says no {', '.join(missing)}. Remove its "
+            "directory and use another generation."
+        )
+    return manifest
+
+
 def manifest_from_message(data: Json, where: str) -> HostManifest:
     """Read a manifest with its digest, from a file or a peer. Raises ``StoreError`` naming
     ``where``."""
@@ -358,6 +385,13 @@ class Generation:
     def fingerprint_version(self) -> int:
         """The version of all parts' fingerprints."""
         return self.hosts[0].fingerprint_version
+
+    @property
+    def stated(self) -> Mapping[str, int]:
+        """The fingerprints of all tensors by name, as they were committed; none of a generation of
+        a release that stated nothing, or that was converted."""
+        said = (part.committed.fingerprints for part in self.hosts if part.committed is not None)
+        return next(said, {})
 
     @property
     def scalars(self) -> dict[str, Json]:
@@ -427,7 +461,30 @@ def unite_hosts(
     )
 
 
-def load_generation(directories: Sequence[Path]) -> Generation:
-    """Read the parts of one generation, one directory a host. Raises as ``read_manifest`` and
-    ``unite_hosts`` do."""
-    return unite_hosts([read_manifest(directory) for directory in directories], directories)
+def load_generation(directories: Sequence[Path], number: int | None = None) -> Generation:
+    """Read the parts of one generation, one directory a host; ``number``: of this one.
+
+    Raises:
+        StoreError: As ``read_saved_manifest`` and ``unite_hosts``; or the parts are of two states
+            that have one number. LayoutError: As ``unite_hosts``.
+    """
+    parts = [read_saved_manifest(directory, number) for directory in directories]
+    generation = unite_hosts(parts, directories)
+    deposits = {str(p.about["deposit"]): p.host for p in parts if "deposit" in p.about}
+    if len(deposits) > 1:
+        found = ", ".join(f"{host}: {name}" for name, host in sorted(deposits.items()))
+        raise StoreError(
+            f"the parts of generation {generation.generation} are of several jobs or rounds "
+            f"({found}). Never mix generations: take those of one."
+        )
+    stated = [(part.host, part.committed) for part in generation.hosts if part.committed]
+    for host, committed in stated[1:]:
+        differ = committed.difference(stated[0][1])
+        if differ:
+            raise StoreError(
+                f"hosts {stated[0][0]!r} and {host!r} hold parts of generation "
+                f"{generation.generation} that were committed with other fingerprints of "
+                f"{len(differ)} tensors ({', '.join(differ[:5])}). One of them is of another "
+                "state: take its part away."
+            )
+    return generation

@@ -132,7 +132,7 @@ GENERATION = [
     Case("duplicate", copy_the_part, "two parts are of host 'offline'"),
     Case("missing file", lose(FILE), "rank-0.safetensors is missing"),
     Case("missing file", drop_a_tensor, "the part of a host is missing"),
-    Case("extra file", add_a_part(generation=2), "Never mix generations"),
+    Case("extra file", add_a_part(generation=2), "says that it is generation 2"),
     Case("truncated", shorter(FILE), "bytes long"),
     Case("bomb", longer(FILE), "bytes long"),
     Case("bomb", change(lambda d: d["begin"].__setitem__(0, 1 << 40)), "ends beyond"),

@@ -12,12 +12,14 @@ from store_states import Opener, generation
 from scalai.core.errors import LayoutError, StoreError
 from scalai.store.host import HostStore
 from scalai.store.manifest import (
+    NEEDED,
     HostManifest,
     _digest,
     load_generation,
     manifest_from_message,
     manifest_message,
     read_manifest,
+    read_saved_manifest,
     unite,
     unite_hosts,
 )
@@ -207,6 +209,52 @@ def test_hosts_are_united_in_the_order_of_their_ranks(open_store: Opener) -> Non
     assert [part.host for part in union.hosts] == ["a", "b"]
     assert union.step == 1 and union.scalars == union.hosts[0].scalars
     assert union.rank_state == {"tp0": [0], "tp1": [1]}
+
+
+def rewritten(store: HostStore, **changes: Any) -> Path:
+    """Change a host's manifest of generation 1, with a digest that fits; return its folder."""
+    path = store.generation_directory(1) / MANIFEST
+    path.write_text(change(path.read_text(), **changes))
+    return path.parent
+
+
+def test_a_folder_that_was_renamed_is_refused_by_both_numbers(open_store: Opener) -> None:
+    first, second = two_hosts(open_store)
+    places = [first.generation_directory(1), second.generation_directory(1)]
+    assert load_generation(places, 1).generation == 1
+    with pytest.raises(StoreError, match=r"says that it is generation 1.*generation 2 belongs"):
+        load_generation(places, 2)
+    rewritten(second, generation=3)
+    with pytest.raises(StoreError, match=f"{places[1]} says that it is generation 3"):
+        load_generation(places, 1)
+
+
+def test_parts_of_two_deposits_are_never_one_state(open_store: Opener) -> None:
+    first, second = two_hosts(open_store)
+    about = first.manifest(1).about
+    places = [
+        rewritten(store, about={**about, "deposit": name})
+        for store, name in ((first, "r-1-9"), (second, "s-1-9"))
+    ]
+    with pytest.raises(StoreError, match=r"several jobs or rounds \(a: r-1-9, b: s-1-9\)"):
+        load_generation(places)
+    says = [{"hosts": ["a", "b"], "fingerprints": {"param/w": f"{n:016x}"}} for n in (1, 2)]
+    places = [
+        rewritten(store, about=about, committed=said)
+        for store, said in zip((first, second), says, strict=True)
+    ]
+    with pytest.raises(StoreError, match=r"'a' and 'b'.*other fingerprints of 1 tensors \(param/w"):
+        load_generation(places)
+
+
+@pytest.mark.parametrize("missing", NEEDED)
+def test_a_saved_part_that_says_too_little_is_refused(store: HostStore, missing: str) -> None:
+    about = dict(generation(store, 1, step=1).about)
+    assert load_generation([store.generation_directory(1)]).step == 1
+    del about[missing]
+    place = rewritten(store, about=about)
+    with pytest.raises(StoreError, match=f"{place / MANIFEST} is damaged: about says no {missing}"):
+        read_saved_manifest(place)
 
 
 def parts_of(store: HostStore, number: int) -> HostManifest:
