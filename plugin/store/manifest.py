@@ -262,7 +262,7 @@ def read_manifest(directory: Path) -> HostManifest:
     """
     path = directory / MANIFEST
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = fields.parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StoreError(
             f"{path} cannot be read ({error.strerror}); a committed generation has one. Name a "
@@ -470,7 +470,7 @@ def load_generation(directories: Sequence[Path], number: int | None = None) -> G
     """
     parts = [read_saved_manifest(directory, number) for directory in directories]
     generation = unite_hosts(parts, directories)
-    deposits = {str(p.about["deposit"]): p.host for p in parts if "deposit" in p.about}
+    deposits = {str(part.about.get("deposit")): part.host for part in parts}
     if len(deposits) > 1:
         found = ", ".join(f"{host}: {name}" for name, host in sorted(deposits.items()))
         raise StoreError(
