@@ -3,11 +3,10 @@
 A dozen lines in a loop of one's own::
 
     import scalai
-    from scalai.patches.megatron.state import MegatronState
 
     with scalai.elastic() as job:
         ...build with job.tp and job.pp...
-        job.attach(MegatronState(model, optimizer, scheduler))
+        job.attach(scalai.MegatronState(model, optimizer, scheduler))
         while job.step < steps:
             ...train one step...
             if job.boundary(samples=global_batch_size):
