@@ -31,8 +31,9 @@ from scalai.core.region import Box, Index, row_major
 Json = Any
 """Whatever ``json.dumps`` writes."""
 
-PARAM, MAIN, STEP = "param", "main", "step"
-"""Kinds of tensors; the others are the optimizer's own names, as ``exp_avg``."""
+PARAM, MAIN, STEP, USER = "param", "main", "step", "user"
+"""Kinds of tensors; the others are the optimizer's own names, as ``exp_avg``. ``user`` are tensors
+that a script registered, of which there is no parameter."""
 
 
 REPORT = "scalai.json"

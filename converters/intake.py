@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from scalai.converters.checkpoint import PARAM, Checkpoint, Placed, Values
+from scalai.converters.checkpoint import PARAM, USER, Checkpoint, Placed, Values
 from scalai.core.boxes import check_inside, right_aligned
 from scalai.core.collection import ITEM_BYTES, MAX_NDIM, Tensor
 from scalai.core.errors import RefusedError
@@ -119,7 +119,7 @@ def _check_kinds(directory: Path, tensors: tuple[Tensor, ...]) -> None:
     names = {tensor.name for tensor in tensors}
     for name in names:
         kind, _, parameter = name.partition("/")
-        if f"{PARAM}/{parameter}" not in names:
+        if kind != USER and f"{PARAM}/{parameter}" not in names:
             raise RefusedError(
                 f"{directory} has {kind} of {parameter!r}, and no such parameter. It is not whole, "
                 "or mixed from two checkpoints: use another one."
