@@ -18,8 +18,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import scalai  # noqa: E402
+from scalai import Session  # noqa: E402
 from scalai.patches.megatron import rehearsal  # noqa: E402
-from scalai.runtime.session import Session  # noqa: E402
 
 rehearsal.install()
 
@@ -48,7 +48,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from resize_marks import Marks, is_last  # noqa: E402
 
-from scalai.patches.megatron.state import MegatronState  # noqa: E402
+from scalai import MegatronState  # noqa: E402
 
 IMPORTED = time.monotonic(), time.process_time()
 SEED = 1234

@@ -30,8 +30,9 @@ from scalai.core.fingerprint import VERSION
 from scalai.core.jsonable import Json
 from scalai.core.region import Box, Index, row_major
 
-PARAM, MAIN, STEP = "param", "main", "step"
-"""Kinds of tensors; the others are the optimizer's own names, as ``exp_avg``."""
+PARAM, MAIN, STEP, USER = "param", "main", "step", "user"
+"""Kinds of tensors; the others are the optimizer's own names, as ``exp_avg``. ``user`` are tensors
+that a script registered, of which there is no parameter."""
 
 
 REPORT = "scalai.json"
@@ -192,6 +193,8 @@ class Checkpoint:
         may_overlap: Whether equal elements may lie in boxes that are cut differently, as the
             pieces that hosts have fetched from each other.
         noted: By row of ``placed`` the fingerprint that the layout itself keeps; None: it has none.
+        stated: The fingerprints of whole tensors that the layout itself keeps, by name: pieces that
+            were fetched and never proven are proven by them.
         noted_version: That of those fingerprints.
         notes: What was noticed, one line each: what cannot be carried and why.
         changed: Tensors that are not as the directory has them, but renamed, cut or padded: what is
@@ -205,6 +208,7 @@ class Checkpoint:
     twins: Placed | None = None
     may_overlap: bool = False
     noted: npt.NDArray[np.uint64] | None = None
+    stated: Mapping[str, int] = field(default_factory=dict)
     noted_version: int = VERSION
     notes: tuple[str, ...] = ()
     changed: frozenset[str] = frozenset()

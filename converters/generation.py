@@ -28,7 +28,7 @@ from scalai.converters.checkpoint import (
 from scalai.converters.torch_archive import NewTensor
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
 from scalai.core.dtypes import FROM_TORCH, NUMPY_DTYPES, TORCH_NAMES
-from scalai.core.errors import LayoutError, RefusedError, UsageError
+from scalai.core.errors import LayoutError, UsageError
 from scalai.core.fingerprint import VERSION
 from scalai.core.region import whole
 from scalai.store.files import FileLayout, lay_out
@@ -82,9 +82,9 @@ class GenerationLayout:
             raise UsageError(
                 f"{path} holds no generation {number}, but {list(found)}. Name one of them."
             )
-        generation = load_generation(found[number])
+        generation = load_generation(found[number], number)
         if not options.is_part:
-            _check_one_job(generation)
+            _check_tensors(generation)
         base = Path(*_common_parts(found[number]))
         parts = [
             _placed(part, directory.absolute().relative_to(base))
@@ -98,6 +98,7 @@ class GenerationLayout:
             _values(generation, tuple(found)),
             may_overlap=True,
             noted=np.concatenate([part.fingerprint for part in generation.hosts]),
+            stated=generation.stated,
             noted_version=generation.fingerprint_version,
             notes=_notes(generation),
         )
@@ -160,18 +161,11 @@ def _notes(generation: Generation) -> tuple[str, ...]:
     )
 
 
-def _check_one_job(generation: Generation) -> None:
-    """Refuse parts of several jobs, and tensors that no part knows of."""
+def _check_tensors(generation: Generation) -> None:
+    """Refuse a generation with a tensor that no part knows of."""
     hosts = generation.hosts
-    deposits = {str(part.about["deposit"]): part.host for part in hosts if "deposit" in part.about}
-    if len(deposits) > 1:
-        found = ", ".join(f"{host}: {name}" for name, host in sorted(deposits.items()))
-        raise RefusedError(
-            f"the parts of generation {generation.generation} are of several jobs or rounds "
-            f"({found}). Never mix generations: take those of one."
-        )
     names = {tensor.name for part in hosts for tensor in part.collection.tensors}
-    expected = max(int(part.about.get("tensors", 0)) for part in hosts)
+    expected = max(part.about["tensors"] for part in hosts)
     if len(names) < expected:
         raise LayoutError(
             f"{len(names)} of {expected} tensors of generation {generation.generation} are held by "

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from scalai.converters.checkpoint import PARAM, Checkpoint, Placed, Values
+from scalai.converters.checkpoint import PARAM, USER, Checkpoint, Placed, Values
 from scalai.core.boxes import check_inside, right_aligned
 from scalai.core.collection import Tensor, split_name
 from scalai.core.dtypes import ITEM_BYTES
@@ -118,7 +118,7 @@ def _check_kinds(directory: Path, tensors: tuple[Tensor, ...]) -> None:
     names = {tensor.name for tensor in tensors}
     for name in names:
         kind, parameter = split_name(name)
-        if not kind or f"{PARAM}/{parameter}" not in names:
+        if kind != USER and (not kind or f"{PARAM}/{parameter}" not in names):
             raise RefusedError(
                 f"{directory} has {kind} of {parameter!r}, and no such parameter. It is not whole, "
                 "or mixed from two checkpoints: use another one."

@@ -83,9 +83,9 @@ def check_report(checkpoint: Checkpoint, found: Mapping[str, int], workers: int)
             known[version] = fingerprints(checkpoint, workers, version)
         return {n: value for n, value in known[version].items() if n not in checkpoint.changed}
 
-    noted, _ = noted_fingerprints(checkpoint)
-    if noted:
-        _compare(of_version(checkpoint.noted_version), noted, checkpoint.directory)
+    for noted in (noted_fingerprints(checkpoint)[0], checkpoint.stated):
+        if noted:
+            _compare(of_version(checkpoint.noted_version), noted, checkpoint.directory)
     check_reports(checkpoint.directory, of_version)
 
 
@@ -146,7 +146,7 @@ def _compare(found: Mapping[str, int], noted: Mapping[str, int], where: Path) ->
 def is_noted(checkpoint: Checkpoint, names: Iterable[str]) -> bool:
     """Tell whether the layout, or a conversion beside a checkpoint, notes fingerprints of all these
     tensors; ``check_report`` compares with them."""
-    known = set(noted_fingerprints(checkpoint)[0])
+    known = {*noted_fingerprints(checkpoint)[0], *checkpoint.stated}
     for _, _, noted in _reports(checkpoint.directory):
         known |= noted.keys()
     return known - checkpoint.changed >= set(names)

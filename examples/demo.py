@@ -36,7 +36,7 @@ from demo_words import (
     phase_table,
 )
 
-from scalai.core.errors import ScalaiError
+from scalai import ScalaiError
 from scalai.launch.proofs import committed_fingerprints
 from scalai.store.manifest import load_generation
 from scalai.store.places import find_generations

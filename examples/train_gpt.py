@@ -24,7 +24,6 @@ import torch.distributed as dist
 import scalai
 from scalai.core.batches import Batches, combine_hashes, sample_hashes
 from scalai.patches.megatron import rehearsal
-from scalai.runtime.session import Session
 
 rehearsal.install()
 
@@ -44,8 +43,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-
-from scalai.patches.megatron.state import MegatronState  # noqa: E402
 
 VOCABULARY = 256
 
@@ -92,7 +89,7 @@ class Training:
     scheduler: OptimizerParamScheduler
 
 
-def build(options: argparse.Namespace, job: Session) -> Training:
+def build(options: argparse.Namespace, job: scalai.Session) -> Training:
     """Build this rank's part of the model, its optimizer and its learning-rate schedule."""
     config = TransformerConfig(
         num_layers=options.layers,
@@ -234,7 +231,9 @@ def main() -> None:
         init_num_microbatches_calculator(dist.get_rank(), None, *sizes)
         training = build(options, job)
         job.attach(
-            MegatronState(training.model, training.optimizer, training.scheduler, seed=options.seed)
+            scalai.MegatronState(
+                training.model, training.optimizer, training.scheduler, seed=options.seed
+            )
         )
         while job.step < options.steps:
             rows = batches.samples(job.consumed_samples, mpu.get_data_parallel_rank())

@@ -6,7 +6,6 @@ import logging
 from scalai.converters.megatron.arguments import derived_flags
 from scalai.core.commands import Workers
 from scalai.core.degrees import Degrees
-from scalai.core.jsonable import Json
 from scalai.launch.job import JobSpec
 
 log = logging.getLogger(__name__)

@@ -10,12 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
-from scalai.core.jsonable import Json
 from scalai.core import events
 from scalai.core.commands import Exit
 from scalai.core.errors import PeerError, ScalaiError, StaleError, UsageError
+from scalai.core.jsonable import Json
 from scalai.core.membership import Phase, staying
 from scalai.core.messages import JsonText
 from scalai.launch.admission import Admission

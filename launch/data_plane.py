@@ -23,7 +23,7 @@ from scalai.runtime.codec import decode, encode
 from scalai.runtime.connecting import connect
 from scalai.runtime.framing import FramedSocket
 from scalai.runtime.listening import Listener
-from scalai.store.files import contiguous_chunks
+from scalai.store.files import contiguous_chunks, write_at
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, manifest_bytes, manifest_of_bytes
 
@@ -263,16 +263,9 @@ def _receive(
                         f"{framed.peer} sent an empty block; {end - begin} bytes are left of part "
                         f"{number}. Do the versions differ?"
                     )
-                begin += _write_all(descriptor, memoryview(block), begin)
+                write_at(descriptor, memoryview(block), begin)
+                begin += len(block)
                 arrived(len(block))
     finally:
         os.close(descriptor)
     return sum(sizes)
-
-
-def _write_all(descriptor: int, data: memoryview, begin: int) -> int:
-    """Write ``data`` at byte ``begin``; returns its length."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], begin + done)
-    return done

@@ -17,7 +17,7 @@ from scalai.core.errors import LayoutError, RefusedError, StoreError
 from scalai.core.jsonable import Json
 from scalai.store.atomic import make_folder, rename_durably, replace_file, write_new
 from scalai.store.host import HostStore
-from scalai.store.manifest import HostManifest, read_manifest
+from scalai.store.manifest import HostManifest, read_saved_manifest
 from scalai.store.places import NUMBERED
 
 FINISHED = "finished.json"
@@ -62,14 +62,11 @@ def numbers(folder: Path) -> list[int]:
 
 def _read(path: Path, number: int, seen: Seen) -> None:
     try:
-        manifest = read_manifest(path)
+        manifest = read_saved_manifest(path, number)
     except StoreError as error:
         seen.damaged[number] = str(error)
-        return
-    if manifest.generation == number:
-        seen.parts.setdefault(number, []).append((path, manifest))
     else:
-        seen.damaged[number] = f"{path} says that it is generation {manifest.generation}"
+        seen.parts.setdefault(number, []).append((path, manifest))
 
 
 def attach_durable(store: HostStore, folder: Path) -> dict[int, str]:

@@ -9,7 +9,6 @@ from itertools import islice
 from scalai.core import events, reports
 from scalai.core.commands import Ending
 from scalai.core.errors import ScalaiError
-from scalai.core.jsonable import Json
 from scalai.launch.background import Background
 from scalai.launch.coordinator_calls import Joined
 from scalai.launch.durable import attach_durable, numbers, set_aside, write_finished

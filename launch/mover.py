@@ -14,13 +14,13 @@ from scalai.core.commands import Start
 from scalai.core.errors import MemoryShortError, ProofError, ScalaiError
 from scalai.core.messages import JsonText
 from scalai.core.plan import plan
+from scalai.core.region import box_text
 from scalai.core.sources import Holder
 from scalai.core.worker_messages import Source
 from scalai.launch.data_plane import Peer
 from scalai.runtime.at_once import at_once
 from scalai.runtime.failpoints import reached
 from scalai.store.extension import fingerprints_of
-from scalai.store.files import box_text
 from scalai.store.host import HostStore
 from scalai.store.manifest import Generation, HostManifest, manifest_of_bytes, unite_hosts
 from scalai.store.moves import Fetched, FetchList, fetch_lists, holders_of, read_orders

@@ -6,13 +6,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from scalai.core.jsonable import Json
 from scalai.core.collection import Collection
 from scalai.core.commands import Build, Start, Workers
 from scalai.core.errors import PeerError
+from scalai.core.jsonable import Json
 from scalai.core.orders import RankDeposit, WriteOrder
 from scalai.core.worker_messages import RankRestored, Source
 from scalai.store.deposit import Deposit
+
 Answer = TypeVar("Answer")
 
 

@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-
 from typing import Any
 
 from scalai.core.errors import PeerError, ScalaiError

@@ -1,28 +1,93 @@
 """Scalai: change the parallel layout of a running Megatron-LM or DeepSpeed job.
 
-``import scalai`` needs neither torch nor a framework; ``elastic`` and ``current`` import torch when
-they are called.
+The names in ``__all__`` are the public ones; others may change without notice. Each is imported
+when it is first used: ``import scalai`` needs neither torch nor a framework.
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scalai.runtime.session import Session
+    from scalai.core.errors import (
+        AbsentError,
+        AnswerError,
+        EndedError,
+        LayoutError,
+        MemoryShortError,
+        MessageError,
+        PeerError,
+        ProofError,
+        RefusedError,
+        ScalaiError,
+        SilentError,
+        StaleError,
+        StoreError,
+        UsageError,
+        VersionError,
+    )
+    from scalai.patches.deepspeed.state import DeepSpeedState
+    from scalai.patches.megatron.state import MegatronState
+    from scalai.runtime.session import Session, current, elastic
 
 __version__ = "0.1.0"
-__all__ = ["current", "elastic"]
+__all__ = [
+    "AbsentError",
+    "AnswerError",
+    "DeepSpeedState",
+    "EndedError",
+    "LayoutError",
+    "MegatronState",
+    "MemoryShortError",
+    "MessageError",
+    "PeerError",
+    "ProofError",
+    "RefusedError",
+    "ScalaiError",
+    "Session",
+    "SilentError",
+    "StaleError",
+    "StoreError",
+    "UsageError",
+    "VersionError",
+    "current",
+    "elastic",
+]
+
+_PLACES = {
+    "DeepSpeedState": "scalai.patches.deepspeed.state",
+    "MegatronState": "scalai.patches.megatron.state",
+    "Session": "scalai.runtime.session",
+    "current": "scalai.runtime.session",
+    "elastic": "scalai.runtime.session",
+}
+"""Where a public name lies, if not among the errors."""
+
+_EXTRAS = {"DeepSpeedState": "deepspeed", "MegatronState": "megatron"}
+"""What an installation of Scalai calls the framework that a name needs."""
+
+if not TYPE_CHECKING:  # a type checker would take every name to be there
+
+    def __getattr__(name: str) -> object:
+        """Import a public name at its first use.
+
+        Raises:
+            AttributeError: It is none. ModuleNotFoundError: What it needs is not installed.
+        """
+        if name not in __all__:
+            raise AttributeError(f"module 'scalai' has no attribute {name!r}; it has {__all__}.")
+        place = _PLACES.get(name, "scalai.core.errors")
+        try:
+            value = getattr(importlib.import_module(place), name)
+        except ModuleNotFoundError as error:
+            way = f"scalai[{_EXTRAS[name]}] brings it" if name in _EXTRAS else "pip install it"
+            raise ModuleNotFoundError(
+                f"scalai.{name} needs {error.name}, which is not installed here; {way}.",
+                name=error.name,
+            ) from error
+        globals()[name] = value
+        return value
 
 
-def elastic(**defaults: int) -> "Session":
-    """Return this worker's session, a context that hands out the degrees
-    (``scalai.runtime.session.elastic``)."""
-    from scalai.runtime import session
-
-    return session.elastic(**defaults)
-
-
-def current() -> "Session | None":
-    """Return this process's session, None before ``elastic``."""
-    from scalai.runtime import session
-
-    return session.current()
+def __dir__() -> list[str]:
+    """Return the public names too, without importing any."""
+    return sorted({*globals(), *__all__})

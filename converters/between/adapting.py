@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from scalai.converters.between.mapping import NameMapping
 from scalai.converters.between.reference import Reference
+from scalai.converters.between.registered import without_registered
 from scalai.converters.between.to_deepspeed import to_deepspeed
 from scalai.converters.between.to_megatron import to_megatron
 from scalai.converters.between.translation import (
@@ -64,6 +65,8 @@ def adapted(source: Checkpoint, wishes: Wishes) -> tuple[Checkpoint, Values | No
         UsageError: A mapping that is needed was not given, or does not fit.
     """
     target, mapping = wishes.framework, wishes.mapping
+    if wishes.layout != "scalai" or mapping is not None:
+        source = without_registered(source)
     crosses = bool(target) and source.values.framework not in (target, "")
     if crosses and mapping is None:
         raise UsageError(

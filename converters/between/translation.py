@@ -102,6 +102,7 @@ def _translated(
         source,
         placed=placed,
         noted=None,
+        stated={},
         twins=None if source.twins is None else _renamed(source.twins, links, shapes),
         notes=(*source.notes, *notes),
         changed=frozenset(tensor.name for tensor in placed.collection.tensors),

@@ -80,6 +80,7 @@ def repadded(source: Checkpoint, rows: int, vocabulary: int | None) -> Checkpoin
         source,
         placed=_cut(source.placed, rows),
         noted=None,
+        stated={},
         twins=None if source.twins is None else _cut(source.twins, rows),
         values=replace(
             source.values,

@@ -4,6 +4,7 @@ it, and every later proof compares with it."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from scalai.core import fields
 from scalai.core.jsonable import Json
 
 
@@ -29,8 +30,13 @@ class Committed:
     def from_json(cls, data: Mapping[str, Json]) -> "Committed":
         """Read what ``to_json`` wrote. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where
         it is something else."""
-        fingerprints = {str(name): int(value, 16) for name, value in data["fingerprints"].items()}
-        return cls(tuple(str(host) for host in data["hosts"]), fingerprints)
+        prints = fields.mapped(fields.mapped(data, "committed")["fingerprints"], "fingerprints")
+        fingerprints = {
+            name: fields.fingerprint(value, f"committed fingerprint of {name!r}")
+            for name, value in prints.items()
+        }
+        hosts = fields.listed(data["hosts"], "committed.hosts")
+        return cls(tuple(fields.text(host, "a committed host") for host in hosts), fingerprints)
 
     def difference(self, other: "Committed") -> list[str]:
         """Return the tensors that the two state otherwise, sorted."""

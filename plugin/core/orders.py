@@ -3,10 +3,9 @@ there, results back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from scalai.core.jsonable import Json
 from scalai.core.collection import Columns
+from scalai.core.jsonable import Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from scalai.core.collection import Tensor
-from scalai.core.jsonable import Json as Json  # session.py takes it from here
+from scalai.core.jsonable import Json
 from scalai.core.region import Piece
 
 

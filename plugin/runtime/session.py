@@ -3,11 +3,10 @@
 A dozen lines in a loop of one's own::
 
     import scalai
-    from scalai.patches.megatron.state import MegatronState
 
     with scalai.elastic() as job:
         ...build with job.tp and job.pp...
-        job.attach(MegatronState(model, optimizer, scheduler))
+        job.attach(scalai.MegatronState(model, optimizer, scheduler))
         while job.step < steps:
             ...train one step...
             if job.boundary(samples=global_batch_size):
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 
 from scalai.core.errors import LayoutError, PeerError, RefusedError, StoreError, UsageError
+from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText
 from scalai.core.orders import WriteOrder
 from scalai.core.region import Piece
@@ -52,7 +52,7 @@ from scalai.runtime.control import ControlPage, control_path
 from scalai.runtime.deposit import ordered_fingerprints, place_rows
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.fingerprints import live_fingerprints
-from scalai.runtime.live import Json, LiveState, Slot
+from scalai.runtime.live import LiveState, Slot
 from scalai.runtime.mapping import MappedFile
 from scalai.runtime.registered import Get, Registered, Set
 from scalai.runtime.restore import map_sources, read_rows

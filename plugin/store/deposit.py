@@ -93,11 +93,14 @@ class Deposit:
                 tuple(share.layout.begin.tolist()),
             )
         begins = [share.layout.begin for share in shares]
+        # An empty tensor has no piece to write: its name alone says that it is there.
+        nothing = np.zeros(0, dtype=np.int64)
+        tables = [each.select(nothing) for _, each in sorted(held.items())]
         return cls(
             directory,
             dict(held),
             orders,
-            concatenate([share.pieces for share in shares]),
+            concatenate([*(share.pieces for share in shares), *tables]),
             np.repeat(np.arange(len(shares)), [len(begin) for begin in begins]),
             np.concatenate([np.zeros(0, np.int64), *begins]),
             tuple(StoredFile(share.file, share.layout.size_bytes) for share in shares),

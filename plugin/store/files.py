@@ -18,8 +18,7 @@ import numpy as np
 from scalai.core.collection import Collection, Columns, Tensor
 from scalai.core.dtypes import ITEM_BYTES, Bits
 from scalai.core.errors import LayoutError
-from scalai.core.region import Box
-from scalai.core.region import box_text as box_text  # launch/mover.py takes it from here
+from scalai.core.region import Box, box_text
 
 CHUNK_BYTES = 4 << 20
 """What is copied, sent or checksummed at once: fits a core's cache, amortises a system call."""

@@ -14,22 +14,20 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.boxes import outside, right_aligned
+from scalai.core import fields
 from scalai.core.collection import Collection, Columns
 from scalai.core.committed import Committed
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.fingerprint import MODULI
 from scalai.core.fingerprint import VERSION as FINGERPRINT_VERSION
 from scalai.core.jsonable import Json
-from scalai.core.region import box_text
 from scalai.store.atomic import partial_of, replace_file
+from scalai.store.consistency import find_inconsistency
 from scalai.store.places import MANIFEST
 
 FORMAT = "scalai-generation"
 VERSION = 2
 """Of what is written. Version 1, of older releases, is read: its fingerprints are of version 1."""
-MAX_BYTES = (1 << 63) - 1
-"""Of one tensor: columns count in 64 bits."""
 UNNUMBERED = -1
 """The generation of a manifest that is sealed and not yet committed."""
 
@@ -113,41 +111,14 @@ class HostManifest:
                 ``where``.
         """
         try:
-            if data["format"] != FORMAT or data["version"] not in (1, VERSION):
-                raise StoreError(
-                    f"{where} is {data['format']!r} version {data['version']!r}; this release "
-                    f"reads {FORMAT!r} to version {VERSION}. Use the release that wrote it."
-                )
-            prints = 1 if data["version"] == 1 else data["fingerprint_version"]
-            if prints not in MODULI:
-                raise StoreError(
-                    f"{where} has fingerprints of version {prints!r}; this release knows those of "
-                    f"{sorted(MODULI)}. Use the release that wrote it."
-                )
-            manifest = cls(
-                generation=int(data["generation"]),
-                step=int(data["step"]),
-                host=str(data["host"]),
-                about=dict(data["about"]),
-                ranks=tuple(int(rank) for rank in data["ranks"]),
-                collection=Collection.from_json(data["collection"]),
-                file=np.array(data["file"], dtype=np.int64),
-                begin=np.array(data["begin"], dtype=np.int64),
-                fingerprint=np.array([int(h, 16) for h in data["fingerprint"]], dtype=np.uint64),
-                files=tuple(StoredFile(str(name), int(size)) for name, size in data["files"]),
-                scalars=dict(data["scalars"]),
-                rank_state=dict(data["rank_state"]),
-                committed=Committed.from_json(data["committed"]) if "committed" in data else None,
-                unproven=tuple(int(number) for number in data.get("unproven", ())),
-                fingerprint_version=prints,
-            )
-            problem = _inconsistency(manifest)
+            manifest = _read(data, where)
+            problem = find_inconsistency(manifest)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             if isinstance(error, StoreError):
                 raise
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise StoreError(
-                f"{where} is damaged ({type(error).__name__}: {error}). Remove its directory and "
-                "use another generation."
+                f"{where} is damaged: {what}. Remove its directory and use another generation."
             ) from error
         if problem:
             raise StoreError(
@@ -156,42 +127,58 @@ class HostManifest:
         return manifest
 
 
+def _read(data: Mapping[str, Json], where: str) -> HostManifest:
+    """Return the manifest that these values are, each of its own kind. Raises ``StoreError`` where
+    they are of another release, ``KeyError`` or ``ValueError`` where they are not a manifest."""
+    prints = _fingerprint_version(data, where)
+    files = [fields.listed(entry, "an entry of files") for entry in data["files"]]
+    return HostManifest(
+        generation=fields.whole_number(data["generation"], "generation", UNNUMBERED),
+        step=fields.whole_number(data["step"], "step"),
+        host=fields.file_name(data["host"], "host"),
+        about=fields.about(data["about"]),
+        ranks=tuple(fields.column(data["ranks"], "ranks").tolist()),
+        collection=fields.collection(data["collection"]),
+        file=fields.column(data["file"], "file"),
+        begin=fields.column(data["begin"], "begin"),
+        fingerprint=fields.fingerprints(data["fingerprint"], "fingerprint"),
+        files=tuple(
+            StoredFile(
+                fields.file_name(name, "files"), fields.whole_number(size, f"bytes of {name}")
+            )
+            for name, size in files
+        ),
+        scalars=fields.mapped(data["scalars"], "scalars"),
+        rank_state=fields.mapped(data["rank_state"], "rank_state"),
+        committed=Committed.from_json(data["committed"]) if "committed" in data else None,
+        unproven=tuple(fields.column(data.get("unproven", []), "unproven").tolist()),
+        fingerprint_version=prints,
+    )
+
+
+def _fingerprint_version(data: Mapping[str, Json], where: str) -> int:
+    """Return the version of a manifest's fingerprints. Raises ``StoreError`` where this release
+    reads neither the manifest's version nor that one."""
+    version = data["version"]
+    if data["format"] != FORMAT or type(version) is not int or version not in (1, VERSION):
+        raise StoreError(
+            f"{where} is {data['format']!r} version {version!r}; this release "
+            f"reads {FORMAT!r} to version {VERSION}. Use the release that wrote it."
+        )
+    if version == 1 and "fingerprint_version" in data:
+        raise ValueError("it is of version 1, which states no fingerprint_version, and has one")
+    prints = 1 if version == 1 else data["fingerprint_version"]
+    if type(prints) is not int or prints not in MODULI:
+        raise StoreError(
+            f"{where} has fingerprints of version {prints!r}; this release knows those of "
+            f"{sorted(MODULI)}. Use the release that wrote it."
+        )
+    return prints
+
+
 def _digest(data: Mapping[str, Json]) -> str:
     canonical = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _inconsistency(manifest: HostManifest) -> str | None:
-    """Say what does not fit together in a manifest, or None."""
-    rows, collection = len(manifest.collection), manifest.collection
-    for name in ("file", "begin", "fingerprint"):
-        if len(getattr(manifest, name)) != rows:
-            return f"{len(getattr(manifest, name))} values of {name} for {rows} pieces"
-    for stored in manifest.files:
-        if not stored.name or "/" in stored.name or stored.name.startswith("."):
-            return f"{stored.name!r} is not a file name"
-    if any(not 0 <= number < len(manifest.files) for number in manifest.unproven):
-        return f"files {list(manifest.unproven)} are unproven, but there are {len(manifest.files)}"
-    for tensor in collection.tensors:
-        if not tensor.is_possible or tensor.size_bytes > MAX_BYTES:
-            return f"tensor {tensor.name!r} is {tensor.dtype}{list(tensor.shape)}"
-    if not rows:
-        return None
-    full = right_aligned(collection.tensors)
-    for row in outside(full, collection.tensor, collection.offset, collection.shape)[:1].tolist():
-        tensor, box = collection.box(row)
-        return f"piece {row}, {box_text(box)}, lies outside tensor {tensor.name!r}"
-    if manifest.file.min() < 0 or manifest.file.max() >= len(manifest.files):
-        return f"a piece lies in file {manifest.file.max()}, but there are {len(manifest.files)}"
-    sizes = np.array([stored.size_bytes for stored in manifest.files], dtype=np.int64)
-    # The sum of a damaged place and a size may be too large for a column.
-    beyond = (manifest.begin < 0) | (
-        manifest.begin > sizes[manifest.file] - collection.size_bytes()
-    )
-    if beyond.any():
-        row = int(beyond.argmax())
-        return f"piece {row} ends beyond {manifest.files[manifest.file[row]].name}"
-    return None
 
 
 def write_manifest(directory: Path, manifest: HostManifest) -> None:
@@ -246,7 +233,7 @@ def read_manifest(directory: Path) -> HostManifest:
     """
     path = directory / MANIFEST
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = fields.parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StoreError(
             f"{path} cannot be read ({error.strerror}); a committed generation has one. Name a "
@@ -288,10 +275,37 @@ def read_own_manifest(directory: Path, host: str, generation: int | None = None)
     return manifest
 
 
+NEEDED = ("consumed_samples", "degrees", "tensors", "world_size")
+"""What ``about`` of a saved part says: without it nobody can tell whether the state is whole, or go
+on from it."""
+
+
+def read_saved_manifest(directory: Path, generation: int | None = None) -> HostManifest:
+    """Read the manifest of a part that some job has left, in a folder of this generation (None: of
+    any).
+
+    Raises:
+        StoreError: It is damaged, of another generation, or says too little to go on from.
+    """
+    manifest = read_manifest(directory)
+    if generation not in (None, manifest.generation):
+        raise StoreError(
+            f"{directory} says that it is generation {manifest.generation}, and lies where "
+            f"generation {generation} belongs: was a folder renamed? Rename it back."
+        )
+    missing = [name for name in NEEDED if name not in manifest.about]
+    if missing:
+        raise StoreError(
+            f"{directory / MANIFEST} is damaged: about says no {', '.join(missing)}. Remove its "
+            "directory and use another generation."
+        )
+    return manifest
+
+
 def manifest_of_bytes(data: bytes, where: str) -> HostManifest:
     """Read what ``manifest_bytes`` wrote. Raises ``StoreError`` naming ``where``."""
     try:
-        content = json.loads(data)
+        content = fields.parsed(data.decode())
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{where} is damaged ({error}). Use another generation.") from error
     return _manifest_with_digest(content, where)
@@ -349,6 +363,13 @@ class Generation:
     def fingerprint_version(self) -> int:
         """The version of all parts' fingerprints."""
         return self.hosts[0].fingerprint_version
+
+    @property
+    def stated(self) -> Mapping[str, int]:
+        """The fingerprints of all tensors by name, as they were committed; none of a generation of
+        a release that stated nothing, or that was converted."""
+        said = (part.committed.fingerprints for part in self.hosts if part.committed is not None)
+        return next(said, {})
 
     @property
     def scalars(self) -> dict[str, Json]:
@@ -418,7 +439,30 @@ def unite_hosts(
     )
 
 
-def load_generation(directories: Sequence[Path]) -> Generation:
-    """Read the parts of one generation, one directory a host. Raises as ``read_manifest`` and
-    ``unite_hosts`` do."""
-    return unite_hosts([read_manifest(directory) for directory in directories], directories)
+def load_generation(directories: Sequence[Path], number: int | None = None) -> Generation:
+    """Read the parts of one generation, one directory a host; ``number``: of this one.
+
+    Raises:
+        StoreError: As ``read_saved_manifest`` and ``unite_hosts``; or the parts are of two states
+            that have one number. LayoutError: As ``unite_hosts``.
+    """
+    parts = [read_saved_manifest(directory, number) for directory in directories]
+    generation = unite_hosts(parts, directories)
+    deposits = {str(part.about.get("deposit")): part.host for part in parts}
+    if len(deposits) > 1:
+        found = ", ".join(f"{host}: {name}" for name, host in sorted(deposits.items()))
+        raise StoreError(
+            f"the parts of generation {generation.generation} are of several jobs or rounds "
+            f"({found}). Never mix generations: take those of one."
+        )
+    stated = [(part.host, part.committed) for part in generation.hosts if part.committed]
+    for host, committed in stated[1:]:
+        differ = committed.difference(stated[0][1])
+        if differ:
+            raise StoreError(
+                f"hosts {stated[0][0]!r} and {host!r} hold parts of generation "
+                f"{generation.generation} that were committed with other fingerprints of "
+                f"{len(differ)} tensors ({', '.join(differ[:5])}). One of them is of another "
+                "state: take its part away."
+            )
+    return generation

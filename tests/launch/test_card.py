@@ -8,7 +8,7 @@ import pytest
 from ports import free_port
 
 from scalai.core.errors import PeerError, UsageError
-from scalai.launch import card, clean, cli
+from scalai.launch import card, clean, cli, questions
 from scalai.launch.card import join_endpoint, read_card, split_endpoint, write_card
 from scalai.launch.person_calls import Status
 from scalai.runtime.calls import Server
@@ -62,7 +62,7 @@ def test_commands_end_at_a_silent_coordinator(
     command: list[str],
     code: int,
 ) -> None:
-    for module in (cli, clean):
+    for module in (questions, clean):
         monkeypatch.setattr(module, "read_card", partial(read_card, answer_s=ANSWER_S))
     folder = tmp_path / "default"
     folder.mkdir(mode=0o700)

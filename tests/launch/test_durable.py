@@ -38,18 +38,21 @@ def test_all_that_can_be_seen_is_attached_and_what_cannot_be_read_is_told(
     open_store: Opener, tmp_path: Path
 ) -> None:
     folder = tmp_path / "disk" / "job"
-    saved(open_store, folder, 3, 5, 7, 9)
+    saved(open_store, folder, 3, 5, 7, 9, 11)
     torn = folder / "generation-7" / "gone" / "manifest.json"
     torn.write_text(torn.read_text()[:-30])
     (folder / "generation-9" / "gone" / "rank-0.safetensors").unlink()
     moved = folder / "generation-5" / "gone"
     write_manifest(moved, replace(look(folder).parts[5][0][1], generation=6))
+    silent = look(folder).parts[11][0][1]
+    about = {name: said for name, said in silent.about.items() if name != "tensors"}
+    write_manifest(folder / "generation-11" / "gone", replace(silent, about=about))
     (folder / "generation-3" / ".other.partial").mkdir()
     (folder / "finished.json").write_text("{}")
     store = open_store(host="a")
     damaged = attach_durable(store, folder)
     assert store.generations() == [3]
-    assert sorted(damaged) == [5, 7, 9]
+    assert sorted(damaged) == [5, 7, 9, 11] and "about says no tensors" in damaged[11]
     assert "generation 6" in damaged[5] and str(torn) in damaged[7] and "missing" in damaged[9]
 
 

@@ -64,7 +64,11 @@ def train_and_deposit(pool: WorkerPool, job: AnyJob, store: HostStore) -> Run:
     orders = [(deposit.orders[rank],) for rank in range(job.world)]
     answers = pool.run("resize_worker:deposit_between_steps", orders)
     parts = {rank: part for rank, (part, _) in enumerate(answers)}
-    store.seal(deposit, step=AFTER.start, about={}, parts=parts)
+    tensors = {tensor.name for collection in held for tensor in collection.tensors}
+    about = {
+        "consumed_samples": None, "degrees": {}, "world_size": job.world, "tensors": len(tensors),
+    }  # fmt: skip
+    store.seal(deposit, step=AFTER.start, about=about, parts=parts)
     store.commit(deposit, 1)
     return _united([run for _, run in answers])
 

@@ -19,6 +19,7 @@ from store_states import (
 )
 
 from scalai.core.collection import Collection, Tensor
+from scalai.core.coverage import check_coverage
 from scalai.core.errors import StoreError, UsageError
 from scalai.core.region import Box, whole
 from scalai.store import directory as directory_module
@@ -101,6 +102,19 @@ def test_survivors_take_over_what_a_lost_rank_should_have_written(store: HostSto
     store.commit(slot, 1)
     with store.open_rows(1) as rows:
         assert not list(rows.damage())
+
+
+def test_an_empty_tensor_is_named_also_where_its_rank_writes_nothing(store: HostStore) -> None:
+    empty = Tensor("param/none", (0, 4), "BF16")
+    held = {
+        0: Collection.of([(WEIGHT, whole(WEIGHT.shape))]),
+        1: Collection.of([(empty, whole(empty.shape))]),
+    }
+    generation(store, 1, 1, held)
+    manifest = read_manifest(store.generation_directory(1))
+    assert manifest.collection.tensors == (WEIGHT, empty)
+    assert len(manifest.collection) == 1
+    check_coverage(manifest.collection)
 
 
 def test_a_report_that_does_not_fit_its_order_is_refused(store: HostStore) -> None:

@@ -6,18 +6,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bad_manifests import DAMAGES, UNFIT, change
 from older_release import saved_by_an_older_release
 from store_states import Opener, generation
 
 from scalai.core.errors import LayoutError, StoreError
 from scalai.store.host import HostStore
 from scalai.store.manifest import (
+    NEEDED,
     HostManifest,
-    _digest,
     load_generation,
     manifest_bytes,
     manifest_of_bytes,
     read_manifest,
+    read_saved_manifest,
     unite,
     unite_hosts,
 )
@@ -30,13 +32,6 @@ def test_a_manifest_survives_its_way_through_json(store: HostStore) -> None:
     message = manifest_bytes(manifest)
     assert manifest_of_bytes(message, "here").digest() == manifest.digest()
     assert read_manifest(store.generation_directory(1)).digest() == manifest.digest()
-
-
-def change(text: str, **changes: Any) -> str:
-    """Return a manifest with other values and a digest that fits them."""
-    data = {key: value for key, value in json.loads(text).items() if key != "digest"}
-    data.update(changes)
-    return json.dumps({"digest": _digest(data), **data})
 
 
 def test_what_an_older_release_saved_is_read_and_stays_of_its_version(store: HostStore) -> None:
@@ -67,48 +62,6 @@ def test_fingerprints_of_two_versions_are_never_one_state(open_store: Opener) ->
         unite_hosts([parts_of(first, 1), older])
 
 
-LARGEST = (1 << 63) - 1
-DAMAGES = {
-    "not JSON": lambda text: text[: len(text) // 2],
-    "not an object": lambda text: "[1, 2]",
-    "a changed number": lambda text: text.replace('"step":1', '"step":2'),
-    "a missing key": lambda text: text.replace('"begin"', '"began"'),
-    "no digest": lambda text: text.replace('"digest"', '"digested"'),
-    "another format": lambda text: change(text, format="other"),
-    "another version": lambda text: change(text, version=99),
-    "fingerprints of another version": lambda text: change(text, fingerprint_version=3),
-    "fingerprints of no version": lambda text: text.replace(
-        '"fingerprint_version"', '"print_version"'
-    ),
-    "rows of unequal length": lambda text: change(text, begin=[0]),
-    "a piece beyond its file": lambda text: change(text, begin=[1 << 40] * 6),
-    "a piece whose end is no number": lambda text: change(text, begin=[LARGEST] * 6),
-    "a negative begin": lambda text: change(text, begin=[-1] * 6),
-    "an unknown file": lambda text: change(text, file=[7] * 6),
-    "a file elsewhere": lambda text: change(text, files=[["../x", 10]]),
-    "a fingerprint that is no number": lambda text: change(text, fingerprint=["zz"] * 6),
-    "a fingerprint too large": lambda text: change(text, fingerprint=["f" * 17] * 6),
-    "a piece outside its tensor": lambda text: change(
-        text,
-        collection=json.loads(text)["collection"] | {"offset": [[0, 0, 0, 0, 0, 99]] * 6},
-    ),
-    "a box whose end is no number": lambda text: change(
-        text,
-        collection=json.loads(text)["collection"] | {"offset": [[0, 0, 0, 0, 0, LARGEST]] * 6},
-    ),
-    "a tensor whose size is no number": lambda text: change(
-        text,
-        collection=json.loads(text)["collection"]
-        | {"tensors": [[f"t{n}", [1 << 40] * 2, "F32"] for n in range(5)]},
-    ),
-    "an unknown dtype": lambda text: change(
-        text,
-        collection=json.loads(text)["collection"]
-        | {"tensors": [[n, s, "F33"] for n, s, _ in json.loads(text)["collection"]["tensors"]]},
-    ),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
 def test_a_damaged_manifest_is_refused_by_name(store: HostStore, damage: Any) -> None:
     generation(store, 1, step=1)
@@ -116,6 +69,22 @@ def test_a_damaged_manifest_is_refused_by_name(store: HostStore, damage: Any) ->
     path.write_text(damage(path.read_text()))
     with pytest.raises(StoreError, match=str(path)):
         read_manifest(path.parent)
+
+
+@pytest.mark.parametrize("unfit", UNFIT.values(), ids=list(UNFIT))
+def test_a_value_of_another_kind_is_refused_and_not_converted(store: HostStore, unfit: Any) -> None:
+    generation(store, 1, step=1)
+    path = store.generation_directory(1) / MANIFEST
+    path.write_text(unfit(path.read_text()))
+    with pytest.raises(StoreError, match=str(path)):
+        read_manifest(path.parent)
+
+
+def test_a_key_of_a_later_release_is_passed_over(store: HostStore) -> None:
+    manifest = generation(store, 1, step=1)
+    path = store.generation_directory(1) / MANIFEST
+    path.write_text(change(path.read_text(), later={"a": 1}))
+    assert read_manifest(path.parent).digest() == manifest.digest()
 
 
 def test_a_missing_manifest_or_file_is_refused_by_name(store: HostStore, tmp_path: Path) -> None:
@@ -141,6 +110,52 @@ def test_hosts_are_united_in_the_order_of_their_ranks(open_store: Opener) -> Non
     assert [part.host for part in union.hosts] == ["a", "b"]
     assert union.step == 1 and union.scalars == union.hosts[0].scalars
     assert union.rank_state == {"tp0": [0], "tp1": [1]}
+
+
+def rewritten(store: HostStore, **changes: Any) -> Path:
+    """Change a host's manifest of generation 1, with a digest that fits; return its folder."""
+    path = store.generation_directory(1) / MANIFEST
+    path.write_text(change(path.read_text(), **changes))
+    return path.parent
+
+
+def test_a_folder_that_was_renamed_is_refused_by_both_numbers(open_store: Opener) -> None:
+    first, second = two_hosts(open_store)
+    places = [first.generation_directory(1), second.generation_directory(1)]
+    assert load_generation(places, 1).generation == 1
+    with pytest.raises(StoreError, match=r"says that it is generation 1.*generation 2 belongs"):
+        load_generation(places, 2)
+    rewritten(second, generation=3)
+    with pytest.raises(StoreError, match=f"{places[1]} says that it is generation 3"):
+        load_generation(places, 1)
+
+
+def test_parts_of_two_deposits_are_never_one_state(open_store: Opener) -> None:
+    first, second = two_hosts(open_store)
+    about = first.manifest(1).about
+    places = [
+        rewritten(store, about={**about, "deposit": name})
+        for store, name in ((first, "r-1-9"), (second, "s-1-9"))
+    ]
+    with pytest.raises(StoreError, match=r"several jobs or rounds \(a: r-1-9, b: s-1-9\)"):
+        load_generation(places)
+    says = [{"hosts": ["a", "b"], "fingerprints": {"param/w": f"{n:016x}"}} for n in (1, 2)]
+    places = [
+        rewritten(store, about=about, committed=said)
+        for store, said in zip((first, second), says, strict=True)
+    ]
+    with pytest.raises(StoreError, match=r"'a' and 'b'.*other fingerprints of 1 tensors \(param/w"):
+        load_generation(places)
+
+
+@pytest.mark.parametrize("missing", NEEDED)
+def test_a_saved_part_that_says_too_little_is_refused(store: HostStore, missing: str) -> None:
+    about = dict(generation(store, 1, step=1).about)
+    assert load_generation([store.generation_directory(1)]).step == 1
+    del about[missing]
+    place = rewritten(store, about=about)
+    with pytest.raises(StoreError, match=f"{place / MANIFEST} is damaged: about says no {missing}"):
+        read_saved_manifest(place)
 
 
 def parts_of(store: HostStore, number: int) -> HostManifest:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from scalai.core.orders import WriteOrder
 from scalai.runtime.deposit import Row, ordered_fingerprints, place_rows
 from scalai.runtime.mapping import MappedFile
-from scalai.store.orders import WriteOrder
 
 
 def write_rows(

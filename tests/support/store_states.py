@@ -70,9 +70,11 @@ def deposit(
     held = two_ranks() if held is None else held
     slot = store.reserve(held)
     parts = {rank: report(rank, write(slot.orders[rank], held[rank], step)) for rank in held}
-    manifest = store.seal(
-        slot, step=step, about={"consumed_samples": 12 * step, "degrees": {"tp": 2}}, parts=parts
-    )
+    about = {
+        "consumed_samples": 12 * step, "degrees": {"tp": 2}, "world_size": len(held),
+        "tensors": len({tensor.name for each in held.values() for tensor in each.tensors}),
+    }  # fmt: skip
+    manifest = store.seal(slot, step=step, about=about, parts=parts)
     return slot, manifest
 
 

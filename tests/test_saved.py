@@ -1,0 +1,139 @@
+"""What earlier code wrote is still read: ``tests/data`` holds it, ``tests/support/write_saved.py``
+wrote it."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mixed_state import NUMBER, STEP, TENSORS, bits_of
+from tiny_job import ROWS, initial
+from tiny_job import advance as one_step
+
+from scalai.core.errors import RefusedError
+from scalai.launch import cli
+from scalai.launch.durable import attach_durable, refuse_finished
+from scalai.launch.elastic_file import load_config
+from scalai.launch.flags import parse_options
+from scalai.launch.generation_report import open_generation, read_tensor
+from scalai.launch.generations import Generations
+from scalai.launch.hostfile import filtered, parse_hostfile
+from scalai.launch.job import JobSpec
+from scalai.store.host import HostStore
+from scalai.store.values import decode
+
+DATA = Path(__file__).parent / "data"
+SAVED = sorted(path.parents[1] for path in DATA.glob("*/durable/mixed"))
+RELEASES = sorted(path.parent for path in DATA.glob("*/elastic.toml"))
+
+
+def named(folders: Sequence[Path]) -> list[str]:
+    return [folder.name for folder in folders]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command of ``scalai``, which must end with 0, and return what it printed."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    assert ended.value.code == 0, printed.err
+    return printed.out
+
+
+def test_the_folder_stays_small() -> None:
+    assert {"0.1.0", "fingerprints-1"} <= {folder.name for folder in SAVED}
+    assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 100_000
+
+
+@pytest.mark.parametrize("saved", SAVED, ids=named(SAVED))
+def test_every_tensor_of_a_saved_generation_has_its_values(saved: Path) -> None:
+    generation, numbers = open_generation(saved / "durable" / "mixed", None)
+    assert (numbers, generation.step) == ([NUMBER], STEP)
+    for expected in TENSORS:
+        tensor, values = read_tensor(generation, expected.name)
+        assert tensor == expected
+        assert np.array_equal(values, decode(bits_of(expected), expected.dtype))
+    assert generation.scalars["best"] == float("inf") and generation.scalars["user"] == {"ü": 0}
+    assert sorted(generation.rank_state) == ["tp0-dp0", "tp0-dp1", "tp1-dp0", "tp1-dp1"]
+
+
+@pytest.mark.parametrize("saved", SAVED, ids=named(SAVED))
+def test_a_saved_generation_is_inspected_verified_and_resharded(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = saved / "durable" / "mixed"
+    report = json.loads(run(capsys, "inspect", "--verify", "--json", place))
+    assert report["is_whole"] and report["is_verified"] and len(report["tensors"]) == len(TENSORS)
+    assert len(json.loads(run(capsys, "verify", "--json", place))["fingerprints"]) == len(TENSORS)
+    run(capsys, "reshard", place, tmp_path / "one", "--tp", 1, "--dp", 1)
+    assert run(capsys, "verify", place, tmp_path / "one") == f"equal: {len(TENSORS)} tensors\n"
+
+
+@pytest.mark.parametrize("saved", SAVED, ids=named(SAVED))
+def test_a_host_attaches_a_saved_generation_and_the_coordinator_finds_it_whole(
+    saved: Path, tmp_path: Path
+) -> None:
+    with HostStore("mixed", "c", tmp_path / "store") as store:
+        assert attach_durable(store, saved / "durable" / "mixed") == {}
+        part = store.manifest(NUMBER)
+        with store.open_rows(NUMBER) as rows:
+            assert not list(rows.damage())
+    generations = Generations()
+    assert generations.offer(part)
+    assert [whole.number for whole in generations.covered()] == [NUMBER]
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=named(RELEASES))
+def test_what_a_job_left_is_the_state_of_its_step(release: Path) -> None:
+    generation, _ = open_generation(release / "durable" / "tiny", None)
+    matrix, vector = initial()
+    for step in range(1, generation.step + 1):
+        one_step(matrix, vector, step)
+    _, found = read_tensor(generation, "param/matrix")
+    assert found.tolist() == matrix.tolist() and len(found) == ROWS
+    assert int(read_tensor(generation, "step/matrix")[1]) == generation.step
+    assert generation.scalars["user"] == {"samples": generation.step}
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=named(RELEASES))
+def test_a_job_that_has_finished_is_still_known(release: Path, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"job 'done' finished at step 120 on \d{4}-"):
+        refuse_finished(release / "durable" / "done")
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=named(RELEASES))
+def test_status_tells_of_a_change_that_was_reported(
+    release: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = json.loads((release / "reports" / "resize-0002.json").read_text())
+    status: dict[str, Any] = {"workers": {}, "hosts": {}, "last_resize": last}
+    monkeypatch.setattr(cli, "_call", lambda *asked: status)
+    assert "TP2·PP1·DP1 -> TP1·PP1·DP1 in " in run(capsys, "status")
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=named(RELEASES))
+def test_every_key_of_an_elastic_configuration_still_means_the_same(release: Path) -> None:
+    config = load_config(str(release / "elastic.toml"))
+    said = set((release / "elastic.txt").read_text().splitlines())
+    # A release may know more keys, with defaults.
+    assert said <= set(config.describe().splitlines())
+    flags = ["--job", "job", "train.py", "--deepspeed_config", str(release / "deepspeed.json")]
+    spec = JobSpec.read(parse_options(flags))
+    assert spec.config == config and spec.deepspeed is not None
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=named(RELEASES))
+def test_a_host_file_is_still_read(release: Path) -> None:
+    hosts = parse_hostfile((release / "hostfile").read_text(), "hostfile")
+    assert hosts == {"worker-1": (0, 1, 2, 3), "worker-2": (0, 1)}
+    kept = filtered(hosts, "worker-1:1,3@worker-2", None)
+    assert kept == {"worker-1": (1, 3), "worker-2": (0, 1)}
+
+
+def test_a_generation_may_be_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing in it says where it lies."""
+    shutil.copytree(SAVED[0] / "durable" / "mixed", tmp_path / "elsewhere")
+    assert "is whole" in run(capsys, "verify", tmp_path / "elsewhere")
