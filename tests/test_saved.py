@@ -13,12 +13,15 @@ from mixed_state import NUMBER, STEP, TENSORS, bits_of
 from tiny_job import ROWS, initial
 from tiny_job import advance as one_step
 
+from scalai.converters.checkpoint import Checkpoint
+from scalai.converters.describe import read_tensor
+from scalai.converters.generation import PARTS, Stored
+from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
-from scalai.launch import cli
+from scalai.launch import cli, questions
 from scalai.launch.durable import attach_durable, refuse_finished
 from scalai.launch.elastic_file import load_config
 from scalai.launch.flags import parse_options
-from scalai.launch.generation_report import open_generation, read_tensor
 from scalai.launch.generations import Generations
 from scalai.launch.hostfile import filtered, parse_hostfile
 from scalai.launch.job import JobSpec
@@ -48,12 +51,21 @@ def test_the_folder_stays_small() -> None:
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 100_000
 
 
+def stored_in(checkpoint: Checkpoint) -> Stored:
+    """Return the manifests behind a generation that was opened as a checkpoint."""
+    found = checkpoint.values.extra[PARTS]
+    assert isinstance(found, Stored)
+    return found
+
+
 @pytest.mark.parametrize("saved", SAVED, ids=named(SAVED))
 def test_every_tensor_of_a_saved_generation_has_its_values(saved: Path) -> None:
-    generation, numbers = open_generation(saved / "durable" / "mixed", None)
+    checkpoint = open_checkpoint(saved / "durable" / "mixed")
+    stored = stored_in(checkpoint)
+    generation, numbers = stored.generation, list(stored.numbers)
     assert (numbers, generation.step) == ([NUMBER], STEP)
     for expected in TENSORS:
-        tensor, values = read_tensor(generation, expected.name)
+        tensor, values = read_tensor(checkpoint, expected.name)
         assert tensor == expected
         assert np.array_equal(values, decode(bits_of(expected), expected.dtype))
     assert generation.scalars["best"] == float("inf") and generation.scalars["user"] == {"ü": 0}
@@ -88,13 +100,14 @@ def test_a_host_attaches_a_saved_generation_and_the_coordinator_finds_it_whole(
 
 @pytest.mark.parametrize("release", RELEASES, ids=named(RELEASES))
 def test_what_a_job_left_is_the_state_of_its_step(release: Path) -> None:
-    generation, _ = open_generation(release / "durable" / "tiny", None)
+    checkpoint = open_checkpoint(release / "durable" / "tiny")
+    generation = stored_in(checkpoint).generation
     matrix, vector = initial()
     for step in range(1, generation.step + 1):
         one_step(matrix, vector, step)
-    _, found = read_tensor(generation, "param/matrix")
+    _, found = read_tensor(checkpoint, "param/matrix")
     assert found.tolist() == matrix.tolist() and len(found) == ROWS
-    assert int(read_tensor(generation, "step/matrix")[1]) == generation.step
+    assert int(read_tensor(checkpoint, "step/matrix")[1]) == generation.step
     assert generation.scalars["user"] == {"samples": generation.step}
 
 
@@ -110,7 +123,7 @@ def test_status_tells_of_a_change_that_was_reported(
 ) -> None:
     last = json.loads((release / "reports" / "resize-0002.json").read_text())
     status: dict[str, Any] = {"workers": {}, "hosts": {}, "last_resize": last}
-    monkeypatch.setattr(cli, "_call", lambda *asked: status)
+    monkeypatch.setattr(questions, "_ask", lambda *asked: status)
     assert "TP2·PP1·DP1 -> TP1·PP1·DP1 in " in run(capsys, "status")
 
 
