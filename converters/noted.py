@@ -69,6 +69,17 @@ def noted_fingerprints(checkpoint: Checkpoint) -> tuple[Mapping[str, int], Seque
     return known, rows.tolist()
 
 
+def check_stated(checkpoint: Checkpoint) -> None:
+    """Compare what the pieces' own fingerprints add up to with what is stated of whole tensors, as
+    far as they are whole. Reads nothing.
+
+    Raises:
+        ProofError: They differ; names the tensors.
+    """
+    known, _ = noted_fingerprints(checkpoint)
+    _compare(known, checkpoint.stated, checkpoint.directory)
+
+
 def check_report(checkpoint: Checkpoint, found: Mapping[str, int], workers: int) -> None:
     """Compare fingerprints with those that the layout keeps, and those that a conversion left
     beside a checkpoint. Where an older release noted them, its own are computed, in a pass more.

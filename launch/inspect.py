@@ -12,7 +12,7 @@ from scalai.converters.between.mapping_files import find_mapping
 from scalai.converters.checkpoint import Checkpoint, ReadOptions
 from scalai.converters.describe import describe, read_tensor
 from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
-from scalai.converters.noted import check_noted
+from scalai.converters.noted import check_noted, check_stated
 from scalai.converters.verify import verify
 from scalai.core.collection import Tensor
 from scalai.core.errors import UsageError
@@ -72,6 +72,7 @@ def _verify(checkpoint: Checkpoint) -> None:
     """Compute all fingerprints again. Of a part of a generation those of its pieces say enough."""
     if checkpoint.noted is not None:
         check_noted(checkpoint, range(len(checkpoint.noted)), workers=1)
+        check_stated(checkpoint)
     else:
         verify(checkpoint, workers=1)
 
