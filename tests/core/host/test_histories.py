@@ -1,0 +1,218 @@
+"""Both laws at once: random histories of a coordinator and its hosts over a network that loses,
+delays and repeats, with hosts that die, hang, fall silent and come back."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import Phase as HypothesisPhase
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+from two_laws import TICK_S, Clock, World, use_virtual_time
+
+from scalai.core.errors import ScalaiError
+from scalai.core.host import stops
+from scalai.core.host.step import Step
+from scalai.core.membership import Phase
+from scalai.launch.admission import Admission
+from scalai.launch.coordinator_calls import Join
+from scalai.launch.roster import Roster
+
+NAMES = st.sampled_from("abc")
+LONG_S = 1500.0
+"""Within so long of virtual time a job without faults steps again, or says what it waits for."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def virtual_time() -> None:
+    use_virtual_time()
+
+
+def test_a_job_begins_trains_changes_and_ends_a_hosts_part(tmp_path: Path) -> None:
+    use_virtual_time()
+    world = World(tmp_path)
+    world.add("a")
+    world.add("b")
+    world.go_on(60.0)
+    assert world.is_training(), world.log
+    world.add("c")
+    world.go_on(120.0)
+    assert world.is_training() and len(world.live.state.current.active) == 3, world.log
+    assert world.started[-1][1] is not None, "from what was deposited"
+    world.leave("a")
+    world.go_on(120.0)
+    assert world.is_training() and world.hosts["a"].agent.exit == 0, world.log
+
+
+class Histories(RuleBasedStateMachine):
+    """What happens to the hosts of a job."""
+
+    @initialize(
+        present=st.sampled_from(["a", "ab", "ab", "abc"]), is_replicated=st.booleans(),
+        begins_s=st.sampled_from([0.0, 60.0]),
+    )  # fmt: skip
+    def begin(self, present: str, is_replicated: bool, begins_s: float) -> None:
+        use_virtual_time()
+        Clock.now = 1000.0
+        self.folder = tempfile.TemporaryDirectory()
+        self.world = World(Path(self.folder.name), is_replicated=is_replicated)
+        for name in present:
+            self.world.add(name)
+        self.world.go_on(begins_s)
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+    @rule(name=NAMES)
+    def add(self, name: str) -> None:
+        self.world.add(name)
+
+    @rule(name=NAMES, is_disk_lost=st.sampled_from([False, False, True]))
+    def kill(self, name: str, is_disk_lost: bool) -> None:
+        self.world.kill(name, is_disk_lost=is_disk_lost)
+
+    @rule(name=NAMES)
+    def replace(self, name: str) -> None:
+        self.world.replace(name)
+
+    @rule()
+    def wake_ghosts(self) -> None:
+        self.world.wake_ghosts()
+
+    @rule(name=NAMES)
+    def cut(self, name: str) -> None:
+        self.world.cut(name)
+
+    @rule(name=NAMES)
+    def leave(self, name: str) -> None:
+        self.world.leave(name)
+
+    @rule(name=NAMES, rank=st.integers(0, 5))
+    def kill_worker(self, name: str, rank: int) -> None:
+        self.world.kill_worker(name, rank)
+
+    @rule(name=NAMES, fault=st.sampled_from(["is_silent", "is_full", "cannot_start"]))
+    def break_host(self, name: str, fault: str) -> None:
+        if name in self.world.hosts:
+            host = self.world.hosts[name]
+            setattr(host, fault, not getattr(host, fault))
+
+    @rule(name=NAMES, rank=st.integers(0, 5))
+    def hang(self, name: str, rank: int) -> None:
+        host = self.world.hosts.get(name)
+        for group in host.hands._groups.values() if host else ():
+            if rank in group.workers:
+                group.workers[rank].is_hung ^= True
+
+    @rule(nproc=st.sampled_from([1, 2, 3, 4, 6]))
+    def scale(self, nproc: int) -> None:
+        self.world.scale(nproc)
+
+    @rule(
+        steps=st.lists(
+            st.tuples(NAMES, st.sampled_from(["net", "work", "workers"]), st.booleans()),
+            min_size=1, max_size=12,
+        )
+    )  # fmt: skip
+    def act(self, steps: list[tuple[str, str, bool]]) -> None:
+        for name, what, is_repeated in steps:
+            self.world.act(name, what, is_repeated=is_repeated)
+
+    @rule(seconds=st.sampled_from([0.1, 2.0, TICK_S, 70.0]))
+    def tick(self, seconds: float) -> None:
+        self.world.tick(seconds)
+
+    @rule(count=st.integers(1, 3))
+    def train(self, count: int) -> None:
+        for _ in range(count):
+            self.world.train()
+
+    @rule(seconds=st.sampled_from([2.0, 10.0]))
+    def go_on(self, seconds: float) -> None:
+        self.world.go_on(seconds)
+
+    @rule()
+    def rest(self) -> None:
+        """Faults stop: the job steps again within bounded time, or waits for something that it
+        says, or has ended with a reason."""
+        world = self.world
+        world.heal()
+        world.go_on(LONG_S)
+        assert not any("event=crashed" in line for line in world.log), world.log
+        if world.phase is Phase.RUNNING:
+            assert world.is_training(), (world.live.state, world.log[-30:])
+        elif world.phase is Phase.ENDED:
+            assert any("event=exit" in line for line in world.log)
+        else:
+            assert world.phase is Phase.WAITING, (world.phase, world.log[-30:])
+            assert world.live.state.obstacle or not self._is_enough(), world.log[-30:]
+
+    def _is_enough(self) -> bool:
+        """Whether hosts are there that a job could run on."""
+        return any(
+            host.is_in and host.agent.exit is None and host.agent.state.leaving_at is None
+            for host in self.world.hosts.values()
+        )
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(
+    max_examples=40, stateful_step_count=20, deadline=None,
+    derandomize=os.environ.get("SCALAI_HISTORIES") != "random",
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+
+
+def find_any_agent(roster: Roster, host: str, incarnation: str) -> Any:
+    """As it was: whoever calls for a host is taken for its agent."""
+    return roster._present.get(host) or roster._released[host]
+
+
+_join = Admission.join
+
+
+def overlook_parts(self: Admission, peer: Any, join: Join, spec: Any, **how: Any) -> Any:
+    """As it was for some states: what a joining host holds is not looked at."""
+    return _join(self, peer, replace(join, parts=(), sealed=()), spec, **how)
+
+
+def overlook_ends(step: Step, *seen: object) -> None:
+    """As it was: who dies on the way to a stop, or at it, is waited for."""
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "commands are stolen by an agent that was replaced": (Roster, "find", find_any_agent),
+    "a job begins at step 0 though its state is there": (Admission, "join", overlook_parts),
+    "a stop hangs at a worker that is dead": (stops, "_look_for_ends", overlook_ends),
+}
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+def test_a_fault_that_was_mended_is_found_when_it_is_put_back(
+    fault: tuple[Any, str, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*fault)
+    if fault[1] == "_look_for_ends":
+        monkeypatch.setattr(stops, "worker_gone", overlook_ends)
+    with pytest.raises((AssertionError, KeyError, ScalaiError)):
+        run_state_machine_as_test(  # type: ignore[no-untyped-call]
+            Histories,
+            settings=settings(
+                max_examples=200, stateful_step_count=25, deadline=None, derandomize=True,
+                database=None, phases=[HypothesisPhase.generate],
+                suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+            ),
+        )  # fmt: skip
