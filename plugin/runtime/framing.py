@@ -14,7 +14,7 @@ from typing import Protocol
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from scalai.core.errors import PeerError, SilentError
+from scalai.core.errors import MessageError, PeerError, SilentError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -90,11 +90,12 @@ class FramedSocket:
         """Send one frame.
 
         Raises:
-            PeerError: It is longer than the other side takes, or the connection has ended.
+            MessageError: It is longer than the other side takes; nothing was sent.
+            PeerError: The connection has ended.
             SilentError: The other side does not read it in time.
         """
         if len(data) > MAX_FRAME_BYTES - _TAG_BYTES:
-            raise PeerError(
+            raise MessageError(
                 f"a message of {len(data)} bytes is too long for {self.peer}; at most "
                 f"{MAX_FRAME_BYTES - _TAG_BYTES} can be sent at once."
             )
