@@ -11,7 +11,7 @@ from scalai.core.commands import Build, Start, Workers
 from scalai.core.errors import PeerError
 from scalai.core.jsonable import Json
 from scalai.core.orders import RankDeposit, WriteOrder
-from scalai.core.worker_messages import RankRestored, Source
+from scalai.core.worker_messages import RankRestored, Samples, Source
 from scalai.store.deposit import Deposit
 
 Answer = TypeVar("Answer")
@@ -143,7 +143,7 @@ class DepositUnderWay:
     writing: dict[int, WriteOrder] = field(default_factory=dict)
     """Heirs: what they will write, and what they write now."""
     seconds: dict[str, float] = field(default_factory=dict)
-    consumed_samples: int = 0
+    consumed_samples: Samples = 0
     is_sealing: bool = False
 
     def report(self, rank: int, part: RankDeposit) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 import numpy as np
 import torch
@@ -441,7 +442,8 @@ class Session:
         note = self._state.load_rank_state(
             rank_state.get(self._state.coordinate), source.step
         )
-        self.step, self.consumed_samples = source.step, source.consumed_samples
+        self.step = source.step
+        self.consumed_samples = cast(int, source.consumed_samples)  # or as the script counts them
         self._restored_step = self.step
         self._registered.put(scalars["user"])
         read = time.monotonic()

@@ -160,6 +160,17 @@ def test_what_no_message_can_hold_is_an_error_of_our_own() -> None:
         encode(np.zeros(1, np.float32))
 
 
+@pytest.mark.parametrize("samples", [None, 0.5, 1024.0, np.float64(3), 2**60])
+def test_samples_are_any_number_or_not_known(samples: float | None) -> None:
+    """A script counts them as it likes, and a converted checkpoint may not say."""
+    columns = ([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)
+    source = words.Source(ReadOrder(("/x",), *columns), 1, samples, TEXT, TEXT, 2)
+    part = words.RankDeposited(1, 2, (0,), "tp0", TEXT, TEXT, samples, {})
+    for message in (source, part):
+        again = travelled(message).consumed_samples
+        assert again == samples and type(again) in (type(samples), float)
+
+
 @pytest.mark.parametrize("message", [
     reports.Failed(1, "no file /caf\udce9"),
     commands.Commit(3, "\ud800", Committed(("a",), {"w": 2**64 - 1})),
