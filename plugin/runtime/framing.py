@@ -6,6 +6,7 @@ under a key of its direction and its own number as nonce (NIST SP 800-38D, 8.2.1
 changed, left out, sent twice or moved ends the connection, and nobody on the way reads it.
 """
 
+import os
 import socket
 import struct
 import time
@@ -179,14 +180,20 @@ _JOINED_BYTES = 1 << 16
 
 
 class _Direction:
-    """The key of one direction, and how many frames it has sealed or opened."""
+    """The key of one direction, and how many frames it has sealed or opened. Of one process: a fork
+    of it would use the same nonces for other frames."""
 
     def __init__(self, key: bytes) -> None:
         self.cipher = AESGCM(key)
-        self._number = 0
+        self._number, self._process = 0, os.getpid()
 
     def nonce(self) -> bytes:
         """Return the next frame's nonce."""
+        if os.getpid() != self._process:
+            raise PeerError(
+                f"a connection of process {self._process} is used by process {os.getpid()}, a fork "
+                "of it. Connect anew in the fork, or call from the process that has connected."
+            )
         number, self._number = self._number, self._number + 1
         return _NUMBER.pack(number)
 

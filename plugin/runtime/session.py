@@ -110,7 +110,7 @@ class Session:
         self.replaying: Callable[[], bool] = lambda: False
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._rank = int(os.environ.get("RANK", "0"))
-        self._round = round_number()
+        self._round, self._process = round_number(), os.getpid()
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._registered = Registered()
         self._told: dict[str, Json] = {}
@@ -350,7 +350,8 @@ class Session:
             RefusedError: By ``check_end``.
         """
         self.check_end()
-        if self._agent is not None and not self._is_stopped:
+        is_fork = os.getpid() != self._process  # its end is not that of the training
+        if self._agent is not None and not self._is_stopped and not is_fork:
             self._agent.call(RankFinished(self._rank, self._round, self.step))
             self._is_stopped = True
 
