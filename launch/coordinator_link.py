@@ -20,6 +20,7 @@ from scalai.core.deadlines import JOIN_S, TELL_S
 from scalai.core.errors import (
     AbsentError,
     AnswerError,
+    MessageError,
     PeerError,
     SilentError,
     StaleError,
@@ -100,8 +101,8 @@ class Health:
     def failed(self, error: PeerError, tries: int) -> None:
         """A call has failed so often. Raises ``error`` where the coordinator counts as gone. One
         failure says nothing: it may have been this agent that stood still meanwhile."""
-        if isinstance(error, VersionError):
-            raise error
+        if isinstance(error, (VersionError, MessageError)):
+            raise error  # the next try would end alike
         with self._mutex:
             now = time.monotonic()
             silence_s = now - self._answered_at

@@ -14,6 +14,10 @@ from scalai.core.collection import Collection
 from scalai.core.messages import JsonText, Request
 from scalai.core.orders import RankDeposit, ReadOrder, WriteOrder
 
+Samples = int | float | None
+"""How many samples a script says that it has trained on: any number. None: not known, as where the
+state comes from a checkpoint that does not say."""
+
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
@@ -52,7 +56,7 @@ class Source:
 
     order: ReadOrder
     step: int
-    consumed_samples: int
+    consumed_samples: Samples
     scalars: JsonText
     rank_state: JsonText
     fingerprint_version: int
@@ -119,7 +123,7 @@ class RankDeposited(Request[WriteOrder | None]):
     coordinate: str
     scalars: JsonText
     rank_state: JsonText
-    consumed_samples: int
+    consumed_samples: Samples
     seconds: Mapping[str, float]
 
     @property

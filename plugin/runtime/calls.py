@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from functools import cache
 from typing import Any, TypeVar, cast, get_args
 
-from scalai.core.errors import AnswerError, PeerError, ScalaiError, SilentError
+from scalai.core.errors import AnswerError, MessageError, PeerError, ScalaiError, SilentError
 from scalai.core.messages import Named, Request
 from scalai.runtime.codec import decode, encode
 from scalai.runtime.connecting import Address, connect
@@ -42,6 +42,8 @@ class Channel:
         VersionError: Another release listens there.
         SilentError: Nobody answers in time.
         AnswerError: The answer is an error.
+        MessageError: The request cannot be sent, or the answer is none: to ask again would end
+            alike.
         PeerError: The peer is gone. After this or a silence the channel is of no use any more.
     """
 
@@ -69,6 +71,8 @@ class Channel:
         except SilentError as error:
             self.close()  # the answer may still come, and is not that of the next call
             raise SilentError(f"{error} (It was asked to {name}.)") from error
+        except MessageError:
+            raise  # nothing was sent
         except PeerError as error:
             raise PeerError(f"{self._framed.peer} went away during {name}: {error}") from error
         if answer[:1] == _ANSWERED:
@@ -149,7 +153,10 @@ class Server:
         peer = Peer(framed, self._send_s)
         try:
             for data in peer.requests():
-                peer.answer(self._answer(peer, data))
+                try:
+                    peer.answer(self._answer(peer, data))
+                except MessageError as error:  # the answer is too long; nothing was sent
+                    peer.answer(_failure(error))
         finally:
             self._gone(peer)
 
@@ -160,9 +167,14 @@ class Server:
             name = type(request).__name__
             return _ANSWERED + encode(self._handle(peer, request))
         except ScalaiError as error:
-            kind, text = type(error).__name__, str(error)
+            return _failure(error)
         except Exception as error:
             log.exception("event=call_failed request=%s", name)
-            kind = type(error).__name__
-            text = f"{name} failed: {error!r}. The log of the process that was asked says more."
-        return _FAILED + encode((kind, text))
+            return _failure(
+                error, f"{name} failed: {error!r}. The log of the process that was asked says more."
+            )
+
+
+def _failure(error: Exception, text: str | None = None) -> bytes:
+    """Return an error as an answer; ``text``: in other words than its own."""
+    return _FAILED + encode((type(error).__name__, text or str(error)))

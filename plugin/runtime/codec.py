@@ -5,6 +5,7 @@ dataclasses declare. Arrays travel as their bytes, unions of messages with their
 This is the only place that knows how a message looks on the wire.
 """
 
+import json
 from collections.abc import Hashable, Mapping
 from functools import cache
 from math import prod
@@ -19,6 +20,9 @@ T = TypeVar("T")
 
 _DTYPES: Mapping[str, str] = {"int64": "<i8", "uint64": "<u8"}
 """Element types that arrays of messages have, and how they are written: 8 bytes, little-endian."""
+_AS_JSON = b"\xc1"
+"""First byte of a message that is written as JSON, because it holds text that is no UTF-8, such as
+a path whose bytes are none. No MessagePack begins so."""
 
 
 def encode(message: object) -> bytes:
@@ -28,8 +32,15 @@ def encode(message: object) -> bytes:
         MessageError: It holds something that no message can, such as a whole number above 64 bits.
     """
     try:
-        return msgspec.msgpack.encode(message, enc_hook=_written)
-    except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:
+        try:
+            return msgspec.msgpack.encode(message, enc_hook=_written)
+        except UnicodeEncodeError:
+            plain = msgspec.to_builtins(message, enc_hook=_written)
+            return _AS_JSON + json.dumps(plain).encode()
+    except (
+        msgspec.MsgspecError, TypeError, ValueError, OverflowError, NotImplementedError,
+        RecursionError,
+    ) as error:  # fmt: skip
         raise MessageError(
             f"a {type(message).__name__} cannot be sent ({error}). This is a fault of Scalai's own."
         ) from error
@@ -42,6 +53,8 @@ def decode(data: bytes, kind: type[T]) -> T:
         MessageError: The bytes are none; says in what.
     """
     try:
+        if data[:1] == _AS_JSON:
+            return msgspec.convert(json.loads(data[1:]), kind, dec_hook=_read)
         message: T = _decoder(cast(Hashable, kind)).decode(data)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         name = getattr(kind, "__name__", str(kind))
@@ -77,6 +90,9 @@ def _written(value: Any) -> Any:
         return value.shape, value.astype(_DTYPES[value.dtype.name]).tobytes()
     if isinstance(value, Named):
         return type(value.message).__name__, value.message
+    for plain in (str, int, float):  # subclasses, such as numpy's float64
+        if isinstance(value, plain):
+            return getattr(plain, f"__{plain.__name__}__")(value)
     raise NotImplementedError(f"no message holds a {type(value).__name__}")
 
 

@@ -6,6 +6,7 @@ under a key of its direction and its own number as nonce (NIST SP 800-38D, 8.2.1
 changed, left out, sent twice or moved ends the connection, and nobody on the way reads it.
 """
 
+import os
 import socket
 import struct
 import time
@@ -14,7 +15,7 @@ from typing import Protocol
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from scalai.core.errors import PeerError, SilentError
+from scalai.core.errors import MessageError, PeerError, SilentError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -90,11 +91,12 @@ class FramedSocket:
         """Send one frame.
 
         Raises:
-            PeerError: It is longer than the other side takes, or the connection has ended.
+            MessageError: It is longer than the other side takes; nothing was sent.
+            PeerError: The connection has ended.
             SilentError: The other side does not read it in time.
         """
         if len(data) > MAX_FRAME_BYTES - _TAG_BYTES:
-            raise PeerError(
+            raise MessageError(
                 f"a message of {len(data)} bytes is too long for {self.peer}; at most "
                 f"{MAX_FRAME_BYTES - _TAG_BYTES} can be sent at once."
             )
@@ -178,14 +180,20 @@ _JOINED_BYTES = 1 << 16
 
 
 class _Direction:
-    """The key of one direction, and how many frames it has sealed or opened."""
+    """The key of one direction, and how many frames it has sealed or opened. Of one process: a fork
+    of it would use the same nonces for other frames."""
 
     def __init__(self, key: bytes) -> None:
         self.cipher = AESGCM(key)
-        self._number = 0
+        self._number, self._process = 0, os.getpid()
 
     def nonce(self) -> bytes:
         """Return the next frame's nonce."""
+        if os.getpid() != self._process:
+            raise PeerError(
+                f"a connection of process {self._process} is used by process {os.getpid()}, a fork "
+                "of it. Connect anew in the fork, or call from the process that has connected."
+            )
         number, self._number = self._number, self._number + 1
         return _NUMBER.pack(number)
 

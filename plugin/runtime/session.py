@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 import numpy as np
 import torch
@@ -109,7 +110,7 @@ class Session:
         self.replaying: Callable[[], bool] = lambda: False
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._rank = int(os.environ.get("RANK", "0"))
-        self._round = round_number()
+        self._round, self._process = round_number(), os.getpid()
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._registered = Registered()
         self._told: dict[str, Json] = {}
@@ -349,7 +350,8 @@ class Session:
             RefusedError: By ``check_end``.
         """
         self.check_end()
-        if self._agent is not None and not self._is_stopped:
+        is_fork = os.getpid() != self._process  # its end is not that of the training
+        if self._agent is not None and not self._is_stopped and not is_fork:
             self._agent.call(RankFinished(self._rank, self._round, self.step))
             self._is_stopped = True
 
@@ -441,7 +443,8 @@ class Session:
         note = self._state.load_rank_state(
             rank_state.get(self._state.coordinate), source.step
         )
-        self.step, self.consumed_samples = source.step, source.consumed_samples
+        self.step = source.step
+        self.consumed_samples = cast(int, source.consumed_samples)  # or as the script counts them
         self._restored_step = self.step
         self._registered.put(scalars["user"])
         read = time.monotonic()

@@ -364,6 +364,15 @@ def test_an_agent_that_stood_still_itself_asks_again_before_it_gives_up() -> Non
         line.call(BYE)
 
 
+def test_a_report_that_cannot_be_sent_ends_the_agent(line: Line, relay: Relay) -> None:
+    """To try it again would hold back all that is reported behind it, for ever."""
+    agent = LinkedAgent(line, relay.address)
+    agent.link.tell(Moved(1, 1 << 70))
+    wait_until(lambda: bool(agent.lost), "the agent ends")
+    assert "cannot be sent" in str(agent.lost[0])
+    agent.link.close()
+
+
 def test_a_thread_of_the_link_that_fails_ends_the_agent(
     line: Line, relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,10 @@ import pytest
 from ports import free_port
 from wire_words import call_raw
 
-from scalai.core.errors import AnswerError, PeerError, SilentError, UsageError
+from scalai.core.errors import AnswerError, MessageError, PeerError, SilentError, UsageError
 from scalai.core.messages import Request
 from scalai.launch.person_calls import Status
-from scalai.runtime import listening
+from scalai.runtime import framing, listening
 from scalai.runtime.calls import Channel, Peer, Server
 from scalai.runtime.codec import encode
 
@@ -47,7 +47,13 @@ class Name(Request[None]):
 
 @dataclass(frozen=True, slots=True)
 class Refuse(Request[None]):
-    pass
+    text: str = "this is refused. Ask for something else."
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat(Request[Said]):
+    text: str
+    times: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,7 @@ class Wait(Request[Said | None]):
     pass
 
 
-Requests = Say | Name | Refuse | Fail | Wait
+Requests = Say | Name | Refuse | Repeat | Fail | Wait
 
 
 class Echo:
@@ -79,8 +85,10 @@ class Echo:
                 return Said(text, number)
             case Name(name):
                 peer.name = name
-            case Refuse():
-                raise UsageError("this is refused. Ask for something else.")
+            case Repeat(text, times):
+                return Said(text * times, times)
+            case Refuse(text):
+                raise UsageError(text)
             case Fail():
                 raise KeyError("name")
             case Wait():
@@ -113,6 +121,28 @@ def test_an_error_of_the_server_reaches_the_caller_who_may_go_on(echo: Echo) -> 
     with pytest.raises(PeerError, match="Ask for something else"):
         channel.call(Refuse())
     assert echoes(channel, 1)
+
+
+def test_texts_that_are_no_utf_8_are_answered_and_refused_like_others(echo: Echo) -> None:
+    """Errors name files, whose names are bytes."""
+    channel = Channel(echo.server.address, TOKEN)
+    assert channel.call(Say("/caf\udce9", 1)) == Said("/caf\udce9", 1)
+    with pytest.raises(AnswerError, match="/caf\udce9 is full"):
+        channel.call(Refuse("/caf\udce9 is full"))
+    assert echoes(channel, 2)
+
+
+def test_an_answer_that_is_too_long_is_an_error_that_says_so(
+    echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the caller would take the server for gone, and ask for it again and again."""
+    channel = Channel(echo.server.address, TOKEN)
+    monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 300)
+    with pytest.raises(AnswerError, match="too long"):
+        channel.call(Repeat("a", 1000))
+    with pytest.raises(MessageError, match="too long"):
+        channel.call(Say("a" * 1000))
+    assert echoes(channel, 3)
 
 
 def test_a_wrong_token_is_refused_and_the_error_says_what_to_do(echo: Echo) -> None:

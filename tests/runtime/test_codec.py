@@ -114,6 +114,7 @@ def test_bytes_are_a_message_or_an_error(data: bytes) -> None:
     for kind in (Named[commands.Command], Named[reports.Report], words.Source):
         try:
             decode(data, kind)
+            decode(b"\xc1" + data, kind)
         except MessageError as error:
             assert "Do the versions differ" in str(error)
 
@@ -157,3 +158,41 @@ def test_what_no_message_can_hold_is_an_error_of_our_own() -> None:
         encode(reports.Slots(object()))  # type: ignore[arg-type]
     with pytest.raises(MessageError, match="a fault of Scalai's own"):
         encode(np.zeros(1, np.float32))
+
+
+@pytest.mark.parametrize("samples", [None, 0.5, 1024.0, np.float64(3), 2**60])
+def test_samples_are_any_number_or_not_known(samples: float | None) -> None:
+    """A script counts them as it likes, and a converted checkpoint may not say."""
+    columns = ([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)
+    source = words.Source(ReadOrder(("/x",), *columns), 1, samples, TEXT, TEXT, 2)
+    part = words.RankDeposited(1, 2, (0,), "tp0", TEXT, TEXT, samples, {})
+    for message in (source, part):
+        again = travelled(message).consumed_samples
+        assert again == samples and type(again) in (type(samples), float)
+
+
+@pytest.mark.parametrize("message", [
+    reports.Failed(1, "no file /caf\udce9"),
+    commands.Commit(3, "\ud800", Committed(("a",), {"w": 2**64 - 1})),
+    Named(commands.Exit(1, "/caf\udce9", True, commands.Ending(9, None))),
+    WriteOrder(3, "/caf\udce9", (0, 1), (64, 128)),
+    words.Imports(("torch",), ("/caf\udce9",)),
+    reports.Attached((MANIFEST, b"\xff\x00"), ((4, "/caf\udce9"),)),
+    words.Source(ReadOrder(("/\udce9",), *([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)),
+                 1, 2, TEXT, TEXT, 2),
+], ids=lambda found: type(found).__name__)  # fmt: skip
+def test_text_that_is_no_utf_8_arrives_as_it_was_sent(message: Any) -> None:
+    """Names of files are bytes, and errors repeat them."""
+    kind = Named[commands.Command] if isinstance(message, Named) else type(message)
+    assert is_same(decode(encode(message), kind), message)
+
+
+def test_kinds_of_numbers_and_text_travel_as_what_they_are_kinds_of() -> None:
+    class Loud(str):
+        def __str__(self) -> str:
+            return "another"
+
+    sent = words.RankRestored(1, 2, PRINTS, {"restore": np.float64(0.5)}, Loud("note"))
+    again = travelled(sent)
+    assert type(again.seconds["restore"]) is float and again.seconds == {"restore": 0.5}
+    assert type(again.note) is str and again.note == "note"

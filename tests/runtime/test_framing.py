@@ -1,5 +1,6 @@
 """Frames: sealed, bounded, over any stream; and sockets whose other side is gone without a word."""
 
+import os
 import socket
 from collections.abc import Iterator
 
@@ -95,6 +96,21 @@ def test_what_was_changed_left_out_repeated_or_moved_ends_the_connection() -> No
             ends.far._stream, came = ends.near._stream, first
         with pytest.raises(PeerError, match="arrived damaged, or was changed on its way"):
             ends.arrive(came)
+
+
+def test_a_fork_cannot_use_the_connection_and_costs_its_process_nothing() -> None:
+    """Two processes would seal different frames under one key and number."""
+    ends = Sealed()
+    assert ends.arrive(ends.sent(b"before")) == b"before"
+    pid = os.fork()
+    if not pid:
+        try:
+            ends.near.send(b"of the fork")
+        except PeerError as error:
+            os._exit(7 if "a fork of it" in str(error) else 8)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert ends.arrive(ends.sent(b"after")) == b"after"
 
 
 def test_a_frame_that_is_too_long_is_neither_taken_nor_sent(

@@ -1,11 +1,14 @@
 """Outside of an elastic job a session is inert, and says what is wrong all the same."""
 
+import os
 import threading
+from typing import Any
 
 import pytest
 from tiny_job import TinyState
 
 from scalai.core.errors import UsageError
+from scalai.core.worker_messages import RankFinished
 from scalai.runtime.agent_folder import AGENT_DIRECTORY
 from scalai.runtime.session import Session
 
@@ -41,3 +44,18 @@ def test_where_no_thread_can_begin_the_training_goes_on(monkeypatch: pytest.Monk
     monkeypatch.setenv(AGENT_DIRECTORY, "nowhere")
     monkeypatch.setattr(threading.Thread, "start", full)
     Session.__new__(Session)._map_next_deposit()
+
+
+def test_the_end_of_a_fork_is_not_that_of_the_training() -> None:
+    """It would be told as the rank's, under the numbers of the rank's own connection."""
+    session = Session()
+    asked: list[object] = []
+    agent: Any = type("Agent", (), {"call": lambda self, request: asked.append(request)})()
+    session._agent = agent
+    pid = os.fork()
+    if not pid:
+        session.finish()
+        os._exit(len(asked))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    session.finish()
+    assert asked == [RankFinished(0, 1, 0)]

@@ -13,7 +13,7 @@ from scalai.core.commands import Build, Start, Workers
 from scalai.core.committed import Committed
 from scalai.core.jsonable import Json
 from scalai.core.orders import RankDeposit, WriteOrder
-from scalai.core.worker_messages import BeginDeposit, RankRestored
+from scalai.core.worker_messages import BeginDeposit, RankRestored, Samples
 
 Call = int
 """A worker's call that waits for its answer."""
@@ -61,7 +61,7 @@ class Deposit:
     queued: Mapping[int, tuple[WriteOrder, ...]] = field(default_factory=dict)
     writing: Mapping[int, WriteOrder] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
-    consumed_samples: int = 0
+    consumed_samples: Samples = 0
     is_sealing: bool = False
 
     @property
