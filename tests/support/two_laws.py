@@ -525,6 +525,10 @@ class World:
         )
         given = ["--elastic", str(config), "--job", "j", "--nproc-per-node", "2", *self.flags]
         self.spec = JobSpec.read(parse_options([*given, "script.py"]))
+        self._open()
+
+    def _open(self) -> None:
+        """A coordinator begins, and knows nothing."""
         patience = Patience(poll_s=0.0)
         stores: Any = NoStores()
         self.desk = Desk(self.spec, "127.0.0.1", stores, self.log.append, patience)
@@ -613,6 +617,14 @@ class World:
         fresh = SimulatedHost(self, name, host.slots)
         fresh.store, fresh.sealed, fresh.number = store, sealed, number
         self.hosts[name] = fresh
+
+    def restart(self) -> None:
+        """The whole job is started again, on what the hosts' stores hold."""
+        for name in list(self.hosts):
+            self.kill(name, is_disk_lost=False)
+        self.ghosts.clear()
+        self.log.clear()
+        self._open()
 
     def replace(self, name: str) -> None:
         """A host's agent is paused for good or bad, and another one is started on its store."""

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from two_laws import TICK_S, Clock, World, use_virtual_time
 
 from scalai.core.errors import ScalaiError
-from scalai.core.host import stops
+from scalai.core.host import deposits
 from scalai.core.host.step import Step
 from scalai.core.membership import Phase
 from scalai.launch.admission import Admission
@@ -85,6 +85,10 @@ class Histories(RuleBasedStateMachine):
     @rule(name=NAMES)
     def replace(self, name: str) -> None:
         self.world.replace(name)
+
+    @rule()
+    def restart(self) -> None:
+        self.world.restart()
 
     @rule()
     def wake_ghosts(self) -> None:
@@ -187,14 +191,15 @@ def overlook_parts(self: Admission, peer: Any, join: Join, spec: Any, **how: Any
     return _join(self, peer, replace(join, parts=(), sealed=()), spec, **how)
 
 
-def overlook_ends(step: Step, *seen: object) -> None:
-    """As it was: who dies on the way to a stop, or at it, is waited for."""
+def forget_who_waits(step: Step) -> None:
+    """As it was: who stands at a stop that is taken back stands there for ever."""
+    step.change_round(deposit=None)
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "commands are stolen by an agent that was replaced": (Roster, "find", find_any_agent),
     "a job begins at step 0 though its state is there": (Admission, "join", overlook_parts),
-    "a stop hangs at a worker that is dead": (stops, "_look_for_ends", overlook_ends),
+    "a training hangs at a stop that was taken back": (deposits, "withdraw", forget_who_waits),
 }
 
 
@@ -205,8 +210,6 @@ def test_a_fault_that_was_mended_is_found_when_it_is_put_back(
     fault: tuple[Any, str, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*fault)
-    if fault[1] == "_look_for_ends":
-        monkeypatch.setattr(stops, "worker_gone", overlook_ends)
     with pytest.raises((AssertionError, KeyError, ScalaiError)):
         run_state_machine_as_test(  # type: ignore[no-untyped-call]
             Histories,
