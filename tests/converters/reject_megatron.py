@@ -23,8 +23,8 @@ from damage import (
     rewrite_zip,
     write_view,
 )
+from legacy_checkpoints import SHARED, convert, gpt
 from rejects import Case, rename, report_version, spoil, with_nan
-from test_torch_legacy import SHARED, convert, gpt
 
 from scalai.converters.archive_layout import lay_out_archive
 from scalai.converters.checkpoint import Checkpoint

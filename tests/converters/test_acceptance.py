@@ -46,9 +46,9 @@ import numpy as np
 import pytest
 from checkpoints import LIMITS, SHAPES, deepspeed_state, state, write
 from damage import change_tree, merge
+from legacy_checkpoints import convert, gpt
 from peak import peak_bytes
 from rejects import edit_values
-from test_torch_legacy import convert, gpt
 
 from scalai.converters import engine, forked
 from scalai.converters.checkpoint import Checkpoint, WriteOptions

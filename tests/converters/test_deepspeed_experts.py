@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from checkpoints import experts_state, write
-from deepspeed_checks import FP32, HALF, cases, check, convert
+from deepspeed_checks import FP32, HALF, cases, check, convert, differences, read
 from deepspeed_jobs import Job, Runner, Saver
-from test_deepspeed_precision import differences, read
 
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.deepspeed import experts

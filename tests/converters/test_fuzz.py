@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 from checkpoints import LIMITS, deepspeed_state, experts_state, newest, write
+from legacy_checkpoints import convert, gpt
 from reject_others import write_shards
-from test_torch_legacy import convert, gpt
 
 from scalai.converters import engine, forked, pickles
 from scalai.converters.checkpoint import REPORT, WriteOptions

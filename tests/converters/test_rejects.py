@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import deepspeed_state, state, write
+from legacy_checkpoints import SHARED, convert, gpt
 from reject_deepspeed import (
     UNIVERSAL,
     UNIVERSAL_NOT,
@@ -21,7 +22,6 @@ from reject_deepspeed import (
 from reject_megatron import TORCH, TORCH_DIST, TORCH_DIST_NOT, TORCH_NOT
 from reject_others import GENERATION, GENERATION_NOT, SAFETENSORS, SAFETENSORS_NOT, write_shards
 from rejects import ITEMS, Case
-from test_torch_legacy import SHARED, convert, gpt
 
 from scalai.launch import cli
 

@@ -73,6 +73,15 @@ def train_and_deposit(pool: WorkerPool, job: AnyJob, store: HostStore) -> Run:
     return _united([run for _, run in answers])
 
 
+def check(result: Result, tolerance: float) -> None:
+    """Compare losses, learning rate and skipped steps of both runs."""
+    print(f"largest relative difference of a loss: {result.largest_difference:.1e}")
+    assert len(result.uninterrupted.losses) == len(result.resized.losses) > 0
+    assert result.largest_difference <= tolerance
+    assert result.resized.learning_rate == result.uninterrupted.learning_rate
+    assert result.resized.skipped == result.uninterrupted.skipped
+
+
 def _restore_and_train(
     pool: WorkerPool, job: AnyJob, store: HostStore, uninterrupted: Run
 ) -> Result:

@@ -8,28 +8,25 @@ from typing import Any
 
 import pytest
 from jobs import AFTER, Job
-from test_reshard import (
+from megatron_layouts import (
     BF16,
     BUCKETS,
     DP2,
     EP2,
-    FLAT,
+    EP2DP2,
     FP32,
-    FULL,
     GATED,
     MOE,
     ONE,
     PP2,
     PP2DP2,
+    PP2EP2,
     SPLIT,
     TP2,
     TP2DP2,
     TP2PP2,
-    check,
-    convert,
-    load,
-    save,
 )
+from resharded import FLAT, FULL, check, convert, load, save
 from worker_pool import WorkerPool
 
 from scalai.converters.layouts import open_checkpoint
@@ -49,9 +46,6 @@ PREDICTING = {**SPLIT, "predicted": 1, "is_tied": False, "is_rotary": True}
 T5 = {**SPLIT, "is_translator": True, "layers": 2}
 FROZEN = r"embedding|layers\.[01]\.(mlp|self_attention)|linear_fc1\.bias"
 PARTLY = r"input_layernorm|linear_fc1\.weight"
-EP2DP2 = {"world": 4, "ep": 2}
-PP2EP2 = {"world": 4, "pp": 2, "ep": 2}
-TP2EP2 = {"world": 4, "tp": 2, "ep": 2, "sequence_parallel": True}
 
 CASES = {
     "qk-norm-tp2dp2-to-pp2dp2": (QK_NORM, TP2DP2, PP2DP2, BF16),

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 from jobs import Job
-from resize_case import resize
-from test_resize import (
+from megatron_layouts import (
     BUCKETS,
     DP2,
     DP3,
     EP2,
     FP32,
-    GQA,
+    GATED,
     MOE,
     ONE,
     OVERFLOWS,
@@ -28,8 +27,8 @@ from test_resize import (
     TP4,
     UNTIED,
     VPP2,
-    check,
 )
+from resize_case import check, resize
 from worker_pool import WorkerPool
 
 pytestmark = pytest.mark.campaign
@@ -48,7 +47,7 @@ LAYOUTS = {
 MODELS: dict[str, dict[str, Any]] = {
     "tied-whole": {},
     "untied-split": {**UNTIED, **SPLIT},
-    "gated-buckets": {**GQA, **BUCKETS},
+    "gated-buckets": {**GATED, **BUCKETS},
 }
 
 
