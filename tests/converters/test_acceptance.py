@@ -44,11 +44,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import LIMITS, SHAPES, deepspeed_state, state, write
-from damage import change_tree, merge
-from legacy_checkpoints import convert, gpt
-from peak import peak_bytes
-from rejects import edit_values
 
 from scalai.converters import engine, forked
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
@@ -58,6 +53,11 @@ from scalai.converters.torch_archive import NewTensor
 from scalai.converters.verify import compare, verify
 from scalai.core.errors import ProofError, RefusedError
 from scalai.launch import cli
+from support.checkpoints import LIMITS, SHAPES, deepspeed_state, state, write
+from support.damage import change_tree, merge
+from support.legacy_checkpoints import convert, gpt
+from support.peak import peak_bytes
+from support.rejects import edit_values
 
 
 def test_a_wrong_shape_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import state, write
 
 from scalai.converters import pickles
 from scalai.converters.checkpoint import Checkpoint, ReadOptions
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
 from scalai.launch import cli
+from support.checkpoints import state, write
 
 ITERATION = "iter_0000003"
 

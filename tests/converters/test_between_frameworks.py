@@ -13,18 +13,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed_jobs
-import megatron_layouts
 import pytest
-import resharded
-from deepspeed_jobs import Runner
-from jobs import AFTER, Job, mean_losses
-from worker_pool import WorkerPool
 
 from scalai.converters.checkpoint import Values
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.verify import verify
 from scalai.launch import cli
+from support.training import deepspeed_jobs, megatron_layouts, resharded
+from support.training.deepspeed_jobs import Runner
+from support.training.jobs import AFTER, Job, mean_losses
+from support.training.worker_pool import WorkerPool
 
 FP32 = 1e-6
 BF16 = 2e-4

@@ -6,11 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_checks import FP32, Reshard, convert, differences, goes_on, read, reshards
-from deepspeed_jobs import Job, Runner, Saver
 
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.scalars import read_steps
+from support.training.deepspeed_checks import (
+    FP32,
+    Reshard,
+    convert,
+    differences,
+    goes_on,
+    read,
+    reshards,
+)
+from support.training.deepspeed_jobs import Job, Runner, Saver
 
 pytestmark = [
     pytest.mark.campaign,

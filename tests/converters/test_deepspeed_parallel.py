@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_checks import FP32, HALF, LIMITS, cases, check, make_universal
-from deepspeed_jobs import Job, Runner, Saver
 
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, WriteOptions
 from scalai.converters.engine import reshard
@@ -17,6 +15,8 @@ from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.verify import check_samples, verify
 from scalai.core.errors import ProofError, RefusedError
 from scalai.launch import cli
+from support.training.deepspeed_checks import FP32, HALF, LIMITS, cases, check, make_universal
+from support.training.deepspeed_jobs import Job, Runner, Saver
 
 CUTS = r"""
 [[cut]]

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_checks import (
+
+from scalai.converters.layouts import open_checkpoint
+from scalai.core.errors import RefusedError
+from support.training.deepspeed_checks import (
     FP32,
     HALF,
     Reshard,
@@ -17,10 +20,7 @@ from deepspeed_checks import (
     read,
     reshards,
 )
-from deepspeed_jobs import Job, Runner, Saver
-
-from scalai.converters.layouts import open_checkpoint
-from scalai.core.errors import RefusedError
+from support.training.deepspeed_jobs import Job, Runner, Saver
 
 FP16 = {"precision": "fp16"}
 STATIC = {"precision": "fp16-static"}

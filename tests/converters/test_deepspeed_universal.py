@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_checks import FP32, HALF, cases, check, convert, make_universal
-from deepspeed_jobs import SAVED_AFTER, Job, Runner, Saver
 
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.verify import verify
+from support.training.deepspeed_checks import FP32, HALF, cases, check, convert, make_universal
+from support.training.deepspeed_jobs import SAVED_AFTER, Job, Runner, Saver
 
 LOAD = {"checkpoint": {"load_universal": True}}
 PLAIN = {"frozen": False, "decay": (0.1, 0.1)}

@@ -23,9 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import LIMITS, deepspeed_state, experts_state, newest, write
-from legacy_checkpoints import convert, gpt
-from reject_others import write_shards
 
 from scalai.converters import engine, forked, pickles
 from scalai.converters.checkpoint import REPORT, WriteOptions
@@ -35,6 +32,9 @@ from scalai.converters.suspects import find_suspects
 from scalai.converters.verify import compare, verify
 from scalai.core.errors import RefusedError, ScalaiError
 from scalai.store.manifest import _digest
+from support.checkpoints import LIMITS, deepspeed_state, experts_state, newest, write
+from support.legacy_checkpoints import convert, gpt
+from support.reject_others import write_shards
 
 MEMORY_BYTES = 768 << 20
 CASE_S = 30

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import LIMITS, state
-from hugging_models import Gpt2, Llama, samples
-from jobs import Job
 
 from scalai.converters.between.adapting import Wishes, adapted
 from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named
+from support.checkpoints import LIMITS, state
+from support.training.hugging_models import Gpt2, Llama, samples
+from support.training.jobs import Job
 
 transformers: Any = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install transformers"

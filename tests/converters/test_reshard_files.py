@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import LIMITS, SHAPES, state, write
 
 from scalai.converters import engine
 from scalai.converters.checkpoint import WriteOptions
@@ -22,6 +21,7 @@ from scalai.converters.limits import Limits, table_bytes_of
 from scalai.converters.verify import compare, verify
 from scalai.core.errors import PeerError, RefusedError, StoreError, UsageError
 from scalai.launch import cli
+from support.checkpoints import LIMITS, SHAPES, state, write
 
 
 def run(*arguments: object) -> int:

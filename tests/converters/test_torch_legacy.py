@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damage import change_tree
-from legacy_checkpoints import GROUPS, ITERATION, LAYERS, SHAPES, convert, fingerprints, gpt
 
 from scalai.converters import pickles
 from scalai.converters.archive_layout import lay_out_archive
@@ -19,6 +17,8 @@ from scalai.converters.megatron.torch_dist_common import content_of
 from scalai.converters.torch_archive import NewTensor
 from scalai.converters.verify import verify
 from scalai.core.errors import RefusedError
+from support.damage import change_tree
+from support.legacy_checkpoints import GROUPS, ITERATION, LAYERS, SHAPES, convert, fingerprints, gpt
 
 
 @pytest.mark.parametrize("is_split", [True, False])

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Agents
-from tiny_job import check_steps
 
 from scalai.core.errors import PeerError
+from support.agents import Agents
+from support.tiny_job import check_steps
 
 FAULTY_JOB = Path(__file__).parents[1] / "support" / "faulty_job.py"
 

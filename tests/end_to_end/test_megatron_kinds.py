@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import megatron_lm_job
 import pytest
-from megatron_lm_job import CHECKOUT, MODEL, Job, make_dataset
+
+from support import megatron_lm_job
+from support.megatron_lm_job import CHECKOUT, MODEL, Job, make_dataset
 
 STEPS, BEFORE = 14, 4
 """Steps of a job, and those that it has done at least before it is changed."""

@@ -3,7 +3,6 @@
 import errno
 
 import pytest
-from store_states import deposit, generation, is_whole
 
 from scalai.core import events
 from scalai.core.commands import Commit
@@ -12,6 +11,7 @@ from scalai.launch.commits import Commits
 from scalai.launch.generations import deposit_name
 from scalai.store import manifest as manifest_module
 from scalai.store.host import HostStore
+from support.store_states import deposit, generation, is_whole
 
 
 class Told:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_line import QUICK, TOKEN, Line, Relay, wait_until
 
 from scalai.core import actions
 from scalai.core.commands import Command, Drop, Exit
@@ -21,6 +20,7 @@ from scalai.launch.coordinator_link import CoordinatorLink, Health, Waits
 from scalai.launch.coordinator_link import Line as CoordinatorLine
 from scalai.launch.places import Place
 from scalai.runtime.calls import Server
+from support.coordinator_line import QUICK, TOKEN, Line, Relay, wait_until
 
 BYE = Bye("j", "a", "i")
 IMPATIENT = Waits(connect_s=1.0, poll_s=0.5, dead_s=0.5)

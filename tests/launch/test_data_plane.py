@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_states import Opener, deposit, generation, values_of
 
 from scalai.core.collection import Collection
 from scalai.core.errors import PeerError, StoreError
@@ -21,6 +20,7 @@ from scalai.runtime.framing import FramedSocket
 from scalai.runtime.handshake import accept
 from scalai.store.files import slices
 from scalai.store.host import HostStore
+from support.store_states import Opener, deposit, generation, values_of
 
 TOKEN = b"the job's token"
 

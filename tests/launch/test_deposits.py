@@ -5,8 +5,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from store_states import two_ranks
-from wire_words import Told, start
 
 from scalai.core.errors import StoreError
 from scalai.core.messages import JsonText
@@ -16,6 +14,8 @@ from scalai.launch.background import Background
 from scalai.launch.deposits import Deposits
 from scalai.launch.round import DepositUnderWay, Published, Round
 from scalai.store.host import HostStore
+from support.store_states import two_ranks
+from support.wire_words import Told, start
 
 NONE = JsonText.of(None)
 

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from wire_words import Told, start
 
 from scalai.core.worker_messages import Stand
 from scalai.launch import stops
 from scalai.launch.round import Round
 from scalai.launch.stops import Stops
 from scalai.runtime.control import ControlPage
+from support.wire_words import Told, start
 
 ROUND = start(round=3, local_world_size=2)
 LATER = start(round=4, local_world_size=2)

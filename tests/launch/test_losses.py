@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, wait_until
-from wire_words import call_raw
 
 from scalai.core import actions
 from scalai.core import membership as m
@@ -21,6 +19,8 @@ from scalai.launch import cli
 from scalai.launch.coordinator_calls import Bye, Stalled, Tell
 from scalai.launch.losses import Patience
 from scalai.runtime.codec import encode
+from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, wait_until
+from support.wire_words import call_raw
 
 SHORT_S = 1.5
 """Many times what a living agent is silent for here."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_line import wait_until
 
 from scalai.core.errors import PeerError, ScalaiError, UsageError
 from scalai.launch import coordinator_process, places
@@ -22,6 +21,7 @@ from scalai.launch.card import CARD, write_card
 from scalai.launch.coordinator import Coordinator
 from scalai.launch.flags import parse_options
 from scalai.launch.job import JobSpec
+from support.coordinator_line import wait_until
 
 HOLD = """
 import sys, time

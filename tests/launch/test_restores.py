@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from wire_words import start
 
 from scalai.core.errors import ProofError
 from scalai.core.reports import Moved, Report
 from scalai.launch import restores
 from scalai.launch.restores import Restores
+from support.wire_words import start
 
 
 def test_bytes_that_come_are_told_of_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

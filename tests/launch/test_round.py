@@ -4,8 +4,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from store_states import HALF, WEIGHT, Opener, report, write
-from wire_words import start
 
 from scalai.core.collection import Collection
 from scalai.core.orders import WriteOrder
@@ -13,6 +11,8 @@ from scalai.core.region import Box, whole
 from scalai.launch.round import DepositUnderWay, Round, answers, keep_longest
 from scalai.store.deposit import Deposit
 from scalai.store.host import HostStore
+from support.store_states import HALF, WEIGHT, Opener, report, write
+from support.wire_words import start
 
 ABOUT = {"consumed_samples": 1, "degrees": {}, "world_size": 3, "tensors": 2}
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from committed_parts import half, part
-from coordinator_line import DEADLINE_S, QUICK, TOKEN, FakeAgent, Line, wait_until
 
 from scalai.core.committed import Committed
 from scalai.core.errors import PeerError, ProofError
@@ -18,6 +16,8 @@ from scalai.launch.losses import Patience
 from scalai.launch.person_calls import Resume, Scale
 from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes
+from support.committed_parts import half, part
+from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, FakeAgent, Line, wait_until
 
 STORE = ["machine", 1]
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from committed_parts import half, part
-from coordinator_line import TOKEN, FakeAgent, Line, wait_until
 
 from scalai.core.committed import Committed
 from scalai.core.errors import PeerError, ProofError
@@ -19,6 +17,8 @@ from scalai.launch.job import JobSpec
 from scalai.launch.person_calls import Resume, Scale, Status
 from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes, manifest_of_bytes
+from support.committed_parts import half, part
+from support.coordinator_line import TOKEN, FakeAgent, Line, wait_until
 
 FLAGS = ("--nnodes", "1:3", "--settle-s", "0.2", "--max-restarts", "9")
 

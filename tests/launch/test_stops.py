@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from wire_words import Told, start
 
 from scalai.launch.round import DepositUnderWay, Round
 from scalai.launch.stops import Stops
+from support.wire_words import Told, start
 
 
 def test_a_dead_worker_whose_connection_stands_is_given_up_and_not_killed_again(

@@ -14,8 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-from agents import worker_home
-from coordinator_line import wait_until
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
@@ -32,6 +30,8 @@ from scalai.launch.torch_elastic import (
     warm_up,
 )
 from scalai.launch.warm import write_preload
+from support.agents import worker_home
+from support.coordinator_line import wait_until
 
 DEADLINE_S = 120.0
 SCRIPT = """

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire_words import start
 
 from scalai.core.errors import PeerError
 from scalai.core.messages import JsonText
@@ -13,6 +12,7 @@ from scalai.core.worker_messages import Hello, RankFinished, Welcome, WorkerRequ
 from scalai.launch.round import Round
 from scalai.launch.worker_calls import WorkerCalls
 from scalai.runtime.agent_folder import call_agent
+from support.wire_words import start
 
 WELCOME = Welcome({"tp": 1}, 2, 0, None, False, JsonText.of({"large": 1 << 100}), JsonText.of({}))
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from wire_words import Told, start
 
 from scalai.core.commands import Build
 from scalai.core.errors import StoreError
 from scalai.launch.workforce import Workforce
+from support.wire_words import Told, start
 
 START = start(round=3)
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from rounds import log, notes, play
-from worker_pool import WorkerPool
+
+from support.training.rounds import log, notes, play
+from support.training.worker_pool import WorkerPool
 
 pytest.importorskip("accelerate", reason="pip install transformers accelerate")
 

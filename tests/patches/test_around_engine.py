@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rounds import Seen, log, notes, play
-from worker_pool import WorkerPool
+
+from support.training import rounds
+from support.training.rounds import Seen, log, notes, play
+from support.training.worker_pool import WorkerPool
 
 SCHEDULES = [
     ("StepLR", True, False),
@@ -65,7 +67,7 @@ def test_a_script_that_accumulates_as_on_other_ranks_is_refused(
 
 def line(of: str) -> str:
     """Return where ``round_scripts`` has a comment that marks a line."""
-    lines = Path(__file__).with_name("round_scripts.py").read_text().splitlines()
+    lines = Path(rounds.__file__).with_name("round_scripts.py").read_text().splitlines()
     (number,) = (n for n, text in enumerate(lines, 1) if text.endswith(f"# line: {of}"))
     return f"round_scripts.py:{number}"
 

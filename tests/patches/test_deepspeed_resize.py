@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_jobs import Job
-from resize_case import Result, resize
-from worker_pool import WorkerPool
+
+from support.training.deepspeed_jobs import Job
+from support.training.resize_case import Result, resize
+from support.training.worker_pool import WorkerPool
 
 FP32 = 1e-6
 BF16 = 1e-3

@@ -5,8 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import AFTER, OTHER_SEED, Job, mean_losses
-from megatron_layouts import (
+
+from scalai.converters.layouts import open_checkpoint
+from scalai.converters.megatron.torch_dist_metadata import read_metadata
+from scalai.converters.torch_archive import read_archive
+from scalai.core.errors import ProofError, RefusedError
+from scalai.core.plan import plan
+from scalai.core.sources import Holder
+from scalai.store.host import HostStore
+from scalai.store.manifest import read_manifest
+from scalai.store.moves import holders_of, read_orders
+from support.rot import ROTS, held, rot
+from support.training.jobs import AFTER, OTHER_SEED, Job, mean_losses
+from support.training.megatron_layouts import (
     BF16,
     BUCKETS,
     DP2,
@@ -26,20 +37,9 @@ from megatron_layouts import (
     TP4,
     VPP2,
 )
-from resharded import FLAT, FULL, WHOLE, check, convert, load, save
-from resize_case import train_and_deposit
-from rot import ROTS, held, rot
-from worker_pool import WorkerPool
-
-from scalai.converters.layouts import open_checkpoint
-from scalai.converters.megatron.torch_dist_metadata import read_metadata
-from scalai.converters.torch_archive import read_archive
-from scalai.core.errors import ProofError, RefusedError
-from scalai.core.plan import plan
-from scalai.core.sources import Holder
-from scalai.store.host import HostStore
-from scalai.store.manifest import read_manifest
-from scalai.store.moves import holders_of, read_orders
+from support.training.resharded import FLAT, FULL, WHOLE, check, convert, load, save
+from support.training.resize_case import train_and_deposit
+from support.training.worker_pool import WorkerPool
 
 CASES = [
     ("rescue-dp2-to-tp2", {**BUCKETS}, FLAT, DP2, TP2, FP32),

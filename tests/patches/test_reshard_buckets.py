@@ -7,8 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import AFTER, Job
-from megatron_layouts import (
+
+from scalai.converters.layouts import open_checkpoint
+from scalai.converters.megatron.buckets import is_bucket
+from scalai.converters.megatron.common_state import COMMON_OBJECT, FORM
+from scalai.converters.megatron.module_order import in_order
+from scalai.converters.megatron.modules import Naming
+from scalai.converters.megatron.names import leading_axes, name_at
+from scalai.converters.megatron.torch_dist_metadata import read_metadata
+from scalai.converters.verify import compare, verify
+from scalai.launch import cli
+from support.training.jobs import AFTER, Job
+from support.training.megatron_layouts import (
     BF16,
     BUCKETS,
     DP2,
@@ -26,18 +36,8 @@ from megatron_layouts import (
     TP2DP2,
     TP2PP2,
 )
-from resharded import FLAT, FULL, check, convert, load, save
-from worker_pool import WorkerPool
-
-from scalai.converters.layouts import open_checkpoint
-from scalai.converters.megatron.buckets import is_bucket
-from scalai.converters.megatron.common_state import COMMON_OBJECT, FORM
-from scalai.converters.megatron.module_order import in_order
-from scalai.converters.megatron.modules import Naming
-from scalai.converters.megatron.names import leading_axes, name_at
-from scalai.converters.megatron.torch_dist_metadata import read_metadata
-from scalai.converters.verify import compare, verify
-from scalai.launch import cli
+from support.training.resharded import FLAT, FULL, check, convert, load, save
+from support.training.worker_pool import WorkerPool
 
 QK_NORM = {**BUCKETS, **GATED, "has_qk_norm": True, "precision": "bf16"}
 SPARSE = {**SPLIT, "experts": 4, "is_gated": True, "is_rotary": True}

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job
-from megatron_layouts import (
+
+from support.training.jobs import Job
+from support.training.megatron_layouts import (
     BF16,
     BUCKETS,
     DP2,
@@ -32,8 +33,8 @@ from megatron_layouts import (
     TP4,
     VPP2,
 )
-from resharded import FLAT, FULL, WHOLE, check, convert, load, save
-from worker_pool import WorkerPool
+from support.training.resharded import FLAT, FULL, WHOLE, check, convert, load, save
+from support.training.worker_pool import WorkerPool
 
 pytestmark = pytest.mark.campaign
 

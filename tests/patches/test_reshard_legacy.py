@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import resharded
-from jobs import AFTER, Job
-from megatron_layouts import (
+
+from scalai.converters.describe import describe
+from scalai.converters.layouts import open_checkpoint
+from scalai.converters.verify import verify
+from support.training import resharded
+from support.training.jobs import AFTER, Job
+from support.training.megatron_layouts import (
     BF16,
     BUCKETS,
     DP2,
@@ -28,12 +32,8 @@ from megatron_layouts import (
     TP4,
     VPP2,
 )
-from resharded import FULL, check, convert
-from worker_pool import WorkerPool
-
-from scalai.converters.describe import describe
-from scalai.converters.layouts import open_checkpoint
-from scalai.converters.verify import verify
+from support.training.resharded import FULL, check, convert
+from support.training.worker_pool import WorkerPool
 
 CASES = [
     ("split-dp2-to-tp2", {**SPLIT}, DP2, TP2, FP32),

@@ -4,8 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from jobs import Job
-from megatron_layouts import (
+
+from support.training.jobs import Job
+from support.training.megatron_layouts import (
     BF16,
     BUCKETS,
     DP2,
@@ -34,8 +35,8 @@ from megatron_layouts import (
     VPP2,
     Fields,
 )
-from resize_case import check, resize
-from worker_pool import WorkerPool
+from support.training.resize_case import check, resize
+from support.training.worker_pool import WorkerPool
 
 NO_REDUCTIONS = {"is_tied": False, "clip": 0.0}
 """Without tied weights and clipping no sum runs over pipeline stages."""

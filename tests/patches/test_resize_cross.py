@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job
-from megatron_layouts import (
+
+from support.training.jobs import Job
+from support.training.megatron_layouts import (
     BUCKETS,
     DP2,
     DP3,
@@ -28,8 +29,8 @@ from megatron_layouts import (
     UNTIED,
     VPP2,
 )
-from resize_case import check, resize
-from worker_pool import WorkerPool
+from support.training.resize_case import check, resize
+from support.training.worker_pool import WorkerPool
 
 pytestmark = pytest.mark.campaign
 

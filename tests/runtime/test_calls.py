@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_port
-from wire_words import call_raw
 
 from scalai.core.errors import AnswerError, PeerError, SilentError, UsageError
 from scalai.core.messages import Request
@@ -22,6 +20,8 @@ from scalai.launch.person_calls import Status
 from scalai.runtime import listening
 from scalai.runtime.calls import Channel, Peer, Server
 from scalai.runtime.codec import encode
+from support.ports import free_port
+from support.wire_words import call_raw
 
 TOKEN = b"a secret of this job"
 

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wire import travelled
-from wire_words import start, workers
 
 from scalai.core import commands, events, reports
 from scalai.core import worker_messages as words
@@ -21,6 +19,8 @@ from scalai.launch import coordinator_calls as calls
 from scalai.launch import data_plane
 from scalai.launch import person_calls as asked
 from scalai.runtime.codec import decode, encode
+from support.wire import travelled
+from support.wire_words import start, workers
 
 ROWS = Collection(
     (Tensor("param/w", (4, 6), "F32"), Tensor("step", (), "F32")),

@@ -7,9 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from deposited_rows import write_rows
-from store_states import Opener
-from wire import travelled
 
 from scalai.core.collection import Tensor
 from scalai.core.errors import LayoutError, StoreError
@@ -26,6 +23,9 @@ from scalai.runtime.rows import collection_of, held_rows, piece_view, wanted_row
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from scalai.store.moves import holders_of, read_orders
+from support.deposited_rows import write_rows
+from support.store_states import Opener
+from support.wire import travelled
 
 DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64,

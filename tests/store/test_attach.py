@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_states import HALF, WEIGHT, Opener, deposit, generation, is_whole
 
 from scalai.core.collection import Collection
 from scalai.core.committed import Committed
@@ -25,6 +24,7 @@ from scalai.store import held as held_module
 from scalai.store.attachment import attachment
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, read_manifest, unite_hosts
+from support.store_states import HALF, WEIGHT, Opener, deposit, generation, is_whole
 
 STATED = Committed(("a", "b"), {"param/w": 7})
 

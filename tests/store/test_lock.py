@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_states import Opener
 
 from scalai.core.errors import StoreError
 from scalai.store import lock
 from scalai.store.host import HostStore
 from scalai.store.lock import LOCK, StoreLock, find_owner
 from scalai.store.secure import Folder
+from support.store_states import Opener
 
 HOLD = """
 import sys, os

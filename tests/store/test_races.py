@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from store_states import Opener, deposit, generation, is_whole, two_ranks
 
 from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import StoreError
@@ -19,6 +18,7 @@ from scalai.core.region import whole
 from scalai.store import directory as directory_module
 from scalai.store import pool as pool_module
 from scalai.store.host import HostStore
+from support.store_states import Opener, deposit, generation, is_whole, two_ranks
 
 DEADLINE_S = 60.0
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agents import TINY_JOB, Agents
+from support.agents import TINY_JOB, Agents
 
 PORT = 29400
 TOKEN = "0123456789abcdef0123456789abcdef"

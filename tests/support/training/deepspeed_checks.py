@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_jobs import SAVED_AFTER, STEPS, Job, Runner, Saver
 
 from scalai.converters.checkpoint import Values, WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.limits import Limits
 from scalai.converters.verify import verify
+from support.training.deepspeed_jobs import SAVED_AFTER, STEPS, Job, Runner, Saver
 
 LIMITS = Limits(memory_bytes=256 << 20, workers=1)
 FP32 = 1e-6

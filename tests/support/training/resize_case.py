@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs import AFTER, OTHER_SEED, SEED, mean_losses
-from worker_pool import WorkerPool
-
 from scalai.core.collection import Collection, concatenate
 from scalai.core.coverage import check_coverage
 from scalai.core.fingerprint import compare, tensor_fingerprints
@@ -15,6 +12,8 @@ from scalai.core.plan import plan
 from scalai.core.sources import Holder
 from scalai.store.host import HostStore
 from scalai.store.moves import holders_of, read_orders
+from support.training.jobs import AFTER, OTHER_SEED, SEED, mean_losses
+from support.training.worker_pool import WorkerPool
 
 Proof = tuple[Collection, list[int]]
 AnyJob = Any

@@ -8,9 +8,10 @@ import math
 from typing import Any
 
 import torch
-from jobs import Job
 from torch import nn
 from torch.nn import functional
+
+from support.training.jobs import Job
 
 Tokens = torch.Tensor
 

@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from checkpoints import GROUP, LIMITS, state
-
 from scalai.converters.checkpoint import REPORT, Checkpoint, WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
+from support.checkpoints import GROUP, LIMITS, state
 
 ITERATION = "iter_0000003"
 LAYERS = 4

@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from jobs import AFTER, Job, mean_losses
-from worker_pool import WorkerPool
-
 from scalai.converters.checkpoint import ReadOptions, Values, WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.limits import Limits
+from support.training.jobs import AFTER, Job, mean_losses
+from support.training.worker_pool import WorkerPool
 
 LIMITS = Limits(memory_bytes=256 << 20, workers=1)
 WHOLE, FULL, FLAT = "fully_reshardable", "fully_reshardable", "dp_reshardable"

@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from checkpoints import deepspeed_state, write
-from damage import (
+from scalai.converters.torch_archive import NewTensor
+from support.checkpoints import deepspeed_state, write
+from support.damage import (
     View,
     age,
     change_tree,
@@ -17,9 +18,7 @@ from damage import (
     plant,
     write_view,
 )
-from rejects import Case, rename, report_version, spoil, with_nan
-
-from scalai.converters.torch_archive import NewTensor
+from support.rejects import Case, rename, report_version, spoil, with_nan
 
 TAG = "global_step3"
 WHOLE = "mp_rank_00_model_states.pt"

@@ -169,7 +169,7 @@ def answer(job: Job, rank: int, meeting: str, pipe: Any) -> None:
         if job.script is not None:
             pipe.send(run_script(job, meeting))
         elif job.gpt is not None:
-            from hugging_jobs import run as run_gpt
+            from support.training.hugging_jobs import run as run_gpt
 
             pipe.send(run_gpt(job, meeting))
         else:
@@ -295,15 +295,15 @@ def make_engine(job: Job) -> Any:
 
     model, mpu = make_model(job.frozen, job.empty), None
     if (job.tp or job.pp) and not job.automatic:
-        from deepspeed_parallel import make_parallel_model
+        from support.training.deepspeed_parallel import make_parallel_model
 
         model, mpu = make_parallel_model(job)
     elif job.automatic:
-        from deepspeed_parallel import Automatic
+        from support.training.deepspeed_parallel import Automatic
 
         model = Automatic()
     elif job.experts:
-        from deepspeed_experts import Routed
+        from support.training.deepspeed_experts import Routed
 
         model = Routed(job)
     micro_batches = MICRO_BATCHES if job.pp else 1
@@ -315,7 +315,7 @@ def make_engine(job: Job) -> Any:
         for members, decay in zip((decayed, others), job.decay, strict=True)
     ]
     if job.experts:
-        from deepspeed_experts import split
+        from support.training.deepspeed_experts import split
 
         groups = split(groups)
     kind = getattr(deepspeed.ops.adam, job.compiled) if job.compiled else torch.optim.AdamW
@@ -333,7 +333,7 @@ def make_engine(job: Job) -> Any:
         **job.config,
     }
     if job.automatic and job.tp > 1:
-        from deepspeed_parallel import automatic_config
+        from support.training.deepspeed_parallel import automatic_config
 
         config |= automatic_config(job.tp)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
