@@ -31,7 +31,7 @@ check: $(VENV)/ready
 	$(PYTHON) -m ruff check .
 	$(PYTHON) tests/link_tree.py
 	$(PYTHON) -m mypy
-	$(PYTHON) -m mypy $(wildcard examples/*.py)
+	$(PYTHON) -m mypy tests benchmarks examples
 
 bench: $(VENV)/ready
 	@test -f benchmarks/$(NAME).py || { echo "make bench NAME=x, where x is one of: $(BENCHMARKS)" >&2; exit 2; }

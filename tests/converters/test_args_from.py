@@ -97,7 +97,7 @@ def test_a_state_goes_to_deepspeed_and_back_by_files_alone(
     back: str,
 ) -> None:
     grouped = {"group_query_attention": True, "num_query_groups": GROUPS}
-    arguments = grouped if names == "llama" else {}
+    arguments: dict[str, Any] = grouped if names == "llama" else {}
     saved = megatron(tmp_path / "saved", shapes, **arguments)
     (tmp_path / "job.toml").write_text(MEGATRON + DEEPSPEED)
     options = "--mapping", names, "--args-from", tmp_path / "job.toml"

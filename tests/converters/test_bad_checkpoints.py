@@ -6,6 +6,7 @@ import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ ITERATION = "iter_0000003"
 
 
 class _Evil:
-    def __reduce__(self) -> object:
+    def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("echo run > /tmp/this-must-not-be",)
 
 

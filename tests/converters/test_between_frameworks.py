@@ -86,9 +86,9 @@ def test_megatron_to_deepspeed_and_back(
     tmp_path: Path,
     names: str,
     model: Job,
-    before: dict[str, int],
+    before: dict[str, Any],
     ranks: tuple[int, int],
-    after: dict[str, int],
+    after: dict[str, Any],
     tolerance: float,
 ) -> None:
     old, new = replace(model, **before), replace(model, **after)
@@ -138,7 +138,7 @@ def test_a_training_of_deepspeed_goes_on_in_megatron_from_a_file_alone(
     names: str,
     model: Job,
     ranks: tuple[int, int],
-    after: dict[str, int],
+    after: dict[str, Any],
 ) -> None:
     new = replace(model, **after)
     saved, uninterrupted = deepspeed_saved(model, *ranks)

@@ -25,7 +25,7 @@ def run(*arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
-def write_new(directory: Path, **degrees: int) -> Checkpoint:
+def write_new(directory: Path, **degrees: Any) -> Checkpoint:
     """Write a state as megatron-core 0.19 and later do."""
     return write(directory, source=newest(), **degrees)
 

@@ -49,11 +49,15 @@ def at(tp: int = 0, pp: int = 0, dp: int = 1, **more: Any) -> Job:
     return Job(world=max(tp, 1) * max(pp, 1) * dp, tp=tp, pp=pp, **more)
 
 
-AUTO = {"automatic": True, "info": {}}
-MIXED = {"precision": "bf16-fp32"}
-UNTIED = {"tied": False}
-FP16 = {"precision": "fp16-unscaled", "config": {"gradient_clipping": 0.0}, **UNTIED}
-NO_CLIP = {"config": {"gradient_clipping": 0.0}, **UNTIED}
+AUTO: dict[str, Any] = {"automatic": True, "info": {}}
+MIXED: dict[str, Any] = {"precision": "bf16-fp32"}
+UNTIED: dict[str, Any] = {"tied": False}
+FP16: dict[str, Any] = {
+    "precision": "fp16-unscaled",
+    "config": {"gradient_clipping": 0.0},
+    **UNTIED,
+}
+NO_CLIP: dict[str, Any] = {"config": {"gradient_clipping": 0.0}, **UNTIED}
 """Without ZeRO DeepSpeed's clipping leaves out parameters of later stages that are not cut."""
 
 CASES = [

@@ -34,7 +34,7 @@ OFFLOADED = {
     "zero": {"offload_optimizer": {"device": "cpu"}},
     "config": {"zero_force_ds_cpu_optimizer": False},
 }
-ELASTIC = {"zero": {"elastic_checkpoint": True}}
+ELASTIC: dict[str, Any] = {"zero": {"elastic_checkpoint": True}}
 
 CASES = [
     ("fp16-stage-1-dp2-to-stage-3-dp3", FP16, (1, 2), (3, 3), HALF),

@@ -138,9 +138,10 @@ def watch(event: str, values: tuple[Any, ...]) -> None:
 
 def child(whole: Path, folder: Path, seed: int, seconds: float) -> dict[str, Any]:
     """Damage checkpoints until the time is over."""
-    zipfile.ZipExtFile._update_crc = lambda *_: None  # type: ignore[attr-defined,assignment]
-    engine.map_forked = lambda function, items, _: forked.map_forked(function, items, 0)
-    os.fsync = os.fdatasync = lambda _: None
+    zipfile.ZipExtFile._update_crc = lambda *_: None  # type: ignore[attr-defined]
+    forking: Any = engine
+    forking.map_forked = lambda function, items, _: forked.map_forked(function, items, 0)
+    os.fsync = os.fdatasync = lambda fd: None
     # What is imported late is imported before imports are watched.
     verify(open_checkpoint(whole), workers=0)
     with open("/proc/self/status") as status:

@@ -37,7 +37,9 @@ def shapes_of(job: Job) -> dict[str, tuple[int, ...]]:
     }
     if job.has_qkv_bias or not job.is_rotary:
         layer["self_attention.linear_qkv.bias"] = (rows,)
-    shapes = {"embedding.word_embeddings.weight": (job.padded_vocabulary, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding.word_embeddings.weight": (job.padded_vocabulary, hidden)
+    }
     norms = ["weight"]
     if not job.is_rotary:
         norms.append("bias")

@@ -28,9 +28,9 @@ from support.legacy_checkpoints import GROUPS, ITERATION, LAYERS, SHAPES, conver
     ids=str,
 )
 def test_every_element_survives_any_degrees(
-    tmp_path: Path, degrees: dict[str, int], is_split: bool
+    tmp_path: Path, degrees: dict[str, Any], is_split: bool
 ) -> None:
-    arguments = {"overlap_grad_reduce": True, "ddp_bucket_size": 300}
+    arguments: dict[str, Any] = {"overlap_grad_reduce": True, "ddp_bucket_size": 300}
     legacy = convert(gpt(**arguments), tmp_path / "legacy", is_split=is_split, **degrees)
     assert {axis: legacy.values.degrees[axis] for axis in degrees} == degrees
     assert legacy.values.is_split is is_split

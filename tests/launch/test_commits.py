@@ -9,7 +9,6 @@ from scalai.core.commands import Commit
 from scalai.core.reports import Report
 from scalai.launch.commits import Commits
 from scalai.launch.generations import deposit_name
-from scalai.store import manifest as manifest_module
 from scalai.store.host import HostStore
 from support.store_states import deposit, generation, is_whole
 
@@ -43,7 +42,7 @@ def test_what_there_is_no_room_for_stays_sealed_and_is_committed_later(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(manifest_module.os, "fsync", fail)
+        full.setattr("os.fsync", fail)
         told.commits.commit(Commit(3, name, None))
         told.commits.retry()
     assert told.committed == [] and told.failed == []
@@ -66,7 +65,7 @@ def test_a_host_that_the_job_goes_on_without_commits_nothing_late_by_itself(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(manifest_module.os, "fsync", fail)
+        full.setattr("os.fsync", fail)
         told.commits.commit(Commit(3, deposit_name(manifest), None))
     told.commits.forget()
     told.commits.retry()

@@ -95,7 +95,7 @@ class Heard:
     def __init__(self, line: Line) -> None:
         self.numbers: list[int] = []
         line.coordinator._agent_events.hear = (  # type: ignore[method-assign]
-            lambda host, report: self.numbers.append(report.bytes)
+            lambda host, report: self.numbers.append(report.bytes)  # type: ignore[union-attr]
         )
 
 

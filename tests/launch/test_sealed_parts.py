@@ -229,7 +229,7 @@ def test_what_was_left_behind_never_becomes_the_state(tmp_path: Path, is_of_this
     hosts = TwoHosts(tmp_path)
     if is_of_this_run:
         left = (part(tmp_path, "c", -1, 500, f"{hosts.run}-0-500"),)
-        joined = (hosts.line.join("c", sealed=left),)
+        joined: tuple[FakeAgent, ...] = (hosts.line.join("c", sealed=left),)
     else:
         whole = part(tmp_path, "c", -1, 500, "otherrun-3-500")
         halves = {host: half(whole, host, n) for n, host in enumerate("cd")}

@@ -209,13 +209,12 @@ def test_a_part_that_cannot_be_read_holds_up_nobody_where_the_others_have_it_all
     assert agent.wait_for("start")["generation"] == 3
 
 
-@pytest.mark.parametrize("order", ["ab", "ba"])
+@pytest.mark.parametrize(("kept", "refused"), ["ab", "ba"])
 def test_two_states_of_one_number_are_refused_in_each_order_by_name(
-    line: Line, tmp_path: Path, order: str
+    line: Line, tmp_path: Path, kept: str, refused: str
 ) -> None:
     steps = {"a": 20, "b": 30}
     parts = {h: part(tmp_path, h, 3, step, f"of-{h}-1-{step}") for h, step in steps.items()}
-    kept, refused = order
     agent = line.join(kept, parts=(parts[kept],))
     message = (
         rf"host '{refused}' holds generation 3 of step {steps[refused]} of another run .*"

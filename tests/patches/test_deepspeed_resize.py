@@ -134,8 +134,8 @@ def test_a_resized_job_goes_on_as_the_uninterrupted_one(
 ) -> None:
     if "compiled" in model:
         request.getfixturevalue("compiled_cpu_adam")
-    jobs = [Job(**{**model, **layout}) for layout in (before, after)]
-    check(resize(deepspeed_pool, *jobs, tmp_path), tolerance)
+    old, new = (Job(**{**model, **layout}) for layout in (before, after))
+    check(resize(deepspeed_pool, old, new, tmp_path), tolerance)
 
 
 def check(result: Result, tolerance: float) -> None:

@@ -101,7 +101,7 @@ def test_every_kind_of_model_goes_on(pool: WorkerPool, tmp_path: Path, case: str
     check(runs, load(pool, new, tmp_path / "converted"), tolerance)
 
 
-MUON = {"optimizer": "muon"}
+MUON: dict[str, Any] = {"optimizer": "muon"}
 """Plain Muon: for matrices, beside Adam for the rest; neither is split over ranks."""
 
 

@@ -77,8 +77,8 @@ def test_every_layout_becomes_every_other(
 def test_experts_move_between_ranks(
     pool: WorkerPool, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    jobs = [Job(**{**MOE, **BUCKETS, **layout}) for layout in (before, after)]
-    check(resize(pool, *jobs, tmp_path), FP32)
+    old, new = (Job(**{**MOE, **BUCKETS, **layout}) for layout in (before, after))
+    check(resize(pool, old, new, tmp_path), FP32)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,6 @@ def test_state_is_exact_where_another_dp_forks_the_loss_scale(
 ) -> None:
     # Gradients are divided by the number of micro-batches before they are scaled, so with another
     # DP they overflow at other steps. What is restored is exact: `resize` proves every tensor.
-    jobs = [Job(**{**OVERFLOWS, **SPLIT, **layout}) for layout in (before, after)]
-    result = resize(pool, *jobs, tmp_path)
+    old, new = (Job(**{**OVERFLOWS, **SPLIT, **layout}) for layout in (before, after))
+    result = resize(pool, old, new, tmp_path)
     print(f"largest relative difference of a loss: {result.largest_difference:.1e}")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,7 +228,7 @@ def test_nothing_is_overwritten_by_a_restore_that_is_refused(store: HostStore) -
     slots = [whole_tensor(f"param/w{n}", (4, 4), "F32") for n in range(2)]
     manifest = committed(store, [slots])
     order = read_order(store, manifest)
-    bad = {
+    bad: dict[str, tuple[dict[str, Any], type[Exception]]] = {
         "a row is not filled": ({"row": np.array([0, 0])}, LayoutError),
         "a row is not there": ({"row": np.array([0, 9])}, LayoutError),
         "outside of the piece": (

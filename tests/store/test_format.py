@@ -5,7 +5,7 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,12 @@ from scalai.store.manifest import FORMAT, VERSION, unite_hosts
 from scalai.store.places import MANIFEST
 from scalai.store.values import decode
 from support.bad_manifests import DAMAGES, UNFIT, change
+from support.format_fingerprint import fingerprint
 from support.format_reader import (
     ITEM_BYTES,
     FormatError,
     Generation,
     find_durable,
-    fingerprint,
     read_header,
     read_part,
 )
@@ -274,7 +274,7 @@ def real_manifests(stores: Mapping[str, HostStore], tmp_path: Path) -> Iterator[
         yield from (json.loads((folder / MANIFEST).read_text()) for folder in folders)
 
 
-def check_names(table: Mapping[str, bool], real: list[Mapping[str, Any]]) -> None:
+def check_names(table: Mapping[str, bool], real: Sequence[Mapping[str, Any]]) -> None:
     """Check that the page names every field that is there, and no other one."""
     assert {name for each in real for name in each} == set(table)
     always = {name for name, is_always in table.items() if is_always}

@@ -40,7 +40,7 @@ ARGUMENTS = {
     "transformer_impl": "local", "untie_embeddings_and_output_weights": False,
     "overlap_grad_reduce": False, "ddp_bucket_size": None,
 }  # fmt: skip
-SHARED = {"tp": 2, "pp": 2}
+SHARED: dict[str, Any] = {"tp": 2, "pp": 2}
 
 
 def gpt(shapes: Mapping[str, tuple[int, ...]] = SHAPES, **arguments: Any) -> Checkpoint:

@@ -118,8 +118,8 @@ def network_agents(
     ]  # fmt: skip
     environment = {"SCALAI_JOB_TOKEN": TOKEN}
     with NetworkHosts() as hosts:
-        made = NetworkAgents(hosts, folder, degrees, script, environment=environment, **settings)
-        with made as agents:
+        agents = NetworkAgents(hosts, folder, degrees, script, environment=environment, **settings)
+        with agents:
             yield agents, hosts
 
 

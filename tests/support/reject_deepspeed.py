@@ -37,7 +37,10 @@ def lose(name: str, tag: str = TAG) -> Any:
 
 
 def copy(name: str, to: str) -> Any:
-    return rename(lambda at: shutil.copy(at / TAG / name, at / TAG / to), f"copy_to_{to}")
+    def copy_there(at: Path) -> None:
+        shutil.copy(at / TAG / name, at / TAG / to)
+
+    return rename(copy_there, f"copy_to_{to}")
 
 
 def cut(path: Path) -> None:

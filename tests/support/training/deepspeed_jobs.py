@@ -150,7 +150,7 @@ def collect(pipes: Sequence[Any]) -> list[Any]:
     deadline = time.monotonic() + JOB_S
     while len(answers) < len(pipes):
         left = [pipe for pipe in pipes if pipe not in answers]
-        ready = wait(left, max(deadline - time.monotonic(), 0))
+        ready: list[Any] = wait(left, max(deadline - time.monotonic(), 0))
         if not ready:
             break
         for pipe in ready:
@@ -233,10 +233,10 @@ def run(job: Job, meeting: str) -> dict[str, Any]:
         seen["losses"].append(train(engine, job, step))
         seen["rates"].append([group["lr"] for group in engine.optimizer.param_groups])
         if step + 1 == SAVED_AFTER and job.save is not None:
-            state: dict[str, Any] = {"note": {"text": "kept", "n": 7}}
+            client: dict[str, Any] = {"note": {"text": "kept", "n": 7}}
             if job.info:
-                state["universal_checkpoint_info"] = job.info
-            engine.save_checkpoint(job.save, client_state=state)
+                client["universal_checkpoint_info"] = job.info
+            engine.save_checkpoint(job.save, client_state=client)
             seen["saved"] = describe(engine)
     if job.save is not None:
         engine.save_checkpoint(job.save, client_state={"note": {}}, save_latest=False)
@@ -373,6 +373,11 @@ def make_model(is_partly_frozen: bool, has_empty: bool) -> Any:
             return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
     class Model(nn.Module):
+        calls: torch.Tensor
+        average: torch.Tensor
+        is_seen: torch.Tensor
+        order: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.embedding = nn.Embedding(VOCABULARY, HIDDEN)

@@ -13,7 +13,10 @@ from support.training.deepspeed_jobs import Job
 from support.training.jobs import AFTER, BEFORE, OTHER_SEED, SEED
 from support.training.tiny_deepspeed import Training
 
-CLIENT = {"note": {"text": "kept", "n": 7}, "streams": torch.arange(5, dtype=torch.uint8)}
+CLIENT: dict[str, Any] = {
+    "note": {"text": "kept", "n": 7},
+    "streams": torch.arange(5, dtype=torch.uint8),
+}
 COUNTERS = "global_steps", "global_samples", "skipped_steps"
 
 
