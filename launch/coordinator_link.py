@@ -37,7 +37,7 @@ from scalai.launch.coordinator_calls import (
     Tell,
 )
 from scalai.launch.places import Place
-from scalai.launch.workforce import Workforce
+from scalai.launch.present import Present
 from scalai.runtime.calls import CONNECT_S, Channel
 
 Answer = TypeVar("Answer")
@@ -302,7 +302,7 @@ class CoordinatorLink:
 
     def follow(
         self,
-        workforce: Workforce,
+        workforce: Present,
         obey: Callable[[Command], None],
         stalled: Callable[[], Stalled | None] = lambda: None,
     ) -> None:
@@ -373,7 +373,7 @@ class CoordinatorLink:
     def _poll(
         self,
         member: _Membership,
-        workforce: Workforce,
+        workforce: Present,
         obey: Callable[[Command], None],
         stalled: Callable[[], Stalled | None],
     ) -> None:

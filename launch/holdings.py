@@ -2,7 +2,7 @@
 left behind at the end."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -124,30 +124,30 @@ class Holdings:
     def look(self) -> None:
         """Nothing in memory is whole: tell what the durable directory holds."""
 
-        def attached(damaged: dict[int, str]) -> None:
-            self._tell(reports.Attached(self._parts(), tuple(sorted(damaged.items()))))
+        def attach() -> None:
+            damaged = self._attach()
+            self._put(lambda: self._tell_attached(damaged))
 
-        self._background.run(self._attach, attached, "looking into the durable directory")
+        self._background.submit(attach)
+
+    def _tell_attached(self, damaged: Mapping[int, str]) -> None:
+        self._tell(reports.Attached(self._parts(), tuple(sorted(damaged.items()))))
 
     def save(self, generation: int) -> None:
         """Bring this host's part of a generation to the durable directory, and tell."""
         folder = self._folder
         assert folder is not None
 
-        def save() -> str | None:
+        def save() -> None:
+            report: reports.Report = events.Saved(self._store.host)
             try:
                 self._store.copy_to(generation, folder)
             except (ScalaiError, OSError) as error:
-                return f"{error} The state stays in {self._store.directory}"
-            return None
+                reason = f"{error} The state stays in {self._store.directory}"
+                report = events.NotSaved(self._store.host, reason)
+            self._put(lambda: self._tell(report))
 
-        def saved(error: str | None) -> None:
-            if error is None:
-                self._tell(events.Saved(self._store.host))
-            else:
-                self._tell(events.NotSaved(self._store.host, error))
-
-        self._background.run(save, saved, "saving to the durable directory", saved)
+        self._background.submit(save)
 
     def told_to_exit(self, ending: Ending | None, keeps_state: bool) -> None:
         """The coordinator ends this host's part; ``ending``: the job has come to its end."""

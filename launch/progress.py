@@ -9,8 +9,8 @@ from statistics import median
 
 from scalai.core.deadlines import STALL_S, STALL_STEPS
 from scalai.launch.coordinator_calls import Stalled
+from scalai.launch.present import Present
 from scalai.launch.stacks import Stacks
-from scalai.launch.workforce import Workforce
 
 USUAL = 32
 """Steps whose times make up what is usual."""
@@ -88,7 +88,7 @@ class ProgressWatch:
         stall_s: As of ``Progress``.
     """
 
-    def __init__(self, host: str, workforce: Workforce, stacks: Stacks, stall_s: float) -> None:
+    def __init__(self, host: str, workforce: Present, stacks: Stacks, stall_s: float) -> None:
         self._host, self._workforce, self._stacks = host, workforce, stacks
         self._progress = Progress(stall_s)
         self._stall: _Stall | None = None

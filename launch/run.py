@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from scalai.core.errors import AnswerError, EndedError
 from scalai.launch import host_signals
-from scalai.launch.agent import Agent
+from scalai.launch.agent import Member, open_agent
 from scalai.launch.card import take_token
 from scalai.launch.caretaker import AHEAD, stay
 from scalai.launch.check_elastic import check_elastic
@@ -121,7 +121,7 @@ def run_agent(spec: JobSpec) -> int:
     return ended[0] if ended else 1
 
 
-def _wait(loop: threading.Thread, agent: Agent, heard: host_signals.Heard) -> None:
+def _wait(loop: threading.Thread, agent: Member, heard: host_signals.Heard) -> None:
     """Drain at the first signal, stop at the second. Return once the agent's loop has ended, or
     has not for long although it must.
 
@@ -146,7 +146,7 @@ def _wait(loop: threading.Thread, agent: Agent, heard: host_signals.Heard) -> No
 
 def _joined(
     spec: JobSpec, host: str, slots: int, make_workers: Callable[[], WorkerSet]
-) -> tuple[Place, Agent]:
+) -> tuple[Place, Member]:
     """Return where the coordinator is, and an agent that has joined the job.
 
     A coordinator of this machine whose job has just failed is waited for, and followed by a new
@@ -158,7 +158,7 @@ def _joined(
         interface = spec.options.local_addr or address_towards(place.address)
         _name_interface(interface)
         try:
-            return place, Agent(spec, host, slots, place, interface, make_workers)
+            return place, open_agent(spec, host, slots, place, interface, make_workers)
         except AnswerError as error:
             is_ending = error.kind == EndedError.__name__ and place.is_here
             if not is_ending or time.monotonic() > deadline:
@@ -167,7 +167,7 @@ def _joined(
             time.sleep(1.0)
 
 
-def _start_probe(spec: JobSpec, agent: Agent, most: int) -> None:
+def _start_probe(spec: JobSpec, agent: Member, most: int) -> None:
     """Ask for the number of working devices now and then, in a thread of its own; never more than
     ``most`` count."""
     kind = spec.config.probe.kind

@@ -1,41 +1,180 @@
-"""An agent's own decisions, without workers."""
+"""An agent without processes: the loop around the law, with hands that note what they are to do."""
 
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from scalai.core import commands, reports
 from scalai.core.errors import PeerError, StoreError
-from scalai.launch.agent import Agent
+from scalai.core.host import actions, events
+from scalai.core.host.actions import Action
+from scalai.core.host.events import Event
+from scalai.core.host.state import HostState, Round, Settings
+from scalai.core.worker_messages import Hello
+from scalai.launch.agent import Agent, Loop, Member, Served
+from scalai.launch.crew import Crew
+from support.wire_words import start
+
+DEADLINE_S = 60.0
 
 
-def test_an_agent_that_cannot_join_again_ends(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its durable directory went away with its network, say. It would wait for ever."""
+class NotingHands:
+    """Carries nothing out; some actions fail, or are answered."""
 
-    def fail(agent: Agent) -> Any:
-        raise StoreError("/durable cannot be read.")
+    def __init__(self) -> None:
+        self.done: list[Action] = []
+        self.failing: tuple[type, Exception] | None = None
+        self.results: dict[type, list[Event]] = {}
+        self.held: frozenset[int] = frozenset()
+        self.calls: list[Future[Any]] = []
 
-    monkeypatch.setattr(Agent, "_brings", fail)
-    agent: Any = object.__new__(Agent)
-    agent._host, agent._exit, agent._coordinator = "a", None, SimpleNamespace(rejoin=None)
-    agent._store = SimpleNamespace(directory=Path("/store"))
-    agent._commits = SimpleNamespace(forget=lambda: None)
-    agent._workforce = SimpleNamespace(round=None, give_up=lambda: None)
-    agent._expelled(PeerError("host 'a' is not in the job (any more)."))
-    assert agent._exit == 1
-    assert "event=not_rejoined" in caplog.text and "/durable cannot be read" in caplog.text
+    @property
+    def groups(self) -> Mapping[int, Crew]:
+        return {}
+
+    def generations(self) -> frozenset[int]:
+        return self.held
+
+    def seen(self, current: Round | None) -> events.Seen | None:
+        return None
+
+    def arrivals(self) -> Iterable[Event]:
+        return ()
+
+    def take_call(self, answer: "Future[Any]") -> int:
+        self.calls.append(answer)
+        return len(self.calls)
+
+    def perform(self, action: Action) -> Iterable[Event]:
+        if self.failing is not None and isinstance(action, self.failing[0]):
+            raise self.failing[1]
+        self.done.append(action)
+        return self.results.get(type(action), ())
 
 
-def test_an_agent_that_cannot_hear_how_the_job_ended_says_where_to_look(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    agent: Any = object.__new__(Agent)
-    agent._exit, agent._store = None, SimpleNamespace(directory=Path("/store"))
-    agent._holdings = SimpleNamespace(newest=lambda: "newest: generation 7 of step 40")
-    agent._coordinator_gone(PeerError("the process at h:1 cannot be reached."))
-    assert agent._exit == 1
+class Made:
+    """An agent that is built of parts, and runs in no thread of its own."""
+
+    def __init__(self) -> None:
+        self.hands, self.loop = NotingHands(), Loop()
+        state = HostState(Settings("a", True, 9.0), 2, time.monotonic())
+        self.agent = Agent(state, self.hands, self.loop)
+
+    def told(self) -> list[reports.Report]:
+        return [action.report for action in self.hands.done if isinstance(action, actions.Tell)]
+
+
+def test_what_comes_of_an_action_is_fed_at_once_and_in_order() -> None:
+    made = Made()
+    made.hands.results[actions.StartGroup] = [events.GroupNotStarted(1, "no process")]
+    made.agent.obey(start())
+    (failed,) = made.told()
+    assert isinstance(failed, reports.Failed) and "no process" in failed.reason
+
+
+@pytest.mark.parametrize("error", [StoreError("no room."), OSError(28, "No space left")])
+def test_an_action_that_fails_fails_the_round_and_the_others_are_done(error: Exception) -> None:
+    made = Made()
+    made.agent.obey(start())
+    made.hands.failing = (actions.ShowStacks, error)
+    made.agent.obey(commands.Report())
+    (failed,) = made.told()
+    assert isinstance(failed, reports.Failed) and str(error) in failed.reason
+    assert made.agent.exit is None
+
+
+def test_a_slip_of_our_own_ends_the_loop() -> None:
+    made = Made()
+    made.agent.obey(start())
+    made.hands.failing = (actions.ShowStacks, KeyError("h7"))
+    made.loop.put(lambda: made.agent.obey(commands.Report()))
+    with pytest.raises(KeyError, match="h7"):
+        made.agent.run()
+
+
+def test_the_law_knows_what_the_store_holds_before_it_decides() -> None:
+    made = Made()
+    made.hands.held = frozenset({3})
+    made.agent.tick()
+    assert made.agent.state.generations == {3}
+
+
+def test_calls_of_workers_are_numbered_and_refused_where_there_is_no_round() -> None:
+    made = Made()
+    made.agent.call(Future(), Hello(0, 1))
+    assert made.hands.done == [actions.Refuse(1, "this round of workers has ended.")]
+
+
+def test_a_loop_ticks_however_much_there_is_to_do() -> None:
+    made, ticks, ends = Made(), list[int](), threading.Event()
+
+    def busy() -> None:
+        if not ends.is_set():
+            made.loop.put(busy)
+
+    def tick() -> None:
+        ticks.append(1)
+        if len(ticks) == 3:
+            ends.set()
+
+    made.loop.put(busy)
+    made.loop.run(tick, ends.is_set)
+    assert len(ticks) == 3
+
+
+def test_signals_reach_the_law_from_any_thread_and_a_second_one_ends_the_loop() -> None:
+    made = Made()
+    thread = threading.Thread(target=made.agent.leave)
+    thread.start()
+    thread.join(DEADLINE_S)
+    made.agent.set_slots(1)
+    made.agent.stop_now(143)
+    assert made.agent.run() == 143 and not made.told()
+    again = Made()
+    again.agent.leave()
+    again.agent.set_slots(1)
+    again.agent.put(events.CoordinatorLost("it is gone."))
+    assert again.agent.run() == 1
+    assert again.told() == [reports.Leaving(), reports.Slots(1)]
+
+
+def member(made: Made, **served: Any) -> Member:
+    """Return a member of a job that has nothing open but what is given."""
+    parts: dict[str, Any] = dict.fromkeys(("data", "link", "workers", "performer"))
+    parts["store"] = SimpleNamespace(directory="/store")
+    holdings = SimpleNamespace(newest=lambda: "newest: generation 7 of step 40")
+    given = Served(**{**parts, "holdings": holdings, **served})
+    spec: Any = SimpleNamespace(job="j", to_json=dict)
+    progress: Any = None
+    return Member(spec, made.agent, given, progress)
+
+
+def test_an_agent_that_cannot_hear_how_the_job_ended_says_where_to_look() -> None:
+    made = Made()
+    member(made).lost(PeerError("the process at h:1 cannot be reached."))
+    assert made.agent.exit == 1
+    (line,) = [action.text for action in made.hands.done if isinstance(action, actions.Log)]
     for words in ("/store", "of step 40", "look for event=exit in the log"):
-        assert words in caplog.text
+        assert words in line
+
+
+def test_an_agent_that_was_expelled_joins_again_with_what_its_store_holds_then() -> None:
+    made, asked = Made(), list[Any]()
+    found = SimpleNamespace(parts=(b"7",), sealed=(), damaged=())
+    link = SimpleNamespace(rejoin=lambda brings, joined: asked.append((brings, joined)))
+    holdings = SimpleNamespace(found=lambda: found)
+    store = SimpleNamespace(directory=Path("/"))
+    data = SimpleNamespace(address=("127.0.0.1", 5))
+    one = member(made, holdings=holdings, link=link, store=store, data=data)
+    one.expelled(PeerError("host 'a' is not in the job (any more)."))
+    assert made.hands.done[-1] == actions.Rejoin()
+    one.rejoin()
+    ((brings, _),) = asked
+    join = brings("i2")
+    assert (join.host, join.incarnation, join.parts, join.slots) == ("a", "i2", (b"7",), 2)

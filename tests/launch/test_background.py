@@ -2,9 +2,8 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,12 +14,13 @@ from scalai.launch.background import Background
 def submitted(error: Exception) -> Callable[[], None]:
     """Return what the agent's loop is handed when work for no round in particular fails."""
     put: queue.Queue[Callable[[], None]] = queue.Queue()
-    workforce: Any = SimpleNamespace(round=None)
 
     def work() -> None:
         raise error
 
-    Background(workforce, put.put).submit(work)
+    background = Background(put.put)
+    background.start()
+    background.submit(work)
     return put.get(timeout=60)
 
 
@@ -28,15 +28,27 @@ def submitted(error: Exception) -> Callable[[], None]:
 def test_a_failure_for_no_round_in_particular_is_logged(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    submitted(error)()
+    done: queue.Queue[None] = queue.Queue()
+    background = Background(lambda due: None)
+    background.start()
+
+    def work() -> None:
+        done.put(None)
+        raise error
+
+    background.submit(work)
+    done.get(timeout=60)
+    end = time.monotonic() + 60
+    while str(error) not in caplog.text and time.monotonic() < end:
+        time.sleep(0.01)
     assert "event=error" in caplog.text and str(error) in caplog.text
 
 
 def test_it_works_where_no_further_thread_can_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     put: queue.Queue[Callable[[], None]] = queue.Queue()
     done: queue.Queue[int] = queue.Queue()
-    workforce: Any = SimpleNamespace(round=None)
-    background = Background(workforce, put.put)
+    background = Background(put.put)
+    background.start()
 
     def full(*arguments: object, **named: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -44,9 +56,8 @@ def test_it_works_where_no_further_thread_can_begin(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(threading.Thread, "start", full)
     for number in range(8):
         background.submit(lambda number=number: done.put(number))  # type: ignore[misc]
-    for _ in range(8):
-        put.get(timeout=60)()
-    assert sorted(done.queue) == list(range(8))
+    assert sorted(done.get(timeout=60) for _ in range(8)) == list(range(8))
+    assert put.empty()
 
 
 def test_what_must_not_happen_beside_the_loop_ends_the_agent() -> None:

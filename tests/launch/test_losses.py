@@ -15,7 +15,7 @@ from scalai.core.commands import Save
 from scalai.core.errors import AnswerError, PeerError
 from scalai.core.messages import JsonText, Named
 from scalai.core.reports import Leaving, Report
-from scalai.launch import cli
+from scalai.launch import cli, questions
 from scalai.launch.coordinator_calls import Bye, Stalled, Tell
 from scalai.launch.losses import Patience
 from scalai.runtime.codec import encode
@@ -140,7 +140,7 @@ def test_the_status_shows_workers_that_make_no_steps(
     agent.stalled = Stalled((1, 3), 41, 75.2)
     roster = line.coordinator._live.roster
     wait_until(lambda: bool(roster.stalled()), "the coordinator has heard it")
-    monkeypatch.setattr(cli, "read_card", lambda folder: (line.coordinator.address, TOKEN))
+    monkeypatch.setattr(questions, "read_card", lambda folder: (line.coordinator.address, TOKEN))
     with pytest.raises(SystemExit):
         cli.main(["status"])
     assert "a: ranks 1, 3 at step 41 for 75 s" in capsys.readouterr().out

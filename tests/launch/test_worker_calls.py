@@ -1,5 +1,6 @@
 """Where workers call their agent: however long the names of a job and a host are."""
 
+import queue
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -9,32 +10,23 @@ import pytest
 from scalai.core.errors import PeerError
 from scalai.core.messages import JsonText
 from scalai.core.worker_messages import Hello, RankFinished, Welcome, WorkerRequest
-from scalai.launch.round import Round
 from scalai.launch.worker_calls import WorkerCalls
 from scalai.runtime.agent_folder import call_agent
-from support.wire_words import start
 
 WELCOME = Welcome({"tp": 1}, 2, 0, None, False, JsonText.of({"large": 1 << 100}), JsonText.of({}))
 
 
-class OneRound:
-    """A workforce whose round has one rank."""
-
-    def __init__(self) -> None:
-        self.round = Round(start())
-
-    def rounds(self) -> list[Round]:
-        return [self.round]
-
-
-def answer(current: Round, future: "Future[Any]", request: WorkerRequest) -> None:
-    future.set_result(WELCOME if isinstance(request, Hello) else None)
+def answer(future: "Future[Any]", request: WorkerRequest) -> None:
+    if isinstance(request, RankFinished):
+        future.set_exception(PeerError("this round of workers has ended."))
+    else:
+        future.set_result(WELCOME)
 
 
 def test_names_of_any_length_leave_a_socket_that_is_found(tmp_path: Path) -> None:
     folder = tmp_path / ("job-" * 40) / ("host-" * 40) / "agent"
     folder.mkdir(mode=0o700, parents=True)
-    calls = WorkerCalls(folder, OneRound(), lambda work: work(), answer, lambda rank: None)  # type: ignore[arg-type]
+    calls = WorkerCalls(folder, lambda work: work(), answer, lambda *who: None)
     channel = call_agent(str(folder))
     welcome = channel.call(Hello(rank=0, round=1))
     assert welcome == WELCOME and welcome.facts.value() == {"large": 1 << 100}
@@ -46,16 +38,17 @@ def test_names_of_any_length_leave_a_socket_that_is_found(tmp_path: Path) -> Non
         call_agent(str(folder))
 
 
-@pytest.mark.parametrize("request_", [Hello(0, 2), Hello(1, 1), RankFinished(0, 7, 3)])
-def test_words_of_workers_that_are_not_there_are_refused(
-    tmp_path: Path, request_: Any
-) -> None:
-    """They are of a round that has ended, or of another host's."""
-    (tmp_path / "agent").mkdir(mode=0o700)
+def test_a_call_that_is_refused_is_an_error_and_who_goes_away_is_noticed(tmp_path: Path) -> None:
     folder = tmp_path / "agent"
-    calls = WorkerCalls(folder, OneRound(), lambda work: work(), answer, lambda rank: None)  # type: ignore[arg-type]
-    channel = call_agent(str(folder))
+    folder.mkdir(mode=0o700)
+    gone: queue.Queue[tuple[int, int]] = queue.Queue()
+    calls = WorkerCalls(folder, lambda work: work(), answer, lambda *who: gone.put(who))
+    silent, channel = call_agent(str(folder)), call_agent(str(folder))
+    channel.call(Hello(rank=3, round=7))
     with pytest.raises(PeerError, match="this round of workers has ended"):
-        channel.call(request_)
+        channel.call(RankFinished(3, 7, 41))
+    silent.close()
     channel.close()
+    assert gone.get(timeout=60) == (7, 3)
     calls.close()
+    assert gone.empty(), "who has said nothing is nobody"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from scalai.core.errors import StoreError
-from scalai.launch.commits import Commits
 from scalai.launch.flags import parse_options
 from scalai.launch.holdings import Holdings
 from scalai.launch.job import JobSpec
@@ -164,7 +163,7 @@ def test_a_damaged_deposit_is_told_and_left(open_store: Opener) -> None:
     told = Holdings(spec, again, lambda *said: None, beside, lambda due: None).found()
     ((number, why),) = told.damaged
     assert number == -1 and str(slot.directory) in why
-    Commits(again, lambda *said: None, lambda why: None).discard()  # the job goes on without it
+    again.set_damaged_aside()  # the job goes on without it
     again.close()
     later = open_store()
     assert not later.damaged_deposits and [each.is_resumable for each in find_leftovers(

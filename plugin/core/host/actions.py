@@ -1,0 +1,263 @@
+"""What must be done on a host: the actions that ``law.advance`` returns, for the agent to carry out
+in order. What comes of one is an event."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from scalai.core.collection import Collection
+from scalai.core.commands import Ending, Start, Workers
+from scalai.core.committed import Committed
+from scalai.core.host.state import Call, Slot
+from scalai.core.jsonable import Json
+from scalai.core.orders import RankDeposit, WriteOrder
+from scalai.core.reports import Report
+from scalai.core.worker_messages import Imports
+
+
+class Level(Enum):
+    """How urgent a line of the log is."""
+
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One line for the log."""
+
+    level: Level
+    text: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Tell:
+    """Report to the coordinator."""
+
+    report: Report
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Answer:
+    """Answer a worker's call, with a value of the type that its request names."""
+
+    call: Call
+    value: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer a worker's call with an error."""
+
+    call: Call
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer a worker's first call with what it has to know."""
+
+    call: Call
+    workers: Workers
+    is_ahead: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StartGroup:
+    """Start the workers of a round: ``GroupStarted`` or ``GroupNotStarted``. Where they come beside
+    present ones, only where memory holds both models; ``on_devices``: theirs is device memory."""
+
+    workers: Workers
+    is_ahead: bool
+    on_devices: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BeginGroup:
+    """Workers that were built ahead are the present ones from now on."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndGroup:
+    """End the workers of a round, once they had so long to leave by themselves: ``GroupEnded``."""
+
+    round: int
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """Look whether the workers of a round have ended by themselves: ``GroupOver``, if so. One that
+    failed takes the others with it."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class WantStop:
+    """Tell the workers how much a stop waits for a save: 0, 1 or 2 (``Session.stop_urgency``)."""
+
+    round: int
+    urgency: int
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Write the proposed stop, then read the workers: ``Proposed``."""
+
+    round: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """Write the agreed stop, unless the workers have ended: ``Agreed`` or ``GroupOver``."""
+
+    round: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawStop:
+    """Forget the stop on the workers' page."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End those of these ranks that live, at once."""
+
+    round: int
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ShowStacks:
+    """Have the workers of a round say where they stand."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Start the fork server of later rounds with what a script has imported."""
+
+    imports: Imports
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reserve:
+    """Make the files of the next deposit: ``Reserved`` or ``NoRoom``."""
+
+    round: int
+    held: Mapping[int, Collection]
+
+
+@dataclass(frozen=True, slots=True)
+class StopReserving:
+    """Files that are being made are not needed any more."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Discard:
+    """Use these files again."""
+
+    slot: Slot
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Seal:
+    """Seal a deposit: ``Sealed``, or ``WorkFailed`` and its room is given back."""
+
+    round: int
+    slot: Slot
+    step: int
+    about: Mapping[str, Json]
+    parts: Mapping[int, RankDeposit]
+    taken_over: Sequence[tuple[WriteOrder, Sequence[int]]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Fetch:
+    """Plan what the workers of a round want and fetch what this host lacks: ``Fetched``,
+    ``NotProven`` or ``WorkFailed``, and ``Moved`` now and then."""
+
+    start: Start
+    wants: Mapping[int, Collection]
+
+
+@dataclass(frozen=True, slots=True)
+class Prove:
+    """What was fetched of a generation is proven: it is as good as what was deposited."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class TryCommit:
+    """Make the sealed ``deposit`` a generation: ``CommitDone``, ``CommitWaits`` or
+    ``NothingToCommit``."""
+
+    generation: int
+    deposit: str
+    committed: Committed | None
+    is_again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardSealed:
+    """Give up what is sealed, but for these deposits."""
+
+    kept: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Let go of a generation: ``Holds``."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Bring the part of a generation to the durable directory, and report it."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Give up what was fetched of a generation, read the rest again, and report both."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Report what the durable directory holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveState:
+    """The agent will end: whether its store stays as it is, and how the job has ended."""
+
+    keeps_state: bool
+    ending: Ending | None
+    last_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Join the job again with what the store holds: ``Rejoined`` or ``NotRejoined``."""
+
+
+Action = (
+    Log | Tell | Answer | Refuse | Welcome | StartGroup | BeginGroup | EndGroup | Poll | WantStop
+    | Propose | Agree | WithdrawStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving
+    | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | Drop | Save | Doubt | Look
+    | LeaveState | Rejoin
+)  # fmt: skip

@@ -1,0 +1,295 @@
+"""Who writes what at a deposit, when it is sealed, and who writes for those that died.
+
+A deposit is written at a stop, at a step that snapshots, or at the start. Its files are made beside
+the training, so that a worker has only to copy.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from scalai.core import events as job_events
+from scalai.core import reports
+from scalai.core.host import actions
+from scalai.core.host.actions import Level
+from scalai.core.host.state import Call, Deposit, Round, Slot
+from scalai.core.host.step import Step
+from scalai.core.orders import WriteOrder
+from scalai.core.worker_messages import AwaitSlot, BeginDeposit, RankDeposited
+
+AGAIN_S, LONGEST_AGAIN_S = 5.0, 300.0
+"""How long after a vain try room for the next deposit is made again: at first, and at most."""
+
+
+def reserve(step: Step) -> None:
+    """Make the next deposit's files beside the training, once the store has room for them."""
+    current = step.round
+    if current is None or not current.is_complete(current.published):
+        return
+    is_first = not current.is_restoring and current.deposit is None and not current.stepped
+    is_early = current.deposit is None and step.now < current.reserve_at
+    has_stepped = current.is_complete(current.stepped)
+    is_full = not is_first and (not has_stepped or len(step.state.generations) > 1)
+    if current.reserved is not None or current.is_reserving or is_early or is_full:
+        return
+    step.change_round(is_reserving=True)
+    step.do(actions.Reserve(current.number, current.held()))
+
+
+def reserved(step: Step, number: int, slot: Slot) -> None:
+    """There are files; of a round that has ended nobody needs them."""
+    if not step.is_present(number):
+        step.do(actions.Discard(slot))
+        return
+    step.change_round(reserved=slot, is_reserving=False, reserve_at=0.0)
+    _give_slots(step)
+    give_orders(step)
+    seal_if_complete(step)
+
+
+def no_room(step: Step, number: int, reason: str) -> None:
+    """There is none. A training needs none: it is tried again, later and later, and at the latest
+    when the deposit is wanted."""
+    if not step.is_present(number):
+        return
+    current = step.change_round(is_reserving=False)
+    if current.deposit is not None or not current.is_complete(current.stepped):
+        step.fail(f"making room for a deposit: {reason}")
+        return
+    wait_s = min(2 * current.reserve_wait_s or AGAIN_S, LONGEST_AGAIN_S)
+    step.change_round(reserve_wait_s=wait_s, reserve_at=step.now + wait_s)
+    step.log(
+        Level.WARNING,
+        f"event=no_room round={current.number}: {reason} Until there is room the training goes on, "
+        "but a change or an end would lose the steps since the newest generation. Tried again in "
+        f"{wait_s:.0f} s.",
+    )
+
+
+def retry(step: Step) -> None:
+    """Make room where there was none before."""
+    if step.round is not None and step.round.reserve_at:
+        reserve(step)
+
+
+def give_back(step: Step, ended: Round) -> None:
+    """The workers are gone: the next deposit's files are used again."""
+    step.do(actions.StopReserving())
+    is_sealing = ended.deposit is not None and ended.deposit.is_sealing
+    if ended.reserved is not None and not is_sealing:
+        step.do(actions.Discard(ended.reserved))
+
+
+def await_slot(step: Step, call: Call, request: AwaitSlot) -> None:
+    """A worker wants to map its file of the next deposit, once it is there."""
+    current = step.of(request.round)
+    if current is None or request.rank not in current.ranks:
+        step.answer(call)
+        return
+    waiters = (*current.slot_waiters, (request.rank, call))
+    step.change_of(request.round, slot_waiters=waiters)
+    if step.is_present(request.round):
+        _give_slots(step)
+
+
+def _give_slots(step: Step) -> None:
+    current = step.present()
+    if current.reserved is None or current.deposit is not None:
+        return
+    step.change_round(slot_waiters=())
+    for rank, call in current.slot_waiters:
+        step.answer(call, current.reserved.orders[rank])
+
+
+def begin(step: Step, call: Call, request: BeginDeposit) -> None:
+    """A worker has come to a step at which it deposits. At a stop that was taken back meanwhile it
+    gets no order, and goes on."""
+    current = step.present()
+    if request.reason == "stop" and current.stop != request.step:
+        step.answer(call)
+        return
+    if current.deposit is None:
+        current = step.change_round(deposit=Deposit(request.reason, request.step))
+    elif current.deposit.step != request.step:
+        # The others still write what this rank has written: its next deposit comes after it.
+        step.change_round(postponed=(*current.postponed, (call, request)))
+        return
+    assert current.deposit is not None
+    waiting = {**current.deposit.waiting, request.rank: call}
+    step.change_round(deposit=replace(current.deposit, waiting=waiting))
+    reserve(step)
+    tell_arrived(step)
+    give_orders(step)
+
+
+def tell_arrived(step: Step) -> None:
+    """Report once that all workers of this host that live have ended the step at which to stop: who
+    dies from then on leaves no other rank waiting for it in a collective."""
+    current = step.present()
+    under_way = current.deposit
+    is_stop = under_way is None or under_way.reason == "stop"
+    if current.stop is None or current.has_arrived or not is_stop:
+        return
+    waiting = set(under_way.waiting) if under_way else set()
+    if current.is_complete(waiting | current.lost):
+        step.change_round(has_arrived=True)
+        step.tell(job_events.Arrived(step.state.host, current.number, current.stop))
+
+
+def withdraw(step: Step) -> None:
+    """The stop is taken back: workers that wait at it go on."""
+    current = step.present()
+    under_way = current.deposit
+    if under_way is None or under_way.reason != "stop" or current.may_deposit:
+        return
+    step.change_round(deposit=None)
+    for call in under_way.waiting.values():
+        step.answer(call)
+
+
+def give_orders(step: Step) -> None:
+    """Answer the workers that wait for their order, once the files and the job's number of tensors
+    are there; at a stop, once the workers of every host have come to it."""
+    current = step.present()
+    under_way = current.deposit
+    if under_way is None or current.reserved is None or current.tensors is None:
+        return
+    if under_way.reason == "stop" and not current.may_deposit:
+        return
+    ordered = under_way.ordered | set(under_way.waiting)
+    step.change_round(deposit=replace(under_way, waiting={}, ordered=ordered))
+    for rank, call in under_way.waiting.items():
+        step.answer(call, current.reserved.orders[rank])
+
+
+def deposited(step: Step, call: Call, written: RankDeposited) -> None:
+    """A worker has written its share, or what it took over from one that died."""
+    current = step.present()
+    under_way = current.deposit
+    if under_way is None:  # it was sealed without a worker that had died by then
+        step.answer(call)
+        return
+    if current.is_draining and under_way.reason == "stop":
+        under_way = replace(under_way, done={**under_way.done, written.rank: call})
+    else:
+        step.answer(call)
+    under_way = replace(
+        _with_part(under_way, written),
+        seconds=longest(under_way.seconds, written.seconds),
+        consumed_samples=written.consumed_samples,
+    )
+    step.change_round(deposit=under_way)
+    seal_if_complete(step)
+
+
+def _with_part(under_way: Deposit, written: RankDeposited) -> Deposit:
+    """Note what a worker has written: its own share first, later what it took over."""
+    order = under_way.writing.get(written.rank)
+    if order is None:
+        return replace(under_way, parts={**under_way.parts, written.rank: written.part})
+    writing = {rank: each for rank, each in under_way.writing.items() if rank != written.rank}
+    taken_over = (*under_way.taken_over, (order, written.fingerprints))
+    return replace(under_way, writing=writing, taken_over=taken_over)
+
+
+def seal_if_complete(step: Step) -> None:
+    """Seal the deposit once every worker that lives has written, and those that died are written
+    for."""
+    current = step.present()
+    under_way = current.deposit
+    is_stop = current.is_draining and (under_way is None or under_way.reason == "stop")
+    if is_stop and not current.may_deposit:
+        return
+    written = set(under_way.parts) if under_way else set()
+    if not current.is_complete(written | current.lost):
+        return
+    if not written and current.is_draining:
+        _tell_sealed(step, None)
+    if not written or under_way is None or under_way.is_sealing:
+        return
+    if under_way.reason != "stop" and current.lost - written:
+        return  # the round has failed
+    _hand_over(step)
+    current = step.present()
+    assert current.deposit is not None
+    if current.deposit.is_handed_over:
+        _seal(step, current, current.deposit)
+
+
+def _seal(step: Step, current: Round, under_way: Deposit) -> None:
+    assert current.reserved is not None, "who has written had an order"
+    step.change_round(deposit=replace(under_way, is_sealing=True, done={}))
+    for call in under_way.done.values():
+        step.answer(call)
+    about = {
+        "deposit": f"{current.workers.run}-{current.number}-{under_way.step}",
+        "consumed_samples": under_way.consumed_samples,
+        "degrees": dict(current.workers.degrees),
+        "world_size": current.workers.placement.world_size,
+        "tensors": current.tensors,
+        "hosts": list(current.workers.placement.group),
+        "facts": dict(current.facts),
+    }
+    step.do(
+        actions.Seal(
+            current.number, current.reserved, under_way.step, about, under_way.parts,
+            under_way.taken_over,
+        )
+    )  # fmt: skip
+
+
+def sealed(step: Step, number: int, slot: Slot, manifest: bytes) -> None:
+    """A deposit is sealed. Of a round that has ended it is given up, unless the coordinator may
+    count on it by now: the job went on without this host."""
+    if not step.is_present(number):
+        if number not in step.state.expelled:
+            step.do(actions.Discard(slot))
+        return
+    _tell_sealed(step, manifest)
+    postponed = step.present().postponed
+    step.change_round(reserved=None, deposit=None, postponed=())
+    for call, request in postponed:
+        begin(step, call, request)
+
+
+def _tell_sealed(step: Step, manifest: bytes | None) -> None:
+    """Report a deposit; None: nobody lived to write."""
+    current = step.present()
+    if current.has_sealed:
+        return
+    under_way = current.deposit or Deposit("stop", 0)
+    step.change_round(has_sealed=under_way.reason == "stop", give_up_at=None)
+    step.tell(
+        reports.Sealed(current.number, under_way.reason, manifest, dict(under_way.seconds))
+    )
+
+
+def _hand_over(step: Step) -> None:
+    """Give what dead workers should have written to replicas of theirs that live."""
+    current = step.present()
+    under_way, slot, lost = current.deposit, current.reserved, current.lost
+    assert under_way is not None and slot is not None
+    alive = set(under_way.parts) - lost
+    # A substitute that dies leaves a gap here; what others hold of it they hold anyway.
+    queued = {rank: each for rank, each in under_way.queued.items() if rank not in lost}
+    writing = {rank: each for rank, each in under_way.writing.items() if rank not in lost}
+    new = sorted(lost - set(under_way.parts) - under_way.replaced)
+    for rank in new:
+        for substitute, order in slot.take_over(rank, alive).items():
+            queued[substitute] = (*queued.get(substitute, ()), order)
+    done, given = dict(under_way.done), list[tuple[Call, WriteOrder]]()
+    for rank in [rank for rank in queued if rank in done]:
+        writing[rank], *rest = queued.pop(rank)
+        if rest:
+            queued[rank] = tuple(rest)
+        given.append((done.pop(rank), writing[rank]))
+    replaced = under_way.replaced | set(new)
+    step.change_round(
+        deposit=replace(under_way, queued=queued, writing=writing, done=done, replaced=replaced)
+    )
+    for call, order in given:
+        step.answer(call, order)
+
+
+def longest(kept: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """Return of each phase the longest time that any worker needed, in seconds."""
+    return {phase: max(kept.get(phase, 0.0), more.get(phase, 0.0)) for phase in {**kept, **more}}

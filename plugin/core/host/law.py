@@ -1,0 +1,276 @@
+"""The law of a host: ``advance(state, event)`` returns the next state of the host and what must be
+done.
+
+Nothing here waits, sends, reads a clock or touches a process: the agent (``launch.agent``) feeds
+events in and carries the actions out. Beside it stands the law of the job (``core.resize``), whose
+actions become the commands of this one, and whose events are this one's reports. Every rule keeps
+one promise: what was sealed stays until the coordinator has said what becomes of it, and whoever
+waits for an answer gets one, or an error once its round has ended.
+"""
+
+from scalai.core import commands, reports
+from scalai.core.host import actions, commits, deposits, events, rounds, stops
+from scalai.core.host.actions import Action, Level
+from scalai.core.host.state import Call, HostState
+from scalai.core.host.step import Step
+from scalai.core.worker_messages import (
+    AwaitSlot,
+    BeginDeposit,
+    Hello,
+    Publish,
+    RankDeposited,
+    RankFinished,
+    RankRefused,
+    RankRestored,
+    RankStepped,
+    RankUnhooked,
+    Stand,
+    WorkerRequest,
+)
+
+OF_THE_PRESENT_ROUND = (
+    commands.Expect,
+    commands.Proceed,
+    commands.Prepare,
+    commands.Agree,
+    commands.Deposit,
+    commands.Withdraw,
+)
+"""Commands to the workers of a round: where other ones are there, they come too late."""
+OF_BOTH_ROUNDS = (Hello, Publish, AwaitSlot, RankFinished, RankRefused, RankUnhooked)
+"""What workers may say whose round was built ahead and has not begun."""
+
+
+def advance(state: HostState, event: events.Event) -> tuple[HostState, tuple[Action, ...]]:
+    """Return the host after ``event`` and the actions that the agent must carry out, in order."""
+    step = Step(state)
+    if state.exit is None:
+        _on(step, event)
+    return step.state, tuple(step.due)
+
+
+def _on(step: Step, event: events.Event) -> None:
+    match event:
+        case events.Ticked(at, seen):
+            _ticked(step, at, seen)
+        case events.Commanded(command, seen):
+            _commanded(step, command, seen)
+        case events.Called(call, request):
+            _called(step, call, request)
+        case events.WorkerGone(number, rank, seen):
+            stops.worker_gone(step, number, rank, seen)
+        case events.GroupStarted(number):
+            rounds.group_started(step, number)
+        case events.GroupNotStarted(number, reason):
+            rounds.group_not_started(step, number, reason)
+        case events.GroupEnded(number, newest):
+            rounds.group_ended(step, number, newest)
+        case events.GroupOver():
+            rounds.group_over(step, event)
+        case events.Proposed(number, stop, newest):
+            stops.proposed(step, number, stop, newest)
+        case events.Agreed(number, stop):
+            stops.agreed(step, number, stop)
+        case events.Reserved(number, slot):
+            deposits.reserved(step, number, slot)
+        case events.NoRoom(number, reason):
+            deposits.no_room(step, number, reason)
+        case events.Sealed(number, slot, manifest):
+            deposits.sealed(step, number, slot, manifest)
+        case events.Fetched():
+            rounds.fetched(step, event)
+        case events.NotProven(number, reason):
+            if step.is_present(number):
+                step.tell(reports.Unproven(number, reason))
+        case events.Moved(number, count):
+            if step.is_present(number):
+                step.tell(reports.Moved(number, count))
+        case events.WorkFailed(number, reason):
+            if step.is_present(number):
+                step.fail(reason)
+        case _:
+            _of_the_host(step, event)
+
+
+def _of_the_host(step: Step, event: events.Event) -> None:
+    """Events that are of no round."""
+    match event:
+        case events.CommitDone(generation):
+            commits.done(step, generation)
+        case events.CommitWaits(generation):
+            commits.waits(step, generation)
+        case events.NothingToCommit(generation, found):
+            commits.nothing(step, generation, found)
+        case events.Holds(generations):
+            commits.holds(step, generations)
+        case events.LeaveAsked():
+            if step.state.leaving_at is None:
+                step.change(leaving_at=step.now)
+                step.tell(reports.Leaving())
+        case events.SlotsChanged(slots):
+            if slots != step.state.slots:
+                step.change(slots=slots)
+                step.tell(reports.Slots(slots))
+        case events.Expelled(reason):
+            _expelled(step, reason)
+        case events.Rejoined():
+            _rejoined(step)
+        case events.NotRejoined(reason) | events.CoordinatorLost(reason):
+            step.log(Level.ERROR, reason)
+            step.change(exit=1)
+        case events.ActionFailed(reason):
+            step.fail(reason)
+
+
+# ---------------------------------------------------------------------- time
+
+
+def _ticked(step: Step, at: float, seen: events.Seen | None) -> None:
+    step.change(now=at)
+    if _is_leaving_too_long(step, seen):
+        return
+    commits.retry(step)
+    deposits.retry(step)
+    stops.watch(step, seen)
+    rounds.poll(step)
+
+
+def _is_leaving_too_long(step: Step, seen: events.Seen | None) -> bool:
+    """Whether the host leaves without a goodbye. The time of a save that it waits for is its own,
+    as long as the workers look for the save's end."""
+    state, patience_s = step.state, step.state.settings.drain_timeout_s
+    if state.leaving_at is None:
+        return False
+    if seen is not None and seen.save is not None:
+        if seen.looks != state.save_looks:
+            step.change(leaving_at=step.now)
+        step.change(save_looks=seen.looks)
+    assert step.state.leaving_at is not None
+    if step.now - step.state.leaving_at <= patience_s:
+        return False
+    step.log(
+        Level.ERROR, f"event=drain_timeout after_s={patience_s:.0f}: leaving without a goodbye"
+    )
+    step.change(exit=1)
+    return True
+
+
+# ---------------------------------------------------------------------- what the coordinator says
+
+
+def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) -> None:
+    if isinstance(command, OF_THE_PRESENT_ROUND) and not step.is_present(command.round):
+        return
+    match command:
+        case commands.Build():
+            rounds.build(step, command)
+        case commands.GiveUp(number):
+            rounds.give_up(step, number)
+        case commands.Start():
+            rounds.start(step, command)
+        case commands.Expect(_, tensors):
+            rounds.expect(step, tensors)
+        case commands.Proceed():
+            rounds.proceed(step)
+        case commands.Prepare(_, stop):
+            stops.prepare(step, stop, seen)
+        case commands.Agree(_, stop):
+            stops.agree(step, stop)
+        case commands.Deposit():
+            stops.deposit(step)
+        case commands.Withdraw():
+            stops.withdraw(step)
+        case commands.Stop(number, has_deposited):
+            rounds.stop(step, number, has_deposited=has_deposited)
+        case commands.Commit():
+            commits.commit(step, command)
+        case commands.Discard():
+            commits.discard(step)
+        case commands.Drop(generation):
+            step.do(actions.Drop(generation))
+        case commands.Save(generation):
+            step.do(actions.Save(generation))
+        case commands.Doubt(generation):
+            step.do(actions.Doubt(generation))
+        case commands.Look():
+            step.do(actions.Look())
+        case commands.Report():
+            if step.round is not None and step.round.has_group:
+                step.do(actions.ShowStacks(step.round.number))
+        case commands.Exit():
+            _exit(step, command)
+
+
+def _exit(step: Step, command: commands.Exit) -> None:
+    code, reason = command.code, command.reason
+    step.log(Level.INFO, f"event=exit host={step.state.host} code={code} reason={reason!r}")
+    step.do(actions.LeaveState(command.keeps_state, command.ending, step.state.last_step))
+    step.change(exit=code)
+
+
+def _expelled(step: Step, reason: str) -> None:
+    """The job goes on without this host: its workers end, and it joins again."""
+    step.log(
+        Level.WARNING,
+        f"event=expelled host={step.state.host} {reason} Its workers end, and it joins again with "
+        "what its store holds.",
+    )
+    commits.forget(step)
+    rounds.give_up(step)
+    if step.round is None:
+        step.do(actions.Rejoin())
+        return
+    step.change(is_rejoining=True, expelled=step.state.expelled | {step.round.number})
+    rounds.end(step, 0.0)
+
+
+def _rejoined(step: Step) -> None:
+    step.log(Level.INFO, f"event=rejoined host={step.state.host}")
+    step.tell(reports.Slots(step.state.slots))
+    if step.state.leaving_at is not None:
+        step.tell(reports.Leaving())
+
+
+# ---------------------------------------------------------------------- what workers say
+
+
+def _called(step: Step, call: Call, request: WorkerRequest) -> None:
+    """Carry a worker's call out, or refuse it: it is of a round that has ended, or of none of this
+    host's. Words of such workers may still be on their way."""
+    current = step.of(request.round)
+    is_known = current is not None and (
+        request.rank in current.ranks or isinstance(request, AwaitSlot)
+    )
+    is_due = step.is_present(request.round) or isinstance(request, OF_BOTH_ROUNDS)
+    if current is None or not is_known or not is_due:
+        step.refuse(call, rounds.ENDED)
+        return
+    step.change_of(request.round, calls=current.calls | {call})
+    match request:
+        case Hello():
+            is_ahead = not step.is_present(request.round)
+            step.change_of(request.round, calls=current.calls)
+            step.do(actions.Welcome(call, current.workers, is_ahead))
+        case Publish():
+            rounds.publish(step, call, request)
+        case AwaitSlot():
+            deposits.await_slot(step, call, request)
+        case BeginDeposit():
+            deposits.begin(step, call, request)
+        case Stand():
+            stops.stand(step, call, request)
+        case RankDeposited():
+            deposits.deposited(step, call, request)
+        case RankRestored():
+            rounds.restored(step, call, request)
+        case RankStepped():
+            step.answer(call)
+            rounds.stepped(step, request)
+        case RankFinished(rank, _, last):
+            step.answer(call)
+            rounds.finished(step, request.round, rank, last)
+        case RankRefused(_, number, reason):
+            rounds.refuse(step, number, reason)  # it waits for no answer, but to be ended
+        case RankUnhooked(rank, number):
+            step.answer(call)
+            rounds.unhooked(step, number, rank)

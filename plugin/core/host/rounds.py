@@ -1,0 +1,292 @@
+"""A round of the host's workers from its start to its end: built ahead or begun, published,
+restored, proven, stepped, finished, failed, ended."""
+
+import numpy as np
+
+from scalai.core import commands, reports
+from scalai.core import events as job_events
+from scalai.core.collection import concatenate
+from scalai.core.host import actions, deposits
+from scalai.core.host.actions import Level
+from scalai.core.host.events import Fetched, GroupOver
+from scalai.core.host.state import Call, Published, Round
+from scalai.core.host.step import Step
+from scalai.core.worker_messages import Publish, RankRestored, RankStepped
+
+ENDED = "this round of workers has ended."
+UNHOOKED = (
+    "THE SCRIPT TRAINS, BUT NOTHING CONNECTS IT TO THIS JOB: its state is not kept, and no change "
+    "of resources can be made without losing it. Scripts of Megatron-LM, DeepSpeed, Trainer and "
+    "Accelerate (these two with DeepSpeed) are connected by hooks; a loop of one's own is by "
+    "scalai.elastic() and attach() (docs of scalai.runtime.session). Without --elastic the script "
+    "runs as under torchrun."
+)
+
+
+def build(step: Step, command: commands.Build) -> None:
+    """Start the next round's workers beside the present ones."""
+    give_up(step)
+    on_devices = step.round is not None and step.round.uses_devices
+    step.change(ahead=Round(command, has_group=True))
+    step.do(actions.StartGroup(command.workers, is_ahead=True, on_devices=on_devices))
+
+
+def start(step: Step, command: commands.Start) -> None:
+    """Begin a round, with the workers that were built for it where there are any. Where they should
+    be and are gone, the round has failed."""
+    ahead, number = step.state.ahead, command.workers.round
+    if ahead is not None and ahead.number == number:
+        step.change(round=ahead, ahead=None)
+        step.change_round(command=command)
+        step.do(actions.BeginGroup(number))
+        group_started(step, number)
+        if ahead.is_complete(ahead.published):
+            _begin_restore(step)
+        return
+    give_up(step)
+    step.change(round=Round(command, has_group=not command.is_built))
+    if command.is_built:
+        step.fail("what was built ahead is gone")
+    else:
+        step.do(actions.StartGroup(command.workers, is_ahead=False))
+
+
+def group_started(step: Step, number: int) -> None:
+    """The workers of a round run. Of a plain job nothing more is heard until they end."""
+    if step.is_present(number) and not step.state.settings.is_elastic:
+        step.tell(job_events.Stepped(step.state.host, number))
+
+
+def group_not_started(step: Step, number: int, reason: str) -> None:
+    """The workers of a round cannot be started: a change is then made without them beside the
+    present ones, and a round has failed."""
+    if step.is_present(number):
+        step.change_round(has_group=False)
+        step.fail(f"its workers cannot be started: {reason}")
+    elif step.state.ahead is not None and step.state.ahead.number == number:
+        step.change(ahead=None)
+        step.tell(job_events.NotBuilt(step.state.host, number, reason))
+
+
+def give_up(step: Step, number: int | None = None) -> None:
+    """End what was built ahead: for any round, or for this one."""
+    ahead = step.state.ahead
+    if ahead is None or number not in (None, ahead.number):
+        return
+    step.do(actions.EndGroup(ahead.number, 0.0))
+    _dismiss(step, ahead)
+    step.change(ahead=None)
+
+
+def stop(step: Step, number: int, *, has_deposited: bool) -> None:
+    """End the workers: after a drain they leave by themselves, and may say goodbye to their log
+    writers."""
+    current = step.round
+    if current is None or current.number != number:
+        step.tell(job_events.Stopped(step.state.host, number, 0))
+        return
+    grace_s = step.state.settings.exit_grace_s if has_deposited else 0.0
+    end(step, grace_s)
+
+
+def end(step: Step, grace_s: float) -> None:
+    """End the workers of the present round."""
+    current = step.present()
+    if current.has_group:
+        step.do(actions.EndGroup(current.number, grace_s))
+    else:
+        group_ended(step, current.number, 0)
+
+
+def group_ended(step: Step, number: int, newest: int) -> None:
+    """No worker of a round is alive. Who had to leave because the job went on without this host
+    joins it again."""
+    ended = step.round
+    if ended is None or ended.number != number:
+        return  # it was built ahead, and nobody waits for it
+    _dismiss(step, ended)
+    step.change(round=None)
+    deposits.give_back(step, ended)
+    if step.state.is_rejoining:
+        step.change(is_rejoining=False)
+        step.do(actions.Rejoin())
+    else:
+        step.tell(job_events.Stopped(step.state.host, number, newest))
+
+
+def _dismiss(step: Step, ended: Round) -> None:
+    """The workers are gone: whoever still waits for an answer to them gets an error."""
+    waiters = {call for _, call in ended.slot_waiters}
+    for call in sorted(ended.calls):
+        if call in waiters:
+            step.do(actions.Answer(call))
+        else:
+            step.refuse(call, ENDED)
+
+
+def poll(step: Step) -> None:
+    """Look for workers that have ended."""
+    current, ahead = step.round, step.state.ahead
+    if ahead is not None and ahead.has_group:
+        step.do(actions.Poll(ahead.number))
+    if current is not None and current.has_group and not current.is_draining:
+        step.do(actions.Poll(current.number))
+
+
+def group_over(step: Step, over: GroupOver) -> None:
+    """The workers of a round have ended by themselves."""
+    ahead, current = step.state.ahead, step.round
+    if ahead is not None and ahead.number == over.round:
+        give_up(step)
+        reason = "; ".join(over.failures) or "the script has ended"
+        step.tell(job_events.NotBuilt(step.state.host, over.round, reason))
+    elif current is None or current.number != over.round:
+        return
+    elif over.failures:
+        step.fail(
+            "; ".join(over.failures), out_of_memory=over.out_of_memory, is_chance=over.is_chance
+        )
+    elif not current.has_failed and not current.has_finished:
+        step.change_round(has_finished=True)
+        step.tell(job_events.Finished(step.state.host, over.round))
+
+
+def refuse(step: Step, number: int, reason: str) -> None:
+    """Workers of a round say that the job cannot run so: to try again would end alike."""
+    if step.is_present(number):
+        step.fail(reason, is_refusal=True)
+    else:
+        give_up(step, number)
+        step.tell(job_events.NotBuilt(step.state.host, number, reason))
+
+
+# ---------------------------------------------------------------------- what workers say
+
+
+def publish(step: Step, call: Call, told: Publish) -> None:
+    """A worker has built its model and says what it holds and wants."""
+    current = step.of(told.round)
+    assert current is not None
+    if current.is_unhooked:  # its first steps were on the way to this
+        step.change_of(told.round, is_unhooked=False)
+        step.log(Level.INFO, f"event=hooked host={step.state.host} the script has connected itself")
+        step.tell(job_events.Hooked(step.state.host, told.round))
+    entry = Published(told.held, told.wanted, told.is_restoring, call)
+    published = {**current.published, told.rank: entry}
+    step.change_of(
+        told.round,
+        published=published,
+        facts={**current.facts, **told.facts.value()},
+        uses_devices=current.uses_devices or told.uses_devices,
+    )
+    if not current.is_complete(published):
+        return
+    if step.is_present(told.round):
+        _begin_restore(step)
+    else:
+        step.tell(job_events.Built(step.state.host, told.round))
+
+
+def _begin_restore(step: Step) -> None:
+    """Plan and fetch for workers that have all published; where none of them takes its state from a
+    generation they go on at once."""
+    current = step.present()
+    tables = [entry.held.tensors for entry in current.published.values()]
+    names = sorted({tensor.name for table in tables for tensor in table})
+    step.tell(reports.Published(current.number, tuple(names)))
+    if current.is_restoring:
+        assert isinstance(current.command, commands.Start)
+        wants = {rank: entry.wanted for rank, entry in current.published.items()}
+        step.do(actions.Fetch(current.command, wants))
+        return
+    for entry in current.published.values():
+        step.answer(entry.call)
+    deposits.reserve(step)
+
+
+def fetched(step: Step, found: Fetched) -> None:
+    """All that the workers restore is on this host."""
+    if found.grown is not None:
+        step.tell(reports.Grown(found.grown))
+    if not step.is_present(found.round):
+        return
+    current = step.present()
+    step.change_round(
+        seconds={**current.seconds, "plan": found.plan_s, "move": found.move_s},
+        bytes_local=found.bytes_local,
+        bytes_remote=found.bytes_remote,
+    )
+    for rank, entry in current.published.items():
+        step.answer(entry.call, found.sources[rank])
+
+
+def restored(step: Step, call: Call, told: RankRestored) -> None:
+    """A worker has filled its memory; it waits until the whole job's state is proven."""
+    current = step.present()
+    if told.rank == current.ranks.start:
+        step.log(Level.INFO, f"round={current.number} {told.note}")
+    seconds = deposits.longest(current.seconds, told.seconds)
+    current = step.change_round(
+        restored={**current.restored, told.rank: (told, call)}, seconds=seconds
+    )
+    if not current.is_complete(current.restored):
+        return
+    ranks = sorted(current.restored)
+    step.tell(
+        reports.Restored(
+            round=current.number,
+            rows=concatenate([current.published[rank].wanted for rank in ranks]),
+            fingerprints=np.concatenate([current.restored[r][0].fingerprints for r in ranks]),
+            seconds=dict(seconds),
+            bytes_local=current.bytes_local,
+            bytes_remote=current.bytes_remote,
+        )
+    )
+
+
+def expect(step: Step, tensors: int) -> None:
+    """All workers of the job have published."""
+    step.change_round(tensors=tensors)
+    deposits.give_orders(step)
+
+
+def proceed(step: Step) -> None:
+    """The whole job's state is proven: the workers may train, and what was fetched is as good as
+    what was deposited."""
+    current = step.present()
+    generation = current.workers.generation
+    assert generation is not None, "what was proven is of a generation"
+    step.do(actions.Prove(generation))
+    for _, call in current.restored.values():
+        step.answer(call)
+
+
+def stepped(step: Step, told: RankStepped) -> None:
+    """A worker has made its first step of the round."""
+    if told.imports is not None:
+        step.do(actions.WarmUp(told.imports))
+    if not step.is_present(told.round):
+        return
+    current = step.present()
+    current = step.change_round(stepped=current.stepped | {told.rank})
+    if current.is_complete(current.stepped):
+        step.tell(job_events.Stepped(step.state.host, current.number))
+        deposits.reserve(step)
+
+
+def finished(step: Step, number: int, rank: int, last: int) -> None:
+    """The script of a worker has come to its end."""
+    current = step.of(number)
+    if current is not None:
+        step.change_of(number, finished=current.finished | {rank})
+    step.change(last_step=max(step.state.last_step, last))
+
+
+def unhooked(step: Step, number: int, rank: int) -> None:
+    """The script of a worker trains, and nothing hooks its steps."""
+    current = step.of(number)
+    if current is None or current.is_unhooked:
+        return
+    step.change_of(number, is_unhooked=True)
+    step.log(Level.ERROR, f"event=unhooked rank={rank} {UNHOOKED}")
+    step.tell(job_events.Unhooked(step.state.host, number))

@@ -1,0 +1,235 @@
+"""What an agent knows of its host's part in a job: the state that ``law.advance`` works on.
+
+Nothing here is a process, a socket or a file. Calls of workers that wait for an answer are numbers;
+groups of workers are named by their rounds.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from scalai.core.collection import Collection
+from scalai.core.commands import Build, Start, Workers
+from scalai.core.committed import Committed
+from scalai.core.jsonable import Json
+from scalai.core.orders import RankDeposit, WriteOrder
+from scalai.core.worker_messages import BeginDeposit, RankRestored
+
+Call = int
+"""A worker's call that waits for its answer."""
+
+
+class Slot(Protocol):
+    """Files that wait for a deposit, and who writes what into them (``store.deposit.Deposit``)."""
+
+    @property
+    def orders(self) -> Mapping[int, WriteOrder]:
+        """What each rank writes."""
+
+    def take_over(self, lost: int, alive: Iterable[int]) -> dict[int, WriteOrder]:
+        """Return what others write of that which a dead rank should have written."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Published:
+    """What one worker holds and wants, and the call that waits for it."""
+
+    held: Collection
+    wanted: Collection
+    is_restoring: bool
+    call: Call
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Deposit:
+    """A deposit whose workers are writing.
+
+    ``waiting`` are calls of ranks that have no order yet, ``ordered`` ranks that have had one.
+    ``done`` are ranks that have written at a stop: kept, because a replica of theirs may die.
+    ``taken_over`` is what was written for ranks that died, with its fingerprints; ``replaced`` are
+    those ranks. ``queued`` and ``writing`` are what substitute writers will write, and write now.
+    """
+
+    reason: str
+    step: int
+    waiting: Mapping[int, Call] = field(default_factory=dict)
+    ordered: frozenset[int] = frozenset()
+    parts: Mapping[int, RankDeposit] = field(default_factory=dict)
+    done: Mapping[int, Call] = field(default_factory=dict)
+    taken_over: tuple[tuple[WriteOrder, Sequence[int]], ...] = ()
+    replaced: frozenset[int] = frozenset()
+    queued: Mapping[int, tuple[WriteOrder, ...]] = field(default_factory=dict)
+    writing: Mapping[int, WriteOrder] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    consumed_samples: int = 0
+    is_sealing: bool = False
+
+    @property
+    def unwritten(self) -> frozenset[int]:
+        """Ranks that have an order and have not written."""
+        return (self.ordered - set(self.parts)) | set(self.writing)
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether no rank writes for another one any more."""
+        return not self.queued and not self.writing
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Round:
+    """One incarnation of the host's workers.
+
+    Attributes:
+        command: The coordinator's; ``Build`` where it was built ahead and has not begun.
+        has_group: Whether its processes were started, and none has ended them.
+        calls: Calls of its workers that wait for an answer.
+        lost: Ranks whose connection has ended.
+        tensors: Tensors of the whole job, once every host has published.
+        reserve_at: When room for the next deposit is tried for again, in seconds of the law's
+            clock; 0: there was some.
+        postponed: Ranks that begin a deposit while others still write the one before.
+        slot_waiters: Ranks that want to map the next deposit's files ahead of time.
+        stop: The step at which all have agreed to stop.
+        has_arrived: Whether it was reported that every living worker stands at the stop.
+        may_deposit: Whether the workers of every host do: they write and leave.
+        was_put_off: Whether workers have come to a stop with a save in flight: at the next one they
+            wait for it.
+        has_sealed: Whether the deposit of the stop was reported.
+        unwritten: Ranks that had an order when last looked at, and had not written.
+        give_up_at: When ranks that may write and do not count as hung.
+        is_unhooked: Whether a worker trains that nothing connects to the job.
+        uses_devices: Whether workers keep their state in device memory.
+    """
+
+    command: Build | Start
+    has_group: bool = False
+    calls: frozenset[Call] = frozenset()
+    published: Mapping[int, Published] = field(default_factory=dict)
+    restored: Mapping[int, tuple[RankRestored, Call]] = field(default_factory=dict)
+    stepped: frozenset[int] = frozenset()
+    finished: frozenset[int] = frozenset()
+    lost: frozenset[int] = frozenset()
+    facts: Mapping[str, Json] = field(default_factory=dict)
+    tensors: int | None = None
+    reserved: Slot | None = None
+    is_reserving: bool = False
+    reserve_at: float = 0.0
+    reserve_wait_s: float = 0.0
+    deposit: Deposit | None = None
+    postponed: tuple[tuple[Call, BeginDeposit], ...] = ()
+    slot_waiters: tuple[tuple[int, Call], ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes_local: int = 0
+    bytes_remote: int = 0
+    stop: int | None = None
+    has_arrived: bool = False
+    may_deposit: bool = False
+    was_put_off: bool = False
+    has_sealed: bool = False
+    unwritten: frozenset[int] = frozenset()
+    give_up_at: float | None = None
+    has_failed: bool = False
+    has_finished: bool = False
+    is_unhooked: bool = False
+    uses_devices: bool = False
+
+    @property
+    def workers(self) -> Workers:
+        """Which workers the host runs."""
+        return self.command.workers
+
+    @property
+    def number(self) -> int:
+        return self.workers.round
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks of this host's workers."""
+        return self.workers.placement.ranks
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether a stop is agreed."""
+        return self.stop is not None
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether the workers take their state from a generation."""
+        is_wished = all(entry.is_restoring for entry in self.published.values())
+        return isinstance(self.command, Start) and bool(self.command.sources) and is_wished
+
+    def is_complete(self, ranks: Iterable[int]) -> bool:
+        """Whether every worker of this host is among ``ranks``."""
+        return set(ranks) >= set(self.ranks)
+
+    def held(self) -> dict[int, Collection]:
+        """Return what each worker holds at a deposit."""
+        return {rank: entry.held for rank, entry in self.published.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class HeldStop:
+    """A proposed stop that waits for a save. Times in seconds of the law's clock; ``looks``: how
+    often the workers had looked for the save."""
+
+    round: int
+    stop: int
+    since: float
+    looks: int
+    looked_at: float
+    tell_at: float = 0.0
+    log_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What does not change while the agent lives. ``drain_timeout_s`` is how long workers may take
+    to write once they may, and the host to leave; ``exit_grace_s`` how long workers that have
+    deposited may take to leave by themselves."""
+
+    host: str
+    is_elastic: bool
+    drain_timeout_s: float
+    exit_grace_s: float = 10.0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HostState:
+    """One host's part in a job.
+
+    Attributes:
+        now: The law's clock, in seconds; it moves by ``Ticked`` alone.
+        slots: Workers that the host can run.
+        generations: Those that the host's store holds.
+        round, ahead: The present round, and one that was built beside it.
+        held: A proposed stop that waits for a save.
+        standing: Calls of workers that stand at an agreed stop with a save in flight.
+        late: Deposits and statements by generation that have a number and are not committed.
+        expelled: Rounds that ended because the job went on without this host: what they seal may
+            be brought when it joins again.
+        save_looks: How often the workers had looked for a save when a leaving host last asked.
+        leaving_at: Since when the host leaves.
+        is_rejoining: Whether the host joins again once its workers are gone.
+        last_step: The last step of workers that came to the end of their script.
+        exit: With which code the agent ends.
+    """
+
+    settings: Settings
+    slots: int
+    now: float = 0.0
+    generations: frozenset[int] = frozenset()
+    round: Round | None = None
+    ahead: Round | None = None
+    held: HeldStop | None = None
+    standing: tuple[Call, ...] = ()
+    late: Mapping[int, tuple[str, Committed | None]] = field(default_factory=dict)
+    expelled: frozenset[int] = frozenset()
+    save_looks: int = 0
+    leaving_at: float | None = None
+    is_rejoining: bool = False
+    last_step: int = 0
+    exit: int | None = None
+
+    @property
+    def host(self) -> str:
+        return self.settings.host

@@ -1,0 +1,95 @@
+"""One step of the law while it is decided: the state so far, and what is to be done."""
+
+from dataclasses import replace
+from typing import Any
+
+from scalai.core.host import actions
+from scalai.core.host.actions import Action, Level
+from scalai.core.host.state import Call, HostState, Round
+from scalai.core.reports import Failed, Report
+
+
+class Step:
+    """Collects what follows from one event. It lives for one call of ``law.advance``, which is a
+    pure function for whoever calls it."""
+
+    def __init__(self, state: HostState) -> None:
+        self.state = state
+        self.due: list[Action] = []
+
+    @property
+    def round(self) -> Round | None:
+        """The present round."""
+        return self.state.round
+
+    @property
+    def now(self) -> float:
+        return self.state.now
+
+    def change(self, **values: Any) -> None:
+        """Change fields of the state."""
+        self.state = replace(self.state, **values)
+
+    def present(self) -> Round:
+        """Return the present round; call where there is one."""
+        assert self.state.round is not None
+        return self.state.round
+
+    def change_round(self, **values: Any) -> Round:
+        """Change fields of the present round, and return it."""
+        changed = replace(self.present(), **values)
+        self.change(round=changed)
+        return changed
+
+    def change_of(self, number: int, **values: Any) -> None:
+        """Change fields of the round of this number, the present one or the one ahead."""
+        if self.state.round is not None and self.state.round.number == number:
+            self.change_round(**values)
+        elif self.state.ahead is not None and self.state.ahead.number == number:
+            self.change(ahead=replace(self.state.ahead, **values))
+
+    def of(self, number: int) -> Round | None:
+        """Return the round of this number, None where it is neither present nor ahead."""
+        rounds = (self.state.round, self.state.ahead)
+        return next((r for r in rounds if r is not None and r.number == number), None)
+
+    def is_present(self, number: int) -> bool:
+        """Whether this is the number of the present round."""
+        return self.state.round is not None and self.state.round.number == number
+
+    def do(self, *due: Action) -> None:
+        self.due += due
+
+    def tell(self, report: Report) -> None:
+        self.due.append(actions.Tell(report))
+
+    def log(self, level: Level, text: str) -> None:
+        self.due.append(actions.Log(level, text))
+
+    def answer(self, call: Call, value: object = None) -> None:
+        """Answer a call that still waits."""
+        for found in (self.state.round, self.state.ahead):
+            if found is not None and call in found.calls:
+                self.change_of(found.number, calls=found.calls - {call})
+                self.due.append(actions.Answer(call, value))
+                return
+
+    def refuse(self, call: Call, reason: str) -> None:
+        self.due.append(actions.Refuse(call, reason))
+
+    def fail(
+        self,
+        reason: str,
+        *,
+        out_of_memory: bool = False,
+        is_chance: bool = False,
+        is_refusal: bool = False,
+    ) -> None:
+        """The present round cannot go on: report it, once. ``is_chance``: a signal was the cause,
+        which says nothing of the degrees."""
+        current = self.state.round
+        if current is None or current.has_failed:
+            return
+        self.change_round(has_failed=True)
+        self.log(Level.ERROR, f"event=failed round={current.number} {reason}")
+        self.tell(Failed(current.number, reason, out_of_memory, is_chance, is_refusal))

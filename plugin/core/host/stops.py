@@ -1,0 +1,197 @@
+"""A stop of the host's workers: they come to one step, and who dies or hangs on the way there holds
+up nobody."""
+
+from dataclasses import replace
+
+from scalai.core import events as job_events
+from scalai.core.host import actions, deposits
+from scalai.core.host.actions import Level
+from scalai.core.host.events import Seen
+from scalai.core.host.state import Call, HeldStop, Round
+from scalai.core.host.step import Step
+from scalai.core.worker_messages import Stand
+
+HELD_TELL_S = 15.0
+"""How often the coordinator hears that a save holds up a stop: well before it takes the agent for
+silent."""
+HELD_LOG_S = 60.0
+UNLOOKED_S = 60.0
+"""Workers look after each step whether a save has ended: who has not for so long may hang."""
+
+
+def prepare(step: Step, stop: int, seen: Seen | None) -> None:
+    """Propose a stop. While a save is in flight, that waits: the training goes on, and the
+    coordinator hears what for."""
+    current = step.round
+    if current is None or not current.has_group or seen is None:
+        return
+    if seen.save is not None:
+        step.change(held=HeldStop(current.number, stop, step.now, seen.looks, step.now))
+        step.do(actions.WantStop(current.number, 2 if current.was_put_off else 1))
+        _hold(step, seen)
+        return
+    step.change(held=None)
+    step.do(actions.WantStop(current.number, 2 if current.was_put_off else 0))
+    step.do(actions.Propose(current.number, stop))
+
+
+def _hold(step: Step, seen: Seen) -> None:
+    """Report what a proposed stop waits for, or propose it where that has ended."""
+    held, now = step.state.held, step.now
+    if held is None:
+        return
+    if seen.save is None:
+        prepare(step, held.stop, seen)
+        return
+    if seen.looks != held.looks:
+        held = replace(held, looks=seen.looks, looked_at=now)
+    what = f"the save of iteration {seen.save} is in flight, {now - held.since:.0f} s so far"
+    if now - held.looked_at > UNLOOKED_S:
+        what += f"; no worker has looked for its end for {now - held.looked_at:.0f} s"
+    if now >= held.tell_at:
+        held = replace(held, tell_at=now + HELD_TELL_S)
+        step.tell(job_events.Held(step.state.host, held.round, held.stop, what))
+    if now >= held.log_at:
+        held = replace(held, log_at=now + HELD_LOG_S)
+        step.log(Level.INFO, f"event=held a change waits: {what}. The training goes on.")
+    step.change(held=held)
+
+
+def proposed(step: Step, number: int, stop: int, newest: int) -> None:
+    """The workers may have seen the proposed stop: report how far they are."""
+    if step.is_present(number):
+        step.tell(job_events.Prepared(step.state.host, number, stop, newest))
+
+
+def stand(step: Step, call: Call, request: Stand) -> None:
+    """A worker has come to an agreed stop with a save in flight that began on the way. It is
+    answered once the stop is taken back, as it is for all ranks: they stand there alike."""
+    current = step.round
+    if current is None or current.number != request.round or current.stop != request.step:
+        step.answer(call)
+        return
+    step.change_round(was_put_off=True)
+    standing = tuple(each for each in step.state.standing if each in current.calls)
+    if not standing:  # those of a round that has ended stand no more
+        what = f"the save of iteration {request.iteration} has begun on the way to it"
+        step.tell(job_events.Held(step.state.host, current.number, request.step, what))
+    step.change(standing=(*standing, call))
+
+
+def withdraw(step: Step) -> None:
+    """Forget the stop, proposed or agreed, and send on whoever waits at it."""
+    current = step.round
+    step.change(held=None)
+    if current is None or not current.has_group:
+        return
+    # First, so that nobody whom an answer sends on comes to it again.
+    step.do(actions.WantStop(current.number, 0), actions.WithdrawStop(current.number))
+    step.change_round(stop=None, has_arrived=False)
+    deposits.withdraw(step)
+    standing = step.state.standing
+    step.change(standing=())
+    for call in standing:
+        step.answer(call)
+
+
+def agree(step: Step, stop: int) -> None:
+    """All workers of the job see this stop: they may come to it."""
+    current = step.round
+    if current is not None and current.has_group:
+        step.do(actions.Agree(current.number, stop))
+
+
+def agreed(step: Step, number: int, stop: int) -> None:
+    """The word was written."""
+    if step.is_present(number):
+        step.change_round(stop=stop)
+
+
+def deposit(step: Step) -> None:
+    """The workers of every host stand at the stop: those of this one write and leave."""
+    if step.round is None or step.round.stop is None:
+        return
+    step.change_round(may_deposit=True)
+    deposits.give_orders(step)
+    deposits.seal_if_complete(step)
+
+
+def watch(step: Step, seen: Seen | None) -> None:
+    """Look after workers that are on their way to the stop, and give up those that may write and do
+    not."""
+    current, held = step.round, step.state.held
+    if held is not None and (current is None or current.number != held.round):
+        step.change(held=None)
+    if current is None or not current.has_group or seen is None:
+        return
+    if step.state.held is not None:
+        _hold(step, seen)
+    current = step.present()
+    if not current.is_draining:
+        return
+    if not current.may_deposit:
+        _look_for_ends(step, current, seen)
+    elif not current.has_sealed:
+        _give_up_who_hangs(step, current, seen)
+
+
+def worker_gone(step: Step, number: int, rank: int, seen: Seen | None) -> None:
+    """The connection of a worker of the present round has ended."""
+    current = step.round
+    if current is None or current.number != number or not current.has_group:
+        return
+    if rank not in current.ranks:
+        return
+    is_done = current.deposit is not None and rank in current.deposit.parts
+    if current.is_draining and not current.may_deposit:
+        if seen is None or rank not in seen.reached:
+            return  # how it ends tells whether it is a failure: see watch
+        step.log(Level.ERROR, f"event=worker_lost rank={rank} at the stop")
+    elif current.is_draining and not is_done and rank not in current.finished:
+        step.log(Level.ERROR, f"event=worker_lost rank={rank} while it deposits")
+    step.change_round(lost=current.lost | {rank})
+    if current.is_draining:
+        _go_on(step)
+
+
+def _go_on(step: Step) -> None:
+    """Do without workers that are lost."""
+    deposits.tell_arrived(step)
+    deposits.give_orders(step)
+    deposits.seal_if_complete(step)
+
+
+def _look_for_ends(step: Step, current: Round, seen: Seen) -> None:
+    """Workers that have ended before their stop have finished, or have failed. One that has ended
+    at it is lost, and replicas of it may write for it: to poll would end those with it."""
+    died = {rank for rank, code in seen.ended.items() if code != 0}
+    early = sorted(died - seen.reached)
+    if early:
+        step.fail(f"ranks {early} died on their way to the stop", is_chance=True)
+    elif set(current.ranks) <= set(seen.ended) - died:
+        step.do(actions.Poll(current.number))
+    elif died - current.lost:
+        step.change_round(lost=current.lost | died)
+        _go_on(step)
+
+
+def _give_up_who_hangs(step: Step, current: Round, seen: Seen) -> None:
+    """End workers that have an order and do not write; the clock begins anew whenever one does."""
+    patience_s = step.state.settings.drain_timeout_s
+    hung = (current.deposit.unwritten if current.deposit else frozenset()) - current.lost
+    if not hung or hung != current.unwritten:
+        give_up_at = step.now + patience_s if hung else None
+        step.change_round(unwritten=hung, give_up_at=give_up_at)
+        return
+    if current.give_up_at is None or step.now < current.give_up_at:
+        return
+    step.log(
+        Level.ERROR, f"event=gave_up ranks={sorted(hung)} hang in their deposit: they are ended"
+    )
+    # What a worker has forked may hold its connection when it is dead.
+    dead = hung & seen.ended.keys()
+    step.do(actions.Kill(current.number, hung - dead))
+    step.change_round(give_up_at=step.now + patience_s)
+    if dead:
+        step.change_round(lost=current.lost | dead)
+        _go_on(step)

@@ -1,0 +1,364 @@
+"""The law of a host: rounds from their start to their end, commits, and the host itself."""
+
+import numpy as np
+import pytest
+
+from scalai.core import commands, reports
+from scalai.core.host import actions
+from scalai.core.host.events import (
+    ActionFailed,
+    CommitDone,
+    CommitWaits,
+    CoordinatorLost,
+    Expelled,
+    Fetched,
+    GroupEnded,
+    GroupNotStarted,
+    GroupOver,
+    GroupStarted,
+    LeaveAsked,
+    Moved,
+    NothingToCommit,
+    NotProven,
+    NotRejoined,
+    Rejoined,
+    Reserved,
+    SlotsChanged,
+)
+from scalai.core.host.rounds import ENDED
+from scalai.core.host.state import Slot
+from scalai.core.worker_messages import (
+    BeginDeposit,
+    Hello,
+    RankFinished,
+    RankRefused,
+    RankRestored,
+    RankStepped,
+    RankUnhooked,
+    Source,
+)
+from support.law_host import LawHost
+from support.store_states import two_ranks
+from support.wire_words import start, workers
+
+HELD = two_ranks()
+SOURCES = {"b": commands.HeldPart(("h", 1), b"{}")}
+
+
+def restoring(host: LawHost) -> list[int]:
+    """Begin a round that restores generation 4; return the calls of its workers."""
+    host.begin(generation=4, sources=SOURCES)
+    return host.publish(is_restoring=True, held=HELD)
+
+
+def sources() -> dict[int, Source]:
+    source: Source = object()  # type: ignore[assignment]  # the law does not look into it
+    return {0: source, 1: source}
+
+
+def test_workers_are_welcomed_and_publish_what_they_hold() -> None:
+    host = LawHost()
+    host.begin()
+    host.ask(Hello(1, 1))
+    (welcome,) = host.all(actions.Welcome)
+    assert welcome.workers.round == 1 and not welcome.is_ahead
+    calls = host.publish(held=HELD)
+    (published,) = host.reports()
+    assert isinstance(published, reports.Published)
+    assert set(published.tensors) == {tensor.name for tensor in HELD[0].tensors}
+    assert [host.answers()[call] for call in calls] == [None, None], "they begin from their own"
+    assert [action.held for action in host.all(actions.Reserve)] == [HELD]
+
+
+def test_a_restore_waits_for_all_and_is_proven_before_anybody_trains() -> None:
+    host = LawHost()
+    calls = restoring(host)
+    (fetch,) = host.all(actions.Fetch)
+    assert fetch.wants == HELD and not host.answers()
+    host.feed(Moved(1, 5))
+    host.feed(Moved(2, 6))
+    found = sources()
+    host.feed(Fetched(1, found, b"grown", 0.1, 0.2, 3, 4))
+    assert host.told() == ["published", "moved", "grown"]
+    assert [host.answers()[call] for call in calls] == [found[0], found[1]]
+    prints = np.arange(len(HELD[0]), dtype=np.uint64)
+    waits = [host.ask(RankRestored(r, 1, prints, {"restore": 1.0 + r}, "note")) for r in (1, 0)]
+    restored = host.reports()[-1]
+    assert isinstance(restored, reports.Restored) and len(restored.rows) == 2 * len(HELD[0])
+    assert dict(restored.seconds) == {"plan": 0.1, "move": 0.2, "restore": 2.0}
+    assert (restored.bytes_local, restored.bytes_remote) == (3, 4)
+    assert not set(waits) & set(host.answers())
+    host.obey(commands.Proceed(1))
+    assert set(waits) <= set(host.answers()) and host.all(actions.Prove) == [actions.Prove(4)]
+
+
+def test_what_was_not_promised_is_left_to_the_coordinator() -> None:
+    host = LawHost()
+    restoring(host)
+    host.feed(NotProven(1, "2 pieces"))
+    assert host.told()[-1] == "unproven" and "failed" not in host.told()
+    host.feed(NotProven(7, "of an earlier round"))
+    assert host.told().count("unproven") == 1
+
+
+def test_what_comes_when_its_round_has_ended_is_still_told_of() -> None:
+    """The store holds it."""
+    host = LawHost()
+    calls = restoring(host)
+    host.obey(commands.Stop(1, False))
+    host.feed(GroupEnded(1, 0))
+    assert {host.refused()[call] for call in calls} == {ENDED}
+    host.feed(Fetched(1, sources(), b"grown", 0.1, 0.2, 3, 4))
+    assert host.told()[-1] == "grown" and not host.answers()
+
+
+def test_workers_that_were_built_ahead_begin_when_the_round_does() -> None:
+    host = LawHost()
+    host.train()
+    host.obey(commands.Build(workers(2, 0, 2)))
+    host.feed(GroupStarted(2))
+    host.ask(Hello(0, 2))
+    assert host.all(actions.Welcome)[-1].is_ahead
+    calls = host.publish(2, held=HELD)
+    assert host.told()[-1] == "built" and not set(calls) & set(host.answers())
+    host.obey(commands.Stop(1, True))
+    host.feed(GroupEnded(1, 9))
+    host.obey(start(2, 0, 2, is_built=True))
+    assert actions.BeginGroup(2) in host.done and set(calls) <= set(host.answers())
+    assert len(host.all(actions.StartGroup)) == 2
+
+
+def test_what_was_built_ahead_and_is_gone_fails_the_round_that_counts_on_it() -> None:
+    host = LawHost()
+    host.train()
+    host.obey(commands.Build(workers(2, 0, 2)))
+    host.feed(GroupStarted(2))
+    call = host.publish(2, ranks=1)[0]
+    host.feed(GroupOver(2, ("rank 0 exited with 1",)))
+    assert host.told()[-1] == "not_built" and host.refused()[call] == ENDED
+    assert actions.EndGroup(2, 0.0) in host.done
+    host.obey(start(2, 0, 2, is_built=True))
+    failed = host.reports()[-1]
+    assert isinstance(failed, reports.Failed) and "what was built ahead is gone" in failed.reason
+    host.obey(commands.Stop(2, False))
+    assert host.told()[-1] == "stopped"
+
+
+def test_workers_that_cannot_be_started_end_no_agent() -> None:
+    host = LawHost()
+    host.obey(commands.Build(workers(3)))
+    host.feed(GroupNotStarted(3, "no page"))
+    not_built = host.reports()[-1]
+    assert (not_built.round, not_built.reason) == (3, "no page")  # type: ignore[union-attr]
+    host.obey(start(3))
+    host.feed(GroupNotStarted(3, "no page"))
+    failed = host.reports()[-1]
+    assert isinstance(failed, reports.Failed) and failed.round == 3 and "no page" in failed.reason
+    host.obey(commands.Stop(3, False))
+    assert host.told()[-1] == "stopped" and not host.all(actions.EndGroup)
+
+
+def test_a_change_that_is_given_up_ends_what_was_built() -> None:
+    host = LawHost()
+    host.train()
+    host.obey(commands.Build(workers(2, 0, 2)))
+    host.feed(GroupStarted(2))
+    host.obey(commands.GiveUp(5))
+    assert not host.all(actions.EndGroup)
+    host.obey(commands.GiveUp(2))
+    assert host.all(actions.EndGroup) == [actions.EndGroup(2, 0.0)]
+    host.feed(GroupEnded(2, 0))
+    assert host.state.ahead is None and host.state.round is not None
+
+
+def test_calls_of_workers_that_are_not_there_are_refused() -> None:
+    host = LawHost()
+    host.train()
+    host.obey(commands.Build(workers(2, 0, 2)))
+    for request in (
+        Hello(0, 7), Hello(9, 1), RankFinished(0, 7, 3), BeginDeposit(0, 2, "stop", 4),
+    ):  # fmt: skip
+        call = host.ask(request)
+        assert host.refused()[call] == ENDED
+
+
+def test_a_plain_job_steps_as_soon_as_it_runs() -> None:
+    host = LawHost(is_elastic=False)
+    host.begin()
+    assert host.told() == ["stepped"]
+
+
+def test_steps_ends_and_failures_of_workers_are_told_of_once() -> None:
+    host = LawHost()
+    host.train()
+    assert host.told().count("stepped") == 1
+    host.ask(RankFinished(0, 1, 41))
+    host.tick(seen=None)
+    assert actions.Poll(1) in host.done
+    host.feed(GroupOver(1))
+    host.feed(GroupOver(1))
+    assert host.told().count("finished") == 1
+    other = LawHost()
+    other.train()
+    other.feed(GroupOver(1, ("rank 1 was killed by SIGKILL",), False, True))
+    other.feed(ActionFailed("and no room"))
+    failed = [report for report in other.reports() if isinstance(report, reports.Failed)]
+    assert len(failed) == 1 and failed[0].is_chance
+
+
+def test_a_worker_that_refuses_the_job_ends_the_round_and_not_a_training_beside_it() -> None:
+    host = LawHost()
+    host.train()
+    host.obey(commands.Build(workers(2, 0, 2)))
+    host.feed(GroupStarted(2))
+    host.ask(RankRefused(0, 2, "TP 3 does not divide 4 heads"))
+    assert host.told()[-1] == "not_built" and host.state.ahead is None
+    host.ask(RankRefused(0, 1, "not this one either"))
+    failed = host.reports()[-1]
+    assert isinstance(failed, reports.Failed) and failed.is_refusal
+
+
+def test_a_script_that_nothing_connects_is_told_of_once_and_may_connect_itself() -> None:
+    host = LawHost()
+    host.begin()
+    for _ in range(2):
+        host.ask(RankUnhooked(0, 1))
+    assert host.told() == ["unhooked"] and "NOTHING CONNECTS IT" in host.log()
+    host.publish()
+    assert host.told()[1] == "hooked"
+
+
+def test_imports_of_a_first_step_warm_the_fork_server() -> None:
+    from scalai.core.worker_messages import Imports
+
+    host = LawHost()
+    host.begin()
+    host.ask(RankStepped(0, 1, 1, Imports(("torch",), ())))
+    assert host.all(actions.WarmUp) == [actions.WarmUp(Imports(("torch",), ()))]
+
+
+# ---------------------------------------------------------------------- commits
+
+
+def test_what_there_is_no_room_for_is_committed_later() -> None:
+    host = LawHost()
+    host.obey(commands.Commit(3, "r-1-7", None))
+    assert host.all(actions.TryCommit) == [actions.TryCommit(3, "r-1-7", None, is_again=False)]
+    host.feed(CommitWaits(3))
+    host.obey(commands.Discard())
+    assert host.all(actions.DiscardSealed) == [actions.DiscardSealed(frozenset({"r-1-7"}))]
+    host.tick()
+    assert host.all(actions.TryCommit)[-1].is_again
+    host.feed(CommitDone(3))
+    assert host.told() == ["committed"]
+    host.tick()
+    assert len(host.all(actions.TryCommit)) == 2
+    host.obey(commands.Discard())
+    assert host.all(actions.DiscardSealed)[-1].kept == frozenset()
+
+
+def test_nothing_to_commit_fails_the_round() -> None:
+    host = LawHost()
+    host.train()
+    host.obey(commands.Commit(4, "another", None))
+    host.feed(NothingToCommit(4, "sealed in /s, but ['r-1-7']"))
+    assert "deposit 'another' is not sealed in /s" in str(host.reports()[-1])
+    assert not host.state.late
+
+
+def test_a_host_that_the_job_goes_on_without_commits_nothing_late_by_itself() -> None:
+    """The number may be left behind by then; it would be a newer state of which parts miss."""
+    host = LawHost()
+    host.obey(commands.Commit(3, "r-1-7", None))
+    host.feed(CommitWaits(3))
+    host.feed(Expelled("the job goes on without it."))
+    before = len(host.all(actions.TryCommit))
+    host.tick()
+    assert len(host.all(actions.TryCommit)) == before
+
+
+# ---------------------------------------------------------------------- the host itself
+
+
+def test_a_host_that_was_expelled_ends_its_workers_and_joins_again() -> None:
+    host = LawHost()
+    slot: Slot = host.train()
+    host.obey(commands.Build(workers(2, 0, 2)))
+    host.feed(LeaveAsked())
+    host.feed(Expelled("host 'a' is not in the job."))
+    assert host.all(actions.EndGroup) == [actions.EndGroup(2, 0.0), actions.EndGroup(1, 0.0)]
+    assert actions.Rejoin() not in host.done, "its workers live"
+    host.feed(GroupEnded(2, 0))
+    host.feed(GroupEnded(1, 9))
+    assert host.done[-1] == actions.Rejoin() and host.discarded() == [slot]
+    assert "stopped" not in host.told(), "nobody has asked for it"
+    host.feed(Rejoined())
+    assert host.told()[-2:] == ["slots", "leaving"]
+
+
+def test_a_host_without_workers_joins_again_at_once_and_ends_where_it_cannot() -> None:
+    host = LawHost()
+    host.feed(Expelled("host 'a' is not in the job."))
+    assert host.done[-1] == actions.Rejoin()
+    host.feed(NotRejoined("/durable cannot be read."))
+    assert host.state.exit == 1 and "/durable cannot be read" in host.log()
+
+
+def test_a_host_leaves_without_a_goodbye_where_nobody_lets_it_go() -> None:
+    host = LawHost(drain_timeout_s=9.0)
+    for _ in range(2):
+        host.feed(LeaveAsked())
+    assert host.told() == ["leaving"]
+    host.tick(8.0)
+    assert host.state.exit is None
+    host.tick(2.0)
+    assert host.state.exit == 1 and "event=drain_timeout" in host.log()
+
+
+def test_a_probe_that_tells_nothing_new_is_not_told_of() -> None:
+    host = LawHost()
+    for slots in (2, 1, 1):
+        host.feed(SlotsChanged(slots))
+    assert host.reports() == [reports.Slots(1)]
+
+
+def test_an_agent_that_exits_does_nothing_more() -> None:
+    host = LawHost()
+    host.train()
+    host.ask(RankFinished(0, 1, 41))
+    host.obey(commands.Exit(0, "done", False, commands.Ending(41, 3)))
+    assert host.all(actions.LeaveState) == [actions.LeaveState(False, commands.Ending(41, 3), 41)]
+    assert host.state.exit == 0
+    assert host.tick() == () and host.feed(LeaveAsked()) == ()
+
+
+@pytest.mark.parametrize("grace", [True, False])
+def test_workers_that_have_deposited_may_leave_by_themselves(grace: bool) -> None:
+    host = LawHost()
+    host.train()
+    host.obey(commands.Stop(1, grace))
+    assert host.all(actions.EndGroup) == [actions.EndGroup(1, 10.0 if grace else 0.0)]
+    host.feed(GroupEnded(1, 9))
+    stopped = host.reports()[-1]
+    assert (stopped.round, stopped.newest) == (1, 9)  # type: ignore[union-attr]
+    host.obey(commands.Stop(1, grace))
+    assert host.told()[-2:] == ["stopped", "stopped"], "each stop is answered"
+
+
+def test_a_coordinator_that_is_lost_ends_the_agent() -> None:
+    host = LawHost()
+    host.feed(CoordinatorLost("event=coordinator_lost it is gone."))
+    assert host.state.exit == 1 and "event=coordinator_lost" in host.log()
+
+
+def test_files_of_a_round_that_has_begun_again_are_its_own() -> None:
+    host = LawHost()
+    host.begin()
+    host.publish()
+    host.obey(start(2, 0, 2))
+    host.feed(GroupStarted(2))
+    slot: Slot = object()  # type: ignore[assignment]
+    host.feed(Reserved(1, slot))
+    assert host.discarded() == [slot]
+
+
