@@ -48,6 +48,7 @@ SEND_S = 60.0
 READS = (Status, ReadSpec, Farewell)
 """Calls that change nothing: where they fail the job is none the worse."""
 
+
 class Coordinator:
     """Membership, generation numbers and the workers' rendezvous store of one job.
 

@@ -438,9 +438,7 @@ class Session:
         read_rows(wanted, source.order, self._rings, sources)
         scalars, rank_state = source.scalars.value(), source.rank_state.value()
         self._state.load_scalars(scalars)
-        note = self._state.load_rank_state(
-            rank_state.get(self._state.coordinate), source.step
-        )
+        note = self._state.load_rank_state(rank_state.get(self._state.coordinate), source.step)
         self.step, self.consumed_samples = source.step, source.consumed_samples
         self._restored_step = self.step
         self._registered.put(scalars["user"])

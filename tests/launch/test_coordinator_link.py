@@ -73,9 +73,7 @@ class LinkedAgent:
     def brings(self, spec: Any = None) -> Callable[[str], Join]:
         text = JsonText.of(spec or self._line.spec.to_json())
         address, store = ("127.0.0.1", 1), StoreIdentity("machine", 1, 0)
-        return lambda incarnation: Join(
-            "j", "a", incarnation, store, 2, address, (), (), (), text
-        )
+        return lambda incarnation: Join("j", "a", incarnation, store, 2, address, (), (), (), text)
 
     def follow(self) -> None:
         workforce: Any = NoWorkers()

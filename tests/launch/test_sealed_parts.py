@@ -84,6 +84,7 @@ class TwoHosts:
 
     def check(self) -> None:
         """Both hosts commit what they had sealed, and go on from there."""
+
         def is_begun() -> bool:
             return bool(self.b.heard("start")) or said(self.line, "event=went_back")
 

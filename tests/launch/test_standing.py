@@ -84,9 +84,7 @@ def test_a_damaged_newest_generation_is_waited_for_and_its_number_not_used_again
     assert "going on from generation 3 of step 20; given up: generation 5" in answer["reason"]
     assert agent.wait_for("start")["generation"] == 3
     sealed = part(tmp_path, "a", -1, 25, f"{agent.wait_for('start')['run']}-1-25")
-    agent.tell(
-        "sealed", round=1, reason="snapshot", part=manifest_bytes(sealed), seconds={}
-    )
+    agent.tell("sealed", round=1, reason="snapshot", part=manifest_bytes(sealed), seconds={})
     assert agent.wait_for("commit")["generation"] == 6
 
 

@@ -132,8 +132,6 @@ def test_a_message_with_one_byte_changed_is_a_message_or_an_error(
         pass
 
 
-
-
 def test_columns_that_do_not_fit_together_are_refused() -> None:
     wrong = replace(ROWS, tensor=np.array([0, 0, 9]))
     sent = encode({

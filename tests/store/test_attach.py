@@ -272,9 +272,7 @@ def test_what_an_agent_that_died_while_it_attached_has_left_is_no_obstacle(
         assert not list(rows.damage())
 
 
-def test_an_attached_file_gets_a_name_that_no_other_has(
-    open_store: Opener, tmp_path: Path
-) -> None:
+def test_an_attached_file_gets_a_name_that_no_other_has(open_store: Opener, tmp_path: Path) -> None:
     """Of three files the middle one was never proven, and has gone."""
     parts = saved(open_store, tmp_path / "disk")
     store = open_store(host="c")

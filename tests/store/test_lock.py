@@ -79,9 +79,7 @@ def test_a_second_store_in_this_process_is_refused(open_store: Opener) -> None:
     open_store()
 
 
-def test_an_orphan_that_inherited_the_lock_does_not_keep_it(
-    tmp_path: Path, folder: Folder
-) -> None:
+def test_an_orphan_that_inherited_the_lock_does_not_keep_it(tmp_path: Path, folder: Folder) -> None:
     process = holder(tmp_path, "orphan")
     process.kill()
     process.wait(30)

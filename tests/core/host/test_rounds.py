@@ -360,5 +360,3 @@ def test_files_of_a_round_that_has_begun_again_are_its_own() -> None:
     slot: Slot = object()  # type: ignore[assignment]
     host.feed(Reserved(1, slot))
     assert host.discarded() == [slot]
-
-
