@@ -29,6 +29,7 @@ campaign: $(VENV)/ready
 
 check: $(VENV)/ready
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check --quiet .
 	$(PYTHON) tests/link_tree.py
 	$(PYTHON) -m mypy
 	$(PYTHON) -m mypy tests benchmarks examples
