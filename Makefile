@@ -12,7 +12,7 @@ export DS_BUILD_OPS := 0
 # What torch compiles for DeepSpeed: a build that was killed elsewhere leaves a lock that all wait for.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions
 
-.PHONY: demo test campaign check bench clean
+.PHONY: demo test campaign coverage check bench clean
 
 demo: $(VENV)/ready
 	$(PYTHON) examples/demo.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) $(if $(DATA),--data $(DATA))
@@ -27,11 +27,19 @@ campaign: JOBS = 2
 campaign: $(VENV)/ready
 	$(if $(ALL),TURN=all) $(PYTEST) -m campaign
 
+# Which lines and branches the tests of the default run reach, in all of their processes.
+coverage: $(VENV)/ready
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	$(PYTHON) -m coverage run -m pytest -n $(JOBS) $(PYTEST_ARGUMENTS); status=$$?; \
+	$(PYTHON) -m coverage combine --quiet && $(PYTHON) -m coverage report && exit $$status
+
 check: $(VENV)/ready
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check --quiet .
 	$(PYTHON) tests/link_tree.py
 	$(PYTHON) -m mypy
-	$(PYTHON) -m mypy $(wildcard examples/*.py)
+	$(PYTHON) -m mypy tests benchmarks examples
 
 bench: $(VENV)/ready
 	@test -f benchmarks/$(NAME).py || { echo "make bench NAME=x, where x is one of: $(BENCHMARKS)" >&2; exit 2; }

@@ -24,6 +24,7 @@ machine lets its page cache be dropped (``cold``), unless ``--warm`` is given. F
 import argparse
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -88,7 +89,7 @@ class Benchmark:
         self._beside: Path | None = options.beside
         self._folder = folder
         self._report = report
-        self._forget = (lambda: False) if options.warm else drop_caches
+        self._forget: Callable[[], bool] = (lambda: False) if options.warm else drop_caches
         self._marks = folder / "marks"
         self._marks.mkdir()
 

@@ -59,7 +59,7 @@ def make_step(engine: Any, hidden: int) -> float:
         engine.step()
         total += loss.detach()
     dist.all_reduce(total)
-    return float(total) / batch_size
+    return float(total) / int(batch_size)
 
 
 def train(options: argparse.Namespace, engine: Any, marks: Marks) -> None:

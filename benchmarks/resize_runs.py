@@ -111,7 +111,8 @@ class Round:
 
     def last(self, event: str, clock: str = "at") -> float:
         """Return when the last rank was there for the first time; ``cpu``: its processor time."""
-        return max(next(e[clock] for e in rank if e["event"] == event) for rank in self._ranks)
+        first = (next(e for e in rank if e["event"] == event) for rank in self._ranks)
+        return max(float(entry[clock]) for entry in first)
 
     def has(self, event: str) -> bool:
         """Whether all ranks were there."""
@@ -133,7 +134,7 @@ class Round:
     def step_s(self) -> float:
         """Return the median of the steps after the first."""
         first = min(entry["step"] for entry in self._all("step"))
-        return median(e["took_s"] for e in self._all("step") if e["step"] > first)
+        return median(float(e["took_s"]) for e in self._all("step") if e["step"] > first)
 
     def slowed_s(self, since: float) -> float:
         """Return by how much the steps that ended after ``since`` took longer than median ones of

@@ -45,4 +45,4 @@ def _fill_in_archive(data: mmap.mmap, end: int) -> int:
         struct.pack_into("<I", data, local + 14, crc)
         struct.pack_into("<I", data, entry + 16, crc)
         entry += _ENTRY.size + name_bytes + extra_bytes + note_bytes
-    return begin
+    return int(begin)

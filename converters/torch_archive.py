@@ -37,6 +37,7 @@ UNREADABLE = (
 """What ``zipfile`` raises; RuntimeError of a member that claims to be encrypted, or of an unknown
 method."""
 
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a file: element ``i`` lies at byte ``begin + sum(i * stride) * item size``.

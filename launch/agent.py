@@ -191,7 +191,6 @@ class Agent:
         self.put(events.SlotsChanged(slots))
 
 
-
 class Member:
     """An agent as a member of its job: with its store, its servers and its link to the coordinator.
 

@@ -4,7 +4,6 @@ Every call names the job, so that one which reaches another job's coordinator (a
 does nothing there, the host and the incarnation of its agent.
 """
 
-
 from dataclasses import dataclass
 
 from scalai.core.commands import Command, Exit
@@ -118,4 +117,3 @@ class Farewell(Request[Exit | None]):
 
 AgentCall = Join | Poll | Tell | Bye | Farewell
 CoordinatorRequest = AgentCall | PersonCall
-

@@ -367,9 +367,7 @@ class CoordinatorLink:
                     member.calls.try_call(Bye(self._job, self._host, member.incarnation))
                 return
             number += 1
-            member.calls.call(
-                Tell(self._job, self._host, member.incarnation, number, Named(told))
-            )
+            member.calls.call(Tell(self._job, self._host, member.incarnation, number, Named(told)))
 
     def _poll(
         self,

@@ -44,9 +44,7 @@ def serve(
     return _run(coordinator, spec, folder, address)
 
 
-def _leave_card(
-    coordinator: Coordinator, folder: Path, host: str, token: bytes
-) -> tuple[str, int]:
+def _leave_card(coordinator: Coordinator, folder: Path, host: str, token: bytes) -> tuple[str, int]:
     """Have agents find this coordinator. Returns where it listens."""
     assert not isinstance(coordinator.address, str)
     address = host, coordinator.address[1]
@@ -54,9 +52,7 @@ def _leave_card(
     return address
 
 
-def _run(
-    coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[str, int]
-) -> int:
+def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[str, int]) -> int:
     log.info(
         "event=coordinator job=%s address=%s:%d: this host is the one that must not die",
         spec.job, *address,

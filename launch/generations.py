@@ -435,9 +435,7 @@ class Generations:
         """Whether a proof of this generation has failed before, and none has passed since."""
         return number in self._doubts
 
-    def note_examined(
-        self, number: int, host: str, directory: str, damage: Iterable[str]
-    ) -> None:
+    def note_examined(self, number: int, host: str, directory: str, damage: Iterable[str]) -> None:
         """A host has compared its part of a doubted generation with its manifest."""
         if number in self._doubts:
             self._doubts[number][host] = (directory, tuple(damage))

@@ -190,6 +190,4 @@ def _fetch_one(
 ) -> None:
     asked = entry.asked
     peer = Peer(start.sources[asked.host].address, token, asked.host)
-    peer.fetch(
-        generation.generation, asked.row, asked.pieces, entry.path, entry.begin, arrived
-    )
+    peer.fetch(generation.generation, asked.row, asked.pieces, entry.path, entry.begin, arrived)

@@ -80,7 +80,6 @@ class Place:
         return self.started is not None
 
 
-
 def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
     """Return where the job's coordinator is; start one beside this agent where there is none.
 

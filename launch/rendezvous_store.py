@@ -171,7 +171,7 @@ class _Stores:
         return max(0, connections(self._open) - len(self._open))
 
     def _make(self) -> Any:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
+        from torch.distributed import TCPStore  # not in its __all__
 
         family = socket.getaddrinfo(self._interface, 0, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((self._interface, 0), family=family, backlog=2048)

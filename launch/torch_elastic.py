@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in its __all__
+from torch.distributed import HashStore  # not in its __all__
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs

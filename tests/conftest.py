@@ -1,5 +1,6 @@
-"""Support for all tests: the modules in ``support``, and stores in a temporary directory."""
+"""For all tests: the package ``support``, pools of workers, stores in a temporary directory."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,22 +8,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-for folder in ("support", "patches", "converters"):
-    sys.path.insert(0, str(Path(__file__).parent / folder))
+HERE = str(Path(__file__).parent)
+sys.path.insert(0, HERE)
+# For what tests start: scripts of ``support``, and workers that import it.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
 
 if TYPE_CHECKING:
-    from store_states import Opener
-    from worker_pool import WorkerPool
-
     from scalai.store.host import HostStore
+    from support.store_states import Opener
+    from support.training.worker_pool import WorkerPool
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from turns import TakingTurns
+    from support.turns import TakingTurns
 
     config.pluginmanager.register(TakingTurns(config), "turns")
     if config.pluginmanager.has_plugin("xdist"):
-        from spread import Spreading
+        from support.spread import Spreading
 
         config.pluginmanager.register(Spreading(), "spreading")
 
@@ -52,7 +54,7 @@ def store(open_store: "Opener") -> "HostStore":
 @pytest.fixture(scope="session")
 def pool() -> "Iterator[WorkerPool]":
     """Four processes with megatron that live as long as the test session."""
-    from worker_pool import WorkerPool
+    from support.training.worker_pool import WorkerPool
 
     workers = WorkerPool(size=4)
     yield workers
@@ -62,7 +64,7 @@ def pool() -> "Iterator[WorkerPool]":
 @pytest.fixture(scope="session")
 def deepspeed_pool() -> "Iterator[WorkerPool]":
     """Four processes with DeepSpeed that live as long as the test session."""
-    from worker_pool import WorkerPool
+    from support.training.worker_pool import WorkerPool
 
     workers = WorkerPool(size=4, trainer="tiny_deepspeed")
     yield workers
@@ -72,7 +74,7 @@ def deepspeed_pool() -> "Iterator[WorkerPool]":
 @pytest.fixture(scope="session")
 def rounds_pool() -> "Iterator[WorkerPool]":
     """Three processes that fork the ranks of scripts under the hooks of an elastic job."""
-    from worker_pool import WorkerPool
+    from support.training.worker_pool import WorkerPool
 
     workers = WorkerPool(size=3, trainer="rounds_worker")
     yield workers
@@ -82,7 +84,7 @@ def rounds_pool() -> "Iterator[WorkerPool]":
 @pytest.fixture(scope="session")
 def compiled_cpu_adam() -> None:
     """DeepSpeed's Adam for the CPU can be used at once."""
-    from compiled import compile_op
+    from support.compiled import compile_op
 
     compile_op("CPUAdamBuilder", "cpu_adam")
 
@@ -90,7 +92,7 @@ def compiled_cpu_adam() -> None:
 @pytest.fixture(scope="session")
 def compiled_shared_memory() -> None:
     """What DeepSpeed's processes of one machine talk by on the CPU can be used at once."""
-    from compiled import compile_op
+    from support.compiled import compile_op
 
     compile_op("ShareMemCommBuilder", "deepspeed_shm_comm")
 

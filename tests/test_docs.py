@@ -1,4 +1,4 @@
-"""The pages name tests that there are."""
+"""The pages name tests and files that there are."""
 
 import re
 from pathlib import Path
@@ -21,3 +21,11 @@ def test_every_test_that_the_table_of_failures_names_exists() -> None:
                 missing.append(named)
     assert found > 100
     assert not missing
+
+
+def test_every_file_that_contributing_names_exists() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    found = re.findall(r"`(\w+/[\w/.]+)`|\]\(([\w/.]+)\)", page)
+    named = {inside or linked for inside, linked in found}
+    assert len(named) > 50
+    assert not {name for name in named if not (ROOT / name).exists()}

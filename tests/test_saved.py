@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mixed_state import NUMBER, STEP, TENSORS, bits_of
-from tiny_job import ROWS, initial
-from tiny_job import advance as one_step
 
 from scalai.converters.checkpoint import Checkpoint
 from scalai.converters.describe import read_tensor
@@ -27,6 +24,9 @@ from scalai.launch.hostfile import filtered, parse_hostfile
 from scalai.launch.job import JobSpec
 from scalai.store.host import HostStore
 from scalai.store.values import decode
+from support.mixed_state import NUMBER, STEP, TENSORS, bits_of
+from support.tiny_job import ROWS, initial
+from support.tiny_job import advance as one_step
 
 DATA = Path(__file__).parent / "data"
 SAVED = sorted(path.parents[1] for path in DATA.glob("*/durable/mixed"))

@@ -6,14 +6,14 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from spread import ALONE, TOGETHER, unit_of
-from turns import TURNS, Turn, deal, whose_turn
 
-SUPPORT = Path(__file__).with_name("support")
+from support.spread import ALONE, TOGETHER, unit_of
+from support.turns import TURNS, Turn, deal, whose_turn
+
 CONFTEST = """
 import pytest
-from spread import Spreading
-from turns import TakingTurns
+from support.spread import Spreading
+from support.turns import TakingTurns
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "turns")
@@ -90,7 +90,7 @@ def test_the_environment_overrides(tmp_path: Path) -> None:
 def run_pytest(directory: Path, turn: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", *arguments],
-        cwd=directory, env={"PYTHONPATH": str(SUPPORT), "TURN": turn},
+        cwd=directory, env={"PYTHONPATH": str(Path(__file__).parent), "TURN": turn},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

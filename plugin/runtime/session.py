@@ -440,9 +440,7 @@ class Session:
         read_rows(wanted, source.order, self._rings, sources)
         scalars, rank_state = source.scalars.value(), source.rank_state.value()
         self._state.load_scalars(scalars)
-        note = self._state.load_rank_state(
-            rank_state.get(self._state.coordinate), source.step
-        )
+        note = self._state.load_rank_state(rank_state.get(self._state.coordinate), source.step)
         self.step = source.step
         self.consumed_samples = cast(int, source.consumed_samples)  # or as the script counts them
         self._restored_step = self.step

@@ -181,9 +181,7 @@ class HostStore(HeldGenerations):
                     f"{target} exists already. Numbers are never used twice: ask the coordinator "
                     "for a new one."
                 )
-            manifest = replace(
-                self._sealed[directory], generation=generation, committed=committed
-            )
+            manifest = replace(self._sealed[directory], generation=generation, committed=committed)
             try:
                 write_manifest(directory, manifest)
                 release_manifests(directory)

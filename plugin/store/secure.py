@@ -70,9 +70,7 @@ class Folder:
 
     def below(self, name: str, *, make: bool = False) -> "Folder":
         """Open a folder in this one; arguments and errors as of ``open``."""
-        return self._open(
-            self.path / name, name, self.descriptor, make=make, may_be_shared=False
-        )
+        return self._open(self.path / name, name, self.descriptor, make=make, may_be_shared=False)
 
     def open_file(self, name: str, flags: int) -> int:
         """Return a descriptor of a file in this folder; a new one is for this user alone.
@@ -115,9 +113,7 @@ class Folder:
                 descriptor = self.open_file(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(content)
-                os.rename(
-                    aside, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor
-                )
+                os.rename(aside, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
             except OSError:
                 self.remove(aside)
                 raise
@@ -201,6 +197,4 @@ def _refusing(path: Path) -> Iterator[None]:
         why = error.strerror or str(error)
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             why = "it is a symbolic link, or not what it should be"
-        raise StoreError(
-            f"{path} cannot be used ({why}). Choose another --store-dir."
-        ) from error
+        raise StoreError(f"{path} cannot be used ({why}). Choose another --store-dir.") from error

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from deepspeed_jobs import Job, Runner, Saver, as_line
+from support.training import deepspeed_jobs
+from support.training.deepspeed_jobs import Job, Runner, Saver, as_line
 
 ANSWER_S = 280
 """Of the server: the time of a job, and of an operator that it compiles before."""
@@ -26,10 +25,9 @@ def run_deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install -c constraints.txt deepspeed")
     log = tmp_path_factory.mktemp("deepspeed") / "log"
-    script = Path(__file__).parent / "deepspeed_jobs.py"
     with open(log, "w") as errors:
         server = subprocess.Popen(
-            [sys.executable, script], stdin=-1, stdout=-1, stderr=errors, text=True
+            [sys.executable, deepspeed_jobs.__file__], stdin=-1, stdout=-1, stderr=errors, text=True
         )
 
     def run(job: Job) -> list[dict[str, Any]]:

@@ -44,11 +44,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import LIMITS, SHAPES, deepspeed_state, state, write
-from damage import change_tree, merge
-from peak import peak_bytes
-from rejects import edit_values
-from test_torch_legacy import convert, gpt
 
 from scalai.converters import engine, forked
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
@@ -56,8 +51,14 @@ from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.torch_archive import NewTensor
 from scalai.converters.verify import compare, verify
+from scalai.converters.work import plan_work
 from scalai.core.errors import ProofError, RefusedError
 from scalai.launch import cli
+from support.checkpoints import LIMITS, SHAPES, deepspeed_state, state, write
+from support.damage import change_tree, merge
+from support.legacy_checkpoints import convert, gpt
+from support.peak import peak_bytes
+from support.rejects import edit_values
 
 
 def test_a_wrong_shape_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_a_kill_at_any_byte_of_the_journal_is_made_good(
 
 def spoil_what_is_not_noted(partial: Path, source: Checkpoint, target: Any, done: int) -> None:
     """Overwrite what tasks from number ``done`` on were to write."""
-    work = engine.plan_work(source, target, LIMITS.buffer_bytes)
+    work = plan_work(source, target, LIMITS.buffer_bytes)
     for task in work.tasks[done:]:
         with open(partial / target.placed.files[task.file].path, "r+b") as file:
             for unit in task.units:

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import LIMITS, state
-from gpt_shapes import FFN, GROUPS, HEADS, HIDDEN, VOCABULARY, WIDTH, Shapes, gpt, llama
 
 from scalai.converters.between.hyperparameters import with_rates
 from scalai.converters.between.loss_scales import to_deepspeed_scale, to_megatron_scale
@@ -21,6 +19,8 @@ from scalai.converters.torch_archive import NewTensor
 from scalai.converters.verify import verify
 from scalai.core.errors import RefusedError
 from scalai.launch import cli
+from support.checkpoints import LIMITS, state
+from support.gpt_shapes import FFN, GROUPS, HEADS, HIDDEN, VOCABULARY, WIDTH, Shapes, gpt, llama
 
 MEGATRON = f"""
 [megatron]
@@ -97,7 +97,7 @@ def test_a_state_goes_to_deepspeed_and_back_by_files_alone(
     back: str,
 ) -> None:
     grouped = {"group_query_attention": True, "num_query_groups": GROUPS}
-    arguments = grouped if names == "llama" else {}
+    arguments: dict[str, Any] = grouped if names == "llama" else {}
     saved = megatron(tmp_path / "saved", shapes, **arguments)
     (tmp_path / "job.toml").write_text(MEGATRON + DEEPSPEED)
     options = "--mapping", names, "--args-from", tmp_path / "job.toml"

@@ -6,21 +6,22 @@ import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from checkpoints import state, write
 
 from scalai.converters import pickles
 from scalai.converters.checkpoint import Checkpoint, ReadOptions
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
 from scalai.launch import cli
+from support.checkpoints import state, write
 
 ITERATION = "iter_0000003"
 
 
 class _Evil:
-    def __reduce__(self) -> object:
+    def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("echo run > /tmp/this-must-not-be",)
 
 

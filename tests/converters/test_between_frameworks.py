@@ -13,17 +13,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed_jobs
 import pytest
-import test_reshard
-from deepspeed_jobs import Runner
-from jobs import AFTER, Job, mean_losses
-from worker_pool import WorkerPool
 
 from scalai.converters.checkpoint import Values
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.verify import verify
 from scalai.launch import cli
+from support.training import deepspeed_jobs, megatron_layouts, resharded
+from support.training.deepspeed_jobs import Runner
+from support.training.jobs import AFTER, Job, mean_losses
+from support.training.worker_pool import WorkerPool
 
 FP32 = 1e-6
 BF16 = 2e-4
@@ -34,7 +33,7 @@ LLAMA = Job(
 )
 QWEN = replace(LLAMA, is_tied=True, has_qkv_bias=True)
 CLASSIC = Job(precision="bf16")
-SAME = {"fp32": FP32, "bf16": test_reshard.BF16, "fp16": test_reshard.FP16}
+SAME = {"fp32": FP32, "bf16": megatron_layouts.BF16, "fp16": megatron_layouts.FP16}
 """Megatron at other degrees."""
 TP2, PP2, DP2 = {"world": 2, "tp": 2}, {"world": 2, "pp": 2}, {"world": 2}
 
@@ -87,14 +86,14 @@ def test_megatron_to_deepspeed_and_back(
     tmp_path: Path,
     names: str,
     model: Job,
-    before: dict[str, int],
+    before: dict[str, Any],
     ranks: tuple[int, int],
-    after: dict[str, int],
+    after: dict[str, Any],
     tolerance: float,
 ) -> None:
     old, new = replace(model, **before), replace(model, **after)
     stage, world = ranks
-    uninterrupted = test_reshard.save(pool, old, tmp_path / "megatron", "fully_reshardable")
+    uninterrupted = resharded.save(pool, old, tmp_path / "megatron", "fully_reshardable")
     reference, _ = deepspeed_saved(model, stage, world)
     there = reshard(
         tmp_path / "megatron", tmp_path / "deepspeed", "--to", f"deepspeed_zero{stage}",
@@ -119,9 +118,9 @@ def test_megatron_to_deepspeed_and_back(
     first, last = (open_checkpoint(tmp_path / name) for name in ("megatron", "back"))
     assert verify(first, 1) == verify(last, 1)
     assert first.values.scheduler == last.values.scheduler
-    goes_on = test_reshard.load(pool, new, tmp_path / "back")
+    goes_on = resharded.load(pool, new, tmp_path / "back")
     assert first.values.grad_scaler is None or plain(first.values) == plain(last.values)
-    test_reshard.check(uninterrupted, goes_on, SAME[model.precision])
+    resharded.check(uninterrupted, goes_on, SAME[model.precision])
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def test_a_training_of_deepspeed_goes_on_in_megatron_from_a_file_alone(
     names: str,
     model: Job,
     ranks: tuple[int, int],
-    after: dict[str, int],
+    after: dict[str, Any],
 ) -> None:
     new = replace(model, **after)
     saved, uninterrupted = deepspeed_saved(model, *ranks)
@@ -156,7 +155,7 @@ def test_a_training_of_deepspeed_goes_on_in_megatron_from_a_file_alone(
         "--dp", new.world // (new.tp * new.pp),
     )  # fmt: skip
     assert f"Megatron's argument hidden_size {model.hidden} (by the tensors)" in told["invented"]
-    goes_on = test_reshard.load(pool, new, tmp_path / "megatron")
+    goes_on = resharded.load(pool, new, tmp_path / "megatron")
     losses = mean_losses([run[0] for run in goes_on])
     check(uninterrupted[0]["losses"][AFTER.start :], losses, FP32)
 
@@ -166,7 +165,7 @@ def test_a_training_of_megatron_goes_on_in_deepspeed_from_a_file_alone(
     run_deepspeed: Runner,
     tmp_path: Path,
 ) -> None:
-    uninterrupted = test_reshard.save(pool, GPT, tmp_path / "megatron", "fully_reshardable")
+    uninterrupted = resharded.save(pool, GPT, tmp_path / "megatron", "fully_reshardable")
     (tmp_path / "job.toml").write_text(
         "[deepspeed.config]\ngradient_clipping = 1.0\n[[deepspeed.group]]\n"
         '[[deepspeed.group]]\nparameters = ["*.bias", "*.ln_?.weight"]\n'

@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from deepspeed_jobs import Job, Saver
-from rot import ROTS, held, rot, stamp_checksums
 
 from scalai.converters.layouts import open_checkpoint
 from scalai.launch import cli
+from support.rot import ROTS, held, rot, stamp_checksums
+from support.training.deepspeed_jobs import Job, Saver
 
 STAGES = {1: Job(stage=1, world=2, precision="bf16"), 3: Job(stage=3, world=2)}
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from checkpoints import newest, write
 
 from scalai.converters.checkpoint import Checkpoint
 from scalai.converters.layouts import open_checkpoint
@@ -16,6 +15,7 @@ from scalai.converters.megatron.common_state import COMMON_FILE, COMMON_OBJECT, 
 from scalai.converters.verify import compare, verify
 from scalai.core.errors import RefusedError
 from scalai.launch import cli
+from support.checkpoints import newest, write
 
 
 def run(*arguments: object) -> int:
@@ -25,7 +25,7 @@ def run(*arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
-def write_new(directory: Path, **degrees: int) -> Checkpoint:
+def write_new(directory: Path, **degrees: Any) -> Checkpoint:
     """Write a state as megatron-core 0.19 and later do."""
     return write(directory, source=newest(), **degrees)
 

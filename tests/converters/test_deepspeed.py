@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from deepspeed_checks import FP32, HALF, Reshard, check, convert, goes_on, reshards
-from deepspeed_jobs import Job, Runner, Saver
 
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
+from support.training.deepspeed_checks import FP32, HALF, Reshard, check, convert, goes_on, reshards
+from support.training.deepspeed_jobs import Job, Runner, Saver
 
 BF = {"precision": "bf16"}
 SMALL = {"zero": {"sub_group_size": 1000}}

@@ -6,12 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_checks import FP32, Reshard, convert, goes_on, reshards
-from deepspeed_jobs import Job, Runner, Saver
-from test_deepspeed_precision import differences, read
 
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.scalars import read_steps
+from support.training.deepspeed_checks import (
+    FP32,
+    Reshard,
+    convert,
+    differences,
+    goes_on,
+    read,
+    reshards,
+)
+from support.training.deepspeed_jobs import Job, Runner, Saver
 
 pytestmark = [
     pytest.mark.campaign,

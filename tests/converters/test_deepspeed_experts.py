@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import experts_state, write
-from deepspeed_checks import FP32, HALF, cases, check, convert
-from deepspeed_jobs import Job, Runner, Saver
-from test_deepspeed_precision import differences, read
 
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.deepspeed import experts
@@ -20,6 +16,9 @@ from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.verify import verify
 from scalai.core.errors import RefusedError
 from scalai.launch import cli
+from support.checkpoints import experts_state, write
+from support.training.deepspeed_checks import FP32, HALF, cases, check, convert, differences, read
+from support.training.deepspeed_jobs import Job, Runner, Saver
 
 MODEL: dict[str, Any] = {"experts": (4, 8), "config": {"gradient_clipping": 0.0}}
 """DeepSpeed clips by a norm that is taken otherwise at another degree."""

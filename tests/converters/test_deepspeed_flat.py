@@ -106,7 +106,7 @@ def test_names_of_a_flat_buffer_follow_from_its_elements() -> None:
 
 
 def test_names_of_thousands_of_parameters_are_found() -> None:
-    module = {f"p{number}": (number % 7 + 1,) for number in range(3000)}
+    module: dict[str, tuple[int, ...]] = {f"p{number}": (number % 7 + 1,) for number in range(3000)}
     small = tuple(shape for shape in module.values() if shape[0] < 4)
     large = tuple(shape for shape in module.values() if shape[0] >= 4)
     ((of_small, of_large),) = by_shape(module, [small, large])

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_checks import FP32, HALF, LIMITS, cases, check, make_universal
-from deepspeed_jobs import Job, Runner, Saver
 
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, WriteOptions
 from scalai.converters.engine import reshard
@@ -17,6 +15,8 @@ from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.verify import check_samples, verify
 from scalai.core.errors import ProofError, RefusedError
 from scalai.launch import cli
+from support.training.deepspeed_checks import FP32, HALF, LIMITS, cases, check, make_universal
+from support.training.deepspeed_jobs import Job, Runner, Saver
 
 CUTS = r"""
 [[cut]]
@@ -49,11 +49,15 @@ def at(tp: int = 0, pp: int = 0, dp: int = 1, **more: Any) -> Job:
     return Job(world=max(tp, 1) * max(pp, 1) * dp, tp=tp, pp=pp, **more)
 
 
-AUTO = {"automatic": True, "info": {}}
-MIXED = {"precision": "bf16-fp32"}
-UNTIED = {"tied": False}
-FP16 = {"precision": "fp16-unscaled", "config": {"gradient_clipping": 0.0}, **UNTIED}
-NO_CLIP = {"config": {"gradient_clipping": 0.0}, **UNTIED}
+AUTO: dict[str, Any] = {"automatic": True, "info": {}}
+MIXED: dict[str, Any] = {"precision": "bf16-fp32"}
+UNTIED: dict[str, Any] = {"tied": False}
+FP16: dict[str, Any] = {
+    "precision": "fp16-unscaled",
+    "config": {"gradient_clipping": 0.0},
+    **UNTIED,
+}
+NO_CLIP: dict[str, Any] = {"config": {"gradient_clipping": 0.0}, **UNTIED}
 """Without ZeRO DeepSpeed's clipping leaves out parameters of later stages that are not cut."""
 
 CASES = [

@@ -1,16 +1,26 @@
 """Every kind of optimizer that DeepSpeed has for fp16, bf16 and offloading is read and written."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_checks import FP32, HALF, Reshard, cases, check, convert, goes_on, reshards
-from deepspeed_jobs import Job, Runner, Saver
 
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
+from support.training.deepspeed_checks import (
+    FP32,
+    HALF,
+    Reshard,
+    cases,
+    check,
+    convert,
+    differences,
+    goes_on,
+    read,
+    reshards,
+)
+from support.training.deepspeed_jobs import Job, Runner, Saver
 
 FP16 = {"precision": "fp16"}
 STATIC = {"precision": "fp16-static"}
@@ -24,7 +34,7 @@ OFFLOADED = {
     "zero": {"offload_optimizer": {"device": "cpu"}},
     "config": {"zero_force_ds_cpu_optimizer": False},
 }
-ELASTIC = {"zero": {"elastic_checkpoint": True}}
+ELASTIC: dict[str, Any] = {"zero": {"elastic_checkpoint": True}}
 
 CASES = [
     ("fp16-stage-1-dp2-to-stage-3-dp3", FP16, (1, 2), (3, 3), HALF),
@@ -91,12 +101,6 @@ def test_there_and_back_again_is_what_deepspeed_wrote(
         assert list(differences(theirs, ours)) == []
 
 
-def read(path: Path) -> Any:
-    import torch
-
-    return torch.load(path, weights_only=False)
-
-
 def clear_padding(values: Any, tag: Path, name: str) -> None:
     """Write zeros behind a rank's part of each parameter, where stage 3 leaves what was there."""
     model = read(tag / name.replace("optim", "model"))
@@ -120,32 +124,6 @@ def clear_padding(values: Any, tag: Path, name: str) -> None:
             for flat in flats:
                 clear(flat, at, shape.numel(), part)
             at += part
-
-
-def differences(a: Any, b: Any, where: str = "") -> Iterator[str]:
-    """Yield where two trees of values differ, up to the order of dictionaries' keys."""
-    import torch
-
-    if type(a) is not type(b):
-        yield f"{where}: {type(a).__name__} and {type(b).__name__}"
-    elif isinstance(a, torch.Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a, b):
-            yield f"{where}: {a} and {b}"
-    elif isinstance(a, dict):
-        for key in a.keys() | b.keys():
-            if key in a and key in b:
-                yield from differences(a[key], b[key], f"{where}/{key}")
-            else:
-                yield f"{where}/{key}: only in {'the first' if key in a else 'the second'}"
-    elif isinstance(a, list | tuple):
-        if len(a) != len(b):
-            yield f"{where}: {len(a)} and {len(b)} entries"
-        for number, entries in enumerate(zip(a, b, strict=False)):
-            yield from differences(*entries, f"{where}/{number}")
-    elif hasattr(a, "cur_scale"):
-        yield from differences(vars(a), vars(b), where)
-    elif a != b:
-        yield f"{where}: {a} and {b}"
 
 
 @pytest.mark.campaign

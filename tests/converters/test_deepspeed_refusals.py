@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_jobs import Job, Runner
 
 from scalai.converters.checksums import check_checksums
 from scalai.converters.layouts import open_checkpoint
 from scalai.launch import cli
+from support.training.deepspeed_jobs import Job, Runner
 
 Damage = Callable[[Path], None]
 

@@ -5,18 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_checks import FP32, HALF, cases, check, convert, make_universal
-from deepspeed_jobs import SAVED_AFTER, Job, Runner, Saver
 
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.verify import verify
+from support.training.deepspeed_checks import FP32, HALF, cases, check, convert, make_universal
+from support.training.deepspeed_jobs import SAVED_AFTER, Job, Runner, Saver
 
 LOAD = {"checkpoint": {"load_universal": True}}
-PLAIN = {"frozen": False, "decay": (0.1, 0.1)}
+PLAIN: dict[str, Any] = {"frozen": False, "decay": (0.1, 0.1)}
 """Without what DeepSpeed does not restore: frozen parameters, and in stage 3 unequal groups."""
 
-CASES = [
+CASES: list[tuple[Any, ...]] = [
     ("stage-3-dp3-to-stage-2-dp2", {}, (3, 3), (2, 2), FP32),
     ("stage-1-dp2-to-stage-3-dp2", {}, (1, 2), (3, 2), FP32),
 ]

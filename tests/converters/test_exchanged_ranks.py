@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from deepspeed_jobs import Job, Saver
-from rot import rename_archive
 
 from scalai.launch import cli
+from support.rot import rename_archive
+from support.training.deepspeed_jobs import Job, Saver
 
 STAGES = {1: Job(stage=1, world=2, precision="bf16"), 3: Job(stage=3, world=2)}
 

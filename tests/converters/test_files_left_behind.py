@@ -6,13 +6,13 @@ import warnings
 from pathlib import Path
 
 import pytest
-from checkpoints import write
 
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.layouts import layout_named
 from scalai.converters.streaming import Gatherer
 from scalai.converters.work import plan_work
 from scalai.launch import cli
+from support.checkpoints import write
 
 
 def run(*arguments: object) -> int:

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import state, write
-from damage import merge
 
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.torch_dist_metadata import Extent, write_metadata
 from scalai.core.errors import RefusedError
 from scalai.launch import cli
+from support.checkpoints import state, write
+from support.damage import merge
 
 
 def run(*arguments: object) -> int:

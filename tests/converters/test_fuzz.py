@@ -23,9 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import LIMITS, deepspeed_state, experts_state, newest, write
-from reject_others import write_shards
-from test_torch_legacy import convert, gpt
 
 from scalai.converters import engine, forked, pickles
 from scalai.converters.checkpoint import REPORT, WriteOptions
@@ -35,6 +32,9 @@ from scalai.converters.suspects import find_suspects
 from scalai.converters.verify import compare, verify
 from scalai.core.errors import RefusedError, ScalaiError
 from scalai.store.manifest import _digest
+from support.checkpoints import LIMITS, deepspeed_state, experts_state, newest, write
+from support.legacy_checkpoints import convert, gpt
+from support.reject_others import write_shards
 
 MEMORY_BYTES = 768 << 20
 CASE_S = 30
@@ -138,9 +138,10 @@ def watch(event: str, values: tuple[Any, ...]) -> None:
 
 def child(whole: Path, folder: Path, seed: int, seconds: float) -> dict[str, Any]:
     """Damage checkpoints until the time is over."""
-    zipfile.ZipExtFile._update_crc = lambda *_: None  # type: ignore[attr-defined,assignment]
-    engine.map_forked = lambda function, items, _: forked.map_forked(function, items, 0)
-    os.fsync = os.fdatasync = lambda _: None
+    zipfile.ZipExtFile._update_crc = lambda *_: None  # type: ignore[attr-defined]
+    forking: Any = engine
+    forking.map_forked = lambda function, items, _: forked.map_forked(function, items, 0)
+    os.fsync = os.fdatasync = lambda fd: None
     # What is imported late is imported before imports are watched.
     verify(open_checkpoint(whole), workers=0)
     with open("/proc/self/status") as status:

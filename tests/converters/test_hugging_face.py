@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import LIMITS, state
-from hugging_models import Gpt2, Llama, samples
-from jobs import Job
 
 from scalai.converters.between.adapting import Wishes, adapted
 from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named
+from support.checkpoints import LIMITS, state
+from support.training.hugging_models import Gpt2, Llama, samples
+from support.training.jobs import Job
 
 transformers: Any = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install transformers"
@@ -37,7 +37,9 @@ def shapes_of(job: Job) -> dict[str, tuple[int, ...]]:
     }
     if job.has_qkv_bias or not job.is_rotary:
         layer["self_attention.linear_qkv.bias"] = (rows,)
-    shapes = {"embedding.word_embeddings.weight": (job.padded_vocabulary, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding.word_embeddings.weight": (job.padded_vocabulary, hidden)
+    }
     norms = ["weight"]
     if not job.is_rotary:
         norms.append("bias")

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import LIMITS, state
-from gpt_shapes import GROUPS, HEADS, HIDDEN, WIDTH, Shapes, gpt, llama
 
 from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.between.translation import in_our_names, in_their_names, is_in_our_names
@@ -17,6 +15,8 @@ from scalai.converters.fingerprints import fingerprints
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.fused_rows import Heads
 from scalai.core.errors import RefusedError, UsageError
+from support.checkpoints import LIMITS, state
+from support.gpt_shapes import GROUPS, HEADS, HIDDEN, WIDTH, Shapes, gpt, llama
 
 MODELS = [
     pytest.param("gpt", gpt(), Heads(HEADS), id="gpt"),

@@ -125,9 +125,11 @@ def test_what_stays_stays_on_both_sides_with_the_reason(
     limits = read_arguments(f"{GPT} {flags}".split()).limits
     other = {"tp": 2} if axis == "tp" else {"pp": 2}
     other |= {"vpp": 2} if axis == "vpp" else {}
-    assert f"{axis}={2} must stay 1" in str(
-        refusal(Degrees(**{"tp": 1, "pp": 1, "dp": 1, **other}), limits)
-    ) or axis == "vpp"
+    assert (
+        f"{axis}={2} must stay 1"
+        in str(refusal(Degrees(**{"tp": 1, "pp": 1, "dp": 1, **other}), limits))
+        or axis == "vpp"
+    )
 
 
 @pytest.mark.parametrize("mode", ["duplicated", "distributed"])

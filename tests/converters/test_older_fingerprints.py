@@ -5,8 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoints import LIMITS, write
-from older_release import reported_by_an_older_release, saved_by_an_older_release
 
 from scalai.converters import engine
 from scalai.converters import verify as verifying
@@ -19,6 +17,8 @@ from scalai.converters.parts import Part
 from scalai.converters.verify import compare, verify
 from scalai.core.errors import ProofError, UsageError
 from scalai.core.fingerprint import VERSION
+from support.checkpoints import LIMITS, write
+from support.older_release import reported_by_an_older_release, saved_by_an_older_release
 
 
 def older(folder: Path, layout: str) -> Checkpoint:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import GROUP, LIMITS, state, write
 
 from scalai.converters.checkpoint import Checkpoint, Values, WriteOptions
 from scalai.converters.engine import reshard
@@ -13,6 +12,7 @@ from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.common_state import read_common
 from scalai.converters.megatron.torch_dist_common import LINKS
 from scalai.core.errors import RefusedError
+from support.checkpoints import GROUP, LIMITS, state, write
 
 RATES = {**GROUP, "lr": 0.01, "weight_decay": 0.1}
 MUON: dict[str, Any] = {**RATES, "momentum_beta": 0.95, "use_nesterov": True}

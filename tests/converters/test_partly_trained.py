@@ -3,13 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoints import state, write
-
 from scalai.converters.archive_layout import lay_out_archive
 from scalai.converters.checkpoint import Checkpoint, Piece, place
 from scalai.converters.megatron.torch_dist_common import content_of
 from scalai.converters.megatron.torch_dist_metadata import read_metadata
 from scalai.converters.verify import compare
+from support.checkpoints import state, write
 
 
 def half_trained() -> Checkpoint:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import LIMITS, state, write
 
 from scalai.converters import parts
 from scalai.converters.checkpoint import Checkpoint, Target, WriteOptions
@@ -22,6 +21,7 @@ from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.parts import Part, alone
 from scalai.converters.verify import verify
 from scalai.core.errors import PeerError, StoreError, UsageError
+from support.checkpoints import LIMITS, state, write
 
 WIDTH = 256
 SHAPES = {

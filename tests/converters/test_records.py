@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import LIMITS, state, write
 from hypothesis import given
 from hypothesis import strategies as st
-from rot import flip, held, rot, stamp_checksums
 
 from scalai.converters import records
 from scalai.converters.between.vocabulary import repadded
@@ -32,6 +30,8 @@ from scalai.converters.work import plan_work
 from scalai.converters.zip_members import storages
 from scalai.core.errors import ProofError, RefusedError
 from scalai.store.files import map_file
+from support.checkpoints import LIMITS, state, write
+from support.rot import flip, held, rot, stamp_checksums
 
 LARGE = {
     "embedding.word_embeddings.weight": (1024, 512),

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import state, write
 
 from scalai.converters.checkpoint import Checkpoint, CheckpointFile, Piece, place, unite
 from scalai.converters.verify import verify
@@ -13,6 +12,7 @@ from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError
 from scalai.core.region import whole
 from scalai.launch import cli
+from support.checkpoints import state, write
 
 AVERAGE = Tensor("user/average", (4,), "F32")
 

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import deepspeed_state, state, write
-from reject_deepspeed import (
+
+from scalai.launch import cli
+from support.checkpoints import deepspeed_state, state, write
+from support.legacy_checkpoints import SHARED, convert, gpt
+from support.reject_deepspeed import (
     UNIVERSAL,
     UNIVERSAL_NOT,
     ZERO,
@@ -18,12 +21,15 @@ from reject_deepspeed import (
     ZERO_3,
     ZERO_NOT,
 )
-from reject_megatron import TORCH, TORCH_DIST, TORCH_DIST_NOT, TORCH_NOT
-from reject_others import GENERATION, GENERATION_NOT, SAFETENSORS, SAFETENSORS_NOT, write_shards
-from rejects import ITEMS, Case
-from test_torch_legacy import SHARED, convert, gpt
-
-from scalai.launch import cli
+from support.reject_megatron import TORCH, TORCH_DIST, TORCH_DIST_NOT, TORCH_NOT
+from support.reject_others import (
+    GENERATION,
+    GENERATION_NOT,
+    SAFETENSORS,
+    SAFETENSORS_NOT,
+    write_shards,
+)
+from support.rejects import ITEMS, Case
 
 TABLE: dict[str, tuple[list[Case], dict[str, str]]] = {
     "torch_dist": (TORCH_DIST, TORCH_DIST_NOT),
@@ -114,7 +120,8 @@ def test_the_state_is_not_suspect_but_its_moments_may_be_tiny(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import numpy as np
-    from rejects import edit_values
+
+    from support.rejects import edit_values
 
     write(tmp_path / "tiny", source=state())
     (tmp_path / "tiny" / "scalai.json").unlink()

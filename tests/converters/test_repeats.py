@@ -4,12 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import state, write
-from deepspeed_jobs import Job, Saver
-from rot import held, stamp_checksums
 
 from scalai.converters.layouts import open_checkpoint
 from scalai.launch import cli
+from support.checkpoints import state, write
+from support.rot import held, stamp_checksums
+from support.training.deepspeed_jobs import Job, Saver
 
 
 def run(*arguments: object) -> int:

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import LIMITS, SHAPES, state, write
 
-from scalai.converters import engine
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.journal import Journal
@@ -22,6 +20,7 @@ from scalai.converters.limits import Limits, table_bytes_of
 from scalai.converters.verify import compare, verify
 from scalai.core.errors import PeerError, RefusedError, StoreError, UsageError
 from scalai.launch import cli
+from support.checkpoints import LIMITS, SHAPES, state, write
 
 
 def run(*arguments: object) -> int:
@@ -90,7 +89,7 @@ def test_too_little_room_is_said_before_anything_is_written(
 ) -> None:
     source = write(tmp_path / "source")
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(engine.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     target = layout_named("torch_dist").lay_out(source, WriteOptions({}))
     with pytest.raises(StoreError, match=r"1000 bytes free, and \d+ are needed"):
         reshard(source, target, tmp_path / "new", LIMITS)
@@ -150,7 +149,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
     report = reshard(
         source, target, tmp_path / "new", LIMITS, progress=lambda done, _: seen.append(done)
     )
-    assert report["resumed_tasks"] > 3
+    assert report is not None and report["resumed_tasks"] > 3
     assert 0 < seen[0] < stopped_at[0]
     assert verify(open_checkpoint(tmp_path / "new"), 1) == verify(source, 1)
 
@@ -180,7 +179,7 @@ def test_a_started_run_of_another_source_is_not_continued(tmp_path: Path) -> Non
     (partial / "stray").write_text("")
     target = layout_named("torch_dist").lay_out(second, WriteOptions({}))
     report = reshard(second, target, tmp_path / "new", LIMITS)
-    assert report["resumed_tasks"] == 0
+    assert report is not None and report["resumed_tasks"] == 0
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
         "iter_0000005", "latest_checkpointed_iteration.txt", "scalai.json",
     ]  # fmt: skip

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import LIMITS, state, write
 from safetensors.numpy import load_file
 
 from scalai.converters import safetensors_index
@@ -17,6 +16,7 @@ from scalai.converters.engine import reshard
 from scalai.converters.fingerprints import fingerprints
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.core.errors import RefusedError, UsageError
+from support.checkpoints import LIMITS, state, write
 
 LLAMA = "llama"
 HEADS, GROUPS, WIDTH, HIDDEN, FFN = 4, 2, 3, 12, 10

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from checkpoints import LIMITS, deepspeed_state, state, write
 
 from scalai.converters import engine, forked
 from scalai.converters.checkpoint import WriteOptions
@@ -24,6 +23,7 @@ from scalai.converters.verify import verify
 from scalai.core.errors import MemoryShortError, PeerError
 from scalai.launch import cli
 from scalai.runtime.at_once import THREADS, at_once
+from support.checkpoints import LIMITS, deepspeed_state, state, write
 
 ENDS_S = 120
 """Where the tool waits for ever, a test ends after this."""

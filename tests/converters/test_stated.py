@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import LIMITS, write
 
 from scalai.converters.checkpoint import REPORT, WriteOptions
 from scalai.converters.engine import reshard
@@ -15,6 +14,7 @@ from scalai.core.committed import Committed
 from scalai.core.errors import ProofError
 from scalai.launch import cli
 from scalai.store.manifest import write_manifest
+from support.checkpoints import LIMITS, write
 
 NAME = "exp_avg/decoder.final_layernorm.weight"
 

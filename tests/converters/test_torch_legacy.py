@@ -1,87 +1,24 @@
 """Megatron's legacy layout without a framework: round trips, flat buffers, what is refused."""
 
 import io
-import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import GROUP, LIMITS, state
-from damage import change_tree
 
 from scalai.converters import pickles
 from scalai.converters.archive_layout import lay_out_archive
-from scalai.converters.checkpoint import REPORT, Checkpoint, WriteOptions
-from scalai.converters.engine import reshard
+from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.megatron.grad_buffers import Member, bucket_numel, lay_buffer
 from scalai.converters.megatron.torch_dist_common import content_of
 from scalai.converters.torch_archive import NewTensor
 from scalai.converters.verify import verify
 from scalai.core.errors import RefusedError
-
-ITERATION = "iter_0000003"
-LAYERS = 4
-SHAPES: Mapping[str, tuple[int, ...]] = {
-    "embedding.word_embeddings.weight": (16, 8),
-    "embedding.position_embeddings.weight": (4, 8),
-    **{
-        f"decoder.layers.{layer}.{name}": shape
-        for layer in range(LAYERS)
-        for name, shape in {
-            "self_attention.linear_qkv.layer_norm_weight": (8,),
-            "self_attention.linear_qkv.weight": (16, 8),
-            "self_attention.linear_qkv.bias": (16,),
-            "self_attention.linear_proj.weight": (8, 8),
-            "mlp.linear_fc1.layer_norm_weight": (8,),
-            "mlp.linear_fc1.weight": (24, 8),
-            "mlp.linear_fc2.weight": (8, 12),
-        }.items()
-    },
-    "decoder.final_layernorm.weight": (8,),
-}
-BASE = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-GROUPS = {**GROUP, **BASE}, {**GROUP, **BASE, "wd_mult": 0.0}
-ARGUMENTS = {
-    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "world_size": 1,
-    "expert_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None, "data_parallel_size": 1, "seed": 7,
-    "transformer_impl": "local", "untie_embeddings_and_output_weights": False,
-    "overlap_grad_reduce": False, "ddp_bucket_size": None,
-}  # fmt: skip
-SHARED = {"tp": 2, "pp": 2}
-
-
-def gpt(shapes: Mapping[str, tuple[int, ...]] = SHAPES, **arguments: Any) -> Checkpoint:
-    """Return a GPT with gated units, whose layers are alike."""
-    made = state(shapes=shapes)
-    values = replace(
-        made.values,
-        param_groups=GROUPS,
-        arguments={**ARGUMENTS, **arguments},
-        grad_scaler=None,
-    )
-    return replace(made, values=values)
-
-
-def convert(
-    source: Checkpoint,
-    directory: Path,
-    layout: str = "torch",
-    is_split: bool | None = None,
-    **degrees: int,
-) -> Checkpoint:
-    """Write a checkpoint and open it."""
-    target = layout_named(layout).lay_out(source, WriteOptions(degrees, is_split=is_split))
-    reshard(source, target, directory, LIMITS)
-    return open_checkpoint(directory)
-
-
-def fingerprints(directory: Path) -> Any:
-    return json.loads((directory / REPORT).read_text())["fingerprints"]
+from support.damage import change_tree
+from support.legacy_checkpoints import GROUPS, ITERATION, LAYERS, SHAPES, convert, fingerprints, gpt
 
 
 @pytest.mark.parametrize("is_split", [True, False])
@@ -91,9 +28,9 @@ def fingerprints(directory: Path) -> Any:
     ids=str,
 )
 def test_every_element_survives_any_degrees(
-    tmp_path: Path, degrees: dict[str, int], is_split: bool
+    tmp_path: Path, degrees: dict[str, Any], is_split: bool
 ) -> None:
-    arguments = {"overlap_grad_reduce": True, "ddp_bucket_size": 300}
+    arguments: dict[str, Any] = {"overlap_grad_reduce": True, "ddp_bucket_size": 300}
     legacy = convert(gpt(**arguments), tmp_path / "legacy", is_split=is_split, **degrees)
     assert {axis: legacy.values.degrees[axis] for axis in degrees} == degrees
     assert legacy.values.is_split is is_split

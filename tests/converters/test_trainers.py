@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_checks import cases
-from deepspeed_jobs import Job, Runner
 
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.verify import verify
 from scalai.core.errors import ProofError
 from scalai.launch import cli
+from support.training.deepspeed_checks import cases
+from support.training.deepspeed_jobs import Job, Runner
 
 pytest.importorskip("accelerate", reason="pip install transformers accelerate")
 

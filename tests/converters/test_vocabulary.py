@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import LIMITS, state
-from gpt_shapes import HEADS, gpt
 
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
 from scalai.converters.describe import read_tensor
@@ -17,6 +15,8 @@ from scalai.converters.fingerprints import fingerprints
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.verify import verify
 from scalai.launch import cli
+from support.checkpoints import LIMITS, state
+from support.gpt_shapes import HEADS, gpt
 
 VOCABULARY = 50257
 ROWS = {1: 50304, 2: 50432, 4: 50688, 8: 51200}

@@ -1,5 +1,7 @@
 """Hosts with free devices become workers with degrees."""
 
+from typing import Any
+
 from scalai.core.assignment import make_assign, place_ranks
 from scalai.core.choice import DegreePolicy, Rule
 from scalai.core.degrees import Degrees, ModelLimits, Wish
@@ -10,7 +12,8 @@ TABLE = DegreePolicy((Rule(4, (Wish(2, 1),)), Rule(2, (Wish(1, 2),)), Rule(3, (W
 
 
 def assign(**settings: int) -> Assign:
-    return make_assign(LIMITS, TABLE, **{"min_hosts": 1, "max_hosts": 2, **settings})
+    hosts: dict[str, Any] = {"min_hosts": 1, "max_hosts": 2, **settings}
+    return make_assign(LIMITS, TABLE, **hosts)
 
 
 def test_every_slot_gets_a_worker_where_the_degrees_fill_the_world() -> None:

@@ -40,7 +40,6 @@ DEMO = DegreePolicy(
 )
 
 
-
 def test_the_table_can_give_the_same_world_different_degrees() -> None:
     present, seen = None, []
     for world in (4, 2, 4, 3, 1):

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from math import prod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -203,7 +204,7 @@ def test_memory_at_an_odd_byte_does_not_matter(item: type) -> None:
     """A file may hold a tensor anywhere."""
     values = random_bits((50, 30), item)
     file = np.frombuffer(b"x" + values.tobytes(), dtype=np.uint8)
-    view = file[1:].view(item).reshape(50, 30)
+    view: np.ndarray[Any, Any] = file[1:].view(item).reshape(50, 30)
     assert not view.flags.aligned and fingerprint(view) == fingerprint(values)
 
 

@@ -1,11 +1,11 @@
 """The rules of membership: a change waits for a save of the training's own that is in flight."""
 
 import pytest
-from membership_simulation import Simulation, assign_all, rounds, two_hosts, until
 
 from scalai.core import actions, events
 from scalai.core import membership as m
 from scalai.core.deadlines import ANSWER_S
+from support.membership_simulation import Simulation, assign_all, rounds, two_hosts, until
 
 
 def texts(simulation: Simulation) -> list[str]:

@@ -5,12 +5,12 @@ import os
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from membership_simulation import Simulation, assign_all, job
 
 from scalai.core import events
 from scalai.core import membership as m
 from scalai.core.deadlines import LIMITS
 from scalai.core.membership import TRAINING, active, staying
+from support.membership_simulation import Simulation, assign_all, job
 
 RESTING = (m.Phase.WAITING, m.Phase.RUNNING, m.Phase.ENDED)
 LOSING = (

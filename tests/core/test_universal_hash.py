@@ -2,6 +2,7 @@
 pair of tensors is bad for many seeds."""
 
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +45,7 @@ def test_random_masks_have_as_many_fingerprints(size: int, count: int) -> None:
 def test_a_one_has_another_fingerprint_at_every_place(shape: tuple[int, ...], item: type) -> None:
     found = set()
     for place in range(600):
-        values = np.zeros(600, dtype=item)
+        values: npt.NDArray[Any] = np.zeros(600, dtype=item)
         values[place] = 1
         found.add(fingerprint(values.reshape(shape)))
     assert len(found) == 600
@@ -118,7 +119,7 @@ def test_permutations_are_found(seed: int, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_the_sign_of_zero_counts(dtype: type) -> None:
-    zeros = np.zeros((6, 7), dtype=dtype)
+    zeros: npt.NDArray[Any] = np.zeros((6, 7), dtype=dtype)
     found = {fingerprint(zeros)}
     for place in range(42):
         changed = zeros.copy()
@@ -142,7 +143,8 @@ def test_any_cut_adds_up(
 ) -> None:
     if data.draw(st.booleans()):
         shape = (*shape[:-1], shape[-1] * 60)
-    values = np.random.default_rng(seed).integers(0, np.iinfo(item).max, shape, dtype=item)
+    random = np.random.default_rng(seed)
+    values: npt.NDArray[Any] = random.integers(0, np.iinfo(item).max, shape, dtype=item)
 
     def cut(box: Box, depth: int) -> list[Box]:
         axes = [axis for axis, size in enumerate(box.shape) if size > 1]

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import megatron_lm_job
 import pytest
-from megatron_lm_job import Job
+
+from support import megatron_lm_job
+from support.megatron_lm_job import Job
 
 HELD_SAVES = Path(__file__).parents[1] / "support" / "held_saves"
 DEGREES = {2: "tp2 pp1", 1: "tp1 pp1"}

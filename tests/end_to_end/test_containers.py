@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agents import SCALAI_RUN, TINY_JOB, Agents
-from tiny_job import check_steps
+
+from support.agents import SCALAI_RUN, TINY_JOB, Agents
+from support.tiny_job import check_steps
 
 INSIDE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 DEADLINE_S = 60.0

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Agents
-from deepspeed_elastic import (
+
+from support.agents import Agents
+from support.deepspeed_elastic import (
     STEPS,
     arguments,
     check,

@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Agents
-from deepspeed_elastic import STEPS_PER_EPOCH, arguments, compare, config, lines_of, run_alone
+
+from support.agents import Agents
+from support.deepspeed_elastic import (
+    STEPS_PER_EPOCH,
+    arguments,
+    compare,
+    config,
+    lines_of,
+    run_alone,
+)
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from deepspeed_elastic import check, config, lines_of, run_alone, train_through
+
+from support.deepspeed_elastic import check, config, lines_of, run_alone, train_through
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Agents
-from tiny_job import check_steps
 
 from scalai.core.errors import PeerError
+from support.agents import Agents
+from support.tiny_job import check_steps
 
 FAULTY_JOB = Path(__file__).parents[1] / "support" / "faulty_job.py"
 
@@ -22,9 +22,7 @@ def faulty(folder: Path, degrees: str, *options: str, **settings: Any) -> Iterat
         yield agents
 
 
-@pytest.mark.parametrize(
-    "build_ahead", ["auto", pytest.param("never", marks=pytest.mark.campaign)]
-)
+@pytest.mark.parametrize("build_ahead", ["auto", pytest.param("never", marks=pytest.mark.campaign)])
 def test_degrees_that_a_script_cannot_run_are_given_up_for_those_that_ran(
     tmp_path: Path, build_ahead: str
 ) -> None:

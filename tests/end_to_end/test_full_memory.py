@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from agents import tiny_agents
+
+from support.agents import tiny_agents
 
 DEADLINE_S = 240.0
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from functional_configurations import RANKS, Configuration, faults_of, training_configurations
 
 from scalai.converters.megatron.arguments import derived_flags
 from scalai.core.choice import candidates
@@ -18,6 +17,12 @@ from scalai.launch.check_elastic import check_elastic, worlds_of
 from scalai.launch.flags import parse_options
 from scalai.launch.job import JobSpec
 from scalai.launch.script import ScriptFacts, read_script
+from support.functional_configurations import (
+    RANKS,
+    Configuration,
+    faults_of,
+    training_configurations,
+)
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 LEAST_PART = 235 / 259

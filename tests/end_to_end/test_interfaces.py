@@ -5,9 +5,10 @@ import socket
 from pathlib import Path
 
 import pytest
-from agents import tiny_agents
-from network_namespaces import NetworkHosts, network_agents
-from tiny_job import check_steps
+
+from support.agents import tiny_agents
+from support.network_namespaces import NetworkHosts, network_agents
+from support.tiny_job import check_steps
 
 obstacle = NetworkHosts.obstacle()
 

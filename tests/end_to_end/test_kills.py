@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import Agents, one_worker, tiny_agents
-from tiny_job import check_steps
+
+from support.agents import Agents, one_worker, tiny_agents
+from support.tiny_job import check_steps
 
 FLAGS = ("--max-restarts", "100")
 PLACES = ("build", "deposit", "commit", "relaunch", "plan", "move", "restore")

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import megatron_lm_job
 import pytest
-from megatron_lm_job import CHECKOUT, MODEL, Job, make_dataset
+
+from support import megatron_lm_job
+from support.megatron_lm_job import CHECKOUT, MODEL, Job, make_dataset
 
 STEPS, BEFORE = 14, 4
 """Steps of a job, and those that it has done at least before it is changed."""
@@ -148,7 +149,8 @@ def compare(changed: Job, alone: Job, tolerance: float, *, rounds: int = 2, sinc
     expected, found = alone.ledger(), changed.ledger()
     assert list(found) == [step for step in expected if step >= since]
     assert len({entry.round for entry in found.values()}) == rounds, changed.log
-    differences = [abs(found[step].loss / expected[step].loss - 1) for step in found]
+    pairs = [(found[step].loss, expected[step].loss) for step in found]
+    differences = [abs(ours / theirs - 1) for ours, theirs in pairs if ours and theirs]
     print(f"largest relative difference of a loss: {max(differences):.1e}")
     for step, entry in found.items():
         assert entry.loss == pytest.approx(expected[step].loss, rel=tolerance), step

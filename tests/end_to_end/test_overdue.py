@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from agents import Agents, tiny_agents
-from tiny_job import check_steps
 
 from scalai.launch.card import read_card
 from scalai.launch.person_calls import Status
 from scalai.runtime.calls import Channel
+from support.agents import Agents, tiny_agents
+from support.tiny_job import check_steps
 
 NEVER_AHEAD = "build_ahead = 'never'\n"
 FLAGS = ("--max-restarts", "5")

@@ -3,7 +3,7 @@ hooked."""
 
 from pathlib import Path
 
-from agents import Agents
+from support.agents import Agents
 
 SCRIPT = """
 import json, os, sys, time

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from agents import tiny_agents
-from tiny_job import check_steps
+
+from support.agents import tiny_agents
+from support.tiny_job import check_steps
 
 DEGREES = '4 = "tp2"\n2 = "tp1"\n"2->4" = "tp4"\n3 = "tp3"\n1 = "tp1"'
 

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import megatron_lm_job
 import pytest
-from megatron_lm_job import Job, make_dataset
 
 from scalai.converters.checkpoint import parameters_of
 from scalai.converters.layouts import open_checkpoint
+from support import megatron_lm_job
+from support.megatron_lm_job import Job, make_dataset
 
 STEPS, BEFORE = 120, 4
 """Steps of a job, and the steps that it has done at least before it is changed. It trains on while

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from agents import SCALAI_RUN, Agents
+
+from support.agents import SCALAI_RUN, Agents
 
 DEADLINE_S = 120.0
 REFUSING = """
@@ -28,9 +29,8 @@ for step in range({steps}):
 """
 ATTACHING = """
 import sys
-sys.path.insert(0, {support!r})
 sys.argv = ["tiny_job.py", "--steps", "5", "--metrics", {metrics!r}]
-import tiny_job
+from support import tiny_job
 tiny_job.main()
 """
 
@@ -106,8 +106,7 @@ def test_a_script_that_nothing_connects_is_told_so_once(tmp_path: Path) -> None:
 
 
 def test_a_script_that_attaches_after_steps_on_dummy_data_is_connected(tmp_path: Path) -> None:
-    support = str(Path(__file__).parents[1] / "support")
-    then = ATTACHING.format(support=support, metrics=str(tmp_path / "metrics.jsonl"))
+    then = ATTACHING.format(metrics=str(tmp_path / "metrics.jsonl"))
     with agents_of(tmp_path, UNCONNECTED.format(steps=3, then=then)) as agents:
         agents.start("a")
         assert agents.exit_code("a") == 0, agents.logs()

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from agents import MARK, Agents, tiny_agents
-from tiny_job import check_steps
 
 from scalai.launch.card import TOKEN_VARIABLE, read_card
+from support.agents import MARK, Agents, tiny_agents
+from support.tiny_job import check_steps
 
 FLAGS = ("--max-restarts", "5")
 

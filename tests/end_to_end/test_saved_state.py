@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from agents import tiny_agents
-from tiny_job import check_steps
+
+from support.agents import tiny_agents
+from support.tiny_job import check_steps
 
 SAVED = sorted((Path(__file__).parents[1] / "data").glob("*/durable/tiny"))
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agents import Agents, one_worker, tiny_agents
-from tiny_job import check_steps
+
+from support.agents import Agents, one_worker, tiny_agents
+from support.tiny_job import check_steps
 
 DEGREES = '2 = "tp2"\n1 = "tp1"'
 

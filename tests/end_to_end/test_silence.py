@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import psutil
-from agents import one_worker, tiny_agents
+
+from support.agents import one_worker, tiny_agents
 
 DEADLINE_S = 60.0
 

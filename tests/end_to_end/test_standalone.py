@@ -8,8 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from agents import SCALAI_RUN
-from tiny_job import check_steps
+from support.agents import SCALAI_RUN
+from support.tiny_job import check_steps
 
 TINY_JOB = Path(__file__).parents[1] / "support" / "tiny_job.py"
 DEADLINE_S = 120.0

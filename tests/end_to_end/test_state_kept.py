@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from agents import Agents, one_worker, tiny_agents
-from older_release import saved_by_an_older_release
-from tiny_job import check_steps
 
 from scalai.core.fingerprint import VERSION
+from support.agents import Agents, one_worker, tiny_agents
+from support.older_release import saved_by_an_older_release
+from support.tiny_job import check_steps
 
 FLAGS = ("--max-restarts", "5")
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from agents import Agents
+
+from support.agents import Agents
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from wire_words import start
 
 from scalai.core import commands, reports
 from scalai.core.errors import PeerError, StoreError
@@ -20,6 +19,7 @@ from scalai.core.host.state import HostState, Round, Settings
 from scalai.core.worker_messages import Hello
 from scalai.launch.agent import Agent, Loop, Member, Served
 from scalai.launch.crew import Crew
+from support.wire_words import start
 
 DEADLINE_S = 60.0
 

@@ -5,13 +5,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from ports import free_port
 
 from scalai.core.errors import PeerError, UsageError
 from scalai.launch import card, clean, cli, questions
 from scalai.launch.card import join_endpoint, read_card, split_endpoint, write_card
 from scalai.launch.person_calls import Status
 from scalai.runtime.calls import Server
+from support.ports import free_port
 
 TOKEN = b"a secret of this job"
 ANSWER_S = 0.2

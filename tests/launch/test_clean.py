@@ -4,11 +4,11 @@ import argparse
 from pathlib import Path
 
 import pytest
-from store_states import Opener, deposit, generation, two_ranks
 
 from scalai.core.errors import StoreError, UsageError
 from scalai.launch import clean
 from scalai.launch.durable import attach_durable, write_finished
+from support.store_states import Opener, deposit, generation, two_ranks
 
 
 def run(root: Path, *arguments: str) -> None:

@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from committed_parts import half, part
-from coordinator_line import DEADLINE_S, Line, wait_until
 
 from scalai.core.errors import PeerError
 from scalai.core.membership import Phase
 from scalai.launch.flags import parse_options
 from scalai.launch.job import JobSpec
+from support.committed_parts import half, part
+from support.coordinator_line import DEADLINE_S, Line, wait_until
 
 
 @pytest.fixture

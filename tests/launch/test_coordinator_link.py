@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_line import QUICK, TOKEN, Line, Relay, wait_until
 
 from scalai.core import actions
 from scalai.core.commands import Command, Drop, Exit
@@ -21,6 +20,7 @@ from scalai.launch.coordinator_link import CoordinatorLink, Health, Waits
 from scalai.launch.coordinator_link import Line as CoordinatorLine
 from scalai.launch.places import Place
 from scalai.runtime.calls import Server
+from support.coordinator_line import QUICK, TOKEN, Line, Relay, wait_until
 
 BYE = Bye("j", "a", "i")
 IMPATIENT = Waits(connect_s=1.0, poll_s=0.5, dead_s=0.5)
@@ -73,9 +73,7 @@ class LinkedAgent:
     def brings(self, spec: Any = None) -> Callable[[str], Join]:
         text = JsonText.of(spec or self._line.spec.to_json())
         address, store = ("127.0.0.1", 1), StoreIdentity("machine", 1, 0)
-        return lambda incarnation: Join(
-            "j", "a", incarnation, store, 2, address, (), (), (), text
-        )
+        return lambda incarnation: Join("j", "a", incarnation, store, 2, address, (), (), (), text)
 
     def follow(self) -> None:
         workforce: Any = NoWorkers()
@@ -95,7 +93,7 @@ class Heard:
     def __init__(self, line: Line) -> None:
         self.numbers: list[int] = []
         line.coordinator._agent_events.hear = (  # type: ignore[method-assign]
-            lambda host, report: self.numbers.append(report.bytes)
+            lambda host, report: self.numbers.append(report.bytes)  # type: ignore[union-attr]
         )
 
 

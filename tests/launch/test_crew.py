@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire_words import workers as wanted
 
 from scalai.core.worker_messages import Imports
 from scalai.launch import crew
 from scalai.launch.crew import Crews
 from scalai.launch.flags import parse_options
 from scalai.launch.job import JobSpec
+from support.wire_words import workers as wanted
 
 DEADLINE_S = 60.0
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_states import Opener, deposit, generation, values_of
 
 from scalai.core.collection import Collection
 from scalai.core.errors import PeerError, StoreError
@@ -17,10 +16,12 @@ from scalai.core.region import Box
 from scalai.launch import data_plane
 from scalai.launch.data_plane import DataPlaneServer, Peer
 from scalai.runtime.codec import encode
+from scalai.runtime.connecting import connect
 from scalai.runtime.framing import FramedSocket
 from scalai.runtime.handshake import accept
 from scalai.store.files import slices
 from scalai.store.host import HostStore
+from support.store_states import Opener, deposit, generation, values_of
 
 TOKEN = b"the job's token"
 
@@ -175,7 +176,7 @@ NONSENSE = {
 def test_nonsense_ends_the_connection_alone(
     server: DataPlaneServer, peer: Peer, nonsense: bytes
 ) -> None:
-    with data_plane.connect(server.address, TOKEN, 5) as framed:
+    with connect(server.address, TOKEN, 5) as framed:
         framed.send(nonsense)
         with pytest.raises(PeerError, match="closed the connection"):
             framed.receive()
@@ -270,7 +271,7 @@ def test_nobody_there_is_noticed(server: DataPlaneServer, peer: Peer) -> None:
 
 
 def test_a_closing_server_cuts_its_peers(server: DataPlaneServer) -> None:
-    with data_plane.connect(server.address, TOKEN, 5) as framed:
+    with connect(server.address, TOKEN, 5) as framed:
         server.close()
         with pytest.raises(PeerError):
             framed.receive()

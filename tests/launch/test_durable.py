@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_states import Opener, generation, two_ranks
 
 from scalai.core.collection import Collection
 from scalai.core.errors import ProofError, RefusedError, StoreError
@@ -23,6 +22,7 @@ from scalai.launch.mover import check_arrived
 from scalai.store.extension import piece_keys
 from scalai.store.manifest import write_manifest
 from scalai.store.moves import FetchList
+from support.store_states import Opener, generation, two_ranks
 
 
 def saved(open_store: Opener, folder: Path, *numbers: int) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from torch.utils.cpp_extension import _get_build_directory
@@ -63,11 +64,11 @@ def test_a_lock_that_its_file_system_does_not_give_up_is_left_with_a_warning(
 ) -> None:
     """The workers' end is not broken off by it, nor does a healthy round fail."""
 
-    def stale(path: Path, *arguments: object, **named: object) -> None:
+    def stale(path: Path, *arguments: object, **named: object) -> NoReturn:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     def stale_lock(path: Path, *arguments: object, **named: object) -> os.stat_result:
-        return stale(path) if path.name == LOCK else os.stat(path)  # type: ignore[return-value]
+        return stale(path) if path.name == LOCK else os.stat(path)
 
     path = tmp_path / "fused" / LOCK
     path.parent.mkdir()

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from older_release import saved_by_an_older_release
-from store_states import HALF, WEIGHT, Opener, generation, two_ranks, values_of
 
 from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import LayoutError, ProofError, ScalaiError, StoreError, UsageError
@@ -17,6 +15,8 @@ from scalai.core.region import whole
 from scalai.launch import inspect
 from scalai.store.host import HostStore
 from scalai.store.values import decode
+from support.older_release import saved_by_an_older_release
+from support.store_states import HALF, WEIGHT, Opener, generation, two_ranks, values_of
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

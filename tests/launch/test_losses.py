@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, wait_until
-from wire_words import call_raw
 
 from scalai.core import actions
 from scalai.core import membership as m
 from scalai.core.commands import Save
 from scalai.core.errors import AnswerError, PeerError
 from scalai.core.messages import JsonText, Named
-from scalai.core.reports import Leaving
+from scalai.core.reports import Leaving, Report
 from scalai.launch import cli, questions
 from scalai.launch.coordinator_calls import Bye, Stalled, Tell
 from scalai.launch.losses import Patience
 from scalai.runtime.codec import encode
+from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, wait_until
+from support.wire_words import call_raw
 
 SHORT_S = 1.5
 """Many times what a living agent is silent for here."""
@@ -232,7 +232,7 @@ def test_an_event_that_is_told_twice_counts_once(line: Line) -> None:
     line.coordinator._agent_events.hear = (  # type: ignore[method-assign]
         lambda host, report: heard.append((host, report))
     )
-    leaving = Named(Leaving())
+    leaving: Named[Report] = Named(Leaving())
     for number in (2, 2, 3, 2):
         agent._calls.call(Tell("j", "a", agent.incarnation, number, leaving))
     assert heard == [("a", Leaving())] * 2

@@ -9,11 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deposited_rows import write_rows
-from older_release import saved_by_an_older_release
-from store_states import Opener
-from wire import travelled
-from wire_words import start
 
 from scalai.core.collection import Tensor
 from scalai.core.commands import HeldPart
@@ -31,6 +26,11 @@ from scalai.runtime.rows import collection_of, held_rows, wanted_rows
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, manifest_bytes, read_manifest, unite_hosts
 from scalai.store.moves import Fetched, fetch_lists, holders_of, read_orders
+from support.deposited_rows import write_rows
+from support.older_release import saved_by_an_older_release
+from support.store_states import Opener
+from support.wire import travelled
+from support.wire_words import start
 
 TOKEN = b"token"
 ABOUT = {"consumed_samples": 12, "world_size": 2}

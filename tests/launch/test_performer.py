@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from store_states import deposit, generation, is_whole, two_ranks
-from wire_words import start, workers
 
 from scalai.core.errors import PeerError, ProofError, StoreError
 from scalai.core.host import actions, events
@@ -20,8 +18,9 @@ from scalai.launch import performer as performer_module
 from scalai.launch.background import Background
 from scalai.launch.generations import deposit_name
 from scalai.launch.performer import Hands, Moving, Performer
-from scalai.store import manifest as manifest_module
 from scalai.store.host import HostStore
+from support.store_states import deposit, generation, is_whole, two_ranks
+from support.wire_words import start, workers
 
 DEADLINE_S = 60.0
 
@@ -61,7 +60,8 @@ class Set:
     def __init__(self, store: HostStore) -> None:
         self.fed: queue.Queue[Event] = queue.Queue()
         self.group, self.told = FakeGroup(), list[Any]()
-        self.crews: Any = SimpleNamespace(start=lambda wanted: self.group)
+        crews: Any = SimpleNamespace(start=lambda wanted: self.group)
+        self.crews = crews
         background = Background(lambda due: due())
         background.start()
         resize = SimpleNamespace(build_ahead="never")
@@ -106,7 +106,7 @@ def test_what_there_is_no_room_for_stays_sealed_and_is_committed_later(
     slot, manifest = deposit(store, 3)
     name = deposit_name(manifest)
     with monkeypatch.context() as context:
-        context.setattr(manifest_module.os, "fsync", full)
+        context.setattr("os.fsync", full)
         first = actions.TryCommit(3, name, None, is_again=False)
         assert made.perform(first) == [events.CommitWaits(3)]
         again = actions.TryCommit(3, name, None, is_again=True)
@@ -250,7 +250,7 @@ def test_workers_that_cannot_be_started_or_built_are_told_of(made: Set) -> None:
 
 
 def test_what_is_seen_of_workers_is_their_page_and_their_ends(made: Set) -> None:
-    from law_host import LawHost
+    from support.law_host import LawHost
 
     host = LawHost()
     assert made.performer.seen(host.state.round) is None

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_line import wait_until
 
 from scalai.core.errors import PeerError, ScalaiError, UsageError
-from scalai.launch import coordinator_process, places
+from scalai.launch import coordinator_process, host_signals, places
 from scalai.launch.card import CARD, write_card
 from scalai.launch.coordinator import Coordinator
 from scalai.launch.flags import parse_options
 from scalai.launch.job import JobSpec
+from support.coordinator_line import wait_until
 
 HOLD = """
 import sys, time
@@ -151,7 +151,7 @@ def test_a_coordinator_by_hand_listens_nowhere_while_an_agent_starts_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(places, "LOCK_QUIET_S", 0.1)
-    monkeypatch.setattr(coordinator_process.host_signals, "ignore", lambda: None)
+    monkeypatch.setattr(host_signals, "ignore", lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     spec = JobSpec.read(parse_options(["--job", folder.name, "script.py"]))

@@ -43,7 +43,7 @@ def test_a_store_listens_on_one_interface_alone(stores: RendezvousStores) -> Non
 
 
 def test_workers_meet_there(stores: RendezvousStores) -> None:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
+    from torch.distributed import TCPStore  # not in its __all__
 
     port = stores.open()
     first, second = (TCPStore("127.0.0.1", port, is_master=False) for _ in range(2))

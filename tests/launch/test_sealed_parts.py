@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from committed_parts import half, part
-from coordinator_line import DEADLINE_S, QUICK, TOKEN, FakeAgent, Line, wait_until
 
 from scalai.core.committed import Committed
 from scalai.core.errors import PeerError, ProofError
@@ -18,6 +16,8 @@ from scalai.launch.losses import Patience
 from scalai.launch.person_calls import Resume, Scale
 from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes
+from support.committed_parts import half, part
+from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, FakeAgent, Line, wait_until
 
 STORE = ["machine", 1]
 
@@ -84,6 +84,7 @@ class TwoHosts:
 
     def check(self) -> None:
         """Both hosts commit what they had sealed, and go on from there."""
+
         def is_begun() -> bool:
             return bool(self.b.heard("start")) or said(self.line, "event=went_back")
 
@@ -229,7 +230,7 @@ def test_what_was_left_behind_never_becomes_the_state(tmp_path: Path, is_of_this
     hosts = TwoHosts(tmp_path)
     if is_of_this_run:
         left = (part(tmp_path, "c", -1, 500, f"{hosts.run}-0-500"),)
-        joined = (hosts.line.join("c", sealed=left),)
+        joined: tuple[FakeAgent, ...] = (hosts.line.join("c", sealed=left),)
     else:
         whole = part(tmp_path, "c", -1, 500, "otherrun-3-500")
         halves = {host: half(whole, host, n) for n, host in enumerate("cd")}

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from committed_parts import half, part
-from coordinator_line import TOKEN, FakeAgent, Line, wait_until
 
 from scalai.core.committed import Committed
 from scalai.core.errors import PeerError, ProofError
@@ -19,6 +17,8 @@ from scalai.launch.job import JobSpec
 from scalai.launch.person_calls import Resume, Scale, Status
 from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes, manifest_of_bytes
+from support.committed_parts import half, part
+from support.coordinator_line import TOKEN, FakeAgent, Line, wait_until
 
 FLAGS = ("--nnodes", "1:3", "--settle-s", "0.2", "--max-restarts", "9")
 
@@ -84,9 +84,7 @@ def test_a_damaged_newest_generation_is_waited_for_and_its_number_not_used_again
     assert "going on from generation 3 of step 20; given up: generation 5" in answer["reason"]
     assert agent.wait_for("start")["generation"] == 3
     sealed = part(tmp_path, "a", -1, 25, f"{agent.wait_for('start')['run']}-1-25")
-    agent.tell(
-        "sealed", round=1, reason="snapshot", part=manifest_bytes(sealed), seconds={}
-    )
+    agent.tell("sealed", round=1, reason="snapshot", part=manifest_bytes(sealed), seconds={})
     assert agent.wait_for("commit")["generation"] == 6
 
 
@@ -209,13 +207,12 @@ def test_a_part_that_cannot_be_read_holds_up_nobody_where_the_others_have_it_all
     assert agent.wait_for("start")["generation"] == 3
 
 
-@pytest.mark.parametrize("order", ["ab", "ba"])
+@pytest.mark.parametrize(("kept", "refused"), ["ab", "ba"])
 def test_two_states_of_one_number_are_refused_in_each_order_by_name(
-    line: Line, tmp_path: Path, order: str
+    line: Line, tmp_path: Path, kept: str, refused: str
 ) -> None:
     steps = {"a": 20, "b": 30}
     parts = {h: part(tmp_path, h, 3, step, f"of-{h}-1-{step}") for h, step in steps.items()}
-    kept, refused = order
     agent = line.join(kept, parts=(parts[kept],))
     message = (
         rf"host '{refused}' holds generation 3 of step {steps[refused]} of another run .*"

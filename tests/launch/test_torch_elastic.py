@@ -14,8 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-from agents import worker_home
-from coordinator_line import wait_until
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
@@ -32,6 +30,8 @@ from scalai.launch.torch_elastic import (
     warm_up,
 )
 from scalai.launch.warm import write_preload
+from support.agents import worker_home
+from support.coordinator_line import wait_until
 
 DEADLINE_S = 120.0
 SCRIPT = """
@@ -108,7 +108,7 @@ def test_a_torch_whose_finished_workers_wait_elsewhere_is_refused(
     ],
 )
 def test_a_python_whose_event_is_made_of_other_parts_is_refused(
-    monkeypatch: pytest.MonkeyPatch, kind: type, part: str
+    monkeypatch: pytest.MonkeyPatch, kind: Any, part: str
 ) -> None:
     init = kind.__init__
 
@@ -193,7 +193,7 @@ def outcome(workers: WorkerSet) -> Outcome:
 
 def both(function: "pytest.MarkDecorator | object") -> object:
     """Run a test with workers that are started anew, and with workers that are forked."""
-    return pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])(function)  # type: ignore[arg-type]
+    return pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])(function)
 
 
 def test_forked_workers_are_counted_as_such_and_their_server_is_not(

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from rounds import log, notes, play
-from worker_pool import WorkerPool
+
+from support.training.rounds import log, notes, play
+from support.training.worker_pool import WorkerPool
 
 pytest.importorskip("accelerate", reason="pip install transformers accelerate")
 
@@ -50,7 +51,7 @@ def test_a_schedule_of_the_engine_ends_as_the_first_round_planned_it(
     rounds_pool: WorkerPool, tmp_path: Path
 ) -> None:
     """Accelerate computes how many steps it is for from the number of ranks."""
-    given = {"epochs": 2, "config": PLAN}
+    given: dict[str, Any] = {"epochs": 2, "config": PLAN}
     alone = play(rounds_pool, tmp_path / "alone", "plans", [(2, None)], **given)
     made = play(rounds_pool, tmp_path / "job", "plans", [(2, 5), (1, 9), (2, None)], **given)
     assert [ranks[0].ending for ranks in made] == ["left", "left", "finished"]

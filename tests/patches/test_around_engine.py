@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rounds import Seen, log, notes, play
-from worker_pool import WorkerPool
+
+from support.training import rounds
+from support.training.rounds import Seen, log, notes, play
+from support.training.worker_pool import WorkerPool
 
 SCHEDULES = [
     ("StepLR", True, False),
@@ -23,7 +25,12 @@ def test_a_schedule_that_the_script_steps_itself_goes_on_where_it_was(
 ) -> None:
     """Made before the engine or behind it, stepped each epoch or each step; left within an epoch
     and at its end."""
-    given = {"kind": kind, "is_before": is_before, "is_each_step": is_each_step, "epochs": 4}
+    given: dict[str, Any] = {
+        "kind": kind,
+        "is_before": is_before,
+        "is_each_step": is_each_step,
+        "epochs": 4,
+    }
     (alone,) = play(rounds_pool, tmp_path / "alone", "keeps_schedule", [(1, None)], **given)
     rounds = [(2, 6), (1, 8), (2, None)]
     made = play(rounds_pool, tmp_path / "job", "keeps_schedule", rounds, **given)
@@ -37,7 +44,12 @@ def test_a_schedule_that_the_script_steps_itself_goes_on_where_it_was(
 def test_a_schedule_that_cannot_be_carried_is_refused_before_the_first_step(
     rounds_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    given = {"kind": "none of ours", "is_before": True, "is_each_step": True, "epochs": 1}
+    given: dict[str, Any] = {
+        "kind": "none of ours",
+        "is_before": True,
+        "is_each_step": True,
+        "epochs": 1,
+    }
     ((seen,),) = play(rounds_pool, tmp_path, "keeps_schedule", [(1, None)], **given)
     assert seen.ending.startswith("RefusedError") and "LambdaLR's" in seen.ending
     assert not seen.notes
@@ -55,7 +67,8 @@ def test_a_script_that_accumulates_as_on_other_ranks_is_refused(
     rounds_pool: WorkerPool, tmp_path: Path
 ) -> None:
     """On two ranks a step would have twice the samples."""
-    rounds, given = [(1, 2), (2, None)], {"micro_batches": 2}
+    rounds: list[tuple[int, int | None]] = [(1, 2), (2, None)]
+    given: dict[str, Any] = {"micro_batches": 2}
     made = play(rounds_pool, tmp_path, "accumulates_itself", rounds, **given)
     assert made[0][0].ending == "left"
     for seen in made[1]:
@@ -65,7 +78,7 @@ def test_a_script_that_accumulates_as_on_other_ranks_is_refused(
 
 def line(of: str) -> str:
     """Return where ``round_scripts`` has a comment that marks a line."""
-    lines = Path(__file__).with_name("round_scripts.py").read_text().splitlines()
+    lines = Path(rounds.__file__).with_name("round_scripts.py").read_text().splitlines()
     (number,) = (n for n, text in enumerate(lines, 1) if text.endswith(f"# line: {of}"))
     return f"round_scripts.py:{number}"
 
@@ -79,7 +92,7 @@ def test_what_changes_with_every_step_beside_the_engine_is_named_once(
 ) -> None:
     """Copies of the weights, metrics, a curriculum, counters, sums: before a change with the line
     that makes them, after it those that count from 0."""
-    given = {"epochs": 3, "output": str(tmp_path)}
+    given: dict[str, Any] = {"epochs": 3, "output": str(tmp_path)}
     made = play(rounds_pool, tmp_path / "job", "keeps_beside", [(2, 6), (1, None)], **given)
     assert [ranks[0].ending for ranks in made] == ["left", "finished"]
     (first,) = warned(made, "own_state")
@@ -94,7 +107,7 @@ def test_what_changes_with_every_step_beside_the_engine_is_named_once(
 def test_what_is_done_again_behind_epochs_that_are_over_is_named_once(
     rounds_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    given = {"epochs": 4, "output": str(tmp_path)}
+    given: dict[str, Any] = {"epochs": 4, "output": str(tmp_path)}
     made = play(rounds_pool, tmp_path / "job", "keeps_beside", [(1, 10), (1, None)], **given)
     assert [ranks[0].ending for ranks in made] == ["left", "finished"]
     for event, place in (("evaluated_again", "evaluated"), ("saved_behind", "saved")):
@@ -107,7 +120,7 @@ def test_what_is_done_again_behind_epochs_that_are_over_is_named_once(
 def test_a_copy_of_the_weights_that_is_registered_goes_on(
     rounds_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    given = {"epochs": 3, "output": str(tmp_path), "registers": True}
+    given: dict[str, Any] = {"epochs": 3, "output": str(tmp_path), "registers": True}
     rounds = [(2, 6), (1, None)]
     made = play(rounds_pool, tmp_path / "job", "keeps_beside", rounds, **given)
     alone = play(rounds_pool, tmp_path / "alone", "keeps_beside", [(1, None)], **given)
@@ -135,7 +148,8 @@ def test_a_script_that_stops_early_in_epochs_that_are_over_has_not_finished(
 ) -> None:
     """It evaluates them again, and they do not become better: refused, unless it asks where it
     is."""
-    rounds, given = [(1, 14), (1, None)], {"epochs": 5, "patience": 1}
+    rounds: list[tuple[int, int | None]] = [(1, 14), (1, None)]
+    given: dict[str, Any] = {"epochs": 5, "patience": 1}
     made = play(rounds_pool, tmp_path / "job", "stops_early", rounds, asks=False, **given)
     assert made[1][0].ending.startswith("RefusedError") and "step 14" in made[1][0].ending
     asking = play(rounds_pool, tmp_path / "asking", "stops_early", rounds, asks=True, **given)
@@ -158,7 +172,7 @@ def test_a_state_that_is_put_away_between_steps_is_deposited_where_it_is(
     rounds_pool: WorkerPool, tmp_path: Path, stage: int
 ) -> None:
     """It lies elsewhere when it is back."""
-    given = {"epochs": 4, "stage": stage}
+    given: dict[str, Any] = {"epochs": 4, "stage": stage}
     alone = play(rounds_pool, tmp_path / "alone", "offloads", [(1, None)], **given)
     rounds = [(2, 5), (1, None)]
     made = play(rounds_pool, tmp_path / "job", "offloads", rounds, **given)

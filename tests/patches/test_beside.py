@@ -29,7 +29,7 @@ def test_parameters_that_join_on_the_way_are_refused(is_wrapped: bool) -> None:
     base: Any = torch.optim.AdamW([weight()])
     base.add_param_group({"params": [weight()]})
     optimizer = SimpleNamespace(optimizer=base) if is_wrapped else base
-    beside.start(SimpleNamespace(optimizer=optimizer), SimpleNamespace())  # type: ignore[arg-type]
+    beside.start(SimpleNamespace(optimizer=optimizer), SimpleNamespace())
     with pytest.raises(RefusedError, match=r"add_param_group .* before deepspeed\.initialize"):
         base.add_param_group({"params": [weight()]})
     assert len(base.param_groups) == 2
@@ -45,7 +45,7 @@ def test_an_engine_that_does_not_train_is_built_on_any_number_of_ranks(
     stated: dict[str, Any] = {**batches, "bf16": {"enabled": True}}
     (tmp_path / "ds.json").write_text(json.dumps(stated))
     facts = {} if is_first else {"first_dp": 2}
-    hooks = EngineHooks(lambda: SimpleNamespace(facts=facts))  # type: ignore[arg-type, return-value]
+    hooks = EngineHooks(lambda: SimpleNamespace(facts=facts))
     seen: dict[str, Any] = {}
 
     def initialize(args: Any = None, model: Any = None, optimizer: Any = None,
@@ -68,7 +68,7 @@ def test_a_model_that_accelerate_prepares_behind_the_one_that_trains_is_left_alo
     """A teacher of a second plugin: an engine that trains is refused by the engine's own hooks."""
     schedules = SimpleNamespace(stepped_elsewhere=[])
     engines = SimpleNamespace(beside=SimpleNamespace(schedules=schedules), engine=object())
-    hooks = LoopHooks(lambda: SimpleNamespace(), engines)  # type: ignore[arg-type, return-value]
+    hooks = LoopHooks(lambda: SimpleNamespace(), engines)  # type: ignore[arg-type]
     teacher = torch.nn.Linear(1, 1)
     assert hooks.prepare(lambda *given: given, SimpleNamespace(), (teacher,), {}) == (teacher,)
 
@@ -98,7 +98,7 @@ def test_what_only_checkpoints_keep_is_told_of(
     schedules = SimpleNamespace(stepped_elsewhere=[])
     beside = SimpleNamespace(schedules=schedules, say=lambda *words: said.append(words))
     session = SimpleNamespace(registered=registered)
-    hooks = LoopHooks(lambda: session, SimpleNamespace(beside=beside))  # type: ignore[arg-type, return-value]
+    hooks = LoopHooks(lambda: session, SimpleNamespace(beside=beside))  # type: ignore[arg-type]
     plugin = object() if has_engine else None
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
     kept: list[Any] = []

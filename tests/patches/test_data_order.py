@@ -1,7 +1,8 @@
 """Torch's loaders under hooks: one order of samples, whatever layouts a job goes through."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_any_changes_of_dp_leave_every_global_batch_as_it_was(
     samples, epochs = 48, 3
     reference = uninterrupted(samples, shuffle=shuffle, sets_epoch=sets_epoch, epochs=epochs)
     made: list[set[int]] = []
-    saved: list[dict[str, object]] = []
+    saved: list[Mapping[str, Any]] = []
     for dp, steps in (*rounds, (2, len(reference))):
         parts = []
         for rank in range(dp):
@@ -237,7 +238,8 @@ def test_what_a_script_leaves_of_its_epochs_is_not_taken_for_drawn_ahead() -> No
 
 def test_a_script_may_look_at_a_batch_before_it_trains() -> None:
     def script(feed: Feed, steps: int) -> list[list[int]]:
-        loader, made = loader_of(24, 1, 0), []
+        made: list[list[int]] = []
+        loader = loader_of(24, 1, 0)
         for _ in range(3):
             assert len(next(iter(loader))) == MICRO_BATCH
             made += train(feed, loader, steps - len(made), epochs=1, sets_epoch=False)
@@ -247,7 +249,8 @@ def test_a_script_may_look_at_a_batch_before_it_trains() -> None:
 
     with hooked(1) as feed:
         expected = script(feed, 6)
-    made, saved = [], []
+    made: list[list[int]] = []
+    saved: list[Mapping[str, Any]] = []
     for steps in (1, 2, 1, 2):
         with hooked(1) as feed:
             feed.clocks.put(saved)

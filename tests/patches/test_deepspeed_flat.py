@@ -1,6 +1,7 @@
 """Which elements of a parameter lie where in DeepSpeed's flat buffers."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def test_partitions_make_up_a_parameter_and_hold_its_elements_in_order(
 ) -> None:
     flat = np.full(1000, -1)
     flat[offset : offset + NUMEL] = np.arange(NUMEL)
-    rows = []
+    rows: list[Piece] = []
     for rank in range(-(-(offset + NUMEL) // partition_numel)):
         found = partitioned(PARAMETER, NUMEL, offset, partition_numel, rank)
         own = flat[rank * partition_numel :]
@@ -61,7 +62,7 @@ def test_tensor_parallel_shards_make_up_the_whole(dim: int, parts: int) -> None:
     rebuilt = torch.full_like(full, -1)
     for rank in range(2):
         shard = torch.cat([part.chunk(2, dim)[rank] for part in full.chunk(parts, dim)], dim)
-        parameter = torch.nn.Parameter(shard.float())
+        parameter: Any = torch.nn.Parameter(shard.float())
         parameter.tensor_model_parallel = True
         parameter.partition_dim, parameter.partition_stride = dim, parts
         shape, pieces = TensorParallel(rank, 2).pieces("w", parameter, tuple(shard.shape))
@@ -76,7 +77,7 @@ def test_tensor_parallel_shards_make_up_the_whole(dim: int, parts: int) -> None:
 
 
 def test_a_shard_that_does_not_say_how_it_is_cut_is_refused_by_name() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(4, 2))
+    parameter: Any = torch.nn.Parameter(torch.zeros(4, 2))
     parameter.tensor_model_parallel = True
     with pytest.raises(RefusedError, match=r"up\.weight.*partition_dim"):
         TensorParallel(0, 2).pieces("up.weight", parameter, (4, 2))

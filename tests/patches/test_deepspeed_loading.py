@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_jobs import Job
-from jobs import AFTER, mean_losses
-from worker_pool import WorkerPool
 
 from scalai.converters.deepspeed.files import find_tag
 from scalai.converters.layouts import open_checkpoint
+from support.training.deepspeed_jobs import Job
+from support.training.jobs import AFTER, mean_losses
+from support.training.worker_pool import WorkerPool
 
 Run = tuple[list[float], float, list[int]]
 

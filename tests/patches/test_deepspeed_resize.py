@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_jobs import Job
-from resize_case import Result, resize
-from worker_pool import WorkerPool
+
+from support.training.deepspeed_jobs import Job
+from support.training.resize_case import Result, resize
+from support.training.worker_pool import WorkerPool
 
 FP32 = 1e-6
 BF16 = 1e-3
@@ -133,8 +134,8 @@ def test_a_resized_job_goes_on_as_the_uninterrupted_one(
 ) -> None:
     if "compiled" in model:
         request.getfixturevalue("compiled_cpu_adam")
-    jobs = [Job(**{**model, **layout}) for layout in (before, after)]
-    check(resize(deepspeed_pool, *jobs, tmp_path), tolerance)
+    old, new = (Job(**{**model, **layout}) for layout in (before, after))
+    check(resize(deepspeed_pool, old, new, tmp_path), tolerance)
 
 
 def check(result: Result, tolerance: float) -> None:

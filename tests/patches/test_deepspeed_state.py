@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
-from deepspeed_jobs import Job
-from worker_pool import WorkerPool
+
+from support.training.deepspeed_jobs import Job
+from support.training.worker_pool import WorkerPool
 
 MOVED = [
     Job(world=2, stage=1, zero={"round_robin_gradients": True}),

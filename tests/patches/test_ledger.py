@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from ledgers import Entry, read_ledger, unite
 
 from scalai.core.batches import combine_hashes, sample_hashes
 from scalai.core.errors import UsageError
 from scalai.patches.megatron import ledger
 from scalai.patches.megatron.ledger import Ledger, samples_of
+from support.ledgers import Entry, read_ledger, unite
 
 
 def line(step: int, round_: int = 0, **values: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Hybrid:
     def __init__(self, inner: dict[torch.Tensor, torch.Tensor], fused: FusedAdam) -> None:
         self.state: dict[torch.Tensor, dict[str, Any]] = {}
         on_host = [copy for copy in inner.values() if copy not in fused.state]
-        self.sub_optimizers = [torch.optim.AdamW(on_host), fused]
+        self.sub_optimizers: tuple[Any, ...] = (torch.optim.AdamW(on_host), fused)
         self._inner = inner
 
     def _sync_sub_optimizers_state_to_hdo(self) -> None:

@@ -1,8 +1,9 @@
 """The live state of a megatron job: listing it disturbs nothing, and all of it comes back."""
 
 import pytest
-from jobs import Job
-from worker_pool import WorkerPool
+
+from support.training.jobs import Job
+from support.training.worker_pool import WorkerPool
 
 SPLIT = Job(world=2, distributed=True, overlap=True)
 

@@ -20,7 +20,7 @@ class WarmupThen(torchs.LRScheduler):
         self.steps, self.after = steps, after
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         if self.last_epoch >= self.steps:
             return [float(rate) for rate in self.after.get_last_lr()]
         return [rate * (self.last_epoch + 1) / self.steps for rate in self.base_lrs]

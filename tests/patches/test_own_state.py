@@ -75,9 +75,10 @@ def test_attributes_of_a_trainer_are_looked_at() -> None:
     kept = loop.train(OwnState(), SimpleNamespace(module=model()))
     (steps,) = [one for one in kept if one.name == "self.steps"]
     assert steps.is_fresh and "self.rate" not in {one.name for one in kept}
-    assert "self.steps = 0" in Path(__file__).read_text().splitlines()[
-        int(steps.place.rpartition(":")[2]) - 1
-    ]
+    assert (
+        "self.steps = 0"
+        in Path(__file__).read_text().splitlines()[int(steps.place.rpartition(":")[2]) - 1]
+    )
 
 
 class Opaque:

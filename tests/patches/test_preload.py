@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import psutil
-from agents import worker_home
+
+from support.agents import worker_home
 
 DEADLINE_S = 60.0
 AGENT = """

@@ -33,8 +33,9 @@ def test_plain_jobs_are_not_refused() -> None:
         (
             SimpleNamespace(
                 chained_optimizers=[
-                    leaf(config={"use_precision_aware_optimizer": True,
-                                 "exp_avg_dtype": torch.uint8})
+                    leaf(
+                        config={"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.uint8}
+                    )
                 ]
             ),
             "--exp-avg-dtype uint8",

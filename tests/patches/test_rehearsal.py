@@ -5,7 +5,8 @@ import sys
 
 import pytest
 import torch
-from worker_pool import WorkerPool
+
+from support.training.worker_pool import WorkerPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA: nothing to shim")
 

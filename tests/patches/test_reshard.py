@@ -5,15 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import AFTER, OTHER_SEED, Job, mean_losses
-from resize_case import train_and_deposit
-from rot import ROTS, held, rot
-from worker_pool import WorkerPool
 
-from scalai.converters.checkpoint import ReadOptions, Values, WriteOptions
-from scalai.converters.engine import reshard
-from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.limits import Limits
+from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.torch_dist_metadata import read_metadata
 from scalai.converters.torch_archive import read_archive
 from scalai.core.errors import ProofError, RefusedError
@@ -22,28 +15,31 @@ from scalai.core.sources import Holder
 from scalai.store.host import HostStore
 from scalai.store.manifest import read_manifest
 from scalai.store.moves import holders_of, read_orders
-
-FP32 = 1e-6
-BF16 = 2e-4
-"""As in test_resize.py: layouts differ in the order of additions and in roundings."""
-FP16 = 1e-4
-LIMITS = Limits(memory_bytes=256 << 20, workers=1)
-
-ONE: dict[str, Any] = {}
-DP2, DP3 = {"world": 2}, {"world": 3}
-TP2, TP4 = {"world": 2, "tp": 2}, {"world": 4, "tp": 4}
-PP2 = {"world": 2, "pp": 2}
-VPP2 = {"world": 2, "pp": 2, "vpp": 2}
-TP2DP2, PP2DP2 = {"world": 4, "tp": 2}, {"world": 4, "pp": 2}
-TP2PP2 = {"world": 4, "tp": 2, "pp": 2}
-EP2, EP4 = {"world": 2, "ep": 2}, {"world": 4, "ep": 4}
-
-SPLIT = {"distributed": True}
-BUCKETS = {"distributed": True, "overlap": True}
-GATED = {"query_groups": 2, "is_gated": True}
-MOE = {"experts": 4, "is_gated": True, "layers": 2}
-
-WHOLE, FULL, FLAT = "fully_reshardable", "fully_reshardable", "dp_reshardable"
+from support.rot import ROTS, held, rot
+from support.training.jobs import AFTER, OTHER_SEED, Job, mean_losses
+from support.training.megatron_layouts import (
+    BF16,
+    BUCKETS,
+    DP2,
+    DP3,
+    EP2,
+    FP16,
+    FP32,
+    GATED,
+    MOE,
+    ONE,
+    PP2,
+    PP2DP2,
+    SPLIT,
+    TP2,
+    TP2DP2,
+    TP2PP2,
+    TP4,
+    VPP2,
+)
+from support.training.resharded import FLAT, FULL, WHOLE, check, convert, load, save
+from support.training.resize_case import train_and_deposit
+from support.training.worker_pool import WorkerPool
 
 CASES = [
     ("rescue-dp2-to-tp2", {**BUCKETS}, FLAT, DP2, TP2, FP32),
@@ -159,52 +155,3 @@ def test_what_megatron_saved_wrongly_is_not_converted(pool: WorkerPool, tmp_path
     with pytest.raises(ProofError, match="Masters that are not the weights"):
         convert(tmp_path / "saved", tmp_path / "converted", job)
     assert not (tmp_path / "converted").exists()
-
-
-def save(
-    pool: WorkerPool, job: Job, directory: Path, sharding: str, *, has_file: bool = True
-) -> Any:
-    """Train, save below ``directory`` as Megatron-LM would, train on; return what each rank saw.
-
-    ``has_file``: as for ``train_save_train``.
-    """
-    iteration = directory / f"iter_{AFTER.start:07d}"
-    arguments = [(job, str(iteration), sharding, has_file)] * job.world
-    runs = pool.run("checkpoint_worker:train_save_train", arguments)
-    (directory / "latest_checkpointed_iteration.txt").write_text(str(AFTER.start))
-    return runs
-
-
-def convert(
-    source: Path,
-    destination: Path,
-    job: Job,
-    layout: str = "torch_dist",
-    reference: Values | None = None,
-) -> None:
-    """Reshard a checkpoint to the degrees of a job."""
-    degrees = {"tp": job.tp, "pp": job.pp, "vpp": job.vpp or 1, "ep": job.ep}
-    degrees["dp"] = job.world // (job.tp * job.pp)
-    checkpoint = open_checkpoint(source, ReadOptions())
-    target = layout_named(layout).lay_out(
-        checkpoint, WriteOptions(degrees, is_split=job.distributed, reference=reference)
-    )
-    reshard(checkpoint, target, destination, LIMITS)
-
-
-def load(pool: WorkerPool, job: Job, directory: Path) -> Any:
-    """Load a converted checkpoint into a fresh job with megatron-core, train on."""
-    iteration = directory / f"iter_{AFTER.start:07d}"
-    return pool.run("checkpoint_worker:load_train", [(job, str(iteration))] * job.world)
-
-
-def check(before: Any, after: Any, tolerance: float) -> None:
-    """Compare losses, learning rate and skipped steps of two runs."""
-    losses = [mean_losses([run[0] for run in runs]) for runs in (before, after)]
-    pairs = list(zip(*losses, strict=True))
-    difference = max(abs(a - b) / abs(a) for a, b in pairs)
-    print(f"largest relative difference of a loss: {difference:.1e}")
-    assert len(pairs) == len(AFTER)
-    assert difference <= tolerance
-    assert after[0][1] == before[0][1]
-    assert [step for step in before[0][2] if step in AFTER] == after[0][2]

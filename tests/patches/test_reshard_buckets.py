@@ -7,30 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import AFTER, Job
-from test_reshard import (
-    BF16,
-    BUCKETS,
-    DP2,
-    EP2,
-    FLAT,
-    FP32,
-    FULL,
-    GATED,
-    MOE,
-    ONE,
-    PP2,
-    PP2DP2,
-    SPLIT,
-    TP2,
-    TP2DP2,
-    TP2PP2,
-    check,
-    convert,
-    load,
-    save,
-)
-from worker_pool import WorkerPool
 
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.buckets import is_bucket
@@ -41,6 +17,27 @@ from scalai.converters.megatron.names import leading_axes, name_at
 from scalai.converters.megatron.torch_dist_metadata import read_metadata
 from scalai.converters.verify import compare, verify
 from scalai.launch import cli
+from support.training.jobs import AFTER, Job
+from support.training.megatron_layouts import (
+    BF16,
+    BUCKETS,
+    DP2,
+    EP2,
+    EP2DP2,
+    FP32,
+    GATED,
+    MOE,
+    ONE,
+    PP2,
+    PP2DP2,
+    PP2EP2,
+    SPLIT,
+    TP2,
+    TP2DP2,
+    TP2PP2,
+)
+from support.training.resharded import FLAT, FULL, check, convert, load, save
+from support.training.worker_pool import WorkerPool
 
 QK_NORM = {**BUCKETS, **GATED, "has_qk_norm": True, "precision": "bf16"}
 SPARSE = {**SPLIT, "experts": 4, "is_gated": True, "is_rotary": True}
@@ -49,9 +46,6 @@ PREDICTING = {**SPLIT, "predicted": 1, "is_tied": False, "is_rotary": True}
 T5 = {**SPLIT, "is_translator": True, "layers": 2}
 FROZEN = r"embedding|layers\.[01]\.(mlp|self_attention)|linear_fc1\.bias"
 PARTLY = r"input_layernorm|linear_fc1\.weight"
-EP2DP2 = {"world": 4, "ep": 2}
-PP2EP2 = {"world": 4, "pp": 2, "ep": 2}
-TP2EP2 = {"world": 4, "tp": 2, "ep": 2, "sequence_parallel": True}
 
 CASES = {
     "qk-norm-tp2dp2-to-pp2dp2": (QK_NORM, TP2DP2, PP2DP2, BF16),
@@ -107,7 +101,7 @@ def test_every_kind_of_model_goes_on(pool: WorkerPool, tmp_path: Path, case: str
     check(runs, load(pool, new, tmp_path / "converted"), tolerance)
 
 
-MUON = {"optimizer": "muon"}
+MUON: dict[str, Any] = {"optimizer": "muon"}
 """Plain Muon: for matrices, beside Adam for the rest; neither is split over ranks."""
 
 

@@ -9,35 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job
-from test_reshard import (
+
+from support.training.jobs import Job
+from support.training.megatron_layouts import (
     BF16,
     BUCKETS,
     DP2,
     DP3,
     EP2,
     EP4,
-    FLAT,
     FP32,
-    FULL,
     GATED,
     MOE,
     ONE,
     PP2,
     PP2DP2,
+    SIX,
     SPLIT,
+    TEXT,
     TP2,
     TP2DP2,
     TP2PP2,
     TP4,
     VPP2,
-    WHOLE,
-    check,
-    convert,
-    load,
-    save,
 )
-from worker_pool import WorkerPool
+from support.training.resharded import FLAT, FULL, WHOLE, check, convert, load, save
+from support.training.worker_pool import WorkerPool
 
 pytestmark = pytest.mark.campaign
 
@@ -45,8 +42,6 @@ LAYOUTS = {
     "one": ONE, "dp2": DP2, "dp3": DP3, "tp2": TP2, "tp4": TP4, "pp2": PP2, "vpp2": VPP2,
     "tp2dp2": TP2DP2, "pp2dp2": PP2DP2, "tp2pp2": TP2PP2,
 }  # fmt: skip
-SIX = {"global_batch_size": 6}
-TEXT = {"padded_vocabulary": 50304, "vocabulary": 50257, "hidden": 16, "heads": 2, "layers": 2}
 FORMS = {"whole": ({}, WHOLE), "full": (SPLIT, FULL), "flat": (BUCKETS, FLAT)}
 
 

@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_reshard
-from jobs import AFTER, Job
-from test_reshard import (
+
+from scalai.converters.describe import describe
+from scalai.converters.layouts import open_checkpoint
+from scalai.converters.verify import verify
+from support.training import resharded
+from support.training.jobs import AFTER, Job
+from support.training.megatron_layouts import (
     BF16,
     BUCKETS,
     DP2,
@@ -16,7 +20,6 @@ from test_reshard import (
     EP4,
     FP16,
     FP32,
-    FULL,
     GATED,
     MOE,
     ONE,
@@ -28,14 +31,9 @@ from test_reshard import (
     TP2PP2,
     TP4,
     VPP2,
-    check,
-    convert,
 )
-from worker_pool import WorkerPool
-
-from scalai.converters.describe import describe
-from scalai.converters.layouts import open_checkpoint
-from scalai.converters.verify import verify
+from support.training.resharded import FULL, check, convert
+from support.training.worker_pool import WorkerPool
 
 CASES = [
     ("split-dp2-to-tp2", {**SPLIT}, DP2, TP2, FP32),
@@ -94,7 +92,7 @@ def test_a_legacy_checkpoint_becomes_a_distributed_one(
     uninterrupted = save(pool, old, tmp_path / "saved")
     convert(tmp_path / "saved", tmp_path / "converted", new, "torch_dist")
     tolerance = BF16 if old.precision == "bf16" else FP32
-    check(uninterrupted, test_reshard.load(pool, new, tmp_path / "converted"), tolerance)
+    check(uninterrupted, resharded.load(pool, new, tmp_path / "converted"), tolerance)
 
 
 @pytest.mark.parametrize("model", [{**BUCKETS, **GATED}, {"precision": "bf16"}])
@@ -102,7 +100,7 @@ def test_a_distributed_checkpoint_becomes_a_legacy_one(
     pool: WorkerPool, tmp_path: Path, model: dict[str, Any]
 ) -> None:
     old, new = Job(**{**model, **TP2}), Job(**{**model, **PP2DP2})
-    uninterrupted = test_reshard.save(
+    uninterrupted = resharded.save(
         pool, old, tmp_path / "saved", "dp_reshardable" if old.distributed else FULL
     )
     convert(tmp_path / "saved", tmp_path / "converted", new, "torch")

@@ -2,48 +2,48 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from jobs import Job
-from resize_case import Result, resize
-from worker_pool import WorkerPool
 
-FP32 = 1e-6
-"""Layouts differ in the order of additions: 1e-8 to 8e-8 were measured, with no resize too."""
-BF16 = 2e-4
-"""The masters are exact; activations and gradients round elsewhere: up to 5e-5 were measured."""
-FP16 = 1e-4
-"""As bf16 with three more bits, as long as DP, and with it the path of the loss scale, stays."""
-EXACT = 0.0
+from support.training.jobs import Job
+from support.training.megatron_layouts import (
+    BF16,
+    BUCKETS,
+    DP2,
+    DP3,
+    DP4,
+    EP2,
+    EXACT,
+    FP16,
+    FP32,
+    GATED,
+    MOE,
+    ONE,
+    OVERFLOWS,
+    PP2,
+    PP2DP2,
+    PP4,
+    SIX,
+    SPLIT,
+    TEXT,
+    TP2,
+    TP2DP2,
+    TP2EP2,
+    TP2PP2,
+    TP4,
+    UNTIED,
+    VPP2,
+    Fields,
+)
+from support.training.resize_case import check, resize
+from support.training.worker_pool import WorkerPool
 
-GQA = {"query_groups": 2, "is_gated": True}
-TEXT = {"padded_vocabulary": 50304, "vocabulary": 50257, "hidden": 16, "heads": 2, "layers": 2}
-MOE = {"experts": 4, "is_gated": True, "layers": 2}
-UNTIED = {"is_tied": False}
 NO_REDUCTIONS = {"is_tied": False, "clip": 0.0}
 """Without tied weights and clipping no sum runs over pipeline stages."""
-SPLIT = {"distributed": True}
-BUCKETS = {"distributed": True, "overlap": True}
 INSTANCES = {"distributed": True, "overlap": True, "instances": 2}
 OFFLOADED = {"distributed": True, "precision": "bf16", "is_offloaded": True}
-SIX = {"global_batch_size": 6}
 
-OVERFLOWS = {"precision": "fp16", "loss_scale": 2.0**20}
-"""Steps 0 and 3 of 6 are skipped: one before the resize and one after it."""
-
-Layout = dict[str, Any]
-ONE: Layout = {}
-DP2, DP3, DP4 = {"world": 2}, {"world": 3}, {"world": 4}
-TP2, TP4 = {"world": 2, "tp": 2}, {"world": 4, "tp": 4}
-PP2, PP4 = {"world": 2, "pp": 2}, {"world": 4, "pp": 4}
-VPP2 = {"world": 2, "pp": 2, "vpp": 2}
-TP2DP2, PP2DP2 = {"world": 4, "tp": 2}, {"world": 4, "pp": 2}
-TP2PP2 = {"world": 4, "tp": 2, "pp": 2}
-EP2 = {"world": 2, "ep": 2}
-TP2EP2 = {"world": 4, "tp": 2, "ep": 2, "sequence_parallel": True}
-
-CASES: list[tuple[str, Layout, Layout, Layout, float]] = [
+CASES: list[tuple[str, Fields, Fields, Fields, float]] = [
     ("tp2-to-tp1", {}, TP2, ONE, FP32),
     ("tp1-to-tp4", UNTIED, ONE, TP4, FP32),
     ("pp1-to-pp2", {}, ONE, PP2, FP32),
@@ -59,8 +59,8 @@ CASES: list[tuple[str, Layout, Layout, Layout, float]] = [
     ("tp2-to-pp2dp2-tied-split", SPLIT, TP2, PP2DP2, FP32),
     ("split-to-whole", {}, {**DP2, **BUCKETS}, PP2, FP32),
     ("whole-to-split", {}, TP2, {**TP2DP2, **SPLIT}, FP32),
-    ("grouped-queries-tp2-to-tp4", {**GQA, **SPLIT}, TP2, TP4, FP32),
-    ("grouped-queries-tp4-to-pp2dp2", {**GQA, **BUCKETS}, TP4, PP2DP2, FP32),
+    ("grouped-queries-tp2-to-tp4", {**GATED, **SPLIT}, TP2, TP4, FP32),
+    ("grouped-queries-tp4-to-pp2dp2", {**GATED, **BUCKETS}, TP4, PP2DP2, FP32),
     ("vocabulary-50257-tp2-to-pp2", {**TEXT, **SPLIT}, TP2, PP2, FP32),
     ("sequence-parallel-to-one", {}, {**TP2, "sequence_parallel": True}, ONE, FP32),
     ("bf16-tp2-to-dp2", {"precision": "bf16", **BUCKETS}, TP2, DP2, BF16),
@@ -86,7 +86,7 @@ CASES: list[tuple[str, Layout, Layout, Layout, float]] = [
     ids=[case[0] for case in CASES],
 )
 def test_a_resized_job_goes_on_as_the_uninterrupted_one(
-    pool: WorkerPool, tmp_path: Path, model: Layout, before: Layout, after: Layout, tolerance: float
+    pool: WorkerPool, tmp_path: Path, model: Fields, before: Fields, after: Fields, tolerance: float
 ) -> None:
     result = resize(pool, Job(**{**model, **before}), Job(**{**model, **after}), tmp_path)
     check(result, tolerance)
@@ -100,11 +100,3 @@ def test_other_degrees_begin_new_random_streams_and_say_so(
     dropout = Job(world=2, tp=2, dropout=0.1)
     result = resize(pool, dropout, replace(dropout, world=1, tp=1), tmp_path)
     assert result.randomness.startswith("rng=reseeded seed=1234 step=3 degrees_before=tp2")
-
-
-def check(result: Result, tolerance: float) -> None:
-    print(f"largest relative difference of a loss: {result.largest_difference:.1e}")
-    assert len(result.uninterrupted.losses) == len(result.resized.losses) > 0
-    assert result.largest_difference <= tolerance
-    assert result.resized.learning_rate == result.uninterrupted.learning_rate
-    assert result.resized.skipped == result.uninterrupted.skipped

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job
-from resize_case import resize
-from test_resize import (
+
+from support.training.jobs import Job
+from support.training.megatron_layouts import (
     BUCKETS,
     DP2,
     DP3,
     EP2,
     FP32,
-    GQA,
+    GATED,
     MOE,
     ONE,
     OVERFLOWS,
@@ -28,9 +28,9 @@ from test_resize import (
     TP4,
     UNTIED,
     VPP2,
-    check,
 )
-from worker_pool import WorkerPool
+from support.training.resize_case import check, resize
+from support.training.worker_pool import WorkerPool
 
 pytestmark = pytest.mark.campaign
 
@@ -48,7 +48,7 @@ LAYOUTS = {
 MODELS: dict[str, dict[str, Any]] = {
     "tied-whole": {},
     "untied-split": {**UNTIED, **SPLIT},
-    "gated-buckets": {**GQA, **BUCKETS},
+    "gated-buckets": {**GATED, **BUCKETS},
 }
 
 
@@ -77,8 +77,8 @@ def test_every_layout_becomes_every_other(
 def test_experts_move_between_ranks(
     pool: WorkerPool, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    jobs = [Job(**{**MOE, **BUCKETS, **layout}) for layout in (before, after)]
-    check(resize(pool, *jobs, tmp_path), FP32)
+    old, new = (Job(**{**MOE, **BUCKETS, **layout}) for layout in (before, after))
+    check(resize(pool, old, new, tmp_path), FP32)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,6 @@ def test_state_is_exact_where_another_dp_forks_the_loss_scale(
 ) -> None:
     # Gradients are divided by the number of micro-batches before they are scaled, so with another
     # DP they overflow at other steps. What is restored is exact: `resize` proves every tensor.
-    jobs = [Job(**{**OVERFLOWS, **SPLIT, **layout}) for layout in (before, after)]
-    result = resize(pool, *jobs, tmp_path)
+    old, new = (Job(**{**OVERFLOWS, **SPLIT, **layout}) for layout in (before, after))
+    result = resize(pool, old, new, tmp_path)
     print(f"largest relative difference of a loss: {result.largest_difference:.1e}")

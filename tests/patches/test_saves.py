@@ -97,7 +97,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> FakeQueue:
     module._async_calls_queue = FakeQueue()
     monkeypatch.setitem(sys.modules, QUEUE, module)
     monkeypatch.setattr(saves, "LOOK_S", 0.0)
-    monkeypatch.setattr(saves.atexit, "register", lambda call: None)
+    monkeypatch.setattr("atexit.register", lambda call: None)
     # One rank: what all ranks tell is what it tells.
     for name in ("all_reduce", "broadcast"):
         monkeypatch.setattr(torch.distributed, name, lambda *args, **kwargs: None)

@@ -1,6 +1,6 @@
 """Pieces of a parameter are what megatron's own checkpoints would cut out of it."""
 
-from worker_pool import WorkerPool
+from support.training.worker_pool import WorkerPool
 
 ALONE = [()]
 """No arguments, one rank."""

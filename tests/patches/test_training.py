@@ -145,7 +145,8 @@ def fake_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hooked(session: FakeSession, **arguments: Any) -> FakeTraining:
     framework = FakeTraining(tensorboard_dir="no such folder", **arguments)
-    TrainingHooks(lambda: session).hook_training(framework)
+    given: Any = session
+    TrainingHooks(lambda: given).hook_training(framework)
     framework.setup_model_and_optimizer("provider", "type")
     return framework
 
@@ -233,7 +234,8 @@ def test_the_batch_of_an_evaluation_is_told_where_no_flag_states_it() -> None:
 
 def test_what_cannot_be_elastic_is_refused_before_the_model_is_built() -> None:
     framework = FakeTraining(dataloader_type="cyclic", data_sharding=True)
-    TrainingHooks(FakeSession).hook_training(framework)
+    session: Any = FakeSession()
+    TrainingHooks(lambda: session).hook_training(framework)
     with pytest.raises(RefusedError, match="own part of the data"):
         framework.setup_model_and_optimizer("provider", "type")
     assert framework.loaded_from == []

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_port
-from wire_words import call_raw
 
 from scalai.core.errors import AnswerError, MessageError, PeerError, SilentError, UsageError
 from scalai.core.messages import Request
@@ -22,6 +20,8 @@ from scalai.launch.person_calls import Status
 from scalai.runtime import framing, listening
 from scalai.runtime.calls import Channel, Peer, Server
 from scalai.runtime.codec import encode
+from support.ports import free_port
+from support.wire_words import call_raw
 
 TOKEN = b"a secret of this job"
 
@@ -112,7 +112,7 @@ def echo(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Echo]:
 def test_a_call_is_answered(echo: Echo) -> None:
     channel = Channel(echo.server.address, TOKEN)
     assert channel.call(Say("ä" * 5_000_000, -(2**63))) == Said("ä" * 5_000_000, -(2**63))
-    assert channel.call(Name("a")) is None  # type: ignore[func-returns-value]
+    assert channel.call(Name("a")) is None
     channel.close()
 
 

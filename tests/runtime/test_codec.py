@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wire import travelled
-from wire_words import start, workers
 
 from scalai.core import commands, events, reports
 from scalai.core import worker_messages as words
@@ -21,6 +19,8 @@ from scalai.launch import coordinator_calls as calls
 from scalai.launch import data_plane
 from scalai.launch import person_calls as asked
 from scalai.runtime.codec import decode, encode
+from support.wire import travelled
+from support.wire_words import start, workers
 
 ROWS = Collection(
     (Tensor("param/w", (4, 6), "F32"), Tensor("step", (), "F32")),
@@ -133,8 +133,6 @@ def test_a_message_with_one_byte_changed_is_a_message_or_an_error(
         pass
 
 
-
-
 def test_columns_that_do_not_fit_together_are_refused() -> None:
     wrong = replace(ROWS, tensor=np.array([0, 0, 9]))
     sent = encode({
@@ -163,7 +161,7 @@ def test_what_no_message_can_hold_is_an_error_of_our_own() -> None:
 @pytest.mark.parametrize("samples", [None, 0.5, 1024.0, np.float64(3), 2**60])
 def test_samples_are_any_number_or_not_known(samples: float | None) -> None:
     """A script counts them as it likes, and a converted checkpoint may not say."""
-    columns = ([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)
+    columns = [COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2
     source = words.Source(ReadOrder(("/x",), *columns), 1, samples, TEXT, TEXT, 2)
     part = words.RankDeposited(1, 2, (0,), "tp0", TEXT, TEXT, samples, {})
     for message in (source, part):

@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from deposited_rows import write_rows
-from store_states import Opener
-from wire import travelled
 
 from scalai.core.collection import Tensor
 from scalai.core.errors import LayoutError, StoreError
@@ -26,6 +24,9 @@ from scalai.runtime.rows import collection_of, held_rows, piece_view, wanted_row
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from scalai.store.moves import holders_of, read_orders
+from support.deposited_rows import write_rows
+from support.store_states import Opener
+from support.wire import travelled
 
 DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64,
@@ -227,7 +228,7 @@ def test_nothing_is_overwritten_by_a_restore_that_is_refused(store: HostStore) -
     slots = [whole_tensor(f"param/w{n}", (4, 4), "F32") for n in range(2)]
     manifest = committed(store, [slots])
     order = read_order(store, manifest)
-    bad = {
+    bad: dict[str, tuple[dict[str, Any], type[Exception]]] = {
         "a row is not filled": ({"row": np.array([0, 0])}, LayoutError),
         "a row is not there": ({"row": np.array([0, 9])}, LayoutError),
         "outside of the piece": (

@@ -5,12 +5,12 @@ import threading
 from typing import Any
 
 import pytest
-from tiny_job import TinyState
 
 from scalai.core.errors import UsageError
 from scalai.core.worker_messages import RankFinished
 from scalai.runtime.agent_folder import AGENT_DIRECTORY
 from scalai.runtime.session import Session
+from support.tiny_job import TinyState
 
 
 def test_without_an_agent_nothing_is_restored_and_nothing_stops() -> None:

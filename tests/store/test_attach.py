@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_states import HALF, WEIGHT, Opener, deposit, generation, is_whole
 
 from scalai.core.collection import Collection
 from scalai.core.committed import Committed
@@ -25,6 +24,7 @@ from scalai.store import held as held_module
 from scalai.store.attachment import attachment
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, read_manifest, unite_hosts
+from support.store_states import HALF, WEIGHT, Opener, deposit, generation, is_whole
 
 STATED = Committed(("a", "b"), {"param/w": 7})
 
@@ -272,9 +272,7 @@ def test_what_an_agent_that_died_while_it_attached_has_left_is_no_obstacle(
         assert not list(rows.damage())
 
 
-def test_an_attached_file_gets_a_name_that_no_other_has(
-    open_store: Opener, tmp_path: Path
-) -> None:
+def test_an_attached_file_gets_a_name_that_no_other_has(open_store: Opener, tmp_path: Path) -> None:
     """Of three files the middle one was never proven, and has gone."""
     parts = saved(open_store, tmp_path / "disk")
     store = open_store(host="c")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_states import Opener, deposit, generation, is_whole, two_ranks, write
 
 from scalai.core.errors import StoreError
 from scalai.launch.flags import parse_options
@@ -14,6 +13,7 @@ from scalai.launch.holdings import Holdings
 from scalai.launch.job import JobSpec
 from scalai.launch.leftovers import find_leftovers
 from scalai.store.host import HostStore
+from support.store_states import Opener, deposit, generation, is_whole, two_ranks, write
 
 CALLS = ("rename", "replace", "fsync", "unlink", "ftruncate", "posix_fallocate", "mkdir", "rmdir")
 

@@ -5,25 +5,13 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from bad_manifests import DAMAGES, UNFIT, change
-from format_reader import (
-    ITEM_BYTES,
-    FormatError,
-    Generation,
-    find_durable,
-    fingerprint,
-    read_header,
-    read_part,
-)
-from mixed_state import LONG, NOTHING, NUMBER, STEP, TENSORS, WEIGHT, bits_of, stores_of
-from store_states import generation, two_ranks
 
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.engine import reshard
@@ -37,6 +25,18 @@ from scalai.store.host import HostStore
 from scalai.store.manifest import FORMAT, VERSION, unite_hosts
 from scalai.store.places import MANIFEST
 from scalai.store.values import decode
+from support.bad_manifests import DAMAGES, UNFIT, change
+from support.format_fingerprint import fingerprint
+from support.format_reader import (
+    ITEM_BYTES,
+    FormatError,
+    Generation,
+    find_durable,
+    read_header,
+    read_part,
+)
+from support.mixed_state import LONG, NOTHING, NUMBER, STEP, TENSORS, WEIGHT, bits_of, stores_of
+from support.store_states import generation, two_ranks
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "docs" / "format.md"
@@ -49,8 +49,8 @@ def test_the_reader_needs_numpy_and_the_standard_library_alone() -> None:
         tree = ast.parse((SUPPORT / f"{name}.py").read_text())
         imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
         imported |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-        others = {each.partition(".")[0] for each in imported} - sys.stdlib_module_names
-        assert others <= {"numpy", "format_fingerprint"}
+        theirs = imported - {"numpy", "support.format_fingerprint"}
+        assert {each.partition(".")[0] for each in theirs} <= sys.stdlib_module_names
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def real_manifests(stores: Mapping[str, HostStore], tmp_path: Path) -> Iterator[
         yield from (json.loads((folder / MANIFEST).read_text()) for folder in folders)
 
 
-def check_names(table: Mapping[str, bool], real: list[Mapping[str, Any]]) -> None:
+def check_names(table: Mapping[str, bool], real: Sequence[Mapping[str, Any]]) -> None:
     """Check that the page names every field that is there, and no other one."""
     assert {name for each in real for name in each} == set(table)
     always = {name for name, is_always in table.items() if is_always}

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_states import (
+
+from scalai.core.collection import Collection, Tensor
+from scalai.core.coverage import check_coverage
+from scalai.core.errors import StoreError, UsageError
+from scalai.core.region import Box, whole
+from scalai.store import directory as directory_module
+from scalai.store.host import HostStore
+from scalai.store.manifest import UNNUMBERED, read_manifest, unite_hosts
+from support.store_states import (
     HALF,
     WEIGHT,
     Opener,
@@ -17,15 +25,6 @@ from store_states import (
     values_of,
     write,
 )
-
-from scalai.core.collection import Collection, Tensor
-from scalai.core.coverage import check_coverage
-from scalai.core.errors import StoreError, UsageError
-from scalai.core.region import Box, whole
-from scalai.store import directory as directory_module
-from scalai.store import pool as pool_module
-from scalai.store.host import HostStore
-from scalai.store.manifest import UNNUMBERED, read_manifest, unite_hosts
 
 
 def test_what_is_deposited_is_read_back(store: HostStore) -> None:
@@ -201,7 +200,7 @@ def test_a_file_system_that_fills_up_leaves_nothing_behind(
     def full(descriptor: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pool_module.os, "posix_fallocate", full)
+    monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(StoreError, match=r"No space left.*--shm-size"):
         store.reserve(two_ranks())
     assert not list(store.directory.glob("deposit-*"))

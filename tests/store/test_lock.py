@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_states import Opener
 
 from scalai.core.errors import StoreError
 from scalai.store import lock
 from scalai.store.host import HostStore
 from scalai.store.lock import LOCK, StoreLock, find_owner
 from scalai.store.secure import Folder
+from support.store_states import Opener
 
 HOLD = """
 import sys, os
@@ -79,9 +79,7 @@ def test_a_second_store_in_this_process_is_refused(open_store: Opener) -> None:
     open_store()
 
 
-def test_an_orphan_that_inherited_the_lock_does_not_keep_it(
-    tmp_path: Path, folder: Folder
-) -> None:
+def test_an_orphan_that_inherited_the_lock_does_not_keep_it(tmp_path: Path, folder: Folder) -> None:
     process = holder(tmp_path, "orphan")
     process.kill()
     process.wait(30)

@@ -6,9 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bad_manifests import DAMAGES, UNFIT, change
-from older_release import saved_by_an_older_release
-from store_states import Opener, generation
 
 from scalai.core.errors import LayoutError, StoreError
 from scalai.store.host import HostStore
@@ -25,6 +22,9 @@ from scalai.store.manifest import (
 )
 from scalai.store.places import MANIFEST
 from scalai.store.rows import StoredRows
+from support.bad_manifests import DAMAGES, UNFIT, change
+from support.older_release import saved_by_an_older_release
+from support.store_states import Opener, generation
 
 
 def test_a_manifest_survives_its_way_through_json(store: HostStore) -> None:

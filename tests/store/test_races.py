@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from store_states import Opener, deposit, generation, is_whole, two_ranks
 
 from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import StoreError
@@ -19,6 +18,8 @@ from scalai.core.region import whole
 from scalai.store import directory as directory_module
 from scalai.store import pool as pool_module
 from scalai.store.host import HostStore
+from scalai.store.prefault import prefault
+from support.store_states import Opener, deposit, generation, is_whole, two_ranks
 
 DEADLINE_S = 60.0
 
@@ -144,7 +145,6 @@ def narrow(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> HostStore:
 def make_slowly(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Have pages of files be made a second later. Returns what is set when some are to be made."""
     is_making = threading.Event()
-    prefault = pool_module.prefault
 
     def held(*arguments: Any) -> None:
         is_making.set()
@@ -172,7 +172,6 @@ def test_a_round_that_ends_stops_what_is_made_for_it(
 ) -> None:
     monkeypatch.setattr(pool_module, "STEP_BYTES", 4096)
     is_making = threading.Event()
-    prefault = pool_module.prefault
     steps: list[int] = []
 
     def slow(descriptor: int, low: int, high: int) -> None:
@@ -231,7 +230,7 @@ def test_a_store_that_cannot_be_removed_is_left_with_a_warning(
     def fail(path: Path) -> None:
         raise PermissionError(1, "Operation not permitted", str(path))
 
-    monkeypatch.setattr(directory_module.shutil, "rmtree", fail)
+    monkeypatch.setattr("shutil.rmtree", fail)
     store.remove()
     assert "event=left" in caplog.text and "scalai clean" in caplog.text
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -83,7 +83,7 @@ class Agents:
         path.write_text(f"[degrees]\n{degrees}\n{text}")
         return path
 
-    def __enter__(self) -> "Agents":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:

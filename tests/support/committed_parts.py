@@ -4,10 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from store_states import report, two_ranks, write
 
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
+from support.store_states import report, two_ranks, write
 
 
 def part(folder: Path, host: str, number: int, step: int, deposit: str) -> HostManifest:

@@ -13,8 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from wire_words import report_of, store_identity, told_by
-
 from scalai.core.errors import PeerError
 from scalai.core.messages import JsonText, Named
 from scalai.launch.coordinator import Coordinator
@@ -25,6 +23,7 @@ from scalai.launch.losses import Patience
 from scalai.launch.rendezvous_store import RendezvousStores
 from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes
+from support.wire_words import report_of, store_identity, told_by
 
 TOKEN = b"secret"
 DEADLINE_S = 60.0

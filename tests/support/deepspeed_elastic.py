@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Agents
-from alone import start_alone
+
+from support.agents import Agents
+from support.alone import start_alone
 
 SCRIPT = Path(__file__).with_name("deepspeed_job.py")
 TOLERANCE = 1e-6

@@ -8,6 +8,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -72,7 +73,7 @@ def main():
     data = Rows()
     is_torchs = options.loader_workers is not None
     if is_torchs:
-        sampler = DistributedSampler(data)
+        sampler: Any = DistributedSampler(data)
         workers = options.loader_workers
         loader = DataLoader(data, options.micro_batch, sampler=sampler, num_workers=workers)
     engine, _, deepspeed_loader, _ = deepspeed.initialize(
@@ -107,7 +108,8 @@ def train_pipeline(options):
         list(build_model()), num_stages=options.num_stages, partition_method="uniform",
         loss_fn=torch.nn.functional.cross_entropy,
     )  # fmt: skip
-    data = [(row, kind) for row, kind, _ in Rows()]
+    rows = Rows()
+    data = [rows[number][:2] for number in range(SAMPLES)]
     engine, *_ = deepspeed.initialize(
         args=options, model=model, training_data=data,
         model_parameters=[p for p in model.parameters() if p.requires_grad],
@@ -143,7 +145,7 @@ def compute(options, engine):
 def write(metrics, engine, losses, seen):
     total = torch.stack(losses).mean()
     dist.all_reduce(total)
-    everyones = [None] * dist.get_world_size()
+    everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, seen)
     if dist.get_rank() == 0:
         line = {

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tiny_job import TinyState, advance
 
 import scalai
+from support.tiny_job import TinyState, advance
 
 
 def main() -> None:

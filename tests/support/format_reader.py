@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from format_fingerprint import MODULI, fingerprint
+
+from support.format_fingerprint import MODULI, fingerprint
 
 Array = np.ndarray[Any, Any]
 

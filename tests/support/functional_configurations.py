@@ -118,7 +118,7 @@ def _check_all() -> None:
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     arguments.add_megatron_arguments = lambda fresh: parser
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    found = []
+    found: list[str | None] = []
     for world, flags in cases:
         os.environ["WORLD_SIZE"] = str(world)
         sys.argv = ["pretrain", *flags]

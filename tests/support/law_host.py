@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from wire_words import start, word_of
-
 from scalai.core import commands
 from scalai.core.collection import Collection
 from scalai.core.host import actions, events
@@ -16,6 +14,7 @@ from scalai.core.messages import JsonText
 from scalai.core.orders import WriteOrder
 from scalai.core.reports import Report
 from scalai.core.worker_messages import Publish, RankStepped, WorkerRequest
+from support.wire_words import start, word_of
 
 A = TypeVar("A", bound=Action)
 

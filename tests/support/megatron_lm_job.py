@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import SCALAI_RUN
-from ledgers import Entry, read_ledger
+
+from support.agents import SCALAI_RUN
+from support.ledgers import Entry, read_ledger
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
 """Folder of a Megatron-LM checkout: pretrain_gpt.py and megatron/ lie in it."""

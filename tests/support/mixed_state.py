@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from scalai.core.collection import ITEM_BYTES, Collection, Tensor, concatenate
+from scalai.core.collection import Collection, Tensor, concatenate
 from scalai.core.committed import Committed
-from scalai.core.dtypes import BITS, Bits
+from scalai.core.dtypes import BITS, ITEM_BYTES, Bits
 from scalai.core.fingerprint import piece_fingerprint, tensor_fingerprints
 from scalai.core.orders import RankDeposit, WriteOrder
 from scalai.core.region import Box, flat_range, whole

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agents import TINY_JOB, Agents
+from support.agents import TINY_JOB, Agents
 
 PORT = 29400
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -118,8 +118,8 @@ def network_agents(
     ]  # fmt: skip
     environment = {"SCALAI_JOB_TOKEN": TOKEN}
     with NetworkHosts() as hosts:
-        made = NetworkAgents(hosts, folder, degrees, script, environment=environment, **settings)
-        with made as agents:
+        agents = NetworkAgents(hosts, folder, degrees, script, environment=environment, **settings)
+        with agents:
             yield agents, hosts
 
 

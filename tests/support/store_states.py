@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from wire import travelled
 
 from scalai.core.collection import Collection, Tensor
 from scalai.core.dtypes import BITS, ITEM_BYTES
@@ -15,6 +14,7 @@ from scalai.store.deposit import Deposit
 from scalai.store.files import slices
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
+from support.wire import travelled
 
 Opener = Callable[..., HostStore]
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from wire import travelled
 
 from scalai.core import commands, reports
 from scalai.core.collection import Collection, Tensor
@@ -61,6 +60,7 @@ from scalai.store.manifest import (
     manifest_bytes,
     manifest_of_bytes,
 )
+from support.wire import travelled
 
 TENSORS = tuple(Tensor(f"param/t{number}", (4,), "F32") for number in range(4))
 TICK_S = 5.0
@@ -83,7 +83,7 @@ def use_virtual_time() -> None:
         admission, agent_events, desk, live_job, losses, resumption, roster, scaling, timeline,
     ):  # fmt: skip
         if hasattr(module, "time"):
-            module.time = shim
+            setattr(module, "time", shim)  # noqa: B010  # each has it as an import
 
 
 def print_of(tensor: Tensor, step: int) -> int:
@@ -329,8 +329,8 @@ class SimulatedHands:
             case "start" | "stop" | "snapshot":
                 return BeginDeposit(rank, number, worker.doing, worker.step)
             case "write":
-                prints = tuple(print_of(tensor, worker.step) for tensor in held.tensors)
-                return RankDeposited(rank, number, prints, f"r{rank}", none, none, 1, {})
+                made = tuple(print_of(tensor, worker.step) for tensor in held.tensors)
+                return RankDeposited(rank, number, made, f"r{rank}", none, none, 1, {})
             case "finish":
                 return RankFinished(rank, number, worker.step)
             case _:
@@ -540,7 +540,7 @@ class World:
             self.started.append((action.round, action.generation))
             start(action)
 
-        live._start = checked  # type: ignore[method-assign]
+        live._start = checked
 
     @property
     def live(self) -> Any:

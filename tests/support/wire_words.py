@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, get_args
 
-from scalai.core import commands, reports
+from scalai.core import commands, messages, reports
 from scalai.launch.coordinator_calls import StoreIdentity
 from scalai.runtime.codec import decode
 from scalai.runtime.connecting import Address, connect
@@ -76,7 +76,7 @@ def workers(
         "master_port": 1,
         "generation": None,
         "restorable_step": None,
-        "facts": commands.JsonText.of({}),
+        "facts": messages.JsonText.of({}),
     }
     return commands.Workers(round=round, placement=placement, **{**given, **facts})
 

@@ -1,6 +1,6 @@
 """Write what jobs leave and people write for them, as today's code does, to ``tests/data/<name>``.
 
-    .venv/bin/python tests/support/write_saved.py [NAME]     # NAME: this release's version
+    PYTHONPATH=tests .venv/bin/python -m support.write_saved [NAME]   # NAME: this release's version
 
 Run it again, under a new name, when one of these formats gets a field, and before a release. What
 is there is never written anew: ``tests/test_saved.py`` reads every folder, also of older releases.
@@ -15,14 +15,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from agents import tiny_agents
-from mixed_state import NUMBER, stores_of
-
 import scalai
 from scalai.core.degrees import ModelLimits
 from scalai.launch.durable import write_finished
 from scalai.launch.elastic_config import DeepSpeedConfig, ProbeConfig, ResizeConfig, StoreConfig
 from scalai.launch.elastic_file import DERIVED_LIMITS, load_config
+from support.agents import tiny_agents
+from support.mixed_state import NUMBER, stores_of
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -258,9 +258,7 @@ def _tell_sealed(step: Step, manifest: bytes | None) -> None:
         return
     under_way = current.deposit or Deposit("stop", 0)
     step.change_round(has_sealed=under_way.reason == "stop", give_up_at=None)
-    step.tell(
-        reports.Sealed(current.number, under_way.reason, manifest, dict(under_way.seconds))
-    )
+    step.tell(reports.Sealed(current.number, under_way.reason, manifest, dict(under_way.seconds)))
 
 
 def _hand_over(step: Step) -> None:

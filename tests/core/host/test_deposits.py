@@ -1,8 +1,6 @@
 """The law of a host: room for deposits, who writes what, and what is sealed."""
 
 import pytest
-from law_host import LawHost, MadeSlot
-from wire_words import start
 
 from scalai.core import commands, reports
 from scalai.core.host import actions, deposits
@@ -18,6 +16,8 @@ from scalai.core.host.events import (
 )
 from scalai.core.messages import JsonText
 from scalai.core.worker_messages import AwaitSlot, BeginDeposit, RankDeposited, RankStepped
+from support.law_host import LawHost, MadeSlot
+from support.wire_words import start
 
 NONE = JsonText.of(None)
 

@@ -18,7 +18,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from two_laws import TICK_S, Clock, World, use_virtual_time
 
 from scalai.core.errors import ScalaiError
 from scalai.core.host import deposits
@@ -27,6 +26,7 @@ from scalai.core.membership import Phase
 from scalai.launch.admission import Admission
 from scalai.launch.coordinator_calls import Join
 from scalai.launch.roster import Roster
+from support.two_laws import TICK_S, Clock, World, use_virtual_time
 
 NAMES = st.sampled_from("abc")
 LONG_S = 1500.0
@@ -211,7 +211,7 @@ def test_a_fault_that_was_mended_is_found_when_it_is_put_back(
 ) -> None:
     monkeypatch.setattr(*fault)
     with pytest.raises((AssertionError, KeyError, ScalaiError)):
-        run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(
             Histories,
             settings=settings(
                 max_examples=200, stateful_step_count=25, deadline=None, derandomize=True,

@@ -2,9 +2,6 @@
 
 import numpy as np
 import pytest
-from law_host import LawHost
-from store_states import two_ranks
-from wire_words import start, workers
 
 from scalai.core import commands, reports
 from scalai.core.host import actions
@@ -40,6 +37,9 @@ from scalai.core.worker_messages import (
     RankUnhooked,
     Source,
 )
+from support.law_host import LawHost
+from support.store_states import two_ranks
+from support.wire_words import start, workers
 
 HELD = two_ranks()
 SOURCES = {"b": commands.HeldPart(("h", 1), b"{}")}
@@ -360,5 +360,3 @@ def test_files_of_a_round_that_has_begun_again_are_its_own() -> None:
     slot: Slot = object()  # type: ignore[assignment]
     host.feed(Reserved(1, slot))
     assert host.discarded() == [slot]
-
-

@@ -2,8 +2,6 @@
 workers die or hang."""
 
 import pytest
-from law_host import LawHost
-from wire_words import start
 
 from scalai.core import commands
 from scalai.core.host import actions, stops
@@ -11,6 +9,8 @@ from scalai.core.host.events import Agreed, GroupOver, GroupStarted, Proposed, S
 from scalai.core.messages import JsonText
 from scalai.core.reports import Failed
 from scalai.core.worker_messages import BeginDeposit, RankDeposited, Stand, WorkerRequest
+from support.law_host import LawHost
+from support.wire_words import start
 
 NONE = JsonText.of(None)
 FREE = Seen(newest=7)

@@ -10,10 +10,10 @@ GATE = os.environ.get("SCALAI_TEST_GATE")
 if GATE is not None:
     _fsync = os.fsync
 
-    def _wait_and_sync(file: int) -> None:
+    def _wait_and_sync(file: int, gate: str = GATE) -> None:
         if os.readlink(f"/proc/self/fd/{file}").endswith(".distcp"):
-            while os.path.exists(GATE):
+            while os.path.exists(gate):
                 time.sleep(0.05)
         _fsync(file)
 
-    os.fsync = _wait_and_sync
+    os.fsync = _wait_and_sync  # type: ignore[assignment]

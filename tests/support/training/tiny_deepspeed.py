@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed_jobs import Job, import_all, make_engine, train
-from jobs import SEED
 
 from scalai.patches.deepspeed.state import DeepSpeedState
+from support.training.deepspeed_jobs import Job, import_all, make_engine, train
+from support.training.jobs import SEED
 
 LINEAR = torch.nn.functional.linear
 """Stage 3 puts its own in this place, for good: with it gradients come in another order, which

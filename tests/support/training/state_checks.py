@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from jobs import BEFORE, SEED, Job
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from tiny_gpt import Training
 
 from scalai.core.errors import RefusedError
 from scalai.patches.megatron.scalars import put_scalars, take_scalars
 from scalai.patches.megatron.state import MegatronState
+from support.training.jobs import BEFORE, SEED, Job
+from support.training.tiny_gpt import Training
 
 
 def losses(rank: int, store: dist.Store, job: Job, is_listed: bool) -> Any:

@@ -3,19 +3,19 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_jobs import SAVED_AFTER, STEPS, Job, Runner, Saver
 
 from scalai.converters.checkpoint import Values, WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.limits import Limits
 from scalai.converters.verify import verify
+from support.training.deepspeed_jobs import SAVED_AFTER, STEPS, Job, Runner, Saver
 
 LIMITS = Limits(memory_bytes=256 << 20, workers=1)
 FP32 = 1e-6
@@ -105,6 +105,39 @@ def check(
         for key in before[0]["saved"].keys() - of_module:
             assert rank["loaded"][key] == before[0]["saved"][key]
         assert rank["client_state"] == {"text": "kept", "n": 7}
+
+
+def read(path: Path) -> Any:
+    """Return the values of a file that DeepSpeed wrote."""
+    import torch
+
+    return torch.load(path, weights_only=False)
+
+
+def differences(a: Any, b: Any, where: str = "") -> Iterator[str]:
+    """Yield where two trees of values differ, up to the order of dictionaries' keys."""
+    import torch
+
+    if type(a) is not type(b):
+        yield f"{where}: {type(a).__name__} and {type(b).__name__}"
+    elif isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a, b):
+            yield f"{where}: {a} and {b}"
+    elif isinstance(a, dict):
+        for key in a.keys() | b.keys():
+            if key in a and key in b:
+                yield from differences(a[key], b[key], f"{where}/{key}")
+            else:
+                yield f"{where}/{key}: only in {'the first' if key in a else 'the second'}"
+    elif isinstance(a, list | tuple):
+        if len(a) != len(b):
+            yield f"{where}: {len(a)} and {len(b)} entries"
+        for number, entries in enumerate(zip(a, b, strict=False)):
+            yield from differences(*entries, f"{where}/{number}")
+    elif hasattr(a, "cur_scale"):
+        yield from differences(vars(a), vars(b), where)
+    elif a != b:
+        yield f"{where}: {a} and {b}"
 
 
 def make_universal(saved: Path, destination: Path, *flags: str) -> None:

@@ -150,7 +150,7 @@ def collect(pipes: Sequence[Any]) -> list[Any]:
     deadline = time.monotonic() + JOB_S
     while len(answers) < len(pipes):
         left = [pipe for pipe in pipes if pipe not in answers]
-        ready = wait(left, max(deadline - time.monotonic(), 0))
+        ready: list[Any] = wait(left, max(deadline - time.monotonic(), 0))
         if not ready:
             break
         for pipe in ready:
@@ -169,7 +169,7 @@ def answer(job: Job, rank: int, meeting: str, pipe: Any) -> None:
         if job.script is not None:
             pipe.send(run_script(job, meeting))
         elif job.gpt is not None:
-            from hugging_jobs import run as run_gpt
+            from support.training.hugging_jobs import run as run_gpt
 
             pipe.send(run_gpt(job, meeting))
         else:
@@ -233,10 +233,10 @@ def run(job: Job, meeting: str) -> dict[str, Any]:
         seen["losses"].append(train(engine, job, step))
         seen["rates"].append([group["lr"] for group in engine.optimizer.param_groups])
         if step + 1 == SAVED_AFTER and job.save is not None:
-            state: dict[str, Any] = {"note": {"text": "kept", "n": 7}}
+            client: dict[str, Any] = {"note": {"text": "kept", "n": 7}}
             if job.info:
-                state["universal_checkpoint_info"] = job.info
-            engine.save_checkpoint(job.save, client_state=state)
+                client["universal_checkpoint_info"] = job.info
+            engine.save_checkpoint(job.save, client_state=client)
             seen["saved"] = describe(engine)
     if job.save is not None:
         engine.save_checkpoint(job.save, client_state={"note": {}}, save_latest=False)
@@ -295,15 +295,15 @@ def make_engine(job: Job) -> Any:
 
     model, mpu = make_model(job.frozen, job.empty), None
     if (job.tp or job.pp) and not job.automatic:
-        from deepspeed_parallel import make_parallel_model
+        from support.training.deepspeed_parallel import make_parallel_model
 
         model, mpu = make_parallel_model(job)
     elif job.automatic:
-        from deepspeed_parallel import Automatic
+        from support.training.deepspeed_parallel import Automatic
 
         model = Automatic()
     elif job.experts:
-        from deepspeed_experts import Routed
+        from support.training.deepspeed_experts import Routed
 
         model = Routed(job)
     micro_batches = MICRO_BATCHES if job.pp else 1
@@ -315,7 +315,7 @@ def make_engine(job: Job) -> Any:
         for members, decay in zip((decayed, others), job.decay, strict=True)
     ]
     if job.experts:
-        from deepspeed_experts import split
+        from support.training.deepspeed_experts import split
 
         groups = split(groups)
     kind = getattr(deepspeed.ops.adam, job.compiled) if job.compiled else torch.optim.AdamW
@@ -333,7 +333,7 @@ def make_engine(job: Job) -> Any:
         **job.config,
     }
     if job.automatic and job.tp > 1:
-        from deepspeed_parallel import automatic_config
+        from support.training.deepspeed_parallel import automatic_config
 
         config |= automatic_config(job.tp)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
@@ -373,6 +373,11 @@ def make_model(is_partly_frozen: bool, has_empty: bool) -> Any:
             return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
     class Model(nn.Module):
+        calls: torch.Tensor
+        average: torch.Tensor
+        is_seen: torch.Tensor
+        order: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.embedding = nn.Embedding(VOCABULARY, HIDDEN)

@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs import AFTER, OTHER_SEED, SEED, mean_losses
-from worker_pool import WorkerPool
-
 from scalai.core.collection import Collection, concatenate
 from scalai.core.coverage import check_coverage
 from scalai.core.fingerprint import compare, tensor_fingerprints
@@ -15,6 +12,8 @@ from scalai.core.plan import plan
 from scalai.core.sources import Holder
 from scalai.store.host import HostStore
 from scalai.store.moves import holders_of, read_orders
+from support.training.jobs import AFTER, OTHER_SEED, SEED, mean_losses
+from support.training.worker_pool import WorkerPool
 
 Proof = tuple[Collection, list[int]]
 AnyJob = Any
@@ -71,6 +70,15 @@ def train_and_deposit(pool: WorkerPool, job: AnyJob, store: HostStore) -> Run:
     store.seal(deposit, step=AFTER.start, about=about, parts=parts)
     store.commit(deposit, 1)
     return _united([run for _, run in answers])
+
+
+def check(result: Result, tolerance: float) -> None:
+    """Compare losses, learning rate and skipped steps of both runs."""
+    print(f"largest relative difference of a loss: {result.largest_difference:.1e}")
+    assert len(result.uninterrupted.losses) == len(result.resized.losses) > 0
+    assert result.largest_difference <= tolerance
+    assert result.resized.learning_rate == result.uninterrupted.learning_rate
+    assert result.resized.skipped == result.uninterrupted.skipped
 
 
 def _restore_and_train(

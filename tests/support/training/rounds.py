@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from worker_pool import WorkerPool
+
+from support.training.worker_pool import WorkerPool
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ warnings.filterwarnings("ignore")  # DeepSpeed's own, about what a CPU machine l
 
 import torch
 import torch.distributed as dist
-from deepspeed_jobs import import_all
-from rounds import Round, Seen
 
 from scalai.core.errors import ScalaiError
 from scalai.patches import hooks
@@ -36,6 +34,8 @@ from scalai.runtime.orphans import die_with_parent
 from scalai.runtime.rows import held_rows, piece_view, wanted_rows
 from scalai.runtime.session import Session
 from scalai.store.manifest import unite
+from support.training.deepspeed_jobs import import_all
+from support.training.rounds import Round, Seen
 
 hooks.install()
 deepspeed = import_all()
@@ -95,7 +95,7 @@ def _run_rank(rank: int, given: Round) -> None:
     job = sessions._current = RoundSession(given)
     module, _, name = given.script.partition(":")
     try:
-        getattr(importlib.import_module(module), name)(**given.arguments)
+        getattr(importlib.import_module(f"{__package__}.{module}"), name)(**given.arguments)
         job.finish()
         seen.ending = "finished"
     except SystemExit:

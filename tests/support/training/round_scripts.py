@@ -6,8 +6,9 @@ from typing import Any
 
 import deepspeed
 import torch
-from rounds_worker import note
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from support.training.rounds_worker import note
 
 SAMPLES, WIDTH, CLASSES, MICRO_BATCH = 24, 6, 4, 3
 CONFIG = {

@@ -9,15 +9,15 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from checkpoints import state
-from damage import link_outside
-from rejects import Case, edit_values, rename, report_version, spoil, with_nan
 
 from scalai.converters.checkpoint import REPORT, WriteOptions
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named
 from scalai.converters.limits import Limits
 from scalai.store.manifest import _digest
+from support.checkpoints import state
+from support.damage import link_outside
+from support.rejects import Case, edit_values, rename, report_version, spoil, with_nan
 
 PART = "generation-1/offline"
 FILE = f"{PART}/rank-0.safetensors"

@@ -19,7 +19,6 @@ rehearsal.install()
 import torch
 import torch._dynamo  # the first optimizer would import it: here once for all workers
 import torch.distributed as dist
-from jobs import SEED, Job
 from megatron.core import num_microbatches_calculator as microbatches
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -39,11 +38,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tiny_muon import muon_optimizer
-from tiny_t5 import translate, translator
 
 from scalai.patches.megatron.shapes import unwrap
 from scalai.patches.megatron.state import MegatronState
+from support.training.jobs import SEED, Job
+from support.training.tiny_muon import muon_optimizer
+from support.training.tiny_t5 import translate, translator
 
 torch.set_num_threads(1)
 

@@ -5,15 +5,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed_jobs import Job
-from jobs import AFTER, BEFORE, OTHER_SEED, SEED
-from tiny_deepspeed import Training
 
 from scalai.core.errors import ScalaiError
 from scalai.patches.deepspeed.loading import install
 from scalai.patches.deepspeed.state import DeepSpeedState
+from support.training.deepspeed_jobs import Job
+from support.training.jobs import AFTER, BEFORE, OTHER_SEED, SEED
+from support.training.tiny_deepspeed import Training
 
-CLIENT = {"note": {"text": "kept", "n": 7}, "streams": torch.arange(5, dtype=torch.uint8)}
+CLIENT: dict[str, Any] = {
+    "note": {"text": "kept", "n": 7},
+    "streams": torch.arange(5, dtype=torch.uint8),
+}
 COUNTERS = "global_steps", "global_samples", "skipped_steps"
 
 

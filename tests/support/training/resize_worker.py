@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from deposited_rows import write_rows
-from jobs import AFTER, BEFORE
-from wire import travelled
 
 from scalai.core.collection import Collection
 from scalai.core.orders import RankDeposit, ReadOrder, WriteOrder
@@ -17,6 +14,9 @@ from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import LiveState, Slot
 from scalai.runtime.restore import read_rows
 from scalai.runtime.rows import collection_of, held_rows, wanted_rows
+from support.deposited_rows import write_rows
+from support.training.jobs import AFTER, BEFORE
+from support.wire import travelled
 
 Row = tuple[Slot, Piece]
 Proof = tuple[Collection, list[int]]
@@ -37,12 +37,12 @@ _live: list[_Live] = []
 def build(rank: int, store: dist.Store, trainer: str, job: Any, seed: int, what: str) -> Collection:
     """Build a job and leave it there; return what this rank holds or wants.
 
-    ``trainer``: the module whose ``Training`` builds and trains it.
+    ``trainer``: the module of this package whose ``Training`` builds and trains it.
     """
     for forgotten in _live:
         forgotten.training.close()
     _live.clear()
-    training = importlib.import_module(trainer).Training(job, rank, store, seed)
+    training = importlib.import_module(f"{__package__}.{trainer}").Training(job, rank, store, seed)
     state = training.state()
     _live.append(_Live(training, state, state.slots()))
     slots = _live[0].slots

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from scalai.converters import engine, forked, records, verify
 from scalai.launch import cli
@@ -29,9 +30,14 @@ def peak_bytes(*arguments: object) -> int:
     return int(done.stdout.splitlines()[-1])
 
 
+def in_this_process(function: Any, items: Any, _: int) -> Any:
+    return forked.map_forked(function, items, 0)
+
+
 def main() -> None:
-    for module in (engine, records, verify):
-        module.map_forked = lambda function, items, _: forked.map_forked(function, items, 0)
+    modules: tuple[Any, ...] = engine, records, verify
+    for module in modules:
+        module.map_forked = in_this_process
     peak, has_ended = [0], threading.Event()
 
     def sample() -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed_jobs import Job
-from jobs import BEFORE, SEED
-from tiny_deepspeed import Training
 
 from scalai.core.errors import RefusedError
 from scalai.patches.deepspeed.refusals import refuse_unsupported
+from support.training.deepspeed_jobs import Job
+from support.training.jobs import BEFORE, SEED
+from support.training.tiny_deepspeed import Training
 
 
 def losses(rank: int, store: dist.Store, job: Job, is_listed: bool) -> Any:

@@ -45,13 +45,13 @@ class _Sum(torch.autograd.Function):
         return gradients[0]
 
 
-def cut(whole: torch.Tensor, dim: int, parts: int = 1) -> nn.Parameter:
+def cut(whole: torch.Tensor, dim: int, parts: int = 1) -> Any:
     """Return this rank's shard: of each of the parts that lie one behind the other."""
     if group is None:
         return nn.Parameter(whole)
     tp, rank = dist.get_world_size(group), dist.get_rank(group)
     shards = [part.chunk(tp, dim)[rank] for part in whole.chunk(parts, dim)]
-    parameter = nn.Parameter(torch.cat(shards, dim).contiguous())
+    parameter: Any = nn.Parameter(torch.cat(shards, dim).contiguous())
     parameter.tensor_model_parallel = True  # DeepSpeed adds up its norm over the ranks
     parameter.partition_dim, parameter.partition_stride = dim, parts  # as Megatron's layers
     return parameter

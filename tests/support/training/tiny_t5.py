@@ -3,13 +3,14 @@
 from typing import Any
 
 import torch
-from jobs import Job
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import (
     get_t5_decoder_with_local_block_spec,
     get_t5_encoder_with_local_block_spec,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from support.training.jobs import Job
 
 
 def translator(job: Job, config: TransformerConfig) -> T5Model:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from checkpoint_worker import Run, arguments_of, chunk_name, train_to_the_end
-from jobs import AFTER, BEFORE, OTHER_SEED, SEED, Job
 from megatron.core import parallel_state, tensor_parallel
-from tiny_gpt import Training
 
 from scalai.patches.megatron.shapes import unwrap
+from support.training.checkpoint_worker import Run, arguments_of, chunk_name, train_to_the_end
+from support.training.jobs import AFTER, BEFORE, OTHER_SEED, SEED, Job
+from support.training.tiny_gpt import Training
 
 
 def train_save_train(rank: int, store: dist.Store, job: Job, directory: str) -> Run:

@@ -1,14 +1,9 @@
 """A DeepSpeed job that trains a model of ``hugging_models`` on Megatron's samples."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "patches"))
-
-import deepspeed_jobs
-import jobs
-from hugging_models import engine_of, samples
+from support.training import deepspeed_jobs, jobs
+from support.training.hugging_models import engine_of, samples
 
 
 def run(job: "deepspeed_jobs.Job", meeting: str) -> dict[str, Any]:

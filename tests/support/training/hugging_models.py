@@ -8,9 +8,10 @@ import math
 from typing import Any
 
 import torch
-from jobs import Job
 from torch import nn
 from torch.nn import functional
+
+from support.training.jobs import Job
 
 Tokens = torch.Tensor
 
@@ -62,8 +63,8 @@ class Attention(nn.Module):
         self.c_proj = Conv1D(job.hidden, job.hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.c_attn(x).chunk(3, dim=-1)
-        return self.c_proj(attend(*parts, self.heads, self.heads))
+        queries, keys, values = self.c_attn(x).chunk(3, dim=-1)
+        return self.c_proj(attend(queries, keys, values, self.heads, self.heads))
 
 
 class Mlp(nn.Module):
@@ -94,9 +95,10 @@ class Gpt2(nn.Module):
 
     def __init__(self, job: Job) -> None:
         super().__init__()
-        self.transformer = nn.ModuleDict(
+        embedding = nn.Embedding(job.padded_vocabulary, job.hidden)
+        self.transformer: Any = nn.ModuleDict(
             {
-                "wte": nn.Embedding(job.padded_vocabulary, job.hidden),
+                "wte": embedding,
                 "wpe": nn.Embedding(job.sequence, job.hidden),
                 "h": nn.ModuleList(Block(job) for _ in range(job.layers)),
                 "ln_f": nn.LayerNorm(job.hidden),
@@ -104,7 +106,7 @@ class Gpt2(nn.Module):
         )
         self.lm_head = nn.Linear(job.hidden, job.padded_vocabulary, bias=False)
         if job.is_tied:
-            self.lm_head.weight = self.transformer["wte"].weight
+            self.lm_head.weight = embedding.weight
 
     def forward(self, tokens: Tokens, labels: Tokens) -> torch.Tensor:
         x = self.transformer["wte"](tokens) + self.transformer["wpe"].weight[: tokens.shape[1]]
@@ -131,11 +133,9 @@ class LlamaAttention(nn.Module):
         self.rotary_emb.register_buffer("inv_freq", speeds)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rotated = (
-            self._rotated(part, heads)
-            for part, heads in ((self.q_proj(x), self.heads), (self.k_proj(x), self.groups))
-        )
-        return self.o_proj(attend(*rotated, self.v_proj(x), self.heads, self.groups))
+        queries = self._rotated(self.q_proj(x), self.heads)
+        keys = self._rotated(self.k_proj(x), self.groups)
+        return self.o_proj(attend(queries, keys, self.v_proj(x), self.heads, self.groups))
 
     def _rotated(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """Turn pairs of a half each by the position's angles."""
@@ -176,16 +176,17 @@ class Llama(nn.Module):
 
     def __init__(self, job: Job) -> None:
         super().__init__()
-        self.model = nn.ModuleDict(
+        embedding = nn.Embedding(job.padded_vocabulary, job.hidden)
+        self.model: Any = nn.ModuleDict(
             {
-                "embed_tokens": nn.Embedding(job.padded_vocabulary, job.hidden),
+                "embed_tokens": embedding,
                 "layers": nn.ModuleList(LlamaBlock(job) for _ in range(job.layers)),
                 "norm": nn.RMSNorm(job.hidden, eps=1e-5),
             }
         )
         self.lm_head = nn.Linear(job.hidden, job.padded_vocabulary, bias=False)
         if job.is_tied:
-            self.lm_head.weight = self.model["embed_tokens"].weight
+            self.lm_head.weight = embedding.weight
 
     def forward(self, tokens: Tokens, labels: Tokens) -> torch.Tensor:
         x = self.model["embed_tokens"](tokens)

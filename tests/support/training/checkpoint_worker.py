@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from jobs import AFTER, BEFORE, OTHER_SEED, SEED, Job
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
@@ -25,9 +24,10 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
-from tiny_gpt import SEVERAL_BUCKETS, Training
 
 from scalai.patches.megatron.shapes import unwrap
+from support.training.jobs import AFTER, BEFORE, OTHER_SEED, SEED, Job
+from support.training.tiny_gpt import SEVERAL_BUCKETS, Training
 
 # The writer's results would come through a spawned manager, which imports the main module again.
 for called in ("_get_write_results_queue", "get_write_results_queue"):  # as it is from 0.17 on

@@ -8,8 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from checkpoints import state, write
-from damage import (
+from scalai.converters.archive_layout import lay_out_archive
+from scalai.converters.checkpoint import Checkpoint
+from scalai.converters.megatron.torch_dist_common import content_of
+from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey, read_metadata
+from scalai.converters.torch_archive import NewTensor
+from scalai.core.region import Box
+from support.checkpoints import state, write
+from support.damage import (
     View,
     age,
     change_chunks,
@@ -23,15 +29,8 @@ from damage import (
     rewrite_zip,
     write_view,
 )
-from rejects import Case, rename, report_version, spoil, with_nan
-from test_torch_legacy import SHARED, convert, gpt
-
-from scalai.converters.archive_layout import lay_out_archive
-from scalai.converters.checkpoint import Checkpoint
-from scalai.converters.megatron.torch_dist_common import content_of
-from scalai.converters.megatron.torch_dist_metadata import Chunk, Extent, StoredKey, read_metadata
-from scalai.converters.torch_archive import NewTensor
-from scalai.core.region import Box
+from support.legacy_checkpoints import SHARED, convert, gpt
+from support.rejects import Case, rename, report_version, spoil, with_nan
 
 ITERATION = "iter_0000003"
 EMBEDDING = "embedding.word_embeddings.weight"

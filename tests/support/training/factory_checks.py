@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import tiny_gpt  # noqa: F401 - turns rehearsal mode on
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.ssm.mamba_mixer import _split_tensor_factory
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
+import support.training.tiny_gpt  # noqa: F401 - turns rehearsal mode on
 from scalai.core.errors import RefusedError
 from scalai.patches.megatron.shapes import global_name, parts_of
 

@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from checkpoints import deepspeed_state, write
-from damage import (
+from scalai.converters.torch_archive import NewTensor
+from support.checkpoints import deepspeed_state, write
+from support.damage import (
     View,
     age,
     change_tree,
@@ -17,9 +18,7 @@ from damage import (
     plant,
     write_view,
 )
-from rejects import Case, rename, report_version, spoil, with_nan
-
-from scalai.converters.torch_archive import NewTensor
+from support.rejects import Case, rename, report_version, spoil, with_nan
 
 TAG = "global_step3"
 WHOLE = "mp_rank_00_model_states.pt"
@@ -38,7 +37,10 @@ def lose(name: str, tag: str = TAG) -> Any:
 
 
 def copy(name: str, to: str) -> Any:
-    return rename(lambda at: shutil.copy(at / TAG / name, at / TAG / to), f"copy_to_{to}")
+    def copy_there(at: Path) -> None:
+        shutil.copy(at / TAG / name, at / TAG / to)
+
+    return rename(copy_there, f"copy_to_{to}")
 
 
 def cut(path: Path) -> None:

@@ -36,7 +36,7 @@ class WorkerPool:
 
     def __init__(self, size: int, release: Path | None = None, trainer: str = "tiny_gpt") -> None:
         """``release``: a directory with another release of the framework than the installed.
-        ``trainer``: the module that trains, with its framework."""
+        ``trainer``: the module of this package that trains, with its framework."""
         self._size = size
         self._release = release
         self.trainer = trainer
@@ -48,9 +48,9 @@ class WorkerPool:
     def run(self, function: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a function on as many workers as there are entries in ``arguments``.
 
-        ``function`` is ``module:name``, so that this process need not import what the workers do.
-        It is called as ``name(rank, store, *arguments[rank])``; no other call uses this ``store``.
-        Returns the results by rank.
+        ``function`` is ``module:name`` of this package, so that this process need not import what
+        the workers do. It is called as ``name(rank, store, *arguments[rank])``; no other call uses
+        this ``store``. Returns the results by rank.
         """
         world = len(arguments)
         assert world <= self._size, f"{world} ranks asked of a pool of {self._size}"
@@ -88,9 +88,8 @@ class WorkerPool:
         self._store = None
 
     def _start(self) -> None:
-        before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-        folders = [Path(__file__).parent, Path(__file__).parent.with_name("converters")]
-        os.environ.update(PYTHONPATH=os.pathsep.join(map(str, folders)), OMP_NUM_THREADS="1")
+        before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
         try:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             # Megatron's fork server imports torch and megatron once for all pools; there is one a
@@ -99,15 +98,14 @@ class WorkerPool:
             start = self._start_by_server if is_forked else self._start_by_parent
             start(self._store.port)
         finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            if before is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = before
 
     def _start_by_server(self, port: int) -> None:
         context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([self.trainer])
+        context.set_forkserver_preload([f"{__package__}.{self.trainer}"])
         for rank in range(self._size):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, port, there), daemon=True)
@@ -154,7 +152,7 @@ def _fork_workers(
     """Import a framework and fork workers of it; end when they do, or end them when terminated."""
     if release is not None:
         sys.path.insert(0, str(release))
-    importlib.import_module(trainer)
+    importlib.import_module(f"{__package__}.{trainer}")
     context = multiprocessing.get_context("fork")
     workers = [
         context.Process(target=_serve, args=(rank, port, pipes[rank], pipes), daemon=True)
@@ -182,7 +180,7 @@ def _serve(rank: int, port: int, pipe: Connection, pipes: Sequence[Connection] =
             return
         try:
             module, _, name = function.partition(":")
-            call = getattr(importlib.import_module(module), name)
+            call = getattr(importlib.import_module(f"{__package__}.{module}"), name)
             error, answer = "", call(rank, dist.PrefixStore(prefix, store), *values)
         except BaseException:
             error, answer = traceback.format_exc(), None

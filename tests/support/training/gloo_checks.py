@@ -2,9 +2,10 @@
 
 import gc
 
-import tiny_gpt  # noqa: F401  # rehearsal is on
 import torch
 import torch.distributed as dist
+
+import support.training.tiny_gpt  # noqa: F401  # rehearsal is on
 
 
 def unequal_parts(rank: int, store: dist.Store, sizes: list[int]) -> tuple[list[int], list[int]]:

@@ -18,6 +18,8 @@ VOCABULARY, HIDDEN = 31, 17
 class Expert(nn.Module):
     """A block with a buffer of its own; one of its biases may be frozen."""
 
+    calls: torch.Tensor
+
     def __init__(self, *, is_frozen: bool) -> None:
         super().__init__()
         self.up = nn.Linear(HIDDEN, HIDDEN + 2)

@@ -1,0 +1,1 @@
+"""What tests share; ``tests`` is on the search path of every process that they start."""
