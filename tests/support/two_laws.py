@@ -436,7 +436,7 @@ class SimulatedHost:
     def incarnation(self) -> str:
         return f"{self.name}{self.number}"
 
-    def join(self) -> None:
+    def enter_job(self) -> None:
         """Become part of the job, if it is taken in."""
         self.number += 1
         self.wants_to_join, self.told, self.received = False, 0, 0
@@ -669,7 +669,7 @@ class World:
             return
         if host.wants_to_join:
             self.happened += 1
-            host.join()
+            host.enter_job()
         elif what == "net":
             host.exchange(is_repeated=is_repeated)
         elif what == "work" and host.work:
