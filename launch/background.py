@@ -53,7 +53,7 @@ class Background:
         def done(result: "Future[Result]") -> None:
             error = result.exception()
             if error is None:
-                then(result.result())
+                then(result.result())  # it is done
             else:
                 self._put(lambda: _fail(error))
 

@@ -15,7 +15,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from scalai.core.errors import AnswerError, EndedError
 from scalai.launch import host_signals
-from scalai.launch.agent import Member, open_agent
 from scalai.launch.card import take_token
 from scalai.launch.caretaker import AHEAD, stay
 from scalai.launch.check_elastic import check_elastic
@@ -27,6 +26,7 @@ from scalai.launch.hostfile import expand_hostfile
 from scalai.launch.interfaces import address_towards, interface_environment
 from scalai.launch.job import JobSpec
 from scalai.launch.logs import configure
+from scalai.launch.member import Member, open_agent
 from scalai.launch.places import Place, find_coordinator
 from scalai.launch.probe import DeviceProbe
 from scalai.launch.program import exit_code_of, worker_count

@@ -17,8 +17,9 @@ from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Round, Settings
 from scalai.core.worker_messages import Hello
-from scalai.launch.agent import Agent, Loop, Member, Served
+from scalai.launch.agent import Agent, Loop
 from scalai.launch.crew import Crew
+from scalai.launch.member import Member, Served
 from support.wire_words import start
 
 DEADLINE_S = 60.0

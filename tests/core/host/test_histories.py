@@ -26,7 +26,8 @@ from scalai.core.membership import Phase
 from scalai.launch.admission import Admission
 from scalai.launch.coordinator_calls import Join
 from scalai.launch.roster import Roster
-from support.two_laws import TICK_S, Clock, World, use_virtual_time
+from support.simulated_host import Clock, use_virtual_time
+from support.two_laws import TICK_S, World
 
 NAMES = st.sampled_from("abc")
 LONG_S = 1500.0

@@ -1,0 +1,490 @@
+"""Hosts with the real law of a host, whose workers and stores are simulated, in virtual time.
+
+A state is four tensors, whole on whoever holds them; the fingerprint of one tells its step.
+"""
+
+import types
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scalai.core import commands, reports
+from scalai.core.collection import Collection, Tensor
+from scalai.core.errors import PeerError, ScalaiError
+from scalai.core.host import actions, events
+from scalai.core.host.actions import Action
+from scalai.core.host.events import Event
+from scalai.core.host.state import HostState, Round, Settings
+from scalai.core.messages import JsonText, Named
+from scalai.core.orders import WriteOrder
+from scalai.core.region import whole
+from scalai.core.reports import Report
+from scalai.core.worker_messages import (
+    BeginDeposit,
+    Hello,
+    Publish,
+    RankDeposited,
+    RankFinished,
+    RankRestored,
+    RankStepped,
+    Source,
+)
+from scalai.launch import (
+    admission,
+    agent_events,
+    desk,
+    live_job,
+    losses,
+    resumption,
+    roster,
+    scaling,
+    timeline,
+)
+from scalai.launch.agent import Agent, Loop
+from scalai.launch.coordinator_calls import Farewell, Join, Poll, StoreIdentity, Tell
+from scalai.launch.generations import deposit_name
+from scalai.store.manifest import (
+    HostManifest,
+    StoredFile,
+    manifest_bytes,
+    manifest_of_bytes,
+)
+from support.wire import travelled
+
+if TYPE_CHECKING:
+    from support.two_laws import World
+
+TENSORS = tuple(Tensor(f"param/t{number}", (4,), "F32") for number in range(4))
+
+
+class Clock:
+    """The one clock of all simulated processes, in seconds."""
+
+    now = 1000.0
+
+
+def use_virtual_time() -> None:
+    """Have the coordinator's modules read ``Clock``."""
+    shim = types.SimpleNamespace(
+        monotonic=lambda: Clock.now, time=lambda: Clock.now, sleep=lambda seconds: None
+    )
+    for module in (
+        admission, agent_events, desk, live_job, losses, resumption, roster, scaling, timeline,
+    ):  # fmt: skip
+        if hasattr(module, "time"):
+            setattr(module, "time", shim)  # noqa: B010  # each has it as an import
+
+
+def print_of(tensor: Tensor, step: int) -> int:
+    """Return the fingerprint of a whole tensor at a step."""
+    return 1 + step * len(TENSORS) + TENSORS.index(tensor)
+
+
+class NoStores:
+    """Workers meet nowhere."""
+
+    def __init__(self) -> None:
+        self._port = 0
+
+    def wait_ready(self) -> None: ...
+
+    def open(self) -> int:
+        self._port += 1
+        return self._port
+
+    def close(self, port: int) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class EverySlot:
+    """Files for a deposit: each rank writes what it holds."""
+
+    def __init__(self, held: dict[int, Collection]) -> None:
+        self.held = held
+        self.orders = {rank: WriteOrder(rank, f"{rank}", (0,), (0,)) for rank in held}
+
+    def take_over(self, lost: int, alive: Iterable[int]) -> dict[int, WriteOrder]:
+        names = {tensor.name for tensor in self.held[lost].tensors}
+        for rank in sorted(set(alive) - {lost}):
+            if names <= {tensor.name for tensor in self.held[rank].tensors}:
+                return {rank: WriteOrder(rank, f"{lost}", (0,), (0,))}
+        return {}
+
+
+@dataclass(slots=True)
+class Worker:
+    """One rank: ``doing`` is what it calls next, ``call`` what it waits for."""
+
+    rank: int
+    doing: str = "hello"
+    step: int = 0
+    source: int | None = None
+    """The step that it has restored; None: its own initial state."""
+    call: int | None = None
+    exit: int | None = None
+    is_hung: bool = False
+    is_gone: bool = False
+    """Whether its end has been noticed as that of its connection."""
+
+
+@dataclass(slots=True)
+class Group:
+    """The workers of one round on a host, and their page."""
+
+    workers: dict[int, Worker]
+    proposed: int | None = None
+    agreed: int | None = None
+
+
+class SimulatedHands:
+    """Does on simulated workers and files what the law of a host decides."""
+
+    def __init__(self, host: "SimulatedHost") -> None:
+        self._host = host
+        self._groups: dict[int, Group] = {}
+        self.waits: dict[int, Worker] = {}
+        self.calls = 0
+
+    @property
+    def groups(self) -> Any:
+        return self._groups
+
+    def generations(self) -> frozenset[int]:
+        return frozenset(self._host.store)
+
+    def seen(self, current: Round | None) -> events.Seen | None:
+        group = None if current is None else self._groups.get(current.number)
+        if group is None:
+            return None
+        workers = group.workers.values()
+        agreed = group.agreed
+        return events.Seen(
+            newest=max((worker.step for worker in workers), default=0),
+            reached=frozenset(w.rank for w in workers if agreed is not None and w.step >= agreed),
+            ended={w.rank: w.exit for w in workers if w.exit is not None},
+        )
+
+    def arrivals(self) -> Iterable[Event]:
+        return ()
+
+    def take_call(self, answer: "Future[Any]") -> int:
+        raise AssertionError("workers call the law")
+
+    def perform(self, action: Action) -> Iterable[Event]:
+        host = self._host
+        match action:
+            case actions.Log():
+                host.log.append(action.text)
+            case actions.Tell(report):
+                host.untold.append(report)
+            case actions.Answer(call, value):
+                self._answered(call, value)
+            case actions.Welcome(call):
+                self._answered(call, "welcome")
+            case actions.Refuse(call):
+                self.waits.pop(call, None)
+            case actions.StartGroup(workers):
+                return self._start(workers)
+            case actions.EndGroup(number):
+                return [self._end(number)]
+            case actions.Poll(number):
+                return self._poll(number)
+            case actions.Propose(number, stop):
+                group = self._groups[number]
+                group.proposed = stop
+                newest = max(worker.step for worker in group.workers.values())
+                return [events.Proposed(number, stop, newest)]
+            case actions.Agree(number, stop):
+                over = self._poll(number)
+                if over:
+                    return over
+                self._groups[number].agreed = stop
+                return [events.Agreed(number, stop)]
+            case actions.WithdrawStop(number):
+                self._groups[number].proposed = self._groups[number].agreed = None
+            case actions.Kill(number, ranks):
+                for rank in ranks:
+                    self._groups[number].workers[rank].exit = -9
+            case actions.Rejoin():
+                host.wants_to_join = True
+            case _:
+                return self._of_the_store(action)
+        return ()
+
+    def _of_the_store(self, action: Action) -> Iterable[Event]:
+        host = self._host
+        match action:
+            case actions.Reserve(number, held):
+                slot = EverySlot(dict(held))
+                is_full = host.is_full
+                host.work.append(
+                    lambda: events.NoRoom(number, "full") if is_full
+                    else events.Reserved(number, slot)
+                )  # fmt: skip
+            case actions.Seal():
+                host.work.append(lambda: host.seal(action))
+            case actions.Fetch(start, wants):
+                host.work.append(lambda: host.fetch(start, wants))
+            case actions.TryCommit():
+                return host.commit(action)
+            case actions.DiscardSealed(kept):
+                host.sealed = {n: m for n, m in host.sealed.items() if n in kept}
+            case actions.Drop(generation):
+                host.store.pop(generation, None)
+            case actions.Doubt(generation):
+                left = host.store.get(generation)
+                found = None if left is None else manifest_bytes(left)
+                host.untold.append(reports.Doubted(generation, found))
+            case actions.Look():
+                host.untold.append(reports.Attached((), ()))
+        return ()
+
+    # ------------------------------------------------------------------ workers
+
+    def _start(self, workers: commands.Workers) -> Iterable[Event]:
+        if self._host.cannot_start:
+            return [events.GroupNotStarted(workers.round, "no process")]
+        ranks = workers.placement.ranks
+        self._groups[workers.round] = Group({rank: Worker(rank) for rank in ranks})
+        return [events.GroupStarted(workers.round)]
+
+    def _end(self, number: int) -> Event:
+        group = self._groups.pop(number)
+        newest = max((worker.step for worker in group.workers.values()), default=0)
+        return events.GroupEnded(number, newest)
+
+    def _poll(self, number: int) -> list[Event]:
+        workers = self._groups[number].workers.values()
+        failed = tuple(f"rank {w.rank} exited with {w.exit}" for w in workers if w.exit)
+        if failed:
+            for worker in workers:
+                worker.exit = worker.exit if worker.exit is not None else -15
+            return [events.GroupOver(number, failed, False, True)]
+        if all(worker.exit == 0 for worker in workers):
+            return [events.GroupOver(number)]
+        return []
+
+    def _answered(self, call: int, value: object) -> None:
+        worker = self.waits.pop(call, None)
+        if worker is None or worker.exit is not None:
+            return
+        worker.call = None
+        match worker.doing:
+            case "hello":
+                worker.doing = "publish"
+            case "publish" if isinstance(value, Source):
+                worker.source, worker.doing = value.step, "restored"
+                worker.step = value.step
+            case "publish":
+                worker.doing = "start"
+            case "start" | "stop" | "snapshot":
+                worker.doing = f"write {worker.doing}" if value is not None else "train"
+            case "write start" | "write stop" | "write snapshot":
+                if value is not None:
+                    return  # once more, for another rank
+                if worker.doing == "write stop":
+                    worker.exit = 0
+                worker.doing = "train" if worker.source is not None else "stepped"
+                worker.source = worker.source if worker.source is not None else 0
+            case "restored":
+                worker.doing = "stepped"
+            case "stepped":
+                worker.doing = "train"
+                worker.step += 1
+
+    def ask(self, number: int, worker: Worker) -> None:
+        """Let a worker do what it does next."""
+        request = self._request(number, worker)
+        self.calls += 1
+        worker.call = self.calls
+        self.waits[self.calls] = worker
+        self._host.agent.feed(events.Called(self.calls, travelled(request)))
+
+    def _request(self, number: int, worker: Worker) -> Any:
+        rank, none = worker.rank, JsonText.of({})
+        held = self._host.held_by(worker, number)
+        match worker.doing.partition(" ")[0]:
+            case "hello":
+                return Hello(rank, number)
+            case "publish":
+                return Publish(rank, number, True, held, held, none, False)
+            case "restored":
+                step = worker.source or 0
+                prints = np.array([print_of(t, step) for t in held.tensors], np.uint64)
+                return RankRestored(rank, number, prints, {}, "restored")
+            case "stepped":
+                return RankStepped(rank, number, worker.step, None)
+            case "start" | "stop" | "snapshot":
+                return BeginDeposit(rank, number, worker.doing, worker.step)
+            case "write":
+                made = tuple(print_of(tensor, worker.step) for tensor in held.tensors)
+                return RankDeposited(rank, number, made, f"r{rank}", none, none, 1, {})
+            case "finish":
+                return RankFinished(rank, number, worker.step)
+            case _:
+                raise AssertionError(worker.doing)
+
+
+class SimulatedHost:
+    """One host: its agent with the real law, its workers and its store."""
+
+    def __init__(self, world: "World", name: str, slots: int) -> None:
+        self.world, self.name, self.slots = world, name, slots
+        self.store: dict[int, HostManifest] = {}
+        self.sealed: dict[str, HostManifest] = {}
+        self.number = 0
+        self.is_silent = self.is_full = self.cannot_start = False
+        self.begin()
+
+    def begin(self) -> None:
+        """A new agent process on this host, with what its store holds."""
+        self.log: list[str] = []
+        self.untold: list[Report] = []
+        self.work: list[Callable[[], Event | None]] = []
+        self.wants_to_join, self.is_in = True, False
+        self.hands = SimulatedHands(self)
+        state = HostState(Settings(self.name, True, 120.0), self.slots, Clock.now)
+        self.agent = Agent(state, self.hands, Loop())
+
+    # ------------------------------------------------------------------ the store
+
+    def held_by(self, worker: Worker, number: int) -> Collection:
+        """Return what a rank holds: all, or every so-manieth tensor."""
+        current = self.agent.state
+        found = next(r for r in (current.round, current.ahead) if r is not None
+                     and r.number == number)  # fmt: skip
+        world = found.workers.placement.world_size
+        tensors = [
+            tensor
+            for place, tensor in enumerate(TENSORS)
+            if self.world.is_replicated or place % world == worker.rank
+        ]
+        return Collection.of((tensor, whole(tensor.shape)) for tensor in tensors)
+
+    def manifest(
+        self, step: int, tensors: Iterable[Tensor], about: dict[str, Any], ranks: tuple[int, ...]
+    ) -> HostManifest:
+        rows = Collection.of((tensor, whole(tensor.shape)) for tensor in tensors)
+        count = len(rows)
+        return HostManifest(
+            generation=-1, step=step, host=self.name, about=about, ranks=ranks, collection=rows,
+            file=np.zeros(count, np.int64), begin=16 * np.arange(count),
+            fingerprint=np.array([print_of(t, step) for t in rows.tensors], np.uint64),
+            files=(StoredFile("rank-0.safetensors", 16 * max(count, 1)),), scalars={},
+            rank_state={},
+        )  # fmt: skip
+
+    def seal(self, action: actions.Seal) -> Event:
+        assert isinstance(action.slot, EverySlot)
+        written = [*action.parts, *(int(order.path) for order, _ in action.taken_over)]
+        tensors = {t.name: t for rank in written for t in action.slot.held[rank].tensors}
+        about = {**action.about, "time": Clock.now}
+        made = self.manifest(action.step, tensors.values(), about, tuple(sorted(action.parts)))
+        self.sealed[deposit_name(made)] = made
+        return events.Sealed(action.round, action.slot, manifest_bytes(made))
+
+    def fetch(self, start: commands.Start, wants: Any) -> Event:
+        number = start.workers.round
+        parts = {host: manifest_of_bytes(s.manifest, host) for host, s in start.sources.items()}
+        wanted = {tensor.name: tensor for each in wants.values() for tensor in each.tensors}
+        given: set[str] = set()
+        for name, part in parts.items():
+            has_it = self.world.can_reach(name, part.generation)
+            given |= {t.name for t in part.collection.tensors} if has_it else set()
+        if not wanted.keys() <= given:
+            return events.WorkFailed(number, "a host is gone that holds what is wanted")
+        one = next(iter(parts.values()))
+        none = JsonText.of({})
+        source = Source(None, one.step, 1, none, none, 2)  # type: ignore[arg-type]
+        mine = self.store.get(one.generation)
+        names = dict(wanted)
+        if mine is not None:
+            names |= {tensor.name: tensor for tensor in mine.collection.tensors}
+        made = self.manifest(one.step, names.values(), dict(one.about), one.ranks)
+        made = replace(made, generation=one.generation, committed=one.committed)
+        self.store[one.generation] = made
+        sources = dict.fromkeys(wants, source)
+        return events.Fetched(number, sources, manifest_bytes(made), 0.0, 0.0, 0, 0)
+
+    def commit(self, action: actions.TryCommit) -> Iterable[Event]:
+        number, there = action.generation, self.store.get(action.generation)
+        if there is not None and deposit_name(there) == action.deposit:
+            return [events.CommitDone(number)]
+        if action.deposit not in self.sealed:
+            return () if action.is_again else [events.NothingToCommit(number, "sealed")]
+        if self.is_full:
+            return [events.CommitWaits(number)]
+        made = self.sealed.pop(action.deposit)
+        self.store[number] = replace(made, generation=number, committed=action.committed)
+        return [events.CommitDone(number)]
+
+    # ------------------------------------------------------------------ the network
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.name}{self.number}"
+
+    def enter_job(self) -> None:
+        """Become part of the job, if it is taken in."""
+        self.number += 1
+        self.wants_to_join, self.told, self.received = False, 0, 0
+        self.untold.clear()
+        request = Join(
+            "j", self.name, self.incarnation, StoreIdentity("m", hash(self.name) % 1000, 0),
+            self.slots, ("h", 1), tuple(manifest_bytes(part) for part in self.store.values()),
+            tuple(manifest_bytes(part) for part in self.sealed.values()), (),
+            JsonText.of(self.world.spec.to_json()),
+        )  # fmt: skip
+        try:
+            self.world.desk.handle(self, travelled(request))  # type: ignore[arg-type]
+        except ScalaiError as error:
+            self.agent.feed(events.CoordinatorLost(str(error)))
+            return
+        self.is_in = True
+        if self.number > 1:
+            self.agent.feed(events.Rejoined())
+
+    def exchange(self, *, is_repeated: bool = False) -> None:
+        """Report one thing, and fetch commands. What is repeated was heard before."""
+        if not self.is_in:
+            return
+        try:
+            if self.untold:
+                number = self.told + 1
+                tell = Tell("j", self.name, self.incarnation, number, Named(self.untold[0]))
+                for _ in range(2 if is_repeated else 1):
+                    self.world.desk.handle(self, travelled(tell))  # type: ignore[arg-type]
+                self.told = number
+                self.untold.pop(0)
+                self.world.happened += 1
+            current = self.agent.state.round
+            seen = self.hands.seen(current)
+            poll = Poll(
+                "j", self.name, self.incarnation, 0 if is_repeated else self.received,
+                current.number if current else 0, seen.newest if seen else 0, None,
+            )  # fmt: skip
+            answer: Any = self.world.desk.handle(self, poll)  # type: ignore[arg-type]
+            found = travelled(answer)
+        except ScalaiError as error:
+            self._refused(error)
+            return
+        for number, command in enumerate(found.commands, found.first):
+            if number > self.received and self.agent.exit is None:
+                self.world.happened += 1
+                self.received = number
+                self.agent.obey(command.message)
+
+    def _refused(self, error: ScalaiError) -> None:
+        farewell: Any = self.world.desk.handle(
+            self,  # type: ignore[arg-type]
+            Farewell("j", self.name, self.incarnation),
+        )
+        self.is_in = False
+        if farewell is not None:
+            self.agent.obey(farewell)
+        else:
+            self.agent.feed(events.Expelled(str(PeerError(str(error)))))
