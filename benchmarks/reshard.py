@@ -46,7 +46,7 @@ from reshard_runs import (
 from stored_checksums import fill_in
 
 from scalai.converters.checkpoint import REPORT
-from scalai.launch.sizes import parse_size
+from scalai.launch.config.sizes import parse_size
 
 HERE = Path(__file__).parent
 

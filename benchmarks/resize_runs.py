@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 from resize_marks import LAST_STEP
 
-from scalai.launch.card import read_card
-from scalai.launch.person_calls import Scale
+from scalai.launch.config.endpoint import read_card
+from scalai.launch.coordinator.person_calls import Scale
 from scalai.runtime.calls import Channel
 
 TIMEOUT_S = 900.0
@@ -223,7 +223,7 @@ def run_by_scalai(folder: Path, job: Job, changes: int, say: Say) -> Run:
         for number, layout in enumerate(layouts):
             asked = time.monotonic()
             if number:
-                _scale(folder / "store" / name, layout)
+                scale(folder / "store" / name, layout)
             running.wait_for(_has_made(marks, number, layout, job.steps), "steps")
             if number:
                 rounds[-1] = Round(marks, number - 1, layouts[number - 1].ranks)
@@ -246,7 +246,7 @@ def _has_made(marks: Path, number: int, layout: Layout, steps: int) -> Callable[
     return lambda: Round(marks, number, layout.ranks).steps() > steps
 
 
-def _scale(job: Path, layout: Layout) -> None:
+def scale(job: Path, layout: Layout) -> None:
     """What ``scalai scale`` does, without the start of a process on busy cores."""
     card = read_card(job)
     assert card is not None, f"no coordinator in {job}"
@@ -304,13 +304,13 @@ class Running:
     def log(self) -> str:
         return self._log.read_text()
 
-    def wait_for(self, is_done: Callable[[], bool], what: str) -> None:
+    def wait_for(self, is_done: Callable[[], bool], what: str, every_s: float = 0.2) -> None:
         """Wait until ``is_done``. Ends the benchmark where that takes too long or never comes."""
         deadline = time.monotonic() + TIMEOUT_S
         while not is_done():
             if time.monotonic() > deadline or self._process.poll() is not None:
                 raise self._failed(f"no {what}")
-            time.sleep(0.2)
+            time.sleep(every_s)
 
     def _failed(self, what: str) -> SystemExit:
         lines = "\n".join(self.log().splitlines()[-60:])

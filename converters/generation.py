@@ -32,13 +32,8 @@ from scalai.core.errors import LayoutError, UsageError
 from scalai.core.fingerprint import VERSION
 from scalai.core.region import whole
 from scalai.store.files import FileLayout, lay_out
-from scalai.store.manifest import (
-    Generation,
-    HostManifest,
-    StoredFile,
-    load_generation,
-    write_manifest,
-)
+from scalai.store.generation import Generation, load_generation
+from scalai.store.manifest import HostManifest, StoredFile, write_manifest
 from scalai.store.places import find_generations, generation_name
 
 HOST = "offline"

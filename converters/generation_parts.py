@@ -8,7 +8,7 @@ from scalai.core.collection import Collection, concatenate
 from scalai.core.fingerprint import sure_fingerprints
 from scalai.core.jsonable import Json
 from scalai.core.region import Box
-from scalai.store.manifest import Generation
+from scalai.store.generation import Generation
 
 _FRAMEWORKS = ("megatron", "deepspeed")
 """Under which names live state keeps its scalars."""

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalai.converters.checkpoint import Checkpoint, Layout, ReadOptions
-from scalai.converters.deepspeed.plain import DeepSpeedPlainLayout
-from scalai.converters.deepspeed.universal import DeepSpeedUniversalLayout
-from scalai.converters.deepspeed.zero import DeepSpeedZeroLayout
+from scalai.converters.deepspeed.plain.layout import DeepSpeedPlainLayout
+from scalai.converters.deepspeed.universal.layout import DeepSpeedUniversalLayout
+from scalai.converters.deepspeed.zero.layout import DeepSpeedZeroLayout
 from scalai.converters.foreign import foreign_text
 from scalai.converters.generation import PARTS, GenerationLayout
 from scalai.converters.intake import check_intake

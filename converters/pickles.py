@@ -142,6 +142,13 @@ def foreign(module: str, name: str) -> type[Foreign]:
     return _made[path]
 
 
+def made(cls: type[Foreign], state: Mapping[str, Any]) -> Foreign:
+    """Return an object as pickle makes it: by ``__new__`` and a state, without a call."""
+    new = cls.__new__(cls)
+    new.__setstate__(dict(state))
+    return new
+
+
 def loads(
     data: bytes,
     where: str,

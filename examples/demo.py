@@ -37,8 +37,8 @@ from demo_words import (
 )
 
 from scalai import ScalaiError
-from scalai.launch.proofs import committed_fingerprints
-from scalai.store.manifest import load_generation
+from scalai.launch.coordinator.proofs import committed_fingerprints
+from scalai.store.generation import load_generation
 from scalai.store.places import find_generations
 
 ROOT = Path(__file__).resolve().parents[1]

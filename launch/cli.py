@@ -1,4 +1,5 @@
-"""``scalai``: the commands around a job: its state, its size, its store, its checkpoints."""
+"""``scalai``, the commands around a job: its state, its size, its store, its checkpoints; and
+where ``scalai-run`` begins."""
 
 import argparse
 import importlib
@@ -7,7 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from scalai.launch.program import exit_code_of
+from scalai.runtime.imports import without_collections
 
+ABOUT = "The commands around a job: its state, its size, its store, its checkpoints."
 MODULES = {
     "status": "questions", "scale": "questions", "resume": "questions", "coordinator": "serving",
     "inspect": "inspect", "reshard": "reshard", "verify": "verify", "clean": "clean",
@@ -20,7 +23,7 @@ takes time and memory that the others have not to spare."""
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 input refused, 4 verification
     differs."""
-    parser = argparse.ArgumentParser(prog="scalai", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scalai", description=ABOUT)
     version = importlib.metadata.version("scalai")
     parser.add_argument("--version", action="version", version=f"scalai {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -29,9 +32,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     # All of them, to say which there are, where none is asked for.
     wanted = {MODULES[asked]} if asked in MODULES else dict.fromkeys(MODULES.values())
     for name in wanted:
-        importlib.import_module(f"scalai.launch.{name}").add_parser(commands)
+        importlib.import_module(f"scalai.launch.commands.{name}").add_parser(commands)
     arguments = parser.parse_args(given)
     sys.exit(exit_code_of(f"scalai {arguments.command}", lambda: arguments.run(arguments)))
+
+
+def scalai_run() -> None:
+    """Entry point of ``scalai-run``, which also says so where there is no torch."""
+
+    def run() -> int:
+        with without_collections():
+            from scalai.launch.run import main
+        main()
+        return 0
+
+    sys.exit(exit_code_of("scalai-run", run))
 
 
 if __name__ == "__main__":

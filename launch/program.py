@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 
 from scalai.core.errors import RefusedError, ScalaiError, UsageError
-from scalai.runtime.imports import without_collections
 
 INTERRUPTED = 130
 
@@ -55,15 +54,3 @@ def worker_count(nproc_per_node: str) -> int:
     if count < 1:
         raise UsageError(f"--nproc-per-node {nproc_per_node}: expected 1 or more.")
     return count
-
-
-def scalai_run() -> None:
-    """Entry point of ``scalai-run``, which also says so where there is no torch."""
-
-    def run() -> int:
-        with without_collections():
-            from scalai.launch.run import main
-        main()
-        return 0
-
-    sys.exit(exit_code_of("scalai-run", run))

@@ -15,22 +15,22 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from scalai.core.errors import AnswerError, EndedError
 from scalai.launch import host_signals
-from scalai.launch.card import take_token
-from scalai.launch.caretaker import AHEAD, stay
-from scalai.launch.check_elastic import check_elastic
-from scalai.launch.containers import all_end_with_this_process
-from scalai.launch.durable import check_writable, refuse_finished
-from scalai.launch.flags import build_parser, parse_options, with_own_name
-from scalai.launch.frameworks import refuse_untried
-from scalai.launch.hostfile import expand_hostfile
-from scalai.launch.interfaces import address_towards, interface_environment
-from scalai.launch.job import JobSpec
+from scalai.launch.agent.caretaker import AHEAD, stay
+from scalai.launch.agent.containers import all_end_with_this_process
+from scalai.launch.agent.durable import check_writable, refuse_finished
+from scalai.launch.agent.interfaces import address_towards, interface_environment
+from scalai.launch.agent.member import Member, open_agent
+from scalai.launch.agent.probe import DeviceProbe
+from scalai.launch.agent.torch_elastic import WorkerSet, self_check
+from scalai.launch.commands.check_elastic import check_elastic
+from scalai.launch.config.endpoint import take_token
+from scalai.launch.config.flags import build_parser, parse_options, with_own_name
+from scalai.launch.config.frameworks import refuse_untried
+from scalai.launch.config.hostfile import expand_hostfile
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.discovery import Place, find_coordinator
 from scalai.launch.logs import configure
-from scalai.launch.member import Member, open_agent
-from scalai.launch.places import Place, find_coordinator
-from scalai.launch.probe import DeviceProbe
 from scalai.launch.program import exit_code_of, worker_count
-from scalai.launch.torch_elastic import WorkerSet, self_check
 from scalai.store.places import check_host
 
 POLL_S = 0.5

@@ -1,6 +1,7 @@
-"""The mapping of folders to packages, and what an import of Scalai does not need."""
+"""The mapping of folders to packages, which imports which, and what an import does not need."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -30,6 +31,33 @@ def test_every_folder_with_code_is_a_listed_package() -> None:
     assert found == set(settings["packages"])  # type: ignore[call-overload]
 
 
+ROOMS = {
+    "converters/deepspeed": (
+        {"plain", "universal", "zero"}, {"reading", "writing"}, {""}, {"shards"},
+    ),
+    "launch": ({"cli"}, {"run"}, {"commands"}, {"agent"}, {"coordinator"}, {"config"}, {""}),
+}  # fmt: skip
+"""Rooms of a folder ("": the files beside them, but for those that have a floor of their own); each
+may import what comes after."""
+
+
+@pytest.mark.parametrize("folder", list(ROOMS))
+def test_rooms_import_only_what_lies_further_in(folder: str) -> None:
+    top, package = ROOT / folder, re.escape("scalai." + folder.replace("/", "."))
+    floors = {room: floor for floor, rooms in enumerate(ROOMS[folder]) for room in rooms}
+    seen, wrong = set(), []
+    for path in top.rglob("*.py"):
+        first = path.relative_to(top).parts[0].removesuffix(".py")
+        room = first if first in floors else ""
+        seen.add(room)
+        found = re.findall(rf"^ *from {package}(?:\.(\w+)| import (\w+))", path.read_text(), re.M)
+        names = {one or other for one, other in found}
+        others = {name if name in floors else "" for name in names} - {room}
+        wrong += [(str(path), other) for other in others if floors[other] <= floors[room]]
+    assert seen == set(floors)
+    assert not wrong
+
+
 NO_TORCH = (
     "scalai",
     "scalai.core.plan",
@@ -38,15 +66,15 @@ NO_TORCH = (
     "scalai.store.host",
     "scalai.runtime.calls",
     "scalai.converters.megatron.arguments",
-    "scalai.launch.inspect",
-    "scalai.launch.clean",
-    "scalai.launch.doctor",
-    "scalai.launch.reshard",
-    "scalai.launch.verify",
+    "scalai.launch.commands.inspect",
+    "scalai.launch.commands.clean",
+    "scalai.launch.commands.doctor",
+    "scalai.launch.commands.reshard",
+    "scalai.launch.commands.verify",
     "scalai.launch.cli",
-    "scalai.launch.coordinator_process",
-    "scalai.launch.rendezvous_store",
-    "scalai.launch.extension_locks",
+    "scalai.launch.coordinator.process",
+    "scalai.launch.coordinator.rendezvous_store",
+    "scalai.launch.agent.extension_locks",
     "scalai.patches.diagnosis",
 )
 """What offline commands, a job's coordinator and the questions to it consist of: an import of torch

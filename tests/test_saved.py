@@ -15,13 +15,14 @@ from scalai.converters.describe import read_tensor
 from scalai.converters.generation import PARTS, Stored
 from scalai.converters.layouts import open_checkpoint
 from scalai.core.errors import RefusedError
-from scalai.launch import cli, questions
-from scalai.launch.durable import attach_durable, refuse_finished
-from scalai.launch.elastic_file import load_config
-from scalai.launch.flags import parse_options
-from scalai.launch.generations import Generations
-from scalai.launch.hostfile import filtered, parse_hostfile
-from scalai.launch.job import JobSpec
+from scalai.launch import cli
+from scalai.launch.agent.durable import attach_durable, refuse_finished
+from scalai.launch.commands import questions
+from scalai.launch.config.elastic_file import load_config
+from scalai.launch.config.flags import parse_options
+from scalai.launch.config.hostfile import filtered, parse_hostfile
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.generations import Generations
 from scalai.store.host import HostStore
 from scalai.store.values import decode
 from support.mixed_state import NUMBER, STEP, TENSORS, bits_of

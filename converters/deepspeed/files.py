@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.deepspeed.expert_names import (
+from scalai.converters.deepspeed.shards.expert_names import (
     NO_EXPERTS,
     ExpertNames,
     check_numbers,

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from scalai.converters.deepspeed.cuts import Cut
-from scalai.converters.deepspeed.experts import Experts
-from scalai.converters.deepspeed.pipeline import Pipeline
+from scalai.converters.deepspeed.shards.cuts import Cut
+from scalai.converters.deepspeed.shards.experts import Experts
+from scalai.converters.deepspeed.shards.pipeline import Pipeline
 from scalai.converters.deepspeed.stored_config import AUTO
 
 STATE = "deepspeed"

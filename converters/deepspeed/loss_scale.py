@@ -11,8 +11,7 @@ runtime/fp16/fused_optimizer.py and unfused_optimizer.py.
 from collections.abc import Mapping
 from typing import Any
 
-from scalai.converters.deepspeed.classes import made
-from scalai.converters.pickles import Foreign, foreign
+from scalai.converters.pickles import Foreign, foreign, made
 from scalai.core.errors import RefusedError
 
 _MODULE = "deepspeed.runtime.fp16.loss_scaler"

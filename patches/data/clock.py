@@ -34,7 +34,7 @@ class Clock:
         current: The pass that the newest step drew from.
         consumed: Samples of it that were trained on.
         drawn: Passes of micro-batches that were drawn and not yet trained on, oldest first: a
-        script may draw ahead.
+            script may draw ahead.
         over: The pass that this process has gone through to its end last; None: none yet.
         glanced: Passes that the script has only looked into, as for the shape of a batch.
     """

@@ -36,11 +36,11 @@ class RoundOrder:
         tp, pp, dp: Degrees.
         micro_batch_size: What a person asked for with the degrees; None: nobody did.
         global_batch_size: That of the first round, where the configuration does not state it; None:
-        this is the first.
+            this is the first.
         usual_micro_batch_size: The same of the micro-batch, which is known to fit in memory.
         zero_stage: None: what the configuration says.
         has_mpu: Whether the script tells DeepSpeed which ranks are replicas. With AutoTP alone it
-        counts every rank as one.
+            counts every rank as one.
     """
 
     tp: int

@@ -103,7 +103,7 @@ class EngineHooks:
         beside: What the script keeps and does beside the engine.
         engine: The engine that takes part; None before it is built.
         keeps_order: Whether the samples of a step are counted here; else a framework around the
-        engine does.
+            engine does.
         is_due: Whether a step has ended that the job was not told of.
         streams: Random streams that the first step goes on with; None: those that run.
         settle_config: What a framework around the engine does with the engine's configuration.

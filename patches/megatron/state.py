@@ -41,7 +41,7 @@ class MegatronState:
         optimizer: What ``get_megatron_optimizer`` returned; None carries parameters alone.
         scheduler: ``OptimizerParamScheduler`` or another one whose ``state_dict`` is plain values.
         seed: The job's seed. Where the degrees change, new random streams begin from it and the
-        step.
+            step.
         fixed: Axes whose degree has to stay what it is, beside those that the optimizer shows.
 
     Raises:

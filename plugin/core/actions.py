@@ -73,6 +73,15 @@ class Judge:
 
 
 @dataclass(frozen=True, slots=True)
+class JudgeSnapshot:
+    """Unite the parts of this deposit, which was made without a stop; answer with ``Snapshotted``
+    where it is a state. ``reason`` is ``snapshot`` or ``start``."""
+
+    reason: str
+    deposit: str
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """These hosts rename their sealed part to this generation."""
 
@@ -100,6 +109,62 @@ class StartRound:
     generation: int | None
     steps_lost: int = 0
     is_built: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """A round begins: these hosts give up what they have sealed and nobody has committed."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GoBack:
+    """The job goes on from this generation (None: from the script's own initial state): these hosts
+    let go of later ones, which are not whole, or were given up."""
+
+    hosts: tuple[str, ...]
+    generation: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """The workers of all of these hosts have built their models: each host learns how many tensors
+    the job has."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prove:
+    """The workers of all hosts have restored this generation: compare it with what was committed,
+    and answer with ``Proven`` or ``ProofFailed``."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proceed:
+    """The workers of these hosts may train."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A proof of this generation has failed for the first time. These hosts (there may be none)
+    give up what they have fetched of it, and read the rest again."""
+
+    hosts: tuple[str, ...]
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """These hosts let go of these generations."""
+
+    hosts: tuple[str, ...]
+    generations: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,5 +207,6 @@ class Say:
 
 Action = (
     Build | GiveUp | Prepare | Agree | Withdraw | Deposit | Lose | Report | Judge | Commit
-    | StopWorkers | StartRound | Release | SaveDurable | Look | Exit | Say
+    | JudgeSnapshot | StopWorkers | Discard | GoBack | StartRound | Expect | Prove | Proceed | Doubt
+    | Drop | Release | SaveDurable | Look | Exit | Say
 )  # fmt: skip

@@ -7,6 +7,7 @@ from scalai.core.commands import Placement
 from scalai.core.degrees import Degrees, ModelLimits, Wish
 from scalai.core.errors import RefusedError
 from scalai.core.membership import Assign, Assignment
+from scalai.core.messages import Shared
 
 
 def make_assign(
@@ -57,14 +58,14 @@ def make_assign(
 
 def place_ranks(assignment: Assignment) -> dict[str, Placement]:
     """Return where each host with workers stands in the world."""
-    group, first = assignment.active, 0
+    hosts, first = Shared(assignment.active), 0
     places: dict[str, Placement] = {}
     for host, count in assignment.workers:
         if not count:
             continue
         places[host] = Placement(
-            group=group,
-            group_rank=group.index(host),
+            hosts=hosts,
+            group_rank=len(places),
             first_rank=first,
             local_world_size=count,
             world_size=assignment.degrees.world_size,

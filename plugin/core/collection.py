@@ -126,6 +126,12 @@ class Collection:
             np.array(shapes, dtype=np.int64).reshape(-1, MAX_NDIM),
         )
 
+    def keys(self) -> list[bytes]:
+        """Return what tells the boxes of one tensor apart, [rows]."""
+        both = np.ascontiguousarray(np.concatenate([self.offset, self.shape], axis=1))
+        width, content = both.itemsize * 2 * MAX_NDIM, both.tobytes()
+        return [content[begin : begin + width] for begin in range(0, len(content), width)]
+
     def to_json(self) -> dict[str, Any]:
         """Return plain lists that ``json`` writes; ``from_json`` reads them back."""
         return {

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scalai.core.committed import Committed
-from scalai.core.messages import JsonText
+from scalai.core.messages import JsonText, Shared
+from scalai.core.source_list import SourceList
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,14 +15,19 @@ class Placement:
     """Where a host's workers stand in the world of a round.
 
     Names are those of torchrun's environment: ``group_rank`` counts hosts; ``first_rank`` is the
-    host's lowest global rank; ``group`` are all hosts with workers, in rank order.
+    host's lowest global rank; ``hosts`` are all that have workers, in rank order.
     """
 
-    group: tuple[str, ...]
+    hosts: Shared[tuple[str, ...]]
     group_rank: int
     first_rank: int
     local_world_size: int
     world_size: int
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """All hosts with workers, in rank order."""
+        return self.hosts.value
 
     @property
     def group_world_size(self) -> int:
@@ -56,15 +62,6 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldPart:
-    """A host's part of a generation: where its data plane listens, and its manifest as bytes (as of
-    ``manifest_bytes``)."""
-
-    address: tuple[str, int]
-    manifest: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Build:
     """Start the workers of a later round beside the present ones: they build their models and
     wait."""
@@ -82,10 +79,11 @@ class GiveUp:
 @dataclass(frozen=True, slots=True)
 class Start:
     """Begin a round: with the workers that were built for it, where ``is_built``. They go on from
-    the generation that ``sources`` hold, by host; none: from the script's own initial state."""
+    the generation that the hosts of ``sources`` hold; None: from the script's own initial
+    state."""
 
     workers: Workers
-    sources: Mapping[str, HeldPart]
+    sources: Shared[SourceList] | None
     is_built: bool
 
 
@@ -146,11 +144,19 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Rename the sealed ``deposit`` to ``generation``, with what is stated of it as a whole."""
+    """Rename the sealed ``deposit`` to ``generation``, with what is stated of it: the ``hosts``
+    that deposited (None: nothing is stated) and the fingerprints of the tensors of which this host
+    has pieces."""
 
     generation: int
     deposit: str
-    committed: Committed | None
+    hosts: Shared[tuple[str, ...]] | None
+    fingerprints: Mapping[str, int]
+
+    @property
+    def committed(self) -> Committed | None:
+        """What the host's manifest keeps."""
+        return None if self.hosts is None else Committed(self.hosts.value, self.fingerprints)
 
 
 @dataclass(frozen=True, slots=True)

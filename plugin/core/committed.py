@@ -1,7 +1,7 @@
 """What the coordinator stated of a deposit when it became a generation: every host's manifest keeps
 it, and every later proof compares with it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from scalai.core import fields
@@ -10,10 +10,11 @@ from scalai.core.jsonable import Json
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The ``hosts`` that deposited a part, and the fingerprint of every tensor by name, added up
+    """The ``hosts`` that deposited a part, and the fingerprints of whole tensors by name, added up
     from the disjoint pieces of the deposit.
 
-    What hosts fetch from each other later may overlap with those pieces, so that it can not be
+    A host keeps those of the tensors that it has pieces of; all hosts together have all. What hosts
+    fetch from each other later may overlap with the pieces of the deposit, so that it can not be
     added up again.
     """
 
@@ -38,7 +39,35 @@ class Committed:
         hosts = fields.listed(data["hosts"], "committed.hosts")
         return cls(tuple(fields.text(host, "a committed host") for host in hosts), fingerprints)
 
+    def of_tensors(self, names: Iterable[str]) -> "Committed":
+        """Return what is stated of these tensors."""
+        mine = self.fingerprints
+        return Committed(self.hosts, {name: mine[name] for name in names if name in mine})
+
+    def united(self, other: "Committed | None") -> "Committed":
+        """Return what either states of the same generation."""
+        if other is None:
+            return self
+        hosts = self.hosts if set(self.hosts) >= set(other.hosts) else (
+            tuple(sorted({*self.hosts, *other.hosts}))
+        )  # fmt: skip
+        return Committed(hosts, {**other.fingerprints, **self.fingerprints})
+
     def difference(self, other: "Committed") -> list[str]:
-        """Return the tensors that the two state otherwise, sorted."""
+        """Return the tensors of which the two state different things, sorted."""
         mine, its = self.fingerprints, other.fingerprints
-        return sorted(name for name in mine.keys() | its.keys() if mine.get(name) != its.get(name))
+        return sorted(name for name in mine.keys() & its.keys() if mine[name] != its[name])
+
+
+def unite_committed(statements: Iterable[Committed | None]) -> Committed | None:
+    """Return what these state together; None where none states anything."""
+    hosts: set[str] = set()
+    fingerprints: dict[str, int] = {}
+    found = [each for each in statements if each is not None]
+    last: tuple[str, ...] = ()
+    for each in found:
+        if each.hosts is not last:  # usually all parts name the same
+            hosts.update(each.hosts)
+            last = each.hosts
+        fingerprints.update(each.fingerprints)
+    return Committed(tuple(sorted(hosts)), fingerprints) if found else None

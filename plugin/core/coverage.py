@@ -4,7 +4,7 @@ Asked of the deposits of a drain, of what survived a failure, and of a checkpoin
 believed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from scalai.core.boxes import (
     refine,
     self_overlapping,
     uncovered,
+    without,
 )
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
 from scalai.core.errors import LayoutError
@@ -64,6 +65,161 @@ def find_overlaps(collection: Collection) -> list[tuple[Tensor, Box, Box]]:
         tensor, box = collection.box(left)
         pairs.append((tensor, box, collection.box(right)[1]))
     return pairs
+
+
+class Cover:
+    """What hosts hold together of one state; hosts come and go.
+
+    Only tensors of which a box has gone are looked at again; from what is missing of the others
+    each further host takes what it brings.
+    """
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, tuple[Collection, int]] = {}
+        self._forget_boxes()
+
+    def _forget_boxes(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._holders: dict[str, int] = {}
+        """By tensor how many hosts know of it."""
+        self._boxes: dict[str, dict[bytes, int]] = {}
+        """By tensor its distinct boxes, and how many hosts have each."""
+        self._held: dict[str, int] = {}
+        """By tensor the elements of its distinct boxes."""
+        self._missing: dict[str, list[Box]] = {}
+        """By tensor what nobody holds, where it is known and not nothing."""
+        self._unknown: set[str] = set()
+        """Tensors of which it is not known."""
+        self._has_conflict = False
+
+    def put(self, host: str, pieces: Collection, tensors: int) -> None:
+        """A host holds these pieces from now on, of a state of so many ``tensors``."""
+        before = self._hosts.get(host)
+        self._hosts[host] = pieces, tensors
+        self._count(pieces)
+        if before is not None:
+            self._discount(before[0])
+
+    def remove(self, host: str) -> None:
+        """A host holds nothing any more."""
+        if host in self._hosts:
+            self._discount(self._hosts.pop(host)[0])
+
+    def is_whole(self) -> bool:
+        """Whether every element of every tensor is held."""
+        expected = max((tensors for _, tensors in self._hosts.values()), default=0)
+        if self._has_conflict or not self._hosts or len(self._tensors) != expected:
+            return False
+        if self._missing or any(self._is_short(name) for name in self._unknown):
+            return False
+        boxes = {name: self._boxes[name].keys() for name in self._unknown}
+        for name in self._overlapping(boxes):
+            gaps = self._gaps(name, boxes[name])
+            if gaps:
+                self._missing[name] = gaps
+        # Boxes that do not overlap, and have as many elements as the tensor, are all of it.
+        self._unknown.clear()
+        return not self._missing
+
+    def is_whole_without(self, host: str) -> bool:
+        """Whether it would be without this host."""
+        if host not in self._hosts:
+            return self.is_whole()
+        if not self.is_whole():  # it may be the one that disagrees, or knows of more tensors
+            rest = Cover()
+            for name, (held, tensors) in self._hosts.items():
+                if name != host:
+                    rest.put(name, held, tensors)
+            return rest.is_whole()
+        pieces, _ = self._hosts[host]
+        if any(self._holders[tensor.name] == 1 for tensor in pieces.tensors):
+            return False
+        left: dict[str, set[bytes]] = {}
+        for _, name, key, size in _boxes(pieces):
+            if size and self._boxes[name][key] == 1:
+                left.setdefault(name, set(self._boxes[name])).discard(key)
+        return not any(self._gaps(name, keys) for name, keys in left.items())
+
+    def _is_short(self, name: str) -> bool:
+        return self._held[name] < self._tensors[name].numel
+
+    def _count(self, pieces: Collection) -> None:
+        for tensor in pieces.tensors:
+            name = tensor.name
+            self._has_conflict |= self._tensors.setdefault(name, tensor) != tensor
+            self._holders[name] = self._holders.get(name, 0) + 1
+            if self._holders[name] == 1:
+                self._boxes[name], self._held[name] = {}, 0
+                self._unknown.add(name)
+        for row, name, key, size in _boxes(pieces):
+            known = self._boxes[name]
+            known[key] = known.get(key, 0) + 1
+            if known[key] > 1:
+                continue
+            self._held[name] += size
+            if name in self._missing and not self._has_conflict:
+                box = pieces.box(row)[1]
+                self._missing[name] = [p for gap in self._missing[name] for p in without(gap, box)]
+                if not self._missing[name]:
+                    del self._missing[name]
+
+    def _discount(self, pieces: Collection) -> None:
+        if self._has_conflict:
+            self._forget_boxes()
+            for held, _ in self._hosts.values():
+                self._count(held)
+            return
+        for _, name, key, size in _boxes(pieces):
+            self._boxes[name][key] -= 1
+            if not self._boxes[name][key]:
+                del self._boxes[name][key]
+                self._held[name] -= size
+                self._missing.pop(name, None)
+                self._unknown.add(name)
+        for tensor in pieces.tensors:
+            name = tensor.name
+            self._holders[name] -= 1
+            if not self._holders[name]:
+                del self._holders[name], self._tensors[name], self._boxes[name], self._held[name]
+                self._missing.pop(name, None)
+                self._unknown.discard(name)
+
+    def _overlapping(self, boxes: Mapping[str, Iterable[bytes]]) -> list[str]:
+        """Return those of the tensors of which some of these boxes overlap."""
+        rows = [(number, key) for number, keys in enumerate(boxes.values()) for key in keys]
+        if not rows:
+            return []
+        names = list(boxes)
+        columns = np.frombuffer(b"".join(key for _, key in rows), np.int64)
+        offset, shape = columns.reshape(len(rows), 2, MAX_NDIM).swapaxes(0, 1)
+        number = np.array([number for number, _ in rows], dtype=np.int64)
+        some = np.flatnonzero(shape.prod(axis=1))
+        line = NumberLine.of([self._tensors[name] for name in names])
+        one, _ = self_overlapping(line.place(number[some], offset[some], shape[some]))
+        return [names[each] for each in np.unique(number[some][one]).tolist()]
+
+    def _gaps(self, name: str, keys: Iterable[bytes]) -> list[Box]:
+        """Return what these boxes leave of a tensor; the largest are taken first, because they
+        leave little for the others."""
+        tensor = self._tensors[name]
+        gaps, skip = [whole(tensor.shape)] if tensor.numel else [], MAX_NDIM - len(tensor.shape)
+        columns = np.frombuffer(b"".join(keys), np.int64).reshape(-1, 2, MAX_NDIM)
+        order = np.argsort(-columns[:, 1].prod(axis=1), kind="stable")
+        for offset, shape in columns[order][:, :, skip:].tolist():
+            gaps = [p for gap in gaps for p in without(gap, Box(tuple(offset), tuple(shape)))]
+            if not gaps:
+                break
+        return gaps
+
+
+def _boxes(pieces: Collection) -> Iterator[tuple[int, str, bytes, int]]:
+    """Yield each distinct box once: a row that it is, its tensor, what tells it apart, and its size
+    in elements."""
+    names = [pieces.tensors[number].name for number in pieces.tensor.tolist()]
+    rows = {each: row for row, each in enumerate(zip(names, pieces.keys(), strict=True))}
+    sizes = pieces.numel().tolist()
+    for (name, key), row in rows.items():
+        yield row, name, key, sizes[row]
 
 
 def check_coverage(collection: Collection, *, exact_partition: bool = True) -> None:

@@ -12,13 +12,17 @@ class HostJoined:
     """An agent came; of a host that takes part already: in place of another one, whose workers are
     gone. ``covered`` are the generations that the hosts now present hold wholly, oldest
     first; ``has_parts``: it holds a part of some generation, so the job has a state that must not
-    be lost."""
+    be lost. Of what it brings these are ``obsolete``: numbers of generations that the job has
+    passed. ``sealed`` are generations that are known, with the hosts whose sealed part belongs to
+    it and was not renamed yet."""
 
     host: str
     slots: int
     covered: tuple[Generation, ...]
     has_parts: bool
     at: float
+    obsolete: tuple[int, ...] = ()
+    sealed: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +140,20 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
+class Sealed:
+    """A host has sealed its part of a ``deposit`` without a stop: of a snapshot, or of the state at
+    the start (``reason``)."""
+
+    host: str
+    round: int
+    reason: str
+    deposit: str
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshotted:
-    """A snapshot, or the state at the start, is sealed by every active host, without a stop, and
-    covers."""
+    """What these hosts have sealed without a stop covers the state, and has this number (asked for
+    by ``JudgeSnapshot``)."""
 
     hosts: tuple[str, ...]
     step: int
@@ -174,8 +189,8 @@ class WorkersFailed:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """Every worker of this host has come further in the start: ``what`` it has done, such as
-    ``published``."""
+    """This host has come further in the start: ``what`` it has done, such as how much has come to
+    it from others."""
 
     host: str
     round: int
@@ -191,13 +206,39 @@ class Unhooked:
 
 
 @dataclass(frozen=True, slots=True)
+class Published:
+    """Every worker of this host has built its model and said what it holds and wants."""
+
+    host: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Every worker of this host has filled its memory."""
+
+    host: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """What all workers have restored is what was committed (asked for by ``Prove``)."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class ProofFailed:
-    """What the workers have restored is not what was committed. The first time it is fetched anew;
-    ``is_final``: it happened again, so the stored state itself is damaged."""
+    """What the workers have restored is not what was committed, or what a host fetched is not what
+    the hosts that gave it had. ``is_second``: a proof of the same generation has failed before, and
+    none has passed since; ``can_reread``: the hosts hold it wholly without what was fetched and
+    never proven."""
 
     round: int
     reason: str
-    is_final: bool
+    is_second: bool
+    can_reread: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +289,7 @@ class NotSaved:
 
 Event = (
     HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Built | NotBuilt
-    | Prepared | Held | Arrived | Deposited | Judged | Snapshotted | Committed | Stopped
+    | Prepared | Held | Arrived | Deposited | Judged | Sealed | Snapshotted | Committed | Stopped
     | WorkersFailed | Stepped | Progressed | Unhooked | Hooked | Finished | Saved | NotSaved
-    | ProofFailed | Resumed
+    | Published | Restored | Proven | ProofFailed | Resumed
 )  # fmt: skip

@@ -40,6 +40,13 @@ def whole_number(value: Json, name: str, least: int = 0) -> int:
     return value
 
 
+def digest(value: Json, name: str) -> str:
+    """Return a SHA-256 in hex."""
+    if not isinstance(value, str) or re.fullmatch("[0-9a-f]{64}", value) is None:
+        raise _unfit(name, value, "64 hexadecimal digits")
+    return value
+
+
 def text(value: Json, name: str) -> str:
     """Return a text that is not empty."""
     if not isinstance(value, str) or not value:
@@ -127,6 +134,11 @@ def about(value: Json) -> dict[str, Json]:
         text(told["deposit"], "about.deposit")
     for axis, size in mapped(told.get("degrees", {}), "about.degrees").items():
         whole_number(size, f"about.degrees.{axis}", 1)
+    mapped(told.get("facts", {}), "about.facts")
+    attached = mapped(told.get("attached", {}), "about.attached")
+    for hosts in (told.get("hosts", []), attached.get("hosts", [])):
+        for host in listed(hosts, "hosts in about"):
+            text(host, "a host in about")
     return told
 
 

@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from scalai.core import linear_checksum, universal_hash
 from scalai.core.boxes import NumberLine, distinct
-from scalai.core.collection import Collection
+from scalai.core.collection import Collection, Tensor
 from scalai.core.coverage import find_gaps, find_overlaps
 from scalai.core.dtypes import Bits
 from scalai.core.errors import ProofError
-from scalai.core.hash_keys import P
 from scalai.core.region import Box, box_text
+from scalai.core.universal_hash import P
 
 Prints = npt.NDArray[np.uint64]
 """Fingerprints [rows]."""
@@ -59,6 +59,42 @@ def combine(fingerprints: Iterable[int], version: int = VERSION) -> int:
     return sum(int(value) for value in fingerprints) % MODULI[version]
 
 
+def distinct_pieces(
+    collection: Collection, fingerprints: Iterable[int] | Prints
+) -> tuple[Collection, Prints]:
+    """Return each distinct, non-empty box once, over the same table of tensors, with its
+    fingerprint, [distinct].
+
+    Args:
+        collection: Pieces, replicas (equal boxes) among them.
+        fingerprints: One a row.
+
+    Raises:
+        ProofError: Two replicas of a box differ.
+    """
+    values = np.array([int(value) for value in fingerprints], dtype=np.uint64)
+    rows = np.flatnonzero(collection.numel())
+    line = NumberLine.of(collection.tensors)
+    boxes = line.place(collection.tensor[rows], collection.offset[rows], collection.shape[rows])
+    first, number = distinct(boxes)
+    differs = np.flatnonzero(values[rows] != values[rows[first]][number])
+    if len(differs):
+        row = rows[differs[0]]
+        tensor, box = collection.box(row)
+        known = int(values[rows[first[number[differs[0]]]]])
+        raise replicas_differ(tensor, box, known, int(values[row]), len(differs))
+    return collection.select(rows[first]), values[rows[first]]
+
+
+def replicas_differ(tensor: Tensor, box: Box, one: int, other: int, count: int = 1) -> ProofError:
+    """Return the error that says so: of ``count`` pieces, this box with these fingerprints."""
+    return ProofError(
+        f"replicas of {box_text(box)} of {tensor.name!r} differ: fingerprints {one:016x} and "
+        f"{other:016x} ({count} such pieces). A rank trained on other values, or its memory was "
+        "damaged: resume from an older generation."
+    )
+
+
 def tensor_fingerprints(
     collection: Collection, fingerprints: Iterable[int] | Prints, version: int = VERSION
 ) -> dict[str, int]:
@@ -73,27 +109,48 @@ def tensor_fingerprints(
     Raises:
         ProofError: Two replicas of a box differ.
     """
-    values = np.array([int(value) for value in fingerprints], dtype=np.uint64)
+    pieces, values = distinct_pieces(collection, fingerprints)
     totals = {tensor.name: 0 for tensor in collection.tensors}
-    rows = np.flatnonzero(collection.numel())
-    line = NumberLine.of(collection.tensors)
-    boxes = line.place(collection.tensor[rows], collection.offset[rows], collection.shape[rows])
-    first, number = distinct(boxes)
-    differs = np.flatnonzero(values[rows] != values[rows[first]][number])
-    if len(differs):
-        row = rows[differs[0]]
-        tensor, box = collection.box(row)
-        known = int(values[rows[first[number[differs[0]]]]])
-        raise ProofError(
-            f"replicas of {box_text(box)} of {tensor.name!r} differ: fingerprints "
-            f"{known:016x} and {int(values[row]):016x} ({len(differs)} such pieces). "
-            "A rank trained on other values, or its memory was damaged: resume from an older "
-            "generation."
-        )
-    for tensor_number, value in zip(boxes.tensor[first], values[rows[first]], strict=True):
+    for tensor_number, value in zip(pieces.tensor.tolist(), values.tolist(), strict=True):
         name = collection.tensors[tensor_number].name
-        totals[name] = (totals[name] + int(value)) % MODULI[version]
+        totals[name] = (totals[name] + value) % MODULI[version]
     return totals
+
+
+class Tally:
+    """Fingerprints of tensors that are added up host by host; replicas (equal boxes) count once.
+
+    Args:
+        version: Of the fingerprints.
+    """
+
+    def __init__(self, version: int) -> None:
+        self._modulus = MODULI[version]
+        self._values: dict[str, dict[bytes, int]] = {}
+        self.totals: dict[str, int] = {}
+        """By tensor the fingerprint of all that was added."""
+
+    def add(self, collection: Collection, fingerprints: Prints) -> None:
+        """Add distinct pieces, of one host.
+
+        Raises:
+            ProofError: A replica of a box that was added before differs from it.
+        """
+        tables = [self._values.setdefault(tensor.name, {}) for tensor in collection.tensors]
+        for tensor in collection.tensors:
+            self.totals.setdefault(tensor.name, 0)
+        rows = zip(
+            collection.tensor.tolist(), collection.keys(), fingerprints.tolist(), strict=True
+        )
+        for row, (number, key, value) in enumerate(rows):
+            known = tables[number].setdefault(key, -1)
+            if known == value:
+                continue
+            if known != -1:
+                raise replicas_differ(*collection.box(row), known, value)
+            tables[number][key] = value
+            name = collection.tensors[number].name
+            self.totals[name] = (self.totals[name] + value) % self._modulus
 
 
 def sure_fingerprints(

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.dtypes import Bits
-from scalai.core.piece_rows import RowNumbers, tables
-from scalai.core.region import Box
+from scalai.core.region import Box, RowNumbers, tables
 
 Keys = npt.NDArray[np.uint64]
 

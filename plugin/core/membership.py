@@ -17,6 +17,7 @@ takes a state away before the next one lives.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import attrgetter
 
 from scalai.core.degrees import Degrees
 
@@ -74,11 +75,15 @@ class Assignment:
     degrees: Degrees
     micro_batch_size: int | None
     reason: str
+    active: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """Hosts that have workers. Made once, because it is asked for with every report of a host."""
+    members: frozenset[str] = field(init=False, repr=False, compare=False)
+    """The same as a set."""
 
-    @property
-    def active(self) -> tuple[str, ...]:
-        """Hosts that have workers."""
-        return tuple(name for name, count in self.workers if count)
+    def __post_init__(self) -> None:
+        active = tuple([name for name, count in self.workers if count])
+        object.__setattr__(self, "active", active)
+        object.__setattr__(self, "members", frozenset(active))
 
     def is_same_as(self, other: "Assignment") -> bool:
         """Whether the same workers would run at the same degrees; idle hosts do not count."""
@@ -120,6 +125,18 @@ class Generation:
     number: int
     step: int
     hosts: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How far the start of a round has come: the generation ``source`` that it began from (None:
+    from the script's own initial state), and the hosts whose workers have built their models
+    (``published``) and have filled their memory (``restored``)."""
+
+    source: int | None = None
+    published: frozenset[str] = frozenset()
+    restored: frozenset[str] = frozenset()
+    is_proven: bool = False
 
 
 Assign = Callable[[tuple[tuple[str, int], ...], Degrees | None], Assignment | None]
@@ -175,6 +192,7 @@ class Job:
     newest: int = 0
     now: float = 0.0
     wait: Wait = Wait()
+    start: Start = Start()
     progress: Mapping[str, str] = field(default_factory=dict)
     """What the workers of each host have done last in the present start."""
     held: Mapping[str, str] = field(default_factory=dict)
@@ -199,6 +217,8 @@ class Job:
     """Number of the generation whose parts hosts are renaming."""
     uncommitted: frozenset[str] = frozenset()
     """Hosts that have yet to rename their part of a snapshot; older generations stay until then."""
+    sealed: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """By its deposit the hosts that have sealed a snapshot of the present round, until all have."""
     obstacle: str = ""
     """Why the newest state that is known cannot be gone on from, and the ways out."""
     is_held_back: bool = False
@@ -227,6 +247,12 @@ def replace_generations(job: Job, covered: tuple[Generation, ...]) -> Job:
     return replace(job, generations=covered, has_state=job.has_state or bool(covered))
 
 
+def forget_sealed(job: Job, deposit: str) -> Job:
+    """Return the job that waits for no more parts of a deposit: it is a generation already, or it
+    is judged."""
+    return replace(job, sealed={name: told for name, told in job.sealed.items() if name != deposit})
+
+
 def replace_obstacle(job: Job, obstacle: str, *, is_held_back: bool) -> Job:
     """Return the job with another reason not to go on from the newest state that is known."""
     return replace(job, obstacle=obstacle, is_held_back=is_held_back)
@@ -238,8 +264,10 @@ def staying(job: Job) -> tuple[tuple[str, int], ...]:
     current = [name for name, _ in job.current.workers] if job.current else []
     hosts = [host for host in job.hosts.values() if not host.is_leaving]
     place = {name: number for number, name in enumerate(current)}
-    hosts.sort(key=lambda host: (place.get(host.name, len(place)), host.order))
-    free = tuple((host.name, host.slots) for host in hosts if host.name not in job.barred)
+    hosts.sort(key=attrgetter("order"))
+    if place:
+        hosts.sort(key=lambda host: place.get(host.name, len(place)))  # else in that order
+    free = tuple([(host.name, host.slots) for host in hosts if host.name not in job.barred])
     if len(free) == len(hosts) or (free and job.assign(free, present_degrees(job)) is not None):
         return free
     return tuple((host.name, host.slots) for host in hosts)
@@ -253,7 +281,7 @@ def present_degrees(job: Job) -> Degrees | None:
 
 def active(job: Job) -> frozenset[str]:
     """Hosts that are present and have workers in the current round."""
-    return (frozenset(job.current.active if job.current else ()) & frozenset(job.hosts)) - job.gone
+    return job.current.members.intersection(job.hosts) - job.gone if job.current else frozenset()
 
 
 def next_assignment(job: Job) -> Assignment | None:

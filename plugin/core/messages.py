@@ -55,3 +55,24 @@ class Named(Generic[Message]):
 
     def __repr__(self) -> str:
         return f"Named({self.message!r})"
+
+
+class Shared(Generic[Message]):
+    """A part of messages that is the same for many receivers: it travels compressed, with the
+    digest of its bytes, and is written once. Equal where the values are."""
+
+    __slots__ = ("value", "written")
+
+    def __init__(self, value: Message) -> None:
+        self.value = value
+        self.written: tuple[bytes, bytes] | None = None
+        """Digest and bytes, once somebody has sent it or it has arrived (``runtime.codec``)."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shared) and bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __repr__(self) -> str:
+        return f"Shared({self.value!r})"

@@ -20,9 +20,8 @@ from scalai.core.boxes import Boxes, check_inside, expand, right_aligned, uncove
 from scalai.core.collection import MAX_NDIM, Columns, Tensor, split_name
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import LayoutError
-from scalai.core.geometry import Geometry, check, shortfall, solve
 from scalai.core.region import Box, box_text
-from scalai.core.sources import Holder, index_sources
+from scalai.core.sources import Geometry, Holder, check, index_sources, shortfall, solve
 
 __all__ = ["Copies", "Fetches", "Holder", "Plan", "Planner", "plan"]
 

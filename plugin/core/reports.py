@@ -1,6 +1,6 @@
 """What a host reports to the coordinator. Reports of one incarnation of an agent are numbered and
-count once, in order. Those that the law of the job takes as they are stand in ``events``; these
-here are put together with what other hosts report first."""
+count once, in order. Those that the law of the job takes as they are stand in ``events``; of these
+here it takes a part."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -8,15 +8,14 @@ stays until a newer one is committed and, after a resize, until every new rank h
 from dataclasses import replace
 from functools import singledispatch
 
-from scalai.core import events
-from scalai.core.actions import Action, Commit, Release, Report, Say, Withdraw
+from scalai.core import commits, events, starting
+from scalai.core.actions import Action, Commit, Drop, Release, Report, Say, Withdraw
 from scalai.core.deadlines import clock_of
 from scalai.core.membership import (
     ENDED_BY_A_LOSS,
     FALLIBLE,
     RESIZABLE,
     TRAINING,
-    Generation,
     Host,
     Job,
     Phase,
@@ -41,7 +40,6 @@ from scalai.core.transitions import (
     runs_as_wished,
     save,
     stop_unbuilt,
-    try_again,
     without_ahead,
 )
 
@@ -74,10 +72,20 @@ def _host_joined(event: events.HostJoined, job: Job) -> Result:
         generations=event.covered,
         has_state=job.has_state or event.has_parts,
     )
+    brought = _brought(event)
     if not is_replaced:
-        return changed(job, event.at)
+        job, actions = changed(job, event.at)
+        return job, (*brought, *actions)
     # What it brings counts before the loss of the one before it is judged.
-    return _workers_gone(before, replace(job, changed_at=event.at), event.host, event.at)
+    job = replace(job, changed_at=event.at)
+    job, actions = _workers_gone(before, job, event.host, event.at)
+    return job, (*brought, *actions)
+
+
+def _brought(event: events.HostJoined) -> tuple[Action, ...]:
+    """What becomes of what a host brings: before a round begins, which gives up what is sealed."""
+    dropped = (Drop((event.host,), event.obsolete),) if event.obsolete else ()
+    return (*dropped, *(Commit(hosts, number) for number, hosts in event.sealed))
 
 
 @_on.register
@@ -265,55 +273,6 @@ def _deposited(event: events.Deposited, job: Job) -> Result:
 
 
 @_on.register
-def _judged(event: events.Judged, job: Job) -> Result:
-    if job.phase is not Phase.DEPOSITING:
-        return job, ()
-    if not event.is_covered:
-        is_loss = job.current is not None and set(job.current.active) > active(job)
-        return fail(job, event.reason, is_loss=is_loss)
-    generation = Generation(event.number, event.step, event.hosts)
-    # A host whose workers died before they wrote, or that has just come back, has no part.
-    hosts = event.hosts & frozenset(job.hosts)
-    job = replace(job, phase=Phase.COMMITTING, awaited=hosts, uncommitted=frozenset())
-    job = _with_generation(job, generation)
-    return job, (Commit(tuple(sorted(hosts)), generation.number),)
-
-
-@_on.register
-def _snapshotted(event: events.Snapshotted, job: Job) -> Result:
-    generation = Generation(event.number, event.step, frozenset(event.hosts))
-    job = _with_generation(replace(job, uncommitted=generation.hosts), generation)
-    return job, (Commit(event.hosts, generation.number),)
-
-
-def _with_generation(job: Job, generation: Generation) -> Job:
-    return replace(
-        job,
-        generations=(*job.generations, generation),
-        committing=generation.number,
-        has_state=True,
-    )
-
-
-@_on.register
-def _committed(event: events.Committed, job: Job) -> Result:
-    if event.generation != job.committing:
-        return job, ()
-    if job.phase is Phase.COMMITTING:
-        return next_phase(answered(job, event.host))
-    if event.host not in job.uncommitted:
-        return job, ()
-    # A snapshot. Once every host has it, older generations may go, also during a drain: its deposit
-    # needs their room. A start keeps its source.
-    job = replace(job, uncommitted=job.uncommitted - {event.host})
-    newest = job.newest_generation
-    is_ready = not job.uncommitted and newest is not None and newest.number == event.generation
-    if not is_ready or newest is None or job.phase in (Phase.STARTING, Phase.STOPPING):
-        return job, ()
-    return replace(job, generations=(newest,)), (Release(job.round, newest.number, ()),)
-
-
-@_on.register
 def _stopped(event: events.Stopped, job: Job) -> Result:
     if job.phase is not Phase.STOPPING or event.round != job.round:
         return job, ()
@@ -330,13 +289,6 @@ def _workers_failed(event: events.WorkersFailed, job: Job) -> Result:
         return job, (Say(reason), *actions)
     reason = event.reason if event.is_refusal else reason
     return fail(job, reason, is_chance=event.is_chance, is_refusal=event.is_refusal)
-
-
-@_on.register
-def _progressed(event: events.Progressed, job: Job) -> Result:
-    if job.phase is not Phase.STARTING or event.round != job.round:
-        return job, ()
-    return replace(job, progress={**job.progress, event.host: event.what}), ()
 
 
 @_on.register
@@ -357,11 +309,10 @@ def _hooked(event: events.Hooked, job: Job) -> Result:
     return replace(job, is_hooked=True, changed_at=job.now), ()
 
 
-@_on.register
-def _proof_failed(event: events.ProofFailed, job: Job) -> Result:
-    if event.round != job.round or job.phase is not Phase.STARTING:
-        return job, ()
-    return end(job, 3, event.reason) if event.is_final else try_again(job, event.reason)
+for _rule in (commits.judged, commits.sealed, commits.snapshotted, commits.committed,
+              starting.progressed, starting.published, starting.restored, starting.proven,
+              starting.proof_failed):  # fmt: skip
+    _on.register(_rule)
 
 
 @_on.register

@@ -11,8 +11,10 @@ from scalai.core.actions import (
     Agree,
     Build,
     Deposit,
+    Discard,
     Exit,
     GiveUp,
+    GoBack,
     Judge,
     Look,
     Prepare,
@@ -33,6 +35,7 @@ from scalai.core.membership import (
     Host,
     Job,
     Phase,
+    Start,
     active,
     failure_of,
     leaving,
@@ -295,17 +298,27 @@ def _start_round(job: Job) -> Result:
         current=target,
         tries=job.tries if job.current is not None and target.is_same_as(job.current) else 0,
         awaited=frozenset(target.active),
+        start=Start(source.number if source else None),
         progress={},
         is_hooked=True,
         gone=frozenset(),
         finished=frozenset(),
         uncommitted=frozenset(),
+        sealed={},
         changed_at=None,
         newest=step,
     )
-    generation = source.number if source else None
-    start = StartRound(job.round, target, generation, max(0, reached - step), is_built)
-    return job, (*given_up, start)
+    return job, (*given_up, *_starts(job, target, max(0, reached - step), is_built=is_built))
+
+
+def _starts(job: Job, target: Assignment, steps_lost: int, *, is_built: bool) -> tuple[Action, ...]:
+    """What begins a round: everyone leaves behind what the earlier one left, and whatever is newer
+    than the state that the job goes on from."""
+    everyone, source = tuple(sorted(job.hosts)), job.start.source
+    said = [Report(f"event=round {target.reason!r} generation={source}", ())]
+    lost = [Report(f"event=went_back steps_lost={steps_lost}", ())] if steps_lost else []
+    start = StartRound(job.round, target, source, steps_lost, is_built)
+    return (*said, Discard(everyone), GoBack(everyone, source), *lost, start)
 
 
 def _wait(job: Job) -> Result:
@@ -343,12 +356,16 @@ def save(job: Job) -> Result:
                 Say("waiting for more hosts"),
                 *_look(job),
             )
-        missing = "the newest generation is not whole" if source is None else "no --durable-dir"
+        missing = (
+            "no whole generation is there"
+            if source is None
+            else "set --durable-dir to have it saved"
+        )
         return end(
             job,
             1,
-            f"the last host leaves and there is nothing to save, or no place for it ({missing}); "
-            "what the stores hold stays there: start the same job again",
+            f"the last host leaves and the state is not saved: {missing}. What the stores hold "
+            "stays there: start the same job again",
         )
     hosts = source.hosts & frozenset(job.hosts)
     job = replace(job, phase=Phase.SAVING, awaited=hosts)

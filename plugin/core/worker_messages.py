@@ -2,17 +2,71 @@
 
 A worker waits for the answer of each: where that is None it waits only until the agent has heard
 it, or until the others of the job have come as far.
+
+What crosses with them around a deposit and a restore: orders there, results back.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import Collection
+from scalai.core.collection import Collection, Columns
+from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText, Request
-from scalai.core.orders import RankDeposit, ReadOrder, WriteOrder
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOrder:
+    """What one rank writes at a deposit: ``rows`` of its own held collection, each at byte
+    ``begins`` of ``path``.
+
+    The file exists, with its header and all its pages.
+    """
+
+    rank: int
+    path: str
+    rows: tuple[int, ...]
+    begins: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ReadOrder:
+    """What one rank copies at a restore, as columns: copy ``i`` fills a box of a wanted piece.
+
+    ``row`` [copies] is the row of the rank's own wanted collection; ``offset`` and ``shape``
+    [copies, MAX_NDIM] the box of the global tensor that is copied, in elements, right-aligned as in
+    a ``Collection``. The source is a row-major piece in ``files[file]`` at byte ``begin``
+    [copies]; ``source_offset`` and ``source_shape`` [copies, MAX_NDIM] say which box that piece is.
+    """
+
+    files: tuple[str, ...]
+    row: Columns
+    offset: Columns
+    shape: Columns
+    file: Columns
+    begin: Columns
+    source_offset: Columns
+    source_shape: Columns
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class RankDeposit:
+    """What one rank reports after writing: ``fingerprints`` of the rows of its order, in that
+    order, and its state.
+
+    ``rank_state`` belongs to ``coordinate`` alone; ``scalars`` are the same on all ranks that have
+    them."""
+
+    fingerprints: tuple[int, ...]
+    coordinate: str
+    scalars: Mapping[str, Json] = field(default_factory=dict)
+    rank_state: Json = None
+
 
 Samples = int | float | None
 """How many samples a script says that it has trained on: any number. None: not known, as where the
@@ -50,8 +104,8 @@ class Hello(Request[Welcome]):
 class Source:
     """What a worker restores: which bytes of which files (``order``), and what goes with them.
 
-    ``scalars`` are those of all ranks; ``rank_state`` maps coordinates to states; fingerprints of
-    what was read are to be of ``fingerprint_version``.
+    ``scalars`` are those of all ranks; ``rank_state`` maps this rank's coordinate to its state, or
+    is empty; fingerprints of what was read are to be of ``fingerprint_version``.
     """
 
     order: ReadOrder
@@ -65,14 +119,15 @@ class Source:
 @dataclass(frozen=True, eq=False, slots=True)
 class Publish(Request[Source | None]):
     """The model is built: ``held`` are the pieces that this rank holds at a deposit, ``wanted``
-    those that it restores. Answered once all that is needed is on this host; None: the workers
-    begin from what they have built."""
+    those that it restores; its own state is that of ``coordinate``. Answered once all that is
+    needed is on this host; None: the workers begin from what they have built."""
 
     rank: int
     round: int
     is_restoring: bool
     held: Collection
     wanted: Collection
+    coordinate: str
     facts: JsonText
     uses_devices: bool
 

@@ -1,28 +1,44 @@
 """Messages as bytes: MessagePack by msgspec, checked against the types that the messages'
 dataclasses declare. Arrays travel as their bytes, unions of messages with their kind's name
-(``Named``).
+(``Named``), what is the same for many receivers compressed (``Shared``).
 
 This is the only place that knows how a message looks on the wire.
 """
 
+import hashlib
 import json
-from collections.abc import Hashable, Mapping
+import os
+import threading
+import zlib
+from collections.abc import Mapping
 from functools import cache
 from math import prod
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 
 from scalai.core.errors import MessageError
-from scalai.core.messages import Named
+from scalai.core.messages import Named, Shared
 
 T = TypeVar("T")
 
 _DTYPES: Mapping[str, str] = {"int64": "<i8", "uint64": "<u8"}
 """Element types that arrays of messages have, and how they are written: 8 bytes, little-endian."""
+SHARED_BYTES = 1 << 30
+"""A shared part may be no longer than this, once it is unpacked."""
 _AS_JSON = b"\xc1"
 """First byte of a message that is written as JSON, because it holds text that is no UTF-8, such as
 a path whose bytes are none. No MessagePack begins so."""
+_BUILDING = threading.Lock()
+"""Held while msgspec looks at the types of a message for the first time. It notes what it knows of
+a dataclass on the class before that is complete (0.22), and a thread that decodes by it then would
+end the process. A fork waits too, so that no child has the lock for good."""
+os.register_at_fork(
+    before=_BUILDING.acquire,
+    after_in_parent=_BUILDING.release,
+    after_in_child=_BUILDING.release,
+)
+_DECODERS: "dict[Any, msgspec.msgpack.Decoder[Any]]" = {}
 
 
 def encode(message: object) -> bytes:
@@ -54,8 +70,8 @@ def decode(data: bytes, kind: type[T]) -> T:
     """
     try:
         if data[:1] == _AS_JSON:
-            return msgspec.convert(json.loads(data[1:]), kind, dec_hook=_read)
-        message: T = _decoder(cast(Hashable, kind)).decode(data)
+            return _converted(json.loads(data[1:]), kind)
+        message: T = _decoder(kind).decode(data)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         name = getattr(kind, "__name__", str(kind))
         raise MessageError(f"what came is no {name} ({error}). Do the versions differ?") from error
@@ -70,16 +86,24 @@ def convert(data: object, kind: type[T]) -> T:
         MessageError: They do not fit; says in what.
     """
     try:
-        return msgspec.convert(data, kind, dec_hook=_read)
+        return _converted(data, kind)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         raise MessageError(
             f"what is given is no {kind.__name__} ({error}). Do the versions differ?"
         ) from error
 
 
-@cache
 def _decoder(kind: Any) -> "msgspec.msgpack.Decoder[Any]":
-    return msgspec.msgpack.Decoder(kind, dec_hook=_read)
+    found = _DECODERS.get(kind)
+    if found is None:
+        with _BUILDING:
+            found = _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_read)
+    return found
+
+
+def _converted(data: object, kind: type[T]) -> T:
+    _decoder(kind)  # from then on msgspec knows all of its types
+    return msgspec.convert(data, kind, dec_hook=_read)
 
 
 def _written(value: Any) -> Any:
@@ -90,6 +114,11 @@ def _written(value: Any) -> Any:
         return value.shape, value.astype(_DTYPES[value.dtype.name]).tobytes()
     if isinstance(value, Named):
         return type(value.message).__name__, value.message
+    if isinstance(value, Shared):
+        if value.written is None:
+            content = zlib.compress(encode(value.value))
+            value.written = hashlib.sha256(content).digest(), content
+        return value.written
     for plain in (str, int, float):  # subclasses, such as numpy's float64
         if isinstance(value, plain):
             return getattr(plain, f"__{plain.__name__}__")(value)
@@ -104,6 +133,8 @@ def _read(kind: Any, data: Any) -> Any:
         return _array(data, _DTYPES[element.__name__])
     if origin is Named:
         return Named(_named(data, arguments[0]))
+    if origin is Shared:
+        return _shared(data, arguments[0])
     if kind is object:  # plain values of any kind
         return data
     raise NotImplementedError(f"no message holds a {kind}")
@@ -116,10 +147,31 @@ def _is_array(kind: Any) -> bool:
 
 def _named(data: Any, kinds: Any) -> Any:
     name, content = msgspec.convert(data, tuple[str, Any])
-    found = {kind.__name__: kind for kind in get_args(kinds) or (kinds,)}.get(name)
+    found = _by_name(kinds).get(name)
     if found is None:
         raise ValueError(f"{name!r} is no kind of message that is expected here")
-    return msgspec.convert(content, found, dec_hook=_read)
+    return _converted(content, found)
+
+
+@cache
+def _by_name(kinds: Any) -> Mapping[str, Any]:
+    return {kind.__name__: kind for kind in get_args(kinds) or (kinds,)}
+
+
+def _shared(data: Any, kind: Any) -> Shared[Any]:
+    digest, content = msgspec.convert(data, tuple[bytes, bytes])
+    if hashlib.sha256(content).digest() != digest:
+        raise ValueError("a shared part has another digest than it says")
+    unpacking = zlib.decompressobj()
+    try:
+        plain = unpacking.decompress(content, SHARED_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"a shared part cannot be unpacked ({error})") from error
+    if not unpacking.eof or unpacking.unused_data:
+        raise ValueError(f"a shared part is cut off, or has over {SHARED_BYTES} bytes")
+    shared = Shared(decode(plain, kind))
+    shared.written = digest, content
+    return shared
 
 
 def _array(data: Any, dtype: str) -> Any:

@@ -9,21 +9,24 @@ import numpy.typing as npt
 import torch
 
 from scalai.core.fingerprint import MODULI, VERSION, piece_fingerprint
-from scalai.core.hash_keys import (
+from scalai.core.region import Box, Piece, row_numbers
+from scalai.core.universal_hash import (
     DIGITS,
     FIRST_FACTOR,
+    GATHERED,
     HALF_BITS,
     KEYS,
+    ROUNDING,
     SECOND_FACTOR,
     STEP,
+    WORD_BYTES,
+    Run,
+    runs,
+    segments_of_row,
     weigh,
 )
-from scalai.core.piece_rows import row_numbers
-from scalai.core.region import Box, Piece
-from scalai.core.universal_hash import GATHERED, ROUNDING, WORD_BYTES, Run, runs, segments_of_row
 from scalai.runtime.linear_checksum import device_checksum
-from scalai.runtime.live import Slot
-from scalai.runtime.rows import host_bits, piece_view
+from scalai.runtime.live import Slot, host_bits, piece_view
 from scalai.store.files import blocks, slices
 
 BLOCK = 1 << 24

@@ -57,6 +57,7 @@ class FramedSocket:
         self.timeout_s = timeout_s
         self._ends_at: float | None = None
         self._within_s = 0.0
+        self._armed_s: float | None = _NEVER_ARMED
         self._sealing: _Direction | None = None
         self._opening: _Direction | None = None
 
@@ -166,7 +167,9 @@ class FramedSocket:
             if left_s <= 0:
                 raise TimeoutError
             limit_s = left_s if limit_s is None else min(left_s, limit_s)
-        self._stream.settimeout(limit_s)
+        if limit_s != self._armed_s:  # each time costs a call of the kernel
+            self._stream.settimeout(limit_s)
+            self._armed_s = limit_s
 
     def _lost(self, error: OSError) -> PeerError:
         if isinstance(error, TimeoutError) and error.errno is None:  # else it is the kernel's
@@ -175,6 +178,7 @@ class FramedSocket:
         return PeerError(f"the connection to {self.peer} broke ({error}). Is its host alive?")
 
 
+_NEVER_ARMED = -1.0
 _JOINED_BYTES = 1 << 16
 """Frames up to so long go with their length in one call."""
 

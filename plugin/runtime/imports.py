@@ -1,8 +1,13 @@
-"""Imports of large packages, sooner."""
+"""Imports of large packages, sooner: without collections of garbage, and known to a fork server."""
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scalai.core.worker_messages import Imports
 
 
 @contextlib.contextmanager
@@ -20,3 +25,18 @@ def without_collections() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def imported(local_rank: int) -> "Imports | None":
+    """Tell what this script has imported and from where, for the fork server of later rounds. One
+    worker a host tells."""
+    from scalai.core.worker_messages import Imports  # numpy, which questions to a job do without
+
+    if local_rank != 0:
+        return None
+    modules = [
+        name
+        for name, module in list(sys.modules.items())
+        if getattr(module, "__spec__", None) is not None and not name.startswith("__")
+    ]
+    return Imports(tuple(modules), tuple(map(str, sys.path)))

@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from scalai.core.linear_checksum import row_keys, words_per_element
-from scalai.core.piece_rows import row_numbers
-from scalai.core.region import Box
+from scalai.core.region import Box, row_numbers
 from scalai.store.files import blocks, slices
 
 

@@ -13,7 +13,9 @@ from scalai.runtime.connecting import Address
 from scalai.runtime.framing import FramedSocket, tune
 from scalai.runtime.handshake import accept
 
-BACKLOG = 128
+BACKLOG = 4096
+"""Connections that the kernel keeps until they are accepted: all hosts of a job may come at once.
+It bounds this by ``net.core.somaxconn``."""
 HANDSHAKE_S = 10.0
 """How long a client may take to prove that it knows the token."""
 MAX_HANDSHAKES = 64

@@ -10,14 +10,12 @@ import torch
 from scalai.core.collection import MAX_NDIM, Columns
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import LayoutError, StoreError
-from scalai.core.orders import ReadOrder
 from scalai.core.region import Box, Piece
-from scalai.runtime.live import Slot
-from scalai.runtime.rows import piece_view
+from scalai.core.worker_messages import ReadOrder
+from scalai.runtime.live import Slot, piece_view
 from scalai.runtime.staging import RING_BYTES, StagingRing, rings_for
 from scalai.runtime.torch_dtypes import INTEGERS
-from scalai.store.files import blocks, slices
-from scalai.store.prefault import MADV_POPULATE_READ, advise
+from scalai.store.files import MADV_POPULATE_READ, advise, blocks, slices
 
 Row = tuple[Slot, Piece]
 NEAR_BYTES = 1 << 16

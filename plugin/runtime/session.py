@@ -17,11 +17,9 @@ restores nothing and never stops the loop.
 """
 
 import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import cast
@@ -29,16 +27,14 @@ from typing import cast
 import numpy as np
 import torch
 
-from scalai.core.errors import LayoutError, PeerError, RefusedError, StoreError, UsageError
+from scalai.core.errors import LayoutError, RefusedError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText
-from scalai.core.orders import WriteOrder
 from scalai.core.region import Piece
 from scalai.core.worker_messages import (
     AwaitSlot,
     BeginDeposit,
     Hello,
-    Imports,
     Publish,
     RankDeposited,
     RankFinished,
@@ -46,18 +42,18 @@ from scalai.core.worker_messages import (
     RankStepped,
     Source,
     Stand,
+    WriteOrder,
 )
 from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number
 from scalai.runtime.calls import Channel
 from scalai.runtime.control import ControlPage, control_path
-from scalai.runtime.deposit import ordered_fingerprints, place_rows
+from scalai.runtime.deposit import MappedFile, map_beside, ordered_fingerprints, place_rows
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.fingerprints import live_fingerprints
-from scalai.runtime.live import LiveState, Slot
-from scalai.runtime.mapping import MappedFile
+from scalai.runtime.imports import imported
+from scalai.runtime.live import LiveState, Slot, collection_of, held_rows, wanted_rows
 from scalai.runtime.registered import Get, Registered, Set
 from scalai.runtime.restore import map_sources, read_rows
-from scalai.runtime.rows import collection_of, held_rows, wanted_rows
 from scalai.runtime.staging import StagingRing, rings_for
 
 Row = tuple[Slot, Piece]
@@ -89,11 +85,11 @@ class Session:
         tp, pp, dp, vpp, cp, ep: Degrees of this round.
         micro_batch_size: Samples a forward pass and replica; None where nobody has decided on it.
         step, consumed_samples: How far the training is: 0 on a fresh start, those of the generation
-        after ``attach``.
+            after ``attach``.
         restorable_step: Step of the generation that ``attach`` will restore; None where there is
-        none. A worker that ``is_ahead`` will find a later one.
+            none. A worker that ``is_ahead`` will find a later one.
         is_ahead: Whether this worker was started while those of the round before still train.
-        ``attach`` returns once they have stopped.
+            ``attach`` returns once they have stopped.
         facts: What the job's first workers told by ``report_facts``; empty on a fresh start.
         settings: What the elastic configuration says to a framework's hooks.
         replaying: What a framework's hooks say for ``is_replaying``.
@@ -204,9 +200,9 @@ class Session:
         rank alike.
 
         Args:
-            get: Returns JSON, or a tensor that is equal on all ranks; rank 0's is kept.
-            A tensor that is there from the start is carried as the state is; one that comes
-            later goes through the coordinator, so keep it small.
+            get: Returns JSON, or a tensor that is equal on all ranks; rank 0's is kept. A tensor
+                that is there from the start is carried as the state is; one that comes later goes
+                through the coordinator, so keep it small.
             set: Takes it back, on every rank of the next round.
 
         Raises:
@@ -236,7 +232,7 @@ class Session:
 
         Args:
             step, samples: How far the built state is, where it comes from the framework's own
-            checkpoint.
+                checkpoint.
             restore: False: keep the built state although there is a generation, on all ranks alike.
 
         Returns:
@@ -266,6 +262,7 @@ class Session:
                 is_restoring=restore,
                 held=collection_of(self._held),
                 wanted=collection_of(wanted),
+                coordinate=self._state.coordinate,
                 facts=JsonText.of({**self.facts, **self._told}),
                 uses_devices=any(slot.buffer.device.type != "cpu" for slot in slots),
             )
@@ -323,7 +320,7 @@ class Session:
             return False
         if not self._has_stepped:
             self._has_stepped = True
-            imports = _imports(self._local_rank)
+            imports = imported(self._local_rank)
             self._agent.call(RankStepped(self._rank, self._round, self.step, imports))
             self._map_next_deposit()
         self._page.report(self._local_rank, self.step)
@@ -416,20 +413,8 @@ class Session:
 
         Then a copy into warm memory is all that a deposit has to do.
         """
-        directory = os.environ[AGENT_DIRECTORY]
-
-        def work() -> None:
-            try:
-                channel = call_agent(directory)
-                order = channel.call(AwaitSlot(self._rank, self._round))
-                channel.close()
-                if order is not None and order.rows:
-                    self._mapped = MappedFile(order)
-            except (PeerError, StoreError):
-                return  # the round ends, or the file is in use: the deposit does without
-
-        with suppress(RuntimeError):  # no room for a thread: the deposit does without
-            threading.Thread(target=work, name="map-deposit", daemon=True).start()
+        asked = AwaitSlot(self._rank, self._round)
+        map_beside(os.environ[AGENT_DIRECTORY], asked, partial(setattr, self, "_mapped"))
 
     def _restore(self, wanted: Sequence[Row], source: Source) -> None:
         assert self._agent is not None and self._state is not None
@@ -460,16 +445,3 @@ class Session:
                 note=note,
             )
         )
-
-
-def _imports(local_rank: int) -> Imports | None:
-    """Tell what this script has imported and from where, for the fork server of later rounds. One
-    worker a host tells."""
-    if local_rank != 0:
-        return None
-    modules = [
-        name
-        for name, module in list(sys.modules.items())
-        if getattr(module, "__spec__", None) is not None and not name.startswith("__")
-    ]
-    return Imports(tuple(modules), tuple(map(str, sys.path)))

@@ -12,7 +12,8 @@ import numpy as np
 from scalai.core.collection import concatenate
 from scalai.core.errors import StoreError
 from scalai.store.extension import empty_part, piece_keys
-from scalai.store.manifest import HostManifest, StoredFile, unite_hosts
+from scalai.store.generation import unite_hosts
+from scalai.store.manifest import HostManifest, StoredFile
 
 ATTACHED = "attached"
 """In ``about`` of a manifest: hosts whose parts were attached, and the directory they lie in."""
@@ -114,7 +115,7 @@ def _with_rows(
         begin=np.concatenate([own.begin, part.begin[rows]]),
         fingerprint=np.concatenate([own.fingerprint, part.fingerprint[rows]]),
         files=(*own.files, *files),
-        committed=own.committed or part.committed,
+        committed=part.committed if own.committed is None else own.committed.united(part.committed),
         unproven=(
             *own.unproven,
             *(len(own.files) + at for at, n in enumerate(used.tolist()) if n in part.unproven),

@@ -11,10 +11,11 @@ from scalai.core.collection import Collection, Columns, concatenate
 from scalai.core.deposit import assign_writers
 from scalai.core.errors import StoreError
 from scalai.core.jsonable import Json
-from scalai.core.orders import RankDeposit, WriteOrder
 from scalai.core.region import Box
+from scalai.core.worker_messages import RankDeposit, WriteOrder
 from scalai.store.files import FileLayout, lay_out
-from scalai.store.manifest import UNNUMBERED, HostManifest, StoredFile, unite
+from scalai.store.generation import unite
+from scalai.store.manifest import UNNUMBERED, HostManifest, StoredFile
 from scalai.store.places import rank_file
 
 ROW_BYTES, RANK_BYTES = 128, 32 << 10

@@ -1,18 +1,21 @@
 """A host's part of a generation with pieces of other hosts added: they outlive the hosts they came
 from. What was fetched counts as unproven until a proof of the whole state has passed."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import Collection, Columns, concatenate
+from scalai.core.committed import Committed
 from scalai.core.dtypes import bits_dtype
 from scalai.core.fingerprint import piece_fingerprint
+from scalai.core.jsonable import Json
+from scalai.core.source_list import used_only
 from scalai.store.files import box_view, map_file
-from scalai.store.manifest import Generation, HostManifest, StoredFile
+from scalai.store.manifest import HostManifest, StoredFile
 
 
 def fingerprints_of(
@@ -38,6 +41,18 @@ def piece_keys(collection: Collection) -> list[tuple[str, bytes, bytes]]:
     ]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Beside:
+    """What goes with pieces that are fetched: the scalars of all hosts; the states of the ranks
+    that run here now (``rank_state`` by coordinate, of ``ranks``); and what is stated of the
+    tensors."""
+
+    scalars: Mapping[str, Json]
+    rank_state: Mapping[str, Json]
+    ranks: tuple[int, ...]
+    committed: Committed | None
+
+
 def empty_part(like: HostManifest, host: str) -> HostManifest:
     """Return a part of the same generation for a host that deposited nothing."""
     none = np.zeros(0, dtype=np.int64)
@@ -51,6 +66,7 @@ def empty_part(like: HostManifest, host: str) -> HostManifest:
         begin=none,
         fingerprint=like.fingerprint[:0],
         files=(),
+        rank_state={},
         unproven=(),
     )
 
@@ -61,20 +77,28 @@ def extended(
     pieces: Collection,
     begins: Columns,
     fingerprints: npt.NDArray[np.uint64],
-    of: Generation | None = None,
+    beside: Beside | None = None,
 ) -> HostManifest:
-    """Return ``own`` with the pieces of one more file, and with the scalars and rank states of all
-    hosts where ``of`` brings them."""
-    return replace(
+    """Return ``own`` with the pieces of one more file, behind those that it has, and with what goes
+    with them."""
+    grown = replace(
         own,
-        collection=concatenate([own.collection, pieces]),
+        collection=concatenate([own.collection, used_only(pieces)]),
         file=np.concatenate([own.file, np.full(len(pieces), len(own.files), dtype=np.int64)]),
         begin=np.concatenate([own.begin, begins]),
         fingerprint=np.concatenate([own.fingerprint, fingerprints]),
         files=(*own.files, file),
-        scalars=own.scalars if of is None else of.scalars,
-        rank_state=own.rank_state if of is None else of.rank_state,
         unproven=(*own.unproven, len(own.files)),
+    )
+    if beside is None:
+        return grown
+    stated = own.committed
+    return replace(
+        grown,
+        scalars=beside.scalars,
+        rank_state={**own.rank_state, **beside.rank_state},
+        ranks=tuple(sorted({*own.ranks, *beside.ranks})),
+        committed=beside.committed if stated is None else stated.united(beside.committed),
     )
 
 

@@ -18,10 +18,9 @@ from scalai.store.atomic import rename_durably
 from scalai.store.attachment import attachment
 from scalai.store.directory import HostDirectory
 from scalai.store.durable import copy_part
-from scalai.store.extension import empty_part, extended, fingerprints_of, proven_only
+from scalai.store.extension import Beside, empty_part, extended, fingerprints_of, proven_only
 from scalai.store.files import lay_out
 from scalai.store.manifest import (
-    Generation,
     HostManifest,
     StoredFile,
     read_own_manifest,
@@ -144,7 +143,8 @@ class HeldGenerations:
     def adopt_empty(self, like: HostManifest) -> None:
         """Take part in a generation of which this host has nothing yet, so that it can be extended.
 
-        ``like`` is any part of it. Does nothing where this host has a part already.
+        ``like`` is any part of it, or one that has nothing. Does nothing where this host has a part
+        already.
         """
         with self._mutex:
             if like.generation in self._committed:
@@ -234,7 +234,7 @@ class HeldGenerations:
         path: Path,
         pieces: Collection,
         begins: Columns,
-        of: Generation | None = None,
+        beside: Beside | None = None,
         fingerprints: npt.NDArray[np.uint64] | None = None,
     ) -> HostManifest:
         """Make what was fetched into a file of ``stage`` more of a committed part of this host.
@@ -247,7 +247,7 @@ class HeldGenerations:
             path: The file of ``stage``, filled. It becomes the last of the manifest's files.
             pieces: What it holds.
             begins: Where each piece lies in it, in bytes, [rows].
-            of: All parts of the generation: the scalars and rank states of all hosts are kept too.
+            beside: What goes with the pieces, where they come from other hosts.
             fingerprints: Of each piece, [rows], of the generation's version, where they were
                 computed already.
 
@@ -261,7 +261,7 @@ class HeldGenerations:
             directory, own = self.generation_directory(generation), self.manifest(generation)
             name = _free_name(directory, path.parent.name)
             file = StoredFile(name, path.stat().st_size)
-            grown = extended(own, file, pieces, begins, fingerprints, of)
+            grown = extended(own, file, pieces, begins, fingerprints, beside)
             # A file that no manifest names yet does no harm if this ends here.
             os.rename(path, directory / file.name)
             try:

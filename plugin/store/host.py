@@ -15,7 +15,7 @@ from scalai.core.collection import Collection
 from scalai.core.committed import Committed
 from scalai.core.errors import StoreError
 from scalai.core.jsonable import Json
-from scalai.core.orders import RankDeposit, WriteOrder
+from scalai.core.worker_messages import RankDeposit, WriteOrder
 from scalai.store.atomic import sync_directory, sync_file
 from scalai.store.deposit import Deposit, share_out
 from scalai.store.directory import HostDirectory

@@ -7,7 +7,7 @@ is found before any number in it is believed."""
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,17 +17,19 @@ import numpy.typing as npt
 from scalai.core import fields
 from scalai.core.collection import Collection, Columns
 from scalai.core.committed import Committed
-from scalai.core.errors import LayoutError, StoreError
+from scalai.core.errors import StoreError
 from scalai.core.fingerprint import MODULI
 from scalai.core.fingerprint import VERSION as FINGERPRINT_VERSION
 from scalai.core.jsonable import Json
+from scalai.core.source_list import Reference
 from scalai.store.atomic import partial_of, replace_file
 from scalai.store.consistency import find_inconsistency
 from scalai.store.places import MANIFEST
 
 FORMAT = "scalai-generation"
-VERSION = 2
-"""Of what is written. Version 1, of older releases, is read: its fingerprints are of version 1."""
+VERSION = 3
+"""Of what is written. What older releases wrote is read: version 1, whose fingerprints are of
+version 1, and version 2, where each part states the fingerprints of all tensors."""
 UNNUMBERED = -1
 """The generation of a manifest that is sealed and not yet committed."""
 
@@ -51,7 +53,8 @@ class HostManifest:
     entry for each coordinate. ``committed`` is what the coordinator stated of the whole generation,
     None before it did. ``unproven`` indexes the files that were fetched and that no proof has
     passed yet. ``fingerprint_version`` is that of all its fingerprints: they stay as they were
-    made, and what is compared with them is computed alike."""
+    made, and what is compared with them is computed alike. ``summarizes`` names the pieces of the
+    part that this one stands for (``store.summary``); None: it stands for itself."""
 
     generation: int
     step: int
@@ -68,6 +71,7 @@ class HostManifest:
     committed: Committed | None = None
     unproven: tuple[int, ...] = ()
     fingerprint_version: int = FINGERPRINT_VERSION
+    summarizes: Reference | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -76,7 +80,11 @@ class HostManifest:
 
     def to_json(self) -> dict[str, Json]:
         """Return plain values that ``json`` writes; ``from_json`` reads them back."""
-        said = {} if self.committed is None else {"committed": self.committed.to_json()}
+        said: dict[str, Json] = {}
+        if self.committed is not None:
+            said["committed"] = self.committed.to_json()
+        if self.summarizes is not None:
+            said["summarizes"] = [self.summarizes.rows, self.summarizes.digest]
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -153,6 +161,15 @@ def _read(data: Mapping[str, Json], where: str) -> HostManifest:
         committed=Committed.from_json(data["committed"]) if "committed" in data else None,
         unproven=tuple(fields.column(data.get("unproven", []), "unproven").tolist()),
         fingerprint_version=prints,
+        summarizes=_reference(data["summarizes"]) if "summarizes" in data else None,
+    )
+
+
+def _reference(value: Json) -> Reference:
+    rows, digest = fields.listed(value, "summarizes")
+    return Reference(
+        fields.whole_number(rows, "rows of summarizes"),
+        fields.digest(digest, "digest of summarizes"),
     )
 
 
@@ -160,7 +177,7 @@ def _fingerprint_version(data: Mapping[str, Json], where: str) -> int:
     """Return the version of a manifest's fingerprints. Raises ``StoreError`` where this release
     reads neither the manifest's version nor that one."""
     version = data["version"]
-    if data["format"] != FORMAT or type(version) is not int or version not in (1, VERSION):
+    if data["format"] != FORMAT or type(version) is not int or not 1 <= version <= VERSION:
         raise StoreError(
             f"{where} is {data['format']!r} version {version!r}; this release "
             f"reads {FORMAT!r} to version {VERSION}. Use the release that wrote it."
@@ -328,141 +345,3 @@ def manifest_bytes(manifest: HostManifest) -> bytes:
     """Return a manifest with its digest, as JSON: the content of its file."""
     content = manifest.to_json()
     return json.dumps({"digest": _digest(content), **content}, separators=(",", ":")).encode()
-
-
-def unite(parts: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
-    """Unite nested mappings. Where two differ the earlier part's value stays: give the lowest rank
-    first."""
-    united: dict[str, Json] = {}
-    for part in parts:
-        for key, value in part.items():
-            if key not in united:
-                united[key] = unite([value]) if isinstance(value, Mapping) else value
-            elif isinstance(united[key], Mapping) and isinstance(value, Mapping):
-                united[key] = unite([united[key], value])
-    return united
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Generation:
-    """A generation with all hosts' parts that are at hand, ordered by their lowest rank.
-
-    ``directories`` [hosts] is where each part lies, None for a part that lies on another machine.
-    """
-
-    generation: int
-    step: int
-    hosts: tuple[HostManifest, ...]
-    directories: tuple[Path | None, ...]
-
-    @property
-    def about(self) -> Mapping[str, Json]:
-        return self.hosts[0].about
-
-    @property
-    def fingerprint_version(self) -> int:
-        """The version of all parts' fingerprints."""
-        return self.hosts[0].fingerprint_version
-
-    @property
-    def stated(self) -> Mapping[str, int]:
-        """The fingerprints of all tensors by name, as they were committed; none of a generation of
-        a release that stated nothing, or that was converted."""
-        said = (part.committed.fingerprints for part in self.hosts if part.committed is not None)
-        return next(said, {})
-
-    @property
-    def scalars(self) -> dict[str, Json]:
-        """Scalars of all hosts, united; the lowest rank's value stays."""
-        return unite(part.scalars for part in self.hosts)
-
-    @property
-    def rank_state(self) -> dict[str, Json]:
-        """States by coordinate, of all hosts."""
-        return {
-            key: value for part in reversed(self.hosts) for key, value in part.rank_state.items()
-        }
-
-
-def unite_hosts(
-    manifests: Sequence[HostManifest], directories: Sequence[Path | None] | None = None
-) -> Generation:
-    """Unite the parts of one generation.
-
-    Raises:
-        StoreError: None is given, or they are not parts of one generation at one step, or of two
-        releases, or a host comes twice. LayoutError: Two hosts hold tensors of one name that differ
-        in shape or dtype.
-    """
-    places = list(directories) if directories is not None else [None] * len(manifests)
-    if not manifests:
-        raise StoreError("no part of a generation is given. Name at least one host's directory.")
-    parts = sorted(
-        zip(manifests, places, strict=True),
-        key=lambda part: (min(part[0].ranks, default=1 << 62), part[0].host),
-    )
-    first = parts[0][0]
-    known = {tensor.name: tensor for tensor in first.collection.tensors}
-    seen: set[str] = set()
-    for part, _ in parts:
-        if (part.generation, part.step) != (first.generation, first.step):
-            raise StoreError(
-                f"host {part.host!r} has generation {part.generation} at step {part.step}, host "
-                f"{first.host!r} generation {first.generation} at step {first.step}. Never mix "
-                "generations: take one of them."
-            )
-        if part.fingerprint_version != first.fingerprint_version:
-            raise StoreError(
-                f"the parts of generation {first.generation} on hosts {part.host!r} and "
-                f"{first.host!r} have fingerprints of versions {part.fingerprint_version} and "
-                f"{first.fingerprint_version}: two releases saved them, so they are not one state. "
-                "Never mix generations: take one of them."
-            )
-        if part.host in seen:
-            raise StoreError(
-                f"two parts are of host {part.host!r}. Give each host's directory once."
-            )
-        seen.add(part.host)
-        for tensor in part.collection.tensors:
-            if known.setdefault(tensor.name, tensor) != tensor:
-                other = known[tensor.name]
-                raise LayoutError(
-                    f"{tensor.name!r} is {tensor.dtype}{list(tensor.shape)} on host {part.host!r} "
-                    f"and {other.dtype}{list(other.shape)} on another. They are not parts of one "
-                    "state."
-                )
-    return Generation(
-        first.generation,
-        first.step,
-        tuple(part for part, _ in parts),
-        tuple(place for _, place in parts),
-    )
-
-
-def load_generation(directories: Sequence[Path], number: int | None = None) -> Generation:
-    """Read the parts of one generation, one directory a host; ``number``: of this one.
-
-    Raises:
-        StoreError: As ``read_saved_manifest`` and ``unite_hosts``; or the parts are of two states
-            that have one number. LayoutError: As ``unite_hosts``.
-    """
-    parts = [read_saved_manifest(directory, number) for directory in directories]
-    generation = unite_hosts(parts, directories)
-    deposits = {str(part.about.get("deposit")): part.host for part in parts}
-    if len(deposits) > 1:
-        found = ", ".join(f"{host}: {name}" for name, host in sorted(deposits.items()))
-        raise StoreError(
-            f"the parts of generation {generation.generation} are of several jobs or rounds "
-            f"({found}). Never mix generations: take those of one."
-        )
-    stated = [(part.host, part.committed) for part in generation.hosts if part.committed]
-    for host, committed in stated[1:]:
-        differ = committed.difference(stated[0][1])
-        if differ:
-            raise StoreError(
-                f"hosts {stated[0][0]!r} and {host!r} hold parts of generation "
-                f"{generation.generation} that were committed with other fingerprints of "
-                f"{len(differ)} tensors ({', '.join(differ[:5])}). One of them is of another "
-                "state: take its part away."
-            )
-    return generation

@@ -6,18 +6,31 @@ The planner counts holders and rows; here they become files and byte offsets.
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from scalai.core.collection import Collection, Columns
-from scalai.core.orders import ReadOrder
 from scalai.core.plan import Plan
 from scalai.core.sources import Holder
+from scalai.core.worker_messages import ReadOrder
 from scalai.store.manifest import HostManifest
 
 
+class Part(Protocol):
+    """What some host holds of a generation."""
+
+    @property
+    def host(self) -> str:
+        """Its name."""
+
+    @property
+    def collection(self) -> Collection:
+        """Its pieces."""
+
+
 def holders_of(
-    manifests: Sequence[HostManifest], host: str = "", readable: Container[str] = ()
+    manifests: Sequence[Part], host: str = "", readable: Container[str] = ()
 ) -> list[Holder]:
     """Return the source side of a plan: one holder a host, its rows those of the manifest.
 
@@ -42,7 +55,7 @@ class FetchList:
     fetch: Columns
 
 
-def fetch_lists(plan: Plan, manifests: Sequence[HostManifest], host: str) -> list[FetchList]:
+def fetch_lists(plan: Plan, manifests: Sequence[Part], host: str) -> list[FetchList]:
     """Return what ``host`` fetches, one list a source host, in the order of ``manifests``.
 
     Args:
@@ -77,7 +90,7 @@ class Fetched:
 
 def read_orders(
     plan: Plan,
-    manifests: Sequence[HostManifest],
+    manifests: Sequence[Part],
     directories: Mapping[str, Path],
     fetched: Sequence[Fetched] = (),
 ) -> dict[int, ReadOrder]:
@@ -85,7 +98,8 @@ def read_orders(
 
     Args:
         plan: Made from ``holders_of(manifests)`` for targets of this host.
-        manifests: The sources, in the order of the plan.
+        manifests: The sources, in the order of the plan; those that can be read directly as
+            ``HostManifest``.
         directories: Where the parts of hosts lie that can be read directly, by host: this host's
             own, and on a durable directory all.
         fetched: What has come from the others; together all fetches of the plan.
@@ -94,6 +108,7 @@ def read_orders(
     first_file = np.full(len(manifests), -1, dtype=np.int64)
     for number, manifest in enumerate(manifests):
         if manifest.host in directories:
+            assert isinstance(manifest, HostManifest)
             first_file[number] = len(files)
             directory = directories[manifest.host]
             files.extend(str(directory / stored.name) for stored in manifest.files)
@@ -127,9 +142,7 @@ def read_orders(
     return orders
 
 
-def _sources(
-    plan: Plan, manifests: Sequence[HostManifest], first_file: Columns
-) -> dict[str, Columns]:
+def _sources(plan: Plan, manifests: Sequence[Part], first_file: Columns) -> dict[str, Columns]:
     """Return where the stored piece of each copy lies: columns [copies] of a ``ReadOrder``."""
     copies = plan.copies
     columns = {
@@ -141,6 +154,7 @@ def _sources(
     for number, manifest in enumerate(manifests):
         if first_file[number] < 0:
             continue
+        assert isinstance(manifest, HostManifest)
         rows = np.flatnonzero((copies.source == number) & (copies.fetch < 0))
         stored = copies.source_row[rows]
         columns["file"][rows] = first_file[number] + manifest.file[stored]

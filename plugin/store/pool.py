@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from scalai.core.errors import StoreError
+from scalai.store.files import prefault
 from scalai.store.making import Making
-from scalai.store.prefault import prefault
 
 STEP_BYTES = 256 << 20
 """Pages are made in steps of so many bytes, between which it can be given up."""

@@ -9,8 +9,8 @@ import pytest
 
 from scalai.converters.between.mapping_files import find_mapping
 from scalai.converters.checkpoint import Piece
-from scalai.converters.deepspeed.cut_rules import CutRules, Rule, read_cuts
-from scalai.converters.deepspeed.cuts import WHOLE, Cut, Shards, contiguous, even
+from scalai.converters.deepspeed.shards.cut_rules import CutRules, Rule, read_cuts
+from scalai.converters.deepspeed.shards.cuts import WHOLE, Cut, Shards, contiguous, even
 from scalai.core.collection import Tensor
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.region import row_major, whole

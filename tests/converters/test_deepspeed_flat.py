@@ -4,7 +4,8 @@ from math import prod
 
 import pytest
 
-from scalai.converters.deepspeed.flat import (
+from scalai.converters.deepspeed.plain.state import match_names
+from scalai.converters.deepspeed.shards.flat import (
     Flat,
     gaps_of,
     round_robin,
@@ -13,7 +14,6 @@ from scalai.converters.deepspeed.flat import (
     sub_groups,
     undo_round_robin,
 )
-from scalai.converters.deepspeed.names import match_names
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "a": (5, 3),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scalai.converters.deepspeed.pipeline import (
+from scalai.converters.deepspeed.reading.plain_stages import units_by_stage
+from scalai.converters.deepspeed.shards.pipeline import (
     METHODS,
     LayerFile,
     Pipeline,
@@ -16,7 +17,6 @@ from scalai.converters.deepspeed.pipeline import (
     read_pipeline,
     stages_at,
 )
-from scalai.converters.deepspeed.plain_stages import units_by_stage
 from scalai.converters.torch_archive import StoredTensor
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.region import row_major

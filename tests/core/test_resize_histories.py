@@ -124,11 +124,17 @@ class Histories(RuleBasedStateMachine):
         simulation = self.simulation
         host = simulation.hosts.get(name)
         is_free = host is not None and not host.is_hung and not host.stands
-        if host is None or not is_free or host.round is None or host.start is not None:
+        if host is None or not is_free or host.round is None or host.todo is not None:
             return
         if host.round == simulation.job.round and simulation.job.phase is not m.Phase.STARTING:
             host.is_done = True
             simulation.feed(events.Finished(name, host.round))
+
+    @rule(name=NAMES)
+    def spoil(self, name: str) -> None:
+        """What it fetches next is not what was committed."""
+        if name in self.simulation.hosts:
+            self.simulation.spoilt.add(name)
 
     @rule(world=st.sampled_from([2, 3, 4, 6]))
     def break_a_world(self, world: int) -> None:
@@ -179,14 +185,15 @@ class Histories(RuleBasedStateMachine):
         elif not begins:
             simulation.end_save()
 
-    @rule()
-    def snapshot(self) -> None:
+    @rule(late=st.sets(NAMES))
+    def snapshot(self, late: set[str]) -> None:
         job = self.simulation.job
         is_early = job.phase in (*TRAINING, m.Phase.PREPARING, m.Phase.DRAINING)
         hosts = self.simulation.hosts
         has_room = all(len(hosts[name].parts) < 2 for name in active(job) if is_early)
-        if is_early and has_room and not self.simulation.deposits and not job.uncommitted:
-            self.simulation.snapshot()
+        stands = any(hosts[name].stands or hosts[name].is_hung for name in active(job) if is_early)
+        if is_early and has_room and not stands and not job.uncommitted:
+            self.simulation.snapshot(late & active(job))
 
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
@@ -256,6 +263,9 @@ class Histories(RuleBasedStateMachine):
             return
         assert current.awaited, f"{current.phase} waits for nobody"
         stuck = current.awaited - set(self.simulation.waiting())
+        if current.phase is m.Phase.STARTING:  # the others of a start wait for these
+            stuck = frozenset() if stuck < current.awaited else stuck & self.simulation.blocked()
+            assert stuck or self.simulation.waiting(), "nobody has anything to do"
         if stuck:
             has_limit = LIMITS[current.phase].seconds(current) is not None
             assert has_limit or current.phase is m.Phase.SAVING

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalai.core.fingerprint import combine, piece_fingerprint
-from scalai.core.hash_keys import KEYS, SEGMENT, Keys, P
 from scalai.core.region import Box, whole
-from scalai.core.universal_hash import piece_hash
+from scalai.core.universal_hash import KEYS, SEGMENT, Keys, P, piece_hash
 
 Array = npt.NDArray[np.unsignedinteger]
 

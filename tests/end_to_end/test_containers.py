@@ -103,7 +103,8 @@ def test_a_second_signal_ends_an_agent_that_stays(tmp_path: Path) -> None:
 
 
 def test_where_another_program_began_the_namespace_nothing_is_said() -> None:
-    asked = "from scalai.launch.containers import all_end_with_this_process as ends; print(ends())"
+    module = "scalai.launch.agent.containers"
+    asked = f"from {module} import all_end_with_this_process as ends; print(ends())"
     for before, expected in (([], "True"), ([sys.executable, "-c", STARTS], "False")):
         said = subprocess.run(
             [*INSIDE, *before, sys.executable, "-c", asked],

@@ -13,10 +13,10 @@ from scalai.converters.megatron.arguments import derived_flags
 from scalai.core.choice import candidates
 from scalai.core.degrees import Degrees
 from scalai.core.errors import RefusedError
-from scalai.launch.check_elastic import check_elastic, worlds_of
-from scalai.launch.flags import parse_options
-from scalai.launch.job import JobSpec
-from scalai.launch.script import ScriptFacts, read_script
+from scalai.launch.commands.check_elastic import check_elastic, worlds_of
+from scalai.launch.config.flags import parse_options
+from scalai.launch.config.job import JobSpec
+from scalai.launch.config.script import ScriptFacts, read_script
 from support.functional_configurations import (
     RANKS,
     Configuration,

@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 
-from scalai.launch.card import read_card
-from scalai.launch.person_calls import Status
+from scalai.launch.config.endpoint import read_card
+from scalai.launch.coordinator.person_calls import Status
 from scalai.runtime.calls import Channel
 from support.agents import Agents, tiny_agents
 from support.tiny_job import check_steps

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scalai.launch.card import TOKEN_VARIABLE, read_card
+from scalai.launch.config.endpoint import TOKEN_VARIABLE, read_card
 from support.agents import MARK, Agents, tiny_agents
 from support.tiny_job import check_steps
 

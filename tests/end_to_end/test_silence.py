@@ -14,7 +14,7 @@ DEADLINE_S = 60.0
 
 
 def coordinator_of(processes: list[psutil.Process]) -> psutil.Process:
-    (found,) = [p for p in processes if "scalai.launch.coordinator_process" in p.cmdline()]
+    (found,) = [p for p in processes if "scalai.launch.coordinator.process" in p.cmdline()]
     return found
 
 

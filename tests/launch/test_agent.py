@@ -17,9 +17,9 @@ from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Round, Settings
 from scalai.core.worker_messages import Hello
-from scalai.launch.agent import Agent, Loop
-from scalai.launch.crew import Crew
-from scalai.launch.member import Member, Served
+from scalai.launch.agent.loop import Agent, Loop
+from scalai.launch.agent.member import Member, Served
+from scalai.launch.agent.worker_group import WorkerGroup
 from support.wire_words import start
 
 DEADLINE_S = 60.0
@@ -36,7 +36,7 @@ class NotingHands:
         self.calls: list[Future[Any]] = []
 
     @property
-    def groups(self) -> Mapping[int, Crew]:
+    def groups(self) -> Mapping[int, WorkerGroup]:
         return {}
 
     def generations(self) -> frozenset[int]:

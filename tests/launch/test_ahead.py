@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scalai.launch.ahead import obstacle, offer, private_bytes
+from scalai.launch.agent.ahead import obstacle, offer, private_bytes
 from scalai.store.pool import available_memory
 
 MEGABYTES = 200

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from scalai.core.errors import StoreError
-from scalai.launch.background import Background
+from scalai.launch.agent.background import Background
 
 
 def submitted(error: Exception) -> Callable[[], None]:

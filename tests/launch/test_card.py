@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import PeerError, UsageError
-from scalai.launch import card, clean, cli, questions
-from scalai.launch.card import join_endpoint, read_card, split_endpoint, write_card
-from scalai.launch.person_calls import Status
+from scalai.launch import cli
+from scalai.launch.commands import clean, questions
+from scalai.launch.config import endpoint as card
+from scalai.launch.config.endpoint import join_endpoint, read_card, split_endpoint, write_card
+from scalai.launch.coordinator.person_calls import Status
 from scalai.runtime.calls import Server
 from support.ports import free_port
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import RefusedError
-from scalai.launch.check_elastic import check_elastic
-from scalai.launch.elastic_config import ElasticConfig
-from scalai.launch.elastic_file import load_config
-from scalai.launch.flags import parse_options
+from scalai.launch.commands.check_elastic import check_elastic
+from scalai.launch.config.elastic_config import ElasticConfig
+from scalai.launch.config.elastic_file import load_config
+from scalai.launch.config.flags import parse_options
 
 GPT = (
     "pretrain_gpt.py --num-layers 4 --num-attention-heads 4 --micro-batch-size 1 "

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import StoreError, UsageError
-from scalai.launch import clean
-from scalai.launch.durable import attach_durable, write_finished
+from scalai.launch.agent.durable import attach_durable, write_finished
+from scalai.launch.commands import clean
 from support.store_states import Opener, deposit, generation, two_ranks
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from scalai.core.messages import JsonText
 from scalai.launch import cli
-from scalai.launch.card import write_card
-from scalai.launch.person_calls import Status
+from scalai.launch.config.endpoint import write_card
+from scalai.launch.coordinator.person_calls import Status
 from scalai.runtime.calls import Server
 
 TOKEN = b"a secret of this job"

@@ -8,8 +8,8 @@ import pytest
 
 from scalai.core.errors import PeerError
 from scalai.core.membership import Phase
-from scalai.launch.flags import parse_options
-from scalai.launch.job import JobSpec
+from scalai.launch.config.flags import parse_options
+from scalai.launch.config.job import JobSpec
 from support.committed_parts import half, part
 from support.coordinator_line import DEADLINE_S, Line, wait_until
 

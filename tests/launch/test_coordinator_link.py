@@ -15,10 +15,10 @@ from scalai.core.errors import PeerError
 from scalai.core.membership import Phase
 from scalai.core.messages import JsonText, Named
 from scalai.core.reports import Leaving, Moved
-from scalai.launch.coordinator_calls import Bye, Commands, Join, StoreIdentity
-from scalai.launch.coordinator_link import CoordinatorLink, Health, Waits
-from scalai.launch.coordinator_link import Line as CoordinatorLine
-from scalai.launch.places import Place
+from scalai.launch.agent.link import CoordinatorLink, Health, Waits
+from scalai.launch.agent.link import Line as CoordinatorLine
+from scalai.launch.coordinator.calls import Bye, Commands, Join, StoreIdentity
+from scalai.launch.coordinator.discovery import Place
 from scalai.runtime.calls import Server
 from support.coordinator_line import QUICK, TOKEN, Line, Relay, wait_until
 
@@ -44,7 +44,7 @@ class SlowServer:
 class NoWorkers:
     """What a link asks of the workers of a host."""
 
-    round = crew = None
+    round = group = None
 
 
 class LinkedAgent:
@@ -76,8 +76,8 @@ class LinkedAgent:
         return lambda incarnation: Join("j", "a", incarnation, store, 2, address, (), (), (), text)
 
     def follow(self) -> None:
-        workforce: Any = NoWorkers()
-        self.link.follow(workforce, self.commands.append)
+        present: Any = NoWorkers()
+        self.link.follow(present, self.commands.append)
 
     def notes(self) -> list[int]:
         return [command.generation for command in self.commands if isinstance(command, Drop)]
@@ -93,7 +93,7 @@ class Heard:
     def __init__(self, line: Line) -> None:
         self.numbers: list[int] = []
         line.coordinator._agent_events.hear = (  # type: ignore[method-assign]
-            lambda host, report: self.numbers.append(report.bytes)  # type: ignore[union-attr]
+            lambda host, report, manifests: self.numbers.append(report.bytes)  # type: ignore[union-attr]
         )
 
 
@@ -141,7 +141,7 @@ def test_a_silent_coordinator_holds_nobody_up(
 ) -> None:
     caplog.set_level("INFO")
     heard, agent = Heard(line), LinkedAgent(line, relay.address, waits=IMPATIENT)
-    wait_until(lambda: "a" in line.coordinator._live.roster, "it has joined")
+    wait_until(lambda: "a" in line.coordinator._live.members, "it has joined")
     relay.freeze()
     wait_until(lambda: agent.link.silence_s is not None, "the silence is noticed")
     agent.link.tell(Moved(1, 1))  # returns
@@ -207,7 +207,7 @@ def finish(line: Line, code: int = 0) -> None:
     with line.coordinator._lock:
         live = line.coordinator._live
         live.state = replace(live.state, phase=Phase.ENDED)
-        live._perform(actions.Exit(live.roster.hosts(), code, "the test ends it"))
+        live._perform(actions.Exit(live.members.hosts(), code, "the test ends it"))
 
 
 def exits(agent: LinkedAgent) -> list[int]:
@@ -220,8 +220,8 @@ def test_an_agent_whose_connections_break_as_the_job_ends_learns_how_it_ended(
 ) -> None:
     agent = LinkedAgent(line, relay.address)
     relay.bar()
-    roster = line.coordinator._live.roster
-    wait_until(lambda: roster["a"].unlinked_s() is not None, "it is cut off")
+    members = line.coordinator._live.members
+    wait_until(lambda: members["a"].unlinked_s() is not None, "it is cut off")
     finish(line, code)
     line.thread.join(1.0)  # its ticks go on meanwhile, or it has ended
     relay.admit()
@@ -298,7 +298,7 @@ def test_an_exit_that_comes_late_is_no_exit_of_an_agent_that_has_joined_again(
     def answer_late(request: object) -> Commands:
         asked.set()
         assert answers.wait(60.0)
-        return Commands(old.received + 1, (Named(Exit(0, "late")),))
+        return Commands(old.received + 1, (Named(Exit(0, "late")),), 0.1)
 
     monkeypatch.setattr(old.polls, "try_call", answer_late)
     wait_until(asked.is_set, "it waits for commands")
@@ -334,7 +334,7 @@ def test_a_join_waits_for_a_coordinator_that_is_not_ready_yet(line: Line, relay:
     """Its rendezvous store imports torch from a slow disk, say."""
     line.coordinator._stores.wait_ready = lambda: time.sleep(1.0)  # type: ignore[method-assign]
     agent = LinkedAgent(line, relay.address, waits=Waits(tell_s=0.2))
-    assert "a" in line.coordinator._live.roster
+    assert "a" in line.coordinator._live.members
     agent.link.close()
 
 

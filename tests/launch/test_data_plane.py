@@ -13,17 +13,20 @@ from scalai.core.collection import Collection
 from scalai.core.errors import PeerError, StoreError
 from scalai.core.messages import Named
 from scalai.core.region import Box
-from scalai.launch import data_plane
-from scalai.launch.data_plane import DataPlaneServer, Peer
+from scalai.core.source_list import Reference
+from scalai.launch.agent import data_plane
+from scalai.launch.agent.data_plane import DataPlaneServer, Peer, PiecesHeld
 from scalai.runtime.codec import encode
 from scalai.runtime.connecting import connect
 from scalai.runtime.framing import FramedSocket
 from scalai.runtime.handshake import accept
 from scalai.store.files import slices
 from scalai.store.host import HostStore
+from scalai.store.summary import reference_of
 from support.store_states import Opener, deposit, generation, values_of
 
 TOKEN = b"the job's token"
+ANY = Reference(1, "0" * 64)
 
 
 @pytest.fixture
@@ -39,6 +42,11 @@ def peer(server: DataPlaneServer, store: HostStore) -> Peer:
     return Peer(server.address, TOKEN, store.host, timeout_s=5)
 
 
+def pieces_through(store: HostStore, peer: Peer) -> PiecesHeld:
+    """Return what the peer says of the pieces of generation 1."""
+    return peer.pieces(1, reference_of(store.manifest(1)))
+
+
 def fetch_into(tmp_path: Path, peer: Peer, row: int, pieces: Collection) -> bytes:
     """Fetch one part into a file of noise, at byte 100; return what came."""
     path = tmp_path / "fetched"
@@ -50,12 +58,12 @@ def fetch_into(tmp_path: Path, peer: Peer, row: int, pieces: Collection) -> byte
     return content[100 : 100 + size]
 
 
-def test_all_pieces_and_the_manifest_arrive(store: HostStore, peer: Peer, tmp_path: Path) -> None:
-    manifest = peer.manifest(1)
-    assert manifest.digest() == store.manifest(1).digest()
-    for row in range(len(manifest.collection)):
-        tensor, box = manifest.collection.box(row)
-        found = fetch_into(tmp_path, peer, row, manifest.collection.select(np.array([row])))
+def test_all_pieces_arrive_and_what_they_are(store: HostStore, peer: Peer, tmp_path: Path) -> None:
+    held = pieces_through(store, peer).pieces
+    assert (held.fingerprint == store.manifest(1).fingerprint).all()
+    for row in range(len(held)):
+        tensor, box = held.collection.box(row)
+        found = fetch_into(tmp_path, peer, row, held.collection.select(np.array([row])))
         assert found == values_of(tensor, 1)[slices(box)].tobytes()
 
 
@@ -85,19 +93,19 @@ def test_pieces_of_many_blocks_arrive(
     store: HostStore, peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_plane, "BLOCK_BYTES", 7)
-    test_all_pieces_and_the_manifest_arrive(store, peer, tmp_path)
+    test_all_pieces_arrive_and_what_they_are(store, peer, tmp_path)
 
 
 def test_a_peer_with_another_token_is_refused(server: DataPlaneServer, peer: Peer) -> None:
     with pytest.raises(PeerError, match="does not have this job's token"):
-        Peer(server.address, b"another token", "h", timeout_s=5).manifest(1)
-    assert peer.manifest(1).generation == 1
+        Peer(server.address, b"another token", "h", timeout_s=5).pieces(1, ANY)
+    assert peer.rank_states(1, ["nobody"]) == {}
 
 
 def test_a_server_with_another_token_is_refused(store: HostStore, tmp_path: Path) -> None:
     with DataPlaneServer(store, b"another token") as other:
         with pytest.raises(PeerError, match="does not have this job's token"):
-            Peer(other.address, TOKEN, store.host, timeout_s=5).manifest(1)
+            Peer(other.address, TOKEN, store.host, timeout_s=5).pieces(1, ANY)
 
 
 NOISE = {
@@ -120,7 +128,7 @@ def test_a_stranger_gets_nothing_and_does_no_harm(
             stranger.shutdown(socket.SHUT_WR)
             while stranger.recv(4096):
                 pass
-    assert peer.manifest(1).generation == 1
+    assert peer.rank_states(1, ["nobody"]) == {}
 
 
 def test_only_committed_generations_are_served(
@@ -130,7 +138,7 @@ def test_only_committed_generations_are_served(
     store.reserve({})
     for number in (2, -1, sealed.generation):
         with pytest.raises(StoreError, match="is not committed here"):
-            peer.manifest(number)
+            peer.pieces(number, ANY)
         with pytest.raises(StoreError, match="is not committed here"):
             peer.fetch(
                 number, np.array([0]), sealed.collection.select(np.array([0])),
@@ -154,7 +162,7 @@ def test_parts_outside_of_a_piece_are_refused(store: HostStore, peer: Peer, tmp_
 def test_another_host_than_is_meant_hands_out_nothing(server: DataPlaneServer) -> None:
     """Its port may be that of one which is gone."""
     with pytest.raises(StoreError, match="host 'gone' is asked"):
-        Peer(server.address, TOKEN, "gone", timeout_s=5).manifest(1)
+        Peer(server.address, TOKEN, "gone", timeout_s=5).pieces(1, ANY)
 
 
 NONE = [(0,), b""]
@@ -163,7 +171,7 @@ NONSENSE = {
     "empty": b"",
     "no message": b"\xc1",
     "unknown": encode(("Delete", {"host": "h", "generation": 1})),
-    "no number": encode(("ReadManifest", {"host": "h", "generation": "one"})),
+    "no number": encode(("ReadPieces", {"host": "h", "generation": "one", "rows": 1})),
     "columns": encode(("Fetch", {"host": "h", "generation": 1, **COLUMNS})),
     "an array of another size": encode(
         ("Fetch", {"host": "h", "generation": 1, **COLUMNS, "row": [(1 << 62,), bytes(8)]})
@@ -180,7 +188,7 @@ def test_nonsense_ends_the_connection_alone(
         framed.send(nonsense)
         with pytest.raises(PeerError, match="closed the connection"):
             framed.receive()
-    assert peer.manifest(1).generation == 1
+    assert peer.rank_states(1, ["nobody"]) == {}
 
 
 def has_frames(seen: bytes, count: int) -> bool:
@@ -267,7 +275,7 @@ def test_nobody_there_is_noticed(server: DataPlaneServer, peer: Peer) -> None:
     server.close()
     server.close()
     with pytest.raises(PeerError, match="cannot be reached"):
-        peer.manifest(1)
+        peer.pieces(1, ANY)
 
 
 def test_a_closing_server_cuts_its_peers(server: DataPlaneServer) -> None:

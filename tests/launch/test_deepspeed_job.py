@@ -9,10 +9,10 @@ import pytest
 
 from scalai.core.degrees import Degrees
 from scalai.core.errors import RefusedError, UsageError
-from scalai.launch.check_elastic import check_elastic
-from scalai.launch.flags import parse_options
-from scalai.launch.job import JobSpec
-from scalai.launch.sizing import Sizing
+from scalai.launch.commands.check_elastic import check_elastic
+from scalai.launch.config.flags import parse_options
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.sizing import Sizing
 
 Read = Callable[..., JobSpec]
 

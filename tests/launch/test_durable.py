@@ -10,7 +10,7 @@ import pytest
 from scalai.core.collection import Collection
 from scalai.core.errors import ProofError, RefusedError, StoreError
 from scalai.core.region import Box
-from scalai.launch.durable import (
+from scalai.launch.agent.durable import (
     attach_durable,
     check_writable,
     look,
@@ -18,10 +18,11 @@ from scalai.launch.durable import (
     set_aside,
     write_finished,
 )
-from scalai.launch.mover import check_arrived
+from scalai.launch.agent.fetch import check_arrived
 from scalai.store.extension import piece_keys
 from scalai.store.manifest import write_manifest
 from scalai.store.moves import FetchList
+from scalai.store.summary import pieces_of
 from support.store_states import Opener, generation, two_ranks
 
 
@@ -97,14 +98,16 @@ def test_what_arrives_is_compared_with_what_its_host_says(open_store: Opener) ->
     part = generation(open_store(), 1, 1, {0: two_ranks()[0]})
     rows = np.arange(len(part.collection))
     asked = [FetchList("a", rows, part.collection, rows)]
-    check_arrived(asked, {"a": part}, part.fingerprint)
+    check_arrived(asked, {"a": pieces_of(part)}, part.fingerprint)
     number = [key[0] for key in piece_keys(part.collection)].index("param/w")
     wrong = part.fingerprint.copy()
     wrong[number] += np.uint64(1)
     with pytest.raises(ProofError, match=r"1 fetched pieces.*'param/w' \[0:6,0:4\] of host 'a'"):
-        check_arrived(asked, {"a": part}, wrong)
+        check_arrived(asked, {"a": pieces_of(part)}, wrong)
     # A part of a piece has no fingerprint to compare with.
     tensor, _ = part.collection.box(number)
     some = Collection.of([(tensor, Box((0, 0), (2, 2)))])
     row = np.array([number])
-    check_arrived([FetchList("a", row, some, row)], {"a": part}, np.zeros(1, dtype=np.uint64))
+    check_arrived(
+        [FetchList("a", row, some, row)], {"a": pieces_of(part)}, np.zeros(1, dtype=np.uint64)
+    )

@@ -8,8 +8,8 @@ import pytest
 from scalai.core.choice import Rule, choose
 from scalai.core.degrees import ModelLimits, Wish
 from scalai.core.errors import UsageError
-from scalai.launch.elastic_config import ElasticConfig, ProbeConfig
-from scalai.launch.elastic_file import load_config
+from scalai.launch.config.elastic_config import ElasticConfig, ProbeConfig
+from scalai.launch.config.elastic_file import load_config
 
 Writer = Callable[[str], str]
 EXAMPLES = Path(__file__).parents[2] / "configs"

@@ -13,7 +13,7 @@ from typing import NoReturn
 import pytest
 from torch.utils.cpp_extension import _get_build_directory
 
-from scalai.launch.extension_locks import (
+from scalai.launch.agent.extension_locks import (
     LOCK,
     PATIENCE_S,
     WorkersLocks,

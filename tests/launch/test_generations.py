@@ -8,10 +8,10 @@ import pytest
 from scalai.core.collection import Collection, Tensor
 from scalai.core.committed import Committed
 from scalai.core.errors import ProofError
-from scalai.core.fingerprint import piece_fingerprint
+from scalai.core.fingerprint import piece_fingerprint, tensor_fingerprints
 from scalai.core.region import Box
-from scalai.launch.generations import Generations
-from scalai.launch.proofs import committed_fingerprints
+from scalai.launch.coordinator.generations import Generations
+from scalai.launch.coordinator.proofs import committed_fingerprints
 from scalai.store.files import slices
 from scalai.store.manifest import HostManifest, StoredFile
 
@@ -62,9 +62,9 @@ def test_fetched_pieces_that_overlap_deposited_ones_do_not_change_the_proof() ->
     rows = Collection.of([(MATRIX, Box((0, 0), (39, 8))), (MATRIX, Box((39, 0), (1, 4))),
                           *((MATRIX, box) for box in FETCHED)])  # fmt: skip
     values = np.array([fingerprint(rows.box(row)[1]) for row in range(4)], dtype=np.uint64)
-    after.prove(4, rows, values)
+    after.prove(4, tensor_fingerprints(rows, values))
     with pytest.raises(ProofError, match="1 differ: exp_avg/w"):
-        after.prove(4, rows, values + np.uint64(1))
+        after.prove(4, tensor_fingerprints(rows, values + np.uint64(1)))
 
 
 def test_a_state_of_an_older_release_is_proven_by_its_own_fingerprints() -> None:
@@ -89,9 +89,9 @@ def test_a_state_of_an_older_release_is_proven_by_its_own_fingerprints() -> None
         )
         for version in (1, 2)
     }
-    generations.prove(4, rows, prints[1])
+    generations.prove(4, tensor_fingerprints(rows, prints[1], 1))
     with pytest.raises(ProofError, match="1 differ"):
-        generations.prove(4, rows, prints[2])
+        generations.prove(4, tensor_fingerprints(rows, prints[2], 2))
 
 
 def test_parts_with_fingerprints_of_two_versions_are_no_state() -> None:
@@ -154,8 +154,7 @@ def test_another_state_of_a_number_whose_holder_has_gone_is_proven_by_what_it_st
     assert first.covered()
     first.forget("z")
     assert first.add(own) and first.covered() and first.stated(4) == own.committed
-    rows = own.collection
-    first.prove(4, rows, own.fingerprint)
+    first.prove(4, tensor_fingerprints(own.collection, own.fingerprint))
 
 
 def test_what_was_fetched_and_never_proven_may_be_the_only_copy() -> None:
@@ -166,5 +165,25 @@ def test_what_was_fetched_and_never_proven_may_be_the_only_copy() -> None:
     assert generations.is_whole_as_deposited(4)
     generations.forget("a")
     assert generations.covered() and not generations.is_whole_as_deposited(4)
-    generations.prove(4, own.collection, own.fingerprint)
+    generations.prove(4, tensor_fingerprints(own.collection, own.fingerprint))
     assert generations.is_whole_as_deposited(4)
+
+
+def test_what_only_a_late_part_holds_is_stated_from_then_on() -> None:
+    """The coordinator is another one than that which committed the rest."""
+    other = Tensor("exp_avg/v", (4,), "F32")
+    here, late = part("a", {"rank-0.safetensors": [DEPOSITED]}), part("b", {"r.safetensors": []})
+    rows = Collection.of([(other, Box((0,), (4,)))])
+    zero = np.zeros(1, np.int64)
+    late = replace(
+        late, collection=rows, file=zero, begin=zero, fingerprint=np.array([5], np.uint64)
+    )
+    tensors = {"tensors": 2}
+    known = Committed(("a", "b"), {MATRIX.name: fingerprint(DEPOSITED)})
+    generations = Generations()
+    generations.add(replace(here, generation=4, committed=known, about={**here.about, **tensors}))
+    generations.deposit(replace(late, about={**late.about, **tensors}))
+    assert list(generations.late()) == [("b", 4)]
+    stated = generations.parts(4)["b"].committed
+    assert stated is not None and stated.fingerprints == {other.name: 5}
+    assert [each.number for each in generations.covered()] == [4]

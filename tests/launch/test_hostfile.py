@@ -6,15 +6,15 @@ import pytest
 
 from scalai.core.errors import UsageError
 from scalai.launch.cli import main
-from scalai.launch.flags import build_parser, parse_options
-from scalai.launch.hostfile import (
+from scalai.launch.config.flags import build_parser, parse_options
+from scalai.launch.config.hostfile import (
     expand_for_coordinator,
     expand_hostfile,
     filtered,
     own_name,
     parse_hostfile,
 )
-from scalai.launch.job import JobSpec
+from scalai.launch.config.job import JobSpec
 
 TEXT = "# two hosts\nworker-0 slots=4\n\nworker-1   slots=2  # small\n"
 HOSTS = {"worker-0": (0, 1, 2, 3), "worker-1": (0, 1)}

@@ -12,7 +12,7 @@ from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import LayoutError, ProofError, ScalaiError, StoreError, UsageError
 from scalai.core.fingerprint import piece_fingerprint
 from scalai.core.region import whole
-from scalai.launch import inspect
+from scalai.launch.commands import inspect
 from scalai.store.host import HostStore
 from scalai.store.values import decode
 from support.older_release import saved_by_an_older_release

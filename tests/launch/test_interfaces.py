@@ -3,7 +3,7 @@
 import pytest
 
 from scalai.core.errors import UsageError
-from scalai.launch.interfaces import address_towards, interface_environment, interface_of
+from scalai.launch.agent.interfaces import address_towards, interface_environment, interface_of
 
 
 def test_the_way_to_this_machine_is_the_loopback_interface() -> None:

@@ -15,9 +15,11 @@ from scalai.core.commands import Save
 from scalai.core.errors import AnswerError, PeerError
 from scalai.core.messages import JsonText, Named
 from scalai.core.reports import Leaving, Report
-from scalai.launch import cli, questions
-from scalai.launch.coordinator_calls import Bye, Stalled, Tell
-from scalai.launch.losses import Patience
+from scalai.launch import cli
+from scalai.launch.agent.link import LONGEST_KEPT_S
+from scalai.launch.commands import questions
+from scalai.launch.coordinator.calls import Bye, Stalled, Tell
+from scalai.launch.coordinator.losses import MOST_POLL_S, Patience
 from scalai.runtime.codec import encode
 from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, wait_until
 from support.wire_words import call_raw
@@ -81,7 +83,7 @@ def test_silence_alone_does_not_end_a_job_that_has_no_other_host(tmp_path: Path)
     wait_until(
         lambda: has_said(line, "event=host_silent host=a", "waiting for it"), "it is told of"
     )
-    kept = line.coordinator._live.roster["a"]
+    kept = line.coordinator._live.members["a"]
     first_s = kept.judge_again_s
     wait_until(lambda: kept.judge_again_s > first_s, "it is judged again")
     agent.go_on()
@@ -98,7 +100,7 @@ def test_who_does_not_answer_is_lost_only_where_the_others_can_go_on(tmp_path: P
     live = line.coordinator._live
     with line.coordinator._lock:
         live._perform(actions.Lose(("a", "b"), "no answer within 61 s"))
-        assert live.roster.hosts() == ("b",)
+        assert live.members.hosts() == ("b",)
     assert has_said(line, "event=no_answer host=a", "it counts as lost")
     assert has_said(line, "event=no_answer host=b", "waiting for it")
     line.end()
@@ -138,14 +140,14 @@ def test_the_status_shows_workers_that_make_no_steps(
     agent = line.join("a")
     agent.wait_for("start")
     agent.stalled = Stalled((1, 3), 41, 75.2)
-    roster = line.coordinator._live.roster
-    wait_until(lambda: bool(roster.stalled()), "the coordinator has heard it")
+    members = line.coordinator._live.members
+    wait_until(lambda: bool(members.stalled()), "the coordinator has heard it")
     monkeypatch.setattr(questions, "read_card", lambda folder: (line.coordinator.address, TOKEN))
     with pytest.raises(SystemExit):
         cli.main(["status"])
     assert "a: ranks 1, 3 at step 41 for 75 s" in capsys.readouterr().out
     agent.stalled = None
-    wait_until(lambda: not roster.stalled(), "they go on")
+    wait_until(lambda: not members.stalled(), "they go on")
 
 
 def test_workers_that_are_gone_are_not_shown_as_ones_that_make_no_steps(line: Line) -> None:
@@ -153,10 +155,10 @@ def test_workers_that_are_gone_are_not_shown_as_ones_that_make_no_steps(line: Li
     agent = line.join("a")
     agent.wait_for("start")
     agent.stalled = Stalled((1,), 41, 75.2)
-    roster = line.coordinator._live.roster
-    wait_until(lambda: bool(roster.stalled()), "the coordinator has heard it")
+    members = line.coordinator._live.members
+    wait_until(lambda: bool(members.stalled()), "the coordinator has heard it")
     agent.round = 0
-    wait_until(lambda: not roster.stalled(), "they are gone")
+    wait_until(lambda: not members.stalled(), "they are gone")
 
 
 def test_a_start_whose_bytes_still_flow_makes_progress(line: Line) -> None:
@@ -185,7 +187,7 @@ def test_an_agent_that_says_goodbye_is_not_waited_for(tmp_path: Path) -> None:
     line = Line(tmp_path, "--nnodes", "1:3", patience=Patience(grace_s=DEADLINE_S))
     agent = line.join("a")
     agent._calls.call(Bye("j", "a", agent.incarnation))
-    wait_until(lambda: "a" not in line.coordinator._live.roster, "a is gone")
+    wait_until(lambda: "a" not in line.coordinator._live.members, "a is gone")
     line.end()
 
 
@@ -212,8 +214,8 @@ def test_a_silent_agent_gives_way_to_another_of_its_host(tmp_path: Path) -> None
     old = line.join("a", store=["machine", 1])
     old.wait_for("start")
     old.pause()
-    roster = line.coordinator._live.roster
-    wait_until(lambda: roster["a"].silence_s() > 0.3, "it is silent")
+    members = line.coordinator._live.members
+    wait_until(lambda: members["a"].silence_s() > 0.3, "it is silent")
     line.join("a", store=["another machine", 1]).wait_for("start")
     line.end()
 
@@ -227,10 +229,10 @@ def test_a_live_agent_is_not_replaced_by_one_of_another_store(line: Line) -> Non
 def test_an_event_that_is_told_twice_counts_once(line: Line) -> None:
     agent = line.join("a")
     agent.wait_for("start")
-    wait_until(lambda: line.coordinator._live.roster["a"].told == 1, "its first step is told")
+    wait_until(lambda: line.coordinator._live.members["a"].told == 1, "its first step is told")
     heard: list[tuple[str, object]] = []
     line.coordinator._agent_events.hear = (  # type: ignore[method-assign]
-        lambda host, report: heard.append((host, report))
+        lambda host, report, manifests: heard.append((host, report))
     )
     leaving: Named[Report] = Named(Leaving())
     for number in (2, 2, 3, 2):
@@ -318,3 +320,12 @@ def test_the_coordinator_of_a_finished_job_waits_until_all_have_their_exit(tmp_p
     line.thread.join(DEADLINE_S)
     assert line.code == [0]
     line.end()
+
+
+def test_polls_of_many_agents_are_kept_longer_and_silence_is_judged_by_it() -> None:
+    patience = Patience()
+    assert patience.to_keep_s(200) == patience.poll_s and patience.to_keep_s(800) == 4.0
+    assert patience.to_keep_s(1 << 20) == MOST_POLL_S < LONGEST_KEPT_S
+    for agents in (1, 1024, 1 << 20):
+        assert patience.to_keep_s(agents) < patience.to_replace_s(agents) < patience.lost_after_s
+    assert patience.to_replace_s(1) == patience.replaced_after_s

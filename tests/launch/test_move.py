@@ -2,7 +2,8 @@
 
 import _thread
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,23 @@ import pytest
 import torch
 
 from scalai.core.collection import Tensor
-from scalai.core.commands import HeldPart
-from scalai.core.errors import MemoryShortError
-from scalai.core.orders import RankDeposit
+from scalai.core.errors import MemoryShortError, PeerError, StoreError
+from scalai.core.host.state import Want
 from scalai.core.plan import plan
 from scalai.core.region import Box, Piece, row_major, whole
 from scalai.core.sources import Holder
-from scalai.launch import mover
-from scalai.launch.data_plane import DataPlaneServer, Peer
-from scalai.launch.mover import Restore, prepare_restore
-from scalai.runtime.live import Slot
+from scalai.core.worker_messages import RankDeposit
+from scalai.launch.agent.data_plane import DataPlaneServer, Peer
+from scalai.launch.agent.fetch import Restore, prepare_restore
+from scalai.runtime.live import Slot, collection_of, held_rows, wanted_rows
 from scalai.runtime.restore import read_rows
-from scalai.runtime.rows import collection_of, held_rows, wanted_rows
+from scalai.store.extension import Beside
+from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
-from scalai.store.manifest import HostManifest, manifest_bytes, read_manifest, unite_hosts
+from scalai.store.manifest import HostManifest, read_manifest
 from scalai.store.moves import Fetched, fetch_lists, holders_of, read_orders
 from support.deposited_rows import write_rows
+from support.listed import listed
 from support.older_release import saved_by_an_older_release
 from support.store_states import Opener
 from support.wire import travelled
@@ -120,7 +122,8 @@ def test_what_was_fetched_outlives_its_host(open_store: Opener) -> None:
     path, begins = stores["a"].stage(asked.pieces)
     with DataPlaneServer(stores["b"], TOKEN) as server:
         fetch_all(stores["a"], [Fetched(asked, path, begins)], {"b": server})
-    grown = stores["a"].extend(1, path, asked.pieces, begins, of=generation)
+    beside = Beside(generation.scalars, {"tp1": 1}, (1,), None)
+    grown = stores["a"].extend(1, path, asked.pieces, begins, beside)
     stores["b"].remove()
     stores["a"].close()
     again = open_store(host="a")
@@ -153,20 +156,21 @@ def prepare(
     stores: dict[str, HostStore],
     first: Callable[[], None] = lambda: None,
     *,
-    is_older: bool = False,
+    older: Opener | None = None,
 ) -> Restore:
-    """Fetch for host c what a and b deposited; ``is_older``: with an older release."""
+    """Fetch for host c what a and b deposited; ``older``: with an older release; opens their stores
+    again."""
     parts = {host: deposit(stores[host], rank, 2) for rank, host in enumerate("ab")}
-    if is_older:
+    if older is not None:
         places = {host: stores[host].generation_directory(1) for host in parts}
         saved_by_an_older_release([*places.values()])
+        for host in parts:
+            stores[host].close()
+            stores[host] = older(host=host)
         parts = {host: read_manifest(place) for host, place in places.items()}
-    wants = {0: collection_of(wanted_rows(shard(0, 1, is_empty=True)))}
+    wants = {0: Want(collection_of(wanted_rows(shard(0, 1, is_empty=True))), "tp1")}
     with DataPlaneServer(stores["a"], TOKEN) as a, DataPlaneServer(stores["b"], TOKEN) as b:
-        sources = {
-            host: HeldPart(server.address, manifest_bytes(parts[host]))
-            for host, server in (("a", a), ("b", b))
-        }
+        sources = listed(parts, {"a": a.address, "b": b.address}, ranks=2)
         begin = start(sources=sources, generation=1, group=("a", "b", "c"))
         first()
         return prepare_restore(stores["c"], begin, wants, TOKEN)
@@ -176,7 +180,7 @@ def test_what_is_fetched_of_an_older_releases_state_has_its_fingerprints(
     open_store: Opener,
 ) -> None:
     stores = {host: open_store(host=host) for host in ("a", "b", "c")}
-    restore = prepare(stores, is_older=True)
+    restore = prepare(stores, older=open_store)
     assert restore.sources[0].fingerprint_version == 1
     assert restore.grown is not None and restore.grown.fingerprint_version == 1
     with stores["c"].open_rows(1) as rows:
@@ -208,8 +212,126 @@ def test_memory_that_runs_out_in_a_fetch_is_said_and_leaves_nothing(
     def run_out(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(mover, "_fetch_one", run_out)
+    monkeypatch.setattr(Peer, "fetch", run_out)
     stores = {host: open_store(host=host) for host in ("a", "b", "c")}
     with pytest.raises(MemoryShortError, match="generation 1 from 2 hosts"):
         prepare(stores)
     assert not list(stores["c"].directory.glob("fetched-*")) and not stores["c"].generations()
+
+
+# ------------------------------------------------------------------ who is asked, and who answers
+
+
+class Hosts:
+    """Hosts a and b with halves of a state, and their data planes; b2 has what b has."""
+
+    def __init__(self, open_store: Opener) -> None:
+        self.stores = {host: open_store(host=host) for host in ("a", "b", "b2", "c")}
+        halves = {"a": 0, "b": 1, "b2": 1}
+        self.parts = {host: deposit(self.stores[host], rank, 2) for host, rank in halves.items()}
+        self.servers = {host: DataPlaneServer(self.stores[host], TOKEN) for host in self.parts}
+        self.addresses = {host: server.address for host, server in self.servers.items()}
+
+    def prepare(self, host: str = "c", rank: int = 0, ranks: int = 0, **other: Any) -> Restore:
+        """Fetch for one rank on a host, which wants the whole state."""
+        sources = listed(other.get("parts", self.parts), self.addresses, ranks=ranks)
+        wants = {rank: Want(collection_of(wanted_rows(shard(0, 1, is_empty=True))), f"tp{rank}")}
+        begin = start(sources=sources, generation=1, group=(host,))
+        return prepare_restore(self.stores[host], begin, wants, TOKEN)
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.close()
+
+
+@pytest.fixture
+def hosts(open_store: Opener) -> Iterator[Hosts]:
+    made = Hosts(open_store)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("gone", ["b", "b2"])
+def test_a_source_that_is_gone_is_left_out_where_a_replica_answers(hosts: Hosts, gone: str) -> None:
+    hosts.servers[gone].close()
+    assert hosts.prepare().bytes_remote
+
+
+def test_sources_that_are_gone_are_named_where_nobody_else_has_what_they_held(
+    hosts: Hosts,
+) -> None:
+    hosts.servers["b"].close()
+    hosts.servers["b2"].close()
+    with pytest.raises(
+        PeerError,
+        match=r"2 hosts did not say what they hold \(b: .*; b2: .*nobody holds \[6:12,0:10\]",
+    ):
+        hosts.prepare()
+    assert not hosts.stores["c"].generations()
+
+
+def test_who_holds_other_pieces_than_the_coordinator_knows_is_not_believed(hosts: Hosts) -> None:
+    parts = dict(hosts.parts)
+    for host in ("b", "b2"):
+        parts[host] = replace(parts[host], fingerprint=parts[host].fingerprint + np.uint64(1))
+    with pytest.raises(PeerError, match="has other pieces of generation 1"):
+        hosts.prepare(parts=parts)
+    with pytest.raises(StoreError, match=r"host 'b' holds other pieces .* \(4, not 4\)"):
+        hosts.prepare("b", parts=parts)
+
+
+def test_who_has_all_that_it_wants_asks_nobody(hosts: Hosts) -> None:
+    hosts.prepare()
+    parts = {**hosts.parts, "c": hosts.stores["c"].manifest(1)}
+    for server in hosts.servers.values():
+        server.close()
+    again = hosts.prepare(parts=parts)
+    assert again.grown is None and not again.bytes_remote and again.bytes_local
+
+
+def test_a_source_that_has_grown_meanwhile_still_gives_what_was_listed(hosts: Hosts) -> None:
+    before = dict(hosts.parts)
+    assert hosts.prepare("b").grown is not None
+    assert len(hosts.stores["b"].manifest(1).collection) > len(before["b"].collection)
+    hosts.servers["b2"].close()
+    assert hosts.prepare(parts=before).bytes_remote
+
+
+def test_the_state_of_a_rank_comes_from_who_has_it_and_stays_with_who_fetched(
+    hosts: Hosts,
+) -> None:
+    restore = hosts.prepare(rank=1, ranks=2)
+    assert restore.sources[1].rank_state.value() == {"tp1": 1}
+    assert restore.grown is not None
+    assert restore.grown.rank_state == {"tp1": 1} and restore.grown.ranks == (1,)
+
+
+def test_no_rank_gets_its_state_where_some_are_missing(hosts: Hosts) -> None:
+    parts = {host: hosts.parts[host] for host in ("b", "b2")}
+    parts["a"] = replace(hosts.parts["a"], rank_state={})
+    assert hosts.prepare(rank=1, ranks=2, parts=parts).sources[1].rank_state.value() == {}
+
+
+def test_a_rank_whose_state_is_not_given_begins_no_new_one_alone(hosts: Hosts) -> None:
+    """The others would go on with theirs."""
+    parts = {host: hosts.parts[host] for host in ("a", "b")}
+    grown = hosts.prepare().grown
+    assert grown is not None
+    whole = {**parts, "c": grown}
+    hosts.servers["b"].close()
+    with pytest.raises(PeerError, match="cannot be reached"):
+        hosts.prepare(rank=1, ranks=2, parts=whole)
+
+
+def test_states_of_ranks_are_found_wherever_they_lie(hosts: Hosts) -> None:
+    """What was converted names one rank and has the states of all."""
+    both = {"tp0": 0, "tp1": 1}
+    sources = listed({"a": replace(hosts.parts["a"], rank_state=both)}, ranks=2).value
+    assert sources.rank_states == {"tp0": 0, "tp1": 0}
+
+
+def test_a_part_that_the_coordinator_does_not_know_yet_is_not_fetched_again(hosts: Hosts) -> None:
+    """It came with a round that has ended before this was heard."""
+    hosts.prepare()
+    again = hosts.prepare()
+    assert again.grown is None and not again.bytes_remote

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from scalai.core.errors import UsageError
-from scalai.launch.flags import parse_options, with_own_name
-from scalai.launch.options import Options
+from scalai.launch.config.flags import parse_options, with_own_name
+from scalai.launch.config.options import Options
 
 
 def parse(*argv: str) -> Options:

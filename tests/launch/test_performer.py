@@ -14,11 +14,11 @@ from scalai.core.host import actions, events
 from scalai.core.host.events import Event
 from scalai.core.messages import JsonText
 from scalai.core.worker_messages import Welcome
-from scalai.launch import performer as performer_module
-from scalai.launch.background import Background
-from scalai.launch.generations import deposit_name
-from scalai.launch.performer import Hands, Moving, Performer
+from scalai.launch.agent import performer as performer_module
+from scalai.launch.agent.background import Background
+from scalai.launch.agent.performer import Hands, Moving, Performer
 from scalai.store.host import HostStore
+from scalai.store.summary import deposit_name
 from support.store_states import deposit, generation, is_whole, two_ranks
 from support.wire_words import start, workers
 
@@ -60,8 +60,8 @@ class Set:
     def __init__(self, store: HostStore) -> None:
         self.fed: queue.Queue[Event] = queue.Queue()
         self.group, self.told = FakeGroup(), list[Any]()
-        crews: Any = SimpleNamespace(start=lambda wanted: self.group)
-        self.crews = crews
+        groups: Any = SimpleNamespace(start=lambda wanted: self.group)
+        self.groups = groups
         background = Background(lambda due: due())
         background.start()
         resize = SimpleNamespace(build_ahead="never")
@@ -69,7 +69,7 @@ class Set:
         spec: Any = SimpleNamespace(config=config, hook_settings=lambda world: {"world": world})
         nothing: Any = None
         self.hands = Hands(
-            spec, "a", b"token", store, nothing, self.crews, nothing, background,
+            spec, "a", b"token", store, nothing, self.groups, nothing, background,
             self.told.append, self.fed.put, self.rejoin, lambda: False,
         )  # fmt: skip
         self.performer = Performer(self.hands)
@@ -244,7 +244,7 @@ def test_workers_that_cannot_be_started_or_built_are_told_of(made: Set) -> None:
     def fail(wanted: Any) -> Any:
         raise OSError(11, "Resource temporarily unavailable")
 
-    made.crews.start = fail
+    made.groups.start = fail
     (failed,) = made.perform(actions.StartGroup(workers(3), is_ahead=False))
     assert isinstance(failed, events.GroupNotStarted) and "temporarily" in failed.reason
 

@@ -16,17 +16,19 @@ from typing import Any
 import pytest
 
 from scalai.core.errors import PeerError, ScalaiError, UsageError
-from scalai.launch import coordinator_process, host_signals, places
-from scalai.launch.card import CARD, write_card
-from scalai.launch.coordinator import Coordinator
-from scalai.launch.flags import parse_options
-from scalai.launch.job import JobSpec
+from scalai.launch import host_signals
+from scalai.launch.config.endpoint import CARD, write_card
+from scalai.launch.config.flags import parse_options
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator import discovery as places
+from scalai.launch.coordinator import process as coordinator_process
+from scalai.launch.coordinator.server import Coordinator
 from support.coordinator_line import wait_until
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from scalai.launch import places
+from scalai.launch.coordinator import discovery as places
 with places.one_at_a_time(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scalai.launch import probe
-from scalai.launch.elastic_config import ProbeConfig
-from scalai.launch.probe import DeviceProbe, count_working
+from scalai.launch.agent import probe
+from scalai.launch.agent.probe import DeviceProbe, count_working
+from scalai.launch.config.elastic_config import ProbeConfig
 
 HEALTHY = "0, GPU-aa, 34, No, None\n1, GPU-bb, 35, No, None\n"
 

@@ -45,7 +45,7 @@ def test_a_store_that_cannot_be_made(tmp_path: Path) -> None:
     "start",
     [
         "sys.argv = ['scalai', 'doctor']\nfrom scalai.launch.cli import main\nmain()",
-        "sys.argv = ['scalai-run', 'x.py']\nfrom scalai.launch.program import scalai_run as main\n"
+        "sys.argv = ['scalai-run', 'x.py']\nfrom scalai.launch.cli import scalai_run as main\n"
         "main()",
     ],
     ids=["scalai-doctor", "scalai-run"],

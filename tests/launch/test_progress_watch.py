@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from scalai.launch import progress
-from scalai.launch.progress import ProgressWatch
+from scalai.launch.agent import progress
+from scalai.launch.agent.progress import ProgressWatch
 
 STALL_S = 60.0
 
@@ -19,11 +19,11 @@ class Workers:
         self.round: Any = SimpleNamespace(
             ranks=range(2, 4), stepped={2, 3}, finished=set(), lost=set(), is_draining=False
         )
-        self.crew: Any = SimpleNamespace(steps=lambda: dict(self.steps), pids=dict)
+        self.group: Any = SimpleNamespace(steps=lambda: dict(self.steps), pids=dict)
         monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: self.now))
-        workforce: Any = self
+        present: Any = self
         stacks: Any = SimpleNamespace(ask=lambda pids: None)
-        self.watch = ProgressWatch("a", workforce, stacks, STALL_S)
+        self.watch = ProgressWatch("a", present, stacks, STALL_S)
 
     def shown(self, wait_s: float = 0.0) -> tuple[list[int], int] | None:
         self.now += wait_s

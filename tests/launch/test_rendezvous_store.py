@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from scalai.launch import rendezvous_store
-from scalai.launch.rendezvous_store import RendezvousStores, _Stores, connections
+from scalai.launch.coordinator import rendezvous_store
+from scalai.launch.coordinator.rendezvous_store import RendezvousStores, _Stores, connections
 
 DEADLINE_S = 120.0
 LINGER_S = 1.0
@@ -151,7 +151,13 @@ def test_a_next_store_that_cannot_be_made_ends_none_that_is_open(
 
 
 def test_one_whose_coordinator_has_gone_before_it_was_ready_ends_without_a_word() -> None:
-    command = [sys.executable, "-m", "scalai.launch.rendezvous_store", "127.0.0.1", "0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "scalai.launch.coordinator.rendezvous_store",
+        "127.0.0.1",
+        "0.1",
+    ]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

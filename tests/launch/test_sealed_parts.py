@@ -11,9 +11,9 @@ import pytest
 from scalai.core.committed import Committed
 from scalai.core.errors import PeerError, ProofError
 from scalai.core.membership import Phase
-from scalai.launch import generations
-from scalai.launch.losses import Patience
-from scalai.launch.person_calls import Resume, Scale
+from scalai.launch.coordinator import generations
+from scalai.launch.coordinator.losses import Patience
+from scalai.launch.coordinator.person_calls import Resume, Scale
 from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes
 from support.committed_parts import half, part
@@ -76,7 +76,7 @@ class TwoHosts:
     def is_lost(self) -> None:
         """The coordinator learns that b is gone, before another agent of it comes."""
         self.b.leave()
-        wait_until(lambda: "b" not in self.line.coordinator._live.roster, "b is lost")
+        wait_until(lambda: "b" not in self.line.coordinator._live.members, "b is lost")
 
     def wait_for_phase(self, phase: Phase) -> None:
         live = self.line.coordinator._live
@@ -202,7 +202,7 @@ def test_a_successor_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     other = part(tmp_path, "b", 7, 99, "other-1-99")
     with pytest.raises(PeerError, match="step 99 of another run"):
         hosts.line.join("b", store=[*STORE, "b"], parts=(other,))
-    assert not hosts.a.heard("stop") and "b" in hosts.line.coordinator._live.roster
+    assert not hosts.a.heard("stop") and "b" in hosts.line.coordinator._live.members
     hosts.end()
 
 
@@ -215,7 +215,7 @@ def test_a_whole_part_of_another_run_is_refused_by_a_job_that_has_begun(tmp_path
     other = part(tmp_path, "c", -1, 500, "otherrun-3-500")
     with pytest.raises(PeerError, match=r"'c' has sealed .* step 500 in another run.*scalai clean"):
         hosts.line.join("c", sealed=(other,))
-    assert "c" not in hosts.line.coordinator._live.roster
+    assert "c" not in hosts.line.coordinator._live.members
     hosts.begin_to_stop()
     hosts.comes_back()
     hosts.a_tells()

@@ -3,9 +3,9 @@
 import pytest
 
 from scalai.core.degrees import Degrees
-from scalai.launch.flags import parse_options
-from scalai.launch.job import JobSpec
-from scalai.launch.sizing import Sizing
+from scalai.launch.config.flags import parse_options
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.sizing import Sizing
 
 FOUR, TWO = (("a", 2), ("b", 2)), (("a", 2),)
 

@@ -11,12 +11,12 @@ import pytest
 
 from scalai.core.committed import Committed
 from scalai.core.errors import PeerError, ProofError
-from scalai.launch import generations
-from scalai.launch.flags import parse_options
-from scalai.launch.job import JobSpec
-from scalai.launch.person_calls import Resume, Scale, Status
+from scalai.launch.config.flags import parse_options
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator import generations
+from scalai.launch.coordinator.person_calls import Resume, Scale, Status
 from scalai.runtime.calls import Channel
-from scalai.store.manifest import HostManifest, manifest_bytes, manifest_of_bytes
+from scalai.store.manifest import HostManifest, manifest_bytes
 from support.committed_parts import half, part
 from support.coordinator_line import TOKEN, FakeAgent, Line, wait_until
 
@@ -169,7 +169,7 @@ def test_what_was_sealed_is_waited_for_though_its_holder_has_gone(
         assert first.wait_for("exit")["keeps_state"]
     first.leave()
     live = line.coordinator._live
-    wait_until(lambda: "a" not in live.roster, "it is gone")
+    wait_until(lambda: "a" not in live.members, "it is gone")
     with line.coordinator._lock:
         assert live.state.is_held_back and "the parts of ['a', 'b'] are missing" in (
             live.state.obstacle
@@ -190,7 +190,7 @@ def test_a_job_does_not_begin_without_what_was_sealed_and_cannot_be_read(
     said(line, r"sealed last cannot be read \(host 'a': /s/j/a/deposit-4.*move that.*--fresh")
     assert not agent.heard("start")
     agent.leave()
-    wait_until(lambda: "a" not in line.coordinator._live.roster, "it is gone")
+    wait_until(lambda: "a" not in line.coordinator._live.members, "it is gone")
     line.join("b", parts=(part(tmp_path, "b", 3, 20, "r-1-20"),))
     said(line, r"sealed last cannot be read .*generation 3 of step 20: scalai resume")
     assert line.join("a").wait_for("start")["generation"] == 3, "somebody has moved it away"
@@ -233,8 +233,11 @@ def test_parts_that_were_committed_otherwise_are_refused_by_name(
     line: Line, tmp_path: Path
 ) -> None:
     of_a, of_b = of_two_hosts(tmp_path, 4, 30)
-    line.join("a", parts=(of_a,))
-    other = replace(of_b, committed=Committed(("a", "b"), {"param/w": 9}))
+    one, other = (
+        replace(part, committed=Committed(("a", "b"), {"param/w": value}))
+        for part, value in ((of_a, 7), (of_b, 9))
+    )
+    line.join("a", parts=(one,))
     with pytest.raises(PeerError, match=r"hosts 'a' and 'b'.*generation 4.*param/w"):
         line.join("b", parts=(other,))
 
@@ -380,11 +383,9 @@ def test_a_late_host_of_a_fresh_job_sets_nothing_aside(fresh_line: Line) -> None
 # ------------------------------------------------------------------ a proof that fails
 
 
-def restored(agent: FakeAgent, number: int) -> dict[str, Any]:
-    """Answer a start as workers would that have restored something else."""
-    start = agent.wait_for("start", number)
-    source = next(iter(start["sources"].values()))
-    rows = manifest_of_bytes(source.manifest, "a").collection
+def restored(agent: FakeAgent, number: int, whole: HostManifest) -> dict[str, Any]:
+    """Answer a start as workers would that have restored something else than this state."""
+    start, rows = agent.wait_for("start", number), whole.collection
     agent.tell(
         "restored", round=start["round"], rows=rows, seconds={}, bytes_local=0, bytes_remote=0,
         fingerprints=np.zeros(len(rows), np.uint64),
@@ -394,12 +395,13 @@ def restored(agent: FakeAgent, number: int) -> dict[str, Any]:
 
 def test_a_failed_proof_fetches_anew_once_and_a_second_one_ends_the_job(tmp_path: Path) -> None:
     line = Line(tmp_path, "--nnodes", "1", "--max-restarts", "0")
-    agent = line.join("a", parts=(part(tmp_path, "a", 4, 30, "r-1-30"),), is_slow=True)
-    restored(agent, 1)
+    whole = part(tmp_path, "a", 4, 30, "r-1-30")
+    agent = line.join("a", parts=(whole,), is_slow=True)
+    restored(agent, 1, whole)
     assert agent.wait_for("doubt")["generation"] == 4
     agent.wait_for("stop")
     agent.tell("examined", generation=4, damage=["'param/w' in /d/x differs"], directory="/d")
-    restored(agent, 2)
+    restored(agent, 2, whole)
     end = agent.wait_for("exit")
     assert end["code"] == 3 and end["keeps_state"], "no restart was left, and none was needed"
     for found in (r"generation 4 of step 30", r"param/w", r"'a': 'param/w' in /d/x", r"--fresh"):
@@ -413,8 +415,8 @@ def test_the_only_copy_is_kept_though_it_was_fetched_and_never_proven(tmp_path: 
     whole = part(tmp_path, "a", 4, 30, "r-1-30")
     unproven = tuple(range(len(whole.files)))
     agent = line.join("a", parts=(replace(whole, unproven=unproven),), is_slow=True)
-    restored(agent, 1)
-    restored(agent, 2)
+    restored(agent, 1, whole)
+    restored(agent, 2, whole)
     end = agent.wait_for("exit")
     assert end["code"] == 3 and end["keeps_state"] and not agent.heard("doubt")
     line.end()
@@ -423,7 +425,7 @@ def test_the_only_copy_is_kept_though_it_was_fetched_and_never_proven(tmp_path: 
 def test_a_proof_that_passes_the_second_time_ends_the_doubt(line: Line, tmp_path: Path) -> None:
     whole = part(tmp_path, "a", 4, 30, "r-1-30")
     agent = line.join("a", parts=(whole,), is_slow=True)
-    restored(agent, 1)
+    restored(agent, 1, whole)
     agent.wait_for("doubt")
     start = agent.wait_for("start", 2)
     agent.tell(

@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from scalai.launch.timeline import Timeline
+from scalai.launch.coordinator.timeline import Timeline
 
 
 def finish_start(timeline: Timeline) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import UsageError
-from scalai.launch.card import TOKEN_VARIABLE, take_token
-from scalai.launch.data_plane import Peer
-from scalai.launch.places import Place
+from scalai.launch.agent.data_plane import Peer
+from scalai.launch.config.endpoint import TOKEN_VARIABLE, take_token
+from scalai.launch.coordinator.discovery import Place
 
 TOKEN = "0123456789abcdef"
 

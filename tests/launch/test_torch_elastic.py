@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from scalai.core.errors import RefusedError
 from scalai.core.worker_messages import Imports
-from scalai.launch.torch_elastic import (
+from scalai.launch.agent.torch_elastic import (
     Outcome,
     Placement,
     WorkerSet,
@@ -29,7 +29,7 @@ from scalai.launch.torch_elastic import (
     wait_until_warm,
     warm_up,
 )
-from scalai.launch.warm import write_preload
+from scalai.launch.agent.worker_group import write_preload
 from support.agents import worker_home
 from support.coordinator_line import wait_until
 

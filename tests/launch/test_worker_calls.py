@@ -10,7 +10,7 @@ import pytest
 from scalai.core.errors import PeerError
 from scalai.core.messages import JsonText
 from scalai.core.worker_messages import Hello, RankFinished, Welcome, WorkerRequest
-from scalai.launch.worker_calls import WorkerCalls
+from scalai.launch.agent.worker_calls import WorkerCalls
 from scalai.runtime.agent_folder import call_agent
 
 WELCOME = Welcome({"tp": 1}, 2, 0, None, False, JsonText.of({"large": 1 << 100}), JsonText.of({}))

@@ -14,8 +14,7 @@ from scalai.core.fingerprint import MODULI, piece_fingerprint
 from scalai.core.region import Box, Piece, whole
 from scalai.patches.deepspeed.checkpoint.filling import Row, check_proofs, proof
 from scalai.runtime.fingerprints import live_fingerprints
-from scalai.runtime.live import Slot
-from scalai.runtime.rows import held_rows, host_bits
+from scalai.runtime.live import Slot, held_rows, host_bits
 
 WEIGHT = Tensor("param/w", (6, 4), "F32")
 VALUES = torch.arange(24, dtype=torch.float32)

@@ -1,6 +1,9 @@
 """Every message of the protocol survives its way over the wire, and nothing else passes for one."""
 
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -13,15 +16,17 @@ from scalai.core import worker_messages as words
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
 from scalai.core.committed import Committed
 from scalai.core.errors import MessageError
-from scalai.core.messages import JsonText, Named
-from scalai.core.orders import ReadOrder, WriteOrder
-from scalai.launch import coordinator_calls as calls
-from scalai.launch import data_plane
-from scalai.launch import person_calls as asked
+from scalai.core.messages import JsonText, Named, Shared
+from scalai.core.source_list import Pieces, SourceList
+from scalai.core.worker_messages import ReadOrder, WriteOrder
+from scalai.launch.agent import data_plane
+from scalai.launch.coordinator import calls
+from scalai.launch.coordinator import person_calls as asked
 from scalai.runtime.codec import decode, encode
 from support.wire import travelled
 from support.wire_words import start, workers
 
+DEADLINE_S = 60.0
 ROWS = Collection(
     (Tensor("param/w", (4, 6), "F32"), Tensor("step", (), "F32")),
     np.array([0, 0, 1]),
@@ -33,13 +38,20 @@ COLUMN, BOXES = np.arange(2), np.arange(2 * MAX_NDIM).reshape(2, MAX_NDIM)
 TEXT = JsonText.of({"large": 1 << 200, "text": "ä\udc80", "none": None, "nan": float("inf")})
 ORDER = WriteOrder(3, "/dev/shm/x", (0, 1), (64, 128))
 MANIFEST = b'{"digest": "x"}'
+PIECES = Pieces("r-1-2", 7, 2, ROWS, PRINTS)
+SOURCES = Shared(
+    SourceList(
+        3, 7, 2, ("a", "b"), (("10.0.0.1", 5), ("h", 6)), (3, 0), bytes(64), ("w", "v"),
+        b"\x80\x00", (Tensor("param/e", (0, 2), "BF16"),), TEXT, TEXT, {"tp0": 0, "tp1": 1},
+    )
+)  # fmt: skip
 PARTS: list[Any] = [
     *(commands.Build(workers(facts=TEXT)), commands.GiveUp(2), commands.Expect(1, 5)),
-    start(sources={"a": commands.HeldPart(("10.0.0.1", 5), MANIFEST)}, is_built=True),
+    start(sources=SOURCES, is_built=True),
     *(kind(1) for kind in (commands.Proceed, commands.Withdraw, commands.Deposit)),
     *(commands.Prepare(1, 8), commands.Agree(1, 8), commands.Report(), commands.Discard()),
-    commands.Commit(3, "r-1-2", Committed(("a", "b"), {"param/w": 2**64 - 1})),
-    *(commands.Commit(3, "r-1-2", None), commands.Stop(1, True), commands.Look()),
+    commands.Commit(3, "r-1-2", Shared(("a", "b")), {"param/w": 2**64 - 1}),
+    *(commands.Commit(3, "r-1-2", None, {}), commands.Stop(1, True), commands.Look()),
     *(kind(3) for kind in (commands.Drop, commands.Save, commands.Doubt)),
     *(commands.Exit(0, "done", False, commands.Ending(9, None)), commands.Exit(75, "saved")),
     *(events.Built("a", 1), events.NotBuilt("a", 1, "no"), events.Prepared("a", 1, 8, 7)),
@@ -53,26 +65,29 @@ PARTS: list[Any] = [
     *(reports.Unproven(1, "it differs"), reports.Doubted(3, None), reports.Doubted(3, MANIFEST)),
     *(reports.Examined(3, ("w",), "/d"), reports.Attached((MANIFEST,), ((4, "torn"),))),
     *(reports.Leaving(), reports.Slots(4)),
-    *(words.Hello(1, 2), words.Publish(1, 2, True, ROWS, ROWS, TEXT, False)),
+    *(words.Hello(1, 2), words.Publish(1, 2, True, ROWS, ROWS, "tp0", TEXT, False)),
     *(words.AwaitSlot(1, 2), words.BeginDeposit(1, 2, "stop", 8), words.Stand(1, 2, 8, 6)),
     words.RankDeposited(1, 2, (2**64 - 1, 0), "tp0", TEXT, JsonText.of(None), 7, {"deposit": 1.0}),
     *(words.RankRestored(1, 2, PRINTS, {}, "note"), words.RankFinished(1, 2, 8)),
     words.RankStepped(1, 2, 8, words.Imports(("torch",), ("/lib",))),
     *(words.RankStepped(1, 2, 8, None), words.RankRefused(1, 2, "no"), words.RankUnhooked(1, 2)),
-    *(calls.Poll("j", "a", "i", 1, 2, 3, calls.Stalled((1, 3), 8, 2.5)), calls.Bye("j", "a", "i")),
+    calls.Poll("j", "a", "i", 1, 2, 3, calls.Stalled((1, 3), 8, 2.5), 1.0),
+    calls.Bye("j", "a", "i"),
     calls.Join("j", "a", "i", calls.StoreIdentity("b", 1, 2), 2, ("h", 1), (MANIFEST,), (), (),
                TEXT),
     *(calls.Tell("j", "a", "i", 1, Named(reports.Leaving())), calls.Farewell("j", "a", "i")),
     *(asked.Status("j"), asked.Scale(4, None, "tp2", True), asked.Resume(3, False)),
     asked.ReadSpec(),
-    *(data_plane.ReadManifest("a", 1), data_plane.Fetch("a", 1, COLUMN, BOXES, BOXES)),
-    *(data_plane.Manifest(MANIFEST), data_plane.Parts(2), data_plane.Refused("no")),
+    *(data_plane.ReadPieces("a", 1, 9), data_plane.Fetch("a", 1, COLUMN, BOXES, BOXES)),
+    *(data_plane.ReadRankStates("a", 1, ("tp0",)), data_plane.RankStates(TEXT)),
+    data_plane.PiecesHeld(PIECES, Committed(("a", "b"), {"param/w": 2**64 - 1})),
+    *(data_plane.PiecesHeld(PIECES, None), data_plane.Parts(2), data_plane.Refused("no")),
 ]  # fmt: skip
 ANSWERS: list[Any] = [
     *(words.Welcome({"tp": 2}, None, 5, None, True, TEXT, TEXT), ORDER, calls.Joined(1, False)),
     words.Source(ReadOrder(("/x",), *([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)), 1, 2,
                  TEXT, TEXT, 2),
-    calls.Commands(7, (Named(commands.Report()), Named(commands.Drop(3)))),
+    calls.Commands(7, (Named(commands.Report()), Named(commands.Drop(3))), 1.0),
 ]  # fmt: skip
 UNIONS = (
     commands.Command, reports.Report, words.WorkerRequest, calls.CoordinatorRequest,
@@ -83,6 +98,8 @@ UNIONS = (
 def is_same(one: Any, two: Any) -> bool:
     if isinstance(one, np.ndarray):
         return one.dtype == two.dtype and np.array_equal(one, two)
+    if isinstance(one, Shared):
+        return isinstance(two, Shared) and is_same(one.value, two.value)
     if is_dataclass(one):
         return type(one) is type(two) and all(
             is_same(getattr(one, field.name), getattr(two, field.name)) for field in fields(one)
@@ -137,7 +154,7 @@ def test_columns_that_do_not_fit_together_are_refused() -> None:
     wrong = replace(ROWS, tensor=np.array([0, 0, 9]))
     sent = encode({
         "rank": 1, "round": 1, "is_restoring": True, "held": wrong, "wanted": ROWS, "facts": TEXT,
-        "uses_devices": False,
+        "uses_devices": False, "coordinate": "tp0",
     })  # fmt: skip
     with pytest.raises(MessageError, match="a row names tensor 9"):
         decode(sent, words.Publish)
@@ -171,7 +188,7 @@ def test_samples_are_any_number_or_not_known(samples: float | None) -> None:
 
 @pytest.mark.parametrize("message", [
     reports.Failed(1, "no file /caf\udce9"),
-    commands.Commit(3, "\ud800", Committed(("a",), {"w": 2**64 - 1})),
+    commands.Commit(3, "\ud800", Shared(("\udce9",)), {"w": 2**64 - 1}),
     Named(commands.Exit(1, "/caf\udce9", True, commands.Ending(9, None))),
     WriteOrder(3, "/caf\udce9", (0, 1), (64, 128)),
     words.Imports(("torch",), ("/caf\udce9",)),
@@ -194,3 +211,35 @@ def test_kinds_of_numbers_and_text_travel_as_what_they_are_kinds_of() -> None:
     again = travelled(sent)
     assert type(again.seconds["restore"]) is float and again.seconds == {"restore": 0.5}
     assert type(again.note) is str and again.note == "note"
+
+
+FIRST_WORDS = """
+import sys, threading
+from scalai.core.messages import Named
+from scalai.runtime.codec import decode, encode
+from runtime.test_codec import PARTS
+
+sys.setswitchinterval(1e-6)
+for message in PARTS:
+    data, kind = encode(Named(message)), Named[type(message)]
+    together = threading.Barrier(16)
+
+    def read():
+        together.wait()
+        decode(data, kind)
+
+    threads = [threading.Thread(target=read) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_may_read_the_first_message_of_a_kind_all_at_once() -> None:
+    # A message that nobody has read before, in a process of its own: it may end by a signal.
+    tests = Path(__file__).parents[1]
+    run = subprocess.run(
+        [sys.executable, "-c", FIRST_WORDS], cwd=tests, timeout=DEADLINE_S, check=False
+    )
+    assert run.returncode == 0

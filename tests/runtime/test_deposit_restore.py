@@ -12,15 +12,14 @@ import torch
 from scalai.core.collection import Tensor
 from scalai.core.errors import LayoutError, StoreError
 from scalai.core.fingerprint import MODULI
-from scalai.core.orders import RankDeposit, ReadOrder
 from scalai.core.plan import plan
 from scalai.core.region import Box, Piece, row_major, whole
 from scalai.core.sources import Holder
+from scalai.core.worker_messages import RankDeposit, ReadOrder
+from scalai.runtime.deposit import MappedFile
 from scalai.runtime.fingerprints import device_fingerprint, fingerprint_of, live_fingerprints
-from scalai.runtime.live import Slot
-from scalai.runtime.mapping import MappedFile
+from scalai.runtime.live import Slot, collection_of, held_rows, piece_view, wanted_rows
 from scalai.runtime.restore import read_rows
-from scalai.runtime.rows import collection_of, held_rows, piece_view, wanted_rows
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from scalai.store.moves import holders_of, read_orders

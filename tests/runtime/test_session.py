@@ -41,9 +41,10 @@ def test_where_no_thread_can_begin_the_training_goes_on(monkeypatch: pytest.Monk
     def full(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    session = Session()
     monkeypatch.setenv(AGENT_DIRECTORY, "nowhere")
     monkeypatch.setattr(threading.Thread, "start", full)
-    Session.__new__(Session)._map_next_deposit()
+    session._map_next_deposit()
 
 
 def test_the_end_of_a_fork_is_not_that_of_the_training() -> None:

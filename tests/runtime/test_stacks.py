@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from scalai.launch.progress import Progress
-from scalai.launch.stacks import Stacks, describe, main_thread
+from scalai.launch.agent.progress import Progress
+from scalai.launch.agent.stacks import Stacks, describe, main_thread
 
 WAITS = """
 import threading

@@ -16,14 +16,15 @@ from scalai.core.committed import Committed
 from scalai.core.errors import StoreError
 from scalai.core.region import Box, whole
 from scalai.core.reports import Examined
-from scalai.launch.flags import parse_options
-from scalai.launch.holdings import Holdings
-from scalai.launch.job import JobSpec
-from scalai.launch.leftovers import find_leftovers
+from scalai.launch.agent.holdings import Holdings
+from scalai.launch.agent.leftovers import find_leftovers
+from scalai.launch.config.flags import parse_options
+from scalai.launch.config.job import JobSpec
 from scalai.store import held as held_module
 from scalai.store.attachment import attachment
+from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
-from scalai.store.manifest import HostManifest, read_manifest, unite_hosts
+from scalai.store.manifest import HostManifest, read_manifest
 from support.store_states import HALF, WEIGHT, Opener, deposit, generation, is_whole
 
 STATED = Committed(("a", "b"), {"param/w": 7})

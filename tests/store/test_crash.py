@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from scalai.core.errors import StoreError
-from scalai.launch.flags import parse_options
-from scalai.launch.holdings import Holdings
-from scalai.launch.job import JobSpec
-from scalai.launch.leftovers import find_leftovers
+from scalai.launch.agent.holdings import Holdings
+from scalai.launch.agent.leftovers import find_leftovers
+from scalai.launch.config.flags import parse_options
+from scalai.launch.config.job import JobSpec
 from scalai.store.host import HostStore
 from support.store_states import Opener, deposit, generation, is_whole, two_ranks, write
 

@@ -19,10 +19,12 @@ from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.limits import Limits
 from scalai.core.collection import Collection
 from scalai.core.region import Box, whole
-from scalai.launch.durable import write_finished
+from scalai.launch.agent.durable import write_finished
+from scalai.store.extension import Beside
 from scalai.store.files import slices
+from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
-from scalai.store.manifest import FORMAT, VERSION, unite_hosts
+from scalai.store.manifest import FORMAT, VERSION
 from scalai.store.places import MANIFEST
 from scalai.store.values import decode
 from support.bad_manifests import DAMAGES, UNFIT, change
@@ -127,7 +129,8 @@ def fetch(stores: Mapping[str, HostStore], salt: int = 0) -> HostStore:
     with path.open("r+b") as file:
         file.seek(int(begins[0]))
         file.write((bits_of(LONG)[slices(box)] ^ np.uint16(salt)).tobytes())
-    third.extend(NUMBER, path, pieces, begins, union)
+    beside = Beside(union.scalars, {}, (), union.hosts[0].committed)
+    third.extend(NUMBER, path, pieces, begins, beside)
     return third
 
 
@@ -287,7 +290,7 @@ def test_the_page_names_the_fields_that_there_are(
     page = tables()
     manifests = list(real_manifests(stores, tmp_path))
     newest = [manifest for manifest in manifests if manifest["version"] == VERSION]
-    assert {VERSION, 1} == {manifest["version"] for manifest in manifests}
+    assert {VERSION, 2, 1} == {manifest["version"] for manifest in manifests}
     check_names(page.pop("manifest.json"), newest)
     check_names(page.pop("collection"), [each["collection"] for each in newest])
     abouts = [each["about"] for each in newest]

@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 
 from scalai.core.errors import LayoutError, StoreError
+from scalai.store.generation import load_generation, unite, unite_hosts
 from scalai.store.host import HostStore
 from scalai.store.manifest import (
     NEEDED,
     HostManifest,
-    load_generation,
     manifest_bytes,
     manifest_of_bytes,
     read_manifest,
     read_saved_manifest,
-    unite,
-    unite_hosts,
 )
 from scalai.store.places import MANIFEST
 from scalai.store.rows import StoredRows

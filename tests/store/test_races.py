@@ -17,8 +17,8 @@ from scalai.core.errors import StoreError
 from scalai.core.region import whole
 from scalai.store import directory as directory_module
 from scalai.store import pool as pool_module
+from scalai.store.files import prefault
 from scalai.store.host import HostStore
-from scalai.store.prefault import prefault
 from support.store_states import Opener, deposit, generation, is_whole, two_ranks
 
 DEADLINE_S = 60.0

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import StoreError, UsageError
-from scalai.launch.card import CARD, read_card
-from scalai.launch.places import one_at_a_time
+from scalai.launch.config.endpoint import CARD, read_card
+from scalai.launch.coordinator.discovery import one_at_a_time
 from scalai.store.host import HostStore
 from scalai.store.secure import Folder, open_below
 

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import psutil
 
-from scalai.launch.card import read_card
-from scalai.launch.person_calls import Scale
+from scalai.launch.config.endpoint import read_card
+from scalai.launch.coordinator.person_calls import Scale
 from scalai.runtime.calls import Channel
 from scalai.runtime.failpoints import VARIABLE
 
@@ -167,7 +167,7 @@ class Agents:
 
     def kill_coordinator(self) -> None:
         """Kill the process that lives as long as the job."""
-        name = "scalai.launch.coordinator_process"
+        name = "scalai.launch.coordinator.process"
         (process,) = [p for p in self.family() if name in p.cmdline()]
         process.kill()
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from scalai.core.errors import PeerError
 from scalai.core.messages import JsonText, Named
-from scalai.launch.coordinator import Coordinator
-from scalai.launch.coordinator_calls import Join, Poll, Stalled, Tell
-from scalai.launch.flags import parse_options
-from scalai.launch.job import JobSpec
-from scalai.launch.losses import Patience
-from scalai.launch.rendezvous_store import RendezvousStores
+from scalai.launch.config.flags import parse_options
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.calls import Join, Poll, Stalled, Tell
+from scalai.launch.coordinator.losses import Patience
+from scalai.launch.coordinator.rendezvous_store import RendezvousStores
+from scalai.launch.coordinator.server import Coordinator
 from scalai.runtime.calls import Channel
 from scalai.store.manifest import HostManifest, manifest_bytes
 from support.wire_words import report_of, store_identity, told_by
@@ -173,7 +173,7 @@ class FakeAgent:
             try:
                 found = self._polls.call(
                     Poll("j", self.host, self.incarnation, self._received, self.round, 0,
-                         self.stalled)
+                         self.stalled, 1.0)
                 )  # fmt: skip
             except PeerError as error:
                 self.error = error

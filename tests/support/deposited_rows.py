@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from scalai.core.orders import WriteOrder
-from scalai.runtime.deposit import Row, ordered_fingerprints, place_rows
-from scalai.runtime.mapping import MappedFile
+from scalai.core.worker_messages import WriteOrder
+from scalai.runtime.deposit import MappedFile, Row, ordered_fingerprints, place_rows
 
 
 def write_rows(

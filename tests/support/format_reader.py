@@ -104,8 +104,8 @@ def _check_fields(content: Mapping[str, Any], path: Path) -> None:
     """Check versions and digest, and every field by itself."""
     version, prints = content["version"], content.get("fingerprint_version", 1)
     expect(content["format"] == "scalai-generation", path, "another format")
-    expect(type(version) is int and version in (1, 2), path, "an unknown version")
-    expect(("fingerprint_version" in content) == (version == 2), path, "fingerprint_version")
+    expect(type(version) is int and version in (1, 2, 3), path, "an unknown version")
+    expect(("fingerprint_version" in content) == (version > 1), path, "fingerprint_version")
     expect(type(prints) is int and prints in MODULI, path, "unknown fingerprints")
     rest = {key: value for key, value in content.items() if key != "digest"}
     canonical = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
@@ -190,11 +190,12 @@ class Generation:
         expect(len(set(hosts)) == len(hosts), hosts, "a host twice")
         expected = max(part.fields["about"]["tensors"] for part in self.parts)
         expect(len(self.tensors) == expected, hosts, f"not {expected} tensors")
-        stated = [
-            p.fields["committed"]["fingerprints"] for p in self.parts if "committed" in p.fields
-        ]
-        expect(all(each == stated[0] for each in stated), hosts, "committed otherwise")
-        self.committed = {name: int(text, 16) for name, text in stated[0].items()} if stated else {}
+        self.committed: dict[str, int] = {}
+        for part in self.parts:
+            stated = part.fields.get("committed", {"fingerprints": {}})["fingerprints"]
+            for name, text in stated.items():
+                known = self.committed.setdefault(name, int(text, 16))
+                expect(known == int(text, 16), hosts, "committed otherwise")
 
     def pieces(self, name: str) -> list[Piece]:
         """Return the pieces of a tensor, of all parts."""

@@ -11,9 +11,8 @@ from scalai.core.host.actions import Action
 from scalai.core.host.law import advance
 from scalai.core.host.state import HostState, Settings
 from scalai.core.messages import JsonText
-from scalai.core.orders import WriteOrder
 from scalai.core.reports import Report
-from scalai.core.worker_messages import Publish, RankStepped, WorkerRequest
+from scalai.core.worker_messages import Publish, RankStepped, WorkerRequest, WriteOrder
 from support.wire_words import start, word_of
 
 A = TypeVar("A", bound=Action)
@@ -107,7 +106,7 @@ class LawHost:
         facts = JsonText.of({})
         found = [(held or {}).get(rank, none) for rank in range(ranks)]
         return [
-            self.ask(Publish(rank, number, is_restoring, pieces, pieces, facts, False))
+            self.ask(Publish(rank, number, is_restoring, pieces, pieces, f"r{rank}", facts, False))
             for rank, pieces in enumerate(found)
         ]
 

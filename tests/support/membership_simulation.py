@@ -1,8 +1,8 @@
 """Simulated hosts around the rules of membership: they answer every action, in whatever order a
 test chooses, and keep what a real host would keep on disk."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from scalai.core import actions, events
@@ -10,34 +10,7 @@ from scalai.core import membership as m
 from scalai.core.degrees import Degrees
 from scalai.core.membership import TRAINING, active
 from scalai.core.resize import advance
-
-PIECES = range(4)
-"""A state is whole when each of these pieces is somewhere."""
-
-
-@dataclass(slots=True)
-class SimulatedHost:
-    """An agent, its workers and its store. ``parts``: pieces of committed generations; ``built``:
-    the round whose workers wait beside the present ones; ``stop``: where they must stop, ``stands``
-    once they do. Workers that are ``hung`` do nothing; an agent that is ``silent`` does nothing."""
-
-    name: str
-    slots: int
-    round: int | None = None
-    parts: dict[int, frozenset[int]] = field(default_factory=dict)
-    step: int = 0
-    built: int | None = None
-    stop: int | None = None
-    stands: bool = False
-    start: actions.StartRound | None = None
-    is_hung: bool = False
-    is_silent: bool = False
-    is_done: bool = False
-    """Its workers have come to the end of their script."""
-    held: int | None = None
-    """The proposed stop that waits for the save in flight."""
-    deposited: tuple[int, int] | None = None
-    """Round and step of the stop at which it deposited last."""
+from support.membership_host import PIECES, Known, SimulatedHost
 
 
 def assign_all(minimum: int = 1, allowed: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> m.Assign:
@@ -62,59 +35,9 @@ def _at_rest(job: m.Job) -> m.Job:
     return replace(job, newest=0, now=0.0, wait=m.Wait(), stepped_at=None, trained_s=0.0, barred={})
 
 
-class Simulation:
+class Simulation(Known):
     """A coordinator and its hosts. ``inbox`` has the answers under way: a test picks which comes
     next; answers of one host keep their order, as on one connection."""
-
-    def __init__(self, job: m.Job) -> None:
-        self.job = job
-        self.now = 0.0
-        self.hosts: dict[str, SimulatedHost] = {}
-        self.commands: dict[str, list[Callable[[], events.Event | None]]] = {}
-        self.said: list[actions.Action] = []
-        self.numbers = 0
-        self.deposits: dict[str, tuple[int, int, frozenset[int]]] = {}
-        self.steps: dict[int, int] = {}
-        self.known: dict[int, dict[str, frozenset[int]]] = {}
-        self.abandoned: set[int] = set()
-        self.is_replicated = True
-        self.exits: list[actions.Exit] = []
-        self.cannot_build: set[str] = set()
-        self.is_saving = False
-        """A save of the training's own is in flight: on all hosts, or on none."""
-        self.cannot_run: set[int] = set()
-        """Worlds in which every script raises before its first step."""
-
-    # ------------------------------------------------------------------ what is true
-
-    def covered(self) -> tuple[m.Generation, ...]:
-        """Return the generations that are whole by what the coordinator knows, oldest first: a part
-        counts from the moment that its deposit was judged, before its host has renamed it."""
-        found = [
-            m.Generation(number, self.steps[number], frozenset(parts))
-            for number, parts in self.known.items()
-            if {piece for pieces in parts.values() for piece in pieces} == set(PIECES)
-        ]
-        return tuple(sorted(found, key=lambda generation: (generation.step, generation.number)))
-
-    def is_on_disk(self, number: int) -> bool:
-        """Whether the hosts present have renamed parts that make this generation whole."""
-        pieces = {p for host in self.hosts.values() for p in host.parts.get(number, ())}
-        return pieces == set(PIECES)
-
-    def waiting(self) -> list[str]:
-        """Return the hosts that have a command to carry out, and can."""
-        return sorted(
-            n for n, queue in self.commands.items() if queue and not self.hosts[n].is_silent
-        )
-
-    def blocked(self) -> set[str]:
-        """Return the hosts of which no answer can come."""
-        return {
-            name
-            for name, host in self.hosts.items()
-            if host.is_silent or host.is_hung or host.is_done or host.held is not None
-        }
 
     # ------------------------------------------------------------------ events
 
@@ -148,10 +71,6 @@ class Simulation:
         self.forget(name)
         self.deposits.pop(name, None)
         self.join(name, host.slots, host.parts if is_kept else None)
-
-    def forget(self, name: str) -> None:
-        for parts in self.known.values():
-            parts.pop(name, None)
 
     def tick(self, seconds: float = 10.0) -> None:
         for name, host in sorted(self.hosts.items()):
@@ -216,6 +135,7 @@ class Simulation:
         """Faults stop: what hung goes on."""
         self.end_save()
         self.cannot_run.clear()
+        self.spoilt.clear()
         for name in sorted(self.hosts):
             host = self.hosts.get(name)
             if host is not None:
@@ -227,8 +147,9 @@ class Simulation:
         if not host.is_hung:
             return
         host.is_hung = False
-        if host.start is not None:
-            self.commands[host.name].append(lambda: self.step(host, host.start))
+        if host.todo is not None:
+            self.commands[host.name].append(host.todo)
+            host.todo = None
         elif host.stop is not None and not host.stands:
             self.commands[host.name].append(lambda: self.arrive(host, host.round))
 
@@ -263,12 +184,31 @@ class Simulation:
                     self.lose(name)
             case actions.Judge(hosts):
                 self.judge(hosts)
+            case actions.JudgeSnapshot(_, deposit):
+                self.judge_snapshot(deposit)
             case actions.Commit(hosts, generation):
                 self.tell(hosts, lambda host: self.commit(host, generation))
             case actions.StopWorkers(hosts):
                 self.tell(hosts, lambda host: self.stop(host, round))
+            case actions.Discard():
+                self.deposits.clear()
+            case actions.GoBack(_, source):
+                self.go_back(source)
             case actions.StartRound():
                 self.start(action)
+            case actions.Expect(hosts):
+                assert self.job.start.published >= set(hosts), "not all have published"
+                self.tell(hosts, lambda host: self.in_start(host, round, self.restore))
+            case actions.Prove(generation):
+                self.prove(generation)
+            case actions.Proceed(hosts):
+                assert self.job.start.restored >= set(hosts), "not all have restored"
+                self.tell(hosts, lambda host: self.in_start(host, round, self.step))
+            case actions.Doubt(_, generation):
+                self.doubted.add(generation)
+            case actions.Drop(hosts, numbers):
+                for number in numbers:
+                    self.tell(hosts, lambda host, number=number: host.parts.pop(number, None))  # type: ignore[misc]
             case actions.Release(_, keep, leaving):
                 self.release(keep, leaving)
             case actions.SaveDurable(hosts, generation):
@@ -318,7 +258,9 @@ class Simulation:
         assert host.stands and host.stop == stop, "a deposit before the workers stand at the stop"
         others = [self.hosts[name] for name in active(self.job)]
         assert all(h.stands or h.round != round for h in others), "not all have arrived"
-        if host.name in self.deposits or len(host.parts) > 1:  # no room yet: it waits
+        # Without room it waits: what was sealed and judged becomes a generation first.
+        is_judged = host.name in self.deposits and host.name in self.job.uncommitted
+        if is_judged or len(host.parts) > 1:
             self.commands[host.name].append(lambda: self.deposit(host, round, stop))
             return None
         # Its agent ends workers that hang from here on: the host has nothing then.
@@ -326,12 +268,6 @@ class Simulation:
         self.deposits[host.name] = (round, stop, pieces)
         host.deposited = round, stop
         return events.Deposited(host.name, round)
-
-    def pieces(self, name: str) -> frozenset[int]:
-        """Return what the workers of a host hold in the present round."""
-        names = sorted(active(self.job))
-        own = (p for p in PIECES if names and names[p % len(names)] == name)
-        return frozenset(PIECES) if self.is_replicated else frozenset(own)
 
     def judge(self, hosts: tuple[str, ...]) -> None:
         mine = {h: self.deposits[h] for h in hosts if h in self.deposits}
@@ -344,15 +280,16 @@ class Simulation:
         self.feed(events.Judged(is_covered, self.job.stop, self.numbers, frozenset(mine)))
 
     def commit(self, host: SimulatedHost, generation: int) -> events.Event:
-        deposit = self.deposits.pop(host.name, None)
-        if deposit is None or not deposit[2]:
+        deposit = self.deposits.get(host.name)
+        if deposit is None or not deposit[2] or deposit[1] != self.steps[generation]:
             return events.WorkersFailed(host.name, host.round or 0, "nothing to commit")
+        del self.deposits[host.name]
         assert len(host.parts) < 2, "more than two generations on a host"
         host.parts[generation] = deposit[2]
         return events.Committed(host.name, generation)
 
     def stop(self, host: SimulatedHost, round: int) -> events.Event:
-        host.round = host.start = host.stop = host.held = None
+        host.round = host.todo = host.stop = host.held = None
         host.stands = host.is_hung = host.is_done = False  # whatever hangs is ended
         return events.Stopped(host.name, round, host.step)
 
@@ -362,48 +299,76 @@ class Simulation:
             assert not self.covered(), "a state is there and is not used"
         else:
             assert action.generation == self.covered()[-1].number, "not the newest whole state"
-        self.deposits.clear()
+        assert not self.deposits, "what was sealed is not given up"
         self.is_saving = False  # it has ended with the workers
-        self.abandoned |= {n for n in self.known if n > (action.generation or 0)}
+        self.begun = action
+        active, round = action.assignment.active, action.round
+        self.tell(active, lambda host: self.in_start(host, round, self.publish))
+
+    def go_back(self, generation: int | None) -> None:
+        self.abandoned |= {n for n in self.known if n > (generation or 0)}
         for number in self.abandoned & set(self.known):
             del self.known[number]
         self.tell(tuple(self.hosts), self.drop_abandoned)
-        self.tell(
-            action.assignment.active,
-            lambda host: self.step(host, action),
-        )
 
     def drop_abandoned(self, host: SimulatedHost) -> None:
         """The job has gone back behind these."""
         for number in self.abandoned & set(host.parts):
             del host.parts[number]
 
-    def step(self, host: SimulatedHost, start: actions.StartRound | None) -> events.Event | None:
-        """Relaunch, plan, move, restore and the first step, of one host."""
-        if start is None or start.round != self.job.round:
+    def in_start(
+        self,
+        host: SimulatedHost,
+        round: int,
+        work: Callable[[SimulatedHost, actions.StartRound], events.Event | None],
+    ) -> events.Event | None:
+        """The workers of a host do something of a start, where they can."""
+        start = self.begun
+        if start is None or round not in (self.job.round, start.round):
             return None  # woken too late
-        round, source = start.round, start.generation
-        assert host.built in (None, round), "workers of a round that was given up"
-        if start.is_built and host.built is None:
+        if work == self.publish:
+            assert host.built in (None, round), "workers of a round that was given up"
+            is_gone, host.built = start.is_built and host.built is None, None
             host.round = round
-            return events.WorkersFailed(host.name, round, "what was built is gone")
-        host.round, host.built = round, None
-        host.start = start
-        if host.is_hung:
+            if is_gone:
+                return events.WorkersFailed(host.name, round, "what was built is gone")
+        if host.round != round:
             return None
-        host.start = None
+        if host.is_hung:
+            host.todo = lambda: self.in_start(host, round, work)
+            return None
+        return work(host, start)
+
+    def publish(self, host: SimulatedHost, start: actions.StartRound) -> events.Event:
         if start.assignment.degrees.world_size in self.cannot_run:
-            return events.WorkersFailed(host.name, round, "RuntimeError: not supported")
+            return events.WorkersFailed(host.name, start.round, "RuntimeError: not supported")
+        return events.Published(host.name, start.round)
+
+    def restore(self, host: SimulatedHost, start: actions.StartRound) -> events.Event:
+        """Plan, move and restore, of one host; with nothing to restore the first step."""
+        round, source = start.round, start.generation
         if source is None:
-            host.step = 1
-            return events.Stepped(host.name, round)
+            return self.step(host, start)
         if source not in {generation.number for generation in self.covered()}:
             return events.WorkersFailed(host.name, round, "nobody holds a piece")
         host.parts[source] = host.parts.get(source, frozenset()) | self.pieces(host.name)
         self.known[source][host.name] = host.parts[source]
         self.job = m.replace_generations(self.job, self.covered())
-        host.step = self.steps[source] + 1
-        return events.Stepped(host.name, round)
+        return events.Restored(host.name, round)
+
+    def prove(self, generation: int) -> None:
+        if self.spoilt & active(self.job):
+            self.spoilt.clear()
+            is_second = generation in self.doubted
+            self.feed(events.ProofFailed(self.job.round, "it differs", is_second, not is_second))
+            return
+        self.doubted.discard(generation)
+        self.feed(events.Proven(self.job.round))
+
+    def step(self, host: SimulatedHost, start: actions.StartRound) -> events.Event:
+        """The first step."""
+        host.step = 1 if start.generation is None else self.steps[start.generation] + 1
+        return events.Stepped(host.name, start.round)
 
     def release(self, keep: int | None, leaving: tuple[str, ...]) -> None:
         for name in leaving:
@@ -420,16 +385,32 @@ class Simulation:
             for number in [n for n in host.parts if n < keep]:
                 del host.parts[number]
 
-    def snapshot(self) -> None:
-        """Every active host seals a snapshot, and the coordinator commits it."""
+    def snapshot(self, late: Collection[str] = ()) -> None:
+        """Every active host seals a snapshot, the late ones after what they do already; the
+        coordinator commits it."""
         hosts = tuple(sorted(active(self.job)))
-        step = max(self.hosts[name].step for name in hosts)
-        self.numbers += 1
-        self.steps[self.numbers] = step
+        round, step = self.job.round, max(self.hosts[name].step for name in hosts)
+        self.tell(tuple(late), lambda host: self.seal(host, round, step))
         for name in hosts:
-            self.deposits[name] = (self.job.round, step, self.pieces(name))
-        self.known[self.numbers] = {name: self.pieces(name) for name in hosts}
-        self.feed(events.Snapshotted(hosts, step, self.numbers))
+            told = None if name in late else self.seal(self.hosts[name], round, step)
+            if told is not None:
+                self.feed(told)
+
+    def seal(self, host: SimulatedHost, round: int, step: int) -> events.Event | None:
+        if host.round != round or len(host.parts) > 1:
+            return None
+        self.deposits[host.name] = (round, step, self.pieces(host.name))
+        return events.Sealed(host.name, round, "snapshot", f"run-{round}-{step}")
+
+    def judge_snapshot(self, deposit: str) -> None:
+        step = int(deposit.rpartition("-")[2])
+        mine = {h: d[2] for h, d in self.deposits.items() if d[:2] == (self.job.round, step)}
+        assert active(self.job) <= mine.keys(), "not all have sealed"
+        if {p for pieces in mine.values() for p in pieces} == set(PIECES):
+            self.numbers += 1
+            self.steps[self.numbers] = step
+            self.known[self.numbers] = mine
+            self.feed(events.Snapshotted(tuple(sorted(mine)), step, self.numbers))
 
 
 def job(**settings: Any) -> m.Job:

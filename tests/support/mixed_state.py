@@ -12,8 +12,8 @@ from scalai.core.collection import Collection, Tensor, concatenate
 from scalai.core.committed import Committed
 from scalai.core.dtypes import BITS, ITEM_BYTES, Bits
 from scalai.core.fingerprint import piece_fingerprint, tensor_fingerprints
-from scalai.core.orders import RankDeposit, WriteOrder
 from scalai.core.region import Box, flat_range, whole
+from scalai.core.worker_messages import RankDeposit, WriteOrder
 from scalai.store.files import slices
 from scalai.store.host import HostStore
 

@@ -3,10 +3,9 @@
 A state is four tensors, whole on whoever holds them; the fingerprint of one tells its step.
 """
 
-import types
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Round, Settings
 from scalai.core.messages import JsonText, Named
-from scalai.core.orders import WriteOrder
 from scalai.core.region import whole
 from scalai.core.reports import Report
 from scalai.core.worker_messages import (
@@ -31,113 +29,17 @@ from scalai.core.worker_messages import (
     RankRestored,
     RankStepped,
     Source,
+    Stand,
 )
-from scalai.launch import (
-    admission,
-    agent_events,
-    desk,
-    live_job,
-    losses,
-    resumption,
-    roster,
-    scaling,
-    timeline,
-)
-from scalai.launch.agent import Agent, Loop
-from scalai.launch.coordinator_calls import Farewell, Join, Poll, StoreIdentity, Tell
-from scalai.launch.generations import deposit_name
-from scalai.store.manifest import (
-    HostManifest,
-    StoredFile,
-    manifest_bytes,
-    manifest_of_bytes,
-)
+from scalai.launch.agent.loop import Agent, Loop
+from scalai.launch.coordinator.calls import Farewell, Join, Poll, StoreIdentity, Tell
+from scalai.store.manifest import HostManifest, StoredFile
+from scalai.store.summary import deposit_name, pieces_of, summary_bytes
+from support.simulated_workers import TENSORS, Clock, EverySlot, Group, Worker, print_of
 from support.wire import travelled
 
 if TYPE_CHECKING:
     from support.two_laws import World
-
-TENSORS = tuple(Tensor(f"param/t{number}", (4,), "F32") for number in range(4))
-
-
-class Clock:
-    """The one clock of all simulated processes, in seconds."""
-
-    now = 1000.0
-
-
-def use_virtual_time() -> None:
-    """Have the coordinator's modules read ``Clock``."""
-    shim = types.SimpleNamespace(
-        monotonic=lambda: Clock.now, time=lambda: Clock.now, sleep=lambda seconds: None
-    )
-    for module in (
-        admission, agent_events, desk, live_job, losses, resumption, roster, scaling, timeline,
-    ):  # fmt: skip
-        if hasattr(module, "time"):
-            setattr(module, "time", shim)  # noqa: B010  # each has it as an import
-
-
-def print_of(tensor: Tensor, step: int) -> int:
-    """Return the fingerprint of a whole tensor at a step."""
-    return 1 + step * len(TENSORS) + TENSORS.index(tensor)
-
-
-class NoStores:
-    """Workers meet nowhere."""
-
-    def __init__(self) -> None:
-        self._port = 0
-
-    def wait_ready(self) -> None: ...
-
-    def open(self) -> int:
-        self._port += 1
-        return self._port
-
-    def close(self, port: int) -> None: ...
-
-    def end(self) -> None: ...
-
-
-class EverySlot:
-    """Files for a deposit: each rank writes what it holds."""
-
-    def __init__(self, held: dict[int, Collection]) -> None:
-        self.held = held
-        self.orders = {rank: WriteOrder(rank, f"{rank}", (0,), (0,)) for rank in held}
-
-    def take_over(self, lost: int, alive: Iterable[int]) -> dict[int, WriteOrder]:
-        names = {tensor.name for tensor in self.held[lost].tensors}
-        for rank in sorted(set(alive) - {lost}):
-            if names <= {tensor.name for tensor in self.held[rank].tensors}:
-                return {rank: WriteOrder(rank, f"{lost}", (0,), (0,))}
-        return {}
-
-
-@dataclass(slots=True)
-class Worker:
-    """One rank: ``doing`` is what it calls next, ``call`` what it waits for."""
-
-    rank: int
-    doing: str = "hello"
-    step: int = 0
-    source: int | None = None
-    """The step that it has restored; None: its own initial state."""
-    call: int | None = None
-    exit: int | None = None
-    is_hung: bool = False
-    is_gone: bool = False
-    """Whether its end has been noticed as that of its connection."""
-
-
-@dataclass(slots=True)
-class Group:
-    """The workers of one round on a host, and their page."""
-
-    workers: dict[int, Worker]
-    proposed: int | None = None
-    agreed: int | None = None
 
 
 class SimulatedHands:
@@ -164,6 +66,8 @@ class SimulatedHands:
         agreed = group.agreed
         return events.Seen(
             newest=max((worker.step for worker in workers), default=0),
+            save=self._host.world.save_of(current.number) if current is not None else None,
+            looks=int(Clock.now),
             reached=frozenset(w.rank for w in workers if agreed is not None and w.step >= agreed),
             ended={w.rank: w.exit for w in workers if w.exit is not None},
         )
@@ -237,7 +141,7 @@ class SimulatedHands:
                 host.store.pop(generation, None)
             case actions.Doubt(generation):
                 left = host.store.get(generation)
-                found = None if left is None else manifest_bytes(left)
+                found = None if left is None else summary_bytes(left)
                 host.untold.append(reports.Doubted(generation, found))
             case actions.Look():
                 host.untold.append(reports.Attached((), ()))
@@ -254,6 +158,8 @@ class SimulatedHands:
 
     def _end(self, number: int) -> Event:
         group = self._groups.pop(number)
+        self._host.is_spoilt &= not self._host.has_spoilt
+        self._host.has_spoilt = False
         newest = max((worker.step for worker in group.workers.values()), default=0)
         return events.GroupEnded(number, newest)
 
@@ -295,6 +201,8 @@ class SimulatedHands:
             case "stepped":
                 worker.doing = "train"
                 worker.step += 1
+            case "stand":
+                worker.doing = "train"
 
     def ask(self, number: int, worker: Worker) -> None:
         """Let a worker do what it does next."""
@@ -311,9 +219,10 @@ class SimulatedHands:
             case "hello":
                 return Hello(rank, number)
             case "publish":
-                return Publish(rank, number, True, held, held, none, False)
+                return Publish(rank, number, True, held, held, f"r{rank}", none, False)
             case "restored":
-                step = worker.source or 0
+                self._host.has_spoilt = self._host.is_spoilt
+                step = (worker.source or 0) + self._host.is_spoilt
                 prints = np.array([print_of(t, step) for t in held.tensors], np.uint64)
                 return RankRestored(rank, number, prints, {}, "restored")
             case "stepped":
@@ -323,6 +232,8 @@ class SimulatedHands:
             case "write":
                 made = tuple(print_of(tensor, worker.step) for tensor in held.tensors)
                 return RankDeposited(rank, number, made, f"r{rank}", none, none, 1, {})
+            case "stand":
+                return Stand(rank, number, worker.step, self._host.world.save_of(number) or 0)
             case "finish":
                 return RankFinished(rank, number, worker.step)
             case _:
@@ -338,7 +249,16 @@ class SimulatedHost:
         self.sealed: dict[str, HostManifest] = {}
         self.number = 0
         self.is_silent = self.is_full = self.cannot_start = False
+        self.is_spoilt = self.has_spoilt = False
+        """Of the next round that its workers restore in, what they restore is not what was
+        committed."""
+        self.ahead_s = (ord(name[0]) % 3 - 1) * 500.0
+        """Its clock differs from those of others."""
         self.begin()
+
+    @property
+    def clock_s(self) -> float:
+        return Clock.now + self.ahead_s
 
     def begin(self) -> None:
         """A new agent process on this host, with what its store holds."""
@@ -347,7 +267,7 @@ class SimulatedHost:
         self.work: list[Callable[[], Event | None]] = []
         self.wants_to_join, self.is_in = True, False
         self.hands = SimulatedHands(self)
-        state = HostState(Settings(self.name, True, 120.0), self.slots, Clock.now)
+        state = HostState(Settings(self.name, True, 120.0), self.slots, self.clock_s)
         self.agent = Agent(state, self.hands, Loop())
 
     # ------------------------------------------------------------------ the store
@@ -382,24 +302,32 @@ class SimulatedHost:
         assert isinstance(action.slot, EverySlot)
         written = [*action.parts, *(int(order.path) for order, _ in action.taken_over)]
         tensors = {t.name: t for rank in written for t in action.slot.held[rank].tensors}
-        about = {**action.about, "time": Clock.now}
+        about = {**action.about, "time": self.clock_s}
         made = self.manifest(action.step, tensors.values(), about, tuple(sorted(action.parts)))
         self.sealed[deposit_name(made)] = made
-        return events.Sealed(action.round, action.slot, manifest_bytes(made))
+        return events.Sealed(action.round, action.slot, summary_bytes(made))
 
     def fetch(self, start: commands.Start, wants: Any) -> Event:
         number = start.workers.round
-        parts = {host: manifest_of_bytes(s.manifest, host) for host, s in start.sources.items()}
-        wanted = {tensor.name: tensor for each in wants.values() for tensor in each.tensors}
-        given: set[str] = set()
-        for name, part in parts.items():
-            has_it = self.world.can_reach(name, part.generation)
-            given |= {t.name for t in part.collection.tensors} if has_it else set()
-        if not wanted.keys() <= given:
+        assert start.sources is not None
+        listed = start.sources.value
+        wanted = {tensor.name: tensor for each in wants.values() for tensor in each.pieces.tensors}
+        given: dict[str, HostManifest] = {}
+        for place, name in enumerate(listed.hosts):
+            if not self.world.can_reach(name, listed.generation):
+                continue
+            part = self.world.hosts[name].store[listed.generation]
+            known = listed.reference(place)
+            if pieces_of(part, known.rows).digest().hex() == known.digest:
+                given |= dict.fromkeys((t.name for t in part.collection.tensors), part)
+        if not wanted.keys() <= given.keys():
             return events.WorkFailed(number, "a host is gone that holds what is wanted")
-        one = next(iter(parts.values()))
         none = JsonText.of({})
-        source = Source(None, one.step, 1, none, none, 2)  # type: ignore[arg-type]
+        source = Source(None, listed.step, 1, none, none, 2)  # type: ignore[arg-type]
+        sources = dict.fromkeys(wants, source)
+        if not wanted:  # its workers hold nothing
+            return events.Fetched(number, sources, None, 0.0, 0.0, 0, 0)
+        one = next(iter(given.values()))
         mine = self.store.get(one.generation)
         names = dict(wanted)
         if mine is not None:
@@ -407,8 +335,7 @@ class SimulatedHost:
         made = self.manifest(one.step, names.values(), dict(one.about), one.ranks)
         made = replace(made, generation=one.generation, committed=one.committed)
         self.store[one.generation] = made
-        sources = dict.fromkeys(wants, source)
-        return events.Fetched(number, sources, manifest_bytes(made), 0.0, 0.0, 0, 0)
+        return events.Fetched(number, sources, summary_bytes(made), 0.0, 0.0, 0, 0)
 
     def commit(self, action: actions.TryCommit) -> Iterable[Event]:
         number, there = action.generation, self.store.get(action.generation)
@@ -435,8 +362,8 @@ class SimulatedHost:
         self.untold.clear()
         request = Join(
             "j", self.name, self.incarnation, StoreIdentity("m", hash(self.name) % 1000, 0),
-            self.slots, ("h", 1), tuple(manifest_bytes(part) for part in self.store.values()),
-            tuple(manifest_bytes(part) for part in self.sealed.values()), (),
+            self.slots, ("h", 1), tuple(summary_bytes(part) for part in self.store.values()),
+            tuple(summary_bytes(part) for part in self.sealed.values()), (),
             JsonText.of(self.world.spec.to_json()),
         )  # fmt: skip
         try:
@@ -465,7 +392,7 @@ class SimulatedHost:
             seen = self.hands.seen(current)
             poll = Poll(
                 "j", self.name, self.incarnation, 0 if is_repeated else self.received,
-                current.number if current else 0, seen.newest if seen else 0, None,
+                current.number if current else 0, seen.newest if seen else 0, None, 0.0,
             )  # fmt: skip
             answer: Any = self.world.desk.handle(self, poll)  # type: ignore[arg-type]
             found = travelled(answer)

@@ -8,8 +8,8 @@ import numpy as np
 from scalai.core.collection import Collection, Tensor
 from scalai.core.dtypes import BITS, ITEM_BYTES
 from scalai.core.fingerprint import piece_fingerprint
-from scalai.core.orders import RankDeposit, WriteOrder
 from scalai.core.region import Box, whole
+from scalai.core.worker_messages import RankDeposit, WriteOrder
 from scalai.store.deposit import Deposit
 from scalai.store.files import slices
 from scalai.store.host import HostStore

@@ -11,16 +11,19 @@ from typing import Any
 from scalai.core.errors import ScalaiError
 from scalai.core.host import events
 from scalai.core.membership import Phase
-from scalai.launch.desk import Desk
-from scalai.launch.flags import parse_options
-from scalai.launch.job import JobSpec
-from scalai.launch.losses import Patience
-from scalai.launch.person_calls import Scale
-from support.simulated_host import TENSORS, Clock, Group, NoStores, SimulatedHost, Worker
+from scalai.launch.config.flags import parse_options
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.desk import Desk
+from scalai.launch.coordinator.losses import Patience
+from scalai.launch.coordinator.person_calls import Scale
+from support.simulated_host import SimulatedHost
+from support.simulated_workers import TENSORS, Clock, Group, NoStores, Worker
 
 TICK_S = 5.0
 LOOK_S = 0.5
 ROUNDS_A_TICK = 40
+_TRAINING = ("train", "snapshot", "write snapshot")
+"""What workers do that train."""
 
 
 @dataclass(slots=True)
@@ -30,12 +33,17 @@ class World:
     folder: Any
     flags: tuple[str, ...] = ("--nnodes", "1:4", "--max-restarts", "9")
     is_replicated: bool = True
+    snapshot_every: int = 0
     hosts: dict[str, SimulatedHost] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     started: list[tuple[int, int | None]] = field(default_factory=list)
     """Rounds, and the generations that they began from."""
     ghosts: list[SimulatedHost] = field(default_factory=list)
     """Agents that were paused, and replaced by others of their hosts."""
+    save: tuple[int, int] | None = None
+    """The save of the training's own that is in flight: its round and iteration."""
+    is_save_ending: bool = False
+    """It ends with the next step, for all ranks alike."""
     happened: int = 0
     """Counts what the hosts have done."""
     spec: JobSpec = field(init=False)
@@ -114,7 +122,7 @@ class World:
         ]
         return len(groups) == len(state.current.active) and all(
             group is not None
-            and all(w.doing == "train" and w.exit is None for w in group.workers.values())
+            and all(w.exit is None and w.doing in _TRAINING for w in group.workers.values())
             for group in groups
         )
 
@@ -170,7 +178,7 @@ class World:
             self.desk.gone(self.hosts[name])  # type: ignore[arg-type]
 
     def leave(self, name: str) -> None:
-        if name in self.hosts:
+        if name in self.hosts and self.hosts[name].number:  # one that never joined just ends
             self.hosts[name].agent.feed(events.LeaveAsked())
 
     def scale(self, nproc: int) -> None:
@@ -213,7 +221,9 @@ class World:
                         self.happened += 1
                         host.hands.ask(number, worker)
                     elif group.agreed is not None and worker.step >= group.agreed:
-                        worker.doing = "stop"
+                        worker.doing = "stand" if self.save_of(number) is not None else "stop"
+                    elif self._is_to_snapshot(group, worker):
+                        worker.doing, worker.snapped = "snapshot", worker.step
                 if host.agent.state.exit is not None:
                     return
 
@@ -222,21 +232,82 @@ class World:
         state = self.live.state
         if not state.current:
             return
-        workers: list[tuple[Group, Worker]] = []
-        for name in state.current.active:
-            host = self.hosts.get(name)
-            group = host.hands._groups.get(state.round) if host else None
-            if group is None:
-                return
-            workers += [(group, worker) for worker in group.workers.values()]
+        workers = self._workers()
         for group, worker in workers:
             stop = group.agreed if group.agreed is not None else group.proposed
             if worker.doing != "train" or worker.exit is not None or worker.is_hung:
                 return
-            if stop is not None and worker.step >= stop:
+            if (stop is not None and worker.step >= stop) or self._is_to_snapshot(group, worker):
                 return
         for _, worker in workers:
             worker.step += 1
+        if workers and self.is_save_ending:
+            self.save, self.is_save_ending = None, False
+
+    def furthest(self) -> tuple[int, int]:
+        """Return the present round, and the step of the worker of it that is furthest."""
+        steps = [worker.step for _, worker in self._workers()]
+        return self.live.state.round, max(steps, default=0)
+
+    def _workers(self) -> list[tuple[Group, Worker]]:
+        """Return all workers of the present round; none where a host lacks them."""
+        state, found = self.live.state, list[tuple[Group, Worker]]()
+        for name in state.current.active if state.current else ():
+            host = self.hosts.get(name)
+            group = host.hands._groups.get(state.round) if host else None
+            if group is None:
+                return []
+            found += [(group, worker) for worker in group.workers.values()]
+        return found
+
+    def _is_to_snapshot(self, group: Group, worker: Worker) -> bool:
+        """Whether a rank has yet to make the snapshot of its step. At a step that may be the stop
+        it waits for the word first."""
+        stop = group.agreed if group.agreed is not None else group.proposed
+        is_at_stop = stop is not None and worker.step >= stop
+        is_due = self.snapshot_every and worker.step % self.snapshot_every == 0
+        return bool(is_due) and worker.snapped != worker.step and not is_at_stop
+
+    def save_of(self, number: int) -> int | None:
+        """Return the iteration of the save that is in flight in a round, if one is."""
+        return self.save[1] if self.save is not None and self.save[0] == number else None
+
+    def begin_save(self) -> None:
+        """The training begins a save that goes on beside it, at one step of all ranks."""
+        workers = self._workers()
+        steps = {worker.step for _, worker in workers}
+        is_free = all(
+            worker.doing == "train" and (group.agreed is None or worker.step < group.agreed)
+            for group, worker in workers
+        )
+        if self.save is None and is_free and len(steps) == 1:
+            self.save, self.is_save_ending = (self.live.state.round, steps.pop()), False
+
+    def end_save(self) -> None:
+        self.is_save_ending = self.save is not None
+
+    def slip(self, nproc: int) -> bool:
+        """An action of the coordinator raises: the job ends, and what hosts hold stays. Return
+        whether there was one to carry out."""
+
+        def raises(action: Any) -> None:
+            raise RuntimeError(f"a slip in {type(action).__name__}")
+
+        before, perform = self.newest_whole(), self.live._perform
+        self.live._perform = raises
+        self.scale(nproc)
+        self.tick()
+        self.live._perform = perform
+        if not self.live.has_crashed:
+            return False
+        assert self.phase is Phase.ENDED and self.live.exit_code == 1
+        assert any("event=crashed" in line and "a slip in" in line for line in self.log)
+        for name in list(self.hosts):
+            self.act(name, "net")
+        told = [host.agent.exit for host in self.hosts.values() if host.is_in]
+        assert set(told) <= {None, 0, 1}, told
+        assert (self.newest_whole() or 0) >= (before or 0), "a state is gone"
+        return True
 
     def tick(self, seconds: float = TICK_S) -> None:
         """Time passes, for all at once. The coordinator looks more often: else it would take itself
@@ -247,8 +318,18 @@ class World:
             with self.desk._lock:
                 self.desk.tick()
         for host in self.hosts.values():
-            if not host.is_silent and host.agent.exit is None:
-                host.agent.feed(events.Ticked(Clock.now, host.hands.seen(host.agent.state.round)))
+            if host.agent.exit is not None and host.is_in:
+                self._ended(host)
+            elif not host.is_silent and host.agent.exit is None:
+                host.agent.feed(
+                    events.Ticked(host.clock_s, host.hands.seen(host.agent.state.round))
+                )
+
+    def _ended(self, host: SimulatedHost) -> None:
+        """An agent has exited: its workers die with it, and its connections end."""
+        host.is_in = False
+        host.hands._groups.clear()
+        self.desk.gone(host)  # type: ignore[arg-type]
 
     def go_on(self, seconds: float) -> None:
         """Let everything happen that can, for so long."""
@@ -267,8 +348,9 @@ class World:
     def heal(self) -> None:
         """Faults stop: what hung goes on, who was silent speaks, who had no room has."""
         self.ghosts.clear()
+        self.save = None
         for host in self.hosts.values():
-            host.is_silent = host.is_full = host.cannot_start = False
+            host.is_spoilt = host.is_silent = host.is_full = host.cannot_start = False
             for group in host.hands._groups.values():
                 for worker in group.workers.values():
                     worker.is_hung = False

@@ -6,7 +6,8 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from scalai.core import commands, messages, reports
-from scalai.launch.coordinator_calls import StoreIdentity
+from scalai.core.source_list import SourceList
+from scalai.launch.coordinator.calls import StoreIdentity
 from scalai.runtime.codec import decode
 from scalai.runtime.connecting import Address, connect
 
@@ -50,10 +51,13 @@ def told_by(command: commands.Command) -> dict[str, Any]:
         for field in fields(part) if part is not None else ():
             found[field.name] = getattr(part, field.name)
     found.pop("workers", None)
+    if found.get("sources") is not None:
+        found["sources"] = found["sources"].value.hosts
     placement = found.get("placement")
     for field in fields(placement) if placement is not None else ():
-        value = getattr(placement, field.name)
-        found[field.name] = list(value) if isinstance(value, tuple) else value
+        found[field.name] = getattr(placement, field.name)
+    if placement is not None:
+        found["group"] = list(placement.group)
     return found
 
 
@@ -62,7 +66,7 @@ def workers(
 ) -> commands.Workers:
     """Return which workers a host runs; what is not given is of no interest."""
     placement = commands.Placement(
-        group=facts.pop("group", ("a",)),
+        hosts=messages.Shared(facts.pop("group", ("a",))),
         group_rank=0,
         first_rank=first_rank,
         local_world_size=local_world_size,
@@ -86,13 +90,13 @@ def start(
     first_rank: int = 0,
     local_world_size: int = 1,
     *,
-    sources: dict[str, commands.HeldPart] | None = None,
+    sources: messages.Shared[SourceList] | None = None,
     is_built: bool = False,
     **facts: Any,
 ) -> commands.Start:
     """Return the command that begins a round."""
     found = workers(round, first_rank, local_world_size, **facts)
-    return commands.Start(found, sources or {}, is_built)
+    return commands.Start(found, sources, is_built)
 
 
 def call_raw(address: Address, token: bytes, data: bytes) -> str:

@@ -17,9 +17,14 @@ from typing import Any
 
 import scalai
 from scalai.core.degrees import ModelLimits
-from scalai.launch.durable import write_finished
-from scalai.launch.elastic_config import DeepSpeedConfig, ProbeConfig, ResizeConfig, StoreConfig
-from scalai.launch.elastic_file import DERIVED_LIMITS, load_config
+from scalai.launch.agent.durable import write_finished
+from scalai.launch.config.elastic_config import (
+    DeepSpeedConfig,
+    ProbeConfig,
+    ResizeConfig,
+    StoreConfig,
+)
+from scalai.launch.config.elastic_file import DERIVED_LIMITS, load_config
 from support.agents import tiny_agents
 from support.mixed_state import NUMBER, stores_of
 

@@ -23,8 +23,7 @@ from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
 from scalai.core.region import Piece, box_text
 from scalai.patches.deepspeed.checkpoint.packing import packed, unpacked
 from scalai.runtime.fingerprints import live_fingerprints
-from scalai.runtime.live import Slot
-from scalai.runtime.rows import collection_of, piece_view
+from scalai.runtime.live import Slot, collection_of, piece_view
 
 Row = tuple[Slot, Piece]
 BUFFER_BYTES = 4 << 20

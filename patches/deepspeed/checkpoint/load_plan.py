@@ -23,8 +23,7 @@ from scalai.patches.deepspeed.engine.groups import put_groups
 from scalai.patches.deepspeed.engine.loss_scale import put_loss_scale
 from scalai.patches.deepspeed.engine.masters import Master, masters_of
 from scalai.patches.deepspeed.engine.steps import STEP, put_steps
-from scalai.runtime.live import Slot
-from scalai.runtime.rows import collection_of, wanted_rows
+from scalai.runtime.live import Slot, collection_of, wanted_rows
 
 _WAY_OUT = (
     "Build the model and the optimizer that were saved, or pass load_optimizer_states=False or "

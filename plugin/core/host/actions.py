@@ -8,11 +8,10 @@ from enum import Enum
 from scalai.core.collection import Collection
 from scalai.core.commands import Ending, Start, Workers
 from scalai.core.committed import Committed
-from scalai.core.host.state import Call, Slot
+from scalai.core.host.state import Call, Slot, Want
 from scalai.core.jsonable import Json
-from scalai.core.orders import RankDeposit, WriteOrder
 from scalai.core.reports import Report
-from scalai.core.worker_messages import Imports
+from scalai.core.worker_messages import Imports, RankDeposit, WriteOrder
 
 
 class Level(Enum):
@@ -187,7 +186,7 @@ class Fetch:
     ``NotProven`` or ``WorkFailed``, and ``Moved`` now and then."""
 
     start: Start
-    wants: Mapping[int, Collection]
+    wants: Mapping[int, Want]
 
 
 @dataclass(frozen=True, slots=True)

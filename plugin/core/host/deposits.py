@@ -13,8 +13,7 @@ from scalai.core.host import actions
 from scalai.core.host.actions import Level
 from scalai.core.host.state import Call, Deposit, Round, Slot
 from scalai.core.host.step import Step
-from scalai.core.orders import WriteOrder
-from scalai.core.worker_messages import AwaitSlot, BeginDeposit, RankDeposited
+from scalai.core.worker_messages import AwaitSlot, BeginDeposit, RankDeposited, WriteOrder
 
 AGAIN_S, LONGEST_AGAIN_S = 5.0, 300.0
 """How long after a vain try room for the next deposit is made again: at first, and at most."""

@@ -1,12 +1,11 @@
 """The law of a host: ``advance(state, event)`` returns the next state of the host and what must be
 done.
 
-Nothing here waits, sends, reads a clock or touches a process: the agent (``launch.agent``) feeds
-events in and carries the actions out. Beside it stands the law of the job (``core.resize``), whose
-actions become the commands of this one, and whose events are this one's reports. Every rule keeps
-one promise: what was sealed stays until the coordinator has said what becomes of it, and whoever
-waits for an answer gets one, or an error once its round has ended.
-"""
+Nothing here waits, sends, reads a clock or touches a process: the agent (``launch.agent.loop``)
+feeds events in and carries the actions out. Beside it stands the law of the job (``core.resize``),
+whose actions become the commands of this one, and whose events are this one's reports. Every rule
+keeps one promise: what was sealed stays until the coordinator has said what becomes of it, and
+whoever waits for an answer gets one, or an error once its round has ended."""
 
 from scalai.core import commands, reports
 from scalai.core.host import actions, commits, deposits, events, rounds, stops

@@ -6,10 +6,12 @@ import numpy as np
 from scalai.core import commands, reports
 from scalai.core import events as job_events
 from scalai.core.collection import concatenate
+from scalai.core.errors import ProofError
+from scalai.core.fingerprint import distinct_pieces
 from scalai.core.host import actions, deposits
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Fetched, GroupOver
-from scalai.core.host.state import Call, Published, Round
+from scalai.core.host.state import Call, Published, Round, Want
 from scalai.core.host.step import Step
 from scalai.core.worker_messages import Publish, RankRestored, RankStepped
 
@@ -171,7 +173,8 @@ def publish(step: Step, call: Call, told: Publish) -> None:
         step.change_of(told.round, is_unhooked=False)
         step.log(Level.INFO, f"event=hooked host={step.state.host} the script has connected itself")
         step.tell(job_events.Hooked(step.state.host, told.round))
-    entry = Published(told.held, told.wanted, told.is_restoring, call)
+    want = Want(told.wanted, told.coordinate)
+    entry = Published(told.held, want, told.is_restoring, call)
     published = {**current.published, told.rank: entry}
     step.change_of(
         told.round,
@@ -196,7 +199,7 @@ def _begin_restore(step: Step) -> None:
     step.tell(reports.Published(current.number, tuple(names)))
     if current.is_restoring:
         assert isinstance(current.command, commands.Start)
-        wants = {rank: entry.wanted for rank, entry in current.published.items()}
+        wants = {rank: entry.want for rank, entry in current.published.items()}
         step.do(actions.Fetch(current.command, wants))
         return
     for entry in current.published.values():
@@ -232,11 +235,18 @@ def restored(step: Step, call: Call, told: RankRestored) -> None:
     if not current.is_complete(current.restored):
         return
     ranks = sorted(current.restored)
+    wanted = concatenate([current.published[rank].wanted for rank in ranks])
+    prints = np.concatenate([current.restored[rank][0].fingerprints for rank in ranks])
+    try:
+        rows, fingerprints = distinct_pieces(wanted, prints)
+    except ProofError as error:
+        step.tell(reports.Unproven(current.number, str(error)))
+        return
     step.tell(
         reports.Restored(
             round=current.number,
-            rows=concatenate([current.published[rank].wanted for rank in ranks]),
-            fingerprints=np.concatenate([current.restored[r][0].fingerprints for r in ranks]),
+            rows=rows,
+            fingerprints=fingerprints,
             seconds=dict(seconds),
             bytes_local=current.bytes_local,
             bytes_remote=current.bytes_remote,

@@ -12,8 +12,7 @@ from scalai.core.collection import Collection
 from scalai.core.commands import Build, Start, Workers
 from scalai.core.committed import Committed
 from scalai.core.jsonable import Json
-from scalai.core.orders import RankDeposit, WriteOrder
-from scalai.core.worker_messages import BeginDeposit, RankRestored, Samples
+from scalai.core.worker_messages import BeginDeposit, RankDeposit, RankRestored, Samples, WriteOrder
 
 Call = int
 """A worker's call that waits for its answer."""
@@ -31,13 +30,26 @@ class Slot(Protocol):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Want:
+    """What a worker restores: these ``pieces``, and the state of its ``coordinate``."""
+
+    pieces: Collection
+    coordinate: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Published:
     """What one worker holds and wants, and the call that waits for it."""
 
     held: Collection
-    wanted: Collection
+    want: Want
     is_restoring: bool
     call: Call
+
+    @property
+    def wanted(self) -> Collection:
+        """The pieces that it restores."""
+        return self.want.pieces
 
 
 @dataclass(frozen=True, eq=False, slots=True)

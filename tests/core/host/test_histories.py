@@ -3,7 +3,7 @@ delays and repeats, with hosts that die, hang, fall silent and come back."""
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,24 @@ from scalai.core.errors import ScalaiError
 from scalai.core.host import deposits
 from scalai.core.host.step import Step
 from scalai.core.membership import Phase
-from scalai.launch.admission import Admission
-from scalai.launch.coordinator_calls import Join
-from scalai.launch.roster import Roster
-from support.simulated_host import Clock, use_virtual_time
+from scalai.launch.coordinator.admission import Admission
+from scalai.launch.coordinator.calls import Join
+from scalai.launch.coordinator.members import Members
+from support.simulated_workers import Clock, use_real_time, use_virtual_time
 from support.two_laws import TICK_S, World
 
 NAMES = st.sampled_from("abc")
 LONG_S = 1500.0
 """Within so long of virtual time a job without faults steps again, or says what it waits for."""
+STEP_S = 30.0
+"""Within so long it makes a step."""
 
 
 @pytest.fixture(autouse=True, scope="module")
-def virtual_time() -> None:
+def virtual_time() -> Iterator[None]:
     use_virtual_time()
+    yield
+    use_real_time()
 
 
 def test_a_job_begins_trains_changes_and_ends_a_hosts_part(tmp_path: Path) -> None:
@@ -55,18 +59,92 @@ def test_a_job_begins_trains_changes_and_ends_a_hosts_part(tmp_path: Path) -> No
     assert world.is_training() and world.hosts["a"].agent.exit == 0, world.log
 
 
+def two_hosts(folder: Path, **settings: Any) -> World:
+    """Return a job that trains on hosts a and b."""
+    use_virtual_time()
+    world = World(folder, **settings)
+    world.add("a")
+    world.add("b")
+    world.go_on(60.0)
+    assert world.is_training(), world.log
+    return world
+
+
+def said(world: World, text: str) -> bool:
+    return any(text in line for line in world.log)
+
+
+def test_snapshots_are_made_on_the_way(tmp_path: Path) -> None:
+    world = two_hosts(tmp_path, snapshot_every=4)
+    world.go_on(60.0)
+    assert said(world, "event=snapshot committed=") and len(world.hosts["a"].store) == 1
+
+
+def test_a_save_that_is_in_flight_puts_a_change_off(tmp_path: Path) -> None:
+    world = two_hosts(tmp_path)
+    world.begin_save()
+    world.scale(2)
+    world.go_on(60.0)
+    assert world.phase is Phase.PREPARING and world.live.state.held, world.log
+    world.end_save()
+    world.go_on(60.0)
+    assert world.is_training() and world.live.state.current.degrees.world_size == 2, world.log
+
+
+def test_a_proof_that_fails_once_costs_no_restart(tmp_path: Path) -> None:
+    world = two_hosts(tmp_path)
+    left = world.live.state.failures_left
+    world.hosts["a"].is_spoilt = True
+    world.scale(2)
+    world.go_on(120.0)
+    assert said(world, "the restored state is not the deposited one"), world.log
+    assert world.is_training() and world.live.state.failures_left == left, world.log
+    assert world.started[-1][1] == world.started[-2][1] is not None
+
+
+def test_workers_that_cannot_be_built_ahead_start_after_the_stop(tmp_path: Path) -> None:
+    world = two_hosts(tmp_path)
+    world.add("c")
+    world.hosts["c"].cannot_start = True
+    for _ in range(200):
+        if said(world, "the next workers are not built beside the present ones"):
+            break
+        world.tick(0.5)
+        for name in "abc":
+            for what in ("net", "work", "workers"):
+                world.act(name, what)
+    else:
+        raise AssertionError(world.log)
+    world.hosts["c"].cannot_start = False
+    world.go_on(120.0)
+    assert world.is_training() and len(world.live.state.current.active) == 3, world.log
+
+
+def test_a_coordinator_that_fails_leaves_the_state_for_the_same_job(tmp_path: Path) -> None:
+    world = two_hosts(tmp_path)
+    newest = world.newest_whole()
+    assert world.slip(2) and newest is not None
+    world.restart()
+    world.go_on(60.0)
+    assert world.is_training() and world.started[-1][1] == newest
+
+
 class Histories(RuleBasedStateMachine):
     """What happens to the hosts of a job."""
 
     @initialize(
         present=st.sampled_from(["a", "ab", "ab", "abc"]), is_replicated=st.booleans(),
-        begins_s=st.sampled_from([0.0, 60.0]),
+        begins_s=st.sampled_from([0.0, 60.0]), snapshot_every=st.sampled_from([0, 0, 7]),
     )  # fmt: skip
-    def begin(self, present: str, is_replicated: bool, begins_s: float) -> None:
+    def begin(
+        self, present: str, is_replicated: bool, begins_s: float, snapshot_every: int
+    ) -> None:
         use_virtual_time()
         Clock.now = 1000.0
         self.folder = tempfile.TemporaryDirectory()
-        self.world = World(Path(self.folder.name), is_replicated=is_replicated)
+        self.world = World(
+            Path(self.folder.name), is_replicated=is_replicated, snapshot_every=snapshot_every
+        )
         for name in present:
             self.world.add(name)
         self.world.go_on(begins_s)
@@ -107,7 +185,7 @@ class Histories(RuleBasedStateMachine):
     def kill_worker(self, name: str, rank: int) -> None:
         self.world.kill_worker(name, rank)
 
-    @rule(name=NAMES, fault=st.sampled_from(["is_silent", "is_full", "cannot_start"]))
+    @rule(name=NAMES, fault=st.sampled_from(["is_silent", "is_full", "cannot_start", "is_spoilt"]))
     def break_host(self, name: str, fault: str) -> None:
         if name in self.world.hosts:
             host = self.world.hosts[name]
@@ -119,6 +197,20 @@ class Histories(RuleBasedStateMachine):
         for group in host.hands._groups.values() if host else ():
             if rank in group.workers:
                 group.workers[rank].is_hung ^= True
+
+    @rule(begins=st.booleans())
+    def save(self, begins: bool) -> None:
+        """A save of the training's own begins or ends."""
+        if begins:
+            self.world.begin_save()
+        else:
+            self.world.end_save()
+
+    @rule(nproc=st.sampled_from([1, 2, 3, 4, 6]))
+    def slip(self, nproc: int) -> None:
+        """The coordinator fails while it does what the law says; the job is started again."""
+        if self.world.slip(nproc):
+            self.world.restart()
 
     @rule(nproc=st.sampled_from([1, 2, 3, 4, 6]))
     def scale(self, nproc: int) -> None:
@@ -154,9 +246,12 @@ class Histories(RuleBasedStateMachine):
         world = self.world
         world.heal()
         world.go_on(LONG_S)
+        before = world.furthest()
+        world.go_on(STEP_S)
         assert not any("event=crashed" in line for line in world.log), world.log
         if world.phase is Phase.RUNNING:
             assert world.is_training(), (world.live.state, world.log[-30:])
+            assert world.furthest() > before, "it makes no steps"
         elif world.phase is Phase.ENDED:
             assert any("event=exit" in line for line in world.log)
         else:
@@ -173,23 +268,23 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=40, stateful_step_count=20, deadline=None,
+    max_examples=16, stateful_step_count=20, deadline=None,
     derandomize=os.environ.get("SCALAI_HISTORIES") != "random",
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 
 
-def find_any_agent(roster: Roster, host: str, incarnation: str) -> Any:
+def find_any_agent(members: Members, host: str, incarnation: str) -> Any:
     """As it was: whoever calls for a host is taken for its agent."""
-    return roster._present.get(host) or roster._released[host]
+    return members._present.get(host) or members._released[host]
 
 
 _join = Admission.join
 
 
-def overlook_parts(self: Admission, peer: Any, join: Join, spec: Any, **how: Any) -> Any:
+def overlook_parts(self: Admission, peer: Any, join: Join, read: Any, spec: Any, **how: Any) -> Any:
     """As it was for some states: what a joining host holds is not looked at."""
-    return _join(self, peer, replace(join, parts=(), sealed=()), spec, **how)
+    return _join(self, peer, replace(join, parts=(), sealed=()), read, spec, **how)
 
 
 def forget_who_waits(step: Step) -> None:
@@ -198,7 +293,7 @@ def forget_who_waits(step: Step) -> None:
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "commands are stolen by an agent that was replaced": (Roster, "find", find_any_agent),
+    "commands are stolen by an agent that was replaced": (Members, "find", find_any_agent),
     "a job begins at step 0 though its state is there": (Admission, "join", overlook_parts),
     "a training hangs at a stop that was taken back": (deposits, "withdraw", forget_who_waits),
 }

@@ -38,11 +38,12 @@ from scalai.core.worker_messages import (
     Source,
 )
 from support.law_host import LawHost
+from support.listed import listed, part_of
 from support.store_states import two_ranks
 from support.wire_words import start, workers
 
 HELD = two_ranks()
-SOURCES = {"b": commands.HeldPart(("h", 1), b"{}")}
+SOURCES = listed({"b": part_of(HELD[0], "b", 4)})
 
 
 def restoring(host: LawHost) -> list[int]:
@@ -74,7 +75,8 @@ def test_a_restore_waits_for_all_and_is_proven_before_anybody_trains() -> None:
     host = LawHost()
     calls = restoring(host)
     (fetch,) = host.all(actions.Fetch)
-    assert fetch.wants == HELD and not host.answers()
+    assert {rank: want.pieces for rank, want in fetch.wants.items()} == HELD
+    assert not host.answers()
     host.feed(Moved(1, 5))
     host.feed(Moved(2, 6))
     found = sources()
@@ -84,12 +86,24 @@ def test_a_restore_waits_for_all_and_is_proven_before_anybody_trains() -> None:
     prints = np.arange(len(HELD[0]), dtype=np.uint64)
     waits = [host.ask(RankRestored(r, 1, prints, {"restore": 1.0 + r}, "note")) for r in (1, 0)]
     restored = host.reports()[-1]
-    assert isinstance(restored, reports.Restored) and len(restored.rows) == 2 * len(HELD[0])
+    # What both have counts once.
+    assert isinstance(restored, reports.Restored) and len(restored.rows) == 1 + len(HELD[0])
     assert dict(restored.seconds) == {"plan": 0.1, "move": 0.2, "restore": 2.0}
     assert (restored.bytes_local, restored.bytes_remote) == (3, 4)
     assert not set(waits) & set(host.answers())
     host.obey(commands.Proceed(1))
     assert set(waits) <= set(host.answers()) and host.all(actions.Prove) == [actions.Prove(4)]
+
+
+def test_replicas_of_one_host_that_differ_are_reported_and_nobody_trains() -> None:
+    host = LawHost()
+    restoring(host)
+    host.feed(Fetched(1, sources(), None, 0.1, 0.2, 3, 4))
+    prints = np.arange(len(HELD[0]), dtype=np.uint64)
+    waits = [host.ask(RankRestored(r, 1, prints + np.uint64(r), {}, "")) for r in (0, 1)]
+    unproven = host.reports()[-1]
+    assert isinstance(unproven, reports.Unproven) and "replicas of" in unproven.reason
+    assert not set(waits) & set(host.answers())
 
 
 def test_what_was_not_promised_is_left_to_the_coordinator() -> None:
@@ -242,7 +256,7 @@ def test_imports_of_a_first_step_warm_the_fork_server() -> None:
 
 def test_what_there_is_no_room_for_is_committed_later() -> None:
     host = LawHost()
-    host.obey(commands.Commit(3, "r-1-7", None))
+    host.obey(commands.Commit(3, "r-1-7", None, {}))
     assert host.all(actions.TryCommit) == [actions.TryCommit(3, "r-1-7", None, is_again=False)]
     host.feed(CommitWaits(3))
     host.obey(commands.Discard())
@@ -260,7 +274,7 @@ def test_what_there_is_no_room_for_is_committed_later() -> None:
 def test_nothing_to_commit_fails_the_round() -> None:
     host = LawHost()
     host.train()
-    host.obey(commands.Commit(4, "another", None))
+    host.obey(commands.Commit(4, "another", None, {}))
     host.feed(NothingToCommit(4, "sealed in /s, but ['r-1-7']"))
     assert "deposit 'another' is not sealed in /s" in str(host.reports()[-1])
     assert not host.state.late
@@ -269,7 +283,7 @@ def test_nothing_to_commit_fails_the_round() -> None:
 def test_a_host_that_the_job_goes_on_without_commits_nothing_late_by_itself() -> None:
     """The number may be left behind by then; it would be a newer state of which parts miss."""
     host = LawHost()
-    host.obey(commands.Commit(3, "r-1-7", None))
+    host.obey(commands.Commit(3, "r-1-7", None, {}))
     host.feed(CommitWaits(3))
     host.feed(Expelled("the job goes on without it."))
     before = len(host.all(actions.TryCommit))

@@ -8,12 +8,11 @@ from typing import Any
 import torch.distributed as dist
 
 from scalai.core.collection import Collection
-from scalai.core.orders import RankDeposit, ReadOrder, WriteOrder
 from scalai.core.region import Piece
+from scalai.core.worker_messages import RankDeposit, ReadOrder, WriteOrder
 from scalai.runtime.fingerprints import live_fingerprints
-from scalai.runtime.live import LiveState, Slot
+from scalai.runtime.live import LiveState, Slot, collection_of, held_rows, wanted_rows
 from scalai.runtime.restore import read_rows
-from scalai.runtime.rows import collection_of, held_rows, wanted_rows
 from support.deposited_rows import write_rows
 from support.training.jobs import AFTER, BEFORE
 from support.wire import travelled

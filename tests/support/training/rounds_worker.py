@@ -29,11 +29,10 @@ import torch.distributed as dist
 from scalai.core.errors import ScalaiError
 from scalai.patches import hooks
 from scalai.runtime import session as sessions
-from scalai.runtime.live import LiveState
+from scalai.runtime.live import LiveState, held_rows, piece_view, wanted_rows
 from scalai.runtime.orphans import die_with_parent
-from scalai.runtime.rows import held_rows, piece_view, wanted_rows
 from scalai.runtime.session import Session
-from scalai.store.manifest import unite
+from scalai.store.generation import unite
 from support.training.deepspeed_jobs import import_all
 from support.training.rounds import Round, Seen
 

@@ -1,0 +1,1 @@
+"""DeepSpeed's checkpoints without ZeRO (stage 0)."""

@@ -1,0 +1,169 @@
+"""How an engine without ZeRO keeps its optimizer's state: a tensor a parameter, or flat buffers.
+
+Neither names a parameter. Both say by what a parameter can be told: its shape, and in 16 bits its
+weights, to which its masters round. Which parameters the state belongs to is found by what fits:
+given is that every group keeps the module's order. Parameters may be in no group: frozen ones.
+
+Source: deepspeed 0.19.8: the ``state_dict`` of runtime/fp16/unfused_optimizer.py and of
+fused_optimizer.py; torch.optim's ``state_dict`` in fp32.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+from scalai.converters.checkpoint import STEP
+from scalai.converters.deepspeed.files import with_bytes
+from scalai.converters.rounding import rounds_to
+from scalai.converters.torch_archive import StoredTensor
+from scalai.core.dtypes import ITEM_BYTES
+from scalai.core.region import row_major
+
+MASTERS = "fp32"
+"""What the masters are called here, beside the optimizer's own names."""
+CHECKED = 4096
+"""Elements of a parameter that are compared with its masters."""
+
+Advance = Callable[[int, int, str], int | None]
+"""(group, place, name) -> the place behind a parameter that begins there; None: it does not fit."""
+
+_Way = tuple["_Way", str, int] | None
+"""A chain of parameters and their groups, the last one first."""
+
+
+class PlainState(Protocol):
+    """By parameter group an optimizer's state, in places that count from 0."""
+
+    def ends(self) -> list[int]:
+        """Return by group the place at which it ends."""
+        ...
+
+    def size(self, weight: StoredTensor) -> int:
+        """Return how many places a parameter takes."""
+        ...
+
+    def fits(self, group: int, place: int, weight: StoredTensor, file: Path) -> bool:
+        """Tell whether the state of a parameter, whose weight is in a file, can begin at a
+        place."""
+        ...
+
+    def at(self, group: int, place: int, shape: tuple[int, ...]) -> Mapping[str, Any]:
+        """Return the state that begins at a place, of a parameter of this shape."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Separate:
+    """A tensor a parameter: torch's own optimizers, also in ``FP16_UnfusedOptimizer``."""
+
+    path: Path
+    groups: Sequence[Sequence[Mapping[str, Any]]]
+
+    def ends(self) -> list[int]:
+        return [len(group) for group in self.groups]
+
+    def size(self, weight: StoredTensor) -> int:
+        return 1
+
+    def fits(self, group: int, place: int, weight: StoredTensor, file: Path) -> bool:
+        if place == len(self.groups[group]):
+            return False
+        state = self.groups[group][place]
+        shapes = {entry.shape for key, entry in state.items() if _is_of_elements(key, entry)}
+        return shapes == {weight.shape} and _rounds(state.get(MASTERS), self.path, weight, file)
+
+    def at(self, group: int, place: int, shape: tuple[int, ...]) -> Mapping[str, Any]:
+        return self.groups[group][place]
+
+
+@dataclass(frozen=True, slots=True)
+class Flattened:
+    """A flat buffer a group, without padding: ``FP16_Optimizer``, around FusedAdam."""
+
+    path: Path
+    groups: Sequence[Mapping[str, Any]]
+
+    def ends(self) -> list[int]:
+        return [prod(group[MASTERS].shape) for group in self.groups]
+
+    def size(self, weight: StoredTensor) -> int:
+        return prod(weight.shape)
+
+    def fits(self, group: int, place: int, weight: StoredTensor, file: Path) -> bool:
+        if place + prod(weight.shape) > self.ends()[group]:
+            return False
+        masters = self.at(group, place, weight.shape)[MASTERS]
+        return _rounds(masters, self.path, weight, file)
+
+    def at(self, group: int, place: int, shape: tuple[int, ...]) -> Mapping[str, Any]:
+        return {
+            key: _part(entry, place, shape) if _is_of_elements(key, entry) else entry
+            for key, entry in self.groups[group].items()
+        }
+
+
+def _is_of_elements(key: str, entry: Any) -> bool:
+    """Tell whether an entry has a value for each element; a step has not."""
+    return isinstance(entry, StoredTensor) and key != STEP
+
+
+def _part(buffer: StoredTensor, place: int, shape: tuple[int, ...]) -> StoredTensor:
+    begin = buffer.begin + place * ITEM_BYTES[buffer.dtype]
+    return replace(buffer, shape=shape, stride=row_major(shape), begin=begin)
+
+
+def _rounds(masters: StoredTensor | None, path: Path, weight: StoredTensor, file: Path) -> bool:
+    """Tell whether masters, which fp32 has not, round to weights, as far as they are compared."""
+    if masters is None:
+        return True
+    rows = _first_rows(weight.shape)
+    stored = ((replace(masters, shape=rows), path), (replace(weight, shape=rows), file))
+    mine, its = ((part.dtype, with_bytes(part, at).content or b"") for part, at in stored)
+    return rounds_to(mine[1], mine[0], its[1], its[0])
+
+
+def _first_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of as many of a tensor's first rows as are compared."""
+    if not shape:
+        return shape
+    return (min(shape[0], max(CHECKED // max(prod(shape[1:]), 1), 1)), *shape[1:])
+
+
+def match_names(
+    names: Sequence[str], sizes: Sequence[int], ends: Sequence[int], advance: Advance
+) -> list[list[tuple[str, ...]]]:
+    """Return up to two ways to deal parameters to groups, each way by group the names.
+
+    Args:
+        names: The parameters, in the module's order.
+        sizes: How far each moves a group's place.
+        ends: By group the place at which it is full; it begins at 0.
+        advance: What fits where.
+    """
+    left = [*accumulate(reversed(sizes), initial=0)][-2::-1]
+    ways: dict[tuple[int, ...], list[_Way]] = {(0,) * len(ends): [None]}
+    for name, rest in zip(names, left, strict=True):
+        after: dict[tuple[int, ...], list[_Way]] = {}
+        for places, found in ways.items():
+            moves: list[tuple[tuple[int, ...], list[_Way]]] = [(places, found)]
+            for group, place in enumerate(places):
+                beyond = advance(group, place, name)
+                if beyond is not None:
+                    moved = (*places[:group], beyond, *places[group + 1 :])
+                    moves.append((moved, [(way, name, group) for way in found]))
+            for moved, longer in moves:
+                if sum(ends) - sum(moved) <= rest:
+                    after[moved] = (after.get(moved, []) + longer)[:2]
+        ways = after
+    return [_by_group(way, len(ends)) for way in ways.get(tuple(ends), [])]
+
+
+def _by_group(way: _Way, groups: int) -> list[tuple[str, ...]]:
+    names: list[list[str]] = [[] for _ in range(groups)]
+    while way is not None:
+        way, name, group = way
+        names[group].append(name)
+    return [tuple(reversed(group)) for group in names]

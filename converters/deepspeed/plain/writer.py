@@ -1,0 +1,125 @@
+"""Lays out DeepSpeed's checkpoints without ZeRO (stage 0), for each kind of optimizer.
+
+Source: as ``state``. ``_configure_fp16_optimizer`` of deepspeed/runtime/engine.py,
+0.19.8, says which kind an engine has.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.converters.checkpoint import MAIN, Checkpoint, Piece, Target, WriteOptions
+from scalai.converters.deepspeed.files import LATEST
+from scalai.converters.deepspeed.loss_scale import to_plain
+from scalai.converters.deepspeed.shards.expert_names import optimizer_file
+from scalai.converters.deepspeed.shards.flat import split_each
+from scalai.converters.deepspeed.writing.archives import Archives, Filled
+from scalai.converters.deepspeed.writing.buffers import Buffer, inner_state, part
+from scalai.converters.deepspeed.writing.draft import Draft, job_of
+from scalai.converters.deepspeed.writing.model import add_experts, add_layers, add_model
+from scalai.converters.deepspeed.writing.ranks import Ranks
+from scalai.converters.torch_archive import NewTensor
+from scalai.core.collection import Tensor
+from scalai.core.errors import RefusedError
+from scalai.core.region import whole
+from scalai.store.atomic import replace_file
+
+
+def lay_out(source: Checkpoint, options: WriteOptions) -> Target:
+    """Lay out a checkpoint of ``source`` without ZeRO.
+
+    Raises:
+        RefusedError: The source has no DeepSpeed job's names, or lacks tensors of them.
+    """
+    job, archives = job_of(source, options), Archives()
+    if job.pipeline is not None and job.is_bf16:
+        raise RefusedError(
+            "stage 0 is asked of a bf16 pipeline, for which DeepSpeed 0.19.8 cannot load its own "
+            "checkpoints without ZeRO. Convert to deepspeed_zero1."
+        )
+    ranks = Ranks.of(source, job, 0, options)
+    drafts = ranks.drafts(archives, job.tag)
+    for draft in drafts:
+        for share in draft.of_experts():
+            filled = Filled()
+            optimizer = _optimizer(share, filled)
+            if not share.ep_rank:
+                add_model(share, 0, [], optimizer, filled)
+            if draft.job.experts is not None:
+                path = f"{draft.folder}/{optimizer_file(share.ep_rank)}"
+                archives.add(path, {"optimizer": optimizer}, filled)
+        add_experts(draft)
+    for draft in drafts[: ranks.tp]:
+        add_layers(draft)
+
+    def finish(directory: Path, _: npt.NDArray[np.uint64]) -> None:
+        replace_file(directory / LATEST, job.tag.encode())
+
+    notes = [*source.notes, *drafts[0].notes(), *ranks.notes()]
+    if job.is_fused is None and _has_masters(drafts[0]):
+        kind = "FP16_Optimizer" if _is_fused(drafts[0]) else "FP16_UnfusedOptimizer"
+        notes.append(f"by its parameter groups, the job's optimizer goes into DeepSpeed's {kind}")
+    return Target("deepspeed_zero0", archives.placed(), archives.fixed, finish, tuple(notes))
+
+
+def _optimizer(draft: Draft, filled: Filled) -> dict[str, Any]:
+    """Return the optimizer's tree; what its tensors are filled with goes to ``filled``."""
+    if not _has_masters(draft):
+        return _separate(draft, filled)
+    scale = to_plain(draft.job.optimizer, draft.source.values.step)
+    if not _is_fused(draft):
+        masters = [
+            [_new(draft.stored(None, name), filled) for name in group] for group in draft.job.groups
+        ]
+        inner = _separate(draft, filled)
+        return {**scale, "optimizer_state_dict": inner, "fp32_groups": masters}
+    buffers = [_buffer(draft, group) for group in range(len(draft.job.groups))]
+    is_scaled = draft.parameter(draft.job.groups[0][0]).dtype == "F16"
+    return {
+        **(scale if is_scaled else {}),
+        "optimizer_state_dict": inner_state(draft, 0, buffers, filled),
+        "fp32_groups_flat": [
+            part(draft, None, buffer, 0, buffer.flat.rank_elements, filled) for buffer in buffers
+        ],
+        "clip_grad": draft.clip_grad,
+    }
+
+
+def _has_masters(draft: Draft) -> bool:
+    names = (name for group in draft.job.groups for name in group)
+    return any(f"{MAIN}/{name}" in draft.tensors for name in names)
+
+
+def _is_fused(draft: Draft) -> bool:
+    """Tell whether the job's optimizer is FusedAdam, if need be by what its groups keep."""
+    if draft.job.is_fused is not None:
+        return draft.job.is_fused
+    group: Mapping[str, Any] = next(iter(draft.param_groups([[] for _ in draft.job.groups])), {})
+    return "bias_correction" in group and "amsgrad" not in group
+
+
+def _separate(draft: Draft, filled: Filled) -> dict[str, Any]:
+    state: dict[int, dict[str, Any]] = {}
+    numbers: list[list[int]] = []
+    for names in draft.job.groups:
+        numbers.append(list(range(len(state), len(state) + len(names))))
+        for number, name in zip(numbers[-1], names, strict=True):
+            kinds = draft.kinds([name])
+            moments = {kind: _new(draft.stored(kind, name), filled) for kind in kinds}
+            state[number] = {**draft.step(name, filled), **moments}
+    return {"state": state, "param_groups": draft.param_groups(numbers)}
+
+
+def _buffer(draft: Draft, group: int) -> Buffer:
+    """Return a group's flat buffer: one parameter behind the other, whatever the ranks."""
+    shapes = {name: draft.parameter(name).shape for name in draft.job.groups[group]}
+    return Buffer(shapes, split_each(shapes, 1), group)
+
+
+def _new(tensor: Tensor, filled: Filled) -> NewTensor:
+    made = NewTensor(tensor.dtype, tensor.shape)
+    filled[made] = [Piece(tensor, whole(tensor.shape), "", 0)]
+    return made

@@ -1,0 +1,1 @@
+"""Reads what a DeepSpeed job keeps at any stage, and puts its model-parallel ranks together."""

@@ -1,0 +1,154 @@
+"""The weights of a DeepSpeed pipeline, of which every layer has a file.
+
+A file's keys are the layer's own; the engine's names have the layer's place before them, or the key
+of a tied layer, which the file does not say: it is the one whose parameters have these names.
+
+A stage has a whole copy of a tied layer, also of those parameters that its own function of the
+layer leaves alone, as a head leaves the embedding's positions. DeepSpeed keeps no such parameters
+equal, and no file says which they are; but they never had a gradient, so their moments are zero.
+
+Source: deepspeed 0.19.8: ``save_state_dict``, ``ckpt_layer_path`` and
+``_synchronize_tied_weights`` of runtime/pipe/module.py.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.converters.checkpoint import MAIN, PARAM, STEP, Piece
+from scalai.converters.deepspeed.files import Tag, read_dictionary
+from scalai.converters.deepspeed.shards.flat import Shape
+from scalai.converters.deepspeed.shards.pipeline import TIED, LayerFile, unit_of
+from scalai.converters.torch_archive import StoredTensor
+from scalai.core.collection import Tensor, split_name
+from scalai.core.errors import RefusedError
+from scalai.core.region import whole
+
+Shapes = Mapping[str, Shape]
+
+SAMPLED = 4096
+"""Elements of a moment's piece that are looked at, spread over it."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Layers:
+    """The files of layers of one tensor-parallel rank.
+
+    ``states`` are the files' dictionaries, by place, in order; ``names`` the files'.
+    """
+
+    directory: Path
+    names: Mapping[int, str]
+    states: Mapping[int, Mapping[str, Any]]
+
+    @classmethod
+    def read(cls, tag: Tag, tp_rank: int, *, trust: bool) -> "Layers":
+        """Read the files. Raises as ``read_dictionary``, or where one holds no tensors alone."""
+        names = tag.layers[tp_rank]
+        states = {}
+        for place in sorted(names):
+            path = tag.directory / names[place]
+            states[place] = read_dictionary(path, trust=trust)
+            odd = [k for k, v in states[place].items() if not isinstance(v, StoredTensor)]
+            if odd:
+                raise RefusedError(
+                    f"{path} holds {odd[0]}, which is no tensor: extra state of a layer is not "
+                    "read. Save the model without it."
+                )
+        return cls(tag.directory, names, states)
+
+    def files(self, trained: Shapes, tied: Mapping[int, str]) -> tuple[LayerFile, ...]:
+        """Return the layers by place.
+
+        Args:
+            trained: Shapes of all trained parameters, as this rank has them, by their names; none
+                where the files do not name them.
+            tied: The units of tied layers by place, as far as they are told.
+
+        Raises:
+            RefusedError: A file is of none or of several tied layers.
+        """
+        units: dict[str, dict[str, Shape]] = {}
+        for name, shape in trained.items():
+            units.setdefault(unit_of(name), {})[name.removeprefix(f"{unit_of(name)}.")] = shape
+        return tuple(
+            LayerFile(
+                place,
+                tied.get(place) or self._unit(place, units),
+                tuple(state),
+                getattr(state, "_metadata", None),
+            )
+            for place, state in self.states.items()
+        )
+
+    def _unit(self, place: int, units: Mapping[str, Shapes]) -> str:
+        state = self.states[place]
+        if str(place) in units or not state:
+            return str(place)
+        fitting = [
+            unit
+            for unit, shapes in units.items()
+            if unit.startswith(TIED)
+            and all(name in state and state[name].shape == shapes[name] for name in shapes)
+        ]
+        if len(fitting) > 1:
+            raise RefusedError(
+                f"{self.directory / self.names[place]} may be of the tied layers "
+                f"{', '.join(fitting)}, whose parameters have equal names and shapes. Give them "
+                "different names in the model."
+            )
+        return fitting[0] if fitting else str(place)
+
+    def tensors(self, files: Sequence[LayerFile]) -> dict[str, StoredTensor]:
+        """Return the tensors of these layers by the engine's names."""
+        return {
+            f"{layer.unit}.{name}": self.states[layer.place][name]
+            for layer in reversed(files)
+            for name in layer.names
+        }
+
+    def pieces(self, files: Sequence[LayerFile]) -> Iterator[tuple[Piece, bool]]:
+        """Yield the tensors of these layers, and whether one was there before: of a tied layer
+        that has a file at every place."""
+        seen = set()
+        for layer in files:
+            for name in layer.names:
+                stored: StoredTensor = self.states[layer.place][name]
+                tensor = Tensor(f"{PARAM}/{layer.unit}.{name}", stored.shape, stored.dtype)
+                file, box = self.names[layer.place], whole(stored.shape)
+                yield Piece(tensor, box, file, stored.begin, stored.stride), tensor.name in seen
+                seen.add(tensor.name)
+
+
+def parameter_of(piece: Piece) -> str:
+    """Return the name of the parameter that a piece, of any kind, belongs to."""
+    return split_name(piece.tensor.name)[1]
+
+
+def unused_copies(directory: Path, pieces: Sequence[Piece], before: Collection[str]) -> set[str]:
+    """Return the parameters of which this stage has copies that never had a gradient.
+
+    Args:
+        directory: Where the files lie.
+        pieces: Of one rank of the stage.
+        before: The units of earlier stages.
+    """
+    found: dict[str, bool] = {}
+    for piece in pieces:
+        kind, name = split_name(piece.tensor.name)
+        if kind not in (PARAM, MAIN, STEP) and unit_of(name) in before:
+            is_zero = piece.tensor.dtype == "F32" and not _sample(directory, piece).any()
+            found[name] = found.get(name, True) and is_zero
+    return {name for name, is_unused in found.items() if is_unused}
+
+
+def _sample(directory: Path, piece: Piece) -> npt.NDArray[Any]:
+    """Return some elements of a contiguous fp32 piece."""
+    count = prod(piece.box.shape)
+    data = np.memmap(directory / piece.file, np.uint8, "r", piece.begin, (4 * count,))
+    return data.view(np.float32)[:: max(count // SAMPLED, 1)]

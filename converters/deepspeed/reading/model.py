@@ -1,0 +1,286 @@
+"""What DeepSpeed's model_states files hold: weights, buffers, and a job's names and values.
+
+Source: ``_common_checkpoint_state`` of deepspeed/runtime/engine.py, 0.19.8.
+"""
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from scalai.converters.checkpoint import PARAM, CheckpointFile, Piece, Values
+from scalai.converters.deepspeed.files import Tag, carried, read_dictionary
+from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
+from scalai.converters.deepspeed.nested import flatten
+from scalai.converters.deepspeed.reading.expert_files import NO_EXPERT_FILES, ExpertFiles
+from scalai.converters.deepspeed.shards.flat import part_of
+from scalai.converters.deepspeed.shards.pipeline import unit_of
+from scalai.converters.deepspeed.stored_config import check_config
+from scalai.converters.torch_archive import StoredTensor
+from scalai.core.collection import Tensor
+from scalai.core.dtypes import ITEM_BYTES
+from scalai.core.errors import RefusedError
+from scalai.core.region import flat_range, whole
+
+_MADE_ANEW = (
+    "module", "frozen_param_fragments", "frozen_param_shapes", "param_shapes", "shared_params",
+    "buffer_names", "optimizer",
+)  # fmt: skip
+"""Entries that a writer makes anew."""
+NEEDED = ("module", "param_shapes", "global_steps", "dp_world_size")
+"""Entries that every file with ZeRO has."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ModelStates:
+    """The files of one model-parallel rank: one, or in stage 3 one a data-parallel rank.
+
+    ``has_layers``: whether the module's tensors lie in a pipeline's files of layers, not in these;
+    ``layer_files`` is which; ``nesting``: where they lie in the module, if not under their names;
+    ``experts``: those of the module's tensors that lie in files of their own.
+    """
+
+    directory: Path
+    files: tuple[str, ...]
+    states: tuple[dict[str, Any], ...]
+    is_stage_3: bool
+    has_layers: bool = False
+    nesting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    experts: ExpertFiles = NO_EXPERT_FILES
+    layer_files: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(
+        cls,
+        directory: Path,
+        files: Sequence[str],
+        *,
+        is_stage_3: bool,
+        trust: bool,
+        needed: Sequence[str] = NEEDED,
+        layers: Mapping[str, StoredTensor] | None = None,
+        shared: Mapping[str, str] | None = None,
+        tag: Tag | None = None,
+    ) -> "ModelStates":
+        """Read the files, and check that they are of one save and have what is ``needed``.
+
+        ``layers`` are the tensors of a pipeline's layers, by the engine's names; ``shared`` the
+        parameters that another rank says are shared; ``tag`` has the files of experts.
+
+        Raises:
+            RefusedError: They are not, or not of an engine with ZeRO.
+        """
+        states = tuple(read_dictionary(directory / name, trust=trust) for name in files)
+        nesting: dict[str, tuple[str, ...]] = {}
+        experts = NO_EXPERT_FILES
+        if tag is not None:
+            experts = ExpertFiles.read(tag, states[0], trust=trust)
+        for state in states:
+            if layers is not None:
+                state["module"] = _of_stage(state, layers)
+            elif isinstance(state.get("module"), dict):
+                trained = [name for of in state.get("param_shapes") or () for name in of]
+                state["module"], nesting = flatten(state["module"], trained)
+            if experts.files and isinstance(state.get("module"), dict):
+                state["module"] = experts.into(state["module"])
+            if shared is not None:
+                state["shared_params"] = shared
+        for name, state in zip(files, states, strict=True):
+            check_config(state.get("ds_config"), str(directory / name))
+            for key in needed:
+                if state.get(key) is None:
+                    raise RefusedError(
+                        f"{directory / name} has no {key}: it was saved without an optimizer, "
+                        "or by a pipeline engine whose layer_*-model_states.pt are missing. Copy "
+                        "them, or use another checkpoint."
+                    )
+            if state["global_steps"] != states[0]["global_steps"]:
+                raise RefusedError(
+                    f"{directory / name} is of step {state['global_steps']}, and {files[0]} of "
+                    f"step {states[0]['global_steps']}: files of two checkpoints are mixed. Use "
+                    "another one."
+                )
+            tagged = re.fullmatch(r"global_step(\d{1,18})(_universal)?", directory.name)
+            if tagged and state["global_steps"] != int(tagged[1]):
+                raise RefusedError(
+                    f"{directory / name} is of step {state['global_steps']}: files of two "
+                    "checkpoints are mixed. Use another one. If the tag was renamed, name it back."
+                )
+            for shapes in state.get("param_shapes") or ():
+                for parameter in shapes:
+                    if not isinstance(state["module"].get(parameter), StoredTensor):
+                        raise RefusedError(
+                            f"{directory / name} trains {parameter} and has no tensor of it. Use "
+                            "another checkpoint."
+                        )
+        has_layers = layers is not None
+        return cls(directory, tuple(files), states, is_stage_3, has_layers, nesting, experts)
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """The entries of the first file."""
+        return self.states[0]
+
+    @property
+    def path(self) -> Path:
+        """The first file."""
+        return self.directory / self.files[0]
+
+    @property
+    def dp(self) -> int:
+        """How many data-parallel ranks there were."""
+        return int(self.first["dp_world_size"])
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The job's DeepSpeed configuration."""
+        return self.first.get("ds_config") or {}
+
+    def shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        """Return the trained parameters of each flat buffer, in its order."""
+        return _plain(self.first["param_shapes"])
+
+    def file_of(self, name: str) -> str:
+        """Return the file that holds an entry of the module."""
+        return self.layer_files.get(name, self.experts.files.get(name, self.files[0]))
+
+    def expert_files(self) -> list[CheckpointFile]:
+        """Return the files of experts' weights."""
+        names = sorted(set(self.experts.files.values()))
+        return [CheckpointFile(name, (self.directory / name).stat().st_size) for name in names]
+
+    def weight_dtype(self, name: str) -> str:
+        """Return the dtype that a parameter is computed with."""
+        stored: StoredTensor = self.first["module"][name]
+        return stored.dtype
+
+    def aliases(self) -> dict[str, str]:
+        """Return the names of shared parameters, and the names that they are kept by."""
+        stated = self.first.get("shared_params")
+        if stated is not None:
+            # But in stage 3, DeepSpeed takes all parameters without elements for one.
+            module, is_3 = self.first["module"], self.is_stage_3
+            return {a: b for a, b in stated.items() if is_3 or 0 not in module[a].shape}
+        if self.has_layers:  # where a tensor begins tells nothing, there are many files
+            return {}
+        owners: dict[tuple[int, str, tuple[int, ...]], str] = {}
+        found = {}
+        for name, entry in self.first["module"].items():
+            is_here = self.file_of(name) == self.files[0]
+            if isinstance(entry, StoredTensor) and is_here and 0 not in entry.shape:
+                owner = owners.setdefault((entry.begin, entry.dtype, entry.shape), name)
+                if owner != name:
+                    found[name] = owner
+        return found
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield what the files hold of the module: in stage 3 no trained parameters."""
+        if self.has_layers:
+            return
+        aliases = self.aliases()
+        for name, entry in self.first["module"].items():
+            is_here = not self.is_stage_3 or name in self.first["buffer_names"]
+            if isinstance(entry, StoredTensor) and is_here:
+                tensor = Tensor(f"{PARAM}/{aliases.get(name, name)}", entry.shape, entry.dtype)
+                file = self.file_of(name)
+                yield Piece(tensor, whole(entry.shape), file, entry.begin, entry.stride)
+        if self.is_stage_3:
+            yield from self._frozen()
+
+    def _frozen(self) -> Iterator[Piece]:
+        """Yield parameters without gradients, of which each rank of stage 3 has a part."""
+        shapes = _plain([self.first.get("frozen_param_shapes") or {}])[0]
+        for name, shape in shapes.items():
+            numel, part = prod(shape), part_of(shape, self.dp)
+            for rank, state in enumerate(self.states):
+                entry: StoredTensor = state["frozen_param_fragments"][name]
+                tensor = Tensor(f"{PARAM}/{name}", shape, entry.dtype)
+                begin = entry.begin
+                low, high = min(rank * part, numel), min((rank + 1) * part, numel)
+                for box in flat_range(shape, low, high):
+                    yield Piece(tensor, box, self.files[rank], begin)
+                    begin += box.numel * ITEM_BYTES[entry.dtype]
+
+    def job(
+        self,
+        groups: Sequence[Sequence[str]],
+        optimizer: Mapping[str, Any],
+        *,
+        has_number_steps: bool,
+        is_bf16: bool,
+        is_fused: bool | None = None,
+    ) -> DeepSpeedJob:
+        """Return the job that saved this.
+
+        Args:
+            groups: Names of the trained parameters by parameter group, in the optimizer's order.
+            optimizer, has_number_steps, is_bf16, is_fused: As in ``DeepSpeedJob``.
+        """
+        module = self.first["module"]
+        stored = {name: v.dtype for name, v in module.items() if isinstance(v, StoredTensor)}
+        aliases = self.aliases()
+        buffers = self.experts.widen(self.first.get("buffer_names") or ())
+        known = {*aliases, *buffers, *(name for group in groups for name in group)}
+        values = {name: value for name, value in module.items() if name not in stored}
+        model = {key: value for key, value in self.first.items() if key not in _MADE_ANEW}
+        return DeepSpeedJob(
+            tag=self.directory.name,
+            groups=tuple(map(tuple, groups)),
+            module=tuple(module),
+            module_values=carried(values, self.path),
+            module_metadata=getattr(module, "_metadata", None),
+            module_nesting=self.nesting,
+            dtypes=stored,
+            aliases=aliases,
+            buffers=buffers,
+            frozen=tuple(name for name in stored if name not in known),
+            model=carried(model, self.path),
+            optimizer=optimizer,
+            has_number_steps=has_number_steps,
+            is_bf16=is_bf16,
+            is_fused=is_fused,
+            experts=self.experts.experts if self.experts.files else None,
+        )
+
+    def values(
+        self,
+        job: DeepSpeedJob,
+        param_groups: Sequence[Mapping[str, Any]],
+        *,
+        is_split: bool = True,
+    ) -> Values:
+        """Return what is no tensor."""
+        return Values(
+            step=int(self.first["global_steps"]),
+            degrees={"tp": 1, "pp": 1, "dp": self.dp, **self.experts.degree()},
+            framework="deepspeed",
+            is_split=is_split,
+            scheduler=job.model.get("lr_scheduler"),
+            param_groups=tuple(
+                {key: value for key, value in group.items() if key != "params"}
+                for group in param_groups
+            ),
+            arguments=job.model.get("ds_config"),
+            counters={"consumed_train_samples": self.first.get("global_samples")},
+            extra={STATE: job},
+        )
+
+
+def _of_stage(
+    state: Mapping[str, Any], layers: Mapping[str, StoredTensor]
+) -> OrderedDict[str, StoredTensor]:
+    """Return those of a pipeline's tensors that a stage has; all, where the file does not say."""
+    if state.get("param_shapes") is None:
+        return OrderedDict(layers)
+    trained = [name for shapes in _plain(state.get("param_shapes") or ()) for name in shapes]
+    names = {*trained, *(state.get("buffer_names") or ())}
+    units = {unit_of(name) for name in names}
+    return OrderedDict((name, v) for name, v in layers.items() if unit_of(name) in units)
+
+
+def _plain(groups: Any) -> list[dict[str, tuple[int, ...]]]:
+    """Return plain shapes by name, one dictionary a group, in order."""
+    return [{name: tuple(shape) for name, shape in group.items()} for group in groups]

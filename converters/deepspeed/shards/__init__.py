@@ -1,0 +1,1 @@
+"""Which part of a model each rank of a DeepSpeed job has: flat buffers, cuts, stages, experts."""

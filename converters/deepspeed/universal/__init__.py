@@ -1,0 +1,1 @@
+"""DeepSpeed's universal checkpoints: a folder a parameter."""

@@ -1,0 +1,1 @@
+"""Lays out what a DeepSpeed job loads at any stage: its ranks, and the files of each."""

@@ -1,0 +1,139 @@
+"""The flat buffers of a target with ZeRO: which parameters each holds, and what fills it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scalai.converters.deepspeed.job import (
+    aligns_parameters,
+    round_robins,
+    sub_group_elements,
+    uses_bf16_optimizer,
+)
+from scalai.converters.deepspeed.shards.expert_names import expert_of
+from scalai.converters.deepspeed.shards.flat import (
+    Flat,
+    Shape,
+    Span,
+    gaps_of,
+    round_robin,
+    split_each,
+    split_whole,
+    sub_groups,
+)
+from scalai.converters.deepspeed.writing.archives import Filled, pieces_of
+from scalai.converters.deepspeed.writing.draft import Draft
+from scalai.converters.torch_archive import NewTensor
+from scalai.core.dtypes import ITEM_BYTES
+from scalai.core.errors import RefusedError
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A flat buffer of the target.
+
+    Attributes:
+        shapes: Of its parameters, in order.
+        flat: Where they lie.
+        group: Its parameter group.
+        gaps: Elements behind each parameter; none in stage 3.
+        ep: Of experts, how many expert-parallel ranks there are: each ``ep``-th data-parallel rank
+            has a part of this buffer.
+    """
+
+    shapes: Mapping[str, Shape]
+    flat: Flat
+    group: int
+    gaps: Sequence[int] = ()
+    ep: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts it is cut."""
+        return len(self.flat.spans)
+
+    def padding(self, rank: int) -> int:
+        """Return how many elements of a data-parallel rank's part belong to no parameter."""
+        return self.flat.padding[rank // self.ep]
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """Return what lies in a data-parallel rank's part."""
+        return self.flat.spans[rank // self.ep]
+
+
+def buffers_of(draft: Draft) -> Iterator[Buffer]:
+    """Yield the target's flat buffers: a parameter group each, or in stage 3 a part of one."""
+    for number, names in enumerate(draft.job.groups):
+        shapes = {name: draft.parameter(name).shape for name in names}
+        if draft.stage == 3:
+            for some in sub_groups(shapes, draft.dp, sub_group_elements(draft.config)):
+                part = {name: shapes[name] for name in some}
+                yield Buffer(part, split_each(part, draft.dp), number)
+            continue
+        ep = draft.ep if expert_of(names[0]) else 1
+        dp = draft.dp // ep
+        is_bf16_optimizer = uses_bf16_optimizer(draft.config, draft.stage)
+        if round_robins(draft.config) and not is_bf16_optimizer:
+            shapes = {name: shapes[name] for name in round_robin(names, dp)}
+        # DeepSpeed looks at the first of the parameters for the size of an element.
+        item = ITEM_BYTES[draft.parameter(next(iter(shapes))).dtype]
+        is_aligned = aligns_parameters(draft.config) and not is_bf16_optimizer
+        gaps = gaps_of(shapes, item, is_aligned=is_aligned)
+        yield Buffer(shapes, split_whole(shapes, dp, gaps), number, gaps, ep)
+
+
+def members(draft: Draft, buffers: Sequence[Buffer]) -> list[list[int]]:
+    """Return by parameter group the numbers of its buffers."""
+    found: list[list[int]] = [[] for _ in draft.job.groups]
+    for number, buffer in enumerate(buffers):
+        found[buffer.group].append(number)
+    return found
+
+
+def part(
+    draft: Draft, kind: str | None, buffer: Buffer, rank: int, elements: int, filled: Filled
+) -> NewTensor:
+    """Return a rank's part of a buffer, and note in ``filled`` what fills it.
+
+    Args:
+        draft: The target.
+        kind: What of the parameters it holds; None: their masters.
+        buffer, rank: Which part.
+        elements: How many of them are kept.
+        filled: Gets the pieces.
+
+    Raises:
+        RefusedError: They have several dtypes.
+    """
+    tensors = {name: draft.stored(kind, name) for name in buffer.shapes}
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) != 1:
+        raise RefusedError(
+            f"{kind or 'masters'} of one parameter group have several dtypes "
+            f"({', '.join(sorted(dtypes))}); ZeRO keeps them in one buffer."
+        )
+    new = NewTensor(dtypes.pop(), (elements,))
+    filled[new] = [
+        piece for span in buffer.spans(rank) for piece in pieces_of(tensors[span.name], span)
+    ]
+    return new
+
+
+def inner_state(
+    draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
+) -> dict[str, Any]:
+    """Return a rank's ``state_dict`` of the optimizer that works on the buffers."""
+    states = {}
+    for number, buffer in enumerate(buffers):
+        names, elements = list(buffer.shapes), buffer.flat.rank_elements
+        states[number] = {
+            **draft.step(names[0], filled),
+            **{
+                kind: part(draft, kind, buffer, rank, elements, filled)
+                for kind in draft.kinds(names)
+            },
+        }
+    return {
+        "state": {number: entry for number, entry in states.items() if entry},
+        "param_groups": draft.param_groups(members(draft, buffers)),
+    }

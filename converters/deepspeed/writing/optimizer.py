@@ -1,0 +1,148 @@
+"""Lays out DeepSpeed's optim_states files: a rank's parts of the flat buffers of ZeRO 1 to 3.
+
+Which entries there are depends on the engine's optimizer: that of stages 1 and 2, that of stage 3,
+or ``BF16_Optimizer``, which shards as stage 1 does and keeps the padding of the masters. Under
+``elastic_checkpoint`` stages 1 and 2 write states without padding, and no groups: their step is
+taken from the parameter groups, where FusedAdam keeps it; with another optimizer DeepSpeed writes
+what it cannot load.
+
+Source: the ``state_dict`` of deepspeed/runtime/zero/stage_1_and_2.py (also
+``_restore_elastic_base_optimizer_state``), zero/stage3.py and bf16_optimizer.py, ``ZeroStageEnum``
+of zero/config.py and ``fragment_address`` of utils/tensor_fragment.py, 0.19.8.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scalai.converters.deepspeed.job import uses_bf16_optimizer
+from scalai.converters.deepspeed.loss_scale import static_scale
+from scalai.converters.deepspeed.shards.flat import Span
+from scalai.converters.deepspeed.writing.archives import Filled
+from scalai.converters.deepspeed.writing.buffers import Buffer, inner_state, part
+from scalai.converters.deepspeed.writing.draft import Draft
+from scalai.converters.pickles import Foreign, foreign, made
+from scalai.converters.scalars import read_steps
+from scalai.converters.torch_archive import NewTensor
+
+
+def add_optimizer(draft: Draft, rank: int, buffers: Sequence[Buffer]) -> None:
+    """Lay out the optim_states file of a data-parallel rank."""
+    filled = Filled()
+    if draft.stage == 3:
+        state = _stage_3(draft, rank, buffers, filled)
+    elif uses_bf16_optimizer(draft.config, draft.stage):
+        state = _bf16_optimizer(draft, rank, buffers, filled)
+    else:
+        state = _stage_1_and_2(draft, rank, buffers, filled)
+    prefix = "bf16_" if draft.job.is_bf16 else ""
+    name = f"{draft.folder}/{prefix}zero_pp_rank_{rank}_mp_rank_{draft.rank:02d}_optim_states.pt"
+    value = {
+        "optimizer_state_dict": state,
+        "ds_config": draft.config,
+        "ds_version": draft.job.model.get("ds_version"),
+    }
+    draft.archives.add(name, value, filled)
+
+
+def global_state(draft: Draft) -> dict[str, Any]:
+    """Return what all ranks' optimizers keep alike."""
+    return {
+        **static_scale(),
+        **draft.job.optimizer,
+        "clip_grad": draft.clip_grad,
+        "zero_stage": _zero_stage(draft.stage),
+        "ds_version": draft.job.model.get("ds_version"),
+    }
+
+
+def _stage_3(draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled) -> dict[str, Any]:
+    state = global_state(draft)
+    del state["clip_grad"], state["ds_version"]
+    return {
+        **state,
+        "partition_count": draft.dp,
+        "optimizer_state_dict": inner_state(draft, rank, buffers, filled),
+        "fp32_flat_groups": [_masters(draft, buffer, rank, 0, filled) for buffer in buffers],
+    }
+
+
+def _stage_1_and_2(
+    draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
+) -> dict[str, Any]:
+    padding = [buffer.padding(rank) for buffer in buffers]
+    base: Mapping[str, Any] = (
+        {"base_optimizer_state": inner_state(draft, rank, buffers, filled)}
+        if draft.knows_param_groups
+        else _elastic_state(draft, rank, buffers, filled)
+    )
+    return {
+        **global_state(draft),
+        **base,
+        "single_partition_of_fp32_groups": [
+            _masters(draft, buffer, rank, elements, filled)
+            for buffer, elements in zip(buffers, padding, strict=True)
+        ],
+        "group_paddings": padding,
+        "partition_count": [buffer.parts for buffer in buffers],
+        "param_alignment_paddings": [list(buffer.gaps) for buffer in buffers],
+        "param_slice_mappings": _fragments(draft, buffers, rank),
+    }
+
+
+def _bf16_optimizer(
+    draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
+) -> dict[str, Any]:
+    return {
+        "clip_grad": draft.clip_grad,
+        "base_optimizer_state": inner_state(draft, rank, buffers, filled),
+        "single_partition_of_fp32_groups": [
+            _masters(draft, buffer, rank, 0, filled) for buffer in buffers
+        ],
+        "group_paddings": [
+            sum(buffer.flat.padding) if rank // buffer.ep == buffer.parts - 1 else 0
+            for buffer in buffers
+        ],
+        "partition_count": [buffer.parts for buffer in buffers],
+        "ds_version": draft.job.model.get("ds_version"),
+        "param_slice_mappings": _fragments(draft, buffers, rank),
+    }
+
+
+def _masters(draft: Draft, buffer: Buffer, rank: int, padding: int, filled: Filled) -> NewTensor:
+    """Return a rank's masters, without as many elements at the end."""
+    return part(draft, None, buffer, rank, buffer.flat.rank_elements - padding, filled)
+
+
+def _fragments(draft: Draft, buffers: Sequence[Buffer], rank: int) -> list[OrderedDict[str, Any]]:
+    """Return where parameters lie in a rank's parts, as ds_to_universal asks."""
+    return [
+        OrderedDict((draft.local(span.name), _fragment(span)) for span in buffer.spans(rank))
+        for buffer in buffers
+    ]
+
+
+def _elastic_state(
+    draft: Draft, rank: int, buffers: Sequence[Buffer], filled: Filled
+) -> Mapping[str, Any]:
+    """Return the entries of a rank's base optimizer for a job that keeps its own groups."""
+    states = []
+    for buffer in buffers:
+        names = list(buffer.shapes)
+        elements = buffer.flat.rank_elements - buffer.padding(rank)
+        kinds = draft.kinds(names)
+        moments = {kind: part(draft, kind, buffer, rank, elements, filled) for kind in kinds}
+        states.append({**draft.step(names[0], filled), **moments})
+    step = int(read_steps(draft.source) or 0)
+    return {"base_optimizer_state": states, "base_optimizer_state_step": step}
+
+
+def _zero_stage(stage: int) -> Foreign:
+    """Return a stage as DeepSpeed's configuration has it."""
+    return foreign("deepspeed.runtime.zero.config", "ZeroStageEnum")(stage)
+
+
+def _fragment(span: Span) -> Foreign:
+    """Return where a part of a parameter lies in a rank's buffer."""
+    address = foreign("deepspeed.utils.tensor_fragment", "fragment_address")
+    return made(address, {"numel": span.high - span.low, "start": span.at})

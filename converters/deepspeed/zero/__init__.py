@@ -1,0 +1,1 @@
+"""DeepSpeed's own checkpoints with ZeRO, stages 1 to 3."""

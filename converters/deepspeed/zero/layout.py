@@ -1,0 +1,69 @@
+"""DeepSpeed's own checkpoints with ZeRO, stages 1 to 3.
+
+Stages 1 and 2 are one layout: the weights whole, masters and moments in flat buffers that are cut
+over the ranks. Stage 3 keeps no 16-bit weights at all: they are its masters, rounded. So converting
+from it rounds them, as its own loader does.
+
+Names are those of the module's ``state_dict``; buffers and frozen parameters are ``param`` too.
+
+Source: deepspeed 0.19.8: runtime/engine.py (``_save_zero_checkpoint``), the ``state_dict`` of
+runtime/zero/stage_1_and_2.py, stage3.py and runtime/bf16_optimizer.py.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scalai.converters.checkpoint import Checkpoint, ReadOptions, Target, WriteOptions
+from scalai.converters.deepspeed.files import Tag, TagFiles, find_tag, list_files
+from scalai.converters.deepspeed.reading.grid import Grid
+from scalai.converters.deepspeed.reading.model import ModelStates
+from scalai.converters.deepspeed.zero import writer
+from scalai.converters.deepspeed.zero.reader import open_rank
+from scalai.core.errors import RefusedError
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedZeroLayout:
+    """The layout ``deepspeed_zero<stage>``. All stages are found and read by any of them."""
+
+    stage: int
+
+    @property
+    def name(self) -> str:
+        return f"deepspeed_zero{self.stage}"
+
+    def find(self, path: Path) -> bool:
+        """Tell whether there is a tag with files of ranks."""
+        directory = find_tag(path, None)
+        return directory is not None and any(directory.glob("*zero_pp_rank_*_optim_states.pt"))
+
+    def read(self, path: Path, options: ReadOptions) -> Checkpoint:
+        """Read the metadata of a tag, or of the one that ``latest`` names."""
+        directory = find_tag(path, options.iteration)
+        if directory is None:
+            raise RefusedError(
+                f"{path} holds no tag global_step{options.iteration}. Name another --iteration."
+            )
+        return _read(list_files(directory), options)
+
+    def lay_out(self, source: Checkpoint, options: WriteOptions) -> Target:
+        """Lay out a tag and ``latest``, as ``engine.load_checkpoint`` finds them."""
+        return writer.lay_out(source, options, self.stage)
+
+
+def _read(tag: Tag, options: ReadOptions) -> Checkpoint:
+    """Read all pickles of a tag, check that they are of one save, and put its ranks together."""
+    trust = options.trust_pickle
+    grid = Grid.of(tag, options)
+
+    def read_model(files: TagFiles, layers: Any, shared: Any) -> ModelStates:
+        is_3 = files.is_stage_3
+        return ModelStates.read(
+            files.directory, files.model, is_stage_3=is_3, trust=trust, layers=layers,
+            shared=shared, tag=tag,
+        )  # fmt: skip
+
+    readers = [open_rank(files, model, trust) for files, model in grid.models(read_model)]
+    states = [reader.read() for reader in readers]
+    return grid.unite(f"deepspeed_zero{readers[0].stage()}", states, is_split=True)

@@ -1,0 +1,323 @@
+"""Reads what one model-parallel rank keeps with ZeRO: flat buffers, cut over data-parallel ranks.
+
+Source: as ``layout``.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scalai.converters.checkpoint import MAIN, PARAM, STEP, CheckpointFile, Piece
+from scalai.converters.deepspeed.files import TagFiles, carried, read_dictionary, scalar_of
+from scalai.converters.deepspeed.job import DeepSpeedJob, round_robins
+from scalai.converters.deepspeed.reading.grid import RankState
+from scalai.converters.deepspeed.reading.model import ModelStates
+from scalai.converters.deepspeed.shards.expert_names import expert_of
+from scalai.converters.deepspeed.shards.flat import (
+    Flat,
+    Span,
+    split_each,
+    split_whole,
+    undo_round_robin,
+)
+from scalai.converters.deepspeed.zero.rank_marks import (
+    NO_SECOND_COPY,
+    check_devices,
+    check_names,
+    check_padding,
+)
+from scalai.converters.torch_archive import StoredTensor
+from scalai.core.collection import Tensor
+from scalai.core.dtypes import ITEM_BYTES
+from scalai.core.errors import RefusedError
+from scalai.core.region import flat_range, whole
+
+MASTERS = "fp32"
+"""What the flat buffer of the masters is called here, beside the optimizer's own names."""
+
+_MADE_ANEW = (
+    "base_optimizer_state", "single_partition_of_fp32_groups", "group_paddings", "partition_count",
+    "param_slice_mappings", "param_alignment_paddings", "optimizer_state_dict", "fp32_flat_groups",
+    "zero_stage", "ds_version", "base_optimizer_state_step",
+)  # fmt: skip
+"""Entries of a rank's optimizer state that a writer makes anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A flat buffer of all ranks, or of those that share experts.
+
+    ``states`` is, by one of its ``ranks``, what the optimizer keeps of its part, and the masters as
+    ``MASTERS``.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    flat: Flat
+    ranks: Sequence[int]
+    states: tuple[Mapping[str, Any], ...]
+
+
+def open_rank(files: TagFiles, model: ModelStates, trust: bool) -> "ZeroReader":
+    """Read the optimizer's pickles of a model-parallel rank.
+
+    Raises:
+        RefusedError: Files are missing, or of two saves.
+    """
+    directory = files.directory
+    optimizers = []
+    for name in files.optimizer:
+        state = read_dictionary(directory / name, trust=trust).get("optimizer_state_dict")
+        if not isinstance(state, dict):
+            raise RefusedError(f"{directory / name} holds no optimizer_state_dict.")
+        counts = state.get("partition_count")
+        expected = [
+            model.dp // model.experts.ep if any(map(expert_of, shapes)) else model.dp
+            for shapes in model.shapes()
+        ]
+        told = counts if isinstance(counts, list | tuple) else [counts] * len(expected)
+        if list(told) != expected:
+            raise RefusedError(
+                f"{directory / name} is one of {counts} parts, and {files.model[0]} of "
+                f"{model.dp} data-parallel ranks ({model.experts.ep} expert-parallel ones): files "
+                "of two checkpoints are mixed. Use another checkpoint."
+            )
+        optimizers.append(_as_rigid(state))
+    if model.dp != len(optimizers):
+        raise RefusedError(
+            f"{directory} was saved by {model.dp} data-parallel ranks, and has optim_states.pt of "
+            f"{len(optimizers)}. Copy the missing files of the same save, or use another "
+            "checkpoint."
+        )
+    check_names(directory, dict(zip(files.optimizer, optimizers, strict=True)))
+    return ZeroReader(files, model, tuple(optimizers))
+
+
+def _as_rigid(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``elastic_checkpoint`` wrote in the form that it has otherwise; groups remain
+    unknown."""
+    base = state.get("base_optimizer_state")
+    if not isinstance(base, list):
+        return state
+    inner = {"state": dict(enumerate(base)), "param_groups": []}
+    return {**state, "base_optimizer_state": inner}
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroReader:
+    """One model-parallel rank that is being read."""
+
+    files: TagFiles
+    model: ModelStates
+    optimizers: tuple[dict[str, Any], ...]
+    pieces: list[Piece] = field(default_factory=list)
+    twins: list[Piece] = field(default_factory=list)
+    steps: dict[str, CheckpointFile] = field(default_factory=dict)
+
+    def read(self) -> RankState:
+        """Return what the rank's files hold. Raises ``RefusedError`` where they do not agree."""
+        groups = list(self._groups())
+        notes = [*self._notes(), *self._marks(groups)]
+        self.pieces.extend(self.model.pieces())
+        for group in groups:
+            self._check_steps(group)
+            self._place_group(group)
+        job, param_groups = self._job(groups)
+        return RankState(
+            self.model,
+            job,
+            param_groups,
+            self.pieces,
+            self.twins,
+            self._placed_files(),
+            tuple(notes),
+        )
+
+    def _path(self, rank: int) -> Path:
+        return self.files.directory / self.files.optimizer[rank]
+
+    def _inner(self, rank: int) -> Mapping[str, Any]:
+        """Return the state of the framework's optimizer in ZeRO's."""
+        key = "optimizer_state_dict" if self.files.is_stage_3 else "base_optimizer_state"
+        inner = self.optimizers[rank].get(key)
+        if not isinstance(inner, dict) or not {"state", "param_groups"} <= inner.keys():
+            raise RefusedError(f"{self._path(rank)} holds no {key}. Use another checkpoint.")
+        return inner
+
+    def stage(self) -> int:
+        """Return the stage of ZeRO."""
+        if self.files.is_stage_3:
+            return 3
+        if self._is_bf16_optimizer():
+            return 1
+        stage = self.optimizers[0]["zero_stage"]
+        return int(getattr(stage, "args", (stage,))[0])
+
+    def _is_bf16_optimizer(self) -> bool:
+        """Tell whether this is of ``BF16_Optimizer``, which shards as stage 1 does."""
+        return self.optimizers[0].get("zero_stage") is None
+
+    def _placed_files(self) -> list[CheckpointFile]:
+        names = (*self.files.model, *self.files.optimizer)
+        stored = [
+            CheckpointFile(name, (self.files.directory / name).stat().st_size) for name in names
+        ]
+        return [*stored, *self.model.expert_files(), *self.steps.values()]
+
+    def _groups(self) -> Iterator[_Group]:
+        """Yield the flat buffers: a parameter group each, for experts as often as they are spread
+        over ranks; or in stage 3 a part of a group."""
+        is_3 = self.files.is_stage_3
+        key = "fp32_flat_groups" if is_3 else "single_partition_of_fp32_groups"
+        for number, of_rank in enumerate(self.model.shapes()):
+            for ranks, shapes in self._shares(of_rank):
+                if is_3:
+                    flat = split_each(shapes, self.model.dp)
+                else:
+                    gaps = self.optimizers[0].get("param_alignment_paddings")
+                    flat = split_whole(shapes, len(ranks), gaps[number] if gaps else ())
+                states = []
+                for part, rank in enumerate(ranks):
+                    masters = self.optimizers[rank].get(key, ())
+                    if len(masters) != len(self.model.shapes()):
+                        raise RefusedError(
+                            f"{self._path(rank)} has {len(masters)} buffers of masters for "
+                            f"{len(self.model.shapes())} groups of parameters: files of two "
+                            "checkpoints are mixed. Use another one."
+                        )
+                    state = self._inner(rank)["state"].get(number, {})
+                    states.append({**state, MASTERS: masters[number]})
+                    self._check_sizes(rank, states[-1], flat, flat.padding[part])
+                yield _Group(shapes, flat, ranks, tuple(states))
+
+    def _shares(
+        self, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[tuple[Sequence[int], Mapping[str, tuple[int, ...]]]]:
+        """Yield the ranks that share a buffer, and its parameters by their names in the model."""
+        dp, ep, experts = self.model.dp, self.model.experts.ep, self.model.experts.experts
+        if not any(map(expert_of, shapes)):
+            yield range(dp), shapes
+            return
+        for ep_rank in range(ep):
+            names = {experts.whole(name, ep, ep_rank): shape for name, shape in shapes.items()}
+            yield range(ep_rank, dp, ep), names
+
+    def _check_sizes(self, rank: int, state: Mapping[str, Any], flat: Flat, padding: int) -> None:
+        """Refuse buffers that are not as long as these parameters make them."""
+        sizes = {flat.rank_elements, flat.rank_elements - padding}
+        for key, entry in state.items():
+            if not _is_flat(entry):
+                continue
+            if entry.shape[0] not in sizes or entry.stride != (1,):
+                raise RefusedError(
+                    f"{self._path(rank)} has {key} of {entry.shape[0]} elements, and "
+                    f"{flat.rank_elements} are expected of these parameters. Files of two "
+                    "checkpoints are mixed, or the buffers are of a kind that is not read (NVMe "
+                    "offload, MiCS): use another checkpoint."
+                )
+
+    def _check_steps(self, group: _Group) -> None:
+        """Refuse ranks that are not equally far."""
+        steps = [
+            scalar_of(state.get("step"), self._path(rank))
+            for rank, state in zip(group.ranks, group.states, strict=True)
+        ]
+        for rank, step in zip(group.ranks, steps, strict=True):
+            if step != steps[0]:
+                raise RefusedError(
+                    f"{self._path(rank)} has made {step} optimizer steps, and "
+                    f"{self.files.optimizer[group.ranks[0]]} {steps[0]}: files of two checkpoints "
+                    "are mixed. Use another one."
+                )
+
+    def _place_group(self, group: _Group) -> None:
+        """Place masters and states of a group's parameters, and a step of each."""
+        for rank, state, spans in zip(group.ranks, group.states, group.flat.spans, strict=True):
+            for key, entry in state.items():
+                if _is_flat(entry):
+                    for span in spans:
+                        self._place_span(key, span, group.shapes[span.name], entry, rank)
+        step = scalar_of(group.states[0].get("step"), self._path(group.ranks[0]))
+        if step is not None:
+            for name in group.shapes:
+                self._place_step(name, step)
+
+    def _place_span(
+        self, key: str, span: Span, shape: tuple[int, ...], entry: StoredTensor, rank: int
+    ) -> None:
+        weight, item = self.model.weight_dtype(span.name), ITEM_BYTES[entry.dtype]
+        file, begin = self.files.optimizer[rank], entry.begin + span.at * item
+        is_master = key == MASTERS
+        is_weight = is_master and entry.dtype == weight
+        kind = PARAM if is_weight else MAIN if is_master else key
+        into = self.twins if is_weight and not self.files.is_stage_3 else self.pieces
+        for box in flat_range(shape, span.low, span.high):
+            into.append(Piece(Tensor(f"{kind}/{span.name}", shape, entry.dtype), box, file, begin))
+            if is_master and not is_weight and self.files.is_stage_3:
+                rounded = Tensor(f"{PARAM}/{span.name}", shape, weight)
+                self.pieces.append(Piece(rounded, box, file, begin, is_rounded=True))
+            begin += box.numel * item
+
+    def _place_step(self, name: str, step: float) -> None:
+        file = f"(step {step:g})"
+        content = np.float32(step).tobytes()
+        self.steps[file] = CheckpointFile(file, len(content), content)
+        self.pieces.append(Piece(Tensor(f"{STEP}/{name}", (), "F32"), whole(()), file, 0))
+
+    def _job(self, groups: Sequence[_Group]) -> tuple[DeepSpeedJob, Sequence[Mapping[str, Any]]]:
+        """Return the job, and its parameter groups."""
+        names = [tuple(shapes) for shapes in self.model.shapes()]
+        param_groups = carried(self._inner(0)["param_groups"], self._path(0))
+        if self.files.is_stage_3:
+            parts = [group["params"] for group in param_groups]
+            names = [tuple(name for part in group for name in names[part]) for group in parts]
+        elif round_robins(self.model.config) and not self._is_bf16_optimizer():
+            counts = self.optimizers[0]["partition_count"]
+            names = [undo_round_robin(of, n) for of, n in zip(names, counts, strict=True)]
+        sizes = {name: prod(of[name]) for of in self.model.shapes() for name in of}
+        names, param_groups = self.model.experts.whole_groups(names, param_groups, sizes)
+        rest = {k: v for k, v in self.optimizers[0].items() if k not in _MADE_ANEW}
+        job = self.model.job(
+            names,
+            carried(rest, self._path(0)),
+            has_number_steps=any(isinstance(g.states[0].get("step"), int) for g in groups),
+            is_bf16=self.files.is_bf16,
+        )
+        return job, param_groups
+
+    def _marks(self, groups: Sequence[_Group]) -> Iterator[str]:
+        """Yield what the files leave open about whose they are. Raises ``RefusedError`` where they
+        are of other ranks than their names say."""
+        directory = self.files.directory
+        optimizers = dict(zip(self.files.optimizer, self.optimizers, strict=True))
+        is_told = check_names(directory, optimizers)
+        if not self.files.is_stage_3:
+            return
+        models = dict(zip(self.files.model, self.model.states, strict=True))
+        check_names(directory, models)
+        is_told |= check_devices(directory, models, optimizers)
+        for group in groups:
+            moments = (
+                {key: entry for key, entry in state.items() if _is_flat(entry) and key != MASTERS}
+                for state in group.states
+            )
+            ranks = list(zip(self.files.optimizer, moments, strict=True))
+            check_padding(directory, group.shapes, ranks)
+        if not is_told and len(optimizers) > 1:
+            yield NO_SECOND_COPY
+
+    def _notes(self) -> Iterator[str]:
+        if not self._inner(0)["state"]:
+            yield "the optimizer has made no step: there are no moments"
+        elif not self._inner(0)["param_groups"]:
+            yield (
+                "elastic_checkpoint keeps no parameter groups: without --args-from the job's own "
+                "hyperparameters stay, so set the learning rates after load_checkpoint"
+            )
+
+
+def _is_flat(entry: Any) -> bool:
+    return isinstance(entry, StoredTensor) and len(entry.shape) == 1

@@ -1,0 +1,324 @@
+"""The data plane: an agent serves its host's committed generations, others fetch parts of pieces.
+
+Plain sockets, because membership may change and because they are as fast as gloo here. After the
+handshake a request is one message and its answer one; behind the answer to a ``Fetch`` the parts'
+bytes follow in order, in frames of at most ``BLOCK_BYTES``, sealed and numbered by the framing.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.core.collection import MAX_NDIM, Collection, Columns
+from scalai.core.committed import Committed
+from scalai.core.errors import MessageError, PeerError, ScalaiError, StoreError
+from scalai.core.fields import mapped
+from scalai.core.jsonable import Json
+from scalai.core.messages import JsonText, Named
+from scalai.core.region import Box
+from scalai.core.source_list import Pieces, Reference
+from scalai.runtime.codec import decode, encode
+from scalai.runtime.connecting import connect
+from scalai.runtime.framing import FramedSocket
+from scalai.runtime.listening import Listener
+from scalai.store.files import contiguous_chunks, write_at
+from scalai.store.host import HostStore
+from scalai.store.summary import pieces_of
+
+Address = tuple[str, int]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_S = 20.0
+IDLE_TIMEOUT_S = 60.0
+BLOCK_BYTES = 1 << 20
+"""Of one frame: sealing it makes a copy, which should stay in the cache."""
+REQUEST_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPieces:
+    """Say what the first ``rows`` pieces of a committed generation of ``host`` are."""
+
+    host: str
+    generation: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRankStates:
+    """Hand out the states of the ranks of ``host`` at these coordinates, of those that it has."""
+
+    host: str
+    generation: int
+    coordinates: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Fetch:
+    """Hand out parts of pieces of a committed generation of ``host``: of the rows ``row`` [parts]
+    of its manifest the boxes at ``offset`` of ``shape`` [parts, MAX_NDIM], in elements,
+    right-aligned."""
+
+    host: str
+    generation: int
+    row: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
+    shape: npt.NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        boxes = {self.offset.shape, self.shape.shape}
+        if self.row.ndim != 1 or boxes != {(len(self.row), MAX_NDIM)}:
+            raise ValueError(f"rows of shape {self.row.shape} with boxes of {sorted(boxes)}")
+
+
+Request = ReadPieces | ReadRankStates | Fetch
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PiecesHeld:
+    """The answer to ``ReadPieces``; ``committed`` is what is stated of the tensors."""
+
+    pieces: Pieces
+    committed: Committed | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankStates:
+    """The answer to ``ReadRankStates``: states by coordinate."""
+
+    states: JsonText
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The answer to ``Fetch``: so many parts follow."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The host does not have what was asked for; says why."""
+
+    reason: str
+
+
+Answer = PiecesHeld | RankStates | Parts | Refused
+A = TypeVar("A", bound=Answer)
+
+
+class DataPlaneServer:
+    """Serves one host's store to peers that know the job's token, one thread a connection.
+
+    Bound to one interface: ``address`` is where it listens. ``close`` ends it and its connections.
+    """
+
+    def __init__(
+        self, store: HostStore, token: bytes, interface: str = "127.0.0.1", port: int = 0
+    ) -> None:
+        self._store = store
+        self._listener = Listener(
+            (interface, port), token, self._talk, timeout_s=DEFAULT_TIMEOUT_S, name="data-plane"
+        )
+        address = self._listener.address
+        assert not isinstance(address, str)
+        self.address: Address = address
+
+    def close(self) -> None:
+        """Stop listening and cut all connections; a second call does nothing."""
+        self._listener.close()
+
+    def __enter__(self) -> "DataPlaneServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _talk(self, framed: FramedSocket) -> None:
+        """Serve one peer until it leaves."""
+        framed.timeout_s = IDLE_TIMEOUT_S
+        try:
+            while True:
+                data = framed.receive(REQUEST_BYTES)
+                self._answer(framed, decode(data, Named[Request]).message)
+        except MessageError as error:
+            log.warning("event=request_refused peer=%s: %s", framed.peer, error)
+        except PeerError:
+            raise
+        except ScalaiError as error:
+            log.warning("event=request_refused peer=%s: %s", framed.peer, error)
+
+    def _answer(self, framed: FramedSocket, request: Request) -> None:
+        try:
+            if request.host != self._store.host:
+                raise StoreError(
+                    f"host {request.host!r} is asked, and this is host {self._store.host!r}. Its "
+                    "address has changed: ask the coordinator again."
+                )
+            match request:
+                case ReadPieces(_, generation, rows):
+                    _send(framed, self._pieces(generation, rows))
+                case ReadRankStates(_, generation, coordinates):
+                    held = self._store.manifest(generation).rank_state
+                    found = {name: held[name] for name in coordinates if name in held}
+                    _send(framed, RankStates(JsonText.of(found)))
+                case Fetch():
+                    self._send_parts(framed, request)
+        except StoreError as error:
+            _send(framed, Refused(str(error)))
+
+    def _pieces(self, generation: int, rows: int) -> PiecesHeld:
+        manifest = self._store.manifest(generation)
+        pieces = pieces_of(manifest, rows)
+        names = [tensor.name for tensor in pieces.collection.tensors]
+        stated = manifest.committed
+        return PiecesHeld(pieces, None if stated is None else stated.of_tensors(names))
+
+    def _send_parts(self, framed: FramedSocket, request: Fetch) -> None:
+        generation = request.generation
+        with self._store.open_rows(generation) as rows:
+            collection = rows.manifest.collection
+            parts = []
+            # All of it is checked before the first byte goes, so that a refusal can be said.
+            columns = (request.row, request.offset, request.shape)
+            for row, offset, shape in zip(*(each.tolist() for each in columns), strict=True):
+                if not 0 <= row < len(collection):
+                    raise StoreError(
+                        f"piece {row} of generation {generation} is asked for; host "
+                        f"{rows.manifest.host!r} has {len(collection)}. Plan again."
+                    )
+                skip = MAX_NDIM - len(collection.tensors[collection.tensor[row]].shape)
+                parts.append(rows.part(row, Box(tuple(offset[skip:]), tuple(shape[skip:]))))
+            _send(framed, Parts(len(parts)))
+            for part in parts:
+                for block in contiguous_chunks(part, BLOCK_BYTES):
+                    framed.send(block)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another host's data plane: where it listens, the job's token, and which host it should be."""
+
+    address: Address
+    token: bytes = field(repr=False)
+    host: str
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    def pieces(self, generation: int, reference: Reference) -> PiecesHeld:
+        """Ask which pieces of a committed generation the host has.
+
+        Raises:
+            StoreError: It is not committed there, or others than the ``reference`` names are.
+            PeerError: The peer is dead or not of this job.
+        """
+        with connect(self.address, self.token, self.timeout_s) as framed:
+            request = ReadPieces(self.host, generation, reference.rows)
+            held = _ask(framed, request, PiecesHeld)
+        if held.pieces.digest().hex() != reference.digest:
+            raise StoreError(
+                f"host {self.host!r} has other pieces of generation {generation} than the "
+                "coordinator knows of it. The next round asks anew."
+            )
+        return held
+
+    def rank_states(self, generation: int, coordinates: Sequence[str]) -> Mapping[str, Json]:
+        """Fetch the states of ranks by their coordinates, of those that the host has.
+
+        Raises:
+            StoreError: The generation is not committed there.
+            PeerError: The peer is dead or not of this job, or sends something else.
+        """
+        with connect(self.address, self.token, self.timeout_s) as framed:
+            request = ReadRankStates(self.host, generation, tuple(coordinates))
+            states = _ask(framed, request, RankStates).states
+        try:
+            return mapped(states.value(), "states of ranks")
+        except ValueError as error:
+            raise PeerError(f"host {self.host!r} sends no states of ranks ({error}).") from error
+
+    def fetch(
+        self,
+        generation: int,
+        row: Columns,
+        pieces: Collection,
+        path: Path,
+        begin: Columns,
+        arrived: Callable[[int], None] = lambda count: None,
+    ) -> int:
+        """Fetch parts of stored pieces into a local file; returns the bytes. Blocks.
+
+        Args:
+            generation: A generation that is committed there.
+            row: The pieces' rows in that host's manifest, [parts].
+            pieces: Which box of each piece, [parts].
+            path: An existing file, long enough.
+            begin: Where each part goes, row-major, in bytes [parts].
+            arrived: Is told of each block that has come, in bytes.
+
+        Raises:
+            StoreError: The generation is not committed there, a box is outside of its piece, or the
+                file cannot be written.
+            PeerError: The peer is dead, silent, not of this job, or a block arrives damaged. What
+                is in the file is undefined then; fetch again, or from another host.
+        """
+        with connect(self.address, self.token, self.timeout_s) as framed:
+            asked = Fetch(self.host, generation, row, pieces.offset, pieces.shape)
+            _ask(framed, asked, Parts)
+            try:
+                sizes = pieces.size_bytes().tolist()
+                return _receive(framed, sizes, path, begin.tolist(), arrived)
+            except OSError as error:
+                raise StoreError(
+                    f"{path} cannot be written ({error.strerror}). Stage it again."
+                ) from error
+
+
+def _send(framed: FramedSocket, message: Request | Answer) -> None:
+    framed.send(encode(Named(message)))
+
+
+def _ask(framed: FramedSocket, request: Request, expected: type[A]) -> A:
+    _send(framed, request)
+    answer = decode(framed.receive(), Named[Answer]).message
+    if isinstance(answer, Refused):
+        raise StoreError(f"{framed.peer} refuses: {answer.reason}")
+    if not isinstance(answer, expected):
+        raise MessageError(
+            f"{framed.peer} answers with {type(answer).__name__}, not {expected.__name__}. Do the "
+            "versions differ?"
+        )
+    return answer
+
+
+def _receive(
+    framed: FramedSocket,
+    sizes: Sequence[int],
+    path: Path,
+    begins: Sequence[int],
+    arrived: Callable[[int], None],
+) -> int:
+    """Receive parts of ``sizes`` bytes into ``path`` at ``begins``, block by block."""
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        for number, (size, begin) in enumerate(zip(sizes, begins, strict=True)):
+            end = begin + size
+            while begin < end:
+                block = framed.receive(min(BLOCK_BYTES, end - begin))
+                if not block:
+                    raise PeerError(
+                        f"{framed.peer} sent an empty block; {end - begin} bytes are left of part "
+                        f"{number}. Do the versions differ?"
+                    )
+                write_at(descriptor, memoryview(block), begin)
+                begin += len(block)
+                arrived(len(block))
+    finally:
+        os.close(descriptor)
+    return sum(sizes)

@@ -1,0 +1,257 @@
+"""Plan and move: what this host's new workers want, from its own store and from other hosts', as
+orders to read."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.core.collection import concatenate
+from scalai.core.commands import Start
+from scalai.core.errors import LayoutError, MemoryShortError, PeerError, ProofError, ScalaiError
+from scalai.core.fields import mapped
+from scalai.core.host.state import Want
+from scalai.core.messages import JsonText
+from scalai.core.plan import Plan, plan
+from scalai.core.region import box_text
+from scalai.core.source_list import Pieces, SourceList
+from scalai.core.sources import Holder
+from scalai.core.worker_messages import Source
+from scalai.launch.agent.data_plane import Peer
+from scalai.launch.agent.sources import Parts, ask_parts, ask_rank_states, first_part, own_part
+from scalai.runtime.at_once import at_once
+from scalai.runtime.failpoints import reached
+from scalai.store.extension import Beside, fingerprints_of
+from scalai.store.host import HostStore
+from scalai.store.manifest import HostManifest
+from scalai.store.moves import Fetched, FetchList, fetch_lists, holders_of, read_orders
+
+FETCHED_AT_ONCE = 64
+"""Hosts that are fetched from side by side, at most."""
+NAMED = 5
+"""Hosts, or pieces, named in an error."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """What the workers of one host read, by global rank, and what it took to get it here. ``grown``
+    is this host's part of the generation with what was fetched, None where nothing was.
+    """
+
+    sources: Mapping[int, Source]
+    grown: HostManifest | None
+    plan_s: float
+    move_s: float
+    bytes_local: int
+    bytes_remote: int
+
+
+def prepare_restore(
+    store: HostStore,
+    start: Start,
+    wants: Mapping[int, Want],
+    token: bytes,
+    arrived: Callable[[int], None] = lambda count: None,
+) -> Restore:
+    """Plan for the workers of this host and fetch what it lacks. Blocks.
+
+    Args:
+        store: This host's.
+        start: The coordinator's command, with sources.
+        wants: What each new worker of this host wants, by global rank.
+        token: The job's secret.
+        arrived: Is told of what comes from other hosts, in bytes, by several threads at once.
+
+    Raises:
+        LayoutError: Nobody holds what is wanted. StoreError, PeerError: A host does not give what
+        it holds. ProofError: What it gives is not what it says.
+    """
+    assert start.sources is not None
+    began, listed = time.monotonic(), start.sources.value
+    placement, ranks = start.workers.placement, sorted(wants)
+    targets = [Holder(store.host, wants[rank].pieces, rank) for rank in ranks]
+    own = own_part(store, listed)
+    parts = ask_parts(own, store.host, listed, targets, token, placement.group_rank)
+    coordinates = {rank: wants[rank].coordinate for rank in ranks}
+    states = ask_rank_states(parts.own, listed, coordinates, token)
+    scalars = mapped(listed.scalars.value(), "scalars")
+    beside = Beside(
+        scalars=scalars,
+        rank_state={name: state for rank in ranks for name, state in states[rank].items()},
+        ranks=tuple(rank for rank in ranks if states[rank]),
+        committed=parts.committed,
+    )
+
+    def fetch(parts: Parts, lists: list[FetchList], gone: dict[str, str]) -> _Fetch:
+        return _fetch_all(store, listed, parts, lists, beside, token, arrived, gone)
+
+    moved = _plan_and_fetch(store.host, parts, targets, placement.group, fetch)
+    directories = {}
+    if parts.own is not None:
+        directories[store.host] = store.generation_directory(listed.generation)
+    planned, (fetched, grown) = moved.plan, moved.fetch
+    orders = read_orders(planned, moved.parts.all, directories, fetched)
+    done = time.monotonic()
+    about = mapped(listed.about.value(), "about")
+    return Restore(
+        sources={
+            rank: Source(
+                order=orders[number],
+                step=listed.step,
+                consumed_samples=about["consumed_samples"],
+                scalars=listed.scalars,
+                rank_state=JsonText.of(states[rank]),
+                fingerprint_version=listed.fingerprint_version,
+            )
+            for number, rank in enumerate(ranks)
+        },
+        grown=grown,
+        plan_s=moved.began - began,
+        move_s=done - moved.began,
+        bytes_local=planned.bytes_local,
+        bytes_remote=planned.bytes_remote,
+    )
+
+
+_Fetch = tuple[list[Fetched], HostManifest | None]
+"""What has come, and this host's part with it, None where nothing had to come."""
+
+
+class _Moved(NamedTuple):
+    """A plan that was carried out, from these parts; ``began``: when its bytes began to move."""
+
+    plan: Plan
+    parts: Parts
+    fetch: _Fetch
+    began: float
+
+
+def _plan_and_fetch(
+    host: str,
+    parts: Parts,
+    targets: Sequence[Holder],
+    hosts: Sequence[str],
+    fetch: Callable[[Parts, list[FetchList], dict[str, str]], _Fetch],
+) -> _Moved:
+    """Plan and fetch, anew without those hosts that do not give theirs: replicas may have it."""
+    while True:  # each turn leaves out a host, so there is a last one
+        planned, gone = _plan(parts, targets, hosts), dict[str, str]()
+        lists = fetch_lists(planned, parts.all, host)
+        began = time.monotonic()
+        reached("move")
+        try:
+            return _Moved(planned, parts, fetch(parts, lists, gone), began)
+        except PeerError:
+            if not gone:
+                raise
+        log.warning("event=source_gone hosts=%s: planned anew without them", sorted(gone))
+        parts = parts.without(gone)
+
+
+def _plan(parts: Parts, targets: Sequence[Holder], hosts: Sequence[str]) -> Plan:
+    """Plan from what those hold that have said it.
+
+    Raises:
+        LayoutError: Nobody holds what is wanted. PeerError: Those might that did not say.
+    """
+    try:
+        return plan(holders_of(parts.all), targets, hosts)
+    except LayoutError as error:
+        if not parts.silent:
+            raise
+        told = "; ".join(f"{host}: {why}" for host, why in sorted(parts.silent.items())[:NAMED])
+        raise PeerError(
+            f"{len(parts.silent)} hosts did not say what they hold ({told}), and without them "
+            f"{error}"
+        ) from error
+
+
+def _fetch_all(
+    store: HostStore,
+    listed: SourceList,
+    parts: Parts,
+    lists: list[FetchList],
+    beside: Beside,
+    token: bytes,
+    arrived: Callable[[int], None],
+    gone: dict[str, str],
+) -> _Fetch:
+    """Fetch every list into one new file of the store, peers side by side; the store then holds it
+    for good. Hosts that do not give theirs are noted in ``gone``, with the reason."""
+    if not lists:
+        return [], None
+    number, others = listed.generation, {part.host: part for part in parts.others}
+    pieces = concatenate([asked.pieces for asked in lists])
+    path, begins = store.stage(pieces)
+    fetched, first = [], 0
+    for asked in lists:
+        fetched.append(Fetched(asked, path, begins[first : first + len(asked.pieces)]))
+        first += len(asked.pieces)
+
+    def fetch(entry: Fetched) -> None:
+        asked = entry.asked
+        peer = Peer(others[asked.host].address, token, asked.host)
+        try:
+            peer.fetch(number, asked.row, asked.pieces, entry.path, entry.begin, arrived)
+        except PeerError as error:
+            gone[asked.host] = str(error)
+            raise
+
+    try:
+        at_once(fetch, fetched, threads=min(len(fetched), FETCHED_AT_ONCE))
+        found = fingerprints_of(path, pieces, begins, listed.fingerprint_version)
+        check_arrived(lists, {host: part.pieces for host, part in others.items()}, found)
+        reached("moved")
+        store.adopt_empty(first_part(store.host, listed))
+        grown = store.extend(number, path, pieces, begins, beside, found)
+    except (ScalaiError, OSError):
+        store.unstage(path)
+        raise
+    except MemoryError as error:
+        store.unstage(path)
+        raise MemoryShortError(
+            f"the agent's memory ran out while it fetched {len(pieces)} pieces of generation "
+            f"{number} from {len(lists)} hosts. Let it have more (`ulimit -d -v`, the limit of "
+            "its container)."
+        ) from error
+    kept = store.generation_directory(number) / grown.files[-1].name
+    return [Fetched(entry.asked, kept, entry.begin) for entry in fetched], grown
+
+
+def check_arrived(
+    lists: Sequence[FetchList],
+    parts: Mapping[str, Pieces],
+    found: npt.NDArray[np.uint64],
+) -> None:
+    """Compare the whole pieces among those fetched with what their hosts say of them. A part of a
+    piece has no fingerprint of its own: the proof of the whole state tells.
+
+    Args:
+        parts: What the hosts say that gave them.
+        found: Fingerprints of all fetched boxes, in the order of ``lists``, [boxes].
+
+    Raises:
+        ProofError: Some differ; names them and the hosts.
+    """
+    wrong, first = [], 0
+    for asked in lists:
+        part, pieces = parts[asked.host], asked.pieces
+        held = part.collection
+        is_whole = (held.offset[asked.row] == pieces.offset).all(axis=1)
+        is_whole &= (held.shape[asked.row] == pieces.shape).all(axis=1)
+        differs = found[first : first + len(pieces)] != part.fingerprint[asked.row]
+        for row in np.flatnonzero(is_whole & differs).tolist():
+            tensor, box = pieces.box(row)
+            wrong.append(f"{tensor.name!r} {box_text(box)} of host {asked.host!r}")
+        first += len(pieces)
+    if wrong:
+        raise ProofError(
+            f"{len(wrong)} fetched pieces are not what their hosts say of them: "
+            f"{', '.join(wrong[:NAMED])}"
+        )

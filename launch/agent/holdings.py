@@ -1,0 +1,174 @@
+"""What a host holds of the job's state, beside the rounds: found at the start, doubted, saved, and
+left behind at the end."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from scalai.core import events, reports
+from scalai.core.commands import Ending
+from scalai.core.errors import ScalaiError
+from scalai.launch.agent.background import Background
+from scalai.launch.agent.durable import attach_durable, numbers, set_aside, write_finished
+from scalai.launch.agent.leftovers import left_by_others
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.calls import Joined
+from scalai.store.host import HostStore
+from scalai.store.manifest import UNNUMBERED, HostManifest
+from scalai.store.summary import summary_bytes
+
+NAMED = 5
+"""Damaged pieces that a host names."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a host brings to a job: manifests, as bytes, of committed generations (``parts``) and of
+    what is ``sealed`` and has no number; and what it cannot read, by number, with the reason."""
+
+    parts: tuple[bytes, ...]
+    sealed: tuple[bytes, ...]
+    damaged: tuple[tuple[int, str], ...]
+
+
+class Holdings:
+    """One host's part of the state. Only the agent's own thread calls it.
+
+    Args:
+        spec: The job.
+        store: This host's.
+        tell: Reports to the coordinator.
+        background: Runs what blocks.
+        put: Hands the agent's loop something to do.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        store: HostStore,
+        tell: Callable[[reports.Report], None],
+        background: Background,
+        put: Callable[[Callable[[], None]], object],
+    ) -> None:
+        self._store, self._tell, self._background, self._put = store, tell, background, put
+        folder = spec.durable_dir if spec.is_elastic else None
+        self._folder = None if folder is None else folder / spec.job
+        self._is_fresh = spec.is_fresh
+        self._keeps = True
+        self.last_step = 0
+        """The last step of this host's workers that have come to the end of their script."""
+
+    def found(self) -> "Found":
+        """Attach what the durable directory shows, and return what this host brings to the job."""
+        damaged = dict(self._store.damaged)
+        unread = [(UNNUMBERED, why) for why in self._store.damaged_deposits.values()]
+        if self._is_fresh and self._folder is not None:
+            # Where it stays (a late host's own disk), a new generation must not come before it.
+            damaged |= dict.fromkeys(numbers(self._folder), "given up by --fresh")
+        elif not self._is_fresh:
+            damaged = self._attach()
+            if not damaged and not self._store.generations() and not self._store.sealed():
+                damaged = left_by_others(self._store.directory)
+        sealed = tuple(summary_bytes(manifest) for _, manifest in self._store.sealed())
+        return Found(self._parts(), sealed, (*sorted(damaged.items()), *unread))
+
+    def _attach(self) -> dict[int, str]:
+        found = {} if self._folder is None else attach_durable(self._store, self._folder)
+        return {**self._store.damaged, **found}
+
+    def _parts(self) -> tuple[bytes, ...]:
+        return tuple(summary_bytes(self._store.manifest(n)) for n in self._store.generations())
+
+    def newest(self) -> str:
+        """Say what the newest generation is that this host holds a part of."""
+        numbers = self._store.generations()
+        if not numbers:
+            return "nothing yet"
+        return f"newest: generation {numbers[-1]} of step {self._store.manifest(numbers[-1]).step}"
+
+    def begin(self, answer: Joined) -> None:
+        """The coordinator has taken this host in: where the job begins anew, what is in the durable
+        directory makes way."""
+        if self._folder is not None and answer.sets_aside:
+            moved = set_aside(self._folder)
+            if moved is not None:
+                log.info("event=set_aside directory=%s now=%s", self._folder, moved)
+
+    def doubt(self, generation: int) -> None:
+        """A proof of a generation has failed: give up what was fetched of it, and read the rest
+        again."""
+        kept = self._store.forget_unproven(generation)
+        left = None if kept is None else summary_bytes(kept)
+        self._tell(reports.Doubted(generation, left))
+        if kept is not None:
+            self._background.submit(lambda: self._examine(kept))
+
+    def _examine(self, part: HostManifest) -> None:
+        """Compare a part with its manifest; beside the loop."""
+        number = part.generation
+        try:
+            with self._store.open_rows(number) as rows:
+                damage = list(islice(rows.damage(), NAMED))
+                directory = str(rows.directory)
+        except (ScalaiError, OSError) as error:
+            damage, directory = [str(error)], str(self._store.directory)
+        except (ValueError, MemoryError) as error:  # a file is shorter than its pieces, say
+            damage = [f"its files cannot be read: {error!r}"]
+            directory = str(self._store.directory)
+        directory = part.about.get("attached", {}).get("directory", directory)
+        report = reports.Examined(number, tuple(damage), directory)
+        self._put(lambda: self._tell(report))
+
+    def look(self) -> None:
+        """Nothing in memory is whole: tell what the durable directory holds."""
+
+        def attach() -> None:
+            damaged = self._attach()
+            self._put(lambda: self._tell_attached(damaged))
+
+        self._background.submit(attach)
+
+    def _tell_attached(self, damaged: Mapping[int, str]) -> None:
+        self._tell(reports.Attached(self._parts(), tuple(sorted(damaged.items()))))
+
+    def save(self, generation: int) -> None:
+        """Bring this host's part of a generation to the durable directory, and tell."""
+        folder = self._folder
+        assert folder is not None
+
+        def save() -> None:
+            report: reports.Report = events.Saved(self._store.host)
+            try:
+                self._store.copy_to(generation, folder)
+            except (ScalaiError, OSError) as error:
+                reason = f"{error} The state stays in {self._store.directory}"
+                report = events.NotSaved(self._store.host, reason)
+            self._put(lambda: self._tell(report))
+
+        self._background.submit(save)
+
+    def told_to_exit(self, ending: Ending | None, keeps_state: bool) -> None:
+        """The coordinator ends this host's part; ``ending``: the job has come to its end."""
+        self._keeps = keeps_state
+        if ending is None or self._folder is None or not self.last_step:
+            return
+        step = max(self.last_step, ending.step)
+        try:
+            write_finished(self._folder, step, ending.generation)
+        except OSError as error:
+            log.error("event=not_marked %s: the job has finished; %s", self._folder, error)
+
+    def close(self) -> None:
+        """Remove the store where the job goes on elsewhere, is done, or lies in the durable
+        directory; leave everything that could still be resumed."""
+        store = self._store
+        if self._keeps:
+            store.detach()
+        holds = store.generations() or store.sealed() or store.damaged or store.damaged_deposits
+        if not self._keeps or not holds:
+            store.remove()
+        else:
+            store.close()

@@ -1,0 +1,450 @@
+"""An agent's link to its coordinator: what it tells, and the commands that it fetches.
+
+Nothing that the agent's loop calls here waits for the coordinator. What is told waits in a queue
+for a thread that sends it; a connection that breaks is made anew; events and commands are numbered,
+so that each arrives once.
+"""
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from scalai.core.commands import Command, Exit
+from scalai.core.deadlines import JOIN_S, TELL_S
+from scalai.core.errors import (
+    AbsentError,
+    AnswerError,
+    MessageError,
+    PeerError,
+    SilentError,
+    StaleError,
+    VersionError,
+)
+from scalai.core.messages import Named, Request
+from scalai.core.reports import Report
+from scalai.launch.agent.present import Present
+from scalai.launch.coordinator.calls import (
+    Bye,
+    Farewell,
+    Join,
+    Joined,
+    Poll,
+    Stalled,
+    Tell,
+)
+from scalai.launch.coordinator.discovery import Place
+from scalai.runtime.calls import CONNECT_S, Channel
+
+Answer = TypeVar("Answer")
+
+LONGEST_ANSWER_S = 60.0
+"""How long the answer to a call may take at most, after answers that did not come in time."""
+RETRY_S = 0.25
+KEEP_S = 1.0
+"""How long an agent's first poll may be kept; the coordinator says how long the next one."""
+LONGEST_KEPT_S = 12.0
+REJOIN_S = 0.5
+"""How long an agent that was expelled waits before it joins again."""
+CLOSE_S = 2.0
+"""How long an agent that ends waits until what it has told is delivered."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How long an agent waits for its coordinator, in seconds.
+
+    Args:
+        connect_s: For a connection.
+        poll_s: For the answer to a poll, beyond the time for which the coordinator may keep it.
+        tell_s: For the answer to an event: the coordinator may prove a state meanwhile. Where it
+            takes longer, the event is told again, and counts once.
+        join_s: For the answer to a join.
+        dead_s: A coordinator whose port refuses connections for so long has ended.
+    """
+
+    connect_s: float = CONNECT_S
+    poll_s: float = 5.0
+    tell_s: float = TELL_S
+    join_s: float = JOIN_S
+    dead_s: float = 3.0
+
+
+class Health:
+    """How the coordinator has answered lately. Shared by the threads that call it.
+
+    Args:
+        silence_s: After how much silence the coordinator counts as gone.
+        dead_s: After how long it does whose port refuses connections.
+    """
+
+    def __init__(self, silence_s: float, dead_s: float) -> None:
+        self._limit_s, self._dead_s = silence_s, dead_s
+        self._mutex = threading.Lock()
+        self._answered_at = time.monotonic()
+        self._absent_since: float | None = None
+        self._is_silent = False
+
+    def answered(self) -> None:
+        """It has answered."""
+        with self._mutex:
+            if self._is_silent:
+                after_s = time.monotonic() - self._answered_at
+                log.info("event=coordinator_back after_s=%.1f", after_s)
+            self._answered_at = time.monotonic()
+            self._absent_since, self._is_silent = None, False
+
+    def failed(self, error: PeerError, tries: int) -> None:
+        """A call has failed so often. Raises ``error`` where the coordinator counts as gone. One
+        failure says nothing: it may have been this agent that stood still meanwhile."""
+        if isinstance(error, (VersionError, MessageError)):
+            raise error  # the next try would end alike
+        with self._mutex:
+            now = time.monotonic()
+            silence_s = now - self._answered_at
+            if not isinstance(error, AbsentError):
+                self._absent_since = None
+            elif self._absent_since is None:
+                self._absent_since = now
+            if self._absent_since is not None and now - self._absent_since > self._dead_s:
+                raise error
+            if silence_s > self._limit_s and tries > 1:
+                raise SilentError(f"it has been silent for {silence_s:.0f} s: {error}") from error
+            is_silent = isinstance(error, SilentError) or silence_s > self._dead_s
+            if is_silent and not self._is_silent:
+                self._is_silent = True
+                log.warning(
+                    "event=coordinator_silent since_s=%.0f %s The workers train on, and this agent "
+                    "keeps trying; after %.0f s ([resize] coordinator_timeout_s) it ends them, and "
+                    "the state stays in the store.",
+                    silence_s, error, self._limit_s,
+                )  # fmt: skip
+
+    def silence_s(self) -> float | None:
+        """Return for how long the coordinator has been silent, None where it is not."""
+        with self._mutex:
+            return time.monotonic() - self._answered_at if self._is_silent else None
+
+
+class Line:
+    """A connection to the coordinator that is made anew whenever it breaks. For one thread.
+
+    Args:
+        place: Where the coordinator is.
+        connect_s: How long a connection to it may take.
+        answer_s: How long it may take to answer.
+        health: Is told how it answers.
+        is_over: Set when nobody needs an answer any more.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        connect_s: float,
+        answer_s: float,
+        health: Health,
+        is_over: threading.Event,
+    ) -> None:
+        self._place, self._connect_s, self._answer_s = place, connect_s, answer_s
+        self._health, self._is_over = health, is_over
+        self._channel: Channel | None = None
+        self._wait_s = answer_s
+        """How long the next answer may take: longer where one did not come in time, because it may
+        have been a long one on its way."""
+
+    def allow(self, answer_s: float) -> None:
+        """Wait so long for the next answer."""
+        self._wait_s = answer_s
+
+    def call(self, request: Request[Answer]) -> Answer:
+        """Call until there is an answer.
+
+        Raises:
+            AnswerError: The answer is an error.
+            PeerError: The coordinator counts as gone, or nobody needs the answer any more.
+        """
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                answer = self.try_call(request)
+            except AnswerError:
+                self._health.answered()
+                raise
+            except PeerError as error:
+                if self._is_over.is_set():
+                    raise
+                self._health.failed(error, tries)
+                if self._is_over.wait(RETRY_S):
+                    raise
+            else:
+                self._health.answered()
+                return answer
+
+    def try_call(self, request: Request[Answer]) -> Answer:
+        """Call once."""
+        channel = self._channel  # another thread may cut it
+        try:
+            if channel is None:
+                channel = self._channel = Channel(
+                    self._place.address, self._place.token, connect_s=self._connect_s
+                )
+            channel.call_s = self._wait_s
+            answer = channel.call(request)
+        except AnswerError:
+            raise
+        except PeerError as error:
+            self.cut()
+            if isinstance(error, SilentError) and channel is not None:
+                self._wait_s = max(self._wait_s, min(2 * self._wait_s, LONGEST_ANSWER_S))
+            raise
+        self._wait_s = self._answer_s
+        return answer
+
+    def cut(self) -> None:
+        """End the connection, if there is one. Any thread may."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+
+@dataclass(slots=True)
+class _Membership:
+    """One try of this agent to take part: an incarnation, with what it tells and has received."""
+
+    incarnation: str
+    is_over: threading.Event
+    calls: Line
+    polls: Line
+    untold: "queue.Queue[Report | None]" = field(default_factory=queue.Queue)
+    received: int = 0
+    is_told_to_exit: bool = False
+    threads: list[threading.Thread] = field(default_factory=list)
+
+
+class CoordinatorLink:
+    """Two connections: one to tell of events, one that waits for commands, each with a thread.
+
+    Args:
+        place: Where the coordinator is.
+        job, host: Names of the job, and of this host in it.
+        silence_s: After how much silence the coordinator counts as gone.
+        put: Hands the agent's loop something to do.
+        lost: Is told, in the loop, that the coordinator is gone, or refuses this host, before it
+            had all of its commands.
+        expelled: Is told, in the loop, that this host is not in the job any more.
+        waits: How long the coordinator is waited for.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        job: str,
+        host: str,
+        silence_s: float,
+        put: Callable[[Callable[[], None]], object],
+        lost: Callable[[PeerError], None],
+        expelled: Callable[[PeerError], None],
+        waits: Waits = Waits(),  # it is frozen
+    ) -> None:
+        self._place, self._job, self._host = place, job, host
+        self._put, self._lost, self._expelled = put, lost, expelled
+        self._waits = waits
+        self._health = Health(silence_s, waits.dead_s)
+        self._member = self._new_member()
+        self._commanded: Callable[[Command], None] | None = None
+        self._taken_in = ""
+        """The last incarnation that was part of the job."""
+        self._is_closed = False
+
+    @property
+    def silence_s(self) -> float | None:
+        """For how long the coordinator has been silent, None where it is not."""
+        return self._health.silence_s()
+
+    def join(self, brings: Callable[[str], Join]) -> Joined:
+        """Become part of the job; returns the coordinator's answer.
+
+        Args:
+            brings: Returns what the host joins with, as the incarnation that it is given.
+
+        Raises:
+            PeerError: It is refused, or nobody answers.
+        """
+        member = self._member
+        member.calls.allow(self._waits.join_s)
+        answer = member.calls.try_call(brings(member.incarnation))
+        self._taken_in = member.incarnation
+        return answer
+
+    def rejoin(self, brings: Callable[[str], Join], joined: Callable[[], None]) -> None:
+        """Become part of the job again, as a new incarnation, beside the loop; ``joined`` is called
+        in it then."""
+        member = self._member = self._new_member()
+        request = brings(member.incarnation)
+
+        def join() -> None:
+            if member.is_over.wait(REJOIN_S):
+                return
+            member.calls.allow(self._waits.join_s)
+            member.calls.call(request)
+            self._taken_in = member.incarnation
+            self._put(joined)
+
+        threading.Thread(target=self._run, args=(member, join), name="rejoin", daemon=True).start()
+
+    def tell(self, report: Report) -> None:
+        """Report to the coordinator. Returns at once; reports arrive in this order."""
+        self._member.untold.put(report)
+
+    def follow(
+        self,
+        present: Present,
+        obey: Callable[[Command], None],
+        stalled: Callable[[], Stalled | None] = lambda: None,
+    ) -> None:
+        """From now on deliver what is told and fetch commands, telling how far the workers are and
+        which of them have ``stalled``, and have the loop ``obey`` them."""
+        member, self._commanded = self._member, obey
+        poll = partial(self._poll, member, present, obey, stalled)
+        for work in (partial(self._send, member), poll):
+            thread = threading.Thread(target=self._run, args=(member, work), daemon=True)
+            member.threads.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """The agent ends: deliver what it has told, and say goodbye. Waits ``CLOSE_S`` for that at
+        most, and not at all for a coordinator that is silent."""
+        member, self._is_closed = self._member, True
+        end = time.monotonic() + CLOSE_S
+        member.untold.put(None)
+        if self.silence_s is None:
+            for thread in member.threads:
+                if member.is_told_to_exit or thread is member.threads[0]:
+                    thread.join(max(0.0, end - time.monotonic()))
+        self._give_up(member)
+
+    def _new_member(self) -> _Membership:
+        is_over = threading.Event()
+        waits, health = self._waits, self._health
+        calls = Line(self._place, waits.connect_s, waits.tell_s, health, is_over)
+        polls = Line(self._place, waits.connect_s, waits.poll_s, health, is_over)
+        return _Membership(secrets.token_hex(8), is_over, calls, polls)
+
+    @staticmethod
+    def _give_up(member: _Membership) -> None:
+        member.is_over.set()
+        member.untold.put(None)
+        member.calls.cut()
+        member.polls.cut()
+
+    def _run(self, member: _Membership, work: Callable[[], None]) -> None:
+        try:
+            try:
+                work()
+            except AnswerError:  # this host is not in the job (any more), or that is over
+                farewell = self._ask_farewell(member)
+                if farewell is None:
+                    raise
+                self._put(partial(self._dismissed, member, farewell))
+        except PeerError as error:
+            if not member.is_over.is_set():
+                self._put(partial(self._ended, member, error))
+        except Exception as error:  # our own slip: the agent would wait for a thread that is gone
+            if not member.is_over.is_set():
+                self._put(partial(_fail, error))
+
+    def _send(self, member: _Membership) -> None:
+        number = 0
+        while not member.is_over.is_set():
+            told = member.untold.get()
+            if told is None:
+                if not member.is_told_to_exit and not member.is_over.is_set():
+                    member.calls.try_call(Bye(self._job, self._host, member.incarnation))
+                return
+            number += 1
+            member.calls.call(Tell(self._job, self._host, member.incarnation, number, Named(told)))
+
+    def _poll(
+        self,
+        member: _Membership,
+        present: Present,
+        obey: Callable[[Command], None],
+        stalled: Callable[[], Stalled | None],
+    ) -> None:
+        is_last, keep_s = False, KEEP_S
+        while not member.is_over.is_set() and not is_last:
+            # Who is told to exit calls once more, to say that it was.
+            is_last = member.is_told_to_exit
+            current, group = present.round, present.group
+            member.polls.allow(keep_s + self._waits.poll_s)
+            answer = member.polls.call(
+                Poll(
+                    job=self._job,
+                    host=self._host,
+                    incarnation=member.incarnation,
+                    received=member.received,
+                    round=current.number if current else 0,
+                    newest=group.newest_step() if group else 0,
+                    stalled=stalled(),
+                    keep_s=keep_s,
+                )
+            )
+            keep_s = min(max(0.0, answer.keep_s), LONGEST_KEPT_S)
+            for number, command in enumerate(answer.commands, answer.first):
+                if number > member.received:
+                    member.received = number
+                    member.is_told_to_exit |= isinstance(command.message, Exit)
+                    self._put(partial(self._obey, member, obey, command.message))
+
+    def _obey(
+        self,
+        member: _Membership,
+        obey: Callable[[Command], None],
+        command: Command,
+    ) -> None:
+        if member is self._member:  # else it was for an incarnation that is gone
+            obey(command)
+
+    def _ask_farewell(self, member: _Membership) -> Exit | None:
+        """Return the command by which the job has ended its agents, None where it goes on, or who
+        answers is the coordinator of a job that this host was no part of."""
+        waits = self._waits
+        line = Line(self._place, waits.connect_s, waits.tell_s, self._health, member.is_over)
+        try:
+            return line.call(Farewell(self._job, self._host, self._taken_in))
+        finally:
+            line.cut()
+
+    def _dismissed(self, member: _Membership, farewell: Exit) -> None:
+        """The job has ended while this host was cut off: in the loop, for the first that knows."""
+        if member is not self._member or member.is_over.is_set():
+            return
+        self._give_up(member)
+        if member.is_told_to_exit or self._is_closed or self._commanded is None:
+            return
+        member.is_told_to_exit = True
+        self._commanded(farewell)
+
+    def _ended(self, member: _Membership, error: PeerError) -> None:
+        """One of the threads has ended: in the loop, for the first of them."""
+        if member is not self._member or member.is_over.is_set():
+            return
+        self._give_up(member)
+        # Else it went before this host had done all that it was told.
+        if member.is_told_to_exit or self._is_closed:
+            return
+        is_stale = isinstance(error, AnswerError) and error.kind == StaleError.__name__
+        (self._expelled if is_stale else self._lost)(error)
+
+
+def _fail(error: Exception) -> None:
+    """What must not happen to a thread of the link ends the agent, whose loop calls this."""
+    raise RuntimeError("the link to the coordinator has failed") from error

@@ -1,0 +1,172 @@
+"""The agent: one a host. It starts and stops workers, owns the host's Tensor Store, and does what
+the coordinator says.
+
+One thread decides: commands of the coordinator, calls of workers and results of background work
+reach it through one queue as events of the law of the host (``core.host.law``), and what the law
+answers with is carried out by ``Performer``. An ``Agent`` is built of its parts and opens nothing;
+``launch.agent.member.open_agent`` opens them.
+"""
+
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from scalai.core.commands import Command
+from scalai.core.errors import ScalaiError
+from scalai.core.host import events
+from scalai.core.host.actions import Action
+from scalai.core.host.events import Event
+from scalai.core.host.law import advance
+from scalai.core.host.state import HostState, Round
+from scalai.core.worker_messages import WorkerRequest
+from scalai.launch.agent.worker_group import WorkerGroup
+
+TICK_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class Loop:
+    """Does one thing after the other, and a tick now and then by the clock, however much there is
+    to do. Any thread may ``put``."""
+
+    def __init__(self) -> None:
+        self._due: queue.Queue[Callable[[], None]] = queue.Queue()
+
+    def put(self, due: Callable[[], None]) -> None:
+        """Have the loop do something."""
+        self._due.put(due)
+
+    def run(self, tick: Callable[[], None], is_over: Callable[[], bool]) -> None:
+        """Work until it is over."""
+        tick_at = time.monotonic()
+        while not is_over():
+            try:
+                self._due.get(timeout=max(0.0, tick_at - time.monotonic()))()
+            except queue.Empty:
+                pass
+            if time.monotonic() >= tick_at and not is_over():
+                tick()
+                tick_at = time.monotonic() + TICK_S
+
+
+class Doer(Protocol):
+    """What an agent needs of whoever carries out what its law decides (``Performer``)."""
+
+    @property
+    def groups(self) -> Mapping[int, WorkerGroup]: ...
+    def generations(self) -> frozenset[int]: ...
+    def seen(self, current: Round | None) -> events.Seen | None: ...
+    def arrivals(self) -> Iterable[Event]: ...
+    def take_call(self, answer: "Future[Any]") -> int: ...
+    def perform(self, action: Action) -> Iterable[Event]: ...
+
+
+class Agent:
+    """One host's part in a job: the loop around the law.
+
+    Args:
+        state: What the host knows at first.
+        performer: Carries out what the law decides.
+        loop: Brings what happens.
+        watches: What looks at the workers now and then, and decides nothing.
+    """
+
+    def __init__(
+        self,
+        state: HostState,
+        performer: Doer,
+        loop: Loop,
+        watches: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.state = state
+        self._performer, self._loop, self._watches = performer, loop, watches
+        self._forced: int | None = None
+
+    @property
+    def exit(self) -> int | None:
+        """With which code the agent ends, None as long as it works."""
+        return self.state.exit if self._forced is None else self._forced
+
+    def is_over(self) -> bool:
+        return self.exit is not None
+
+    # What others read of the present workers, in threads of their own.
+
+    @property
+    def round(self) -> Round | None:
+        """The present round."""
+        return self.state.round
+
+    @property
+    def group(self) -> WorkerGroup | None:
+        """Its workers."""
+        current = self.state.round
+        return None if current is None else self._performer.groups.get(current.number)
+
+    # ------------------------------------------------------------------ events in, actions out
+
+    def feed(self, event: Event) -> None:
+        """Let the law decide about an event and what comes of it. Only the loop calls it."""
+        pending = deque([event])
+        while pending:
+            held = self._performer.generations()
+            if held != self.state.generations:
+                pending.appendleft(events.Holds(held))
+            self.state, due = advance(self.state, pending.popleft())
+            for action in due:
+                try:
+                    pending.extend(self._performer.perform(action))
+                except (ScalaiError, OSError) as error:
+                    # For want of room, of a file or of a process: the round fails, not the agent.
+                    log.exception("event=error host=%s", self.state.host)
+                    pending.append(events.ActionFailed(str(error)))
+
+    def put(self, event: Event) -> None:
+        """Have the loop feed an event. Any thread may call it."""
+        self._loop.put(lambda: self.feed(event))
+
+    def obey(self, command: Command) -> None:
+        """Do what the coordinator says; in the loop."""
+        self.feed(events.Commanded(command, self._performer.seen(self.state.round)))
+
+    def call(self, answer: "Future[Any]", request: WorkerRequest) -> None:
+        """Carry out a worker's call; in the loop."""
+        self.feed(events.Called(self._performer.take_call(answer), request))
+
+    def worker_gone(self, round: int, rank: int) -> None:
+        """The connection of a worker has ended; in the loop."""
+        self.feed(events.WorkerGone(round, rank, self._performer.seen(self.state.round)))
+
+    def tick(self) -> None:
+        """Time passes; in the loop."""
+        for event in self._performer.arrivals():
+            self.feed(event)
+        self.feed(events.Ticked(time.monotonic(), self._performer.seen(self.state.round)))
+        if not self.is_over():
+            self._watches()
+
+    def run(self) -> int:
+        """Work until the coordinator says to exit. Returns the exit code."""
+        self._loop.run(self.tick, self.is_over)
+        assert self.exit is not None
+        return self.exit
+
+    # ------------------------------------------------------------------ any thread
+
+    def leave(self) -> None:
+        """A first SIGTERM or SIGINT: drain."""
+        self.put(events.LeaveAsked())
+
+    def stop_now(self, code: int) -> None:
+        """A second signal: end at once; the state stays in the store for a restarted agent."""
+        self._forced = code  # now, because the loop may be waiting for workers to leave
+        self._loop.put(lambda: None)
+
+    def set_slots(self, slots: int) -> None:
+        """The device probe reports another number."""
+        self.put(events.SlotsChanged(slots))

@@ -1,0 +1,240 @@
+"""An agent as a member of its job: what it opens, how it joins, and how it ends."""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalai.core.errors import PeerError, UsageError
+from scalai.core.host import events
+from scalai.core.host.state import HostState, Settings
+from scalai.core.messages import JsonText
+from scalai.launch.agent.background import Background
+from scalai.launch.agent.data_plane import DataPlaneServer
+from scalai.launch.agent.holdings import Holdings
+from scalai.launch.agent.link import CoordinatorLink
+from scalai.launch.agent.loop import Agent, Loop
+from scalai.launch.agent.performer import Hands, Performer
+from scalai.launch.agent.progress import ProgressWatch
+from scalai.launch.agent.stacks import Stacks
+from scalai.launch.agent.torch_elastic import WorkerSet
+from scalai.launch.agent.worker_calls import WorkerCalls
+from scalai.launch.agent.worker_group import WorkerGroups
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.calls import Join, StoreIdentity
+from scalai.launch.coordinator.discovery import Place
+from scalai.runtime.control import MAX_WORKERS
+from scalai.store.host import HostStore
+from scalai.store.secure import Folder
+
+log = logging.getLogger(__name__)
+
+
+class Member:
+    """An agent as a member of its job: with its store, its servers and its link to the coordinator.
+
+    Args:
+        spec: The job, as this host's command line states it.
+        agent: Decides.
+        served: What it serves.
+        progress: Which workers make no steps.
+    """
+
+    def __init__(
+        self, spec: JobSpec, agent: Agent, served: "Served", progress: ProgressWatch
+    ) -> None:
+        self._spec, self._agent = spec, agent
+        self._served, self._progress = served, progress
+
+    # ------------------------------------------------------------------ the job
+
+    def enter(self) -> None:
+        """Become part of the job. Raises ``PeerError`` where that is refused, or nobody answers."""
+        answer = self._served.link.join(self._brings())
+        self._served.holdings.begin(answer)
+        self._follow()
+
+    def rejoin(self) -> None:
+        """Join again beside the loop."""
+
+        def joined() -> None:
+            self._agent.feed(events.Rejoined())
+            self._follow()
+
+        self._served.link.rejoin(self._brings(), joined)
+
+    def _follow(self) -> None:
+        self._served.link.follow(self._agent, self._agent.obey, lambda: self._progress.stalled)
+
+    def _brings(self) -> Callable[[str], Join]:
+        """Return what this host joins with, as an incarnation: its devices, what its store holds,
+        and its command line."""
+        served, state = self._served, self._agent.state
+        found, spec = served.holdings.found(), JsonText.of(self._spec.to_json())
+        return lambda incarnation: Join(
+            job=self._spec.job,
+            host=state.host,
+            incarnation=incarnation,
+            store=_identity(served.store.directory),
+            slots=state.slots,
+            address=served.data.address,
+            parts=found.parts,
+            sealed=found.sealed,
+            damaged=found.damaged,
+            spec=spec,
+        )
+
+    def expelled(self, error: PeerError) -> None:
+        """The job goes on without this host; in the loop."""
+        self._agent.feed(events.Expelled(str(error)))
+
+    def lost(self, error: PeerError) -> None:
+        """The coordinator is gone, or refuses this host; in the loop."""
+        served = self._served
+        self._agent.feed(
+            events.CoordinatorLost(
+                f"event=coordinator_lost {error} Workers stop; what was committed stays in "
+                f"{served.store.directory} ({served.holdings.newest()}): start the job again. If "
+                "it has ended meanwhile, this host has not heard how: look for event=exit in the "
+                "log of the coordinator or of another host."
+            )
+        )
+
+    def run(self) -> int:
+        """Work until the coordinator says to exit. Returns the exit code."""
+        served = self._served
+        with ExitStack() as closing:  # the last one first, whatever goes wrong in another
+            closing.callback(served.holdings.close)
+            closing.callback(served.workers.close)
+            closing.callback(served.data.close)
+            closing.callback(served.link.close)
+            closing.callback(served.performer.close)
+            try:
+                return self._agent.run()
+            except Exception:  # our own slip: its workers must not outlive the loop unseen
+                log.exception(
+                    "event=crashed host=%s: the agent itself has failed. Its workers end; the "
+                    "state stays in %s.", self._agent.state.host, served.store.directory,
+                )  # fmt: skip
+                return 1
+
+    # ------------------------------------------------------------------ any thread
+
+    def leave(self) -> None:
+        """A first SIGTERM or SIGINT: drain."""
+        silence_s = self._served.link.silence_s
+        if silence_s is not None:
+            log.warning(
+                "event=leaving host=%s: the coordinator has been silent for %.0f s, so nobody can "
+                "stop the job at one step. After %.0f s (drain_timeout_s), or at a second signal, "
+                "this host leaves all the same; its newest generation stays in %s.",
+                self._agent.state.host, silence_s, self._spec.config.resize.drain_timeout_s,
+                self._served.store.directory,
+            )  # fmt: skip
+        self._agent.leave()
+
+    def stop_now(self, code: int) -> None:
+        """A second signal: end at once; the state stays in the store for a restarted agent."""
+        self._agent.stop_now(code)
+
+    def set_slots(self, slots: int) -> None:
+        """The device probe reports another number."""
+        self._agent.set_slots(slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a member of a job has open."""
+
+    store: HostStore
+    holdings: Holdings
+    data: DataPlaneServer
+    link: CoordinatorLink
+    workers: WorkerCalls
+    performer: Performer
+
+
+def open_agent(
+    spec: JobSpec,
+    host: str,
+    slots: int,
+    place: Place,
+    interface: str,
+    make_workers: Callable[[], WorkerSet],
+) -> Member:
+    """Open what an agent needs, and join the job.
+
+    Args:
+        spec: The job, as this host's command line states it.
+        host: Name of this host in the job.
+        slots: Workers that this host can run.
+        place: Where the coordinator is.
+        interface: Address that other hosts reach this one by.
+        make_workers: Returns an empty set of workers.
+
+    Raises:
+        UsageError: There are too many slots.
+        PeerError: The coordinator does not answer, or refuses this host.
+        StoreError: The store cannot be opened.
+    """
+    if slots > MAX_WORKERS:
+        raise UsageError(f"{slots} workers on one host; at most {MAX_WORKERS} are supported.")
+    loop, resize = Loop(), spec.config.resize
+    with ExitStack() as opened:
+        store = HostStore(spec.job, host, spec.store_dir, spec.store_budget_bytes)
+        opened.callback(store.close)
+        with Folder.open(store.directory / "agent", make=True) as folder:
+            directory = folder.path
+        data = DataPlaneServer(store, place.token, interface)
+        opened.callback(data.close)
+        link = CoordinatorLink(
+            place, spec.job, host, resize.coordinator_timeout_s, loop.put,
+            lambda error: member.lost(error), lambda error: member.expelled(error),
+        )  # fmt: skip
+        background, stacks = Background(loop.put), Stacks(directory)
+        background.start()
+        hands = Hands(
+            spec=spec,
+            host=host,
+            token=place.token,
+            store=store,
+            holdings=Holdings(spec, store, link.tell, background, loop.put),
+            groups=WorkerGroups(spec, directory, make_workers),
+            stacks=stacks,
+            background=background,
+            tell=link.tell,
+            feed=lambda event: agent.put(event),
+            rejoin=lambda: member.rejoin(),
+            is_over=lambda: agent.is_over(),
+        )
+        performer = Performer(hands)
+        state = _first_state(spec, host, slots, performer)
+        agent = Agent(state, performer, loop, lambda: _watch(progress, stacks))
+        progress = ProgressWatch(host, agent, stacks, resize.stall_s)
+        workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
+        opened.callback(workers.close)
+        served = Served(store, hands.holdings, data, link, workers, performer)
+        member = Member(spec, agent, served, progress)
+        member.enter()
+        opened.pop_all()  # from now on the member closes it
+    return member
+
+
+def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> HostState:
+    """Return what the law knows of a host that has no workers yet."""
+    settings = Settings(host, spec.is_elastic, spec.config.resize.drain_timeout_s)
+    return HostState(settings, slots, time.monotonic(), performer.generations())
+
+
+def _watch(progress: ProgressWatch, stacks: Stacks) -> None:
+    progress.watch()
+    stacks.watch()
+
+
+def _identity(directory: Path) -> StoreIdentity:
+    """Return what tells a store's directory from any other."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    found = directory.stat()
+    return StoreIdentity(boot, found.st_dev, found.st_ino)

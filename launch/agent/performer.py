@@ -1,0 +1,445 @@
+"""Carries out what the law of a host decides: the hands of an agent.
+
+What blocks (faulting pages in, planning and fetching, sealing) runs in threads, and what comes of
+it reaches the agent's loop as an event.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from scalai.core.commands import Start
+from scalai.core.errors import PeerError, ProofError, ScalaiError
+from scalai.core.host import actions, events
+from scalai.core.host.actions import Action, Level
+from scalai.core.host.events import Event, GroupOver, Seen
+from scalai.core.host.state import Call, Round, Want
+from scalai.core.messages import JsonText
+from scalai.core.reports import Report
+from scalai.core.worker_messages import Welcome
+from scalai.launch.agent.ahead import obstacle, offer
+from scalai.launch.agent.background import Background
+from scalai.launch.agent.fetch import Restore, prepare_restore
+from scalai.launch.agent.holdings import Holdings
+from scalai.launch.agent.stacks import Stacks
+from scalai.launch.agent.worker_group import WorkerGroup, WorkerGroups
+from scalai.launch.config.job import JobSpec
+from scalai.runtime.control import OUT_OF_MEMORY_EXIT
+from scalai.runtime.failpoints import here, reached
+from scalai.store.deposit import Deposit
+from scalai.store.host import HostStore
+from scalai.store.summary import deposit_name, summary_bytes
+
+TELL_EVERY_S = 10.0
+"""How often the coordinator hears of bytes that arrive."""
+LEVELS = {
+    Level.INFO: logging.INFO, Level.WARNING: logging.WARNING, Level.ERROR: logging.ERROR,
+}  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+class Moving:
+    """Bytes that come from other hosts for one round. ``arrived`` is called by the threads that
+    fetch them, the rest by the agent's own."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+        self._mutex = threading.Lock()
+        self._bytes = self._reported = 0
+        self._report_at = 0.0
+
+    def arrived(self, count: int) -> None:
+        """Count bytes that have come."""
+        with self._mutex:
+            self._bytes += count
+
+    def news(self) -> int | None:
+        """Return how many bytes have come, where that is to be reported: now and then, and only
+        where there are more than before."""
+        now = time.monotonic()
+        if self._bytes == self._reported or now < self._report_at:
+            return None
+        self._reported, self._report_at = self._bytes, now + TELL_EVERY_S
+        return self._reported
+
+
+@dataclass(frozen=True, slots=True)
+class Hands:
+    """What a performer works with; nothing of it is opened by the performer itself.
+
+    Attributes:
+        token: The job's secret, for the data planes of other hosts.
+        tell: Reports to the coordinator; returns at once.
+        feed: Hands the agent's loop an event; any thread may call it.
+        rejoin: Joins the job again with what the store holds, beside the loop.
+        is_over: Whether the agent itself must end, and waits no longer.
+    """
+
+    spec: JobSpec
+    host: str
+    token: bytes
+    store: HostStore
+    holdings: Holdings
+    groups: WorkerGroups
+    stacks: Stacks
+    background: Background
+    tell: Callable[[Report], None]
+    feed: Callable[[Event], None]
+    rejoin: Callable[[], None]
+    is_over: Callable[[], bool]
+
+
+class Performer:
+    """Carries out the actions of one host's law. Only the agent's own thread calls it.
+
+    Args:
+        hands: What it works with.
+    """
+
+    def __init__(self, hands: Hands) -> None:
+        self._hands = hands
+        self._store = hands.store
+        self.groups: dict[int, WorkerGroup] = {}
+        """Workers by the number of their round."""
+        self._calls: dict[Call, Future[Any]] = {}
+        self._last_call = 0
+        self._moving: Moving | None = None
+
+    # ------------------------------------------------------------------ what is to be seen
+
+    def generations(self) -> frozenset[int]:
+        """Return the generations that the store holds."""
+        return frozenset(self._store.generations())
+
+    def seen(self, current: Round | None) -> Seen | None:
+        """Return how the workers of a round are, None where there are none."""
+        group = None if current is None else self.groups.get(current.number)
+        if current is None or group is None:
+            return None
+        page, first = group.page, current.ranks.start
+        return Seen(
+            newest=group.newest_step(),
+            save=page.save_in_flight(),
+            looks=page.save_looks(),
+            reached=frozenset(r for r in current.ranks if page.has_reached_stop(r - first)),
+            ended=group.ended() if current.is_draining else {},
+        )
+
+    def arrivals(self) -> Iterable[Event]:
+        """Yield news of bytes that come from other hosts."""
+        news = None if self._moving is None else self._moving.news()
+        if self._moving is not None and news is not None:
+            yield events.Moved(self._moving.round, news)
+
+    # ------------------------------------------------------------------ calls of workers
+
+    def take_call(self, answer: "Future[Any]") -> Call:
+        """Number a worker's call; an action answers it."""
+        self._last_call += 1
+        self._calls[self._last_call] = answer
+        return self._last_call
+
+    def _answer(self, call: Call, value: object) -> None:
+        self._calls.pop(call).set_result(value)
+
+    def _refuse(self, call: Call, reason: str) -> None:
+        self._calls.pop(call).set_exception(PeerError(reason))
+
+    def _welcome(self, action: actions.Welcome) -> None:
+        workers, spec = action.workers, self._hands.spec
+        welcome = Welcome(
+            degrees=workers.degrees,
+            micro_batch_size=workers.micro_batch_size,
+            snapshot_every=spec.config.store.snapshot_every,
+            restorable_step=workers.restorable_step,
+            is_ahead=action.is_ahead,
+            facts=workers.facts,
+            settings=JsonText.of(spec.hook_settings(workers.placement.world_size)),
+        )
+        self._answer(action.call, welcome)
+
+    # ------------------------------------------------------------------ actions
+
+    def perform(self, action: Action) -> Iterable[Event]:
+        """Carry an action out.
+
+        Returns:
+            What came of it already; of what runs in a thread the agent's loop hears later.
+
+        Raises:
+            ScalaiError, OSError: There is no room, or a file or a process is missing.
+        """
+        match action:
+            case actions.Log(level, text):
+                log.log(LEVELS[level], "%s", text)
+            case actions.Tell(report):
+                self._hands.tell(report)
+            case actions.Answer(call, value):
+                self._answer(call, value)
+            case actions.Refuse(call, reason):
+                self._refuse(call, reason)
+            case actions.Welcome():
+                self._welcome(action)
+            case actions.LeaveState(keeps_state, ending, last_step):
+                self._hands.holdings.last_step = last_step
+                self._hands.holdings.told_to_exit(ending, keeps_state)
+            case actions.Rejoin():
+                return self._rejoin()
+            case _:
+                return self._of_the_workers(action)
+        return ()
+
+    def _rejoin(self) -> Iterable[Event]:
+        try:
+            self._hands.rejoin()
+        except (ScalaiError, OSError) as error:
+            # Without a round there is none to fail, and nobody would try again.
+            log.exception("event=not_rejoined host=%s", self._hands.host)
+            return [
+                events.NotRejoined(
+                    f"event=not_rejoined host={self._hands.host}: {error} The agent ends; the "
+                    f"state stays in {self._store.directory}."
+                )
+            ]
+        return ()
+
+    def _of_the_workers(self, action: Action) -> Iterable[Event]:
+        match action:
+            case actions.StartGroup():
+                return self._start_group(action)
+            case actions.BeginGroup(round):
+                offer(self.groups[round].pids().values(), is_ahead=False)
+                here({self._hands.host: os.getpid(), **self.groups[round].pids()})
+                reached("relaunch")
+            case actions.EndGroup(round, grace_s):
+                return [self._end_group(round, grace_s)]
+            case actions.Poll(round):
+                return self._poll(round)
+            case actions.WantStop(round, urgency):
+                self.groups[round].page.want_stop(urgency)
+            case actions.Propose(round, stop):
+                self.groups[round].page.prepare(stop)
+                return [events.Proposed(round, stop, self.groups[round].newest_step())]
+            case actions.Agree(round, stop):
+                over = self._poll(round)
+                if over:
+                    return over
+                self.groups[round].page.agree(stop)
+                return [events.Agreed(round, stop)]
+            case actions.WithdrawStop(round):
+                self.groups[round].page.withdraw()
+            case actions.Kill(round, ranks):
+                self._kill(round, ranks)
+            case actions.ShowStacks(round):
+                self._hands.stacks.ask(self.groups[round].pids())
+            case actions.WarmUp(imports):
+                self._hands.groups.warm_up(imports, self._hands.background.submit)
+            case _:
+                return self._of_the_store(action)
+        return ()
+
+    def _of_the_store(self, action: Action) -> Iterable[Event]:
+        store, holdings = self._store, self._hands.holdings
+        match action:
+            case actions.Reserve():
+                self._reserve(action)
+            case actions.StopReserving():
+                store.stop_reserving()
+            case actions.Discard(slot):
+                store.discard(_files(slot))
+            case actions.Seal():
+                self._seal(action)
+            case actions.Fetch(start, wants):
+                self._fetch(start, wants)
+            case actions.Prove(generation):
+                self._hands.background.submit(lambda: store.prove(generation))
+            case actions.TryCommit():
+                return self._try_commit(action)
+            case actions.DiscardSealed(kept):
+                for name, sealed in self._sealed().items():
+                    if name not in kept:
+                        store.discard(sealed)
+                store.set_damaged_aside()
+            case actions.Drop(generation):
+                if generation in store.generations():
+                    store.drop(generation)
+            case actions.Save(generation):
+                holdings.save(generation)
+            case actions.Doubt(generation):
+                holdings.doubt(generation)
+            case actions.Look():
+                holdings.look()
+            case _:
+                raise AssertionError(f"nobody carries out {action!r}")
+        return ()
+
+    # ------------------------------------------------------------------ workers
+
+    def _start_group(self, action: actions.StartGroup) -> Iterable[Event]:
+        workers, hands = action.workers, self._hands
+        reason = self._obstacle(action) if action.is_ahead else None
+        if reason is None:
+            try:
+                group = hands.groups.start(workers)
+            except (ScalaiError, OSError) as error:
+                reason = str(error)
+        if reason is not None:
+            return [events.GroupNotStarted(workers.round, reason)]
+        self.groups[workers.round] = group
+        if action.is_ahead:
+            offer(group.pids().values(), is_ahead=True)
+        else:
+            here({hands.host: os.getpid(), **group.pids()})
+        return [events.GroupStarted(workers.round)]
+
+    def _obstacle(self, action: actions.StartGroup) -> str | None:
+        present = [pid for group in self.groups.values() for pid in group.pids().values()]
+        policy = self._hands.spec.config.resize.build_ahead
+        workers = action.workers.placement.local_world_size
+        return obstacle(policy, workers, present, on_devices=action.on_devices)
+
+    def _end_group(self, round: int, grace_s: float) -> Event:
+        group = self.groups.pop(round)
+        deadline = time.monotonic() + grace_s
+        while (
+            grace_s
+            and not self._hands.is_over()
+            and time.monotonic() < deadline
+            and group.poll() is None
+        ):
+            time.sleep(0.01)
+        group.end()
+        return events.GroupEnded(round, group.newest_step())
+
+    def _poll(self, round: int) -> list[Event]:
+        outcome = self.groups[round].poll()
+        if outcome is None:
+            return []
+        failures = outcome.failures
+        memory = any(f"exited with {OUT_OF_MEMORY_EXIT}" in failure for failure in failures)
+        # Whom a signal kills may take others with it that talk to it.
+        is_chance = any("was killed by" in failure for failure in failures)
+        return [GroupOver(round, failures, memory, is_chance)]
+
+    def _kill(self, round: int, ranks: frozenset[int]) -> None:
+        pids = self.groups[round].pids()
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError, KeyError):
+                os.kill(pids[str(rank)], signal.SIGKILL)
+
+    def close(self) -> None:
+        """End all workers; whoever waits for an answer gets an error."""
+        for group in self.groups.values():
+            group.end()
+        self.groups.clear()
+        for call in list(self._calls):
+            self._refuse(call, "the agent ends.")
+
+    # ------------------------------------------------------------------ the store
+
+    def _run(self, round: int, what: str, work: Callable[[], Event]) -> None:
+        """Have a thread work for a round, and feed what comes of it."""
+
+        def safely() -> Event:
+            try:
+                return work()
+            except (ScalaiError, OSError) as error:
+                return events.WorkFailed(round, f"{what}: {error}")
+
+        self._hands.background.run(safely, self._hands.feed)
+
+    def _reserve(self, action: actions.Reserve) -> None:
+        def reserve() -> Event:
+            try:
+                return events.Reserved(action.round, self._store.reserve(action.held))
+            except (ScalaiError, OSError) as error:
+                return events.NoRoom(action.round, str(error))
+
+        self._run(action.round, "making room for a deposit", reserve)
+
+    def _seal(self, action: actions.Seal) -> None:
+        slot, about = _files(action.slot), {**action.about, "time": time.time()}
+        reached("seal")
+
+        def seal() -> Event:
+            began = time.monotonic()
+            try:
+                manifest = self._store.seal(
+                    slot, step=action.step, about=about, parts=action.parts,
+                    taken_over=action.taken_over,
+                )  # fmt: skip
+            except (ScalaiError, OSError):
+                # The round fails by it. Nobody else would, and later deposits need the room.
+                self._store.discard(slot)
+                raise
+            log.info("event=seal step=%d took_s=%.3f", action.step, time.monotonic() - began)
+            reached("sealed")
+            return events.Sealed(action.round, slot, summary_bytes(manifest))
+
+        self._run(action.round, "sealing the deposit", seal)
+
+    def _fetch(self, start: Start, wants: Mapping[int, Want]) -> None:
+        round = start.workers.round
+        moving = self._moving = Moving(round)
+        reached("plan")
+
+        def fetch() -> Event:
+            try:
+                found = prepare_restore(
+                    self._store, start, wants, self._hands.token, moving.arrived
+                )
+            except ProofError as error:
+                return events.NotProven(round, str(error))  # the coordinator decides
+            finally:
+                moving.round = -1  # what is reported next says more
+            return _fetched(round, found)
+
+        self._run(round, "planning and moving", fetch)
+
+    def _try_commit(self, action: actions.TryCommit) -> Iterable[Event]:
+        generation, store = action.generation, self._store
+        if not action.is_again:
+            reached("commit")
+        is_there = generation in store.generations()
+        if not is_there or deposit_name(store.manifest(generation)) != action.deposit:
+            sealed = self._sealed()
+            if action.deposit not in sealed:
+                found = f"sealed in {store.directory}, but {sorted(sealed)}"
+                return () if action.is_again else [events.NothingToCommit(generation, found)]
+            try:
+                store.commit(sealed[action.deposit], generation, action.committed)
+            except (ScalaiError, OSError) as error:
+                level = logging.DEBUG if action.is_again else logging.ERROR
+                log.log(level, "event=late_commit generation=%d: %s", generation, error)
+                return [events.CommitWaits(generation)]
+        reached("committed")
+        return [events.CommitDone(generation)]
+
+    def _sealed(self) -> dict[str, Deposit]:
+        return {deposit_name(manifest): sealed for sealed, manifest in self._store.sealed()}
+
+
+def _files(slot: object) -> Deposit:
+    """Return the store's own slot: the law knows of it only who writes what."""
+    assert isinstance(slot, Deposit)
+    return slot
+
+
+def _fetched(round: int, found: Restore) -> Event:
+    return events.Fetched(
+        round=round,
+        sources=found.sources,
+        grown=None if found.grown is None else summary_bytes(found.grown),
+        plan_s=found.plan_s,
+        move_s=found.move_s,
+        bytes_local=found.bytes_local,
+        bytes_remote=found.bytes_remote,
+    )

@@ -1,0 +1,130 @@
+"""Whether the workers of this host make steps, judged from the control page alone."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+
+from scalai.core.deadlines import STALL_S, STALL_STEPS
+from scalai.launch.agent.present import Present
+from scalai.launch.agent.stacks import Stacks
+from scalai.launch.coordinator.calls import Stalled
+
+USUAL = 32
+"""Steps whose times make up what is usual."""
+
+log = logging.getLogger(__name__)
+
+
+class Progress:
+    """Finds out since when the slowest worker has made no step. Reads no clock.
+
+    Args:
+        stall_s: What is shorter is no stall.
+    """
+
+    def __init__(self, stall_s: float = STALL_S) -> None:
+        self._stall_s = stall_s
+        self._ranks: frozenset[int] = frozenset()
+        self._lowest, self._since, self._reports = 0, 0.0, 0
+        self._took: deque[float] = deque(maxlen=USUAL)
+
+    @property
+    def patience_s(self) -> float:
+        """How long the next step may take."""
+        return max(self._stall_s, STALL_STEPS * median(self._took) if self._took else 0.0)
+
+    def stalled_s(self, steps: Mapping[int, int], now: float) -> float | None:
+        """Take note of how far the workers are.
+
+        Args:
+            steps: Step that each has ended, by rank; of those that train.
+            now: The time, in seconds.
+
+        Returns:
+            For how long the slowest has made no step, in seconds, where that is to be reported:
+            once, and again after twice as long each time.
+        """
+        lowest = min(steps.values(), default=0)
+        made = lowest - self._lowest
+        if steps.keys() != self._ranks:
+            self._took.clear()
+        elif made <= 0:
+            waited = now - self._since
+            if not steps or waited < self.patience_s * 2**self._reports:
+                return None
+            self._reports += 1
+            return waited
+        else:
+            self._took.append((now - self._since) / made)
+        self._ranks, self._lowest, self._since, self._reports = frozenset(steps), lowest, now, 0
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stall:
+    """Workers that make no step since a time, in seconds."""
+
+    ranks: tuple[int, ...]
+    step: int
+    since: float
+
+    def left(self, steps: Mapping[int, int]) -> "_Stall | None":
+        """Return those that train and have made no step since, None where there are none."""
+        ranks = tuple(rank for rank in self.ranks if steps.get(rank) == self.step)
+        return replace(self, ranks=ranks) if ranks else None
+
+
+class ProgressWatch:
+    """Reports workers of the present round that make no steps. Only the agent's own thread calls
+    it.
+
+    Args:
+        host: Name of this host in the job.
+        present: Whose round it is.
+        stacks: Has them say where they stand.
+        stall_s: As of ``Progress``.
+    """
+
+    def __init__(self, host: str, present: Present, stacks: Stacks, stall_s: float) -> None:
+        self._host, self._present, self._stacks = host, present, stacks
+        self._progress = Progress(stall_s)
+        self._stall: _Stall | None = None
+
+    @property
+    def stalled(self) -> Stalled | None:
+        """The workers that were reported and have made no step since; None where there are none.
+        Any thread may ask."""
+        stall = self._stall  # the agent's thread may take it away meanwhile
+        if stall is None:
+            return None
+        for_s = round(time.monotonic() - stall.since, 1)
+        return Stalled(stall.ranks, stall.step, for_s)
+
+    def watch(self) -> None:
+        """Look once. Nothing is ended: a save or an evaluation takes as long as it takes."""
+        current, group = self._present.round, self._present.group
+        if current is None or group is None:
+            self._stall = None
+            return
+        alive = set(current.ranks) & current.stepped - current.finished - current.lost
+        steps = group.steps()
+        steps = {rank: steps[rank] for rank in sorted(alive)}
+        self._stall = self._stall and self._stall.left(steps)
+        if current.is_draining:
+            return
+        now = time.monotonic()
+        waited = self._progress.stalled_s(steps, now)
+        if waited is None or not steps:
+            return
+        last = min(steps.values())
+        ranks = tuple(rank for rank, step in steps.items() if step == last)
+        self._stall = _Stall(ranks, last, now - waited)
+        log.warning(
+            "event=no_progress host=%s rank=%s step=%d since=%.0f s: nothing is ended",
+            self._host, ",".join(map(str, ranks)), last, waited,
+        )  # fmt: skip
+        pids = group.pids()
+        self._stacks.ask({str(rank): pids[str(rank)] for rank in ranks if str(rank) in pids})

@@ -1,0 +1,209 @@
+"""The worker processes of one round on this host: what they are started with, what a later round's
+are forked from, and the page that they share with their agent."""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from scalai.converters.megatron.arguments import derived_flags
+from scalai.core import commands
+from scalai.core.commands import Workers
+from scalai.core.degrees import Degrees
+from scalai.core.errors import ScalaiError
+from scalai.core.worker_messages import Imports
+from scalai.launch.agent.extension_locks import WorkersLocks, extensions_root
+from scalai.launch.agent.torch_elastic import (
+    Outcome,
+    Placement,
+    WorkerSet,
+    wait_until_warm,
+    warm_up,
+)
+from scalai.launch.config.job import JobSpec
+from scalai.runtime.control import ControlPage, control_path
+from scalai.store.secure import Folder
+
+OWN_MODULES = ("scalai.launch.agent.torch_elastic", "scalai.patches.worker")
+"""What every forked process needs besides: where it begins, and what it runs."""
+LOOK_S = 2.0
+"""How often the locks of extension builds are looked at."""
+
+log = logging.getLogger(__name__)
+
+
+class WorkerGroup:
+    """The workers of one round. Made by ``WorkerGroups.start``; ``end`` leaves nothing of them."""
+
+    def __init__(self, place: Placement, workers: WorkerSet, page: ControlPage, path: Path) -> None:
+        self.page = page
+        self._place, self._workers, self._path = place, workers, path
+        self._locks = WorkersLocks(extensions_root())
+        self._looks_at = 0.0
+
+    def pids(self) -> dict[str, int]:
+        """Process numbers of the living workers by global rank, as text."""
+        first = self._place.first_rank
+        return {str(first + local): pid for local, pid in self._workers.pids().items()}
+
+    def newest_step(self) -> int:
+        """Return the highest step that any worker has ended; 0 before the first."""
+        return max(0, self.page.newest_step(self._place.local_world_size))
+
+    def steps(self) -> dict[int, int]:
+        """Return the step that each worker has ended, by global rank; -1 before it takes part."""
+        steps = self.page.steps(self._place.local_world_size)
+        return {self._place.first_rank + local: step for local, step in enumerate(steps)}
+
+    def ended(self) -> dict[int, int]:
+        """Return the exit codes of the workers that have ended, by global rank, and 0 for those
+        that have come to their script's end and wait for the others; ends nobody, unlike
+        ``poll``."""
+        first = self._place.first_rank
+        return {first + local: code for local, code in self._workers.ended().items()}
+
+    def poll(self) -> Outcome | None:
+        """Return how the workers ended, or None while any runs."""
+        self._look_at_builds()
+        outcome = self._workers.poll()
+        if outcome is not None:
+            self._locks.remove_left()
+        return outcome
+
+    def _look_at_builds(self) -> None:
+        """Extensions are built before the first step as a rule, and rarely afterwards."""
+        now, has_stepped = time.monotonic(), self.newest_step() > 0
+        if has_stepped and now < self._looks_at:
+            return
+        self._locks.look(self._workers.pids().values())
+        if now >= self._looks_at:
+            self._looks_at = now + LOOK_S
+            if not has_stepped:
+                self._locks.tell_of_waits()
+
+    def end(self) -> None:
+        """End whatever workers live. Blocks until they are gone."""
+        self._locks.look(self._workers.pids().values())
+        self._workers.stop(1)
+        self._locks.remove_left()
+        self._path.unlink(missing_ok=True)
+
+
+class WorkerGroups:
+    """Starts the workers of one job on this host, warm once some have shown what they import.
+
+    Args:
+        spec: The job.
+        directory: The agent's own, with the socket and the token that workers need.
+        make_workers: Returns an empty set of workers.
+    """
+
+    def __init__(
+        self, spec: JobSpec, directory: Path, make_workers: Callable[[], WorkerSet]
+    ) -> None:
+        self._spec, self._directory, self._make_workers = spec, directory, make_workers
+        self._is_warming = self._is_warm = False
+
+    def start(self, wanted: commands.Workers) -> WorkerGroup:
+        """Start the workers of a round.
+
+        Raises:
+            StoreError, OSError: There is no room for the page, or a process cannot be started.
+        """
+        path = control_path(self._directory, wanted.round)
+        page = ControlPage(path, create=True)
+        page.clear()
+        place = Placement(
+            round=wanted.round,
+            group_rank=wanted.placement.group_rank,
+            group_world_size=wanted.placement.group_world_size,
+            first_rank=wanted.placement.first_rank,
+            local_world_size=wanted.placement.local_world_size,
+            world_size=wanted.placement.world_size,
+            master_addr=wanted.master_addr,
+            master_port=wanted.master_port,
+            environment=self._environment(),
+            outlives_signals=self._spec.is_elastic,
+        )
+        workers = self._make_workers()
+        try:
+            workers.start(place, worker_arguments(self._spec, wanted), warm=self._is_warm)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return WorkerGroup(place, workers, page, path)
+
+    def _environment(self) -> dict[str, str]:
+        environment = {"SCALAI_AGENT_PID": str(os.getpid())}
+        if self._spec.is_elastic:
+            environment |= {"SCALAI_ELASTIC": "1", "SCALAI_AGENT": str(self._directory)}
+        return environment
+
+    def warm_up(self, imports: Imports, beside: Callable[[Callable[[], None]], object]) -> None:
+        """Start the fork server of later groups with what a worker has imported, once.
+
+        Until it has imported all of it groups start cold: who forks from it sooner waits for it.
+        """
+        if self._is_warming:
+            return
+        try:
+            warm_up(str(write_preload(self._directory / "preload.json", imports)))
+        except (ScalaiError, OSError) as error:
+            log.warning("event=cold: later workers start slowly: %s", error)
+            return
+        self._is_warming = True
+        beside(self._wait_until_warm)
+
+    def _wait_until_warm(self) -> None:
+        began = time.monotonic()
+        try:
+            wait_until_warm()
+        except (OSError, EOFError) as error:
+            log.warning("event=cold: the fork server has ended: %r", error)
+            return
+        self._is_warm = True
+        took_s = time.monotonic() - began
+        log.info("event=warm took_s=%.1f: the fork server is ready", took_s)
+
+
+def write_preload(path: Path, imports: Imports) -> Path:
+    """Write the order that ``scalai.patches.preload`` reads; return its path.
+
+    Args:
+        imports: What a worker has imported.
+
+    Raises:
+        StoreError: It cannot be written.
+    """
+    order = {"modules": [*imports.modules, *OWN_MODULES], "sys_path": imports.sys_path}
+    with Folder.open(path.parent) as folder:
+        folder.write(path.name, json.dumps(order).encode())
+    return path
+
+
+def worker_arguments(spec: JobSpec, wanted: Workers) -> list[str]:
+    """Return the arguments of ``scalai.patches.worker`` for one round.
+
+    Args:
+        spec: The job.
+        wanted: The round's workers on a host; ``facts`` are those that workers of earlier rounds
+            reported, such as ``padded_vocab_size``.
+    """
+    options, known = spec.options, spec.script.arguments
+    assert options.script is not None
+    start = [*(["-m"] if options.is_module else []), options.script, *options.script_args]
+    if known is None:
+        return start
+    facts = wanted.facts.value()
+    flags, notes = derived_flags(
+        known,
+        Degrees.from_json(wanted.degrees),
+        facts.get("padded_vocab_size"),
+        wanted.micro_batch_size,
+        facts.get("eval_batch_size"),
+    )
+    for note in notes:
+        log.info("event=flags %s", note)
+    return [*start, *flags]

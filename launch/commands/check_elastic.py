@@ -1,0 +1,158 @@
+"""``scalai-run --check-elastic``: what may change, what stays and why, and the degrees for every
+world that may come.
+
+Nothing here is a rule of its own: what a script is refused or fixed for is said by
+``converters/megatron/rules.py``, degrees are chosen by ``core/choice.py``, as in a running job.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from scalai.converters.megatron.arguments import evaluates_by_replicas, underived_notes
+from scalai.core.choice import Choice, DegreePolicy, candidates, check_rules, choose
+from scalai.core.degrees import AXES, Degrees, ModelLimits
+from scalai.core.errors import RefusedError
+from scalai.launch.config.elastic_config import ElasticConfig
+from scalai.launch.config.options import Options
+from scalai.launch.config.script import ScriptFacts, read_script
+
+_WIDEST_WORLD = 1024
+"""More lines than this nobody reads."""
+_TRIED_WORLDS = 16
+"""Worlds whose every valid choice is looked at, spread over all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One world of the report. ``choice`` is None where nothing is valid; ``reason`` says why."""
+
+    world: str
+    choice: Choice | None
+    reason: str
+
+
+def check_elastic(
+    options: Options,
+    config: ElasticConfig,
+    slots: int,
+    deepspeed: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the whole report as text.
+
+    Args:
+        slots: Workers of one host (``--nproc-per-node`` as a number).
+        deepspeed: The DeepSpeed configuration that the script's arguments name; None: none.
+
+    Raises:
+        RefusedError: An entry of [degrees] cannot be used, or no world has valid degrees.
+    """
+    facts = read_script(options, config, deepspeed)
+    check_rules(facts.limits, facts.policy)
+    worlds = worlds_of(facts.policy, options.max_nodes * slots)
+    lines = report(facts.limits, facts.policy, worlds)
+    if all(line.choice is None for line in lines):
+        raise RefusedError(f"no world has valid degrees; the last one: {lines[-1].reason}")
+    offered = offered_degrees(facts.limits, facts.policy, worlds)
+    changes = _changes(facts.limits, offered)
+    return "\n".join([*_header(facts, config), *changes, "", *_table(lines)])
+
+
+def offered_degrees(
+    limits: ModelLimits, policy: DegreePolicy, worlds: Sequence[int]
+) -> frozenset[Degrees]:
+    """Return all degrees that are valid on these worlds, of many worlds on some that are spread
+    over them."""
+    step = -(-len(worlds) // _TRIED_WORLDS)
+    tried = worlds[::-1][::step]
+    return frozenset(
+        choice.degrees for world in tried for choice in candidates(world, limits, policy, None)
+    )
+
+
+def worlds_of(policy: DegreePolicy, most: int) -> tuple[int, ...]:
+    """Return the worlds to report: the allowed ones, else all up to ``most`` and the table's."""
+    if policy.allowed_sizes:
+        return policy.allowed_sizes
+    largest = max([most, *(rule.world_size for rule in policy.rules)])
+    return tuple(range(1, min(largest, _WIDEST_WORLD) + 1))
+
+
+def report(limits: ModelLimits, policy: DegreePolicy, worlds: Sequence[int]) -> list[Line]:
+    """Return a line for each world, as at the first start, then one for each change with a rule."""
+    lines = [_line(str(world), world, limits, policy, None) for world in worlds]
+    for rule in policy.rules:
+        if rule.from_world_size is not None:
+            before = _line("", rule.from_world_size, limits, policy, None).choice
+            # Only the size of the world before matters to a rule.
+            present = before.degrees if before else Degrees(1, 1, rule.from_world_size)
+            lines.append(_line(rule.key, rule.world_size, limits, policy, present))
+    return lines
+
+
+def _line(
+    name: str, world: int, limits: ModelLimits, policy: DegreePolicy, present: Degrees | None
+) -> Line:
+    try:
+        choice = choose(world, limits, policy, present)
+    except RefusedError as error:
+        return Line(name, None, str(error).partition(": ")[2])
+    return Line(name, choice, choice.reason.partition(", ")[2])
+
+
+def _header(facts: ScriptFacts, config: ElasticConfig) -> Iterator[str]:
+    yield config.describe()
+    yield f"limits: {_stated(facts.limits)}"
+    if facts.arguments is not None:
+        yield from (f"as given: {note}" for note in underived_notes(facts.arguments))
+        if evaluates_by_replicas(facts.arguments):
+            yield (
+                "an evaluation's step has micro-batch times DP samples of the job's first start, "
+                "which are kept from then on; --eval-global-batch-size states them."
+            )
+    if facts.arguments is not None and facts.limits.padded_vocab_size is None:
+        yield (
+            "the padded vocabulary is known once the tokenizer is loaded; a TP that does not "
+            "divide it will not be chosen. --padded-vocab-size states it now."
+        )
+    yield ""
+
+
+def _changes(limits: ModelLimits, offered: frozenset[Degrees]) -> Iterator[str]:
+    """Yield what may change, and each axis that stays, with the reason."""
+    sizes = {axis: sorted({getattr(degrees, axis) for degrees in offered}) for axis in AXES}
+    free = [axis for axis in AXES if len(sizes[axis]) > 1]
+    shown = (f"{axis} {', '.join(map(str, sizes[axis]))}" for axis in free)
+    yield f"may change: {'; '.join(shown) or 'nothing, on these worlds'}"
+    reasons = {axis: f"{size} ({why})" for axis, size, why in limits.fixed}
+    for axis in AXES:
+        if axis in reasons:
+            yield f"stays: {axis} {reasons[axis]}"
+        elif axis not in free and (axis in ("tp", "pp", "dp") or sizes[axis] != [1]):
+            why = "no other is valid on these worlds"
+            if axis in ("ep", "vpp"):
+                why = "until [degrees] or scalai scale asks for another"
+            yield f"stays: {axis} {sizes[axis][0]} ({why})"
+
+
+def _stated(limits: ModelLimits) -> str:
+    known = {item.name: getattr(limits, item.name) for item in fields(limits)}
+    stated = [
+        f"{item.name}={known[item.name]}"
+        for item in fields(limits)
+        if known[item.name] != item.default and item.name != "fixed"
+    ]
+    return ", ".join(stated) or "none are known"
+
+
+def _table(lines: Sequence[Line]) -> Iterator[str]:
+    rows = [("ranks", "degrees", "idle", "why")]
+    for line in lines:
+        if line.choice is None:
+            rows.append((line.world, "none", "all", line.reason))
+        else:
+            degrees, idle = str(line.choice.degrees), str(len(line.choice.idle_ranks))
+            rows.append((line.world, degrees, idle, line.reason))
+    wide = [max(len(row[column]) for row in rows) for column in range(3)]
+    for name, degrees, idle, why in rows:
+        yield f"{name:>{wide[0]}}  {degrees:<{wide[1]}}  {idle:>{wide[2]}}  {why}"

@@ -1,0 +1,198 @@
+"""``scalai clean``: remove what killed jobs left in shared memory, and what a job has saved."""
+
+import argparse
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from scalai.core.errors import PeerError, StoreError, UsageError
+from scalai.launch.agent.durable import FINISHED
+from scalai.launch.agent.leftovers import Leftover, find_leftovers, find_saved, sizes
+from scalai.launch.config.endpoint import read_card
+from scalai.store.lock import LOCK, StoreLock, find_owner
+from scalai.store.places import NUMBERED, check_job, default_store_dir
+from scalai.store.secure import open_below
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser(
+        "clean",
+        help="remove what killed jobs left in the store",
+        description="Remove the directories of jobs whose agents are gone. A job with a live agent "
+        "is left alone, and one that could still be resumed as well, without --force.",
+    )
+    parser.add_argument("--store-dir", type=Path, help=f"default: {default_store_dir()}")
+    parser.add_argument("--job", help="this job only; an error if an agent of it is alive")
+    parser.add_argument(
+        "--durable-dir", type=Path, metavar="DIR",
+        help="also what the job has saved there, and that it has finished; needs --job",
+    )  # fmt: skip
+    parser.add_argument(
+        "--force", action="store_true", help="also what a job could be resumed from"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Remove, or print what would be.
+
+    Raises:
+        StoreError: The named job is alive, or could be resumed and nobody forces it.
+        UsageError: There is no such job, or a directory is not what it should be.
+    """
+    root = args.store_dir or default_store_dir()
+    if args.job is None:
+        if args.durable_dir is not None:
+            raise UsageError("--durable-dir needs --job: say whose state is to be removed.")
+        freed = sum(_clean(job, args) for job in _jobs(root))
+    else:
+        freed = _clean_named(root / check_job(args.job), args)
+    print(f"{'would free' if args.dry_run else 'freed'} {freed} bytes in {root}")
+    return 0
+
+
+def _clean(job: Path, args: argparse.Namespace) -> int:
+    """Remove one job of all; leave it, and say why, where that may not be."""
+    reason = _alive(job)
+    found = _leftovers(job)
+    if not reason and any(each.is_resumable for each in found) and not args.force:
+        reason = f"could be resumed; --job {job.name} --force removes it"
+    if reason:
+        print(f"left      {job}  {reason}")
+        _show(found)
+        return 0
+    return _remove(job, found, is_dry=args.dry_run)
+
+
+def _clean_named(job: Path, args: argparse.Namespace) -> int:
+    """Remove one job, and what it has saved. Everything is looked at before anything goes."""
+    saved = None if args.durable_dir is None else args.durable_dir / job.name
+    has_saved = saved is not None and saved.is_dir()
+    if not job.is_dir() and not has_saved:
+        names = [other.name for other in _jobs(job.parent)]
+        where = job.parent if saved is None else f"{job.parent} and {saved.parent}"
+        raise UsageError(f"{where} holds no job {job.name!r}, but {names}. Name one of them.")
+    found: list[Leftover] = []
+    if job.is_dir():
+        alive = _alive(_checked(job))
+        if alive:
+            raise StoreError(f"job {job.name!r} is alive: {alive}. Stop it first.")
+        found = _leftovers(job)
+    kept = [] if saved is None or not has_saved else find_saved(_checked_saved(saved))
+    lost = [each for each in (*found, *kept) if each.is_resumable]
+    if lost and not args.force and not args.dry_run:
+        lines = "".join(f"\n  {each.path}: {each.text}" for each in lost)
+        raise StoreError(
+            f"job {job.name!r} could be resumed from what would be removed:{lines}\n"
+            "Remove it all the same by --force."
+        )
+    freed = _remove(job, found, is_dry=args.dry_run) if job.is_dir() else 0
+    if saved is not None and has_saved:
+        freed += _remove_saved(saved, kept, is_dry=args.dry_run)
+    return freed
+
+
+def _jobs(root: Path) -> list[Path]:
+    """List the job directories of a store. Raises ``UsageError`` where something else is there."""
+    if not root.is_dir():
+        return []
+    return [_checked(path) for path in sorted(root.iterdir())]
+
+
+def _checked(job: Path) -> Path:
+    """Return ``job`` if all below it is a host's directory or a coordinator's file.
+
+    So a wrong ``--store-dir`` removes nothing.
+    """
+    if job.is_symlink() or not job.is_dir():
+        strangers = [job]
+    else:
+        open_below(job.parent, job.name).close()  # whose it is, before anything in it is read
+        strangers = [
+            path
+            for path in sorted(job.iterdir())
+            if not (path / LOCK).is_file() and not path.name.lstrip(".").startswith("coordinator.")
+        ]
+    if strangers:
+        raise UsageError(
+            f"{job.parent} is no store: {strangers[0]} is neither a host's directory nor a "
+            "coordinator's file. Name a store's directory, or remove that."
+        )
+    return job
+
+
+def _checked_saved(folder: Path) -> Path:
+    """Return ``<durable_dir>/<job>`` if all in it is a job's, so that a wrong ``--durable-dir``
+    removes nothing."""
+    for path in sorted(folder.iterdir()):
+        match = NUMBERED.fullmatch(path.name)
+        is_part = match is not None and match[1] == "generation" and path.is_dir()
+        is_mark = path.name.lstrip(".").startswith((FINISHED, "probe-"))
+        if path.is_symlink() or not (is_part or is_mark):
+            raise UsageError(
+                f"{folder} is not what a job has saved: {path} is neither a generation nor "
+                f"{FINISHED}. Name the --durable-dir that the job had, or move that away."
+            )
+    return folder
+
+
+def _hosts(job: Path) -> list[str]:
+    return [path.parent.name for path in sorted(job.glob(f"*/{LOCK}"))]
+
+
+def _alive(job: Path) -> str:
+    """Say which agent or coordinator of a job is alive; empty where none is."""
+    for name in _hosts(job):
+        with open_below(job.parent, job.name, name) as host:
+            owner = find_owner(host)
+        if owner is not None:
+            return f"host {name} is in use by process {owner.pid}"
+    try:
+        return "its coordinator answers" if read_card(job) is not None else ""
+    except PeerError as error:
+        return str(error)
+
+
+def _leftovers(job: Path) -> list[Leftover]:
+    return [each for name in _hosts(job) for each in find_leftovers(job / name)]
+
+
+def _show(found: Sequence[Leftover]) -> None:
+    for each in found:
+        print(f"            {each.path.parent.name}/{each.path.name}: {each.text}")
+
+
+def _remove(job: Path, found: Sequence[Leftover], *, is_dry: bool) -> int:
+    """Remove a dead job's directory; returns the bytes of its files."""
+    size = sum(sizes(job))
+    print(f"{'would remove' if is_dry else 'remove'}  {job}  {size} bytes")
+    _show(found)
+    if is_dry:
+        return size
+    # Held until all is gone, so that no agent starts in what is being removed.
+    locks = []
+    try:
+        for name in _hosts(job):
+            with open_below(job.parent, job.name, name) as host:
+                locks.append(StoreLock.acquire(host))
+        shutil.rmtree(job)
+    finally:
+        for lock in locks:
+            lock.release()
+    return size
+
+
+def _remove_saved(folder: Path, found: Sequence[Leftover], *, is_dry: bool) -> int:
+    """Remove what a job has saved: under another name first, so that nobody finds half of it."""
+    size = sum(sizes(folder))
+    print(f"{'would remove' if is_dry else 'remove'}  {folder}  {size} bytes")
+    _show(found)
+    if is_dry:
+        return size
+    aside = folder.with_name(f".{folder.name}.removed-{os.getpid()}")
+    os.rename(folder, aside)
+    shutil.rmtree(aside)
+    return size

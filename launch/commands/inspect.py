@@ -1,0 +1,168 @@
+"""``scalai inspect``: what a generation or a checkpoint of any layout holds, from its files."""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from scalai.converters.between.mapping_files import find_mapping
+from scalai.converters.checkpoint import Checkpoint, ReadOptions
+from scalai.converters.describe import describe, read_tensor
+from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
+from scalai.converters.noted import check_noted, check_stated
+from scalai.converters.verify import verify
+from scalai.core.collection import Tensor
+from scalai.core.errors import UsageError
+from scalai.core.fingerprint import VERSION
+from scalai.core.jsonable import Json
+from scalai.core.region import Box, box_text
+from scalai.launch.config.sizes import size_text
+from scalai.store.places import find_generations
+
+SHOWN_PIECES = 8
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="show the tensors, layout and step of a generation or a checkpoint",
+        description="Show what a generation or a checkpoint holds. PATH is a generation's "
+        "directory, a host's or a job's directory in a store, a durable directory, or a "
+        "framework's checkpoint; of several the newest.",
+    )
+    parser.add_argument("path", type=Path, metavar="PATH")
+    parser.add_argument(
+        "--generation", "--iteration", type=int, metavar="N", help="this one, not the newest"
+    )
+    parser.add_argument("--cuts", metavar="NAME|TOML", help="as for scalai reshard")
+    parser.add_argument("--tensor", metavar="NAME", help="print the values of one tensor")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compute all fingerprints again; exit 4 if one differs",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was asked for. Raises ``ScalaiError`` where it cannot be read."""
+    if args.path.exists() and find_layout(args.path) is None:
+        raise UsageError(f"{_no_generation(args.path)} {unknown_text(args.path)}")
+    cuts = find_mapping(args.cuts, "cuts") if args.cuts else None
+    options = ReadOptions(iteration=args.generation, cuts=cuts, is_part=True)
+    checkpoint = open_checkpoint(args.path, options)
+    if args.verify:
+        _verify(checkpoint)
+    if args.tensor is not None:
+        tensor, values = read_tensor(checkpoint, args.tensor)
+        _show_tensor(tensor, values, checkpoint.values.step, as_json=args.json)
+        return 0
+    report = {**describe(checkpoint), "is_verified": args.verify}
+    lines = _lines if "generation" in report else _checkpoint_lines
+    print(json.dumps(report) if args.json else "\n".join(lines(report)))
+    return 0
+
+
+def _verify(checkpoint: Checkpoint) -> None:
+    """Compute all fingerprints again. Of a part of a generation those of its pieces say enough."""
+    if checkpoint.noted is not None:
+        check_noted(checkpoint, range(len(checkpoint.noted)), workers=1)
+        check_stated(checkpoint)
+    else:
+        verify(checkpoint, workers=1)
+
+
+def _no_generation(path: Path) -> str:
+    below = sorted(entry.name for entry in path.glob("*/") if find_generations(entry))
+    hint = f" There are some below: {', '.join(below)}." if below else ""
+    return (
+        f"{path} holds no committed generation. Name a generation's directory, a host's, a job's "
+        f"or a durable one.{hint}"
+    )
+
+
+def _show_tensor(tensor: Tensor, values: npt.NDArray[Any], step: int, *, as_json: bool) -> None:
+    if as_json:
+        content = {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
+        print(json.dumps({**content, "values": values.tolist()}))
+    else:
+        print(f"{tensor.name}  {tensor.dtype}{list(tensor.shape)}  step {step}")
+        print(values)
+
+
+def _checkpoint_lines(report: dict[str, Json]) -> Iterator[str]:
+    """Yield a checkpoint's report as text."""
+    yield f"layout     {report['layout']}  step {report['step']}  {report['directory']}"
+    yield "degrees    " + " ".join(f"{axis}={size}" for axis, size in report["degrees"].items())
+    yield f"optimizer  {report['optimizer'] or 'none'}"
+    for key, value in report["counters"].items():
+        yield f"{key} {value}"
+    state = "whole" if report["is_whole"] else f"not whole, {len(report['missing'])} holes"
+    yield f"state      {state}, {size_text(report['size_bytes'])} in {report['files']} files"
+    if beside := report["beside"]:
+        streams = f", random streams of {beside['random_streams']} ranks"
+        yield f"saved by   {beside['saved_by']}: {', '.join(beside['files'])}{streams}"
+    yield from (f"note       {note}" for note in report["notes"])
+    yield ""
+    width = max((len(tensor["name"]) for tensor in report["tensors"]), default=0)
+    for tensor in report["tensors"]:
+        kind = f"{tensor['dtype']}{tensor['shape']}"
+        size, pieces = size_text(tensor["size_bytes"]), tensor["pieces"]
+        yield f"{tensor['name']:{width}}  {size:>10}  {pieces:>4} pieces  {kind}"
+
+
+def _lines(report: dict[str, Json]) -> Iterator[str]:
+    """Yield the report as text."""
+    about = dict(report["about"])
+    degrees = about.pop("degrees", {})
+    others = [number for number in report["generations"] if number != report["generation"]]
+    yield f"generation {report['generation']}  step {report['step']}" + (
+        f"  (also here: {', '.join(map(str, others))})" if others else ""
+    )
+    yield "degrees    " + " ".join(f"{axis}={size}" for axis, size in degrees.items())
+    for key, value in about.items():
+        yield f"{key:10} {value if isinstance(value, str) else json.dumps(value)}"
+    state = "whole" if report["is_whole"] else f"not whole: {_missing(report['missing'])}"
+    proof = ", fingerprints computed again and equal" if report["is_verified"] else ""
+    if report["fingerprint_version"] != VERSION:
+        proof += f"; fingerprints of version {report['fingerprint_version']}, of an older release"
+    yield f"state      {state}, {size_text(report['size_bytes'])}{proof}"
+    for host in report["hosts"]:
+        ranks = ",".join(map(str, host["ranks"])) or "-"
+        yield (
+            f"host       {host['host']}  ranks {ranks}  {host['pieces']} pieces  "
+            f"{size_text(host['size_bytes'])}  {host['directory']}"
+        )
+    yield f"scalars    {', '.join(sorted(report['scalars'])) or '-'}"
+    yield f"rank state {', '.join(report['rank_state']) or '-'}"
+    yield ""
+    yield from _table(report["tensors"])
+
+
+def _table(tensors: Sequence[dict[str, Json]]) -> Iterator[str]:
+    """Yield a line a tensor, and below it who holds which boxes."""
+    width = max((len(tensor["name"]) for tensor in tensors), default=0)
+    for tensor in tensors:
+        kind = f"{tensor['dtype']}{tensor['shape']}"
+        print_ = tensor["fingerprint"] or "-" * 16
+        yield f"{tensor['name']:{width}}  {print_}  {size_text(tensor['size_bytes']):>10}  {kind}"
+        holders: dict[str, list[str]] = {}
+        for piece in tensor["pieces"]:
+            box = Box(tuple(piece["offset"]), tuple(piece["shape"]))
+            place = f"{piece['host']}/{piece['file'].removesuffix('.safetensors')}"
+            holders.setdefault(box_text(box), []).append(place)
+        for text, places in list(holders.items())[:SHOWN_PIECES]:
+            yield f"    {text}  {' '.join(places)}"
+        if len(holders) > SHOWN_PIECES:
+            yield f"    and {len(holders) - SHOWN_PIECES} more boxes (--json lists all)"
+
+
+def _missing(missing: Sequence[dict[str, Json]]) -> str:
+    first = missing[0]
+    box = box_text(Box(tuple(first["offset"]), tuple(first["shape"])))
+    return f"{len(missing)} boxes are on none of these hosts, first {first['tensor']}{box}"

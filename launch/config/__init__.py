@@ -1,0 +1,1 @@
+"""What a person asked for: flags, files, the job that they state."""

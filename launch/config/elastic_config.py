@@ -1,0 +1,198 @@
+"""The elastic configuration: one frozen tree, checked when built. ``elastic_file`` reads it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from scalai.core.choice import DegreePolicy, Rule
+from scalai.core.degrees import ModelLimits, Wish
+from scalai.core.errors import UsageError
+
+BUILD_AHEAD = ("auto", "always", "never")
+PROBE_KINDS = ("nvidia-smi", "command", "file", "none")
+DATA_ORDERS = ("loader", "own")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """The Tensor Store of a host.
+
+    Attributes:
+        dir: Folder of the stores in memory; None: below /dev/shm.
+        budget_gb: Upper bound of what generations may take, in 10^9 bytes; None: what is free
+            there.
+        snapshot_every: Steps between generations without a change; 0: only at the start and at
+            changes.
+        durable_dir: Folder on disk for the generation that the last host leaves; None: none.
+    """
+
+    dir: str | None = None
+    budget_gb: float | None = None
+    snapshot_every: int = 0
+    durable_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _expect(self.budget_gb is None or self.budget_gb > 0, "budget_gb", self.budget_gb, "> 0")
+        _expect(self.snapshot_every >= 0, "snapshot_every", self.snapshot_every, "0 or more steps")
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeConfig:
+    """When a change becomes a resize.
+
+    Attributes:
+        settle_s: Seconds to wait after a host joins, so that several joins are one change.
+        drain_timeout_s: Most seconds between SIGTERM and exit of a leaving host; how long workers
+            may take to reach an agreed stop before it is taken back, and how long they may hang in
+            their deposit before they are ended.
+        start_timeout_s: How long a round may make no progress before every rank has stepped.
+        stall_s: After how long without a step workers are reported, at the soonest.
+        quarantine_s: How long a host waits that was lost three times within an hour; twice as long
+            each further time; 0: it does not.
+        allowed_sizes: World sizes that may be used, ascending; empty: any.
+        min_model_parallel: Smallest TP·PP that memory is known to hold; None: the present one.
+        build_ahead: Whether the next round's workers build their models while the present ones
+            train on: ``auto`` where host memory holds both, ``always``, ``never``.
+        build_timeout_s: How long the training goes on for that, at most, before the change.
+        coordinator_timeout_s: How long workers train on while the coordinator is silent.
+    """
+
+    settle_s: float = 2.0
+    drain_timeout_s: float = 120.0
+    allowed_sizes: tuple[int, ...] = ()
+    min_model_parallel: int | None = None
+    build_ahead: str = "auto"
+    build_timeout_s: float = 300.0
+    coordinator_timeout_s: float = 600.0
+    start_timeout_s: float = 1800.0
+    stall_s: float = 60.0
+    quarantine_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        policies = "one of " + ", ".join(BUILD_AHEAD)
+        _expect(self.build_ahead in BUILD_AHEAD, "build_ahead", self.build_ahead, policies)
+        _expect(self.build_timeout_s > 0, "build_timeout_s", self.build_timeout_s, "> 0 seconds")
+        timeout_s = self.coordinator_timeout_s
+        _expect(timeout_s > 0, "coordinator_timeout_s", timeout_s, "> 0 seconds")
+        _expect(self.start_timeout_s > 0, "start_timeout_s", self.start_timeout_s, "> 0 seconds")
+        _expect(self.stall_s > 0, "stall_s", self.stall_s, "> 0 seconds")
+        _expect(self.quarantine_s >= 0, "quarantine_s", self.quarantine_s, "0 or more seconds")
+        _expect(self.settle_s >= 0, "settle_s", self.settle_s, "0 or more seconds")
+        _expect(self.drain_timeout_s > 0, "drain_timeout_s", self.drain_timeout_s, "> 0 seconds")
+        sizes = self.allowed_sizes
+        is_ascending = all(1 <= size for size in sizes) and list(sizes) == sorted(set(sizes))
+        _expect(is_ascending, "allowed_sizes", list(sizes), "world sizes of 1 or more, ascending")
+        least = self.min_model_parallel
+        _expect(least is None or least >= 1, "min_model_parallel", least, "1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeConfig:
+    """How the number of working devices of a host is asked for.
+
+    Attributes:
+        kind: ``nvidia-smi``, ``command`` (prints a number), ``file`` (holds one) or ``none``.
+        command: The command line of kind ``command``.
+        file: The path of kind ``file``.
+        interval_s: Seconds between two questions.
+    """
+
+    kind: str = "nvidia-smi"
+    command: str | None = None
+    file: str | None = None
+    interval_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        _expect(self.kind in PROBE_KINDS, "kind", self.kind, "one of " + ", ".join(PROBE_KINDS))
+        _expect(self.interval_s > 0, "interval_s", self.interval_s, "> 0 seconds")
+        for kind, value in (("command", self.command), ("file", self.file)):
+            if (self.kind == kind) != (value is not None):
+                raise UsageError(
+                    f"kind = {self.kind!r} with {kind} = {value!r}: "
+                    f"{kind} belongs to kind = {kind!r}, which needs it."
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedConfig:
+    """What DeepSpeed's own configuration cannot say of an elastic job.
+
+    Attributes:
+        zero_stage: ZeRO stage by world size, as text, or by ``default``; where neither is there,
+            the stage of DeepSpeed's own configuration.
+        data_order: Who keeps the order of samples over a change: ``loader``, torch's or DeepSpeed's
+            under our hooks; ``own``: the script, by ``scalai.elastic().consumed_samples``.
+        cuts: Name or path of a file that says how tensor-parallel ranks cut the parameters of a
+            checkpoint which does not say it, as ``scalai reshard --cuts``; for ``load_checkpoint``.
+    """
+
+    zero_stage: Mapping[str, int] = field(default_factory=dict)
+    data_order: str = "loader"
+    cuts: str | None = None
+
+    def __post_init__(self) -> None:
+        for key, stage in self.zero_stage.items():
+            is_world = key == "default" or (key.isdecimal() and int(key) > 0)
+            _expect(is_world, "zero_stage", key, "a number of ranks or default")
+            _expect(0 <= stage <= 3, f"zero_stage.{key}", stage, "0, 1, 2 or 3")
+        orders = "one of " + ", ".join(DATA_ORDERS)
+        _expect(self.data_order in DATA_ORDERS, "data_order", self.data_order, orders)
+
+    def stage_on(self, world_size: int) -> int | None:
+        """Return the ZeRO stage on so many ranks; None: that of DeepSpeed's configuration."""
+        return self.zero_stage.get(str(world_size), self.zero_stage.get("default"))
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticConfig:
+    """Everything that a person can say about an elastic job beside the launcher's own flags."""
+
+    degrees: tuple[Rule, ...] = ()
+    default_degrees: Wish | None = None
+    model: ModelLimits = field(default_factory=ModelLimits)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    resize: ResizeConfig = field(default_factory=ResizeConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    origin: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Where a value comes from, by its dotted name: ``flag`` or ``file``; absent: the default."""
+
+    def policy(self, initial: Wish | None = None) -> DegreePolicy:
+        """Return what the planner of degrees asks for.
+
+        Args:
+            initial: Degrees of the script's command line; they win over ``default``.
+        """
+        return DegreePolicy(
+            self.degrees,
+            initial or self.default_degrees,
+            self.resize.allowed_sizes,
+            self.resize.min_model_parallel,
+        )
+
+    def describe(self) -> str:
+        """Return what the launcher prints: one ``name = value  (origin)`` a line."""
+        lines = [
+            (f'degrees."{rule.key}"', ", then ".join(map(str, rule.wishes)))
+            for rule in self.degrees
+        ]
+        if self.default_degrees is not None:
+            lines.append(("degrees.default", str(self.default_degrees)))
+        for section in ("model", "store", "resize", "probe", "deepspeed"):
+            part = getattr(self, section)
+            for item in fields(part):
+                value = getattr(part, item.name)
+                # What nobody stated here says nothing; the other sections are shown whole.
+                is_quiet = section in ("model", "deepspeed")
+                if not is_quiet or f"{section}.{item.name}" in self.origin:
+                    shown = list(value) if isinstance(value, tuple) else value
+                    lines.append(
+                        (f"{section}.{item.name}", "none" if shown is None else str(shown))
+                    )
+        return "\n".join(
+            f"{name} = {value}  ({self.origin.get(name, 'default')})" for name, value in lines
+        )
+
+
+def _expect(is_met: bool, name: str, found: object, expected: str) -> None:
+    if not is_met:
+        raise UsageError(f"{name} = {found!r}; expected {expected}.")

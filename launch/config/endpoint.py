@@ -1,0 +1,125 @@
+"""The coordinator's card: how agents and commands on one machine find a job's coordinator."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scalai.core.errors import AbsentError, PeerError, SilentError, UsageError, VersionError
+from scalai.runtime.calls import CONNECT_S, Channel
+from scalai.store.secure import open_below
+
+TOKEN_VARIABLE = "SCALAI_JOB_TOKEN"
+"""Environment variable: the job's secret, where hosts do not share a machine."""
+CARD = "coordinator.json"
+ATTEMPTS, PAUSE_S = 4, 0.2
+"""How often a coordinator is asked whose connections break, and how long it is left between."""
+
+TOKEN_CHARACTERS = 16
+"""A shorter secret is soon guessed by whoever has heard one handshake."""
+
+
+def take_token() -> str | None:
+    """Return the job's secret from the environment, None where there is none, and take it out of
+    there: what this process starts does not inherit it.
+
+    Raises:
+        UsageError: It is too short.
+    """
+    token = os.environ.pop(TOKEN_VARIABLE, None)
+    if token is not None and len(token) < TOKEN_CHARACTERS:
+        raise UsageError(
+            f"{TOKEN_VARIABLE} has {len(token)} characters; at least {TOKEN_CHARACTERS} are needed "
+            "so that nobody guesses it. Take the output of: openssl rand -hex 32"
+        )
+    return token
+
+
+def read_card(
+    folder: Path, *, answer_s: float = CONNECT_S, pause_s: float = PAUSE_S
+) -> tuple[tuple[str, int], bytes] | None:
+    """Return the address and token of a live coordinator that left its card in the job's folder,
+    else None.
+
+    Args:
+        answer_s: How long it may take to answer.
+        pause_s: How long it is left alone after its connection has broken.
+
+    Raises:
+        PeerError: There is one, or something else, and it does not answer.
+        StoreError: The folder is not this user's alone.
+    """
+    try:
+        with open_below(folder.parent, folder.name) as job:
+            text = job.read(CARD)
+    except FileNotFoundError:
+        return None
+    found = _parse(text)
+    return found if found is not None and _answers(*found, answer_s, pause_s) else None
+
+
+def _parse(text: bytes) -> tuple[tuple[str, int], bytes] | None:
+    """Return the address and token of a card, None where it is torn (by an older release)."""
+    try:
+        card = json.loads(text)
+        return (str(card["host"]), int(card["port"])), bytes.fromhex(card["token"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _answers(address: tuple[str, int], token: bytes, answer_s: float, pause_s: float) -> bool:
+    """Whether a coordinator of the job is there. Raises ``PeerError`` where that cannot be told."""
+    for attempt in range(ATTEMPTS):
+        try:
+            Channel(address, token, connect_s=answer_s).close()
+            return True
+        except AbsentError:
+            return False
+        except PeerError as error:
+            if isinstance(error, VersionError):
+                raise
+            if isinstance(error, SilentError) or attempt == ATTEMPTS - 1:
+                raise PeerError(
+                    f"the job's coordinator at {address[0]}:{address[1]} does not answer ({error}) "
+                    "Its process may be paused, or its machine overloaded: look for "
+                    "scalai.launch.coordinator.process, and end it if it hangs."
+                ) from error
+            time.sleep(pause_s)  # it may just have ended
+    return False
+
+
+def write_card(folder: Path, address: tuple[str, int], token: bytes) -> None:
+    """Leave the card, readable by this user alone. Raises ``StoreError`` where that cannot be."""
+    card: Mapping[str, Any] = {"host": address[0], "port": address[1], "token": token.hex()}
+    with open_below(folder.parent, folder.name) as job:
+        job.write(CARD, json.dumps(card).encode())
+
+
+def remove_card(folder: Path, of: tuple[str, int] | None = None) -> None:
+    """Take the card away, if it is there; only that of the coordinator that listens at ``of``,
+    where that is named. Whoever calls holds the lock of the job's folder."""
+    with contextlib.suppress(FileNotFoundError), open_below(folder.parent, folder.name) as job:
+        found = _parse(job.read(CARD))
+        if of is None or (found is not None and found[0] == of):
+            job.remove(CARD)
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``; an IPv6 address stands in brackets."""
+    name, _, port = endpoint.rpartition(":")
+    is_bracketed = name.startswith("[") and name.endswith("]")
+    host = name[1:-1] if is_bracketed else name
+    # A colon without brackets: an address, and nobody can tell whether its end is a port.
+    if not host or not port.isdecimal() or (":" in host and not is_bracketed):
+        raise UsageError(
+            f"--coordinator {endpoint} is not HOST:PORT, or [ADDRESS]:PORT with an IPv6 address."
+        )
+    return host, int(port)
+
+
+def join_endpoint(host: str, port: int) -> str:
+    """Return what ``split_endpoint`` splits into these; ``host`` may stand in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

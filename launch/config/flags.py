@@ -1,0 +1,254 @@
+"""The flags of ``scalai-run``: those of torchrun, read by torchrun's own parser, and ours beside
+them.
+
+docs/launcher.md lists what differs from torchrun. What was read is ``Options``, which needs no
+torch.
+"""
+
+import argparse
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import fields
+
+from torch.distributed.run import get_args_parser
+
+from scalai.core.errors import UsageError
+from scalai.launch.config.endpoint import join_endpoint
+from scalai.launch.config.options import DEFAULT_MASTER_PORT, Options
+from scalai.store.places import check_host, check_job
+
+DEFAULT_JOB = "default"
+_TORCH_NO_JOB = "none"
+_TORCH_RENDEZVOUS = ("static", "c10d")
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """Read the command line, without the program's name.
+
+    ``--elastic CONFIG`` may stand before the script or among its own arguments, where it is taken
+    out.
+
+    Raises:
+        UsageError: A flag that cannot be used here; the message says what to use instead.
+        SystemExit: argparse's own errors and ``--help``, with code 2 and 0.
+    """
+    parser = build_parser()
+    flags = parser.parse_args(list(argv))
+    script_args, elastic_in_script = _take_elastic(flags.training_script_args)
+    if flags.elastic is not None and elastic_in_script is not None:
+        raise UsageError(
+            f"--elastic is given twice ({flags.elastic} before the script, {elastic_in_script} "
+            "behind it); keep one."
+        )
+    _check(flags)
+    job = check_job(DEFAULT_JOB if flags.rdzv_id == _TORCH_NO_JOB else flags.rdzv_id)
+    if flags.host_id is not None:
+        check_host(flags.host_id)
+    min_nodes, max_nodes = _node_range(flags.nnodes)
+    plain = {f.name for f in fields(Options)} & set(vars(flags)) - {"elastic"}
+    return Options(
+        **{name: getattr(flags, name) for name in plain},
+        script=flags.training_script,
+        script_args=script_args,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        job=job,
+        coordinator=_coordinator(flags),
+        is_standalone=flags.standalone,
+        is_module=flags.module,
+        elastic=flags.elastic if elastic_in_script is None else elastic_in_script,
+        is_check=flags.check_elastic,
+        overrides=_overrides(flags),
+    )
+
+
+def with_own_name(argv: Sequence[str]) -> list[str]:
+    """Return the command line; a standalone job without a name gets one that no other has."""
+    flags = build_parser().parse_args(list(argv))
+    if not flags.standalone or flags.rdzv_id != _TORCH_NO_JOB:
+        return list(argv)
+    return ["--rdzv-id", f"standalone-{secrets.token_hex(4)}", *argv]
+
+
+def _torchruns_parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser, under our name; it asks for no script."""
+    parser = get_args_parser()
+    parser.prog = "scalai-run"
+    parser.description = "torchrun for jobs whose resources change while they run"
+    for action in parser._actions:  # argparse has no public way to make a positional optional
+        if action.dest == "training_script":
+            # --check-elastic needs no script; parse_options asks for one otherwise.
+            action.nargs, action.required = "?", False
+        elif action.dest == "max_restarts" and "PET_MAX_RESTARTS" not in os.environ:
+            action.default = None  # torchrun's 0 cannot be told from a 0 that was given
+    return parser
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser with our flags added; every flag may be written with - or _."""
+    parser = _torchruns_parser()
+    group = parser.add_argument_group("elastic training")
+
+    def add(flag: str, *more: str, **settings: object) -> None:
+        spellings = dict.fromkeys(
+            s for f in (flag, *more) for s in (f, "--" + f[2:].replace("-", "_"))
+        )
+        group.add_argument(*spellings, **settings)  # type: ignore[arg-type]  # argparse's overloads
+
+    add("--elastic", metavar="CONFIG", 
+        help="elastic configuration: TOML, or a DeepSpeed configuration with a block "
+        '"scalai"; makes the job elastic')  # fmt: skip
+    # SUPPRESS: an alias that is not given must not undo the default of the flag it stands for.
+    add("--coordinator", dest="rdzv_endpoint", metavar="HOST:PORT", default=argparse.SUPPRESS,
+        help="where the coordinator is; the same as --rdzv-endpoint")  # fmt: skip
+    add("--job", dest="rdzv_id", metavar="NAME", default=argparse.SUPPRESS,
+        help="name of the job; the same as --rdzv-id")  # fmt: skip
+    add(
+        "--hostfile",
+        metavar="FILE",
+        help="DeepSpeed's host file: the hosts, and the workers of this one",
+    )
+    add("--include", metavar="HOST[:SLOT,...]@...", help="hosts and slots of the host file to use")
+    add("--exclude", metavar="HOST[:SLOT,...]@...", help="those not to use")
+    add("--host-id", metavar="NAME", help="name of this host in the job (default: its host name)")
+    add("--store-dir", metavar="DIR", help="folder of the Tensor Store (default: in /dev/shm)")
+    add("--store-budget-gb", type=float, metavar="GB", help="how much the store may take")
+    add(
+        "--durable-dir",
+        metavar="DIR",
+        help="directory for the newest state, written when the last host is drained by a signal; "
+        "no periodic checkpoint",
+    )
+    add("--snapshot-every", type=int, metavar="STEPS", help="make a generation every so many steps")
+    add(
+        "--settle-s",
+        type=float,
+        metavar="S",
+        help="wait so long after a host joins, so that several joins are one change",
+    )
+    add("--drain-timeout", "--drain-timeout-s", dest="drain_timeout", type=float, metavar="S",
+        help="most seconds between SIGTERM and exit")  # fmt: skip
+    add("--allowed-sizes", type=_sizes, metavar="N,N,...",
+        help="world sizes that may be used, such as 2,4,8-12")  # fmt: skip
+    add("--min-model-parallel", type=int, metavar="N", help="smallest TP*PP that fits in memory")
+    add("--probe", type=_probe, metavar="nvidia-smi|command:CMD|file:PATH|none",
+        help="how to ask for the number of working devices of this host")  # fmt: skip
+    add("--report-dir", metavar="DIR", help="where the JSON report of each resize goes")
+    add("--fresh", dest="is_fresh", action="store_true",
+        help="begin anew although the job has a state, which is given up")  # fmt: skip
+    add("--check-elastic", action="store_true",
+        help="print what may change and the degrees for every allowed world, and exit")  # fmt: skip
+    return parser
+
+
+_DOTTED = {
+    "store_dir": "store.dir",
+    "store_budget_gb": "store.budget_gb",
+    "durable_dir": "store.durable_dir",
+    "snapshot_every": "store.snapshot_every",
+    "settle_s": "resize.settle_s",
+    "drain_timeout": "resize.drain_timeout_s",
+    "allowed_sizes": "resize.allowed_sizes",
+    "min_model_parallel": "resize.min_model_parallel",
+}
+
+
+def _overrides(flags: argparse.Namespace) -> dict[str, object]:
+    given = {
+        dotted: getattr(flags, name)
+        for name, dotted in _DOTTED.items()
+        if getattr(flags, name) is not None
+    }
+    return {**given, **(flags.probe or {})}
+
+
+def _take_elastic(script_args: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
+    """Return the script's arguments without ``--elastic CONFIG``, and the CONFIG."""
+    rest: list[str] = []
+    config: str | None = None
+    arguments = iter(script_args)
+    for argument in arguments:
+        if argument == "--elastic":
+            value = next(arguments, None)
+            if value is None:
+                raise UsageError("--elastic needs the path of a configuration behind it.")
+        elif argument.startswith("--elastic="):
+            value = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+            continue
+        if config is not None:
+            raise UsageError(f"--elastic is given twice ({config} and {value}); keep one.")
+        config = value
+    return tuple(rest), config
+
+
+def _check(flags: argparse.Namespace) -> None:
+    if flags.training_script is None and not flags.check_elastic:
+        raise UsageError("no training script is given; name one behind the flags.")
+    if flags.no_python:
+        raise UsageError(
+            "--no-python: an elastic worker is a Python program, because the framework is hooked "
+            "inside it. Name a Python script, or -m MODULE."
+        )
+    for name in ("logs_specs", "numa_binding"):
+        if getattr(flags, name, None) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is not supported; leave it out.")
+    if getattr(flags, "virtual_local_rank", False):
+        raise UsageError("--virtual-local-rank is not supported; leave it out.")
+    if flags.rdzv_backend not in _TORCH_RENDEZVOUS:
+        raise UsageError(
+            f"--rdzv-backend {flags.rdzv_backend}: the coordinator is the rendezvous. Leave the "
+            "flag out and name the coordinator by --coordinator HOST:PORT."
+        )
+    if flags.max_restarts is not None and flags.max_restarts < 0:
+        raise UsageError(f"--max-restarts {flags.max_restarts} is negative; use 0 or more.")
+
+
+def _node_range(nnodes: str) -> tuple[int, int]:
+    low, _, high = nnodes.partition(":")
+    try:
+        least, most = int(low), int(high or low)
+    except ValueError:
+        raise UsageError(f"--nnodes {nnodes} is neither N nor MIN:MAX.") from None
+    if not 1 <= least <= most:
+        raise UsageError(f"--nnodes {nnodes}: expected 1 <= MIN <= MAX.")
+    return least, most
+
+
+def _coordinator(flags: argparse.Namespace) -> str | None:
+    if flags.standalone:
+        return None
+    if flags.rdzv_endpoint:
+        return str(flags.rdzv_endpoint)
+    # torchrun's static rendezvous: node 0 is at --master-addr, and here it runs the coordinator.
+    # Without either flag all agents are on this machine, and find it by the job's name.
+    is_named = flags.master_addr not in ("127.0.0.1", "localhost")
+    if is_named or flags.master_port is not None:
+        return join_endpoint(flags.master_addr, flags.master_port or DEFAULT_MASTER_PORT)
+    return None
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Read ``2,4,8-12``."""
+    sizes: set[int] = set()
+    for part in text.split(","):
+        low, _, high = part.strip().partition("-")
+        if not low.isdecimal() or (high and not high.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{part!r} is neither a number nor LOW-HIGH")
+        sizes.update(range(int(low), int(high or low) + 1))
+    if not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} names no world size of 1 or more")
+    return tuple(sorted(sizes))
+
+
+def _probe(text: str) -> dict[str, object]:
+    kind, _, value = text.partition(":")
+    if kind in ("nvidia-smi", "none") and not value:
+        return {"probe.kind": kind}
+    if kind in ("command", "file") and value:
+        return {"probe.kind": kind, f"probe.{kind}": value}
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is none of nvidia-smi, command:CMD, file:PATH, none"
+    )

@@ -1,0 +1,171 @@
+"""What a job is: the same for all its agents, and what the coordinator decides by."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalai.converters.deepspeed.config import BLOCK, find_config, json_config
+from scalai.core.jsonable import Json
+from scalai.launch.config.elastic_config import ElasticConfig
+from scalai.launch.config.elastic_file import parse_config, read_text
+from scalai.launch.config.options import Options
+from scalai.launch.config.script import ScriptFacts, read_script
+
+COMPARED = (
+    "script",
+    "script_args",
+    "is_module",
+    "job",
+    "min_nodes",
+    "max_nodes",
+    "max_restarts",
+    "elastic_text",
+    "deepspeed",
+)
+"""What all agents of a job must have in common; the rest (names, folders, log files) is a host's
+own affair."""
+
+
+FAILURES = 3
+"""Failures of workers within an hour of training that a job survives whose hosts may come and go,
+where nobody gave ``--max-restarts``."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """A job as its command line and its elastic configuration state it.
+
+    ``options``, ``elastic_text`` and ``deepspeed`` are what a person gave; everything else follows
+    from them, on every process alike. ``elastic_text`` is TOML, or JSON where it comes from a
+    DeepSpeed configuration; ``deepspeed`` is that configuration, None where the script's arguments
+    name none.
+    """
+
+    options: Options
+    elastic_text: str | None
+    config: ElasticConfig
+    deepspeed: Mapping[str, Json] | None = None
+
+    @classmethod
+    def read(cls, options: Options) -> "JobSpec":
+        """Read the files that a command line names."""
+        named = given = find_config(options.script_args)
+        text, name = None, "flags"
+        if options.elastic is not None:
+            text, name = read_text(options.elastic), options.elastic
+            given = json_config(text, name)
+        if given is not None and given.block is not None:
+            text, name = json.dumps(given.block), given.name
+        found = named or given
+        return cls._of(options, text, name, found.content if found else None)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Json]) -> "JobSpec":
+        """Read what ``to_json`` wrote, without any file."""
+        options = Options.from_json(data["options"])
+        name = options.elastic or BLOCK
+        return cls._of(options, data["elastic_text"], name, data["deepspeed"])
+
+    @classmethod
+    def _of(
+        cls,
+        options: Options,
+        text: str | None,
+        name: str,
+        deepspeed: Mapping[str, Json] | None,
+    ) -> "JobSpec":
+        config = parse_config(text, name, options.overrides)
+        return cls(options, text, config, deepspeed)
+
+    def to_json(self) -> Json:
+        return {
+            "options": self.options.to_json(),
+            "elastic_text": self.elastic_text,
+            "deepspeed": self.deepspeed,
+        }
+
+    @property
+    def job(self) -> str:
+        return self.options.job
+
+    @property
+    def min_hosts(self) -> int:
+        return self.options.min_nodes
+
+    @property
+    def max_hosts(self) -> int:
+        return self.options.max_nodes
+
+    @property
+    def failures(self) -> int:
+        """Failures that the job survives: as torchrun, what a person gave; where that is nothing
+        and hosts may come and go, a few."""
+        if self.options.max_restarts is not None:
+            return self.options.max_restarts
+        return FAILURES if self.is_loss_free else 0
+
+    @property
+    def is_loss_free(self) -> bool:
+        """Whether the loss of a host is a change as others are, and costs no restart."""
+        return self.options.max_restarts is None and self.min_hosts < self.max_hosts
+
+    @property
+    def settle_s(self) -> float:
+        return self.config.resize.settle_s
+
+    @property
+    def store_dir(self) -> Path | None:
+        folder = self.config.store.dir
+        return Path(folder) if folder else None
+
+    @property
+    def store_budget_bytes(self) -> int | None:
+        budget = self.config.store.budget_gb
+        return None if budget is None else int(budget * 1e9)
+
+    @property
+    def durable_dir(self) -> Path | None:
+        folder = self.config.store.durable_dir
+        return Path(folder) if folder else None
+
+    @property
+    def report_dir(self) -> Path | None:
+        return Path(self.options.report_dir) if self.options.report_dir else None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the job begins anew although it has a state."""
+        return self.options.is_fresh
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the frameworks are hooked and the state is carried."""
+        return self.elastic_text is not None
+
+    @property
+    def script(self) -> ScriptFacts:
+        """What the script's own flags and the configuration say of the model, before anything
+        runs."""
+        if not self.is_elastic:
+            return ScriptFacts(self.config.model, self.config.policy())
+        return read_script(self.options, self.config, self.deepspeed)
+
+    def hook_settings(self, world_size: int) -> Json:
+        """Return what the frameworks' hooks have to know of the configuration, on so many ranks."""
+        deepspeed = self.config.deepspeed
+        return {
+            "zero_stage": deepspeed.stage_on(world_size),
+            "zero_stages": dict(deepspeed.zero_stage),
+            "data_order": deepspeed.data_order,
+            "cuts": deepspeed.cuts,
+        }
+
+    def difference(self, other: "JobSpec") -> str | None:
+        """Say in what another agent's job differs from this one, None where it is the same."""
+        for name in COMPARED:
+            of_spec = name in ("elastic_text", "deepspeed")
+            mine, its = (getattr(of if of_spec else of.options, name) for of in (self, other))
+            if mine != its:
+                return f"{name.replace('_', ' ')} is {its!r}, the job's is {mine!r}"
+        return None

@@ -1,0 +1,78 @@
+"""What the command line of ``scalai-run`` says, as values: an agent reads it
+(``launch/config/flags.py``), and its coordinator is told."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+
+from scalai.core.errors import MessageError, UsageError
+from scalai.core.jsonable import Json
+from scalai.runtime.codec import convert
+
+DEFAULT_MASTER_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line of one agent.
+
+    Fields named like a torchrun flag mean what torchrun means, unless docs/launcher.md says
+    otherwise. None: not given.
+    """
+
+    script: str | None
+    script_args: tuple[str, ...]
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: str
+    """A number, ``auto``, ``cpu`` or ``gpu``."""
+    job: str
+    coordinator: str | None
+    """``host:port`` of the coordinator; None: this agent starts its own on a free port."""
+    is_standalone: bool
+    """Whether the job has this one agent, which joins no job that runs already."""
+    max_restarts: int | None
+    """Failures that the job survives; resizes are none."""
+    monitor_interval: float
+    start_method: str
+    role: str
+    is_module: bool
+    log_dir: str | None
+    redirects: str
+    tee: str
+    local_ranks_filter: str
+    local_addr: str | None
+    signals_to_handle: str
+    shutdown_timeout: int | None
+    elastic: str | None = None
+    """Path of the elastic configuration; None: the framework is not hooked."""
+    host_id: str | None = None
+    report_dir: str | None = None
+    is_check: bool = False
+    is_fresh: bool = False
+    """Begin anew although there is a state of the job."""
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    """Flags that overrule the elastic configuration, by dotted name (see ``load_config``)."""
+
+    def to_json(self) -> Json:
+        """Return plain values that ``json`` writes; ``from_json`` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Json]) -> "Options":
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            UsageError: It is of another version: a field is missing, unknown or of another type.
+        """
+        unknown = sorted(set(data) - {known.name for known in fields(cls)})
+        if unknown:
+            raise UsageError(f"options {unknown} are not known here. Do the versions differ?")
+        try:
+            read = convert(data, cls)
+        except MessageError as error:
+            raise UsageError(str(error)) from error
+        return replace(read, overrides={k: _live(v) for k, v in read.overrides.items()})
+
+
+def _live(value: Json) -> Json:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,56 @@
+"""What is known about a job before it runs, from the flags of its script and the configurations."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scalai.converters.deepspeed.config import (
+    autotp_size,
+    refuse_fixed,
+    stated_stages,
+    step_samples,
+)
+from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
+from scalai.converters.megatron.rules import allows_untested
+from scalai.core.choice import DegreePolicy
+from scalai.core.degrees import ModelLimits, Wish
+from scalai.launch.config.elastic_config import ElasticConfig
+from scalai.launch.config.options import Options
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptFacts:
+    """Limits and policy of a job; ``arguments`` None: the script is not one of Megatron-LM's."""
+
+    limits: ModelLimits
+    policy: DegreePolicy
+    arguments: MegatronArguments | None = None
+
+
+def read_script(
+    options: Options, config: ElasticConfig, deepspeed: Mapping[str, Any] | None = None
+) -> ScriptFacts:
+    """Return what the script's flags and the configurations say; the elastic one wins.
+
+    Args:
+        deepspeed: The DeepSpeed configuration that the script's arguments name; None: none.
+
+    Raises:
+        RefusedError: The flags of a Megatron-LM script, or DeepSpeed's configuration, do not go
+        with changing degrees.
+        UsageError: A value among them is not a number.
+    """
+    if is_megatron(options.script_args):
+        allow_untested = allows_untested(os.environ)
+        arguments = read_arguments(options.script_args, allow_untested=allow_untested)
+        limits = config.model.filled_from(arguments.limits)
+        return ScriptFacts(limits, config.policy(arguments.initial), arguments)
+    if deepspeed is None:
+        return ScriptFacts(config.model, config.policy())
+    refuse_fixed(deepspeed)
+    # The micro-batch of a DeepSpeed job follows from its DP: only the global batch is a limit.
+    limits = ModelLimits(global_batch_size=step_samples(deepspeed))
+    tp, pp = autotp_size(deepspeed), stated_stages(options.script_args) or 1
+    initial = Wish(tp, pp) if tp * pp > 1 else None
+    return ScriptFacts(config.model.filled_from(limits), config.policy(initial))

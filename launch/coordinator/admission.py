@@ -1,0 +1,186 @@
+"""Who may join a job, and with which state."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from scalai.core import events
+from scalai.core.admission import Brought, Verdict, admit
+from scalai.core.errors import EndedError, ProofError, UsageError
+from scalai.core.membership import Phase
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.agent_events import Manifests
+from scalai.launch.coordinator.calls import Join, Joined
+from scalai.launch.coordinator.live_job import LiveJob
+from scalai.launch.coordinator.members import Agent
+from scalai.launch.coordinator.sealed_parts import SealedParts
+from scalai.launch.coordinator.standing import describe_given_up
+from scalai.runtime.calls import Peer
+from scalai.store.manifest import UNNUMBERED, HostManifest
+from scalai.store.places import check_host
+
+
+class Admission:
+    """Lets agents in with what their stores hold, or refuses them.
+
+    Args:
+        spec: What the job is; agents that bring another one are refused.
+        live: The job.
+    """
+
+    def __init__(self, spec: JobSpec, live: LiveJob) -> None:
+        self._spec, self._live = spec, live
+        self._sealed_parts = SealedParts(spec.job, live)
+
+    def join(
+        self, peer: Peer, join: Join, read: Manifests, spec: JobSpec, *, replaces: bool = False
+    ) -> Joined:
+        """Take an agent in.
+
+        Args:
+            join: What it brings.
+            read: Its manifests.
+            spec: The job as its command line states it.
+            replaces: It takes the place of another agent of its host, which is gone.
+
+        Raises:
+            UsageError: It may not join; says why, and what to do.
+        """
+        host, slots, damaged = join.host, join.slots, join.damaged
+        self._check(host, spec, replaces=replaces)
+        live = self._live
+        manifests = [read[part] for part in join.parts]
+        aside = self._set_aside(host, manifests, spec)
+        manifests = [part for part in manifests if part not in aside]
+        obsolete = [part.generation for part in manifests if self._is_obsolete(part)]
+        chosen = self._sealed_parts.choose([read[part] for part in join.sealed], manifests)
+        if host in live.members:
+            live.log(f"event=replaced host={host} by another agent of it")
+            live.forget(host)
+        live.members.add(host, Agent(peer, join.address))
+        live.timeline.begin(f"host {host} joined")
+        for number in [*(part.generation for part in (*manifests, *aside)), *dict(damaged)]:
+            live.count_from(number)
+        live.log(f"event=join host={host} slots={slots}")
+        dropped = self._note(host, aside, damaged)
+        for part in manifests:
+            live.sizing.learn(part.about)
+            if part.generation in obsolete or not live.generations.add(part):
+                dropped.append(part.generation)
+                manifests = [kept for kept in manifests if kept is not part]
+        renaming = self._sealed_parts.take(host, chosen)
+        live.limit()
+        answer = self.answer()
+        covered = live.covered()
+        # What is sealed only may turn out to be no state, and then the job begins without it.
+        is_known = bool(live.generations.incomplete(()))
+        has_parts = bool(manifests or covered or is_known)
+        live.feed(
+            events.HostJoined(
+                host, slots, covered, has_parts, time.monotonic(), tuple(dropped), tuple(renaming)
+            )
+        )
+        return answer
+
+    def answer(self) -> Joined:
+        """Return what an agent that is taken in is told."""
+        round = self._live.state.round
+        return Joined(round, self._live.is_fresh and round == 0)
+
+    def _set_aside(
+        self, host: str, manifests: Sequence[HostManifest], spec: JobSpec
+    ) -> list[HostManifest]:
+        """Return the parts that the job begins anew without.
+
+        Raises:
+            UsageError: Not every host says ``--fresh``.
+        """
+        live, job = self._live, self._spec.job
+        if spec.is_fresh and not live.is_fresh:
+            raise UsageError(
+                f"--fresh begins job {job!r} anew, but its coordinator was started without it (the "
+                f"job is {live.state.phase.value}, round {live.state.round}). Leave it out to take "
+                "part; to give the state up, stop all agents and the coordinator and start them "
+                "with --fresh."
+            )
+        if not live.is_fresh:
+            return []
+        old = [part for part in manifests if not live.generations.is_known(part)]
+        if old and not spec.is_fresh:
+            raise UsageError(
+                f"job {job!r} begins anew (--fresh), but host {host!r} holds "
+                f"{describe_given_up(old[-1])}. Start it with --fresh too, which gives that up, or "
+                "stop the job and start it without."
+            )
+        return old
+
+    def _note(
+        self, host: str, aside: Iterable[HostManifest], damaged: Sequence[tuple[int, str]]
+    ) -> list[int]:
+        """Note what a host brings that cannot be gone on from; return what of it goes at once."""
+        live, dropped = self._live, list[int]()
+        for part in aside:
+            if live.generations.has(part.generation):  # later the number would mean the job's own
+                dropped.append(part.generation)
+            else:
+                live.generations.set_aside(part.generation)
+            live.log(
+                f"event=fresh host={host} gives up {describe_given_up(part)}; it goes once the job "
+                "has a state of its own"
+            )
+        unread = [reason for number, reason in damaged if number == UNNUMBERED]
+        live.generations.note_unread(host, () if live.is_fresh else unread)
+        for reason in unread:
+            live.log(f"event=damaged host={host} what it had sealed last: {reason}")
+        for number, reason in () if live.is_fresh else damaged:
+            if number == UNNUMBERED:
+                continue
+            live.generations.note_damaged(host, number, reason)
+            live.log(f"event=damaged host={host} generation={number}: {reason}")
+        return dropped
+
+    def _check(self, host: str, spec: JobSpec, *, replaces: bool) -> None:
+        check_host(host)
+        if host in self._live.members and not replaces:
+            raise UsageError(
+                f"an agent of host {host!r} is already in job {self._spec.job!r}. "
+                "Give this one another --host-id, or stop the other."
+            )
+        difference = self._spec.difference(spec)
+        if difference:
+            raise UsageError(
+                f"this agent brings another job: {difference}. Start all agents alike."
+            )
+        if self._live.state.phase is Phase.ENDED:
+            step = self._live.finished_step
+            if step is None:
+                raise EndedError(f"job {self._spec.job!r} has ended. Start it anew.")
+            raise UsageError(f"job {self._spec.job!r} has just finished at step {step}.")
+
+    def _is_obsolete(self, part: HostManifest) -> bool:
+        """Whether a joining host's part is of a state that the job has passed.
+
+        Raises:
+            UsageError: It is of another run of the job, and further than this one, or was committed
+                with other fingerprints.
+        """
+        job, generations = self._live.state, self._live.generations
+        is_foreign = generations.is_foreign(part)
+        brought = Brought(
+            part.host, part.generation, part.step, generations.is_known(part),
+            tuple(generations.parts(part.generation)) if is_foreign else (),
+            generations.step(part.generation) if is_foreign else 0,
+        )  # fmt: skip
+        verdict, why = admit(
+            brought, self._spec.job, job.newest_generation, has_begun=job.round > 0
+        )
+        if verdict is Verdict.REFUSED:
+            raise UsageError(why)
+        if verdict is Verdict.TAKEN:
+            self._check_stated(part)
+        return verdict is Verdict.OBSOLETE
+
+    def _check_stated(self, part: HostManifest) -> None:
+        try:
+            self._live.generations.check_stated(part)
+        except ProofError as error:
+            raise UsageError(str(error)) from error

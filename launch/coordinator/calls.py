@@ -1,0 +1,122 @@
+"""What agents ask the coordinator of a job.
+
+Every call names the job, so that one which reaches another job's coordinator (a port is used again)
+does nothing there, the host and the incarnation of its agent.
+"""
+
+from dataclasses import dataclass
+
+from scalai.core.commands import Command, Exit
+from scalai.core.messages import JsonText, Named, Request
+from scalai.core.reports import Report
+from scalai.launch.coordinator.person_calls import PersonCall
+
+
+@dataclass(frozen=True, slots=True)
+class StoreIdentity:
+    """What tells a store's directory from any other on any machine: the machine's boot, and the
+    directory's device and inode. Two agents that name the same one share its lock."""
+
+    boot: str
+    device: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """Workers of one host that make no steps: since when ``step`` was made, in seconds, and where
+    their stacks lie."""
+
+    ranks: tuple[int, ...]
+    step: int
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A host takes part: in which ``round`` the job is, and whether the host sets its durable
+    directory aside, because the job begins anew."""
+
+    round: int
+    sets_aside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Join(Request[Joined]):
+    """Take part in the job.
+
+    ``incarnation`` is a random name of the agent's present try; ``address`` is where its data plane
+    listens. ``parts`` are the manifests, as bytes, of the committed generations in its store,
+    ``sealed`` those of what is sealed there and not committed; ``damaged`` are numbers of
+    generations that it cannot read, with the reason (``UNNUMBERED``: what it had sealed). ``spec``
+    is the job as the agent's command line states it.
+    """
+
+    job: str
+    host: str
+    incarnation: str
+    store: StoreIdentity | None
+    slots: int
+    address: tuple[str, int]
+    parts: tuple[bytes, ...]
+    sealed: tuple[bytes, ...]
+    damaged: tuple[tuple[int, str], ...]
+    spec: JsonText
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """Commands of one agent, of which the first has number ``first``; and for how many seconds the
+    next poll would best be kept."""
+
+    first: int
+    commands: tuple[Named[Command], ...]
+    keep_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Poll(Request[Commands]):
+    """Hand out the commands behind number ``received``, once there are any, or after ``keep_s``
+    seconds. ``newest`` is the furthest step of the workers of ``round``."""
+
+    job: str
+    host: str
+    incarnation: str
+    received: int
+    round: int
+    newest: int
+    stalled: Stalled | None
+    keep_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tell(Request[None]):
+    """Hear report number ``number``; one that was heard before is told again, and counts once."""
+
+    job: str
+    host: str
+    incarnation: str
+    number: int
+    report: Named[Report]
+
+
+@dataclass(frozen=True, slots=True)
+class Bye(Request[None]):
+    """The agent ends by itself."""
+
+    job: str
+    host: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell(Request[Exit | None]):
+    """How has the job ended its agents? None: it goes on, or this one had no part in it."""
+
+    job: str
+    host: str
+    incarnation: str
+
+
+AgentCall = Join | Poll | Tell | Bye | Farewell
+CoordinatorRequest = AgentCall | PersonCall

@@ -1,0 +1,271 @@
+"""Answers the calls of a job's agents and of persons: the coordinator without its sockets.
+
+Commands to an agent are numbered and wait until its ``Poll`` says that it has them, and reports of
+agents are numbered too, so that a connection that breaks costs nothing.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import lru_cache
+
+from scalai.core import events
+from scalai.core.commands import Exit
+from scalai.core.errors import ScalaiError, StaleError, UsageError
+from scalai.core.jsonable import Json
+from scalai.core.membership import Phase, staying
+from scalai.core.messages import JsonText
+from scalai.core.reports import Attached, Doubted, Grown, Sealed
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.admission import Admission
+from scalai.launch.coordinator.agent_events import AgentEvents, Manifests
+from scalai.launch.coordinator.calls import (
+    AgentCall,
+    Bye,
+    Commands,
+    CoordinatorRequest,
+    Farewell,
+    Join,
+    Joined,
+    Poll,
+    Tell,
+)
+from scalai.launch.coordinator.live_job import LiveJob
+from scalai.launch.coordinator.losses import Losses, Patience
+from scalai.launch.coordinator.person_calls import ReadSpec, Resume, Scale, Status
+from scalai.launch.coordinator.rendezvous_store import RendezvousStores
+from scalai.launch.coordinator.requests import resume, scale
+from scalai.runtime.calls import Peer
+from scalai.store.manifest import HostManifest, manifest_of_bytes
+from scalai.store.places import check_host
+
+TICK_S = 0.1
+"""How often ``tick`` is called."""
+READS = (Status, ReadSpec, Farewell)
+"""Calls that change nothing: where they fail the job is none the worse."""
+
+
+class Desk:
+    """Membership, generation numbers and commands of one job. It opens nothing.
+
+    Args:
+        spec: What the job is; agents that bring another one are refused.
+        interface: The address at which workers meet.
+        stores: What they meet at there.
+        say: Takes log lines.
+        patience: How long it waits for agents that are away.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        interface: str,
+        stores: RendezvousStores,
+        say: Callable[[str], None],
+        patience: Patience,
+    ) -> None:
+        self._spec, self._stores, self._patience = spec, stores, patience
+        self._lock = threading.RLock()
+        self._live = LiveJob(spec, interface, stores, say, self._lock)
+        self._admission = Admission(spec, self._live)
+        self._agent_events = AgentEvents(self._live)
+        self._losses = Losses(self._live, patience, TICK_S)
+        self._host_lists: dict[tuple[str, ...], tuple[str, ...]] = {}
+        """Lists of hosts that parts name: all of a generation name the same, and one is kept."""
+
+    def tick(self) -> None:
+        """Time passes: lose agents that are gone, and let the law look at its deadlines. Whoever
+        calls holds the lock."""
+        live = self._live
+        try:
+            self._losses.look()
+            live.feed(events.Ticked(time.monotonic(), live.members.newest()))
+        except Exception as error:  # our own slip: agents would wait for a loop that has ended
+            live.crash(error)
+
+    # ------------------------------------------------------------------ calls of agents
+
+    def handle(self, peer: Peer, request: CoordinatorRequest) -> object:
+        """Return the answer to a call.
+
+        Raises:
+            UsageError: It is refused. StaleError: Who calls is not in the job (any more).
+        """
+        if request.job not in (None, self._spec.job):
+            if isinstance(request, Farewell):
+                return None
+            raise self._of_another_job(request)
+        if isinstance(request, AgentCall):
+            # Before any lock: whoever holds it makes no agent seem silent.
+            self._live.members.heard(request.host, request.incarnation)
+        if isinstance(request, Join):
+            self._stores.wait_ready()  # without the lock, so that it holds up nobody else
+        manifests = self._read(request)  # likewise
+        with self._lock:
+            try:
+                return self._answer(peer, request, manifests)
+            except ScalaiError:
+                raise
+            except Exception as error:  # our own slip, and half of a change may be made
+                if not isinstance(request, READS):
+                    self._live.crash(error)
+                raise
+
+    def _read(self, request: CoordinatorRequest) -> Manifests:
+        """Return the manifests that a call brings, by their bytes. Raises ``StoreError`` where one
+        is none."""
+        found: tuple[bytes, ...] = ()
+        host = request.host if isinstance(request, AgentCall) else ""
+        match request:
+            case Join():
+                found = (*request.parts, *request.sealed)
+            case Tell():
+                match request.report.message:
+                    case Sealed(manifest=bytes(part)) | Grown(manifest=bytes(part)):
+                        found = (part,)
+                    case Doubted(manifest=bytes(part)):
+                        found = (part,)
+                    case Attached(manifests=parts):
+                        found = parts
+        return {each: self._alike(manifest_of_bytes(each, host)) for each in found}
+
+    def _alike(self, part: HostManifest) -> HostManifest:
+        """Return a part with the one tuple that all parts share which name the same hosts."""
+        if part.committed is None:
+            return part
+        hosts = part.committed.hosts
+        shared = self._host_lists.setdefault(hosts, hosts)
+        return replace(part, committed=replace(part.committed, hosts=shared))
+
+    def _of_another_job(self, request: CoordinatorRequest) -> ScalaiError:
+        """Return why a call that is meant for another job is refused; an agent of that joins
+        anew, and is refused for good."""
+        is_member = isinstance(request, AgentCall) and not isinstance(request, Join)
+        return (StaleError if is_member else UsageError)(
+            f"job {request.job!r} is called, and the coordinator of job {self._spec.job!r} listens "
+            "here. Look for that of the other: it may have ended."
+        )
+
+    def _answer(self, peer: Peer, request: CoordinatorRequest, manifests: Manifests) -> object:
+        match request:
+            case Join():
+                return self._join(peer, request, manifests)
+            case Poll():
+                return self._poll(peer, request)
+            case Tell():
+                self._tell(peer, request, manifests)
+            case Bye(_, host, incarnation):
+                self._bye(host, incarnation)
+            case Farewell(_, host, incarnation):
+                return self._farewell(host, incarnation)
+            case Status():
+                return JsonText.of(self._status())
+            case Scale(nproc, nnodes, degrees, dry_run):
+                return JsonText.of(scale(self._live, nproc, nnodes, degrees, dry_run=dry_run))
+            case Resume(generation, dry_run):
+                return JsonText.of(resume(self._live, generation, dry_run=dry_run))
+            case ReadSpec():
+                return JsonText.of(self._spec.to_json())
+        return None
+
+    def gone(self, peer: Peer) -> None:
+        """A connection has ended."""
+        with self._lock:
+            self._live.members.unlinked(peer)
+
+    def _join(self, peer: Peer, join: Join, manifests: Manifests) -> Joined:
+        """Take an agent in, as ``Admission.join``; a second time it changes nothing."""
+        members, host = self._live.members, join.host
+        check_host(host)
+        spec = _spec_of(join.spec)
+        present = members[host] if host in members else None
+        if present is not None and present.incarnation == join.incarnation:
+            present.linked(peer)
+            return self._admission.answer()
+        replaces = present is not None and self._losses.is_replaceable(present, join.store)
+        answer = self._admission.join(peer, join, manifests, spec, replaces=replaces)
+        members.name(host, join.incarnation, join.store)
+        return answer
+
+    def _poll(self, peer: Peer, poll: Poll) -> Commands:
+        """Return the commands behind those that the agent has, once there are any."""
+        members = self._live.members
+        agent = members.find(poll.host, poll.incarnation)
+        agent.linked(peer)
+        agent.acknowledge(poll.received)
+        is_present = poll.round == self._live.state.round
+        agent.stalled = poll.stalled if is_present else None
+        if is_present:
+            agent.newest = poll.newest
+        assert agent.ready is not None
+        keep_s = self._patience.to_keep_s(len(members))
+        if not agent.has_commands and not agent.is_dismissed:
+            agent.ready.wait(max(0.0, min(poll.keep_s, keep_s)))
+            agent.heard()
+            # Unless it was lost or replaced meanwhile.
+            agent = members.find(poll.host, poll.incarnation)
+        return agent.waiting(keep_s)
+
+    def _tell(self, peer: Peer, tell: Tell, manifests: Manifests) -> None:
+        """Hear a report once: a number that was heard before is one told again."""
+        agent = self._live.members.find(tell.host, tell.incarnation)
+        agent.linked(peer)
+        if tell.number > agent.told:
+            agent.told = tell.number
+            if tell.host in self._live.members:  # else it was released in between
+                self._agent_events.hear(tell.host, tell.report.message, manifests)
+
+    def _bye(self, host: str, incarnation: str) -> None:
+        """An agent ends by itself: nobody needs to wait for it."""
+        self._live.members.find(host, incarnation)
+        if host in self._live.members:
+            self._live.log(f"event=bye host={host}")
+            self._live.lose(host)
+
+    def _farewell(self, host: str, incarnation: str) -> Exit | None:
+        """Return the command by which a job that has ended ends its agents, None while it goes on:
+        an agent that was part of it asks, and is not any more. One that was not (it was part of
+        another job that listened here) gets None: the end of this one says nothing of its state.
+        """
+        live = self._live
+        if live.farewell is None or not live.members.has_had(host, incarnation):
+            return None
+        live.log(f"event=farewell host={host}: it was cut off, and learns that the job is over")
+        return live.farewell
+
+    def _status(self) -> Json:
+        job, reports = self._live.state, self._live.timeline.reports
+        stalled = self._live.members.stalled()
+        newest = job.newest_generation
+        return {
+            "job": self._spec.job,
+            "phase": job.phase.value,
+            "round": job.round,
+            "world_size": job.current.degrees.world_size if job.current else 0,
+            "degrees": str(job.current.degrees) if job.current else None,
+            "reason": job.current.reason if job.current else None,
+            "hosts": {h: {"slots": s} for h, s in staying(job)},
+            "workers": dict(job.current.workers) if job.current else {},
+            "generation": newest.number if newest else None,
+            "generation_step": newest.step if newest else None,
+            "step": self._live.members.newest(),
+            "no_progress": {host: asdict(each) for host, each in stalled.items()},
+            "held": dict(job.held) if job.phase is Phase.PREPARING else {},
+            "restarts_left": job.failures_left,
+            "waiting_hosts": {h: round(until - job.now) for h, until in job.barred.items()},
+            "failed_changes": [f"{f.assignment.degrees}: {f.reason}" for f in job.failed],
+            "last_resize": reports[-1] if reports else None,
+        }
+
+
+@lru_cache(maxsize=16)
+def _spec_of(text: JsonText) -> JobSpec:
+    """Return the job that an agent's command line states: most state the same one. Raises
+    ``UsageError`` where it is none."""
+    try:
+        return JobSpec.from_json(text.value())
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ScalaiError):
+            raise
+        raise UsageError(f"an agent brings no job: {error!r}. Do the versions differ?") from error

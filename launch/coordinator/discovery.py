@@ -1,0 +1,240 @@
+"""Finding a job's coordinator, or starting it beside the first agent."""
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scalai.core.errors import PeerError, RefusedError, ScalaiError, UsageError, VersionError
+from scalai.launch import host_signals
+from scalai.launch.config.endpoint import (
+    CARD,
+    TOKEN_VARIABLE,
+    join_endpoint,
+    read_card,
+    remove_card,
+    split_endpoint,
+)
+from scalai.launch.config.job import JobSpec
+from scalai.runtime.calls import Channel
+from scalai.store.places import default_store_dir
+from scalai.store.secure import open_below
+
+JOIN_TIMEOUT_S = 60.0
+COORDINATOR = ("-m", "scalai.launch.coordinator.process")
+LOCK = "coordinator.lock"
+LOCK_TIMEOUT_S = 2 * JOIN_TIMEOUT_S
+"""Who holds the lock waits at most so long for the coordinator that it starts, and then some."""
+LOCK_QUIET_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+def job_directory(spec: JobSpec) -> Path:
+    """Return this machine's folder of the job, made if it is not there. Raises ``StoreError`` where
+    it is not this user's alone."""
+    with open_below(spec.store_dir or default_store_dir(), spec.job, make=True) as folder:
+        return folder.path
+
+
+def clear_away(folder: Path, address: tuple[str, int], *, is_last: bool) -> None:
+    """A coordinator has ended: remove its card, and no other's; where the job's name is used by
+    nobody again (``is_last``), also the folder, unless it holds a store.
+
+    Nothing is removed while an agent is looking for a coordinator there: it sees that nobody
+    answers, or has started another one.
+    """
+    try:
+        with suppress(PeerError, FileNotFoundError), one_at_a_time(folder, is_patient=False):
+            remove_card(folder, of=address)
+            if is_last and not (folder / CARD).exists():
+                (folder / LOCK).unlink(missing_ok=True)
+                with suppress(OSError):
+                    folder.rmdir()
+    except (ScalaiError, OSError) as error:  # the job has ended as it has ended
+        log.warning("event=card_left in %s: %s Nobody answers there any more.", folder, error)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a job's coordinator is, and the job's token; ``started``: the coordinator's process
+    where this agent has just started it; ``is_here``: whether it could."""
+
+    address: tuple[str, int]
+    token: bytes = field(repr=False)
+    started: "subprocess.Popen[bytes] | None" = None
+    is_here: bool = False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this agent has just started the coordinator."""
+        return self.started is not None
+
+
+def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
+    """Return where the job's coordinator is; start one beside this agent where there is none.
+
+    Agents on one machine find it by a card in the job's folder. With ``--coordinator HOST:PORT`` it
+    is started on that host by the first agent there; other hosts wait for it.
+
+    Args:
+        token: The job's secret, where a person gave one.
+
+    Raises:
+        UsageError: Several hosts, and no token; or a standalone job whose name
+            is that of a job that runs here.
+        StoreError: The job's folder is not this user's alone.
+        PeerError: Nobody answers there within the time.
+    """
+    endpoint, folder = spec.options.coordinator, job_directory(spec)
+    if endpoint is None or _is_here(split_endpoint(endpoint)[0]):
+        with one_at_a_time(folder):
+            card = read_card(folder)
+            if card is not None and spec.options.is_standalone:
+                raise UsageError(
+                    f"a job {spec.job!r} runs on this machine, and --standalone joins none. Give "
+                    "this one another --job, or leave --job out."
+                )
+            if card is not None:
+                return Place(*card, is_here=True)
+            return _start_coordinator(spec, folder, endpoint, token)
+    if token is None:
+        raise UsageError(
+            f"the coordinator {endpoint} is on another host; set {TOKEN_VARIABLE} to the same "
+            f"secret on all hosts, "
+            "for example to the output of: openssl rand -hex 32"
+        )
+    address = split_endpoint(endpoint)
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while True:
+        try:
+            Channel(address, token.encode()).close()
+            return Place(address, token.encode())
+        except PeerError as error:
+            if isinstance(error, VersionError):
+                raise
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"no coordinator at {endpoint} after {JOIN_TIMEOUT_S:.0f} s ({error}). Start "
+                    f"the agent of that "
+                    "host, or `scalai coordinator` there."
+                ) from error
+            time.sleep(0.2)
+
+
+def _start_coordinator(
+    spec: JobSpec, folder: Path, endpoint: str | None, token: str | None
+) -> Place:
+    """Start a coordinator that outlives this agent, and wait until it answers."""
+    remove_card(folder)
+    token = token or secrets.token_hex(32)
+    host, port = split_endpoint(endpoint) if endpoint else ("127.0.0.1", 0)
+    command = [sys.executable, *COORDINATOR]
+    with host_signals.blocked():
+        process = subprocess.Popen(
+            [*command, str(folder), join_endpoint(host, port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended: below it is asked why
+        with process.stdin as order:
+            order.write(json.dumps({"job": spec.to_json(), "token": token}).encode())
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while time.monotonic() < deadline:
+        card = read_card(folder)
+        if card is not None:
+            return Place(*card, started=process, is_here=True)
+        if process.poll() is not None:
+            assert process.stdout is not None
+            why = process.stdout.read().decode().strip()
+            kinds = {kind.exit_code: kind for kind in (UsageError, RefusedError)}
+            ended = f"the coordinator ended at once, with exit code {process.poll()}."
+            raise kinds.get(process.returncode, PeerError)(why or ended)
+        time.sleep(0.02)
+    raise PeerError(
+        f"the coordinator does not answer at {host}:{port} after {JOIN_TIMEOUT_S:.0f} s. Name "
+        "another --coordinator HOST:PORT."
+    )
+
+
+@contextmanager
+def one_at_a_time(folder: Path, *, is_patient: bool = True) -> Iterator[None]:
+    """Keep two agents of one machine from both starting a coordinator.
+
+    Args:
+        is_patient: Wait for one that is at it, and make the folder if it is not there.
+
+    Raises:
+        PeerError: Another one is at it (for longer than that may take); names its process.
+    """
+    descriptor = _locked(folder, LOCK_TIMEOUT_S if is_patient else 0.0, make=is_patient)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(folder: Path, patience_s: float, *, make: bool) -> int:
+    """Return a descriptor of the folder's lock, held until it is closed. A file that whoever held
+    it before has removed is none: two processes would hold two."""
+    while True:
+        with open_below(folder.parent, folder.name, make=make) as job:
+            descriptor = job.open_file(LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            _take_turn(descriptor, folder / LOCK, patience_s)
+        except PeerError:
+            os.close(descriptor)
+            raise
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
+
+
+def _take_turn(descriptor: int, path: Path, patience_s: float) -> None:
+    """Lock an open file, or say who holds it for too long."""
+    began, has_said = time.monotonic(), False
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited_s = time.monotonic() - began
+        holder = os.pread(descriptor, 20, 0).decode(errors="replace") or "that has just begun"
+        if waited_s >= patience_s:
+            raise PeerError(
+                f"process {holder} has been looking for this job's coordinator for "
+                f"{waited_s:.0f} s (it holds {path}). Is it stopped? Let it go on, or end it."
+            )
+        if waited_s > LOCK_QUIET_S and not has_said:
+            has_said = True
+            log.warning("event=waiting for process %s, which holds %s", holder, path)
+        time.sleep(0.05)
+
+
+def _is_here(host: str) -> bool:
+    """Whether an address of ``host`` can be bound on this machine."""
+    try:
+        for family, kind, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as probe:
+                try:
+                    probe.bind(address)
+                    return True
+                except OSError:
+                    continue
+    except socket.gaierror as error:
+        raise UsageError(
+            f"--coordinator names host {host!r}, which is unknown: {error}."
+        ) from error
+    return False

@@ -1,0 +1,448 @@
+"""What the coordinator knows of the generations: every host's manifests, what they cover together,
+and the proof."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from scalai.core.committed import Committed
+from scalai.core.errors import LayoutError, ProofError
+from scalai.core.fingerprint import compare
+from scalai.core.membership import Generation
+from scalai.launch.coordinator.held_parts import HeldParts
+from scalai.launch.coordinator.proofs import (
+    check_alike,
+    check_whole,
+    committed_fingerprints,
+    deposited_fingerprints,
+)
+from scalai.store.attachment import attached_hosts
+from scalai.store.extension import proven_only
+from scalai.store.manifest import HostManifest
+from scalai.store.summary import deposit_name
+
+NAMED = 5
+"""Damaged pieces that an error names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """A generation that is not whole here: its step (None: its manifests cannot be read), the hosts
+    that hold parts of it and those that are known to lack, and what is damaged, by host."""
+
+    number: int
+    step: int | None
+    present: tuple[str, ...]
+    missing: tuple[str, ...]
+    damaged: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A deposit that was sealed in part and never committed: its step, the hosts that hold parts of
+    it, and those that were to write the rest and are not there."""
+
+    step: int
+    present: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A deposit that covers the state and that nobody may go on from: its step, the hosts that
+    sealed it, and why."""
+
+    step: int
+    hosts: tuple[str, ...]
+    reason: str
+
+
+def _numbered(part: HostManifest, number: int, stated: Committed | None) -> HostManifest:
+    """Return a sealed part as that of a generation, with what is stated of its tensors."""
+    names = [tensor.name for tensor in part.collection.tensors]
+    mine = None if stated is None else stated.of_tensors(names)
+    return replace(part, generation=number, committed=mine)
+
+
+class Generations:
+    """Committed generations and the deposits on their way to become one, by host. Not shared
+    between threads."""
+
+    def __init__(self) -> None:
+        self._committed: dict[int, HeldParts] = {}
+        self._deposits: dict[str, HeldParts] = {}
+        self._sealed: dict[str, tuple[int, frozenset[str]]] = {}
+        """By deposit its step and all of its hosts, also when they have gone with their parts."""
+        self._refused: dict[str, Refused] = {}
+        self._unread: dict[str, str] = {}
+        """By host why it cannot read what it had sealed."""
+        self._made: set[int] = set()
+        self._numbers: dict[str, int] = {}
+        self._abandoned: set[int] = set()
+        self._given_up: set[int] = set()
+        self._set_aside: set[int] = set()
+        self._offered: set[int] = set()
+        self._damaged: dict[int, dict[str, str]] = {}
+        self._steps: dict[int, int] = {}
+        self._versions: dict[int, int] = {}
+        """Of the fingerprints of each generation."""
+        self._doubts: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {}
+        self._stated: dict[int, Committed] = {}
+        self._fingerprints: dict[int, Mapping[str, int]] = {}
+
+    def deposit(self, part: HostManifest) -> Mapping[str, HostManifest]:
+        """Note a sealed part; return all parts of the same deposit so far, by host."""
+        name = deposit_name(part)
+        parts = self._deposits.setdefault(name, HeldParts())
+        parts[part.host] = part
+        _, hosts = self._sealed.get(name, (part.step, frozenset[str]()))
+        self._sealed[name] = part.step, hosts | {part.host, *part.about.get("hosts", ())}
+        return parts
+
+    def deposited(self, name: str, hosts: Iterable[str]) -> dict[str, HostManifest]:
+        """Return the parts of a deposit on these hosts."""
+        wanted = frozenset(hosts)
+        return {h: p for h, p in self._deposits.get(name, {}).items() if h in wanted}
+
+    def whole_deposit(self) -> str | None:
+        """Return the name of a deposit that covers the state and was never committed, the furthest
+        one, or None. One of a step before the newest generation was left behind: a host that was
+        away may bring it, and under a new number it would pass for the newest state."""
+        found = []
+        passed = self._steps.get(max(self._committed, default=0), 0)
+        for name, parts in self._deposits.items():
+            if not parts.is_whole():
+                continue
+            try:
+                check_whole(parts.values())
+            except LayoutError:
+                continue
+            step = next(iter(parts.values())).step
+            if step >= passed:
+                found.append((step, name))
+        return max(found)[1] if found else None
+
+    def commit(self, number: int, name: str) -> None:
+        """The parts of this deposit are generation ``number`` now.
+
+        Raises:
+            ProofError: Its replicas differ: it never becomes one.
+        """
+        parts = self._deposits.pop(name)
+        self._sealed.pop(name)
+        step, hosts = next(iter(parts.values())).step, tuple(sorted(parts))
+        try:
+            stated = Committed(hosts, deposited_fingerprints(parts.values()))
+        except ProofError as error:
+            self._refused[name] = Refused(step, hosts, str(error))
+            raise
+        self._refused = {n: told for n, told in self._refused.items() if told.step > step}
+        self._numbers[name] = number
+        self._made.add(number)
+        self._steps[number] = step
+        self._versions[number] = next(iter(parts.values())).fingerprint_version
+        self._stated[number], self._fingerprints[number] = stated, stated.fingerprints
+        self._committed[number] = HeldParts()
+        for host, part in parts.items():
+            self._committed[number][host] = _numbered(part, number, stated)
+
+    def refused(self) -> Refused | None:
+        """Return the furthest deposit that was refused and nothing has taken the place of."""
+        return max(self._refused.values(), key=lambda told: told.step, default=None)
+
+    def is_refused(self, name: str) -> bool:
+        """Whether a deposit was refused: what others bring of it does not count either."""
+        return name in self._refused
+
+    def stated(self, number: int) -> Committed | None:
+        """Return what is stated of a generation, as far as it is known here."""
+        if number in self._stated:
+            return self._stated[number]
+        parts = self._committed.get(number)
+        return parts.stated() if parts is not None else None
+
+    def check_stated(self, part: HostManifest) -> None:
+        """Raise ``ProofError`` where this part was committed with other fingerprints than those
+        that are known of its generation; names the hosts and the tensors."""
+        known = self._committed.get(part.generation)
+        if known is not None:
+            check_alike(known.contradiction(part))
+
+    def late(self) -> Iterator[tuple[str, int]]:
+        """Take the sealed parts whose deposit was committed while their host was away; yield host
+        and generation."""
+        for name in [n for n in self._deposits if self._numbers.get(n) in self._committed]:
+            self._sealed.pop(name)
+            number, late = self._numbers[name], self._deposits.pop(name)
+            parts = self._committed[number]
+            for host, part in late.items():
+                parts[host] = _numbered(part, number, self.stated(number))
+            if number not in self._stated and parts.is_whole():
+                # Of tensors that these alone hold nobody else states anything.
+                with suppress(ProofError):
+                    known, prints = self.stated(number), committed_fingerprints(parts.values())
+                    hosts = known.hosts if known is not None else tuple(sorted(parts))
+                    self._stated[number] = Committed(hosts, prints)
+                    for host, part in late.items():
+                        parts[host] = _numbered(part, number, self._stated[number])
+            for host in late:
+                yield host, number
+
+    def unfinished(self, present: Iterable[str]) -> tuple[Unfinished, ...]:
+        """Return the deposits that are sealed in part and that hosts beside the ``present`` ones
+        may make whole, the furthest first; also those whose parts have gone with their hosts."""
+        here, found = frozenset(present), list[Unfinished]()
+        for name, (step, hosts) in self._sealed.items():
+            missing = tuple(sorted(hosts - here))
+            if missing:
+                found.append(Unfinished(step, tuple(sorted(self._deposits[name])), missing))
+        return tuple(sorted(found, key=lambda deposit: (-deposit.step, deposit.present)))
+
+    def forget_deposits(self) -> tuple[HostManifest, ...]:
+        """A round begins: what was sealed and not committed is of no use any more. Return it."""
+        given_up = tuple(part for parts in self._deposits.values() for part in parts.values())
+        self._deposits.clear()
+        self._sealed.clear()
+        return given_up
+
+    def number(self, name: str) -> int | None:
+        """Return the number that a deposit was given, None where it was never committed."""
+        return self._numbers.get(name)
+
+    def newest_part(self) -> HostManifest | None:
+        """Return some host's part of the newest generation of which there is any."""
+        newest = max((n for n, parts in self._committed.items() if parts), default=0)
+        return next(iter(self._committed[newest].values())) if newest else None
+
+    def is_made(self, number: int) -> bool:
+        """Whether this coordinator gave a deposit this number."""
+        return number in self._made
+
+    def name(self, number: int) -> str:
+        """Return the name of the deposit that became this generation."""
+        return deposit_name(next(iter(self._committed[number].values())))
+
+    def step(self, number: int) -> int:
+        """Return the step of a committed generation."""
+        return next(iter(self._committed[number].values())).step
+
+    def fingerprint_version(self, number: int) -> int:
+        """Return the version of a generation's fingerprints."""
+        return self._versions[number]
+
+    def facts(self, number: int) -> Mapping[str, Any]:
+        """Return what the workers of a generation told about the script."""
+        told: dict[str, Any] = {}
+        for part in self._committed[number].values():
+            told.update(part.about.get("facts", {}))
+        return told
+
+    def add(self, part: HostManifest) -> bool:
+        """A host holds this part of a committed generation (it was re-adopted, or grew by what was
+        fetched). False: the job has dropped or left that generation behind, the part must go."""
+        known = self._numbers.get(deposit_name(part)) == part.generation
+        if part.generation in self._abandoned or (known and part.generation not in self._committed):
+            return False
+        if not known and not self._committed.get(part.generation):
+            self._forget_number(part.generation)
+        self._take(part)
+        return True
+
+    def _forget_number(self, number: int) -> None:
+        """Who held another state under this number has gone before the job began: what was stated
+        of that one says nothing of this one."""
+        self._numbers = {name: n for name, n in self._numbers.items() if n != number}
+        for told in (self._stated, self._fingerprints, self._doubts):
+            told.pop(number, None)
+
+    def has(self, number: int) -> bool:
+        """Whether a state of this job has this number."""
+        return number in self._committed
+
+    def _take(self, part: HostManifest) -> None:
+        self._committed.setdefault(part.generation, HeldParts())[part.host] = part
+        self._numbers[deposit_name(part)] = part.generation
+        self._steps[part.generation] = part.step
+        self._versions[part.generation] = part.fingerprint_version
+
+    def offer(self, part: HostManifest) -> bool:
+        """A durable directory has this part of a generation that the job may have left behind: a
+        person may go back to it. False: it is of no use, the part must go."""
+        if part.generation in self._abandoned or self.is_foreign(part):
+            return False
+        if part.generation not in self._committed:
+            self._offered.add(part.generation)
+        self._take(part)
+        return True
+
+    def without(self, host: str, number: int) -> None:
+        """The host holds nothing of this generation any more."""
+        if number in self._committed:
+            self._committed[number].pop(host, None)
+
+    def note_damaged(self, host: str, number: int, reason: str) -> None:
+        """A host, or a durable directory that it sees, has a generation that cannot be read."""
+        if number not in self._abandoned:
+            self._damaged.setdefault(number, {})[host] = reason
+
+    def note_unread(self, host: str, reasons: Iterable[str]) -> None:
+        """A joining host cannot read what it had sealed before, for these reasons."""
+        self._unread.pop(host, None)
+        if told := " ".join(reasons):
+            self._unread[host] = told
+
+    def unread(self, whole: tuple[Generation, ...]) -> Mapping[str, str]:
+        """Return why hosts cannot read what they had sealed, but for those whose part of the newest
+        of the ``whole`` generations that is: they deposited one, and have none."""
+        newest = whole[-1].number if whole else 0
+        stated, held = self.stated(newest), self._committed.get(newest, HeldParts())
+        known = (set(stated.hosts) if stated else set[str]()) - set(held)
+        return {host: why for host, why in sorted(self._unread.items()) if host not in known}
+
+    def set_aside(self, number: int) -> None:
+        """A host holds parts of a generation that the job begins anew without: they go once it has
+        a generation of its own."""
+        self._set_aside.add(number)
+
+    def incomplete(self, whole: tuple[Generation, ...]) -> tuple[Incomplete, ...]:
+        """Return the generations that are newer than the newest of the ``whole`` ones, newest
+        first."""
+        newest = max((g.number for g in whole if g.number not in self._offered), default=0)
+        known = {*self._committed, *self._damaged} - self._offered
+        return tuple(self._describe(n) for n in sorted(known, reverse=True) if n > newest)
+
+    def _describe(self, number: int) -> Incomplete:
+        parts, stated = self._committed.get(number, HeldParts()), self.stated(number)
+        seen = {*parts, *(host for part in parts.values() for host in attached_hosts(part))}
+        missing = tuple(sorted(set(stated.hosts) - seen)) if stated else ()
+        damaged = self._damaged.get(number, {})
+        return Incomplete(number, self._steps.get(number), tuple(sorted(parts)), missing, damaged)
+
+    def is_offered(self, number: int) -> bool:
+        """Whether the job has left this generation behind and knows it from a disk only."""
+        return number in self._offered
+
+    def give_up_after(self, number: int) -> tuple[int, ...]:
+        """A person goes on from this generation: newer ones, whole or not, are of no use. Return
+        them."""
+        later = tuple(sorted(n for n in {*self._committed, *self._damaged} if n > number))
+        for given_up in later:
+            self._committed.pop(given_up, None)
+            self._damaged.pop(given_up, None)
+        self._offered.discard(number)
+        self._abandoned |= set(later)
+        self._given_up |= set(later)
+        self._refused.clear()
+        self._unread.clear()
+        return later
+
+    def is_foreign(self, part: HostManifest) -> bool:
+        """Whether another run of the job gave the number of this part to another state."""
+        parts = self._committed.get(part.generation, {}).values()
+        return any(deposit_name(other) != deposit_name(part) for other in parts)
+
+    def is_known(self, part: HostManifest) -> bool:
+        """Whether this run of the job has made this part's generation or begun with it."""
+        return self._numbers.get(deposit_name(part)) == part.generation
+
+    def go_back_to(self, number: int | None) -> tuple[int, ...]:
+        """The job goes on from this generation: later ones, whose parts were missing, are not of
+        its history any more. Return them."""
+        later = tuple(sorted(n for n in self._committed if n > (number or 0)))
+        for abandoned in later:
+            del self._committed[abandoned]
+        self._abandoned |= set(later)
+        given_up, self._given_up = self._given_up, set()
+        self._offered.discard(number or 0)
+        return tuple(sorted({*later, *given_up}))
+
+    def _note_fingerprints(self, number: int) -> None:
+        if number not in self._fingerprints:
+            parts = self._committed[number].values()
+            self._fingerprints[number] = committed_fingerprints(parts)
+
+    def parts(self, number: int) -> Mapping[str, HostManifest]:
+        return self._committed[number]
+
+    def forget(self, host: str) -> None:
+        """The host is gone, and what it held."""
+        for parts in (*self._committed.values(), *self._deposits.values()):
+            parts.pop(host, None)
+
+    def keep(self, number: int) -> tuple[int, ...]:
+        """Forget all generations but this one; return those that were there."""
+        dropped = tuple(sorted(n for n in self._committed if n < number))
+        for old in dropped:
+            del self._committed[old]
+            self._fingerprints.pop(old, None)
+            self._stated.pop(old, None)
+        aside, self._set_aside = self._set_aside, set()
+        self._damaged = {n: told for n, told in self._damaged.items() if n > number}
+        return tuple(sorted({*dropped, *aside}))
+
+    def covered(self, without: str | None = None) -> tuple[Generation, ...]:
+        """Return the committed generations that the hosts hold wholly, oldest first; ``without``:
+        that they would hold without this one.
+
+        By number: numbers only grow, also where the job went back to an earlier step. What is known
+        from a disk only is older than all else: another run may have left it there."""
+        whole = []
+        for number, held in self._committed.items():
+            parts = frozenset(held) - {without}
+            is_whole = held.is_whole() if without is None else held.is_whole_without(without)
+            if not parts or not is_whole:
+                continue
+            try:
+                # Now, because a host that goes away takes with it what they follow from.
+                self._note_fingerprints(number)
+            except (LayoutError, ProofError):
+                continue
+            whole.append(Generation(number, self.step(number), parts))
+        return tuple(sorted(whole, key=lambda g: (g.number not in self._offered, g.number)))
+
+    def prove(self, number: int, found: Mapping[str, int]) -> None:
+        """Raise ``ProofError`` unless the fingerprints of the restored tensors, by name, are those
+        that were deposited."""
+        compare(self._fingerprints[number], found)
+        self._doubts.pop(number, None)
+        for host, part in list(self._committed[number].items()):
+            if part.unproven:
+                self._committed[number][host] = replace(part, unproven=())
+
+    def is_whole_as_deposited(self, number: int) -> bool:
+        """Whether the hosts hold a generation wholly without what was fetched and never proven."""
+        try:
+            check_whole(map(proven_only, self._committed[number].values()), exact=False)
+        except LayoutError:
+            return False
+        return True
+
+    def doubt(self, number: int) -> None:
+        """A proof of this generation has failed."""
+        self._doubts.setdefault(number, {})
+
+    def is_doubted(self, number: int) -> bool:
+        """Whether a proof of this generation has failed before, and none has passed since."""
+        return number in self._doubts
+
+    def note_examined(self, number: int, host: str, directory: str, damage: Iterable[str]) -> None:
+        """A host has compared its part of a doubted generation with its manifest."""
+        if number in self._doubts:
+            self._doubts[number][host] = (directory, tuple(damage))
+
+    def verdict(self, number: int, reason: str) -> str:
+        """Say what is wrong with a generation whose proof has failed twice, where it lies, and what
+        a person may do."""
+        told = self._doubts[number]
+        lines = [f"host {h!r}: {line}" for h, (_, found) in sorted(told.items()) for line in found]
+        damage = f"damaged pieces: {'; '.join(lines[:NAMED])}"
+        if not lines:
+            places = ", ".join(f"{h!r} ({folder})" for h, (folder, _) in sorted(told.items()))
+            damage = f"parts lie at {places or sorted(self._committed[number])}"
+        return (
+            f"generation {number} of step {self.step(number)} cannot be gone on from, twice: "
+            f"{reason} {damage}. The state is kept. Move the damaged directory away (of memory: "
+            "run scalai clean on that host) and start the job again to go on from what is left, or "
+            "begin anew with --fresh"
+        )

@@ -1,0 +1,445 @@
+"""A job as it goes on: events are fed to the rules of membership, and the actions that these return
+are carried out."""
+
+import secrets
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from scalai.core import actions, commands, events
+from scalai.core import membership as m
+from scalai.core.errors import LayoutError, PeerError, ProofError
+from scalai.core.messages import Shared
+from scalai.core.resize import advance
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.generations import Generations
+from scalai.launch.coordinator.members import Members
+from scalai.launch.coordinator.proofs import check_whole
+from scalai.launch.coordinator.proving import Gathering, doubted, prove
+from scalai.launch.coordinator.rendezvous_store import RendezvousStores
+from scalai.launch.coordinator.sizing import Sizing
+from scalai.launch.coordinator.standing import (
+    obstacle,
+    refused_obstacle,
+    sealed_obstacle,
+    unread_obstacle,
+)
+from scalai.launch.coordinator.starter import Starter
+from scalai.launch.coordinator.timeline import Timeline
+
+RESUMABLE = 75
+"""Exit code: the state lies in the durable directory."""
+
+
+class LiveJob:
+    """The job's state, and what belongs to it in the coordinator. One thread at a time calls it.
+
+    Args:
+        spec: What the job is.
+        interface: The address at which workers meet.
+        stores: What they meet at there.
+        say: Takes log lines.
+        lock: Held by whoever calls.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        interface: str,
+        stores: RendezvousStores,
+        say: Callable[[str], None],
+        lock: "threading.RLock",
+    ) -> None:
+        self._say = say
+        self._job = spec.job
+        self.is_fresh = spec.is_fresh
+        """The job begins anew: what hosts hold from before is set aside."""
+        self.finished_step: int | None = None
+        """The step at which the job came to its end."""
+        self.run = secrets.token_hex(4)  # so that deposits of two runs have different names
+        self._last_number = 0
+        self._degrees_before: str | None = None
+        self.sizing = Sizing(spec)
+        self.members = Members(lock)
+        self.generations = Generations()
+        self.timeline = Timeline(spec.report_dir, self.log)
+        self.told = Gathering()
+        """What hosts have told about the present round."""
+        self.exit_code = 0
+        self.farewell: commands.Exit | None = None
+        """What every agent is told once the job has ended: the command to exit."""
+        self.has_crashed = False
+        """Whether the coordinator itself has failed, which has ended the job."""
+        self._starter = Starter(self.run, interface, stores, self.members, self.generations)
+        resize = spec.config.resize
+        self.state = m.Job(
+            assign=self.sizing.assign(),
+            settle_s=spec.settle_s,
+            max_hosts=spec.max_hosts,
+            failures_left=spec.failures,
+            most_failures=spec.failures,
+            does_refill=spec.is_loss_free,
+            is_loss_free=spec.is_loss_free,
+            has_durable_dir=spec.durable_dir is not None,
+            is_elastic=spec.is_elastic,
+            build_timeout_s=0.0 if resize.build_ahead == "never" else resize.build_timeout_s,
+            drain_timeout_s=resize.drain_timeout_s,
+            start_timeout_s=resize.start_timeout_s,
+            quarantine_s=resize.quarantine_s,
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state.phase is m.Phase.ENDED
+
+    def active(self) -> frozenset[str]:
+        """Return the hosts that are present and have workers in the current round."""
+        return m.active(self.state)
+
+    def command(self, hosts: Iterable[str], command: commands.Command) -> None:
+        """Queue a command for those of the hosts that take part."""
+        self.members.command(hosts, command)
+
+    def command_commit(self, hosts: Iterable[str], generation: int) -> None:
+        """Have hosts rename their sealed part to a generation."""
+        name, parts = self.generations.name(generation), self.generations.parts(generation)
+        stated = self.generations.stated(generation)
+        everyone = None if stated is None else Shared(stated.hosts)
+        for host in hosts:
+            mine = parts[host].committed if host in parts else None
+            prints = {} if mine is None else mine.fingerprints
+            self.command([host], commands.Commit(generation, name, everyone, prints))
+
+    def log(self, text: str) -> None:
+        newest = self.state.newest_generation
+        number = newest.number if newest else 0
+        self._say(f"generation={number} round={self.state.round} {text}")
+
+    # ------------------------------------------------------------------ what changes beside events
+
+    def forget(self, host: str) -> None:
+        """An agent is gone without a word, and what it held."""
+        self.members.remove(host)
+        self.generations.forget(host)
+        self.timeline.begin(f"host {host} is lost")
+
+    def lose(self, host: str) -> None:
+        """Go on without an agent that is gone without a word."""
+        self.forget(host)
+        self.feed(events.HostLost(host, self.covered(), time.monotonic()))
+
+    def excuse(self, seconds: float) -> None:
+        """The coordinator itself stood still for so long: that is no agent's silence, and no
+        phase's delay."""
+        self.members.excuse(seconds)
+        self.state = m.excuse(self.state, seconds)
+
+    def count_from(self, number: int) -> None:
+        """A generation of this number exists: new ones get higher numbers."""
+        self._last_number = max(self._last_number, number)
+
+    def commit(self, name: str) -> int:
+        """Number the parts of a deposit: from now on they are a generation."""
+        self._last_number += 1
+        self.generations.commit(self._last_number, name)
+        parts = self.generations.parts(self._last_number).values()
+        self.timeline.note(bytes_deposited=sum(part.size_bytes for part in parts))
+        self.sizing.learn(next(iter(parts)).about)
+        self.limit()
+        return self._last_number
+
+    def recover(self) -> int | None:
+        """What hosts have sealed and not committed is a generation, where it is a whole state.
+        Return its number: its parts are to be renamed."""
+        found = self.generations.whole_deposit()
+        while found is not None:
+            self.state = m.forget_sealed(self.state, found)
+            try:
+                number = self.commit(found)
+            except ProofError as error:
+                self.log(f"event=recovered deposit={found} refused: {error}")
+                self.recount()
+                found = self.generations.whole_deposit()
+                continue
+            self.log(f"event=recovered committed={number}")
+            self.recount()
+            return number
+        return None
+
+    def limit(self) -> None:
+        """What ``sizing`` has learned holds from the next assignment on."""
+        self.state = m.replace_assign(self.state, self.sizing.assign())
+
+    def recount(self) -> None:
+        """What hosts hold has changed, and with it which generations are whole."""
+        whole = self.covered()
+        self.state = m.replace_generations(self.state, whole)
+
+    def covered(self) -> tuple[m.Generation, ...]:
+        """Return the generations that are whole, oldest first; the rules know from now on what
+        newer ones lack."""
+        whole = self.generations.covered()
+        newer = self.generations.incomplete(whole)
+        text = obstacle(newer, whole, self._job)
+        if not text and self.state.round == 0:
+            text = refused_obstacle(self.generations.refused(), whole, self._job)
+            text = text or unread_obstacle(self.generations.unread(whole), whole, self._job)
+            if not text and not whole:
+                text = sealed_obstacle(self.generations.unfinished(self.members.hosts()))
+        # A job that runs goes back by itself to what it holds in memory, and to nothing older.
+        is_old = bool(whole) and self.generations.is_offered(whole[-1].number)
+        is_held_back = bool(text) and (self.state.round == 0 or is_old)
+        self.state = m.replace_obstacle(self.state, text, is_held_back=is_held_back)
+        return whole
+
+    def can_go_on_without(self, host: str) -> bool:
+        """Whether the other hosts that stay would have an assignment, and a state to go on from."""
+        others = {name: kept for name, kept in self.state.hosts.items() if name != host}
+        if m.next_assignment(replace(self.state, hosts=others)) is None:
+            return False
+        whole = self.generations.covered(without=host)
+        is_held = any(not self.generations.is_offered(each.number) for each in whole)
+        return is_held or not self.state.has_state
+
+    # ------------------------------------------------------------------ events in, actions out
+
+    def feed(self, event: events.Event) -> None:
+        """Let the rules decide about an event, and do what they say."""
+        was = self.state.phase
+        self.state, due = advance(self.state, event)
+        if self.state.phase is not was:
+            self._entered(was, self.state.phase)
+        for action in due:
+            try:
+                self._perform(action)
+            except Exception as error:  # our own slip: the law has gone on, its action is not done
+                self.crash(error)
+            if self.has_crashed:
+                return  # the law has gone on, and what it asks for is not done
+        if self.state.phase is m.Phase.RUNNING and self.state.changed_at is None:
+            self.timeline.forget()
+
+    def crash(self, error: Exception) -> None:
+        """What must never happen has: end the job with its reason. The state stays in the
+        stores."""
+        if self.has_crashed:
+            return
+        self.has_crashed, self.exit_code = True, 1
+        reason = (
+            f"the coordinator failed ({error!r}); its log says where. The state stays in the "
+            "stores: start the same job again"
+        )
+        self._say(f"event=crashed reason={reason!r}\n{traceback.format_exc()}")
+        self.state = replace(self.state, phase=m.Phase.ENDED, awaited=frozenset())
+        self._say_farewell(self.members.hosts(), commands.Exit(1, reason))
+
+    def _entered(self, was: m.Phase, now: m.Phase) -> None:
+        line = self.timeline
+        if was is m.Phase.RUNNING and now in (m.Phase.BUILDING, m.Phase.PREPARING):
+            line.phase("detect", line.since("event"))
+            line.mark("detected")
+        if was is m.Phase.BUILDING:
+            line.phase("build", line.since("detected"))
+        if now is m.Phase.PREPARING:
+            line.mark("preparing")
+        elif now is m.Phase.DEPOSITING:
+            self.told.deposits.clear()
+        elif now is m.Phase.STOPPING:
+            number = self.recover()
+            if number is not None:
+                self.command_commit(self.generations.parts(number), number)
+        elif now is m.Phase.COMMITTING:
+            deposit = self.told.slowest_deposit("deposit")
+            proof = self.told.slowest_deposit("deposit_proof")
+            line.phase("drain", max(0.0, line.since("preparing") - deposit))
+            line.phase("deposit", deposit, deposit_proof_s=round(proof, 6))
+            line.mark("sealed")
+
+    def _perform(self, action: actions.Action) -> None:
+        match action:
+            case actions.Build(ahead):
+                self._build(ahead)
+            case actions.GiveUp(round):
+                self._starter.give_up()
+                self.command(self.members.hosts(), commands.GiveUp(round))
+            case actions.Prepare(hosts, stop):
+                self.command(hosts, commands.Prepare(self.state.round, stop))
+            case actions.Agree(hosts, stop):
+                self.command(hosts, commands.Agree(self.state.round, stop))
+            case actions.Withdraw(hosts):
+                self.command(hosts, commands.Withdraw(self.state.round))
+            case actions.Judge(hosts):
+                self._judge(hosts)
+            case actions.JudgeSnapshot(reason, deposit):
+                self._judge_snapshot(reason, deposit)
+            case actions.Commit(hosts, generation):
+                self.command_commit(hosts, generation)
+            case actions.Deposit(hosts):
+                self.command(hosts, commands.Deposit(self.state.round))
+            case actions.Lose(hosts, reason):
+                for host in hosts:
+                    self._give_up(host, reason)
+            case actions.Report(text, hosts):
+                self.log(text)
+                self.command(hosts, commands.Report())
+            case actions.StopWorkers(hosts, reason, has_deposited):
+                self.log(f"event=stop_workers reason={reason!r}")
+                self.command(hosts, commands.Stop(self.state.round, has_deposited))
+            case actions.Discard(hosts):
+                self._discard(hosts)
+            case actions.GoBack(hosts, generation):
+                for number in self.generations.go_back_to(generation):
+                    self.command(hosts, commands.Drop(number))
+            case actions.StartRound():
+                self._start(action)
+            case actions.Expect(hosts):
+                self._expect(hosts)
+            case actions.Prove(generation):
+                self._prove(generation)
+            case actions.Proceed(hosts):
+                self.command(hosts, commands.Proceed(self.state.round))
+            case actions.Doubt(hosts, generation):
+                self.generations.doubt(generation)
+                self.command(hosts, commands.Doubt(generation))
+            case actions.Drop(hosts, numbers):
+                for number in numbers:
+                    self.command(hosts, commands.Drop(number))
+            case actions.Release():
+                self._release(action)
+            case actions.SaveDurable(hosts, generation):
+                self.command(hosts, commands.Save(generation))
+            case actions.Look(hosts):
+                self.command(hosts, commands.Look())
+            case actions.Exit():
+                self._exit(action)
+            case actions.Say(text):
+                self.log(f"event=note {text}")
+
+    def _give_up(self, host: str, reason: str) -> None:
+        """Lose a host that does not answer, where the others can go on."""
+        can_go_on = self.can_go_on_without(host)
+        what = "it counts as lost" if can_go_on else "no other can go on without it; waiting for it"
+        self.log(f"event=no_answer host={host} {reason}: {what}")
+        if can_go_on:
+            self.lose(host)
+
+    def _exit(self, action: actions.Exit) -> None:
+        code, reason = action.code, action.reason
+        self.exit_code = code
+        self.log(f"event=exit code={code} reason={reason!r}")
+        ending = None
+        if code == 0 and self.state.finished:
+            newest = self.state.newest_generation
+            self.finished_step = max(self.state.newest, self.members.newest())
+            ending = commands.Ending(self.finished_step, newest.number if newest else None)
+        farewell = commands.Exit(code, reason, self._keeps_state(code), ending)
+        self._say_farewell(action.hosts, farewell)
+
+    def _say_farewell(self, hosts: Iterable[str], farewell: commands.Exit) -> None:
+        self.farewell = farewell
+        self.command(hosts, farewell)
+
+    def _keeps_state(self, code: int) -> bool:
+        """Whether an agent that exits leaves its store as it is: a job that has not begun has made
+        nothing of what is there, and one that failed may be resumed."""
+        return self.state.round == 0 if code == 0 else code != RESUMABLE
+
+    def _judge(self, hosts: Iterable[str]) -> None:
+        name = f"{self.run}-{self.state.round}-{self.state.stop}"
+        parts = self.generations.deposited(name, hosts)
+        try:
+            if not parts:
+                raise LayoutError("no host has a deposit.")
+            check_whole(parts.values())
+            number = self.commit(name)
+        except (LayoutError, ProofError) as error:
+            # The newest committed generation is as good as before.
+            what = "incomplete" if isinstance(error, LayoutError) else "refused"
+            self.log(f"event=deposit_{what} step={self.state.stop} {error}")
+            is_refused = isinstance(error, ProofError)
+            reason = f"what was deposited is refused: {error}" if is_refused else events.NOT_COVERED
+            self.feed(events.Judged(False, reason=reason))
+            return
+        self.feed(events.Judged(True, self.state.stop, number, frozenset(parts)))
+
+    def _judge_snapshot(self, reason: str, deposit: str) -> None:
+        parts = self.generations.deposited(deposit, self.members.hosts())
+        step = max(part.step for part in parts.values())
+        try:
+            check_whole(parts.values())
+            number = self.commit(deposit)
+        except (LayoutError, ProofError) as error:
+            self.log(f"event={reason} step={step} refused: {error}")
+            return
+        self.log(f"event={reason} committed={number} step={step}")
+        self.feed(events.Snapshotted(tuple(sorted(parts)), step, number))
+
+    def _build(self, ahead: m.Ahead) -> None:
+        self.log(f"event=build {ahead.assignment.reason!r} round_ahead={ahead.round}")
+        newest = self.state.newest_generation
+        try:
+            self._starter.build(ahead, newest.number if newest else None)
+        except PeerError as error:  # nothing depends on what is built ahead
+            host = ahead.assignment.active[0]
+            self.feed(events.NotBuilt(host, ahead.round, str(error)))
+
+    def _start(self, action: actions.StartRound) -> None:
+        assignment = action.assignment
+        self.timeline.note(
+            round=action.round,
+            generation=action.generation,
+            step=0 if action.generation is None else self.generations.step(action.generation),
+            before=self._degrees_before,
+            after=str(assignment.degrees),
+            workers=dict(assignment.workers),
+            why=assignment.reason,
+        )
+        # After a commit the old workers were stopped: their end is part of the relaunch.
+        self.timeline.mark_first("committed")
+        self._degrees_before = str(assignment.degrees)
+        if action.steps_lost:
+            self.timeline.note(steps_lost=action.steps_lost)
+        self.told = Gathering()
+        for host in self.members.hosts():
+            self.members[host].newest, self.members[host].stalled = 0, None
+        self._starter.start(action)
+
+    def _discard(self, hosts: Iterable[str]) -> None:
+        self.command(hosts, commands.Discard())
+        for part in self.generations.forget_deposits():
+            self.log(
+                f"event=note host {part.host} gives up what it had sealed at step {part.step}: it "
+                "is no whole state with what the others brought"
+            )
+
+    def _expect(self, hosts: Iterable[str]) -> None:
+        count = len(self.told.names())
+        self.timeline.phase("relaunch", self.timeline.since("committed"), tensors=count)
+        self.command(hosts, commands.Expect(self.state.round, count))
+
+    def _prove(self, number: int) -> None:
+        """Compare what was restored with what was deposited."""
+        round = self.state.round
+        reason = prove(number, self.told, self.generations, self.timeline)
+        if reason is None:
+            self.feed(events.Proven(round))
+        else:
+            self.feed(doubted(round, number, reason, self.generations))
+
+    def _release(self, action: actions.Release) -> None:
+        if self.state.phase is m.Phase.RUNNING and self.timeline.has_round:
+            self.timeline.phase("first_step", self.timeline.since("proven"))
+            report = self.timeline.close()
+            self.log(f"event=resized total_s={report['total_s']:.3f} degrees={report.get('after')}")
+        if action.keep is not None:
+            for number in self.generations.keep(action.keep):
+                self.command(self.members.hosts(), commands.Drop(number))
+        for host in action.leaving:
+            reason = "drained: the job goes on without this host"
+            self.command([host], commands.Exit(0, reason, self._keeps_state(0)))
+            self.members.release(host)
+            self.generations.forget(host)
+        if action.leaving:
+            self.recount()

@@ -1,0 +1,122 @@
+"""Which agents count as lost: whose connections ended and did not come back, and who is silent
+though the coordinator listened."""
+
+import time
+from dataclasses import dataclass
+
+from scalai.launch.coordinator.live_job import LiveJob
+from scalai.launch.coordinator.members import Agent
+
+GRACE_S = 2.0
+"""How long an agent whose connections have ended may take to come back."""
+POLL_S = 1.0
+"""How long a poll for commands is kept waiting."""
+POLLS_PER_S = 200
+"""Where more agents than this poll, each is kept waiting longer, so that all of them together take
+little of the coordinator's time."""
+MOST_POLL_S = 10.0
+LOST_AFTER_S = 15.0
+"""An agent polls once in ``MOST_POLL_S`` at least; one that is silent for so long is gone with its
+machine."""
+REPLACED_AFTER_S = 4.0
+"""An agent that is silent for so long gives way to another one of its host."""
+RETURN_S = 10.0
+"""How long an agent whose connections have ended may take to come back for its exit, once the job
+has ended."""
+STALL_S = 0.5
+"""A look that comes so much too late tells of a stall of the coordinator itself: it was paused, or
+its lock was held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the coordinator waits for agents, in seconds.
+
+    ``poll_s`` is how long an agent that polls is kept waiting, at least, where there is no command
+    for it; a living one is never silent for much longer.
+    """
+
+    grace_s: float = GRACE_S
+    lost_after_s: float = LOST_AFTER_S
+    replaced_after_s: float = REPLACED_AFTER_S
+    poll_s: float = POLL_S
+    return_s: float = RETURN_S
+
+    def to_keep_s(self, agents: int) -> float:
+        """How long a poll is kept where so many agents take part."""
+        return max(self.poll_s, min(agents / POLLS_PER_S, MOST_POLL_S))
+
+    def to_replace_s(self, agents: int) -> float:
+        """After how much silence an agent gives way to another one of its host."""
+        return self.replaced_after_s + self.to_keep_s(agents) - self.poll_s
+
+    def to_return_s(self, agent: Agent) -> float:
+        """How long an agent of a job that has ended may take to come back."""
+        return self.grace_s if agent.was_sent_exit else max(self.grace_s, self.return_s)
+
+
+class Losses:
+    """Looks at all agents now and then, and loses those that are gone. Whoever calls it holds the
+    coordinator's lock.
+
+    Args:
+        live: The job.
+        patience: How long agents may be away.
+        every_s: How often ``look`` is called.
+    """
+
+    def __init__(self, live: LiveJob, patience: Patience, every_s: float) -> None:
+        self._live, self._patience, self._every_s = live, patience, every_s
+        self._looked_at = time.monotonic()
+
+    def look(self) -> None:
+        """Lose who is gone. The time that the coordinator itself stood still counts for nobody."""
+        late_s = time.monotonic() - self._looked_at - self._every_s
+        self._looked_at = time.monotonic()
+        live, patience = self._live, self._patience
+        if late_s > STALL_S:
+            live.excuse(late_s)
+            live.log(f"event=stalled for_s={late_s:.1f}: it is not taken for silence of agents")
+        for host in live.members.doubtful(patience.lost_after_s):
+            if host not in live.members:
+                continue  # another loss has ended it
+            agent = live.members[host]
+            unlinked_s = agent.unlinked_s()
+            if live.has_ended:
+                if unlinked_s is not None and unlinked_s > patience.to_return_s(agent):
+                    live.members.remove(host)  # nobody waits for it any longer
+            elif unlinked_s is not None and unlinked_s > patience.grace_s:
+                live.log(f"event=lost host={host}: its connections have ended")
+                live.lose(host)
+            else:
+                self._listen(host, agent)
+        live.members.forget_released(patience.grace_s)
+
+    def is_replaceable(self, agent: Agent, store: object) -> bool:
+        """Whether another agent of its host may take an agent's place: it holds the same store,
+        whose lock has one holder, or the present one is gone or silent."""
+        is_same_store = store is not None and store == agent.store
+        limit_s = self._patience.to_replace_s(len(self._live.members))
+        is_silent = agent.silence_s() > limit_s
+        return is_same_store or is_silent or agent.unlinked_s() is not None
+
+    def _listen(self, host: str, agent: Agent) -> None:
+        """Lose a silent agent, where the job can go on without its host."""
+        live, silence_s = self._live, agent.silence_s()
+        if silence_s <= self._patience.lost_after_s:
+            if agent.is_reported:
+                agent.is_reported = False
+                live.log(f"event=host_back host={host}")
+            return
+        if agent.is_reported and silence_s < agent.judge_again_s:
+            return
+        agent.judge_again_s = silence_s + 1.0
+        if live.can_go_on_without(host):
+            live.log(f"event=lost host={host}: silent for {silence_s:.0f} s")
+            live.lose(host)
+        elif not agent.is_reported:
+            agent.is_reported = True
+            live.log(
+                f"event=host_silent host={host} for_s={silence_s:.0f}: the job cannot go on "
+                "without it, and its connection is up; waiting for it"
+            )

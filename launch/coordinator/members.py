@@ -1,0 +1,229 @@
+"""The agents that the coordinator talks to, when each was last heard, and the commands that wait
+for it."""
+
+import threading
+import time
+from collections.abc import Iterable
+
+from scalai.core.commands import Command, Exit
+from scalai.core.errors import StaleError
+from scalai.core.messages import Named
+from scalai.launch.coordinator.calls import Commands, Stalled, StoreIdentity
+from scalai.runtime.calls import Peer
+
+
+class Agent:
+    """What the coordinator keeps of one incarnation of a host's agent.
+
+    ``address`` is where its data plane listens; ``newest`` the furthest step of its workers.
+
+    Commands are numbered from 1 and stay until the agent says that it has them, so that a
+    connection may break at any time.
+    """
+
+    def __init__(self, peer: Peer, address: tuple[str, int]) -> None:
+        self.address = address
+        self.newest = 0
+        self.stalled: Stalled | None = None
+        """Which of its workers make no steps; None: they all do."""
+        self.incarnation = ""
+        """A random name that the agent process gave itself when it joined."""
+        self.store: StoreIdentity | None = None
+        """What tells its store from any other: two agents that name the same one share a lock."""
+        self.told = 0
+        """Number of the last event that it told of."""
+        self.ready: threading.Condition | None = None
+        """Notified when commands wait; set by the members."""
+        self.is_reported = False
+        """Whether its silence was told of."""
+        self.judge_again_s = 0.0
+        """After how much silence it is considered again whether the job can go on without it."""
+        self.was_sent_exit = False
+        """Whether its exit was among what it was sent; it may not have arrived."""
+        self.is_dismissed = False
+        """Whether it has its exit."""
+        self._peers = {peer}
+        self._commands: list[Command] = []
+        self._received = 0
+        self._heard_at = time.monotonic()
+        self._unlinked_at: float | None = None
+
+    @property
+    def has_commands(self) -> bool:
+        """Whether there are commands that it has not said to have."""
+        return bool(self._commands)
+
+    def heard(self) -> None:
+        """It calls. Needs no lock, so that nobody who holds one makes it seem silent."""
+        self._heard_at = time.monotonic()
+
+    def silence_s(self) -> float:
+        """Return how long ago it last called."""
+        return time.monotonic() - self._heard_at
+
+    def is_doubtful(self, before: float) -> bool:
+        """Whether it has no connection, was last heard before this moment, or was reported."""
+        return self._heard_at < before or self._unlinked_at is not None or self.is_reported
+
+    def linked(self, peer: Peer) -> None:
+        """It calls by this connection."""
+        self._peers.add(peer)
+        self._unlinked_at = None
+
+    def unlinked(self, peer: Peer) -> None:
+        """A connection has ended; it may be one of its own."""
+        if peer in self._peers:
+            self._peers.discard(peer)
+            if not self._peers:
+                self._unlinked_at = time.monotonic()
+
+    def unlinked_s(self) -> float | None:
+        """Return how long it has had no connection, None where it has one."""
+        return None if self._unlinked_at is None else time.monotonic() - self._unlinked_at
+
+    def excuse(self, seconds: float) -> None:
+        """For so long nobody listened: do not count it."""
+        now = time.monotonic()
+        self._heard_at = min(now, self._heard_at + seconds)
+        if self._unlinked_at is not None:
+            self._unlinked_at = min(now, self._unlinked_at + seconds)
+
+    def command(self, command: Command) -> None:
+        """Queue a command."""
+        self._commands.append(command)
+        if self.ready is not None:
+            self.ready.notify_all()
+
+    def acknowledge(self, received: int) -> None:
+        """It has all commands up to this number."""
+        count = max(0, received - self._received)
+        done, self._commands = self._commands[:count], self._commands[count:]
+        self._received += len(done)
+        self.is_dismissed |= any(isinstance(command, Exit) for command in done)
+
+    def waiting(self, keep_s: float) -> Commands:
+        """Return the commands that it has not said to have, and the number of the first, to be
+        sent now; the next poll may be kept for ``keep_s``."""
+        self.was_sent_exit |= any(isinstance(command, Exit) for command in self._commands)
+        named = tuple(Named(command) for command in self._commands)
+        return Commands(self._received + 1, named, keep_s)
+
+
+class Members:
+    """Agents by host: those that take part, and those that were released and fetch their last
+    command.
+
+    Args:
+        lock: Held by whoever calls, but for ``heard``.
+    """
+
+    def __init__(self, lock: "threading.RLock") -> None:
+        self._lock = lock
+        self._present: dict[str, Agent] = {}
+        self._released: dict[str, Agent] = {}
+        self._incarnations: set[tuple[str, str]] = set()
+        """All that ever took part."""
+
+    def __contains__(self, host: object) -> bool:
+        return host in self._present
+
+    def __getitem__(self, host: str) -> Agent:
+        return self._present[host]
+
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(self._present)
+
+    def doubtful(self, silent_s: float) -> list[str]:
+        """Return the hosts whose agents have no connection, have been silent for so long, or were
+        reported as silent: of the others there is nothing to look at."""
+        before = time.monotonic() - silent_s
+        return [host for host, agent in self._present.items() if agent.is_doubtful(before)]
+
+    def add(self, host: str, agent: Agent) -> None:
+        """An agent takes part from now on."""
+        agent.ready = threading.Condition(self._lock)
+        self._present[host] = agent
+        self._released.pop(host, None)
+
+    def name(self, host: str, incarnation: str, store: StoreIdentity | None) -> None:
+        """Note who the agent of a host is."""
+        agent = self._present[host]
+        agent.incarnation, agent.store = incarnation, store
+        self._incarnations.add((host, incarnation))
+
+    def has_had(self, host: str, incarnation: str) -> bool:
+        """Whether this agent takes part, or ever did."""
+        return (host, incarnation) in self._incarnations
+
+    def heard(self, host: str, incarnation: str) -> None:
+        """An agent calls. Needs no lock."""
+        for agents in (self._present, self._released):
+            agent = agents.get(host)
+            if agent is not None and agent.incarnation == incarnation:
+                agent.heard()
+
+    def find(self, host: str, incarnation: str) -> Agent:
+        """Return an agent that takes part or was released just now.
+
+        Raises:
+            StaleError: It is another incarnation that does, or none.
+        """
+        for agent in (self._present.get(host), self._released.get(host)):
+            if agent is not None and agent.incarnation == incarnation:
+                return agent
+        if host in self._present:
+            raise StaleError(f"host {host!r} is in the job with another agent, which replaced it.")
+        raise StaleError(f"host {host!r} is not in the job (any more).")
+
+    def release(self, host: str) -> None:
+        """It takes part no longer, but may still fetch its commands."""
+        self._released[host] = self._present.pop(host)
+
+    def remove(self, host: str) -> None:
+        """It takes part no longer; whoever waits for its commands learns that."""
+        agent = self._present.pop(host)
+        if agent.ready is not None:
+            agent.ready.notify_all()
+
+    def unlinked(self, peer: Peer) -> None:
+        """A connection has ended."""
+        for agent in self._all():
+            agent.unlinked(peer)
+
+    def excuse(self, seconds: float) -> None:
+        """For so long nobody listened to any agent: that is not their silence."""
+        for agent in self._all():
+            agent.excuse(seconds)
+
+    def forget_released(self, grace_s: float) -> None:
+        """Forget those that were released and have their exit, or are gone for so long."""
+        self._released = {
+            host: agent
+            for host, agent in self._released.items()
+            if not agent.is_dismissed and (agent.unlinked_s() or 0.0) <= grace_s
+        }
+
+    def __len__(self) -> int:
+        return len(self._present)
+
+    def newest(self) -> int:
+        """Return the furthest step of any worker."""
+        return max((agent.newest for agent in self._present.values()), default=0)
+
+    def stalled(self) -> dict[str, Stalled]:
+        """Return, by host, which workers make no steps."""
+        return {host: agent.stalled for host, agent in self._present.items() if agent.stalled}
+
+    def unanswered(self) -> list[str]:
+        """Return the hosts that have not fetched all of their commands."""
+        everyone = (*self._present.items(), *self._released.items())
+        return [host for host, agent in everyone if agent.has_commands]
+
+    def command(self, hosts: Iterable[str], command: Command) -> None:
+        """Queue a command for those of the hosts that take part."""
+        for host in hosts:
+            if host in self._present:
+                self._present[host].command(command)
+
+    def _all(self) -> list[Agent]:
+        return [*self._present.values(), *self._released.values()]

@@ -1,0 +1,99 @@
+"""The coordinator as a process of its own: ``python -m scalai.launch.coordinator.process FOLDER
+HOST:PORT < ORDER``, the job and its token as JSON."""
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+from scalai.core.errors import ScalaiError, UsageError
+from scalai.launch import host_signals
+from scalai.launch.config.endpoint import join_endpoint, read_card, split_endpoint, write_card
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.discovery import clear_away, one_at_a_time
+from scalai.launch.coordinator.server import Coordinator
+from scalai.launch.logs import configure
+
+SWITCH_S = 0.1
+"""How long a thread that runs may keep the others waiting, which wake up once in so long to ask for
+it. Python's 5 ms are too short for two threads a host: with thousands that wait, asking is all that
+they do."""
+
+log = logging.getLogger("scalai.coordinator")
+
+
+def expect_many_threads() -> None:
+    """Have this process serve the connections of many hosts, each in its own thread."""
+    sys.setswitchinterval(SWITCH_S)
+
+
+def serve(
+    spec: JobSpec, folder: Path, host: str, port: int, token: bytes, alone_s: float = 60.0
+) -> int:
+    """Be the coordinator of a job until it ends, or nobody has been there for ``alone_s``. Returns
+    the job's exit code.
+
+    Raises:
+        RefusedError, UsageError: The job cannot be run, or has a coordinator here.
+        PeerError: The address cannot be listened on, or somebody who looks for this job's
+            coordinator here stands still.
+    """
+    host_signals.ignore()
+    # An agent of this machine may be starting one: two must not listen, nor leave two cards.
+    with one_at_a_time(folder):
+        card = read_card(folder)
+        if card is not None:
+            there = join_endpoint(*card[0])
+            raise UsageError(
+                f"the job {spec.job!r} has a coordinator on this machine already, at {there}. "
+                "Agents here find it. A coordinator by hand is started before the first of them."
+            )
+        coordinator = Coordinator(spec, (host, port), token, log.info, alone_s)
+        address = _leave_card(coordinator, folder, host, token)
+    return _run(coordinator, spec, folder, address)
+
+
+def _leave_card(coordinator: Coordinator, folder: Path, host: str, token: bytes) -> tuple[str, int]:
+    """Have agents find this coordinator. Returns where it listens."""
+    assert not isinstance(coordinator.address, str)
+    address = host, coordinator.address[1]
+    write_card(folder, address, token)
+    return address
+
+
+def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[str, int]) -> int:
+    expect_many_threads()
+    log.info(
+        "event=coordinator job=%s address=%s:%d: it runs on this host: if that goes away, "
+        "the job stops and must be started again",
+        spec.job, *address,
+    )  # fmt: skip
+    try:
+        return coordinator.run()
+    finally:
+        clear_away(folder, address, is_last=spec.options.is_standalone)
+
+
+def main() -> int:
+    """Be the coordinator that an agent starts. What stands in the way of a start is written to
+    standard output, which the agent reads; the exit code says what kind it is."""
+    configure("coordinator")
+    folder = Path(sys.argv[1])
+    host, port = split_endpoint(sys.argv[2])
+    order = json.loads(sys.stdin.read())
+    token = str(order["token"]).encode()
+    try:
+        spec = JobSpec.from_json(order["job"])
+        host_signals.ignore()
+        coordinator = Coordinator(spec, (host, port), token, log.info)
+    except ScalaiError as error:
+        print(error, flush=True)
+        return error.exit_code
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the agent may end before the job does
+    # The agent that has started this process holds the lock until the card is there.
+    return _run(coordinator, spec, folder, _leave_card(coordinator, folder, host, token))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Whether parts are a whole state, and the fingerprints that were committed of it, with which every
+proof compares."""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+import numpy as np
+
+from scalai.core.collection import concatenate
+from scalai.core.committed import unite_committed
+from scalai.core.coverage import check_coverage
+from scalai.core.errors import LayoutError, ProofError
+from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
+from scalai.core.region import Box
+from scalai.store.generation import contradiction
+from scalai.store.manifest import HostManifest
+
+_FETCHED = "fetched-"
+"""In the names of files whose pieces came from other hosts."""
+
+
+def check_whole(parts: Iterable[HostManifest], *, exact: bool = True) -> None:
+    """Raise ``LayoutError`` unless the parts hold every element of every tensor of the job, all
+    from one step.
+
+    ``exact`` False: pieces that hosts fetched from each other may overlap with those that were
+    deposited.
+    """
+    parts = list(parts)
+    steps = sorted({part.step for part in parts})
+    if len(steps) != 1:
+        raise LayoutError(f"parts of steps {steps}; a state is made of one step only.")
+    rows = concatenate([part.collection for part in parts])
+    expected = max(int(part.about.get("tensors", -1)) for part in parts)
+    if len(rows.tensors) != expected:
+        raise LayoutError(
+            f"{len(rows.tensors)} of {expected} tensors are held by "
+            f"{sorted(p.host for p in parts)}."
+        )
+    check_coverage(rows, exact_partition=exact)
+
+
+def deposited_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
+    """Return the fingerprint of every tensor by name, added up from the pieces of a deposit. Equal
+    boxes on several hosts must agree (``ProofError``)."""
+    parts = list(parts)
+    rows = concatenate([part.collection for part in parts])
+    values = np.concatenate([part.fingerprint for part in parts])
+    return tensor_fingerprints(rows, values, one_version(parts))
+
+
+def one_version(parts: Iterable[HostManifest]) -> int:
+    """Return the version of the fingerprints of all these parts. Raises ``ProofError`` where there
+    are several: they do not tell anything of each other."""
+    found = {part.fingerprint_version: part.host for part in parts}
+    if len(found) > 1:
+        told = ", ".join(f"{version} on host {host!r}" for version, host in sorted(found.items()))
+        raise ProofError(
+            f"the parts have fingerprints of several versions ({told}): two releases saved them, "
+            "so they are not one state. Remove those of one release, or start without its hosts."
+        )
+    return next(iter(found))
+
+
+def committed_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
+    """Return the fingerprint of every tensor of a whole generation by name, as it was committed.
+
+    Raises:
+        ProofError: The parts say different things, or an older release wrote them, which said
+            nothing, and their pieces tell it no more.
+    """
+    parts = list(parts)
+    version = one_version(parts) if parts else VERSION
+    check_alike(contradiction(parts))
+    said = unite_committed(part.committed for part in parts)
+    stated = {} if said is None else said.fingerprints
+    tensors = [tensor for part in parts for tensor in part.collection.tensors]
+    stated = {**{tensor.name: 0 for tensor in tensors if not tensor.numel}, **stated}
+    held = {tensor.name for tensor in tensors}
+    if held <= stated.keys():
+        return stated
+    return {**_fingerprints_of_a_cover(parts, held - stated.keys(), version), **stated}
+
+
+def check_alike(contradiction: str | None) -> None:
+    """Raise ``ProofError`` where two parts of one generation contradict each other."""
+    if contradiction is not None:
+        raise ProofError(
+            f"{contradiction} One of them is of another state: remove its part, or start without "
+            "its host."
+        )
+
+
+def _fingerprints_of_a_cover(
+    parts: Sequence[HostManifest], names: Set[str], version: int
+) -> Mapping[str, int]:
+    """Add up pieces that cover every one of these tensors once: those that were deposited, before
+    those that were fetched and may overlap with them."""
+    pieces = [
+        (_FETCHED in part.files[file].name, -int(size), number, row)
+        for number, part in enumerate(parts)
+        for row, (file, size) in enumerate(
+            zip(part.file.tolist(), part.collection.size_bytes().tolist(), strict=True)
+        )
+        if part.collection.tensors[part.collection.tensor[row]].name in names
+    ]
+    chosen: dict[str, dict[Box, int]] = {}
+    for _, _, number, row in sorted(pieces):
+        tensor, box = parts[number].collection.box(row)
+        boxes, value = chosen.setdefault(tensor.name, {}), int(parts[number].fingerprint[row])
+        if boxes.get(box, value) != value:
+            raise ProofError(
+                f"replicas of {list(box.offset)}+{list(box.shape)} of {tensor.name!r} differ among "
+                f"hosts {[part.host for part in parts]}. Resume from an older generation."
+            )
+        if box.numel and not any(box.intersect(other) for other in boxes):
+            boxes[box] = value
+    shapes = {t.name: t for part in parts for t in part.collection.tensors if t.name in names}
+    chosen = {name: chosen.get(name, {}) for name in shapes}
+    holes = [n for n, boxes in chosen.items() if sum(b.numel for b in boxes) != shapes[n].numel]
+    if holes:
+        raise ProofError(
+            f"{len(holes)} tensors of generation {parts[0].generation} are cut so that their "
+            f"pieces do not tell their fingerprint: {', '.join(sorted(holes)[:5])}. Resume from "
+            "another generation."
+        )
+    return {name: combine(boxes.values(), version) for name, boxes in chosen.items()}

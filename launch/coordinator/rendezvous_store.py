@@ -1,0 +1,240 @@
+"""Where the workers of a round meet: torch's TCPStore, a new one a round so that no key is stale.
+A process of its own serves them.
+
+It listens on the coordinator's interface alone, and nothing protects it there: whoever reaches that
+interface may read and write what workers meet by. It outlives a coordinator that is killed, for as
+long as workers are connected to it.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from scalai.core.deadlines import STORE_READY_S
+from scalai.core.errors import PeerError
+from scalai.core.jsonable import Json
+from scalai.launch import host_signals
+from scalai.runtime.imports import without_collections
+
+OPEN_S = 30.0
+ENDED_S = 1.0
+"""How long a process that was killed may take to be gone."""
+READY = "ready"
+LINGER_S = 10.0
+LINGER_MOST_S = 3600.0
+"""Connections of a host that is gone without a word hold a process for no longer than this."""
+_ESTABLISHED = "01"
+
+
+class RendezvousStores:
+    """The coordinator's end: has stores opened and closed. Any thread may call it.
+
+    Args:
+        interface: The address at which workers meet.
+        linger_s: How long the process stays without a coordinator and without clients: workers may
+            be about to connect.
+    """
+
+    def __init__(self, interface: str, linger_s: float = LINGER_S) -> None:
+        self._interface, self._linger_s = interface, linger_s
+        self._mutex = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        with host_signals.blocked():
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "scalai.launch.coordinator.rendezvous_store",
+                    self._interface,
+                    str(self._linger_s),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        self._ready = threading.Event()
+        self._answers: queue.Queue[Json] = queue.Queue()
+        threading.Thread(
+            target=_read, args=(self._process, self._ready, self._answers), daemon=True
+        ).start()
+
+    def wait_ready(self) -> None:
+        """Return once a store can be opened at once, or cannot be opened at all."""
+        self._ready.wait(STORE_READY_S)
+
+    def open(self) -> int:
+        """Open a store and return its port. Where the process has died, or does not answer, another
+        one is asked, once.
+
+        Raises:
+            PeerError: That cannot be done; says why.
+        """
+        with self._mutex:
+            answer = self._ask({"do": "open"}) if self._process.poll() is None else {}
+            if "port" not in answer and self._process.poll() is not None:
+                self._begin()
+                answer = self._ask({"do": "open"})
+        if "port" not in answer:
+            raise PeerError(
+                f"the workers' rendezvous store cannot be opened at {self._interface}: "
+                f"{answer['error']}"
+            )
+        return int(answer["port"])
+
+    def close(self, port: int) -> None:
+        """Close a store that no worker needs any more."""
+        with self._mutex:
+            self._tell({"do": "close", "port": port})
+
+    def end(self) -> None:
+        """The job has ended: close all."""
+        with self._mutex:
+            self._tell({"do": "end"})
+
+    def _tell(self, request: Json) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            pass  # it has died: ``open`` begins another
+
+    def _ask(self, request: Json) -> Json:
+        self._ready.wait(STORE_READY_S)
+        self._tell(request)
+        try:
+            return self._answers.get(timeout=OPEN_S)
+        except queue.Empty:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(ENDED_S)
+            return {"error": f"its process did not answer for {OPEN_S:.0f} s"}
+
+
+def _read(
+    process: "subprocess.Popen[str]", ready: threading.Event, answers: "queue.Queue[Json]"
+) -> None:
+    """Pass the process's answers on until it ends; the first one says that it is ready. What else
+    is written there (by a ``sitecustomize``, say) is none."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            answers.put(json.loads(line))
+        elif line.strip() == READY:
+            ready.set()
+    code = process.wait()
+    ready.set()
+    answers.put({"error": f"its process has ended with exit code {code}"})
+
+
+# ---------------------------------------------------------------------- the process
+
+
+class _Stores:
+    """The open stores by their port, and one more that is ready for the next round."""
+
+    def __init__(self, interface: str) -> None:
+        self._interface = interface
+        self._open: dict[int, Any] = {}
+        self._spare = self._make()
+
+    def open(self) -> int:
+        store, self._spare = self._spare, None
+        store = store or self._make()
+        self._open[store.port] = store
+        return int(store.port)
+
+    def prepare(self) -> None:
+        """Make the next one, so that nobody waits for it. Where that fails it is tried again when
+        it is wanted: workers are connected to those that are open."""
+        with contextlib.suppress(OSError, RuntimeError):
+            self._spare = self._spare or self._make()
+
+    def close(self, port: int) -> None:
+        self._open.pop(port, None)
+
+    def clients(self) -> int:
+        """Return how many connections others have to the open stores."""
+        # Each store has one of this process's own.
+        return max(0, connections(self._open) - len(self._open))
+
+    def _make(self) -> Any:
+        from torch.distributed import TCPStore  # not in its __all__
+
+        family = socket.getaddrinfo(self._interface, 0, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((self._interface, 0), family=family, backlog=2048)
+        return TCPStore(
+            self._interface,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=10),
+            master_listen_fd=listener.detach(),
+        )
+
+
+def connections(ports: Iterable[int]) -> int:
+    """Return the number of established connections to these ports of this machine."""
+    wanted = {f"{port:04X}" for port in ports}
+    found = 0
+    for name in ("tcp", "tcp6"):
+        path = Path("/proc/self/net", name)
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            _, local, _, state, *_ = line.split()
+            found += state == _ESTABLISHED and local.rpartition(":")[2] in wanted
+    return found
+
+
+def main() -> None:
+    """Serve stores at an interface, as standard input says, until it says to end or its other side
+    is gone and nobody is connected any more."""
+    host_signals.ignore()
+    with without_collections():
+        stores = _Stores(sys.argv[1])  # imports torch
+    _say(READY)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "end":
+            os._exit(0)
+        elif request["do"] == "close":
+            stores.close(request["port"])
+        else:
+            try:
+                answer: Json = {"port": stores.open()}
+            except (OSError, RuntimeError) as error:
+                answer = {"error": str(error)}
+            _say(json.dumps(answer))
+            stores.prepare()
+    _linger(stores, float(sys.argv[2]))
+    os._exit(0)
+
+
+def _say(text: str) -> None:
+    """Answer the coordinator; where that is gone, the end of standard input says so as well."""
+    with contextlib.suppress(BrokenPipeError):
+        print(text, flush=True)
+
+
+def _linger(stores: _Stores, linger_s: float) -> None:
+    """Stay while workers are connected, or may be about to."""
+    began = quiet_since = time.monotonic()
+    while time.monotonic() - quiet_since < linger_s and time.monotonic() - began < LINGER_MOST_S:
+        time.sleep(min(1.0, linger_s / 4))
+        if stores.clients():
+            quiet_since = time.monotonic()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The coordinator: one small process a job, which agents and persons call.
+
+It holds no tensor. What it answers is in ``launch.coordinator.desk``. If its host goes away the job
+stops; any agent may drain, the first one too.
+"""
+
+import time
+from collections.abc import Callable
+
+from scalai.core.errors import PeerError
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.calls import CoordinatorRequest
+from scalai.launch.coordinator.desk import TICK_S, Desk
+from scalai.launch.coordinator.losses import Patience
+from scalai.launch.coordinator.rendezvous_store import RendezvousStores
+from scalai.runtime.calls import Address, Server
+
+FAREWELL_S = 30.0
+"""How long the coordinator of a job that has ended waits until every agent has its exit."""
+SEND_S = 60.0
+"""How long an agent may take to read an answer."""
+
+
+class Coordinator(Desk):
+    """A desk that listens.
+
+    Args:
+        spec: What the job is; agents that bring another one are refused.
+        address: Where to listen: (interface, port), port 0 for a free one.
+        token: The job's secret; who does not have it is not listened to.
+        say: Takes log lines.
+        alone_s: How long it waits for a first or another agent before it ends.
+        patience: How long it waits for agents that are away.
+        stores: What workers meet at; a process of its own if not given.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        address: tuple[str, int],
+        token: bytes,
+        say: Callable[[str], None],
+        alone_s: float = 60.0,
+        patience: Patience = Patience(),  # noqa: B008  # it is frozen
+        stores: RendezvousStores | None = None,
+    ) -> None:
+        stores = stores or RendezvousStores(address[0])
+        super().__init__(spec, address[0], stores, say, patience)
+        self._alone_s = alone_s
+        try:
+            self._server = Server(
+                address, token, CoordinatorRequest, self.handle, self.gone, send_s=SEND_S
+            )
+        except PeerError:
+            self._stores.end()
+            raise
+
+    @property
+    def address(self) -> Address:
+        return self._server.address
+
+    def run(self) -> int:
+        """Serve until the job has ended and every agent has its exit, or until nobody has been
+        there for long. Returns the job's exit code."""
+        live = self._live
+        alone_since, ended_at = time.monotonic(), None
+        while True:
+            time.sleep(TICK_S)
+            with self._lock:
+                self.tick()
+                now = time.monotonic()
+                if live.has_ended:
+                    ended_at = ended_at or now
+                    if self._is_farewell_over(now - ended_at):
+                        break
+                if live.members.hosts():
+                    alone_since = now
+                elif now - alone_since > self._alone_s:
+                    live.exit_code = 1
+                    live.log(f"event=exit code=1 reason='no agent for {self._alone_s:.0f} s'")
+                    break
+        self._server.close()
+        self._stores.end()
+        return live.exit_code
+
+    def _is_farewell_over(self, took_s: float) -> bool:
+        """Whether every agent of a job that has ended has its exit, or had the time for it."""
+        late = self._live.members.unanswered()
+        if late and took_s > FAREWELL_S:
+            self._live.log(f"event=unanswered hosts={late}: they have not fetched their exit")
+        return not late or took_s > FAREWELL_S

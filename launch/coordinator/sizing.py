@@ -1,0 +1,85 @@
+"""What decides about the size of a job beside the hosts that are there: limits, a person's wishes,
+and what has turned out not to fit."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from scalai.core.assignment import make_assign
+from scalai.core.choice import Choice
+from scalai.core.degrees import parse_wish
+from scalai.core.membership import Assign, Assignment
+from scalai.launch.config.job import JobSpec
+
+
+class Sizing:
+    """The inputs of ``make_assign`` for one job. ``scalai scale`` and out-of-memory change them."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        facts = spec.script
+        self._limits, self._policy = facts.limits, facts.policy
+        self._min_hosts, self._max_hosts = spec.min_hosts, spec.max_hosts
+        self._max_workers: int | None = None
+        self._wish: str | None = None
+        self._excluded: tuple[Choice, ...] = ()
+
+    def assign(self) -> Assign:
+        """Return the function that assigns workers to hosts, as things are now.
+
+        Degrees that a person asked for hold until the next ``rescale``, wherever they fit; where
+        they do not, the job goes on as if nobody had asked.
+        """
+        as_wished = self._with(self._max_workers, self._max_hosts, self._wish)
+        otherwise = self._with(self._max_workers, self._max_hosts, None)
+        return lambda hosts, present: as_wished(hosts, present) or otherwise(hosts, present)
+
+    def scaled(
+        self,
+        nproc: int | None,
+        nnodes: int | None,
+        degrees: str | None,
+        explain: Callable[[str], object],
+    ) -> Assign:
+        """Return what ``rescale`` with the same arguments would lead to; None for a wish that does
+        not fit, and ``explain`` is told why."""
+        return self._with(nproc, nnodes or self._max_hosts, degrees, explain)
+
+    def rescale(self, nproc: int | None, nnodes: int | None, degrees: str | None) -> None:
+        """A person wants so many workers in total, hosts at most, and these degrees."""
+        self._max_workers, self._wish = nproc, degrees
+        self._max_hosts = nnodes or self._max_hosts
+
+    def exclude(self, assignment: Assignment) -> None:
+        """These degrees ran out of memory in their first step."""
+        failed = Choice(assignment.degrees, (), assignment.reason, assignment.micro_batch_size)
+        self._excluded = (*self._excluded, failed)
+
+    def learn(self, about: Mapping[str, Any]) -> None:
+        """Take over limits that only the running script knew, from a deposit's ``about``."""
+        facts = about.get("facts", {})
+        if facts.get("padded_vocab_size") is not None:
+            self._limits = replace(self._limits, padded_vocab_size=facts["padded_vocab_size"])
+        if self._limits.eval_batch_size is None:
+            self._limits = replace(self._limits, eval_batch_size=facts.get("eval_batch_size"))
+        if self._limits.global_batch_size is None:
+            # What a configuration states may be changed by a person before the job goes on.
+            batch_size = facts.get("global_batch_size")
+            self._limits = replace(self._limits, global_batch_size=batch_size)
+
+    def _with(
+        self,
+        max_workers: int | None,
+        max_hosts: int,
+        wish: str | None,
+        explain: Callable[[str], object] = lambda reason: None,
+    ) -> Assign:
+        return make_assign(
+            self._limits,
+            self._policy,
+            min_hosts=self._min_hosts,
+            max_hosts=max_hosts,
+            max_workers=max_workers,
+            excluded=self._excluded,
+            requested=parse_wish(wish) if wish else None,
+            explain=explain,
+        )

@@ -1,0 +1,122 @@
+"""How the workers of a round are started: where they meet, and what they begin from."""
+
+from scalai.core import actions, commands
+from scalai.core import membership as m
+from scalai.core.assignment import place_ranks
+from scalai.core.messages import JsonText, Shared
+from scalai.core.source_list import Listed, SourceList, source_list
+from scalai.launch.coordinator.generations import Generations
+from scalai.launch.coordinator.members import Members
+from scalai.launch.coordinator.rendezvous_store import RendezvousStores
+from scalai.store.attachment import ATTACHED
+from scalai.store.generation import unite
+from scalai.store.summary import reference_of
+
+
+class Starter:
+    """Tells the agents which workers to start, and where these meet.
+
+    Args:
+        run: The name of this run of the job.
+        interface: The address at which workers meet.
+        stores: What they meet at there.
+        members: The agents, and the commands that wait for them.
+        generations: What workers may begin from.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        interface: str,
+        stores: RendezvousStores,
+        members: Members,
+        generations: Generations,
+    ) -> None:
+        self._run = run
+        self._interface = interface
+        self._roster = members
+        self._generations = generations
+        self._stores = stores
+        self._port: int | None = None
+        self._port_ahead: int | None = None
+
+    def build(self, ahead: m.Ahead, newest: int | None) -> None:
+        """Start the next round's workers beside the present ones, which will go on to a later
+        generation than the ``newest``."""
+        self.give_up()
+        self._port_ahead = self._stores.open()
+        workers = self._workers(ahead.round, ahead.assignment, self._port_ahead, newest)
+        for host, each in workers.items():
+            self._roster.command([host], commands.Build(each))
+
+    def give_up(self) -> None:
+        """The workers that were built ahead will not be needed."""
+        self._close(self._port_ahead)
+        self._port_ahead = None
+
+    def start(self, action: actions.StartRound) -> None:
+        """Start the workers of a round, or let those that were built ahead begin."""
+        self._close(self._port)
+        self._port, self._port_ahead = self._port_ahead or self._stores.open(), None
+        sources = None
+        if action.generation is not None:
+            sources = Shared(self._sources(action.generation, action.assignment))
+        workers = self._workers(action.round, action.assignment, self._port, action.generation)
+        for host, each in workers.items():
+            self._roster.command([host], commands.Start(each, sources, action.is_built))
+
+    def _sources(self, number: int, assignment: m.Assignment) -> SourceList:
+        """Return who holds a generation."""
+        parts = self._generations.parts(number)
+        in_order = sorted(parts.values(), key=lambda part: min(part.ranks, default=1 << 62))
+        about = {k: v for k, v in in_order[0].about.items() if k != ATTACHED}
+        world, degrees = about.get("world_size", 0), about.get("degrees", {})
+        is_alike = world == assignment.degrees.world_size and all(
+            degrees.get(axis, size) == size for axis, size in assignment.degrees.to_json().items()
+        )
+        return source_list(
+            [
+                Listed(
+                    host,
+                    self._roster[host].address,
+                    reference_of(part),
+                    part.collection.tensors,
+                    part.rank_state,
+                )
+                for host, part in sorted(parts.items())
+            ],
+            generation=number,
+            step=self._generations.step(number),
+            fingerprint_version=self._generations.fingerprint_version(number),
+            about=about,
+            scalars=unite(part.scalars for part in in_order),
+            # Of ranks at other degrees the states are of no use: all begin new ones.
+            ranks=world if is_alike else 0,
+        )
+
+    def _close(self, port: int | None) -> None:
+        if port is not None:
+            self._stores.close(port)
+
+    def _workers(
+        self, round: int, assignment: m.Assignment, port: int, generation: int | None
+    ) -> dict[str, commands.Workers]:
+        """Return which workers each host of an assignment runs, with what is known of the newest
+        generation."""
+        step = None if generation is None else self._generations.step(generation)
+        facts = {} if generation is None else self._generations.facts(generation)
+        return {
+            host: commands.Workers(
+                run=self._run,
+                round=round,
+                placement=placement,
+                degrees=assignment.degrees.to_json(),
+                micro_batch_size=assignment.micro_batch_size,
+                master_addr=self._interface,
+                master_port=port,
+                generation=generation,
+                restorable_step=step,
+                facts=JsonText.of(facts),
+            )
+            for host, placement in place_ranks(assignment).items()
+        }

@@ -1,0 +1,116 @@
+"""When a resize's phases began and ended: one log line a phase, one JSON report a resize."""
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scalai.store.atomic import replace_file
+
+PHASES = (
+    "detect", "build", "drain", "deposit", "commit", "relaunch",
+    "plan", "move", "restore", "proof", "first_step",
+)  # fmt: skip
+
+
+class Timeline:
+    """Seconds of each phase of the resize under way. Phases may be set by whoever measured them;
+    the rest stays 0."""
+
+    def __init__(self, folder: Path | None, say: "Any") -> None:
+        self._folder = folder
+        self._say = say
+        self.reports: list[dict[str, Any]] = []
+        self._begin("start")
+        found = obstacle(folder) if folder is not None else None
+        if found is not None:
+            say(
+                f"event=report_failed --report-dir {folder} cannot be written ({found}): there "
+                "will be no reports"
+            )
+
+    def _begin(self, reason: str) -> None:
+        self._reason = reason
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._marks = {"event": time.monotonic()}
+        self._facts: dict[str, Any] = {}
+
+    def begin(self, reason: str) -> None:
+        """A change was noticed now, unless one is under way already."""
+        if not self.is_open:
+            self._begin(reason)
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._marks)
+
+    @property
+    def has_round(self) -> bool:
+        """Whether the change under way has led to a round."""
+        return self.is_open and "round" in self._facts
+
+    def forget(self) -> None:
+        """Nothing came of what was noticed: the next change begins its own time."""
+        self._marks = {}
+
+    def mark(self, name: str) -> None:
+        """Remember the time of a moment that phases are measured from."""
+        self._marks[name] = time.monotonic()
+
+    def mark_first(self, name: str) -> None:
+        """Remember the time of a moment, unless it is remembered already."""
+        self._marks.setdefault(name, time.monotonic())
+
+    def since(self, mark: str) -> float:
+        """Return the seconds since ``mark``, 0 where it was not made."""
+        return time.monotonic() - self._marks[mark] if mark in self._marks else 0.0
+
+    def phase(self, name: str, seconds: float, **facts: Any) -> None:
+        """A phase has ended: keep its seconds (the longest of what hosts report) and log a line."""
+        assert name in PHASES, name
+        self._seconds[name] = max(self._seconds[name], seconds)
+        self._facts.update(facts)
+        words = " ".join(f"{key}={value}" for key, value in facts.items())
+        self._say(f"event={name} took_s={seconds:.3f} {words}".rstrip())
+
+    def note(self, **facts: Any) -> None:
+        self._facts.update(facts)
+
+    def close(self, **facts: Any) -> Mapping[str, Any]:
+        """The first step is done: write the report and return it."""
+        report = {
+            "reason": self._reason,
+            **self._facts,
+            **facts,
+            "seconds": {name: round(value, 6) for name, value in self._seconds.items()},
+            "total_s": round(self.since("event"), 6),
+            "at": time.time(),
+        }
+        self.reports.append(report)
+        self._marks = {}
+        self._write(report)
+        return report
+
+    def _write(self, report: Mapping[str, Any]) -> None:
+        """Leave the report in the folder. Where that cannot be, the log says so: no job ends by
+        it."""
+        if self._folder is None:
+            return
+        path = self._folder / f"resize-{report.get('round', 0):04d}.json"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_file(path, (json.dumps(report, indent=1) + "\n").encode(), is_durable=False)
+        except OSError as error:
+            self._say(f"event=report_failed path={path} {error}: the job goes on without it")
+
+
+def obstacle(folder: Path) -> str | None:
+    """Return why nothing can be written to a folder, None where something can. Makes it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return str(error)

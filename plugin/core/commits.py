@@ -1,0 +1,66 @@
+"""The rules by which what hosts have sealed becomes a generation: when it is judged, who renames
+its part, and when older generations may go."""
+
+from dataclasses import replace
+
+from scalai.core import events
+from scalai.core.actions import Commit, JudgeSnapshot, Release
+from scalai.core.membership import Generation, Job, Phase, active, forget_sealed
+from scalai.core.transitions import Result, answered, fail, next_phase
+
+
+def judged(event: events.Judged, job: Job) -> Result:
+    if job.phase is not Phase.DEPOSITING:
+        return job, ()
+    if not event.is_covered:
+        is_loss = job.current is not None and set(job.current.active) > active(job)
+        return fail(job, event.reason, is_loss=is_loss)
+    generation = Generation(event.number, event.step, event.hosts)
+    # A host whose workers died before they wrote, or that has just come back, has no part.
+    hosts = event.hosts & frozenset(job.hosts)
+    job = replace(job, phase=Phase.COMMITTING, awaited=hosts, uncommitted=frozenset(), sealed={})
+    job = _with_generation(job, generation)
+    return job, (Commit(tuple(sorted(hosts)), generation.number),)
+
+
+def sealed(event: events.Sealed, job: Job) -> Result:
+    """A snapshot is judged once every host with workers has sealed its part. Deposits of a stop are
+    waited for otherwise: there workers may be dead."""
+    if event.round != job.round:
+        return job, ()
+    hosts = job.sealed.get(event.deposit, frozenset()) | {event.host}
+    if not hosts >= active(job):
+        return replace(job, sealed={**job.sealed, event.deposit: hosts}), ()
+    return forget_sealed(job, event.deposit), (JudgeSnapshot(event.reason, event.deposit),)
+
+
+def snapshotted(event: events.Snapshotted, job: Job) -> Result:
+    generation = Generation(event.number, event.step, frozenset(event.hosts))
+    job = _with_generation(replace(job, uncommitted=generation.hosts), generation)
+    return job, (Commit(event.hosts, generation.number),)
+
+
+def _with_generation(job: Job, generation: Generation) -> Job:
+    return replace(
+        job,
+        generations=(*job.generations, generation),
+        committing=generation.number,
+        has_state=True,
+    )
+
+
+def committed(event: events.Committed, job: Job) -> Result:
+    if event.generation != job.committing:
+        return job, ()
+    if job.phase is Phase.COMMITTING:
+        return next_phase(answered(job, event.host))
+    if event.host not in job.uncommitted:
+        return job, ()
+    # A snapshot. Once every host has it, older generations may go, also during a drain: its deposit
+    # needs their room. A start keeps its source.
+    job = replace(job, uncommitted=job.uncommitted - {event.host})
+    newest = job.newest_generation
+    is_ready = not job.uncommitted and newest is not None and newest.number == event.generation
+    if not is_ready or newest is None or job.phase in (Phase.STARTING, Phase.STOPPING):
+        return job, ()
+    return replace(job, generations=(newest,)), (Release(job.round, newest.number, ()),)

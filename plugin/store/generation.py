@@ -1,0 +1,158 @@
+"""A generation as a whole: the parts of all its hosts that are at hand, put together."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalai.core.committed import unite_committed
+from scalai.core.errors import LayoutError, StoreError
+from scalai.core.jsonable import Json
+from scalai.store.manifest import HostManifest, read_saved_manifest
+
+
+def unite(parts: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
+    """Unite nested mappings. Where two differ the earlier part's value stays: give the lowest rank
+    first."""
+    united: dict[str, Json] = {}
+    for part in parts:
+        for key, value in part.items():
+            if key not in united:
+                united[key] = unite([value]) if isinstance(value, Mapping) else value
+            elif isinstance(united[key], Mapping) and isinstance(value, Mapping):
+                united[key] = unite([united[key], value])
+    return united
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Generation:
+    """A generation with all hosts' parts that are at hand, ordered by their lowest rank.
+
+    ``directories`` [hosts] is where each part lies, None for a part that lies on another machine.
+    """
+
+    generation: int
+    step: int
+    hosts: tuple[HostManifest, ...]
+    directories: tuple[Path | None, ...]
+
+    @property
+    def about(self) -> Mapping[str, Json]:
+        return self.hosts[0].about
+
+    @property
+    def fingerprint_version(self) -> int:
+        """The version of all parts' fingerprints."""
+        return self.hosts[0].fingerprint_version
+
+    @property
+    def stated(self) -> Mapping[str, int]:
+        """The fingerprints of all tensors by name, as they were committed; none of a generation of
+        a release that stated nothing, or that was converted."""
+        said = unite_committed(part.committed for part in self.hosts)
+        return {} if said is None else said.fingerprints
+
+    @property
+    def scalars(self) -> dict[str, Json]:
+        """Scalars of all hosts, united; the lowest rank's value stays."""
+        return unite(part.scalars for part in self.hosts)
+
+    @property
+    def rank_state(self) -> dict[str, Json]:
+        """States by coordinate, of all hosts."""
+        return {
+            key: value for part in reversed(self.hosts) for key, value in part.rank_state.items()
+        }
+
+
+def unite_hosts(
+    manifests: Sequence[HostManifest], directories: Sequence[Path | None] | None = None
+) -> Generation:
+    """Unite the parts of one generation.
+
+    Raises:
+        StoreError: None is given, or they are not parts of one generation at one step, or of two
+        releases, or a host comes twice. LayoutError: Two hosts hold tensors of one name that differ
+        in shape or dtype.
+    """
+    places = list(directories) if directories is not None else [None] * len(manifests)
+    if not manifests:
+        raise StoreError("no part of a generation is given. Name at least one host's directory.")
+    parts = sorted(
+        zip(manifests, places, strict=True),
+        key=lambda part: (min(part[0].ranks, default=1 << 62), part[0].host),
+    )
+    first = parts[0][0]
+    known = {tensor.name: tensor for tensor in first.collection.tensors}
+    seen: set[str] = set()
+    for part, _ in parts:
+        if (part.generation, part.step) != (first.generation, first.step):
+            raise StoreError(
+                f"host {part.host!r} has generation {part.generation} at step {part.step}, host "
+                f"{first.host!r} generation {first.generation} at step {first.step}. Never mix "
+                "generations: take one of them."
+            )
+        if part.fingerprint_version != first.fingerprint_version:
+            raise StoreError(
+                f"the parts of generation {first.generation} on hosts {part.host!r} and "
+                f"{first.host!r} have fingerprints of versions {part.fingerprint_version} and "
+                f"{first.fingerprint_version}: two releases saved them, so they are not one state. "
+                "Never mix generations: take one of them."
+            )
+        if part.host in seen:
+            raise StoreError(
+                f"two parts are of host {part.host!r}. Give each host's directory once."
+            )
+        seen.add(part.host)
+        for tensor in part.collection.tensors:
+            if known.setdefault(tensor.name, tensor) != tensor:
+                other = known[tensor.name]
+                raise LayoutError(
+                    f"{tensor.name!r} is {tensor.dtype}{list(tensor.shape)} on host {part.host!r} "
+                    f"and {other.dtype}{list(other.shape)} on another. They are not parts of one "
+                    "state."
+                )
+    return Generation(
+        first.generation,
+        first.step,
+        tuple(part for part, _ in parts),
+        tuple(place for _, place in parts),
+    )
+
+
+def load_generation(directories: Sequence[Path], number: int | None = None) -> Generation:
+    """Read the parts of one generation, one directory a host; ``number``: of this one.
+
+    Raises:
+        StoreError: As ``read_saved_manifest`` and ``unite_hosts``; or the parts are of two states
+            that have one number. LayoutError: As ``unite_hosts``.
+    """
+    parts = [read_saved_manifest(directory, number) for directory in directories]
+    generation = unite_hosts(parts, directories)
+    deposits = {str(part.about.get("deposit")): part.host for part in parts}
+    if len(deposits) > 1:
+        found = ", ".join(f"{host}: {name}" for name, host in sorted(deposits.items()))
+        raise StoreError(
+            f"the parts of generation {generation.generation} are of several jobs or rounds "
+            f"({found}). Never mix generations: take those of one."
+        )
+    differ = contradiction(generation.hosts)
+    if differ is not None:
+        raise StoreError(f"{differ} One of them is of another state: take its part away.")
+    return generation
+
+
+def contradiction(parts: Iterable[HostManifest]) -> str | None:
+    """Say which two of these parts of one generation were committed with other fingerprints, and of
+    which tensors; None: they agree."""
+    said: dict[str, tuple[str, int]] = {}
+    for part in parts:
+        prints = {} if part.committed is None else part.committed.fingerprints
+        differ = sorted(n for n, value in prints.items() if said.get(n, ("", value))[1] != value)
+        if differ:
+            return (
+                f"hosts {said[differ[0]][0]!r} and {part.host!r} hold parts of generation "
+                f"{part.generation} that were committed with other fingerprints of {len(differ)} "
+                f"tensors ({', '.join(differ[:5])})."
+            )
+        said.update({name: (part.host, value) for name, value in prints.items()})
+    return None

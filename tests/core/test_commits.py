@@ -1,0 +1,60 @@
+"""The rules of membership: when what hosts have sealed beside the training is judged."""
+
+from scalai.core import actions, events
+from scalai.core import membership as m
+from scalai.core.resize import advance
+from support.membership_simulation import assign_all, two_hosts
+
+NAME = "run-1-5"
+
+
+def sealed(host: str, round: int, deposit: str = NAME) -> events.Sealed:
+    return events.Sealed(host, round, "snapshot", deposit)
+
+
+def test_a_snapshot_is_judged_once_every_host_with_workers_has_sealed_it() -> None:
+    job = two_hosts().job
+    job, due = advance(job, sealed("b", job.round))
+    assert not due
+    job, due = advance(job, sealed("b", job.round))
+    assert not due, "told twice it is one part"
+    job, due = advance(job, sealed("a", job.round))
+    assert due == (actions.JudgeSnapshot("snapshot", NAME),) and not job.sealed
+
+
+def test_parts_of_two_snapshots_or_rounds_make_none() -> None:
+    job = two_hosts().job
+    for event in (sealed("a", job.round), sealed("b", job.round, "run-1-9"), sealed("b", 99)):
+        job, due = advance(job, event)
+        assert not due
+
+
+def test_what_is_a_generation_already_waits_for_no_more_parts() -> None:
+    """It was recovered when the workers were stopped: a late part of it begins nothing."""
+    job, _ = advance(two_hosts().job, sealed("a", 1))
+    job = m.forget_sealed(job, NAME)
+    assert advance(job, sealed("b", 1))[1] == ()
+
+
+def test_who_has_sealed_is_forgotten_with_the_round() -> None:
+    simulation = two_hosts()
+    simulation.train(3)
+    simulation.feed(sealed("a", simulation.job.round))
+    simulation.feed(events.WorkersFailed("a", simulation.job.round, "died"))
+    simulation.settle()
+    assert not simulation.job.sealed
+
+
+def test_hosts_without_workers_need_not_seal() -> None:
+    job, _ = advance(two_hosts(max_hosts=3).job, events.HostJoined("c", 2, (), False, 0.0))
+    job, _ = advance(job, sealed("a", job.round))
+    assert advance(job, sealed("b", job.round))[1] == (actions.JudgeSnapshot("snapshot", NAME),)
+
+
+def test_what_a_host_brings_goes_or_is_renamed_before_a_round_begins() -> None:
+    job = m.Job(assign=assign_all(), max_hosts=1)
+    whole = (m.Generation(5, 9, frozenset("a")),)
+    joined = events.HostJoined("a", 2, whole, True, 0.0, obsolete=(3, 4), sealed=((5, ("a",)),))
+    _, due = advance(job, joined)
+    assert due[:2] == (actions.Drop(("a",), (3, 4)), actions.Commit(("a",), 5))
+    assert isinstance(due[-1], actions.StartRound) and due[-1].generation == 5

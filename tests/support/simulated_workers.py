@@ -1,0 +1,119 @@
+"""What simulated hosts are made of: the clock of all, the tensors of a state, workers and the files
+that they write."""
+
+import time
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from scalai.core.collection import Collection, Tensor
+from scalai.core.worker_messages import WriteOrder
+from scalai.launch.coordinator import (
+    admission,
+    agent_events,
+    desk,
+    live_job,
+    losses,
+    members,
+    proving,
+    requests,
+    timeline,
+)
+
+TENSORS = tuple(Tensor(f"param/t{number}", (4,), "F32") for number in range(4))
+
+
+class Clock:
+    """The one clock of all simulated processes, in seconds."""
+
+    now = 1000.0
+
+
+MODULES = (
+    admission, agent_events, desk, live_job, losses, members, proving, requests, timeline,
+)  # fmt: skip
+"""What of the coordinator reads the time."""
+
+
+def use_virtual_time() -> None:
+    """Have the coordinator's modules read ``Clock``, until ``use_real_time``."""
+    _use(
+        types.SimpleNamespace(
+            monotonic=lambda: Clock.now, time=lambda: Clock.now, sleep=lambda seconds: None
+        )
+    )
+
+
+def use_real_time() -> None:
+    """Have them read the time again, as the tests after this one need it."""
+    _use(time)
+
+
+def _use(clock: object) -> None:
+    for module in MODULES:
+        if hasattr(module, "time"):
+            setattr(module, "time", clock)  # noqa: B010  # each has it as an import
+
+
+def print_of(tensor: Tensor, step: int) -> int:
+    """Return the fingerprint of a whole tensor at a step."""
+    return 1 + step * len(TENSORS) + TENSORS.index(tensor)
+
+
+class NoStores:
+    """Workers meet nowhere."""
+
+    def __init__(self) -> None:
+        self._port = 0
+
+    def wait_ready(self) -> None: ...
+
+    def open(self) -> int:
+        self._port += 1
+        return self._port
+
+    def close(self, port: int) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class EverySlot:
+    """Files for a deposit: each rank writes what it holds."""
+
+    def __init__(self, held: dict[int, Collection]) -> None:
+        self.held = held
+        self.orders = {rank: WriteOrder(rank, f"{rank}", (0,), (0,)) for rank in held}
+
+    def take_over(self, lost: int, alive: Iterable[int]) -> dict[int, WriteOrder]:
+        names = {tensor.name for tensor in self.held[lost].tensors}
+        for rank in sorted(set(alive) - {lost}):
+            if names <= {tensor.name for tensor in self.held[rank].tensors}:
+                return {rank: WriteOrder(rank, f"{lost}", (0,), (0,))}
+        return {}
+
+
+@dataclass(slots=True)
+class Worker:
+    """One rank: ``doing`` is what it calls next, ``call`` what it waits for."""
+
+    rank: int
+    doing: str = "hello"
+    step: int = 0
+    source: int | None = None
+    """The step that it has restored; None: its own initial state."""
+    call: int | None = None
+    exit: int | None = None
+    is_hung: bool = False
+    is_gone: bool = False
+    """Whether its end has been noticed as that of its connection."""
+    snapped: int = 0
+    """The step of its last snapshot."""
+
+
+@dataclass(slots=True)
+class Group:
+    """The workers of one round on a host, and their page."""
+
+    workers: dict[int, Worker]
+    proposed: int | None = None
+    agreed: int | None = None
