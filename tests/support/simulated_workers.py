@@ -104,6 +104,8 @@ class Worker:
     call: int | None = None
     exit: int | None = None
     is_hung: bool = False
+    is_late: bool = False
+    """It makes its steps, and does not come to the stop."""
     is_gone: bool = False
     """Whether its end has been noticed as that of its connection."""
     snapped: int = 0

@@ -221,7 +221,8 @@ class World:
                         self.happened += 1
                         host.hands.ask(number, worker)
                     elif group.agreed is not None and worker.step >= group.agreed:
-                        worker.doing = "stand" if self.save_of(number) is not None else "stop"
+                        if not worker.is_late:
+                            worker.doing = "stand" if self.save_of(number) is not None else "stop"
                     elif self._is_to_snapshot(group, worker):
                         worker.doing, worker.snapped = "snapshot", worker.step
                 if host.agent.state.exit is not None:
@@ -353,4 +354,4 @@ class World:
             host.is_spoilt = host.is_silent = host.is_full = host.cannot_start = False
             for group in host.hands._groups.values():
                 for worker in group.workers.values():
-                    worker.is_hung = False
+                    worker.is_hung = worker.is_late = False

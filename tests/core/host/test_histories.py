@@ -191,12 +191,14 @@ class Histories(RuleBasedStateMachine):
             host = self.world.hosts[name]
             setattr(host, fault, not getattr(host, fault))
 
-    @rule(name=NAMES, rank=st.integers(0, 5))
-    def hang(self, name: str, rank: int) -> None:
+    @rule(name=NAMES, rank=st.integers(0, 5), what=st.sampled_from(["is_hung", "is_late"]))
+    def hang(self, name: str, rank: int, what: str) -> None:
+        """A worker makes no steps, or makes them and does not come to the stop; or does again."""
         host = self.world.hosts.get(name)
         for group in host.hands._groups.values() if host else ():
             if rank in group.workers:
-                group.workers[rank].is_hung ^= True
+                worker = group.workers[rank]
+                setattr(worker, what, not getattr(worker, what))
 
     @rule(begins=st.booleans())
     def save(self, begins: bool) -> None:
