@@ -54,6 +54,8 @@ from scalai.store.summary import summary_bytes
 STEP_S = 5.0
 """Of a training step."""
 SLOTS = 8
+GIVE_WAY_S = 0.0005
+"""So long the loop rests between what two hosts do."""
 RETRY_S = 0.5
 """A host that could not join tries again after so long, as who supervises agents would."""
 NO_FACTS = JsonText.of({})
@@ -280,13 +282,14 @@ class Host:
         loop: Loop, background: Background,
     ) -> None:  # fmt: skip
         self.number, self.name = number, f"node-{number:05d}"
-        self.watch, self.background, self.later = watch, background, loop.put
+        self.watch, self.background = watch, background
+        self.later = partial(_give_way_after, loop)
         self._spec, self._layouts = spec, layouts
         self.store = StubStore(self.name)
         stub: Any = self.store
         self._data = DataPlaneServer(stub, TOKEN)
         self.link = CoordinatorLink(
-            place, spec.job, self.name, spec.config.resize.coordinator_timeout_s, loop.put,
+            place, spec.job, self.name, spec.config.resize.coordinator_timeout_s, self.later,
             self._lost, self._expelled,
         )  # fmt: skip
         settings = Settings(self.name, spec.is_elastic, spec.config.resize.drain_timeout_s)
@@ -416,6 +419,17 @@ class Host:
 def _nothing_to_read() -> ReadOrder:
     none, boxes = np.zeros(0, np.int64), np.zeros((0, MAX_NDIM), np.int64)
     return ReadOrder((), none, boxes, boxes, none, none, boxes, boxes)
+
+
+def _give_way_after(loop: Loop, work: Callable[[], object]) -> None:
+    """Have the loop do something, and then let the threads of other hosts go on: hosts have loops
+    of their own, and a loop that is busy for hundreds of them would keep their links waiting."""
+
+    def do() -> None:
+        work()
+        time.sleep(GIVE_WAY_S)
+
+    loop.put(do)
 
 
 def join_all(hosts: Iterable[Host]) -> None:

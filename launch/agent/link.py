@@ -225,6 +225,9 @@ class _Membership:
     polls: Line
     untold: "queue.Queue[Report | None]" = field(default_factory=queue.Queue)
     received: int = 0
+    extra_s: float = 0.0
+    """How much longer answers may take: many agents may all tell something at once, and where they
+    are many the coordinator keeps their polls for longer."""
     is_told_to_exit: bool = False
     threads: list[threading.Thread] = field(default_factory=list)
 
@@ -370,6 +373,7 @@ class CoordinatorLink:
                     member.calls.try_call(Bye(self._job, self._host, member.incarnation))
                 return
             number += 1
+            member.calls.allow(self._waits.tell_s + member.extra_s)
             member.calls.call(Tell(self._job, self._host, member.incarnation, number, Named(told)))
 
     def _poll(
@@ -384,7 +388,7 @@ class CoordinatorLink:
             # Who is told to exit calls once more, to say that it was.
             is_last = member.is_told_to_exit
             current, group = present.round, present.group
-            member.polls.allow(keep_s + self._waits.poll_s)
+            member.polls.allow(keep_s + self._waits.poll_s + member.extra_s)
             answer = member.polls.call(
                 Poll(
                     job=self._job,
@@ -398,6 +402,7 @@ class CoordinatorLink:
                 )
             )
             keep_s = min(max(0.0, answer.keep_s), LONGEST_KEPT_S)
+            member.extra_s = max(0.0, keep_s - KEEP_S)
             for number, command in enumerate(answer.commands, answer.first):
                 if number > member.received:
                     member.received = number

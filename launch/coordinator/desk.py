@@ -67,6 +67,9 @@ class Desk:
     ) -> None:
         self._spec, self._stores, self._patience = spec, stores, patience
         self._lock = threading.RLock()
+        self._reading = threading.Lock()
+        """Of one manifest at a time: more at once are not read faster, and keep calls waiting that
+        bring none."""
         self._live = LiveJob(spec, interface, stores, say, self._lock)
         self._admission = Admission(spec, self._live)
         self._agent_events = AgentEvents(self._live)
@@ -96,9 +99,13 @@ class Desk:
             if isinstance(request, Farewell):
                 return None
             raise self._of_another_job(request)
-        if isinstance(request, AgentCall):
-            # Before any lock: whoever holds it makes no agent seem silent.
-            self._live.members.heard(request.host, request.incarnation)
+        if not isinstance(request, AgentCall):
+            return self._handle(peer, request)
+        # Before any lock: whoever holds it makes no agent seem silent.
+        with self._live.members.in_hand(request.host, request.incarnation, peer):
+            return self._handle(peer, request)
+
+    def _handle(self, peer: Peer, request: CoordinatorRequest) -> object:
         if isinstance(request, Join):
             self._stores.wait_ready()  # without the lock, so that it holds up nobody else
         manifests = self._read(request)  # likewise
@@ -128,7 +135,10 @@ class Desk:
                         found = (part,)
                     case Attached(manifests=parts):
                         found = parts
-        return {each: self._alike(manifest_of_bytes(each, host)) for each in found}
+        if not found:
+            return {}
+        with self._reading:
+            return {each: self._alike(manifest_of_bytes(each, host)) for each in found}
 
     def _alike(self, part: HostManifest) -> HostManifest:
         """Return a part with the one tuple that all parts share which name the same hosts."""
@@ -202,7 +212,6 @@ class Desk:
         keep_s = self._patience.to_keep_s(len(members))
         if not agent.has_commands and not agent.is_dismissed:
             agent.ready.wait(max(0.0, min(poll.keep_s, keep_s)))
-            agent.heard()
             # Unless it was lost or replaced meanwhile.
             agent = members.find(poll.host, poll.incarnation)
         return agent.waiting(keep_s)

@@ -46,6 +46,11 @@ class Patience:
         """How long a poll is kept where so many agents take part."""
         return max(self.poll_s, min(agents / POLLS_PER_S, MOST_POLL_S))
 
+    def to_grace_s(self, agents: int) -> float:
+        """How long one of so many agents may be without a connection: where all of them make new
+        ones at once, each waits for its turn."""
+        return self.grace_s + self.to_keep_s(agents) - self.poll_s
+
     def to_replace_s(self, agents: int) -> float:
         """After how much silence an agent gives way to another one of its host."""
         return self.replaced_after_s + self.to_keep_s(agents) - self.poll_s
@@ -74,6 +79,7 @@ class Losses:
         late_s = time.monotonic() - self._looked_at - self._every_s
         self._looked_at = time.monotonic()
         live, patience = self._live, self._patience
+        grace_s = patience.to_grace_s(len(live.members))
         if late_s > STALL_S:
             live.excuse(late_s)
             live.log(f"event=stalled for_s={late_s:.1f}: it is not taken for silence of agents")
@@ -85,7 +91,7 @@ class Losses:
             if live.has_ended:
                 if unlinked_s is not None and unlinked_s > patience.to_return_s(agent):
                     live.members.remove(host)  # nobody waits for it any longer
-            elif unlinked_s is not None and unlinked_s > patience.grace_s:
+            elif unlinked_s is not None and unlinked_s > grace_s:
                 live.log(f"event=lost host={host}: its connections have ended")
                 live.lose(host)
             else:

@@ -3,7 +3,8 @@ for it."""
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from scalai.core.commands import Command, Exit
 from scalai.core.errors import StaleError
@@ -43,6 +44,8 @@ class Agent:
         self.is_dismissed = False
         """Whether it has its exit."""
         self._peers = {peer}
+        self._in_hand = set[Peer]()
+        """Where it waits for an answer."""
         self._commands: list[Command] = []
         self._received = 0
         self._heard_at = time.monotonic()
@@ -53,17 +56,24 @@ class Agent:
         """Whether there are commands that it has not said to have."""
         return bool(self._commands)
 
-    def heard(self) -> None:
-        """It calls. Needs no lock, so that nobody who holds one makes it seem silent."""
+    def heard(self, peer: Peer) -> None:
+        """It calls, and waits for the answer. Needs no lock, so that nobody who holds one makes it
+        seem silent."""
+        self._in_hand.add(peer)
+
+    def answered(self, peer: Peer) -> None:
+        """Its call is answered. Needs no lock."""
         self._heard_at = time.monotonic()
+        self._in_hand.discard(peer)
 
     def silence_s(self) -> float:
-        """Return how long ago it last called."""
-        return time.monotonic() - self._heard_at
+        """Return how long ago its last call was answered: while one is not, it is not silent."""
+        return 0.0 if self._in_hand else time.monotonic() - self._heard_at
 
     def is_doubtful(self, before: float) -> bool:
-        """Whether it has no connection, was last heard before this moment, or was reported."""
-        return self._heard_at < before or self._unlinked_at is not None or self.is_reported
+        """Whether it has no connection, has been silent since this moment, or was reported."""
+        is_silent = not self._in_hand and self._heard_at < before
+        return is_silent or self._unlinked_at is not None or self.is_reported
 
     def linked(self, peer: Peer) -> None:
         """It calls by this connection."""
@@ -155,12 +165,18 @@ class Members:
         """Whether this agent takes part, or ever did."""
         return (host, incarnation) in self._incarnations
 
-    def heard(self, host: str, incarnation: str) -> None:
-        """An agent calls. Needs no lock."""
-        for agents in (self._present, self._released):
-            agent = agents.get(host)
-            if agent is not None and agent.incarnation == incarnation:
-                agent.heard()
+    @contextmanager
+    def in_hand(self, host: str, incarnation: str, peer: Peer) -> Iterator[None]:
+        """An agent calls, and is answered behind this. Needs no lock."""
+        there = (self._present.get(host), self._released.get(host))
+        callers = [a for a in there if a is not None and a.incarnation == incarnation]
+        for agent in callers:
+            agent.heard(peer)
+        try:
+            yield
+        finally:
+            for agent in callers:
+                agent.answered(peer)
 
     def find(self, host: str, incarnation: str) -> Agent:
         """Return an agent that takes part or was released just now.

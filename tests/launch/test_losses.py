@@ -19,6 +19,7 @@ from scalai.launch import cli
 from scalai.launch.agent.link import LONGEST_KEPT_S
 from scalai.launch.commands import questions
 from scalai.launch.coordinator.calls import Bye, Stalled, Tell
+from scalai.launch.coordinator.desk import TICK_S
 from scalai.launch.coordinator.losses import MOST_POLL_S, Patience
 from scalai.runtime.codec import encode
 from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, wait_until
@@ -322,6 +323,22 @@ def test_the_coordinator_of_a_finished_job_waits_until_all_have_their_exit(tmp_p
     line.end()
 
 
+def test_an_agent_that_waits_for_the_coordinators_lock_is_not_silent(short_line: Line) -> None:
+    """The coordinator looks all the while: it does not stand still, it is busy with others."""
+    agents = [short_line.join("a"), short_line.join("b")]
+    agents[1].wait_for("start")
+    coordinator = short_line.coordinator
+    with coordinator._lock:
+        end = time.monotonic() + 1.5 * SHORT_S
+        while time.monotonic() < end:
+            coordinator.tick()
+            time.sleep(TICK_S)
+    note(short_line, "a", "b")
+    for agent in agents:
+        agent.wait_for("save")
+    assert not has_said(short_line, "event=lost") and not has_said(short_line, "event=stalled")
+
+
 def test_polls_of_many_agents_are_kept_longer_and_silence_is_judged_by_it() -> None:
     patience = Patience()
     assert patience.to_keep_s(200) == patience.poll_s and patience.to_keep_s(800) == 4.0
@@ -329,3 +346,4 @@ def test_polls_of_many_agents_are_kept_longer_and_silence_is_judged_by_it() -> N
     for agents in (1, 1024, 1 << 20):
         assert patience.to_keep_s(agents) < patience.to_replace_s(agents) < patience.lost_after_s
     assert patience.to_replace_s(1) == patience.replaced_after_s
+    assert patience.to_grace_s(1) == patience.grace_s < patience.to_grace_s(1024)
