@@ -30,12 +30,12 @@ from scalai.core.host.state import HostState, Round, Settings, Want
 from scalai.core.messages import JsonText
 from scalai.core.source_list import SourceList
 from scalai.core.worker_messages import (
-    BeginDeposit,
+    BeginSnapshot,
     Hello,
     Publish,
-    RankDeposited,
     RankRestored,
     RankStepped,
+    RankWritten,
     ReadOrder,
     Source,
     WorkerRequest,
@@ -78,7 +78,7 @@ class StubStore:
 
 @dataclass(slots=True)
 class Slot:
-    """Files for a deposit, into which nothing is written."""
+    """Files for a snapshot, into which nothing is written."""
 
     orders: Mapping[int, WriteOrder]
 
@@ -192,10 +192,10 @@ class Hands:
             case actions.Fetch(start, wants):
                 work = partial(host.verify, start, wants)
                 host.background.run(work, lambda found: host.later(partial(host.found, found)))
-            case actions.TryCommit(generation, deposit):
-                if deposit not in host.store.sealed:
+            case actions.TryCommit(generation, snapshot):
+                if snapshot not in host.store.sealed:
                     return [events.NothingToCommit(generation, "here")]
-                sealed = host.store.sealed.pop(deposit)
+                sealed = host.store.sealed.pop(snapshot)
                 host.store.generations[generation] = committed(sealed, action)
                 return [events.CommitDone(generation)]
             case actions.DiscardSealed(kept):
@@ -229,9 +229,9 @@ class Hands:
                 wanted = self._host.wanted(group)[rank - group.ranks.start]
                 return Publish(rank, number, True, held, wanted, f"r{rank}", NO_FACTS, False)
             case "start" | "stop":
-                return BeginDeposit(rank, number, what, group.step)
+                return BeginSnapshot(rank, number, what, group.step)
             case "write start" | "write stop":
-                return RankDeposited(rank, number, (), f"r{rank}", NO_FACTS, NO_FACTS, 1, {})
+                return RankWritten(rank, number, (), f"r{rank}", NO_FACTS, NO_FACTS, 1, {})
             case "restored":
                 prints = fingerprints(self._host.wanted(group)[rank - group.ranks.start])
                 return RankRestored(rank, number, prints, {}, "restored")
@@ -373,11 +373,11 @@ class Host:
         self.later(partial(self.agent.feed, event))
 
     def seal(self, action: actions.Seal) -> Event:
-        """Seal what the workers have deposited; beside the loop."""
+        """Seal what the workers have written; beside the loop."""
         rows = self._layouts.held[min(action.parts) // SLOTS]
         about = {**action.about, "time": time.time()}
         made = manifest(self.name, action.step, about, tuple(sorted(action.parts)), rows)
-        self.store.sealed[str(about["deposit"])] = made
+        self.store.sealed[str(about["snapshot"])] = made
         return events.Sealed(action.round, action.slot, summary_bytes(made))
 
     def verify(self, start: commands.Start, wants: Mapping[int, Want]) -> commands.Start:

@@ -40,15 +40,15 @@ STATE = {
     "scalai.core.source_list": "Pieces SourceList",
     "scalai.core.sources": "Holder Sources",
     "scalai.core.worker_messages": (
-        "Publish RankDeposit RankDeposited RankRestored ReadOrder Source WriteOrder"
+        "Publish RankSnapshot RankWritten RankRestored ReadOrder Source WriteOrder"
     ),
     "scalai.launch.agent.data_plane": "Fetch Parts PiecesHeld ReadPieces",
     "scalai.launch.agent.fetch": "Restore",
     "scalai.patches.megatron.optimizer": "Owned",
     "scalai.patches.megatron.shapes": "Part Shard",
     "scalai.runtime.live": "Slot",
-    "scalai.runtime.deposit": "MappedFile",
-    "scalai.store.deposit": "Deposit Share",
+    "scalai.runtime.writing": "MappedFile",
+    "scalai.store.snapshot": "Snapshot Share",
     "scalai.store.files": "FileLayout",
     "scalai.store.generation": "Generation",
     "scalai.store.manifest": "HostManifest StoredFile",

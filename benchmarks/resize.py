@@ -10,7 +10,7 @@ optimizer, one bucket) changes from TP2 DP1 to TP1 DP2 and back, two ranks on on
   weights that are about to be loaded are not initialised first. ``slowed_s`` is not in it: what
   the old steps lose while the new workers build their models on the same cores. ``lost_ratio``
   counts that too.
-* ``move_ratio``: deposit, move and restore over two copies of the same bytes, from memory into
+* ``move_ratio``: snapshot, move and restore over two copies of the same bytes, from memory into
   shared memory and back, all touched before, by as many processes. Not in it: the fingerprints
   (``fingerprint_s``) and the first touch of memory (``page_fault_s``).
 * ``overhead_ratio``: a step with ``boundary`` over one without, in pairs of alternating order.
@@ -84,21 +84,21 @@ def add_moves(report: Report, changes: Sequence[Change], runs: int) -> None:
     """Add what our changes did with bytes, beside plain copies of as many."""
     seconds, faults, prints, ratios = [], [], [], []
     told = [change.report for change in there(changes)]
-    deposited, restored = told[0]["bytes_deposited"], told[0]["bytes_local"]
-    report.add("state_gb", deposited / 1e9, "GB")
+    written, restored = told[0]["bytes_written"], told[0]["bytes_local"]
+    report.add("state_gb", written / 1e9, "GB")
     report.add("restored_gb", restored / 1e9, "GB")
-    shares = deposited // WORKERS, restored // WORKERS
+    shares = written // WORKERS, restored // WORKERS
     copies = median(copy_seconds(*shares, WORKERS, runs))
     for entry in told:
         phases = entry["seconds"]
-        fault, hashed = entry["page_fault_s"], entry["deposit_proof_s"]
-        moved = phases["deposit"] - hashed + phases["move"] + phases["restore"] - fault
+        fault, hashed = entry["page_fault_s"], entry["snapshot_proof_s"]
+        moved = phases["snapshot"] - hashed + phases["move"] + phases["restore"] - fault
         seconds.append(moved)
         faults.append(fault)
         prints.append(hashed + phases["proof"])
         ratios.append(moved / copies)
     report.add("warm_copies_s", copies, "s")
-    report.add("warm_copy_gb_s", 1e-9 * (deposited + restored) / copies, "GB/s")
+    report.add("warm_copy_gb_s", 1e-9 * (written + restored) / copies, "GB/s")
     report.add("move_s", median(seconds), "s")
     report.add("page_fault_s", median(faults), "s")
     report.add("fingerprint_s", median(prints), "s")

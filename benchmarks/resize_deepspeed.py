@@ -110,7 +110,7 @@ def main() -> None:
         if wanted & {"downtime", "ours"}:
             ours = run_by_scalai(folder, job, options.changes, report.say)
             add_ours(report, ours.changes)
-            report.add("state_gb", ours.changes[0].report["bytes_deposited"] / 1e9, "GB")
+            report.add("state_gb", ours.changes[0].report["bytes_written"] / 1e9, "GB")
         if "downtime" in wanted:
             stock = run_by_checkpoint(folder, job, ours.steps, report.say)
             add_stock(report, stock.changes, ours.changes)

@@ -108,7 +108,7 @@ def main() -> None:
         else:
             train(options, engine, marks)
     except SystemExit:
-        marks.note("deposited")
+        marks.note("written")
         raise
     if options.save is not None:
         engine.save_checkpoint(str(options.save))

@@ -201,7 +201,7 @@ def train(options: argparse.Namespace, session: Session, job: Job, marks: Marks,
         step += 1
         marks.note("step", step=step, took_s=time.monotonic() - began, loss=loss)
         if session.boundary(step=step, samples=options.global_batch_size):
-            marks.note("deposited")
+            marks.note("written")
             break
     return step
 

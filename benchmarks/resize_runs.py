@@ -230,7 +230,7 @@ def run_by_scalai(folder: Path, job: Job, changes: int, say: Say) -> Run:
             rounds.append(Round(marks, number, layout.ranks))
             if number:
                 report = json.loads((reports / f"resize-{number + 1:04d}.json").read_text())
-                found.append(change_between(rounds[-2], rounds[-1], "deposited", asked, report))
+                found.append(change_between(rounds[-2], rounds[-1], "written", asked, report))
                 say(f"scalai -> {rounds[-1].layout}: {found[-1].downtime_s:.2f} s")
                 say(f"    {found[-1].stages}")
                 say(f"    {report['seconds']}")

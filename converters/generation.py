@@ -211,7 +211,7 @@ def _lay_out(group: Iterable[Tensor]) -> FileLayout:
 def _about(source: Checkpoint, degrees: Mapping[str, int], tensors: int) -> dict[str, Any]:
     world = degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("dp", 1)
     return {
-        "deposit": f"offline-{source.values.step}",
+        "snapshot": f"offline-{source.values.step}",
         "consumed_samples": source.values.counters.get("consumed_train_samples"),
         "degrees": dict(degrees),
         "world_size": world,

@@ -25,7 +25,7 @@ REFERENCE, ELASTIC, LIMIT = "#b9c6d2", "#0b6e8f", "#c8443a"
 LEFT = 0.085
 BANDS = ("#f4f7f9", "#e6edf2")
 STATE_PHASES = {
-    "deposit": "#0b6e8f",
+    "snapshot": "#0b6e8f",
     "commit": "#6fb1c7",
     "plan": "#e3b23c",
     "move": "#d9822b",

@@ -21,7 +21,7 @@ NO_PAUSE = ("detect", "build", "drain")
 """Phases in which the old round still trains, up to the agreed step."""
 
 PHASES = (
-    "detect", "build", "drain", "deposit", "commit", "relaunch", "plan", "move", "restore",
+    "detect", "build", "drain", "snapshot", "commit", "relaunch", "plan", "move", "restore",
     "proof", "first_step",
 )  # fmt: skip
 
@@ -124,6 +124,9 @@ class Resize:
 
 def read_resize(report: Mapping[str, Any]) -> Resize:
     """Read a report that the launcher wrote to ``--report-dir``."""
+    seconds = dict(report["seconds"])
+    if "deposit" in seconds:  # as releases before 0.2 call it
+        seconds["snapshot"] = seconds.pop("deposit")
     return Resize(
         number=report["round"],
         step=report["step"],
@@ -133,7 +136,7 @@ def read_resize(report: Mapping[str, Any]) -> Resize:
         proven=report.get("proven", 0),
         steps_lost=report.get("steps_lost", 0),
         bytes_moved=report.get("bytes_local", 0) + report.get("bytes_remote", 0),
-        seconds={name: float(report["seconds"][name]) for name in PHASES},
+        seconds={name: float(seconds[name]) for name in PHASES},
         total_s=report["total_s"],
     )
 
@@ -270,7 +273,7 @@ def _check_proofs(restores: Sequence[Resize]) -> Check:
     proven = [resize for resize in restores if resize.tensors and resize.proven == resize.tensors]
     tensors = ", ".join(str(resize.proven) for resize in restores)
     return Check(
-        "every restored tensor is the deposited one",
+        "every restored tensor is the written one",
         bool(restores) and len(proven) == len(restores),
         f"{len(proven)} of {len(restores)} restores proven ({tensors} tensors)",
     )

@@ -64,7 +64,7 @@ class Holdings:
     def found(self) -> "Found":
         """Attach what the durable directory shows, and return what this host brings to the job."""
         damaged = dict(self._store.damaged)
-        unread = [(UNNUMBERED, why) for why in self._store.damaged_deposits.values()]
+        unread = [(UNNUMBERED, why) for why in self._store.damaged_snapshots.values()]
         if self._is_fresh and self._folder is not None:
             # Where it stays (a late host's own disk), a new generation must not come before it.
             damaged |= dict.fromkeys(numbers(self._folder), "given up by --fresh")
@@ -167,7 +167,7 @@ class Holdings:
         store = self._store
         if self._keeps:
             store.detach()
-        holds = store.generations() or store.sealed() or store.damaged or store.damaged_deposits
+        holds = store.generations() or store.sealed() or store.damaged or store.damaged_snapshots
         if not self._keeps or not holds:
             store.remove()
         else:

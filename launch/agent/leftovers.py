@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A host's part of a generation, or a deposit that was sealed and not committed.
+    """A host's part of a generation, or a snapshot that was sealed and not committed.
 
     ``text`` says what it is. ``is_resumable``: a job may go on from it, alone or with the parts of
     other hosts.
@@ -31,20 +31,20 @@ class Leftover:
 
 
 def find_leftovers(host: Path) -> list[Leftover]:
-    """List what lies in a host's directory of a store: generations, then sealed deposits. What was
+    """List what lies in a host's directory of a store: generations, then sealed snapshots. What was
     torn by the death of its agent is no state, and not among it."""
     # What was damaged and made way for an attached generation may still be mended, too.
     aside = sorted(host.glob("damaged-*"))
     numbered = [(NUMBERED.fullmatch(path.name), path) for path in sorted(host.iterdir())]
     parts = [path for match, path in numbered if match is not None and match[1] == "generation"]
-    deposits = [
+    snapshots = [
         path
         for match, path in numbered
-        if match is not None and match[1] == "deposit" and (path / MANIFEST).exists()
+        if match is not None and match[1] in ("snapshot", "deposit") and (path / MANIFEST).exists()
     ]
     return [
         *(_leftover(path, "generation") for path in (*parts, *aside)),
-        *(_leftover(path, "deposit") for path in deposits),
+        *(_leftover(path, "snapshot") for path in snapshots),
     ]
 
 
@@ -91,7 +91,7 @@ def _leftover(path: Path, kind: str) -> Leftover:
     except StoreError as error:
         # Somebody may still mend it, or move back what was renamed.
         return Leftover(path, f"damaged: {error}", is_resumable=True)
-    what = f"generation {manifest.generation}" if kind == "generation" else "a sealed deposit"
+    what = f"generation {manifest.generation}" if kind == "generation" else "a sealed snapshot"
     text = f"{what} of host {manifest.host}, step {manifest.step}, {_age(path, manifest)} old, "
     text += size_text(manifest.size_bytes)
     if _is_attached(path, manifest):

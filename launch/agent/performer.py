@@ -33,9 +33,9 @@ from scalai.launch.agent.worker_group import WorkerGroup, WorkerGroups
 from scalai.launch.config.job import JobSpec
 from scalai.runtime.control import OUT_OF_MEMORY_EXIT
 from scalai.runtime.failpoints import here, reached
-from scalai.store.deposit import Deposit
 from scalai.store.host import HostStore
-from scalai.store.summary import deposit_name, summary_bytes
+from scalai.store.snapshot import Snapshot
+from scalai.store.summary import snapshot_name, summary_bytes
 
 TELL_EVERY_S = 10.0
 """How often the coordinator hears of bytes that arrive."""
@@ -363,7 +363,7 @@ class Performer:
             except (ScalaiError, OSError) as error:
                 return events.NoRoom(action.round, str(error))
 
-        self._run(action.round, "making room for a deposit", reserve)
+        self._run(action.round, "making room for a snapshot", reserve)
 
     def _seal(self, action: actions.Seal) -> None:
         slot, about = _files(action.slot), {**action.about, "time": time.time()}
@@ -377,14 +377,14 @@ class Performer:
                     taken_over=action.taken_over,
                 )  # fmt: skip
             except (ScalaiError, OSError):
-                # The round fails by it. Nobody else would, and later deposits need the room.
+                # The round fails by it. Nobody else would, and later snapshots need the room.
                 self._store.discard(slot)
                 raise
             log.info("event=seal step=%d took_s=%.3f", action.step, time.monotonic() - began)
             reached("sealed")
             return events.Sealed(action.round, slot, summary_bytes(manifest))
 
-        self._run(action.round, "sealing the deposit", seal)
+        self._run(action.round, "sealing the snapshot", seal)
 
     def _fetch(self, start: Start, wants: Mapping[int, Want]) -> None:
         round = start.workers.round
@@ -409,13 +409,13 @@ class Performer:
         if not action.is_again:
             reached("commit")
         is_there = generation in store.generations()
-        if not is_there or deposit_name(store.manifest(generation)) != action.deposit:
+        if not is_there or snapshot_name(store.manifest(generation)) != action.snapshot:
             sealed = self._sealed()
-            if action.deposit not in sealed:
+            if action.snapshot not in sealed:
                 found = f"sealed in {store.directory}, but {sorted(sealed)}"
                 return () if action.is_again else [events.NothingToCommit(generation, found)]
             try:
-                store.commit(sealed[action.deposit], generation, action.committed)
+                store.commit(sealed[action.snapshot], generation, action.committed)
             except (ScalaiError, OSError) as error:
                 level = logging.DEBUG if action.is_again else logging.ERROR
                 log.log(level, "event=late_commit generation=%d: %s", generation, error)
@@ -423,13 +423,13 @@ class Performer:
         reached("committed")
         return [events.CommitDone(generation)]
 
-    def _sealed(self) -> dict[str, Deposit]:
-        return {deposit_name(manifest): sealed for sealed, manifest in self._store.sealed()}
+    def _sealed(self) -> dict[str, Snapshot]:
+        return {snapshot_name(manifest): sealed for sealed, manifest in self._store.sealed()}
 
 
-def _files(slot: object) -> Deposit:
+def _files(slot: object) -> Snapshot:
     """Return the store's own slot: the law knows of it only who writes what."""
-    assert isinstance(slot, Deposit)
+    assert isinstance(slot, Snapshot)
     return slot
 
 

@@ -80,7 +80,7 @@ def own_part(store: HostStore, listed: SourceList) -> HostManifest | None:
         with suppress(StoreError):
             part = store.manifest(listed.generation)
             about = mapped(listed.about.value(), "about")
-            if (part.step, part.about.get("deposit")) == (listed.step, about.get("deposit")):
+            if (part.step, part.about.get("snapshot")) == (listed.step, about.get("snapshot")):
                 return part
         return None
     known = listed.reference(listed.hosts.index(store.host))

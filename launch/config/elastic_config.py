@@ -43,7 +43,7 @@ class ResizeConfig:
         settle_s: Seconds to wait after a host joins, so that several joins are one change.
         drain_timeout_s: Most seconds between SIGTERM and exit of a leaving host; how long workers
             may take to reach an agreed stop before it is taken back, and how long they may hang in
-            their deposit before they are ended.
+            their snapshot before they are ended.
         start_timeout_s: How long a round may make no progress before every rank has stepped.
         stall_s: After how long without a step workers are reported, at the soonest.
         quarantine_s: How long a host waits that was lost three times within an hour; twice as long

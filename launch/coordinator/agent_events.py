@@ -11,7 +11,7 @@ from scalai.core.reports import HostEvent, Report
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.proving import doubted
 from scalai.store.manifest import HostManifest
-from scalai.store.summary import deposit_name
+from scalai.store.summary import snapshot_name
 
 Manifests = Mapping[bytes, HostManifest]
 """What a call brings, by the bytes that came: read before the coordinator's lock is taken."""
@@ -76,17 +76,17 @@ class AgentEvents:
                 self._feed(event)
 
     def _sealed(self, host: str, report: reports.Sealed, manifests: Manifests) -> None:
-        """Take a deposit that is sealed, or learn that a host has none (its workers died before
+        """Take a snapshot that is sealed, or learn that a host has none (its workers died before
         they wrote)."""
         live, part = self._live, None
         if report.manifest is not None:
             part = manifests[report.manifest]
-            live.generations.deposit(part)
+            live.generations.add_sealed(part)
         if report.reason == "stop":
-            live.told.deposits[host] = report.seconds
-            live.feed(events.Deposited(host, report.round))
+            live.told.snapshots[host] = report.seconds
+            live.feed(events.SnapshotWritten(host, report.round))
         elif part is not None:
-            live.feed(events.Sealed(host, report.round, report.reason, deposit_name(part)))
+            live.feed(events.Sealed(host, report.round, report.reason, snapshot_name(part)))
 
     def _committed(self, event: events.Committed) -> None:
         line = self._live.timeline

@@ -15,12 +15,12 @@ from scalai.launch.coordinator.proofs import (
     check_alike,
     check_whole,
     committed_fingerprints,
-    deposited_fingerprints,
+    written_fingerprints,
 )
 from scalai.store.attachment import attached_hosts
 from scalai.store.extension import proven_only
 from scalai.store.manifest import HostManifest
-from scalai.store.summary import deposit_name
+from scalai.store.summary import snapshot_name
 
 NAMED = 5
 """Damaged pieces that an error names."""
@@ -40,8 +40,8 @@ class Incomplete:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A deposit that was sealed in part and never committed: its step, the hosts that hold parts of
-    it, and those that were to write the rest and are not there."""
+    """A snapshot that was sealed in part and never committed: its step, the hosts that hold parts
+    of it, and those that were to write the rest and are not there."""
 
     step: int
     present: tuple[str, ...]
@@ -50,7 +50,7 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A deposit that covers the state and that nobody may go on from: its step, the hosts that
+    """A snapshot that covers the state and that nobody may go on from: its step, the hosts that
     sealed it, and why."""
 
     step: int
@@ -66,14 +66,14 @@ def _numbered(part: HostManifest, number: int, stated: Committed | None) -> Host
 
 
 class Generations:
-    """Committed generations and the deposits on their way to become one, by host. Not shared
+    """Committed generations and the snapshots on their way to become one, by host. Not shared
     between threads."""
 
     def __init__(self) -> None:
         self._committed: dict[int, HeldParts] = {}
-        self._deposits: dict[str, HeldParts] = {}
+        self._snapshots: dict[str, HeldParts] = {}
         self._sealed: dict[str, tuple[int, frozenset[str]]] = {}
-        """By deposit its step and all of its hosts, also when they have gone with their parts."""
+        """By snapshot its step and all of its hosts, also when they have gone with their parts."""
         self._refused: dict[str, Refused] = {}
         self._unread: dict[str, str] = {}
         """By host why it cannot read what it had sealed."""
@@ -91,27 +91,27 @@ class Generations:
         self._stated: dict[int, Committed] = {}
         self._fingerprints: dict[int, Mapping[str, int]] = {}
 
-    def deposit(self, part: HostManifest) -> Mapping[str, HostManifest]:
-        """Note a sealed part; return all parts of the same deposit so far, by host."""
-        name = deposit_name(part)
-        parts = self._deposits.setdefault(name, HeldParts())
+    def add_sealed(self, part: HostManifest) -> Mapping[str, HostManifest]:
+        """Note a sealed part; return all parts of the same snapshot so far, by host."""
+        name = snapshot_name(part)
+        parts = self._snapshots.setdefault(name, HeldParts())
         parts[part.host] = part
         _, hosts = self._sealed.get(name, (part.step, frozenset[str]()))
         self._sealed[name] = part.step, hosts | {part.host, *part.about.get("hosts", ())}
         return parts
 
-    def deposited(self, name: str, hosts: Iterable[str]) -> dict[str, HostManifest]:
-        """Return the parts of a deposit on these hosts."""
+    def sealed_parts(self, name: str, hosts: Iterable[str]) -> dict[str, HostManifest]:
+        """Return the parts of a snapshot on these hosts."""
         wanted = frozenset(hosts)
-        return {h: p for h, p in self._deposits.get(name, {}).items() if h in wanted}
+        return {h: p for h, p in self._snapshots.get(name, {}).items() if h in wanted}
 
-    def whole_deposit(self) -> str | None:
-        """Return the name of a deposit that covers the state and was never committed, the furthest
+    def whole_snapshot(self) -> str | None:
+        """Return the name of a snapshot that covers the state and was never committed, the furthest
         one, or None. One of a step before the newest generation was left behind: a host that was
         away may bring it, and under a new number it would pass for the newest state."""
         found = []
         passed = self._steps.get(max(self._committed, default=0), 0)
-        for name, parts in self._deposits.items():
+        for name, parts in self._snapshots.items():
             if not parts.is_whole():
                 continue
             try:
@@ -124,16 +124,16 @@ class Generations:
         return max(found)[1] if found else None
 
     def commit(self, number: int, name: str) -> None:
-        """The parts of this deposit are generation ``number`` now.
+        """The parts of this snapshot are generation ``number`` now.
 
         Raises:
             ProofError: Its replicas differ: it never becomes one.
         """
-        parts = self._deposits.pop(name)
+        parts = self._snapshots.pop(name)
         self._sealed.pop(name)
         step, hosts = next(iter(parts.values())).step, tuple(sorted(parts))
         try:
-            stated = Committed(hosts, deposited_fingerprints(parts.values()))
+            stated = Committed(hosts, written_fingerprints(parts.values()))
         except ProofError as error:
             self._refused[name] = Refused(step, hosts, str(error))
             raise
@@ -148,11 +148,11 @@ class Generations:
             self._committed[number][host] = _numbered(part, number, stated)
 
     def refused(self) -> Refused | None:
-        """Return the furthest deposit that was refused and nothing has taken the place of."""
+        """Return the furthest snapshot that was refused and nothing has taken the place of."""
         return max(self._refused.values(), key=lambda told: told.step, default=None)
 
     def is_refused(self, name: str) -> bool:
-        """Whether a deposit was refused: what others bring of it does not count either."""
+        """Whether a snapshot was refused: what others bring of it does not count either."""
         return name in self._refused
 
     def stated(self, number: int) -> Committed | None:
@@ -170,11 +170,11 @@ class Generations:
             check_alike(known.contradiction(part))
 
     def late(self) -> Iterator[tuple[str, int]]:
-        """Take the sealed parts whose deposit was committed while their host was away; yield host
+        """Take the sealed parts whose snapshot was committed while their host was away; yield host
         and generation."""
-        for name in [n for n in self._deposits if self._numbers.get(n) in self._committed]:
+        for name in [n for n in self._snapshots if self._numbers.get(n) in self._committed]:
             self._sealed.pop(name)
-            number, late = self._numbers[name], self._deposits.pop(name)
+            number, late = self._numbers[name], self._snapshots.pop(name)
             parts = self._committed[number]
             for host, part in late.items():
                 parts[host] = _numbered(part, number, self.stated(number))
@@ -190,24 +190,24 @@ class Generations:
                 yield host, number
 
     def unfinished(self, present: Iterable[str]) -> tuple[Unfinished, ...]:
-        """Return the deposits that are sealed in part and that hosts beside the ``present`` ones
+        """Return the snapshots that are sealed in part and that hosts beside the ``present`` ones
         may make whole, the furthest first; also those whose parts have gone with their hosts."""
         here, found = frozenset(present), list[Unfinished]()
         for name, (step, hosts) in self._sealed.items():
             missing = tuple(sorted(hosts - here))
             if missing:
-                found.append(Unfinished(step, tuple(sorted(self._deposits[name])), missing))
-        return tuple(sorted(found, key=lambda deposit: (-deposit.step, deposit.present)))
+                found.append(Unfinished(step, tuple(sorted(self._snapshots[name])), missing))
+        return tuple(sorted(found, key=lambda snapshot: (-snapshot.step, snapshot.present)))
 
-    def forget_deposits(self) -> tuple[HostManifest, ...]:
+    def forget_sealed(self) -> tuple[HostManifest, ...]:
         """A round begins: what was sealed and not committed is of no use any more. Return it."""
-        given_up = tuple(part for parts in self._deposits.values() for part in parts.values())
-        self._deposits.clear()
+        given_up = tuple(part for parts in self._snapshots.values() for part in parts.values())
+        self._snapshots.clear()
         self._sealed.clear()
         return given_up
 
     def number(self, name: str) -> int | None:
-        """Return the number that a deposit was given, None where it was never committed."""
+        """Return the number that a snapshot was given, None where it was never committed."""
         return self._numbers.get(name)
 
     def newest_part(self) -> HostManifest | None:
@@ -216,12 +216,12 @@ class Generations:
         return next(iter(self._committed[newest].values())) if newest else None
 
     def is_made(self, number: int) -> bool:
-        """Whether this coordinator gave a deposit this number."""
+        """Whether this coordinator gave a snapshot this number."""
         return number in self._made
 
     def name(self, number: int) -> str:
-        """Return the name of the deposit that became this generation."""
-        return deposit_name(next(iter(self._committed[number].values())))
+        """Return the name of the snapshot that became this generation."""
+        return snapshot_name(next(iter(self._committed[number].values())))
 
     def step(self, number: int) -> int:
         """Return the step of a committed generation."""
@@ -241,7 +241,7 @@ class Generations:
     def add(self, part: HostManifest) -> bool:
         """A host holds this part of a committed generation (it was re-adopted, or grew by what was
         fetched). False: the job has dropped or left that generation behind, the part must go."""
-        known = self._numbers.get(deposit_name(part)) == part.generation
+        known = self._numbers.get(snapshot_name(part)) == part.generation
         if part.generation in self._abandoned or (known and part.generation not in self._committed):
             return False
         if not known and not self._committed.get(part.generation):
@@ -262,7 +262,7 @@ class Generations:
 
     def _take(self, part: HostManifest) -> None:
         self._committed.setdefault(part.generation, HeldParts())[part.host] = part
-        self._numbers[deposit_name(part)] = part.generation
+        self._numbers[snapshot_name(part)] = part.generation
         self._steps[part.generation] = part.step
         self._versions[part.generation] = part.fingerprint_version
 
@@ -294,7 +294,7 @@ class Generations:
 
     def unread(self, whole: tuple[Generation, ...]) -> Mapping[str, str]:
         """Return why hosts cannot read what they had sealed, but for those whose part of the newest
-        of the ``whole`` generations that is: they deposited one, and have none."""
+        of the ``whole`` generations that is: they written one, and have none."""
         newest = whole[-1].number if whole else 0
         stated, held = self.stated(newest), self._committed.get(newest, HeldParts())
         known = (set(stated.hosts) if stated else set[str]()) - set(held)
@@ -340,11 +340,11 @@ class Generations:
     def is_foreign(self, part: HostManifest) -> bool:
         """Whether another run of the job gave the number of this part to another state."""
         parts = self._committed.get(part.generation, {}).values()
-        return any(deposit_name(other) != deposit_name(part) for other in parts)
+        return any(snapshot_name(other) != snapshot_name(part) for other in parts)
 
     def is_known(self, part: HostManifest) -> bool:
         """Whether this run of the job has made this part's generation or begun with it."""
-        return self._numbers.get(deposit_name(part)) == part.generation
+        return self._numbers.get(snapshot_name(part)) == part.generation
 
     def go_back_to(self, number: int | None) -> tuple[int, ...]:
         """The job goes on from this generation: later ones, whose parts were missing, are not of
@@ -367,7 +367,7 @@ class Generations:
 
     def forget(self, host: str) -> None:
         """The host is gone, and what it held."""
-        for parts in (*self._committed.values(), *self._deposits.values()):
+        for parts in (*self._committed.values(), *self._snapshots.values()):
             parts.pop(host, None)
 
     def keep(self, number: int) -> tuple[int, ...]:
@@ -403,14 +403,14 @@ class Generations:
 
     def prove(self, number: int, found: Mapping[str, int]) -> None:
         """Raise ``ProofError`` unless the fingerprints of the restored tensors, by name, are those
-        that were deposited."""
+        that were written."""
         compare(self._fingerprints[number], found)
         self._doubts.pop(number, None)
         for host, part in list(self._committed[number].items()):
             if part.unproven:
                 self._committed[number][host] = replace(part, unproven=())
 
-    def is_whole_as_deposited(self, number: int) -> bool:
+    def is_whole_as_written(self, number: int) -> bool:
         """Whether the hosts hold a generation wholly without what was fetched and never proven."""
         try:
             check_whole(map(proven_only, self._committed[number].values()), exact=False)

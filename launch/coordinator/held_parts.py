@@ -1,4 +1,4 @@
-"""The parts of one generation, or of one deposit, by host; and what follows from all of them, kept
+"""The parts of one generation, or of one snapshot, by host; and what follows from all of them, kept
 up to date as hosts come and go."""
 
 from collections import UserDict
@@ -17,7 +17,7 @@ class HeldParts(UserDict[str, HostManifest]):
         self._said: dict[str, str] | None = {}
         """By tensor a host that states its fingerprint; None: to be gathered anew."""
         self._hosts: tuple[str, ...] = ()
-        """Those that all parts name as who deposited."""
+        """Those that all parts name as who wrote."""
         self._prints: dict[str, int] | None = {}
         """What all parts state; None: to be gathered anew, with ``_hosts``."""
         super().__init__()

@@ -58,7 +58,7 @@ class LiveJob:
         """The job begins anew: what hosts hold from before is set aside."""
         self.finished_step: int | None = None
         """The step at which the job came to its end."""
-        self.run = secrets.token_hex(4)  # so that deposits of two runs have different names
+        self.run = secrets.token_hex(4)  # so that snapshots of two runs have different names
         self._last_number = 0
         self._degrees_before: str | None = None
         self.sizing = Sizing(spec)
@@ -141,11 +141,11 @@ class LiveJob:
         self._last_number = max(self._last_number, number)
 
     def commit(self, name: str) -> int:
-        """Number the parts of a deposit: from now on they are a generation."""
+        """Number the parts of a snapshot: from now on they are a generation."""
         self._last_number += 1
         self.generations.commit(self._last_number, name)
         parts = self.generations.parts(self._last_number).values()
-        self.timeline.note(bytes_deposited=sum(part.size_bytes for part in parts))
+        self.timeline.note(bytes_written=sum(part.size_bytes for part in parts))
         self.sizing.learn(next(iter(parts)).about)
         self.limit()
         return self._last_number
@@ -153,15 +153,15 @@ class LiveJob:
     def recover(self) -> int | None:
         """What hosts have sealed and not committed is a generation, where it is a whole state.
         Return its number: its parts are to be renamed."""
-        found = self.generations.whole_deposit()
+        found = self.generations.whole_snapshot()
         while found is not None:
             self.state = m.forget_sealed(self.state, found)
             try:
                 number = self.commit(found)
             except ProofError as error:
-                self.log(f"event=recovered deposit={found} refused: {error}")
+                self.log(f"event=recovered snapshot={found} refused: {error}")
                 self.recount()
-                found = self.generations.whole_deposit()
+                found = self.generations.whole_snapshot()
                 continue
             self.log(f"event=recovered committed={number}")
             self.recount()
@@ -244,17 +244,17 @@ class LiveJob:
             line.phase("build", line.since("detected"))
         if now is m.Phase.PREPARING:
             line.mark("preparing")
-        elif now is m.Phase.DEPOSITING:
-            self.told.deposits.clear()
+        elif now is m.Phase.SNAPSHOTTING:
+            self.told.snapshots.clear()
         elif now is m.Phase.STOPPING:
             number = self.recover()
             if number is not None:
                 self.command_commit(self.generations.parts(number), number)
         elif now is m.Phase.COMMITTING:
-            deposit = self.told.slowest_deposit("deposit")
-            proof = self.told.slowest_deposit("deposit_proof")
-            line.phase("drain", max(0.0, line.since("preparing") - deposit))
-            line.phase("deposit", deposit, deposit_proof_s=round(proof, 6))
+            snapshot = self.told.slowest_snapshot("snapshot")
+            proof = self.told.slowest_snapshot("snapshot_proof")
+            line.phase("drain", max(0.0, line.since("preparing") - snapshot))
+            line.phase("snapshot", snapshot, snapshot_proof_s=round(proof, 6))
             line.mark("sealed")
 
     def _perform(self, action: actions.Action) -> None:
@@ -272,21 +272,21 @@ class LiveJob:
                 self.command(hosts, commands.Withdraw(self.state.round))
             case actions.Judge(hosts):
                 self._judge(hosts)
-            case actions.JudgeSnapshot(reason, deposit):
-                self._judge_snapshot(reason, deposit)
+            case actions.JudgeSnapshot(reason, snapshot):
+                self._judge_snapshot(reason, snapshot)
             case actions.Commit(hosts, generation):
                 self.command_commit(hosts, generation)
-            case actions.Deposit(hosts):
-                self.command(hosts, commands.Deposit(self.state.round))
+            case actions.TakeSnapshot(hosts):
+                self.command(hosts, commands.TakeSnapshot(self.state.round))
             case actions.Lose(hosts, reason):
                 for host in hosts:
                     self._give_up(host, reason)
             case actions.Report(text, hosts):
                 self.log(text)
                 self.command(hosts, commands.Report())
-            case actions.StopWorkers(hosts, reason, has_deposited):
+            case actions.StopWorkers(hosts, reason, has_written):
                 self.log(f"event=stop_workers reason={reason!r}")
-                self.command(hosts, commands.Stop(self.state.round, has_deposited))
+                self.command(hosts, commands.Stop(self.state.round, has_written))
             case actions.Discard(hosts):
                 self._discard(hosts)
             case actions.GoBack(hosts, generation):
@@ -348,33 +348,33 @@ class LiveJob:
 
     def _judge(self, hosts: Iterable[str]) -> None:
         name = f"{self.run}-{self.state.round}-{self.state.stop}"
-        parts = self.generations.deposited(name, hosts)
+        parts = self.generations.sealed_parts(name, hosts)
         try:
             if not parts:
-                raise LayoutError("no host has a deposit.")
+                raise LayoutError("no host has a snapshot.")
             check_whole(parts.values())
             number = self.commit(name)
         except (LayoutError, ProofError) as error:
             # The newest committed generation is as good as before.
             what = "incomplete" if isinstance(error, LayoutError) else "refused"
-            self.log(f"event=deposit_{what} step={self.state.stop} {error}")
+            self.log(f"event=snapshot_{what} step={self.state.stop} {error}")
             is_refused = isinstance(error, ProofError)
-            reason = f"what was deposited is refused: {error}" if is_refused else events.NOT_COVERED
+            reason = f"what was written is refused: {error}" if is_refused else events.NOT_COVERED
             self.feed(events.Judged(False, reason=reason))
             return
         self.feed(events.Judged(True, self.state.stop, number, frozenset(parts)))
 
-    def _judge_snapshot(self, reason: str, deposit: str) -> None:
-        parts = self.generations.deposited(deposit, self.members.hosts())
+    def _judge_snapshot(self, reason: str, snapshot: str) -> None:
+        parts = self.generations.sealed_parts(snapshot, self.members.hosts())
         step = max(part.step for part in parts.values())
         try:
             check_whole(parts.values())
-            number = self.commit(deposit)
+            number = self.commit(snapshot)
         except (LayoutError, ProofError) as error:
             self.log(f"event={reason} step={step} refused: {error}")
             return
         self.log(f"event={reason} committed={number} step={step}")
-        self.feed(events.Snapshotted(tuple(sorted(parts)), step, number))
+        self.feed(events.SnapshotJudged(tuple(sorted(parts)), step, number))
 
     def _build(self, ahead: m.Ahead) -> None:
         self.log(f"event=build {ahead.assignment.reason!r} round_ahead={ahead.round}")
@@ -408,7 +408,7 @@ class LiveJob:
 
     def _discard(self, hosts: Iterable[str]) -> None:
         self.command(hosts, commands.Discard())
-        for part in self.generations.forget_deposits():
+        for part in self.generations.forget_sealed():
             self.log(
                 f"event=note host {part.host} gives up what it had sealed at step {part.step}: it "
                 "is no whole state with what the others brought"
@@ -420,7 +420,7 @@ class LiveJob:
         self.command(hosts, commands.Expect(self.state.round, count))
 
     def _prove(self, number: int) -> None:
-        """Compare what was restored with what was deposited."""
+        """Compare what was restored with what was written."""
         round = self.state.round
         reason = prove(number, self.told, self.generations, self.timeline)
         if reason is None:

@@ -23,7 +23,7 @@ def check_whole(parts: Iterable[HostManifest], *, exact: bool = True) -> None:
     from one step.
 
     ``exact`` False: pieces that hosts fetched from each other may overlap with those that were
-    deposited.
+    written.
     """
     parts = list(parts)
     steps = sorted({part.step for part in parts})
@@ -39,8 +39,8 @@ def check_whole(parts: Iterable[HostManifest], *, exact: bool = True) -> None:
     check_coverage(rows, exact_partition=exact)
 
 
-def deposited_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
-    """Return the fingerprint of every tensor by name, added up from the pieces of a deposit. Equal
+def written_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
+    """Return the fingerprint of every tensor by name, added up from the pieces of a snapshot. Equal
     boxes on several hosts must agree (``ProofError``)."""
     parts = list(parts)
     rows = concatenate([part.collection for part in parts])
@@ -93,7 +93,7 @@ def check_alike(contradiction: str | None) -> None:
 def _fingerprints_of_a_cover(
     parts: Sequence[HostManifest], names: Set[str], version: int
 ) -> Mapping[str, int]:
-    """Add up pieces that cover every one of these tensors once: those that were deposited, before
+    """Add up pieces that cover every one of these tensors once: those that were written, before
     those that were fetched and may overlap with them."""
     pieces = [
         (_FETCHED in part.files[file].name, -int(size), number, row)

@@ -27,15 +27,15 @@ class Gathering:
     """The fingerprints of what was restored so far, added up."""
     difference: ProofError | None = None
     """Two hosts have restored one piece otherwise."""
-    deposits: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    """Seconds of each host's deposit at the stop."""
+    snapshots: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    """Seconds of each host's snapshot at the stop."""
 
     def slowest(self, what: str) -> float:
         """Return the longest time that a host took for a part of the restore, in seconds."""
         return max((told.seconds.get(what, 0.0) for told in self.restored.values()), default=0.0)
 
-    def slowest_deposit(self, what: str) -> float:
-        return max((seconds.get(what, 0.0) for seconds in self.deposits.values()), default=0.0)
+    def slowest_snapshot(self, what: str) -> float:
+        return max((seconds.get(what, 0.0) for seconds in self.snapshots.values()), default=0.0)
 
     def add(self, host: str, report: Restored, version: int) -> None:
         """A host has restored; ``version``: of its fingerprints."""
@@ -63,7 +63,7 @@ class Gathering:
 
 
 def prove(number: int, told: Gathering, generations: Generations, timeline: Timeline) -> str | None:
-    """Return why what the hosts ``told`` of a generation is not what was deposited; None: it is."""
+    """Return why what the hosts ``told`` of a generation is not what was written; None: it is."""
     for name in ("plan", "move", "restore"):
         timeline.phase(name, told.slowest(name))
     timeline.note(
@@ -76,7 +76,7 @@ def prove(number: int, told: Gathering, generations: Generations, timeline: Time
         found = told.totals()
         generations.prove(number, found)
     except (ProofError, LayoutError) as error:
-        return f"the restored state is not the deposited one: {error}"
+        return f"the restored state is not the written one: {error}"
     took = told.slowest("proof") + time.monotonic() - began
     version = generations.fingerprint_version(number)
     timeline.phase("proof", took, generation=number, proven=len(found), fingerprint_version=version)
@@ -89,5 +89,5 @@ def doubted(round: int, number: int, reason: str, generations: Generations) -> e
     if generations.is_doubted(number):
         verdict = generations.verdict(number, reason)
         return events.ProofFailed(round, verdict, is_second=True, can_reread=False)
-    can_reread = generations.is_whole_as_deposited(number)
+    can_reread = generations.is_whole_as_written(number)
     return events.ProofFailed(round, reason, is_second=False, can_reread=can_reread)

@@ -1,6 +1,6 @@
 """What joining hosts had sealed, and nobody has committed: whether it may become the job's state.
 
-A deposit's name says of which run, round and step it is. Where it was never committed, it follows
+A snapshot's name says of which run, round and step it is. Where it was never committed, it follows
 the newest generation that its host holds.
 """
 
@@ -12,11 +12,11 @@ from scalai.core.membership import ENDED_BY_A_LOSS, Phase
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.proofs import check_whole
 from scalai.store.manifest import HostManifest
-from scalai.store.summary import deposit_name
+from scalai.store.summary import snapshot_name
 
 
 class Origin(NamedTuple):
-    """Where a deposit was made. ``run`` is the random name of one coordinator's time."""
+    """Where a snapshot was made. ``run`` is the random name of one coordinator's time."""
 
     run: str
     round: int
@@ -24,8 +24,8 @@ class Origin(NamedTuple):
 
 
 def origin(part: HostManifest) -> Origin | None:
-    """Return where a part's deposit was made, None where its name does not say."""
-    run, *place = deposit_name(part).rsplit("-", 2)
+    """Return where a part's snapshot was made, None where its name does not say."""
+    run, *place = snapshot_name(part).rsplit("-", 2)
     if len(place) != 2 or not all(number.isdecimal() for number in place):
         return None
     return Origin(run, int(place[0]), int(place[1]))
@@ -66,14 +66,14 @@ class SealedParts:
             self._check_given_up(part)
             live.log(
                 f"event=note host {part.host} gives up what it had sealed at step {part.step} "
-                f"({deposit_name(part)}): the job goes on, or begins, without it"
+                f"({snapshot_name(part)}): the job goes on, or begins, without it"
             )
         return chosen
 
     def take(self, host: str, chosen: Iterable[HostManifest]) -> list[tuple[int, tuple[str, ...]]]:
         """A host that comes back may bring what it had sealed, and not committed, when it died.
 
-        It counts before the next round is assigned. While others still deposit it counts with their
+        It counts before the next round is assigned. While others still write it counts with their
         parts, and a round that goes on without this host has left it behind.
 
         Returns:
@@ -81,7 +81,7 @@ class SealedParts:
         """
         live = self._live
         for part in chosen:
-            live.generations.deposit(part)
+            live.generations.add_sealed(part)
         renaming: list[tuple[int, tuple[str, ...]]] = [
             (number, (late,)) for late, number in live.generations.late()
         ]
@@ -95,10 +95,10 @@ class SealedParts:
 
     def _counts(self, part: HostManifest, held: Sequence[HostManifest]) -> bool:
         live = self._live
-        number = live.generations.number(deposit_name(part))
+        number = live.generations.number(snapshot_name(part))
         if number is not None:
             return live.generations.has(number)
-        if live.generations.is_refused(deposit_name(part)):
+        if live.generations.is_refused(snapshot_name(part)):
             return False
         place = origin(part)
         if live.state.round:
@@ -114,10 +114,10 @@ class SealedParts:
 
     def _others(self, part: HostManifest) -> dict[str, HostManifest]:
         live = self._live
-        return live.generations.deposited(deposit_name(part), live.members.hosts())
+        return live.generations.sealed_parts(snapshot_name(part), live.members.hosts())
 
     def _is_with_holders(self, part: HostManifest, newest: HostManifest) -> bool:
-        """Whether others of the same deposit hold the newest generation, which it follows then."""
+        """Whether others of the same snapshot hold the newest generation, which it follows then."""
         return bool(self._others(part).keys() & self._live.generations.parts(newest.generation))
 
     def _is_whole(self, part: HostManifest) -> bool:
@@ -132,8 +132,8 @@ class SealedParts:
         live = self._live
         place, newest = origin(part), live.generations.newest_part()
         is_left = place is not None and place.run == live.run
-        is_left |= live.generations.number(deposit_name(part)) is not None
-        is_left |= live.generations.is_refused(deposit_name(part))
+        is_left |= live.generations.number(snapshot_name(part)) is not None
+        is_left |= live.generations.is_refused(snapshot_name(part))
         if newest is not None:
             before = origin(newest)
             is_left |= part.step <= newest.step

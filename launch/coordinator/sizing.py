@@ -55,7 +55,7 @@ class Sizing:
         self._excluded = (*self._excluded, failed)
 
     def learn(self, about: Mapping[str, Any]) -> None:
-        """Take over limits that only the running script knew, from a deposit's ``about``."""
+        """Take over limits that only the running script knew, from a snapshot's ``about``."""
         facts = about.get("facts", {})
         if facts.get("padded_vocab_size") is not None:
             self._limits = replace(self._limits, padded_vocab_size=facts["padded_vocab_size"])

@@ -10,7 +10,7 @@ from typing import Any
 from scalai.store.atomic import replace_file
 
 PHASES = (
-    "detect", "build", "drain", "deposit", "commit", "relaunch",
+    "detect", "build", "drain", "snapshot", "commit", "relaunch",
     "plan", "move", "restore", "proof", "first_step",
 )  # fmt: skip
 

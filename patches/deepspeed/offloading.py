@@ -1,4 +1,4 @@
-"""``engine.offload_states()``: while states are away nothing is deposited, and once they are back
+"""``engine.offload_states()``: while states are away nothing is written, and once they are back
 they lie elsewhere.
 
 Source: deepspeed/runtime/engine.py and runtime/zero/offload_states.py, 0.19.8.

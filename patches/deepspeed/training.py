@@ -78,7 +78,7 @@ class ElasticSession(Protocol):
         """Say that the framework has loaded a checkpoint of its own."""
 
     def boundary(self, step: int | None = None, *, samples: int = 0) -> bool:
-        """Say after each step whether the state was deposited and this process has to end."""
+        """Say after each step whether the state was written and this process has to end."""
 
 
 @cache

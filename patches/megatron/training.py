@@ -74,7 +74,7 @@ class ElasticSession(Protocol):
         """Say which save of Megatron's own is in flight."""
 
     def boundary(self, step: int | None = None, consumed_samples: int | None = None) -> bool:
-        """Say after each step whether the state was deposited and this process has to end."""
+        """Say after each step whether the state was written and this process has to end."""
 
 
 @cache
@@ -211,7 +211,9 @@ class TrainingHooks:
         if generation is None:
             return False
         if self._session.is_ahead:
-            return True  # the training that still runs will deposit after any checkpoint of its own
+            return (
+                True  # the training that still runs will snapshot after any checkpoint of its own
+            )
         checkpoint = _agreed_checkpoint_step(job)
         source = choose_source(generation, checkpoint)
         if job.rank == 0:

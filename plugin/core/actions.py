@@ -42,7 +42,7 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
-class Deposit:
+class TakeSnapshot:
     """Every worker of the job stands at the stop: those of these hosts write their state, and
     leave. From here on the stop is not taken back."""
 
@@ -67,18 +67,18 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Unite the deposits of these hosts and answer with ``Judged``."""
+    """Unite the snapshots of these hosts and answer with ``Judged``."""
 
     hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeSnapshot:
-    """Unite the parts of this deposit, which was made without a stop; answer with ``Snapshotted``
-    where it is a state. ``reason`` is ``snapshot`` or ``start``."""
+    """Unite the parts of this snapshot, which was made without a stop; answer with
+    ``SnapshotJudged`` where it is a state. ``reason`` is ``snapshot`` or ``start``."""
 
     reason: str
-    deposit: str
+    snapshot: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,11 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
-    """Make the workers exit. ``has_deposited``: they leave by themselves, and may say goodbye."""
+    """Make the workers exit. ``has_written``: they leave by themselves, and may say goodbye."""
 
     hosts: tuple[str, ...]
     reason: str
-    has_deposited: bool = False
+    has_written: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class Say:
 
 
 Action = (
-    Build | GiveUp | Prepare | Agree | Withdraw | Deposit | Lose | Report | Judge | Commit
+    Build | GiveUp | Prepare | Agree | Withdraw | TakeSnapshot | Lose | Report | Judge | Commit
     | JudgeSnapshot | StopWorkers | Discard | GoBack | StartRound | Expect | Prove | Proceed | Doubt
     | Drop | Release | SaveDurable | Look | Exit | Say
 )  # fmt: skip

@@ -126,7 +126,7 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
-class Deposit:
+class TakeSnapshot:
     """Every worker of the job stands at the stop: write the state, and leave."""
 
     round: int
@@ -144,12 +144,12 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Rename the sealed ``deposit`` to ``generation``, with what is stated of it: the ``hosts``
-    that deposited (None: nothing is stated) and the fingerprints of the tensors of which this host
+    """Rename the sealed ``snapshot`` to ``generation``, with what is stated of it: the ``hosts``
+    that wrote (None: nothing is stated) and the fingerprints of the tensors of which this host
     has pieces."""
 
     generation: int
-    deposit: str
+    snapshot: str
     hosts: Shared[tuple[str, ...]] | None
     fingerprints: Mapping[str, int]
 
@@ -161,10 +161,10 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Make the workers of a round exit; those that have deposited leave by themselves."""
+    """Make the workers of a round exit; those that have written leave by themselves."""
 
     round: int
-    has_deposited: bool
+    has_written: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +213,6 @@ class Exit:
 
 
 Command = (
-    Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw | Deposit | Report
+    Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw | TakeSnapshot | Report
     | Discard | Commit | Stop | Drop | Save | Doubt | Look | Exit
 )  # fmt: skip

@@ -10,7 +10,7 @@ from scalai.core.transitions import Result, answered, fail, next_phase
 
 
 def judged(event: events.Judged, job: Job) -> Result:
-    if job.phase is not Phase.DEPOSITING:
+    if job.phase is not Phase.SNAPSHOTTING:
         return job, ()
     if not event.is_covered:
         is_loss = job.current is not None and set(job.current.active) > active(job)
@@ -24,17 +24,17 @@ def judged(event: events.Judged, job: Job) -> Result:
 
 
 def sealed(event: events.Sealed, job: Job) -> Result:
-    """A snapshot is judged once every host with workers has sealed its part. Deposits of a stop are
-    waited for otherwise: there workers may be dead."""
+    """A snapshot on the way is judged once every host with workers has sealed its part. That of a
+    stop is waited for otherwise: there workers may be dead."""
     if event.round != job.round:
         return job, ()
-    hosts = job.sealed.get(event.deposit, frozenset()) | {event.host}
+    hosts = job.sealed.get(event.snapshot, frozenset()) | {event.host}
     if not hosts >= active(job):
-        return replace(job, sealed={**job.sealed, event.deposit: hosts}), ()
-    return forget_sealed(job, event.deposit), (JudgeSnapshot(event.reason, event.deposit),)
+        return replace(job, sealed={**job.sealed, event.snapshot: hosts}), ()
+    return forget_sealed(job, event.snapshot), (JudgeSnapshot(event.reason, event.snapshot),)
 
 
-def snapshotted(event: events.Snapshotted, job: Job) -> Result:
+def snapshot_judged(event: events.SnapshotJudged, job: Job) -> Result:
     generation = Generation(event.number, event.step, frozenset(event.hosts))
     job = _with_generation(replace(job, uncommitted=generation.hosts), generation)
     return job, (Commit(event.hosts, generation.number),)
@@ -56,8 +56,8 @@ def committed(event: events.Committed, job: Job) -> Result:
         return next_phase(answered(job, event.host))
     if event.host not in job.uncommitted:
         return job, ()
-    # A snapshot. Once every host has it, older generations may go, also during a drain: its deposit
-    # needs their room. A start keeps its source.
+    # A snapshot on the way. Once every host has it, older generations may go, also during a
+    # drain: the snapshot at its end needs their room. A start keeps its source.
     job = replace(job, uncommitted=job.uncommitted - {event.host})
     newest = job.newest_generation
     is_ready = not job.uncommitted and newest is not None and newest.number == event.generation

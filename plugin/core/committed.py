@@ -1,5 +1,5 @@
-"""What the coordinator stated of a deposit when it became a generation: every host's manifest keeps
-it, and every later proof compares with it."""
+"""What the coordinator stated of a snapshot when it became a generation: every host's manifest
+keeps it, and every later proof compares with it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from scalai.core.jsonable import Json
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The ``hosts`` that deposited a part, and the fingerprints of whole tensors by name, added up
-    from the disjoint pieces of the deposit.
+    """The ``hosts`` that wrote a part, and the fingerprints of whole tensors by name, added up
+    from the disjoint pieces of the snapshot.
 
     A host keeps those of the tensors that it has pieces of; all hosts together have all. What hosts
-    fetch from each other later may overlap with the pieces of the deposit, so that it can not be
+    fetch from each other later may overlap with the pieces of the snapshot, so that it can not be
     added up again.
     """
 

@@ -1,6 +1,6 @@
 """Is a state whole: does someone hold every element of every tensor?
 
-Asked of the deposits of a drain, of what survived a failure, and of a checkpoint before it is
+Asked of the snapshots of a drain, of what survived a failure, and of a checkpoint before it is
 believed.
 """
 

@@ -19,8 +19,8 @@ STORE_READY_S = 120.0
 """How long the process of the workers' rendezvous store may take to import torch."""
 JOIN_S = STORE_READY_S + ANSWER_S
 """How long an agent's first join may take: the coordinator answers once that process is ready."""
-DEPOSIT_PATIENCES = 3
-"""Drain timeouts without a further host's deposit. A host itself gives its workers one."""
+SNAPSHOT_PATIENCES = 3
+"""Drain timeouts without a further host's snapshot. A host itself gives its workers one."""
 LONGEST_BACKOFF_S = 3600.0
 """A change whose stop was taken back is tried again after so long at most."""
 STALL_S = 60.0
@@ -78,9 +78,9 @@ TABLE = (
         lambda job: job.drain_timeout_s,
     ),
     Deadline(
-        Phase.DEPOSITING, "a host deposited last", "120 s (`drain_timeout_s`), 3 times that",
+        Phase.SNAPSHOTTING, "a host wrote last", "120 s (`drain_timeout_s`), 3 times that",
         "an agent ends workers that do not write, and replicas write for them; after 3 times that "
-        "the hosts awaited count as lost", lambda job: DEPOSIT_PATIENCES * job.drain_timeout_s,
+        "the hosts awaited count as lost", lambda job: SNAPSHOT_PATIENCES * job.drain_timeout_s,
     ),
     Deadline(
         Phase.COMMITTING, "a host answered last", "60 s", "the hosts awaited count as lost",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from scalai.core.membership import Assign, Generation
 
-NOT_COVERED = "the deposits that survive do not cover the state"
+NOT_COVERED = "the snapshots that survive do not cover the state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Deposited:
-    """A host's workers have deposited or died; its part is sealed."""
+class SnapshotWritten:
+    """A host's workers have written or died; its part is sealed."""
 
     host: str
     round: int
@@ -129,7 +129,7 @@ class Deposited:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Whether the union of the deposits is a state (``is_covered``), its step and number, and the
+    """Whether the union of the snapshots is a state (``is_covered``), its step and number, and the
     hosts that have a part; else the ``reason`` (asked for by ``Judge``)."""
 
     is_covered: bool
@@ -141,17 +141,17 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A host has sealed its part of a ``deposit`` without a stop: of a snapshot, or of the state at
+    """A host has sealed its part of a ``snapshot`` without a stop: on the way, or of the state at
     the start (``reason``)."""
 
     host: str
     round: int
     reason: str
-    deposit: str
+    snapshot: str
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshotted:
+class SnapshotJudged:
     """What these hosts have sealed without a stop covers the state, and has this number (asked for
     by ``JudgeSnapshot``)."""
 
@@ -289,7 +289,7 @@ class NotSaved:
 
 Event = (
     HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Built | NotBuilt
-    | Prepared | Held | Arrived | Deposited | Judged | Sealed | Snapshotted | Committed | Stopped
-    | WorkersFailed | Stepped | Progressed | Unhooked | Hooked | Finished | Saved | NotSaved
-    | Published | Restored | Proven | ProofFailed | Resumed
+    | Prepared | Held | Arrived | SnapshotWritten | Judged | Sealed | SnapshotJudged | Committed
+    | Stopped | WorkersFailed | Stepped | Progressed | Unhooked | Hooked | Finished | Saved
+    | NotSaved | Published | Restored | Proven | ProofFailed | Resumed
 )  # fmt: skip

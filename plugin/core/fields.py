@@ -127,11 +127,13 @@ def about(value: Json) -> dict[str, Json]:
     """Return what a manifest says of how the state came to be. What readers count on is of its
     kind; what is not there is no error here: ``read_saved_manifest`` asks for it."""
     told = mapped(value, "about")
+    if "deposit" in told:  # so older releases called it
+        told = {"snapshot": told["deposit"], **{k: v for k, v in told.items() if k != "deposit"}}
     for name in ("tensors", "world_size"):
         if name in told:
             whole_number(told[name], f"about.{name}")
-    if "deposit" in told:
-        text(told["deposit"], "about.deposit")
+    if "snapshot" in told:
+        text(told["snapshot"], "about.snapshot")
     for axis, size in mapped(told.get("degrees", {}), "about.degrees").items():
         whole_number(size, f"about.degrees.{axis}", 1)
     mapped(told.get("facts", {}), "about.facts")

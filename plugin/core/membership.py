@@ -2,10 +2,10 @@
 
 ``resize.advance`` has the rules: state and event (``events``) in, state and actions (``actions``)
 out. The coordinator is the loop around it: it feeds events in (a host joined, every worker has
-deposited) and carries the actions out (send this command to these hosts). One pass through the
+written) and carries the actions out (send this command to these hosts). One pass through the
 phases is a resize:
 
-    running -> preparing -> draining -> depositing -> committing -> stopping -> starting -> running
+   running -> preparing -> draining -> snapshotting -> committing -> stopping -> starting -> running
 
 How long each may take, and what comes of it where it takes longer, is in ``deadlines``.
 
@@ -33,8 +33,10 @@ class Phase(Enum):
         "preparing"  # a stop was proposed; every agent says whether its workers are below it
     )
     DRAINING = "draining"  # the stop was agreed; workers come to it, and may still be sent on
-    DEPOSITING = "depositing"  # every worker stands at the stop: they write their state and leave
-    COMMITTING = "committing"  # the deposits cover; every host renames its part
+    SNAPSHOTTING = (
+        "snapshotting"  # every worker stands at the stop: they write their state and leave
+    )
+    COMMITTING = "committing"  # the snapshots cover; every host renames its part
     STOPPING = "stopping"  # workers are made to exit
     SAVING = "saving"  # nobody stays: the generation goes to the durable directory
     ENDED = "ended"
@@ -47,7 +49,7 @@ assigned."""
 TRAINING = (Phase.RUNNING, Phase.BUILDING)
 """Phases in which the workers train and no stop is under way."""
 
-FALLIBLE = (Phase.STARTING, *TRAINING, Phase.PREPARING, Phase.DRAINING, Phase.DEPOSITING)
+FALLIBLE = (Phase.STARTING, *TRAINING, Phase.PREPARING, Phase.DRAINING, Phase.SNAPSHOTTING)
 """Phases that need the workers; in the others they have done their work or are being stopped."""
 
 ENDED_BY_A_LOSS = (*TRAINING, Phase.PREPARING, Phase.STARTING)
@@ -218,7 +220,7 @@ class Job:
     uncommitted: frozenset[str] = frozenset()
     """Hosts that have yet to rename their part of a snapshot; older generations stay until then."""
     sealed: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """By its deposit the hosts that have sealed a snapshot of the present round, until all have."""
+    """By its name the hosts that have sealed a snapshot of the present round, until all have."""
     obstacle: str = ""
     """Why the newest state that is known cannot be gone on from, and the ways out."""
     is_held_back: bool = False
@@ -247,10 +249,12 @@ def replace_generations(job: Job, covered: tuple[Generation, ...]) -> Job:
     return replace(job, generations=covered, has_state=job.has_state or bool(covered))
 
 
-def forget_sealed(job: Job, deposit: str) -> Job:
-    """Return the job that waits for no more parts of a deposit: it is a generation already, or it
+def forget_sealed(job: Job, snapshot: str) -> Job:
+    """Return the job that waits for no more parts of a snapshot: it is a generation already, or it
     is judged."""
-    return replace(job, sealed={name: told for name, told in job.sealed.items() if name != deposit})
+    return replace(
+        job, sealed={name: told for name, told in job.sealed.items() if name != snapshot}
+    )
 
 
 def replace_obstacle(job: Job, obstacle: str, *, is_held_back: bool) -> Job:

@@ -9,7 +9,7 @@ from scalai.core.membership import Job, Phase, Wait, active
 from scalai.core.transitions import Result, fail, missing, stop_unbuilt, withdraw
 
 _REPORTED = (
-    Phase.WAITING, Phase.STARTING, Phase.DRAINING, Phase.DEPOSITING, Phase.PREPARING,
+    Phase.WAITING, Phase.STARTING, Phase.DRAINING, Phase.SNAPSHOTTING, Phase.PREPARING,
     Phase.COMMITTING, Phase.STOPPING, Phase.SAVING,
 )  # fmt: skip
 
@@ -87,7 +87,7 @@ _CONSEQUENCES: Mapping[Phase, Callable[[Job, float], Result]] = {
     Phase.BUILDING: _not_built,
     Phase.PREPARING: _silent,
     Phase.DRAINING: _not_drained,
-    Phase.DEPOSITING: _silent,
+    Phase.SNAPSHOTTING: _silent,
     Phase.COMMITTING: _silent,
     Phase.STOPPING: _silent,
 }

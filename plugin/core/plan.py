@@ -169,7 +169,7 @@ class Planner:
         if absent:
             raise LayoutError(
                 f"nobody holds any part of {_listed(absent)}, wanted by rank {holder.rank} on host "
-                f"{holder.host!r}. The model or its optimizer is not the one that was deposited: "
+                f"{holder.host!r}. The model or its optimizer is not the one that was written: "
                 "start the new job with the same model arguments."
             )
         for tensor, number in zip(wanted.tensors, numbers.tolist(), strict=True):

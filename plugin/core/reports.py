@@ -14,7 +14,7 @@ from scalai.core.collection import Collection
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """What the workers have deposited is sealed; ``manifest`` as bytes, None where all had died
+    """What the workers have written is sealed; ``manifest`` as bytes, None where all had died
     before they wrote. ``reason`` is ``stop``, ``snapshot`` or ``start``."""
 
     round: int

@@ -144,7 +144,7 @@ def _workers_gone(before: Job, job: Job, host: str, at: float) -> Result:
     given_up: tuple[Action, ...] = ()
     if job.ahead is not None and host in job.ahead.assignment.active:
         job, given_up = without_ahead(job)
-    is_full = len(before.generations) > 1 and job.phase in (Phase.DRAINING, Phase.DEPOSITING)
+    is_full = len(before.generations) > 1 and job.phase in (Phase.DRAINING, Phase.SNAPSHOTTING)
     job, room = _make_room(job, host) if is_full else (job, ())
     if job.phase is not before.phase:
         return job, (*said, *given_up, *room)
@@ -154,13 +154,13 @@ def _workers_gone(before: Job, job: Job, host: str, at: float) -> Result:
 
 def _make_room(job: Job, host: str) -> Result:
     """A host is lost in a stop while others have two generations, which leaves them no room for the
-    deposit: the snapshot that the lost one had yet to rename is whole without it, or this stop
+    snapshot: the snapshot that the lost one had yet to rename is whole without it, or this stop
     comes to nothing, because no store may let go of either."""
     newest = job.newest_generation
     if newest is None or newest.number != job.committing:
         reason = (
             f"host {host} is lost, without which generation {job.committing} is not whole; the "
-            "others have no room for another deposit"
+            "others have no room for another snapshot"
         )
         return fail(job, reason, is_loss=True)
     if job.uncommitted:
@@ -266,8 +266,8 @@ def _arrived(event: events.Arrived, job: Job) -> Result:
 
 
 @_on.register
-def _deposited(event: events.Deposited, job: Job) -> Result:
-    if job.phase is not Phase.DEPOSITING or event.round != job.round:
+def _written(event: events.SnapshotWritten, job: Job) -> Result:
+    if job.phase is not Phase.SNAPSHOTTING or event.round != job.round:
         return job, ()
     return next_phase(answered(job, event.host))
 
@@ -284,7 +284,7 @@ def _workers_failed(event: events.WorkersFailed, job: Job) -> Result:
     if event.round != job.round or job.phase not in FALLIBLE:
         return job, ()
     reason = f"workers of host {event.host} failed: {event.reason}"
-    if job.phase is Phase.DEPOSITING:  # what the others deposit may be the whole state
+    if job.phase is Phase.SNAPSHOTTING:  # what the others snapshot may be the whole state
         job, actions = next_phase(answered(job, event.host))
         return job, (Say(reason), *actions)
     reason = event.reason if event.is_refusal else reason
@@ -309,7 +309,7 @@ def _hooked(event: events.Hooked, job: Job) -> Result:
     return replace(job, is_hooked=True, changed_at=job.now), ()
 
 
-for _rule in (commits.judged, commits.sealed, commits.snapshotted, commits.committed,
+for _rule in (commits.judged, commits.sealed, commits.snapshot_judged, commits.committed,
               starting.progressed, starting.published, starting.restored, starting.proven,
               starting.proof_failed):  # fmt: skip
     _on.register(_rule)

@@ -20,13 +20,13 @@ from scalai.core.messages import JsonText
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pieces:
-    """Pieces of a state of which all hosts have parts (``deposit`` names it).
+    """Pieces of a state of which all hosts have parts (``snapshot`` names it).
 
     ``collection`` has a row for each piece, ``fingerprint`` [rows] its content, of version
     ``fingerprint_version``. A host that gets more of the state adds rows behind these.
     """
 
-    deposit: str
+    snapshot: str
     step: int
     fingerprint_version: int
     collection: Collection
@@ -44,7 +44,7 @@ class Pieces:
     def digest(self) -> bytes:
         """Return the SHA-256 of all of it: two equal digests are equal pieces."""
         table = [[each.name, list(each.shape), each.dtype] for each in self.collection.tensors]
-        head = [self.deposit, self.step, self.fingerprint_version, len(self), table]
+        head = [self.snapshot, self.step, self.fingerprint_version, len(self), table]
         found = hashlib.sha256(json.dumps(head).encode())
         held = self.collection
         for column in (held.tensor, held.offset, held.shape):

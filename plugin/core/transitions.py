@@ -10,7 +10,6 @@ from scalai.core.actions import (
     Action,
     Agree,
     Build,
-    Deposit,
     Discard,
     Exit,
     GiveUp,
@@ -24,6 +23,7 @@ from scalai.core.actions import (
     Say,
     StartRound,
     StopWorkers,
+    TakeSnapshot,
     Withdraw,
 )
 from scalai.core.deadlines import LONGEST_BACKOFF_S
@@ -169,12 +169,12 @@ def prepare(job: Job) -> Result:
     return job, (Prepare(tuple(sorted(hosts)), stop),)
 
 
-def _stop_workers(job: Job, reason: str, *, has_deposited: bool = False) -> Result:
+def _stop_workers(job: Job, reason: str, *, has_written: bool = False) -> Result:
     hosts = active(job)
     job = replace(job, phase=Phase.STOPPING, awaited=hosts, margin=1, held={})
     if not hosts:
         return _start_round(job)
-    return job, (StopWorkers(tuple(sorted(hosts)), reason, has_deposited),)
+    return job, (StopWorkers(tuple(sorted(hosts)), reason, has_written),)
 
 
 def withdraw(job: Job, reason: str) -> Result:
@@ -409,13 +409,15 @@ def next_phase(job: Job) -> Result:
         return job, (Withdraw(hosts), *actions)
     if job.phase is Phase.DRAINING and active(job):
         hosts = tuple(sorted(active(job)))
-        return replace(job, phase=Phase.DEPOSITING, awaited=frozenset(hosts)), (Deposit(hosts),)
-    if job.phase in (Phase.DRAINING, Phase.DEPOSITING):
+        return replace(job, phase=Phase.SNAPSHOTTING, awaited=frozenset(hosts)), (
+            TakeSnapshot(hosts),
+        )
+    if job.phase in (Phase.DRAINING, Phase.SNAPSHOTTING):
         # A host that came back may have brought what it had sealed.
         hosts = tuple(sorted(set(job.current.active if job.current else ()) & set(job.hosts)))
-        return replace(job, phase=Phase.DEPOSITING), (Judge(hosts),)
+        return replace(job, phase=Phase.SNAPSHOTTING), (Judge(hosts),)
     if job.phase is Phase.COMMITTING:
-        return _stop_workers(job, "the state is committed", has_deposited=True)
+        return _stop_workers(job, "the state is committed", has_written=True)
     if job.phase is Phase.STOPPING:
         return _start_round(job)
     if job.phase is Phase.SAVING:

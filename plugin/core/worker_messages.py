@@ -3,7 +3,7 @@
 A worker waits for the answer of each: where that is None it waits only until the agent has heard
 it, or until the others of the job have come as far.
 
-What crosses with them around a deposit and a restore: orders there, results back.
+What crosses with them around a snapshot and a restore: orders there, results back.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from scalai.core.messages import JsonText, Request
 
 @dataclass(frozen=True, slots=True)
 class WriteOrder:
-    """What one rank writes at a deposit: ``rows`` of its own held collection, each at byte
+    """What one rank writes at a snapshot: ``rows`` of its own held collection, each at byte
     ``begins`` of ``path``.
 
     The file exists, with its header and all its pages.
@@ -55,7 +55,7 @@ class ReadOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class RankDeposit:
+class RankSnapshot:
     """What one rank reports after writing: ``fingerprints`` of the rows of its order, in that
     order, and its state.
 
@@ -118,7 +118,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Publish(Request[Source | None]):
-    """The model is built: ``held`` are the pieces that this rank holds at a deposit, ``wanted``
+    """The model is built: ``held`` are the pieces that this rank holds at a snapshot, ``wanted``
     those that it restores; its own state is that of ``coordinate``. Answered once all that is
     needed is on this host; None: the workers begin from what they have built."""
 
@@ -138,16 +138,16 @@ class Publish(Request[Source | None]):
 
 @dataclass(frozen=True, slots=True)
 class AwaitSlot(Request[WriteOrder | None]):
-    """Where this rank will write at the next deposit, so that it can map the file before; None: the
-    round ends before that is known."""
+    """Where this rank will write at the next snapshot, so that it can map the file before; None:
+    the round ends before that is known."""
 
     rank: int
     round: int
 
 
 @dataclass(frozen=True, slots=True)
-class BeginDeposit(Request[WriteOrder | None]):
-    """This rank has come to a step at which it deposits; ``reason`` is ``stop``, ``snapshot`` or
+class BeginSnapshot(Request[WriteOrder | None]):
+    """This rank has come to a step at which it snapshots; ``reason`` is ``stop``, ``snapshot`` or
     ``start``. None: the stop was taken back, and the training goes on."""
 
     rank: int
@@ -168,9 +168,9 @@ class Stand(Request[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class RankDeposited(Request[WriteOrder | None]):
+class RankWritten(Request[WriteOrder | None]):
     """This rank has written its order, and has these fingerprints of its rows, in that order; the
-    rest is as of ``RankDeposit``. The answer is what to write for another rank that died."""
+    rest is as of ``RankSnapshot``. The answer is what to write for another rank that died."""
 
     rank: int
     round: int
@@ -182,10 +182,10 @@ class RankDeposited(Request[WriteOrder | None]):
     seconds: Mapping[str, float]
 
     @property
-    def part(self) -> RankDeposit:
+    def part(self) -> RankSnapshot:
         """What it has written, for the manifest."""
         scalars, rank_state = self.scalars.value(), self.rank_state.value()
-        return RankDeposit(self.fingerprints, self.coordinate, scalars, rank_state)
+        return RankSnapshot(self.fingerprints, self.coordinate, scalars, rank_state)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -245,6 +245,6 @@ class RankUnhooked(Request[None]):
 
 
 WorkerRequest = (
-    Hello | Publish | AwaitSlot | BeginDeposit | Stand | RankDeposited | RankRestored | RankStepped
+    Hello | Publish | AwaitSlot | BeginSnapshot | Stand | RankWritten | RankRestored | RankStepped
     | RankFinished | RankRefused | RankUnhooked
 )  # fmt: skip

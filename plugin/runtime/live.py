@@ -26,7 +26,7 @@ class Slot:
 
     ``buffer`` [elements] is a flat, detached view of the framework's own memory, of the tensor's
     dtype; ``pieces`` say which boxes of ``tensor`` lie where in it. ``is_held``: this rank vouches
-    for these elements, they may be deposited.
+    for these elements, they may be written.
     ``is_wanted``: a restore must fill them. Stale copies are wanted, not held; a range of a
     parameter that is wanted whole elsewhere is held, not wanted.
     """

@@ -33,13 +33,13 @@ from scalai.core.messages import JsonText
 from scalai.core.region import Piece
 from scalai.core.worker_messages import (
     AwaitSlot,
-    BeginDeposit,
+    BeginSnapshot,
     Hello,
     Publish,
-    RankDeposited,
     RankFinished,
     RankRestored,
     RankStepped,
+    RankWritten,
     Source,
     Stand,
     WriteOrder,
@@ -47,7 +47,6 @@ from scalai.core.worker_messages import (
 from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number
 from scalai.runtime.calls import Channel
 from scalai.runtime.control import ControlPage, control_path
-from scalai.runtime.deposit import MappedFile, map_beside, ordered_fingerprints, place_rows
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.imports import imported
@@ -55,6 +54,7 @@ from scalai.runtime.live import LiveState, Slot, collection_of, held_rows, wante
 from scalai.runtime.registered import Get, Registered, Set
 from scalai.runtime.restore import map_sources, read_rows
 from scalai.runtime.staging import StagingRing, rings_for
+from scalai.runtime.writing import MappedFile, map_beside, ordered_fingerprints, place_rows
 
 Row = tuple[Slot, Piece]
 
@@ -268,7 +268,7 @@ class Session:
             )
         )
         if source is None:
-            self._deposit("start")
+            self._snapshot("start")
         else:
             self._restore(wanted, source)
         self._page.report(self._local_rank, self.step)
@@ -303,7 +303,7 @@ class Session:
         """Say that an optimizer step has ended. Call on every rank after each step.
 
         Costs one read of shared memory. Where a stop is agreed for this step, the state is
-        deposited.
+        written.
 
         Args:
             step: Optimizer steps done; None: one more than before.
@@ -322,20 +322,20 @@ class Session:
             self._has_stepped = True
             imports = imported(self._local_rank)
             self._agent.call(RankStepped(self._rank, self._round, self.step, imports))
-            self._map_next_deposit()
+            self._map_next_snapshot()
         self._page.report(self._local_rank, self.step)
         if self._page.must_stop(self.step) and self._come_to_stop():
             self._is_stopped = True
         elif self._snapshot_every and self.step % self._snapshot_every == 0:
-            self._deposit("snapshot")
-            self._map_next_deposit()
+            self._snapshot("snapshot")
+            self._map_next_snapshot()
         return self._is_stopped
 
     def _come_to_stop(self) -> bool:
-        """Deposit, and return True to leave. Not with a save in flight, which began on the way to
+        """Snapshot, and return True to leave. Not with a save in flight, which began on the way to
         the stop and is there on all ranks alike: that is told, and the stop comes later."""
         if self._save_in_flight is None:
-            return self._deposit("stop")
+            return self._snapshot("stop")
         assert self._agent is not None
         self._agent.call(Stand(self._rank, self._round, self.step, self._save_in_flight))
         return False
@@ -367,16 +367,16 @@ class Session:
                 "False, and carry what it keeps by register_state."
             )
 
-    def _deposit(self, reason: str) -> bool:
+    def _snapshot(self, reason: str) -> bool:
         """Write what the agent orders. Returns False where the stop was taken back instead: at a
         stop the order comes once the workers of every host have come to it, if they do."""
         assert self._agent is not None and self._state is not None
         if reason == "stop":
             reached("drain")
-        order = self._agent.call(BeginDeposit(self._rank, self._round, reason, self.step))
+        order = self._agent.call(BeginSnapshot(self._rank, self._round, reason, self.step))
         if order is None:
             return False
-        reached("deposit" if reason == "stop" else reason)
+        reached("write" if reason == "stop" else reason)
         self._registered.refresh()
         while order is not None:
             # More than once where this rank writes for a replica that died.
@@ -394,9 +394,9 @@ class Session:
         fingerprints = ordered_fingerprints(self._held, order)
         hashed = time.monotonic()
         user = dict(self._registered.values())
-        reached("deposited")
+        reached("written")
         return self._agent.call(
-            RankDeposited(
+            RankWritten(
                 rank=self._rank,
                 round=self._round,
                 fingerprints=tuple(fingerprints),
@@ -404,14 +404,14 @@ class Session:
                 scalars=JsonText.of({**self._state.scalars(), "user": user}),
                 rank_state=JsonText.of(self._state.rank_state()),
                 consumed_samples=self.consumed_samples,
-                seconds={"deposit": time.monotonic() - began, "deposit_proof": hashed - placed},
+                seconds={"snapshot": time.monotonic() - began, "snapshot_proof": hashed - placed},
             )
         )
 
-    def _map_next_deposit(self) -> None:
-        """Map the file of the next deposit beside the training, as soon as the agent has made it.
+    def _map_next_snapshot(self) -> None:
+        """Map the file of the next snapshot beside the training, as soon as the agent has made it.
 
-        Then a copy into warm memory is all that a deposit has to do.
+        Then a copy into warm memory is all that a snapshot has to do.
         """
         asked = AwaitSlot(self._rank, self._round)
         map_beside(os.environ[AGENT_DIRECTORY], asked, partial(setattr, self, "_mapped"))

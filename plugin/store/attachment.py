@@ -47,9 +47,9 @@ def attachment(
         if _state(part) != _state(first):
             raise StoreError(
                 f"{parts[0][0].parent} and host {part.host!r} have different states under the "
-                f"number {first.generation}: {first.about.get('deposit')!r} of step {first.step} "
+                f"number {first.generation}: {first.about.get('snapshot')!r} of step {first.step} "
                 f"(fingerprints of version {first.fingerprint_version}), "
-                f"{part.about.get('deposit')!r} of step {part.step} (version "
+                f"{part.about.get('snapshot')!r} of step {part.step} (version "
                 f"{part.fingerprint_version}). Move one of them away."
             )
     grown = empty_part(first, host) if own is None else own
@@ -85,7 +85,7 @@ def attachment(
 
 def _state(part: HostManifest) -> tuple[object, int, int]:
     """Return what parts of one state have in common."""
-    return part.about.get("deposit"), part.step, part.fingerprint_version
+    return part.about.get("snapshot"), part.step, part.fingerprint_version
 
 
 def attached_hosts(manifest: HostManifest) -> list[str]:

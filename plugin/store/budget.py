@@ -8,7 +8,7 @@ from scalai.core.errors import StoreError
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes of a host's directory: in use by generations and deposits, in files that wait for
+    """Bytes of a host's directory: in use by generations and snapshots, in files that wait for
     reuse, and free on the file system."""
 
     in_use: int
@@ -17,7 +17,7 @@ class Room:
 
 
 def check_budget(needed: int, room: Room, limit: int | None, host: str, directory: Path) -> int:
-    """Return how many bytes may wait for reuse beside a deposit of ``needed`` bytes.
+    """Return how many bytes may wait for reuse beside a snapshot of ``needed`` bytes.
 
     Args:
         limit: What the store may take, in bytes; None: what there is.

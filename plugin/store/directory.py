@@ -20,7 +20,7 @@ from scalai.store.secure import open_below
 
 RECYCLED = "recycled"
 GIVEN_BACK_S = 10.0
-"""How long a deposit waits for room that is just being given back."""
+"""How long a snapshot waits for room that is just being given back."""
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class HostDirectory:
             if match is not None:
                 number = int(match[2])
                 self._next_number = max(self._next_number, number + 1)
-                yield match[1], number, self.path / entry
+                yield match[1].replace("deposit", "snapshot"), number, self.path / entry
 
     def new(self, kind: str) -> Path:
         """Make a folder of this kind, with a number that none has had."""
@@ -119,13 +119,13 @@ class HostDirectory:
         with self.mutex:
             in_use = sum(
                 entry.lstat().st_size  # a link leads to bytes on a disk
-                for kind in ("generation", "deposit", "dropped", "fetched", "damaged")
+                for kind in ("generation", "snapshot", "deposit", "dropped", "fetched", "damaged")
                 for entry in self.path.glob(f"{kind}-*/*")
             )
             return Room(in_use, self._pool.size_bytes(), free_bytes(self.path))
 
     def make_room(self, needed: int, limit: int | None, is_temporary: Callable[[], bool]) -> None:
-        """See that a deposit of ``needed`` bytes fits. Waits a little where what is in the way
+        """See that a snapshot of ``needed`` bytes fits. Waits a little where what is in the way
         ``is_temporary``.
 
         Args:

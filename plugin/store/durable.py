@@ -54,7 +54,7 @@ def _parts(folder: Path, manifest: HostManifest) -> dict[Path, HostManifest]:
         except StoreError:
             continue
         state, its = (
-            (m.step, m.about.get("deposit"), m.fingerprint_version) for m in (manifest, part)
+            (m.step, m.about.get("snapshot"), m.fingerprint_version) for m in (manifest, part)
         )
         if state != its:
             raise StoreError(

@@ -54,7 +54,7 @@ class Beside:
 
 
 def empty_part(like: HostManifest, host: str) -> HostManifest:
-    """Return a part of the same generation for a host that deposited nothing."""
+    """Return a part of the same generation for a host that wrote nothing."""
     none = np.zeros(0, dtype=np.int64)
     return replace(
         like,

@@ -128,9 +128,9 @@ def load_generation(directories: Sequence[Path], number: int | None = None) -> G
     """
     parts = [read_saved_manifest(directory, number) for directory in directories]
     generation = unite_hosts(parts, directories)
-    deposits = {str(part.about.get("deposit")): part.host for part in parts}
-    if len(deposits) > 1:
-        found = ", ".join(f"{host}: {name}" for name, host in sorted(deposits.items()))
+    snapshots = {str(part.about.get("snapshot")): part.host for part in parts}
+    if len(snapshots) > 1:
+        found = ", ".join(f"{host}: {name}" for name, host in sorted(snapshots.items()))
         raise StoreError(
             f"the parts of generation {generation.generation} are of several jobs or rounds "
             f"({found}). Never mix generations: take those of one."

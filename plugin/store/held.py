@@ -127,7 +127,7 @@ class HeldGenerations:
         Returns the file and the byte offset of each piece, [rows]. Raises ``StoreError`` where
         there is no room."""
         layout = lay_out(pieces, {"format": "scalai"})
-        with self._folders.makings.begin(is_deposit=False) as making:
+        with self._folders.makings.begin(is_snapshot=False) as making:
             path = self._folders.new("fetched") / "pieces.safetensors"
             try:
                 self._folders.make_file(path, layout, making)
@@ -149,7 +149,7 @@ class HeldGenerations:
         with self._mutex:
             if like.generation in self._committed:
                 return
-            self._take_part(self._folders.new("deposit"), empty_part(like, self.host))
+            self._take_part(self._folders.new("snapshot"), empty_part(like, self.host))
 
     def attach(self, parts: Sequence[tuple[Path, HostManifest]]) -> HostManifest:
         """Make a generation on a disk this host's part of it, by links: nothing is copied.
@@ -181,7 +181,7 @@ class HeldGenerations:
             manifest = attached.manifest
             is_new = own is None
             directory = (
-                self._folders.new("deposit")
+                self._folders.new("snapshot")
                 if is_new
                 else self.generation_directory(manifest.generation)
             )

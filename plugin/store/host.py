@@ -1,9 +1,9 @@
 """The Tensor Store of one host: generations of one job in a directory that one agent owns.
 
-``<store_dir>/<job>/<host>/`` holds ``generation-<n>`` (committed), ``deposit-<k>`` (being written,
+``<store_dir>/<job>/<host>/`` holds ``generation-<n>`` (committed), ``snapshot-<k>`` (being written,
 or sealed when it has a manifest), ``dropped-<n>`` (still read by someone), ``fetched-<k>`` (bytes
 of other hosts), ``recycled`` and the lock. A rename of one directory commits; nothing committed is
-written to again. What is committed is in ``held.py``; here it is deposited."""
+written to again. What is committed is in ``held.py``; here it is written."""
 
 import logging
 import os
@@ -15,9 +15,8 @@ from scalai.core.collection import Collection
 from scalai.core.committed import Committed
 from scalai.core.errors import StoreError
 from scalai.core.jsonable import Json
-from scalai.core.worker_messages import RankDeposit, WriteOrder
+from scalai.core.worker_messages import RankSnapshot, WriteOrder
 from scalai.store.atomic import sync_directory, sync_file
-from scalai.store.deposit import Deposit, share_out
 from scalai.store.directory import HostDirectory
 from scalai.store.held import HeldGenerations
 from scalai.store.manifest import (
@@ -28,6 +27,7 @@ from scalai.store.manifest import (
     write_manifest,
 )
 from scalai.store.places import MANIFEST, default_store_dir, generation_name
+from scalai.store.snapshot import Snapshot, share_out
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class HostStore(HeldGenerations):
     """The open store of one host. Methods may be called from several threads; closing ends the
     lock.
 
-    Opening adopts what an earlier owner left: committed generations, sealed deposits; it removes
+    Opening adopts what an earlier owner left: committed generations, sealed snapshots; it removes
     torn ones.
 
     Raises:
@@ -55,8 +55,8 @@ class HostStore(HeldGenerations):
         self._budget_bytes = budget_bytes
         self._sealed: dict[Path, HostManifest] = {}
         self._unsealed: set[Path] = set()
-        self.damaged_deposits: dict[str, str] = {}
-        """Sealed deposits that cannot be used, by the names of their folders. They are left too."""
+        self.damaged_snapshots: dict[str, str] = {}
+        """Sealed snapshots that cannot be used, by the names of their folders. They are left."""
         self._adopt()
 
     def close(self) -> None:
@@ -69,14 +69,14 @@ class HostStore(HeldGenerations):
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def sealed(self) -> list[tuple[Deposit, HostManifest]]:
-        """Return the deposits that are sealed and not committed, lowest step first."""
+    def sealed(self) -> list[tuple[Snapshot, HostManifest]]:
+        """Return the snapshots that are sealed and not committed, lowest step first."""
         with self._mutex:
             found = sorted(self._sealed.items(), key=lambda item: (item[1].step, item[0].name))
-        return [(Deposit.sealed(directory, manifest), manifest) for directory, manifest in found]
+        return [(Snapshot.sealed(directory, manifest), manifest) for directory, manifest in found]
 
-    def reserve(self, held: Mapping[int, Collection]) -> Deposit:
-        """Make the files for the next deposit: distinct pieces once, replicas sharing the work,
+    def reserve(self, held: Mapping[int, Collection]) -> Snapshot:
+        """Make the files for the next snapshot: distinct pieces once, replicas sharing the work,
         pages faulted in.
 
         Blocks for seconds a GB where pages are new; meant for a thread beside the training. One
@@ -91,51 +91,51 @@ class HostStore(HeldGenerations):
         """
         shares = share_out(held)
         needed = sum(share.layout.size_bytes for share in shares)
-        with self._folders.makings.begin(is_deposit=True) as making:
+        with self._folders.makings.begin(is_snapshot=True) as making:
             with self._mutex:
                 self._folders.make_room(needed, self._budget_bytes, self._is_giving_back)
-                directory = self._folders.new("deposit")
+                directory = self._folders.new("snapshot")
                 self._unsealed.add(directory)
-            deposit = Deposit.reserved(directory, held, shares)
+            snapshot = Snapshot.reserved(directory, held, shares)
             try:
-                reserve_manifests(directory, deposit.manifest_bytes)
+                reserve_manifests(directory, snapshot.manifest_bytes)
                 for share in shares:
                     self._folders.make_file(directory / share.file, share.layout, making)
                 making.check()
             except (OSError, StoreError):
-                self.discard(deposit)
+                self.discard(snapshot)
                 raise
-        return deposit
+        return snapshot
 
     def stop_reserving(self) -> None:
-        """The round has ended for which files of a deposit may still be made."""
+        """The round has ended for which files of a snapshot may still be made."""
         self._folders.makings.give_up()
 
     def _is_giving_back(self) -> bool:
-        """Whether room is taken by what will soon be given back: a deposit of a round that has
+        """Whether room is taken by what will soon be given back: a snapshot of a round that has
         ended, or what was dropped and is still read."""
         with self._mutex:
             return bool(self._unsealed) or bool(set(self._readers) - set(self._committed))
 
     def seal(
         self,
-        deposit: Deposit,
+        snapshot: Snapshot,
         *,
         step: int,
         about: Mapping[str, Json],
-        parts: Mapping[int, RankDeposit],
+        parts: Mapping[int, RankSnapshot],
         taken_over: Sequence[tuple[WriteOrder, Sequence[int]]] = (),
     ) -> HostManifest:
-        """State what was deposited and bring it to disk. It can be committed from now on.
+        """State what was written and bring it to disk. It can be committed from now on.
 
         Args:
-            deposit: What ``reserve`` returned.
+            snapshot: What ``reserve`` returned.
             step: Optimizer steps done.
             about: consumed_samples, degrees, world_size, framework, versions, time.
             parts: The reports of the ranks that wrote all their rows, by global rank. The rows of
                 ranks that are missing here are left out.
-            taken_over: Orders of ``Deposit.take_over`` that were carried out, with the fingerprints
-                of their rows.
+            taken_over: Orders of ``Snapshot.take_over`` that were carried out, with the
+                fingerprints of their rows.
 
         Returns:
             The manifest; its generation is ``UNNUMBERED`` until it is committed.
@@ -143,38 +143,38 @@ class HostStore(HeldGenerations):
         Raises:
             StoreError: A report does not fit its order.
         """
-        manifest = deposit.manifest(self.host, step, about, parts, taken_over)
+        manifest = snapshot.manifest(self.host, step, about, parts, taken_over)
         kept = {stored.name for stored in manifest.files}
-        for stored in deposit.files:
+        for stored in snapshot.files:
             if stored.name in kept:
-                sync_file(deposit.directory / stored.name)
+                sync_file(snapshot.directory / stored.name)
         with self._mutex:
-            for stored in deposit.files:
+            for stored in snapshot.files:
                 if stored.name not in kept:
-                    self._folders.recycle_file(deposit.directory / stored.name)
-            write_manifest(deposit.directory, manifest)
-            self._unsealed.discard(deposit.directory)
-            self._sealed[deposit.directory] = manifest
+                    self._folders.recycle_file(snapshot.directory / stored.name)
+            write_manifest(snapshot.directory, manifest)
+            self._unsealed.discard(snapshot.directory)
+            self._sealed[snapshot.directory] = manifest
         return manifest
 
     def commit(
-        self, deposit: Deposit, generation: int, committed: Committed | None = None
+        self, snapshot: Snapshot, generation: int, committed: Committed | None = None
     ) -> HostManifest:
-        """Make a sealed deposit the generation of this number; one rename decides.
+        """Make a sealed snapshot the generation of this number; one rename decides.
 
         Args:
             committed: What the coordinator states of the whole generation.
 
         Raises:
-            StoreError: The deposit is not sealed, the number is taken, or there is no room for the
+            StoreError: The snapshot is not sealed, the number is taken, or there is no room for the
                 manifest: then it stays sealed, and can be committed later.
         """
         with self._mutex:
-            directory, target = deposit.directory, self.directory / generation_name(generation)
+            directory, target = snapshot.directory, self.directory / generation_name(generation)
             if directory not in self._sealed:
                 raise StoreError(
-                    f"{directory} is not sealed (sealed: {len(self._sealed)} deposits, committed: "
-                    f"{self.generations()}). Deposit and seal it first."
+                    f"{directory} is not sealed (sealed: {len(self._sealed)} snapshots, committed: "
+                    f"{self.generations()}). Snapshot and seal it first."
                 )
             if target.exists():
                 raise StoreError(
@@ -200,23 +200,23 @@ class HostStore(HeldGenerations):
         )  # fmt: skip
         return manifest
 
-    def discard(self, deposit: Deposit) -> None:
-        """Give up a reserved or sealed deposit; its files are reused."""
+    def discard(self, snapshot: Snapshot) -> None:
+        """Give up a reserved or sealed snapshot; its files are reused."""
         with self._mutex:
-            self._sealed.pop(deposit.directory, None)
-            self._unsealed.discard(deposit.directory)
-            self._folders.recycle(deposit.directory)
+            self._sealed.pop(snapshot.directory, None)
+            self._unsealed.discard(snapshot.directory)
+            self._folders.recycle(snapshot.directory)
 
     def set_damaged_aside(self) -> None:
-        """The job goes on without the sealed deposits that cannot be used: they are left, under a
+        """The job goes on without the sealed snapshots that cannot be used: they are left, under a
         name that no later owner asks about."""
         with self._mutex:
-            for name in self.damaged_deposits:
+            for name in self.damaged_snapshots:
                 if (self.directory / name).is_dir():
                     try:
                         os.rename(self.directory / name, self.directory / f"damaged-{name}")
                     except OSError as error:  # an earlier one has that name: nothing is lost
-                        log.warning("event=left deposit=%s: %s", name, error)
+                        log.warning("event=left snapshot=%s: %s", name, error)
 
     def remove(self) -> None:
         """Close the store and remove all that it holds; the job's directory too if it is the last
@@ -231,16 +231,16 @@ class HostStore(HeldGenerations):
         for kind, number, path in self._folders.adopt():
             if kind == "generation":
                 self._adopt_generation(number, path)
-            elif kind != "deposit" or not self._adopt_sealed(path):
+            elif kind != "snapshot" or not self._adopt_sealed(path):
                 self._folders.recycle(path)
 
     def _adopt_sealed(self, directory: Path) -> bool:
-        """Take a deposit over if it was sealed; False for one that never was."""
+        """Take a snapshot over if it was sealed; False for one that never was."""
         if not (directory / MANIFEST).exists():
             return False
         try:
             self._sealed[directory] = read_own_manifest(directory, self.host)
         except StoreError as error:
-            self.damaged_deposits[directory.name] = str(error)
-            log.warning("event=damaged deposit=%s host=%s: %s", directory.name, self.host, error)
+            self.damaged_snapshots[directory.name] = str(error)
+            log.warning("event=damaged snapshot=%s host=%s: %s", directory.name, self.host, error)
         return True

@@ -14,15 +14,15 @@ END_S = 60.0
 class Making:
     """One of them. Only ``Makings`` makes it."""
 
-    def __init__(self, *, is_deposit: bool) -> None:
-        self.is_deposit = is_deposit
+    def __init__(self, *, is_snapshot: bool) -> None:
+        self.is_snapshot = is_snapshot
         self.is_given_up = False
 
     def check(self) -> None:
         """Raise ``StoreError`` where it was given up. Called between steps, without the mutex."""
         if self.is_given_up:
             raise StoreError(
-                "the files of a deposit or a fetch are not needed any more: the round they were "
+                "the files of a snapshot or a fetch are not needed any more: the round they were "
                 "made for has ended. The next round makes its own."
             )
 
@@ -40,18 +40,18 @@ class Makings:
         self._is_closed = False
 
     @contextmanager
-    def begin(self, *, is_deposit: bool) -> Iterator[Making]:
-        """Run one. A deposit begins after earlier ones have ended, and gives them up: the files of
+    def begin(self, *, is_snapshot: bool) -> Iterator[Making]:
+        """Run one. A snapshot begins after earlier ones have ended, and gives them up: the files of
         two would not fit. Holds no mutex while it runs.
 
         Raises:
             StoreError: The store is closed, or an earlier one does not end.
         """
-        making = Making(is_deposit=is_deposit)
+        making = Making(is_snapshot=is_snapshot)
         with self._changed:
-            if is_deposit:
+            if is_snapshot:
                 self.give_up()
-                self._wait(lambda: not any(other.is_deposit for other in self._running))
+                self._wait(lambda: not any(other.is_snapshot for other in self._running))
             if self._is_closed:
                 raise StoreError("the store is closed: the job has ended.")
             self._running.add(making)
@@ -63,10 +63,10 @@ class Makings:
                 self._changed.notify_all()
 
     def give_up(self) -> None:
-        """End the deposit that is being made, if any: the round that it is for has ended."""
+        """End the snapshot that is being made, if any: the round that it is for has ended."""
         with self._changed:
             for making in self._running:
-                making.is_given_up |= making.is_deposit
+                making.is_given_up |= making.is_snapshot
 
     def close(self) -> None:
         """End all, wait until they have ended, and let none begin."""
@@ -80,6 +80,6 @@ class Makings:
     def _wait(self, is_so: Callable[[], bool]) -> None:
         if not self._changed.wait_for(is_so, END_S):
             raise StoreError(
-                f"the files of an earlier deposit are still being made {END_S:.0f} s after they "
+                f"the files of an earlier snapshot are still being made {END_S:.0f} s after they "
                 "were given up. Is this host short of memory?"
             )

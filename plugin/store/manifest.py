@@ -49,7 +49,7 @@ class HostManifest:
     ``collection`` has a row for each stored piece; ``file`` [rows] indexes ``files``, ``begin``
     [rows] is the absolute byte offset of the piece, ``fingerprint`` [rows] its content. ``about``
     says how the state came to be (consumed_samples, degrees, world_size, framework, versions,
-    time). ``ranks`` deposited here. ``scalars`` are united over those ranks; ``rank_state`` has an
+    time). ``ranks`` wrote here. ``scalars`` are united over those ranks; ``rank_state`` has an
     entry for each coordinate. ``committed`` is what the coordinator stated of the whole generation,
     None before it did. ``unproven`` indexes the files that were fetched and that no proof has
     passed yet. ``fingerprint_version`` is that of all its fingerprints: they stay as they were
@@ -215,7 +215,7 @@ _SPARE = f".{MANIFEST}.spare-*"
 
 
 def reserve_manifests(directory: Path, size_bytes: int) -> None:
-    """Make room for the manifests of a deposit that will be sealed and committed, so that a file
+    """Make room for the manifests of a snapshot that will be sealed and committed, so that a file
     system that fills up meanwhile does not keep them from being written.
 
     Raises:
@@ -274,7 +274,7 @@ def read_manifest(directory: Path) -> HostManifest:
 
 
 def read_own_manifest(directory: Path, host: str, generation: int | None = None) -> HostManifest:
-    """Read the manifest in a folder of a host; None: of a sealed deposit.
+    """Read the manifest in a folder of a host; None: of a sealed snapshot.
 
     Raises:
         StoreError: It is damaged, or of another host or generation: somebody has moved it there.
@@ -282,7 +282,7 @@ def read_own_manifest(directory: Path, host: str, generation: int | None = None)
     manifest = read_manifest(directory)
     is_other = generation not in (None, manifest.generation)
     if manifest.host != host or is_other:
-        there = "a deposit" if generation is None else f"generation {generation}"
+        there = "a snapshot" if generation is None else f"generation {generation}"
         raise StoreError(
             f"{directory} holds generation {manifest.generation} of host {manifest.host!r}, and "
             f"lies where {there} of host {host!r} belongs: was a folder renamed, or has this host "

@@ -11,17 +11,17 @@ from scalai.core.source_list import Pieces, Reference, merged, used_only
 from scalai.store.manifest import HostManifest, StoredFile, manifest_bytes
 
 
-def deposit_name(part: HostManifest) -> str:
-    """Return what the parts of one deposit have in common: the run of the coordinator, the round
+def snapshot_name(part: HostManifest) -> str:
+    """Return what the parts of one snapshot have in common: the run of the coordinator, the round
     and the step, which a host's part says about itself."""
-    return str(part.about.get("deposit", f"generation-{part.generation}"))
+    return str(part.about.get("snapshot", f"generation-{part.generation}"))
 
 
 def pieces_of(part: HostManifest, rows: int | None = None) -> Pieces:
     """Return the first ``rows`` pieces of a part; None: all."""
     chosen = np.arange(len(part.collection))[:rows]
     return Pieces(
-        deposit_name(part),
+        snapshot_name(part),
         part.step,
         part.fingerprint_version,
         used_only(part.collection.select(chosen)),

@@ -8,8 +8,8 @@ from support.membership_simulation import assign_all, two_hosts
 NAME = "run-1-5"
 
 
-def sealed(host: str, round: int, deposit: str = NAME) -> events.Sealed:
-    return events.Sealed(host, round, "snapshot", deposit)
+def sealed(host: str, round: int, snapshot: str = NAME) -> events.Sealed:
+    return events.Sealed(host, round, "snapshot", snapshot)
 
 
 def test_a_snapshot_is_judged_once_every_host_with_workers_has_sealed_it() -> None:

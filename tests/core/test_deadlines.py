@@ -43,7 +43,7 @@ def test_a_stop_that_a_rank_does_not_come_to_is_taken_back_and_tried_again_later
     simulation.tick(21.0)
     assert simulation.job.phase is m.Phase.RUNNING
     simulation.deliver()
-    assert not simulation.hosts["a"].stands and not simulation.deposits
+    assert not simulation.hosts["a"].stands and not simulation.snapshots
     assert "tried again after 20 s" in reports(simulation)[-1]
     simulation.wake(simulation.hosts["b"])
     simulation.pass_time(60.0, 5.0)
@@ -112,7 +112,7 @@ def test_a_first_start_that_makes_no_progress_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    "phase", [m.Phase.PREPARING, m.Phase.DEPOSITING, m.Phase.COMMITTING, m.Phase.STOPPING]
+    "phase", [m.Phase.PREPARING, m.Phase.SNAPSHOTTING, m.Phase.COMMITTING, m.Phase.STOPPING]
 )
 def test_a_host_that_does_not_answer_counts_as_lost_where_others_can_go_on(
     phase: m.Phase,
@@ -130,14 +130,14 @@ def test_a_host_that_does_not_answer_counts_as_lost_where_others_can_go_on(
 def test_a_host_that_has_nothing_to_commit_is_not_waited_for() -> None:
     simulation = two_hosts(drain_timeout_s=20.0)
     simulation.feed(events.Rescaled(assign_all(allowed=(2,)), simulation.now))
-    until(simulation, m.Phase.DEPOSITING)
+    until(simulation, m.Phase.SNAPSHOTTING)
     simulation.hosts["b"].is_hung = True  # its workers are ended; a has replicas of them
     simulation.deliver()
     assert simulation.job.phase is m.Phase.RUNNING and set(simulation.hosts) == {"a", "b"}
     assert rounds(simulation)[-1].steps_lost == 0
 
 
-@pytest.mark.parametrize("phase", [m.Phase.DRAINING, m.Phase.DEPOSITING])
+@pytest.mark.parametrize("phase", [m.Phase.DRAINING, m.Phase.SNAPSHOTTING])
 def test_a_host_whose_agent_comes_back_in_a_stop_has_no_workers_to_wait_for(phase: m.Phase) -> None:
     simulation = two_hosts(drain_timeout_s=20.0)
     simulation.feed(events.Rescaled(assign_all(allowed=(2,)), simulation.now))

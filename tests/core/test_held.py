@@ -58,7 +58,7 @@ def test_a_save_that_begins_on_the_way_to_a_stop_puts_it_off(first: str) -> None
     assert f"the stop at step {stop} is put off" in texts(simulation)[-1]
     simulation.deliver()
     assert not any(host.stands for host in simulation.hosts.values()), "they train on"
-    assert simulation.job.withdrawn == 0 and not simulation.deposits
+    assert simulation.job.withdrawn == 0 and not simulation.snapshots
     simulation.end_save()
     simulation.settle()
     last = rounds(simulation)[-1]

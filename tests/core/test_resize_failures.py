@@ -17,7 +17,7 @@ PHASES = [
 
 @pytest.mark.parametrize("victim", ["a", "b"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_with_replicas_a_host_lost_in_a_resize_costs_no_step_that_was_deposited(
+def test_with_replicas_a_host_lost_in_a_resize_costs_no_step_that_was_written(
     phase: m.Phase, victim: str
 ) -> None:
     simulation = two_hosts(max_hosts=3)
@@ -55,13 +55,13 @@ def test_without_replicas_a_host_lost_at_the_commit_costs_the_steps_since_the_ge
     assert last.steps_lost == reached - simulation.steps[last.generation or 0] > 0
 
 
-def test_a_host_without_a_part_of_the_deposit_is_not_awaited_at_the_commit() -> None:
+def test_a_host_without_a_part_of_the_snapshot_is_not_awaited_at_the_commit() -> None:
     """All of its workers died before they wrote, or it has just come back."""
     simulation = two_hosts(max_hosts=3)
     simulation.train(5)
     simulation.join("c", 2)
     simulation.tick()
-    until(simulation, m.Phase.DEPOSITING)
+    until(simulation, m.Phase.SNAPSHOTTING)
     job = replace(simulation.job, awaited=frozenset())
     assert active(job) == {"a", "b"}
     job, due = advance(job, events.Judged(True, job.stop, 9, frozenset({"a"})))
@@ -112,7 +112,7 @@ def test_a_snapshot_replaces_the_older_generation_only_once_every_host_has_it() 
 
 
 @pytest.mark.parametrize("phase", [m.Phase.PREPARING, m.Phase.DRAINING])
-def test_a_snapshot_during_a_drain_makes_room_for_the_deposit_after_it(phase: m.Phase) -> None:
+def test_a_snapshot_during_a_drain_makes_room_for_the_snapshot_after_it(phase: m.Phase) -> None:
     simulation = two_hosts()
     simulation.train(4)
     simulation.feed(events.HostLeaving("b", simulation.now))

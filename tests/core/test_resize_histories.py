@@ -14,7 +14,7 @@ from support.membership_simulation import Simulation, assign_all, job
 
 RESTING = (m.Phase.WAITING, m.Phase.RUNNING, m.Phase.ENDED)
 LOSING = (
-    m.Phase.PREPARING, m.Phase.DRAINING, m.Phase.DEPOSITING, m.Phase.COMMITTING, m.Phase.STOPPING
+    m.Phase.PREPARING, m.Phase.DRAINING, m.Phase.SNAPSHOTTING, m.Phase.COMMITTING, m.Phase.STOPPING
 )  # fmt: skip
 LONG_S = 4 * 3600.0
 """Longer than any deadline, with as many failures as the budget of these tests has."""

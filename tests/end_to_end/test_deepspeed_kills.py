@@ -22,7 +22,7 @@ from support.deepspeed_elastic import (
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 
 EPOCHS = 60
-PLACES = ("drain", "deposit", "deposited", "commit", "relaunch", "plan", "move", "restore", "leave")
+PLACES = ("drain", "write", "written", "commit", "relaunch", "plan", "move", "restore", "leave")
 """Where a worker may die in a change."""
 
 
@@ -57,7 +57,7 @@ def test_a_worker_may_die_at_every_place_of_a_change(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a stage the other ranks have all that the dead one had, and no step is lost. Where
-    state is in shards, what dies before it is deposited is gone, and the newest snapshot counts."""
+    state is in shards, what dies before it is written is gone, and the newest snapshot counts."""
     with training(tmp_path, stage, monkeypatch, nodes="1") as agents:
         agents.start("a")
         agents.wait_for_step(2, world=2)
@@ -111,7 +111,7 @@ def test_a_host_may_die_with_its_memory(tmp_path: Path, monkeypatch: pytest.Monk
     """Without a stage the other host has all: it goes on alone, and no step is lost."""
     with training(tmp_path, 0, monkeypatch, slots=1) as agents:
         two_hosts(agents)
-        for place, position in (("deposit", 1), ("sealed", 0), ("commit", 1), ("restore", 0)):
+        for place, position in (("write", 1), ("sealed", 0), ("commit", 1), ("restore", 0)):
             victim = place_of(agents, position)
             changes = host_dies(agents, place, victim, lambda: agents.scale(nproc=1))
             agents.remove_store(victim)
@@ -131,12 +131,12 @@ def test_a_host_whose_shards_are_needed_brings_them_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In stage 3 nobody else has them: the job waits for the host, whose memory has stayed. What
-    was deposited is not lost; of what was not, the newest snapshot counts."""
+    was written is not lost; of what was not, the newest snapshot counts."""
     with training(tmp_path, 3, monkeypatch, slots=1) as agents:
         two_hosts(agents)
-        for world, place, position in ((1, "deposit", 1), (2, "commit", 0), (1, "restore", 0)):
+        for world, place, position in ((1, "write", 1), (2, "commit", 0), (1, "restore", 0)):
             victim = place_of(agents, position)
             changes = host_dies(agents, place, victim, lambda: agents.scale(nproc=world))  # noqa: B023
             agents.start(victim)
             agents.wait_for_world(world)
-            check_lost(agents, changes, place, most=10 if place == "deposit" else 0)
+            check_lost(agents, changes, place, most=10 if place == "write" else 0)

@@ -1,4 +1,4 @@
-"""Workers, agents and hosts die at every place of a resize: what was deposited is not lost.
+"""Workers, agents and hosts die at every place of a resize: what was written is not lost.
 
 Two hosts with two workers each hold replicas of each other's state. A change of degrees is asked
 for, and somebody is killed on the way.
@@ -14,8 +14,8 @@ from support.agents import Agents, one_worker, tiny_agents
 from support.tiny_job import check_steps
 
 FLAGS = ("--max-restarts", "100")
-PLACES = ("build", "deposit", "commit", "relaunch", "plan", "move", "restore")
-WITHIN_A_RESIZE = ("drain", *PLACES, "deposited", "seal", "sealed", "committed", "leave", "moved")
+PLACES = ("build", "write", "commit", "relaunch", "plan", "move", "restore")
+WITHIN_A_RESIZE = ("drain", *PLACES, "written", "seal", "sealed", "committed", "leave", "moved")
 
 
 class SharedJob:
@@ -126,7 +126,7 @@ def test_hosts_may_die_at_every_place(agents: Agents, with_its_memory: bool, hos
     check_steps(agents.lines())
     agents.wait_until(
         lambda: all(len(agents.generations(name)) == 2 for name in "ab"),
-        "each host holds one generation and the files of the next deposit",
+        "each host holds one generation and the files of the next snapshot",
     )
 
 
@@ -137,7 +137,7 @@ def test_a_replica_on_the_same_host_writes_for_a_worker_that_dies(tmp_path: Path
     with tiny_agents(tmp_path, '3 = "tp1"\n2 = "tp1"', slots=3, nodes="1", flags=FLAGS) as agents:
         agents.start("a")
         agents.wait_for_step(3, world=3)
-        agents.arm("deposited", "1")
+        agents.arm("written", "1")
         agents.scale(nproc=2)
         agents.wait_for_death()
         agents.wait_for_world(2)
@@ -211,14 +211,14 @@ def test_workers_that_fail_in_training_go_back_to_the_newest_snapshot(tmp_path: 
 
 
 @pytest.mark.campaign
-def test_a_worker_that_hangs_in_its_deposit_is_given_up(tmp_path: Path) -> None:
-    """The other host has deposited all: what hangs is not waited for longer than told."""
+def test_a_worker_that_hangs_in_its_snapshot_is_given_up(tmp_path: Path) -> None:
+    """The other host has written all: what hangs is not waited for longer than told."""
     settings = {"resize": "drain_timeout_s = 5"}
     with tiny_agents(tmp_path, '4 = "tp2"', settings=settings, flags=FLAGS) as agents:
         agents.start("a")
         agents.start("b")
         agents.wait_for_step(3, world=4)
-        agents.arm("deposit", "3", "SIGSTOP")
+        agents.arm("write", "3", "SIGSTOP")
         agents.scale(degrees="tp1")
         agents.wait_for_death()
         agents.wait_until(lambda: agents.lines()[-1]["tp"] == 1, "the degrees are changed")

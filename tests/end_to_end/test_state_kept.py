@@ -34,7 +34,7 @@ def goes_on(agents: Agents, made: int) -> None:
 
 
 def test_a_job_that_grew_and_was_killed_goes_on_at_the_committed_step(tmp_path: Path) -> None:
-    """What the second host fetched overlaps with what the first one deposited."""
+    """What the second host fetched overlaps with what the first one written."""
     with tiny_agents(tmp_path, '2 = "tp2"\n1 = "tp1"', slots=1, flags=FLAGS) as agents:
         agents.start("a")
         agents.wait_for_step(3, world=1)
@@ -51,7 +51,7 @@ def test_a_job_that_grew_and_was_killed_goes_on_at_the_committed_step(tmp_path: 
         agents.wait_until(lambda: len(agents.lines()) > made + 3, "it trains again")
         steps = check_steps(agents.lines())
         assert steps[made] == committed + 1, agents.logs()
-        assert "not the deposited one" not in agents.logs()
+        assert "not the written one" not in agents.logs()
 
 
 def test_a_finished_job_begins_anew_only_where_a_person_says_so(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def wait_for_change(agents: Agents, count: int) -> None:
         pytest.param(2, "restore", "1", [], id="one of two dies", marks=pytest.mark.campaign),
         # With Megatron's distributed optimizer nobody else has a rank's share of its state.
         pytest.param(2, "commit", "b", [REPLICATED], id="a host dies", marks=pytest.mark.campaign),
-        pytest.param(2, "deposit", "2", [REPLICATED], id="in deposit", marks=pytest.mark.campaign),
+        pytest.param(2, "write", "2", [REPLICATED], id="in snapshot", marks=pytest.mark.campaign),
     ],
 )
 def test_losses_are_those_of_an_uninterrupted_run(

@@ -132,7 +132,7 @@ def check_history(folder: Path) -> None:
 def test_a_worker_of_a_script_on_trainer_may_die(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its shards are gone before they are deposited: the job goes back to the newest snapshot, and
+    """Its shards are gone before they are written: the job goes back to the newest snapshot, and
     so do Trainer's step and logs."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     alone = start_alone(tmp_path / "alone", words(TRAINER, tmp_path / "alone", 1, 6))
@@ -143,7 +143,7 @@ def test_a_worker_of_a_script_on_trainer_may_die(
         agents.metrics = folder / "notes" / "n.0"
         agents.start("a")
         agents.wait_for_step(6, world=2)
-        agents.arm("deposit", "1")
+        agents.arm("write", "1")
         agents.scale(nproc=1)
         agents.wait_for_death()
         agents.wait_for_world(1)

@@ -128,7 +128,7 @@ def test_other_degrees_and_a_change_too_few_are_found() -> None:
 def test_a_restore_that_proves_fewer_tensors_is_found() -> None:
     rounds = resizes()
     rounds[3] = replace(rounds[3], proven=7)
-    assert verdicts(rounds=rounds) == ["every restored tensor is the deposited one"]
+    assert verdicts(rounds=rounds) == ["every restored tensor is the written one"]
 
 
 def test_an_older_saved_state_is_found() -> None:

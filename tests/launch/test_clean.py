@@ -8,7 +8,7 @@ import pytest
 from scalai.core.errors import StoreError, UsageError
 from scalai.launch.agent.durable import attach_durable, write_finished
 from scalai.launch.commands import clean
-from support.store_states import Opener, deposit, generation, two_ranks
+from support.store_states import Opener, generation, snapshot, two_ranks
 
 
 def run(root: Path, *arguments: str) -> None:
@@ -96,14 +96,14 @@ def test_what_could_be_resumed_is_named_and_left_without_force(
 ) -> None:
     store = open_store("dead", "a")
     generation(store, 2, step=20)
-    deposit(store, 25)
+    snapshot(store, 25)
     store.close()
     job = store.directory.parent
     run(job.parent)
     text = capsys.readouterr().out
     assert f"left      {job}  could be resumed; --job dead --force removes it" in text
     assert "a/generation-2: generation 2 of host a, step 20, " in text and "s old" in text
-    assert "a sealed deposit of host a, step 25" in text and "freed 0 bytes" in text
+    assert "a sealed snapshot of host a, step 25" in text and "freed 0 bytes" in text
     lost = r"could be resumed .*\n.*step 20.*\n.*step 25.*\n.*--force"
     with pytest.raises(StoreError, match=lost):
         run(job.parent, "--job", "dead")

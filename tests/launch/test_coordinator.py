@@ -71,19 +71,19 @@ def test_parts_that_were_sealed_when_everything_died_are_a_state_again(tmp_path:
     second = line.join("b", sealed=(half(sealed, "b", 1),))
     for agent in (first, second):
         commit = agent.wait_for("commit")
-        assert (commit["generation"], commit["deposit"]) == (4, "r-1-25")
+        assert (commit["generation"], commit["snapshot"]) == (4, "r-1-25")
         assert agent.wait_for("start")["generation"] == 4
     line.end()
 
 
-def test_a_sealed_part_whose_deposit_was_committed_elsewhere_joins_it(
+def test_a_sealed_part_whose_snapshot_was_committed_elsewhere_joins_it(
     line: Line, tmp_path: Path
 ) -> None:
     whole = part(tmp_path, "a", 3, 20, "r-1-20")
     line.join("a", parts=(half(whole, "a", 0),))
     second = line.join("b", sealed=(half(replace(whole, generation=-1), "b", 1),))
     commit = second.wait_for("commit")
-    assert (commit["generation"], commit["deposit"]) == (3, "r-1-20")
+    assert (commit["generation"], commit["snapshot"]) == (3, "r-1-20")
     assert second.wait_for("start")["generation"] == 3
 
 

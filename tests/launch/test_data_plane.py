@@ -23,7 +23,7 @@ from scalai.runtime.handshake import accept
 from scalai.store.files import slices
 from scalai.store.host import HostStore
 from scalai.store.summary import reference_of
-from support.store_states import Opener, deposit, generation, values_of
+from support.store_states import Opener, generation, snapshot, values_of
 
 TOKEN = b"the job's token"
 ANY = Reference(1, "0" * 64)
@@ -134,7 +134,7 @@ def test_a_stranger_gets_nothing_and_does_no_harm(
 def test_only_committed_generations_are_served(
     store: HostStore, peer: Peer, tmp_path: Path
 ) -> None:
-    _, sealed = deposit(store, step=2)
+    _, sealed = snapshot(store, step=2)
     store.reserve({})
     for number in (2, -1, sealed.generation):
         with pytest.raises(StoreError, match="is not committed here"):

@@ -17,19 +17,19 @@ from scalai.store.manifest import HostManifest, StoredFile
 
 MATRIX = Tensor("exp_avg/w", (64, 8), "F32")
 VALUES = np.random.default_rng(3).integers(0, 1 << 31, MATRIX.shape, dtype=np.uint32)
-DEPOSITED = Box((0, 0), (64, 8))
+WRITTEN = Box((0, 0), (64, 8))
 
 
 def fingerprint(box: Box) -> int:
     return piece_fingerprint(np.array(VALUES[slices(box)]), box, MATRIX.shape)
 
 
-def part(host: str, files: dict[str, list[Box]], deposit: str = "r-1-9") -> HostManifest:
+def part(host: str, files: dict[str, list[Box]], snapshot: str = "r-1-9") -> HostManifest:
     """Return a host's part: boxes of the matrix by file."""
     boxes = [(number, box) for number, found in enumerate(files.values()) for box in found]
     return HostManifest(
         generation=-1, step=9, host=host,
-        about={"deposit": deposit, "tensors": 1, "consumed_samples": 1}, ranks=(),
+        about={"snapshot": snapshot, "tensors": 1, "consumed_samples": 1}, ranks=(),
         collection=Collection.of([(MATRIX, box) for _, box in boxes]),
         file=np.array([number for number, _ in boxes], dtype=np.int64),
         begin=np.zeros(len(boxes), dtype=np.int64),
@@ -39,9 +39,9 @@ def part(host: str, files: dict[str, list[Box]], deposit: str = "r-1-9") -> Host
 
 
 def committed() -> tuple[Generations, HostManifest]:
-    """Return what one host has deposited and the coordinator has committed as generation 4."""
+    """Return what one host has written and the coordinator has committed as generation 4."""
     generations = Generations()
-    generations.deposit(part("a", {"rank-0.safetensors": [DEPOSITED]}))
+    generations.add_sealed(part("a", {"rank-0.safetensors": [WRITTEN]}))
     generations.commit(4, "r-1-9")
     return generations, generations.parts(4)["a"]
 
@@ -50,7 +50,7 @@ FETCHED = [Box((39, 4), (1, 4)), Box((40, 0), (24, 8))]
 """What a second host fetches where the boundary of two ranks falls inside a row."""
 
 
-def test_fetched_pieces_that_overlap_deposited_ones_do_not_change_the_proof() -> None:
+def test_fetched_pieces_that_overlap_written_ones_do_not_change_the_proof() -> None:
     _, own = committed()
     fetched = replace(
         part("b", {"fetched-0.safetensors": FETCHED}), generation=4, committed=own.committed
@@ -68,8 +68,8 @@ def test_fetched_pieces_that_overlap_deposited_ones_do_not_change_the_proof() ->
 
 
 def test_a_state_of_an_older_release_is_proven_by_its_own_fingerprints() -> None:
-    old = part("a", {"rank-0.safetensors": [DEPOSITED]})
-    print_1 = piece_fingerprint(VALUES, DEPOSITED, MATRIX.shape, 1)
+    old = part("a", {"rank-0.safetensors": [WRITTEN]})
+    print_1 = piece_fingerprint(VALUES, WRITTEN, MATRIX.shape, 1)
     old = replace(
         old, generation=4, fingerprint_version=1, fingerprint=np.array([print_1], dtype=np.uint64),
         committed=Committed(("a",), {MATRIX.name: print_1}),
@@ -102,16 +102,16 @@ def test_parts_with_fingerprints_of_two_versions_are_no_state() -> None:
 
 def test_manifests_of_an_older_release_are_added_up_without_what_was_fetched() -> None:
     old = [
-        replace(part("a", {"rank-0.safetensors": [DEPOSITED]}), generation=4),
+        replace(part("a", {"rank-0.safetensors": [WRITTEN]}), generation=4),
         replace(part("b", {"fetched-0.safetensors": FETCHED}), generation=4),
     ]
-    assert committed_fingerprints(old) == {MATRIX.name: fingerprint(DEPOSITED)}
-    # Or a cover without overlaps, where what was deposited is not all there.
+    assert committed_fingerprints(old) == {MATRIX.name: fingerprint(WRITTEN)}
+    # Or a cover without overlaps, where what was written is not all there.
     apart = [
         part("a", {"rank-0.safetensors": [Box((0, 0), (40, 8))]}),
         part("b", {"fetched-0.safetensors": FETCHED}),
     ]
-    assert committed_fingerprints(apart) == {MATRIX.name: fingerprint(DEPOSITED)}
+    assert committed_fingerprints(apart) == {MATRIX.name: fingerprint(WRITTEN)}
 
 
 def test_an_older_state_whose_pieces_do_not_tell_its_fingerprint_is_not_taken_for_whole() -> None:
@@ -131,25 +131,25 @@ def test_parts_that_were_committed_with_other_fingerprints_are_named() -> None:
 def test_what_is_committed_is_stated_with_its_hosts() -> None:
     generations, own = committed()
     assert own.committed == generations.stated(4)
-    assert own.committed == Committed(("a",), {MATRIX.name: fingerprint(DEPOSITED)})
+    assert own.committed == Committed(("a",), {MATRIX.name: fingerprint(WRITTEN)})
 
 
 def test_what_was_sealed_before_the_newest_generation_is_no_newer_state() -> None:
     """A host that was away brings it: under a new number it would be taken for the newest."""
     generations = Generations()
-    generations.deposit(part("a", {"rank-0.safetensors": [DEPOSITED]}))
-    assert generations.whole_deposit() == "r-1-9"
-    later = part("b", {"rank-0.safetensors": [DEPOSITED]}, deposit="r-2-12")
+    generations.add_sealed(part("a", {"rank-0.safetensors": [WRITTEN]}))
+    assert generations.whole_snapshot() == "r-1-9"
+    later = part("b", {"rank-0.safetensors": [WRITTEN]}, snapshot="r-2-12")
     generations.add(replace(later, generation=6, step=12))
-    assert generations.whole_deposit() is None
-    generations.deposit(replace(later, about={**later.about, "deposit": "r-2-15"}, step=15))
-    assert generations.whole_deposit() == "r-2-15"
+    assert generations.whole_snapshot() is None
+    generations.add_sealed(replace(later, about={**later.about, "snapshot": "r-2-15"}, step=15))
+    assert generations.whole_snapshot() == "r-2-15"
 
 
 def test_another_state_of_a_number_whose_holder_has_gone_is_proven_by_what_it_states() -> None:
     _, own = committed()
     first = Generations()
-    other = replace(own, host="z", about={**own.about, "deposit": "s-1-9"})
+    other = replace(own, host="z", about={**own.about, "snapshot": "s-1-9"})
     assert first.add(replace(other, committed=Committed(("z",), {MATRIX.name: 5})))
     assert first.covered()
     first.forget("z")
@@ -162,27 +162,27 @@ def test_what_was_fetched_and_never_proven_may_be_the_only_copy() -> None:
     files = (StoredFile("fetched-0.safetensors", 1 << 20),)
     fetched = replace(own, host="b", files=files, unproven=(0,))
     generations.add(fetched)
-    assert generations.is_whole_as_deposited(4)
+    assert generations.is_whole_as_written(4)
     generations.forget("a")
-    assert generations.covered() and not generations.is_whole_as_deposited(4)
+    assert generations.covered() and not generations.is_whole_as_written(4)
     generations.prove(4, tensor_fingerprints(own.collection, own.fingerprint))
-    assert generations.is_whole_as_deposited(4)
+    assert generations.is_whole_as_written(4)
 
 
 def test_what_only_a_late_part_holds_is_stated_from_then_on() -> None:
     """The coordinator is another one than that which committed the rest."""
     other = Tensor("exp_avg/v", (4,), "F32")
-    here, late = part("a", {"rank-0.safetensors": [DEPOSITED]}), part("b", {"r.safetensors": []})
+    here, late = part("a", {"rank-0.safetensors": [WRITTEN]}), part("b", {"r.safetensors": []})
     rows = Collection.of([(other, Box((0,), (4,)))])
     zero = np.zeros(1, np.int64)
     late = replace(
         late, collection=rows, file=zero, begin=zero, fingerprint=np.array([5], np.uint64)
     )
     tensors = {"tensors": 2}
-    known = Committed(("a", "b"), {MATRIX.name: fingerprint(DEPOSITED)})
+    known = Committed(("a", "b"), {MATRIX.name: fingerprint(WRITTEN)})
     generations = Generations()
     generations.add(replace(here, generation=4, committed=known, about={**here.about, **tensors}))
-    generations.deposit(replace(late, about={**late.about, **tensors}))
+    generations.add_sealed(replace(late, about={**late.about, **tensors}))
     assert list(generations.late()) == [("b", 4)]
     stated = generations.parts(4)["b"].committed
     assert stated is not None and stated.fingerprints == {other.name: 5}

@@ -17,7 +17,7 @@ from scalai.core.host.state import Want
 from scalai.core.plan import plan
 from scalai.core.region import Box, Piece, row_major, whole
 from scalai.core.sources import Holder
-from scalai.core.worker_messages import RankDeposit
+from scalai.core.worker_messages import RankSnapshot
 from scalai.launch.agent.data_plane import DataPlaneServer, Peer
 from scalai.launch.agent.fetch import Restore, prepare_restore
 from scalai.runtime.live import Slot, collection_of, held_rows, wanted_rows
@@ -27,12 +27,12 @@ from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, read_manifest
 from scalai.store.moves import Fetched, fetch_lists, holders_of, read_orders
-from support.deposited_rows import write_rows
 from support.listed import listed
 from support.older_release import saved_by_an_older_release
 from support.store_states import Opener
 from support.wire import travelled
 from support.wire_words import start
+from support.written_rows import write_rows
 
 TOKEN = b"token"
 ABOUT = {"consumed_samples": 12, "world_size": 2}
@@ -69,10 +69,10 @@ def shard(rank: int, degree: int, *, is_empty: bool = False) -> list[Slot]:
     ]
 
 
-def deposit(store: HostStore, rank: int, degree: int) -> HostManifest:
+def snapshot(store: HostStore, rank: int, degree: int) -> HostManifest:
     rows = held_rows(shard(rank, degree))
     slot = store.reserve({rank: collection_of(rows)})
-    part = RankDeposit(tuple(write_rows(rows, slot.orders[rank])), f"tp{rank}", {"lr": 1}, rank)
+    part = RankSnapshot(tuple(write_rows(rows, slot.orders[rank])), f"tp{rank}", {"lr": 1}, rank)
     store.seal(slot, step=4, about=ABOUT, parts={rank: part})
     return store.commit(slot, 1)
 
@@ -87,7 +87,7 @@ def fetch_all(store: HostStore, lists: list[Fetched], peers: dict[str, DataPlane
 @pytest.mark.parametrize("degree", [1, 2, 3, 5])
 def test_a_host_restores_from_itself_and_from_others(open_store: Opener, degree: int) -> None:
     stores = {host: open_store(host=host) for host in ("a", "b", "c")}
-    parts = [deposit(stores[host], rank, 2) for rank, host in enumerate(("a", "b"))]
+    parts = [snapshot(stores[host], rank, 2) for rank, host in enumerate(("a", "b"))]
     servers = {host: DataPlaneServer(stores[host], TOKEN) for host in ("a", "b")}
     for host in ("a", "c"):
         store = stores[host]
@@ -113,7 +113,7 @@ def test_a_host_restores_from_itself_and_from_others(open_store: Opener, degree:
 
 def test_what_was_fetched_outlives_its_host(open_store: Opener) -> None:
     stores = {host: open_store(host=host) for host in ("a", "b")}
-    parts = [deposit(stores[host], rank, 2) for rank, host in enumerate(("a", "b"))]
+    parts = [snapshot(stores[host], rank, 2) for rank, host in enumerate(("a", "b"))]
     generation = unite_hosts(parts)
     new = shard(0, 1, is_empty=True)
     targets = [Holder("a", collection_of(wanted_rows(new)), 0)]
@@ -139,7 +139,7 @@ def test_what_was_fetched_outlives_its_host(open_store: Opener) -> None:
 
 def test_a_durable_generation_is_read_without_its_hosts(open_store: Opener, tmp_path: Path) -> None:
     stores = {host: open_store(host=host) for host in ("a", "b")}
-    parts = [deposit(stores[host], rank, 2) for rank, host in enumerate(("a", "b"))]
+    parts = [snapshot(stores[host], rank, 2) for rank, host in enumerate(("a", "b"))]
     directories = {host: store.copy_to(1, tmp_path / "disk") for host, store in stores.items()}
     for store in stores.values():
         store.remove()
@@ -158,9 +158,9 @@ def prepare(
     *,
     older: Opener | None = None,
 ) -> Restore:
-    """Fetch for host c what a and b deposited; ``older``: with an older release; opens their stores
+    """Fetch for host c what a and b wrote; ``older``: with an older release; opens their stores
     again."""
-    parts = {host: deposit(stores[host], rank, 2) for rank, host in enumerate("ab")}
+    parts = {host: snapshot(stores[host], rank, 2) for rank, host in enumerate("ab")}
     if older is not None:
         places = {host: stores[host].generation_directory(1) for host in parts}
         saved_by_an_older_release([*places.values()])
@@ -228,7 +228,7 @@ class Hosts:
     def __init__(self, open_store: Opener) -> None:
         self.stores = {host: open_store(host=host) for host in ("a", "b", "b2", "c")}
         halves = {"a": 0, "b": 1, "b2": 1}
-        self.parts = {host: deposit(self.stores[host], rank, 2) for host, rank in halves.items()}
+        self.parts = {host: snapshot(self.stores[host], rank, 2) for host, rank in halves.items()}
         self.servers = {host: DataPlaneServer(self.stores[host], TOKEN) for host in self.parts}
         self.addresses = {host: server.address for host, server in self.servers.items()}
 

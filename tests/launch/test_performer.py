@@ -18,8 +18,8 @@ from scalai.launch.agent import performer as performer_module
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.performer import Hands, Moving, Performer
 from scalai.store.host import HostStore
-from scalai.store.summary import deposit_name
-from support.store_states import deposit, generation, is_whole, two_ranks
+from scalai.store.summary import snapshot_name
+from support.store_states import generation, is_whole, snapshot, two_ranks
 from support.wire_words import start, workers
 
 DEADLINE_S = 60.0
@@ -103,8 +103,8 @@ def full(descriptor: int) -> None:
 def test_what_there_is_no_room_for_stays_sealed_and_is_committed_later(
     store: HostStore, made: Set, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    slot, manifest = deposit(store, 3)
-    name = deposit_name(manifest)
+    slot, manifest = snapshot(store, 3)
+    name = snapshot_name(manifest)
     with monkeypatch.context() as context:
         context.setattr("os.fsync", full)
         first = actions.TryCommit(3, name, None, is_again=False)
@@ -119,7 +119,7 @@ def test_what_there_is_no_room_for_stays_sealed_and_is_committed_later(
 
 
 def test_nothing_to_commit_is_said_once(store: HostStore, made: Set) -> None:
-    deposit(store, 3)
+    snapshot(store, 3)
     (found,) = made.perform(actions.TryCommit(4, "another", None, is_again=False))
     assert isinstance(found, events.NothingToCommit) and "sealed in" in found.found
     assert made.perform(actions.TryCommit(4, "another", None, is_again=True)) == []
@@ -128,17 +128,17 @@ def test_nothing_to_commit_is_said_once(store: HostStore, made: Set) -> None:
 
 def test_a_commit_that_is_told_twice_is_done_once(store: HostStore, made: Set) -> None:
     manifest = generation(store, 3, step=3)
-    again = actions.TryCommit(3, deposit_name(manifest), None, is_again=False)
+    again = actions.TryCommit(3, snapshot_name(manifest), None, is_again=False)
     assert made.perform(again) == [events.CommitDone(3)] and store.generations() == [3]
 
 
 def test_what_was_sealed_and_has_no_number_is_given_up(store: HostStore, made: Set) -> None:
-    slot, _ = deposit(store, 3)
+    slot, _ = snapshot(store, 3)
     made.perform(actions.DiscardSealed(frozenset()))
     assert store.sealed() == [] and not slot.directory.exists()
 
 
-# ---------------------------------------------------------------------- deposits
+# ---------------------------------------------------------------------- snapshots
 
 
 def test_files_are_made_beside_the_loop_or_there_is_no_room(
@@ -155,7 +155,7 @@ def test_files_are_made_beside_the_loop_or_there_is_no_room(
     assert made.later(actions.Reserve(1, held)) == events.NoRoom(1, "no room.")
 
 
-def test_a_deposit_that_cannot_be_sealed_gives_its_room_back(
+def test_a_snapshot_that_cannot_be_sealed_gives_its_room_back(
     store: HostStore, made: Set, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The round fails; without that room no later one would find any."""
@@ -166,7 +166,7 @@ def test_a_deposit_that_cannot_be_sealed_gives_its_room_back(
 
     monkeypatch.setattr(store, "seal", refuse)
     failed = made.later(actions.Seal(1, slot, 7, {}, {}, ()))
-    assert failed == events.WorkFailed(1, "sealing the deposit: no room for the manifest.")
+    assert failed == events.WorkFailed(1, "sealing the snapshot: no room for the manifest.")
     made.perform(actions.StopReserving())
     assert not slot.directory.exists() and not store._is_giving_back()
 

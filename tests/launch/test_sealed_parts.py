@@ -46,7 +46,7 @@ class TwoHosts:
         return self.line.join(host, store=[*STORE, host], parts=(old,), sealed=sealed)
 
     def begin_to_stop(self) -> None:
-        """Ask for a change; both hosts stand at the agreed stop and may deposit."""
+        """Ask for a change; both hosts stand at the agreed stop and may snapshot."""
         person = Channel(self.line.coordinator.address, TOKEN)
         person.call(Scale(3, None, None, dry_run=False))
         person.close()
@@ -54,7 +54,7 @@ class TwoHosts:
         for agent in (self.a, self.b):
             agent.tell("arrived", round=1, stop=agent.wait_for("agree")["stop"])
         for agent in (self.a, self.b):
-            agent.wait_for("deposit")
+            agent.wait_for("take_snapshot")
 
     def sealed(self, host: str) -> HostManifest:
         """Return what a host has sealed at the present stop."""
@@ -92,7 +92,7 @@ class TwoHosts:
         assert not said(self.line, "event=went_back"), self.line.log
         for agent in (self.a, self.b):
             committed = agent.wait_for("commit")
-            assert committed["deposit"] == f"{self.run}-1-{self.step}"
+            assert committed["snapshot"] == f"{self.run}-1-{self.step}"
         start = self.b.wait_for("start")
         assert (start["generation"], start["restorable_step"]) == (2, self.step)
         assert set(start["sources"]) == {"a", "b"}
@@ -184,14 +184,14 @@ def test_a_state_whose_replicas_differ_at_a_stop_is_not_gone_on_from(
 
     hosts = TwoHosts(tmp_path)
     hosts.begin_to_stop()
-    monkeypatch.setattr(generations, "deposited_fingerprints", differ)
+    monkeypatch.setattr(generations, "written_fingerprints", differ)
     for host in "ab":
         agent, message = getattr(hosts, host), manifest_bytes(hosts.sealed(host))
         agent.tell("sealed", round=1, reason="stop", part=message, seconds={})
     hosts.a_stops()
     assert hosts.a.wait_for("start", 2)["generation"] == 1
-    assert said(hosts.line, "event=deposit_refused") and said(hosts.line, "'param/w'")
-    assert said(hosts.line, "what was deposited is refused: replicas of tensor 'param/w'")
+    assert said(hosts.line, "event=snapshot_refused") and said(hosts.line, "'param/w'")
+    assert said(hosts.line, "what was written is refused: replicas of tensor 'param/w'")
     assert not said(hosts.line, "do not cover the state")
     assert not said(hosts.line, "event=crashed")
     hosts.end()

@@ -94,7 +94,7 @@ def test_a_snapshot_whose_replicas_differ_is_refused_and_ends_no_agent(
     def differ(parts: object) -> None:
         raise ProofError("replicas differ.")
 
-    monkeypatch.setattr(generations, "deposited_fingerprints", differ)
+    monkeypatch.setattr(generations, "written_fingerprints", differ)
     agent = line.join("a")
     sealed = part(tmp_path, "a", -1, 25, f"{agent.wait_for('start')['run']}-1-25")
     agent.tell("sealed", round=1, reason="snapshot", part=manifest_bytes(sealed), seconds={})
@@ -129,7 +129,7 @@ def test_a_person_goes_on_from_an_older_generation_and_what_is_newer_goes_at_the
 
 
 def sealed_by(folder: Path, host: str, which: int) -> HostManifest:
-    """Return one of two hosts' parts of a first deposit, which nobody has committed."""
+    """Return one of two hosts' parts of a first snapshot, which nobody has committed."""
     whole = part(folder, host, -1, 30, "r-1-30")
     mine = half(whole, host, which)
     return replace(mine, about={**mine.about, "hosts": ["a", "b"]})
@@ -143,7 +143,7 @@ def test_a_job_does_not_begin_anew_without_what_was_sealed_and_names_who_is_miss
     said(line, r"Start the agents of \['b'\].*--fresh")
     assert not first.heard("start") and not first.heard("discard")
     line.join("b", sealed=(sealed_by(tmp_path, "b", 1),))
-    assert first.wait_for("commit")["deposit"] == "r-1-30"
+    assert first.wait_for("commit")["snapshot"] == "r-1-30"
     assert first.wait_for("start")["restorable_step"] == 30
 
 
@@ -180,14 +180,14 @@ def test_what_was_sealed_is_waited_for_though_its_holder_has_gone(
     assert not third.heard("discard") or third.wait_for("start")["restorable_step"] == 30
 
 
-UNREAD = (-1, "/s/j/a/deposit-4/manifest.json is damaged.")
+UNREAD = (-1, "/s/j/a/snapshot-4/manifest.json is damaged.")
 
 
 def test_a_job_does_not_begin_without_what_was_sealed_and_cannot_be_read(
     line: Line, tmp_path: Path
 ) -> None:
     agent = line.join("a", damaged=(UNREAD,))
-    said(line, r"sealed last cannot be read \(host 'a': /s/j/a/deposit-4.*move that.*--fresh")
+    said(line, r"sealed last cannot be read \(host 'a': /s/j/a/snapshot-4.*move that.*--fresh")
     assert not agent.heard("start")
     agent.leave()
     wait_until(lambda: "a" not in line.coordinator._live.members, "it is gone")

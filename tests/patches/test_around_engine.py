@@ -168,7 +168,7 @@ def test_an_order_of_samples_of_the_scripts_own_is_refused(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_state_that_is_put_away_between_steps_is_deposited_where_it_is(
+def test_a_state_that_is_put_away_between_steps_is_written_where_it_is(
     rounds_pool: WorkerPool, tmp_path: Path, stage: int
 ) -> None:
     """It lies elsewhere when it is back."""

@@ -23,7 +23,7 @@ def weight() -> torch.nn.Parameter:
 
 @pytest.mark.parametrize("is_wrapped", [True, False], ids=["ZeRO", "stage 0"])
 def test_parameters_that_join_on_the_way_are_refused(is_wrapped: bool) -> None:
-    """Their moments would be in no deposit, and begin anew at each change."""
+    """Their moments would be in no snapshot, and begin anew at each change."""
     clocks = Clocks()
     beside = Beside(clocks, Replay(clocks))
     base: Any = torch.optim.AdamW([weight()])

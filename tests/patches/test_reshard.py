@@ -38,7 +38,7 @@ from support.training.megatron_layouts import (
     VPP2,
 )
 from support.training.resharded import FLAT, FULL, WHOLE, check, convert, load, save
-from support.training.resize_case import train_and_deposit
+from support.training.resize_case import train_and_snapshot
 from support.training.worker_pool import WorkerPool
 
 CASES = [
@@ -99,7 +99,7 @@ def test_a_live_job_goes_on_from_a_converted_checkpoint(pool: WorkerPool, tmp_pa
 def test_megatron_goes_on_from_a_live_jobs_generation(pool: WorkerPool, tmp_path: Path) -> None:
     old, new = Job(**{**BUCKETS, **TP2DP2}), Job(**{**SPLIT, **PP2})
     with HostStore("case", "here", tmp_path / "store") as store:
-        uninterrupted = train_and_deposit(pool, old, store)
+        uninterrupted = train_and_snapshot(pool, old, store)
         generation = store.generation_directory(1)
         save(pool, Job(), tmp_path / "other", WHOLE)
         reference = open_checkpoint(tmp_path / "other").values

@@ -48,7 +48,7 @@ SOURCES = Shared(
 PARTS: list[Any] = [
     *(commands.Build(workers(facts=TEXT)), commands.GiveUp(2), commands.Expect(1, 5)),
     start(sources=SOURCES, is_built=True),
-    *(kind(1) for kind in (commands.Proceed, commands.Withdraw, commands.Deposit)),
+    *(kind(1) for kind in (commands.Proceed, commands.Withdraw, commands.TakeSnapshot)),
     *(commands.Prepare(1, 8), commands.Agree(1, 8), commands.Report(), commands.Discard()),
     commands.Commit(3, "r-1-2", Shared(("a", "b")), {"param/w": 2**64 - 1}),
     *(commands.Commit(3, "r-1-2", None, {}), commands.Stop(1, True), commands.Look()),
@@ -58,7 +58,7 @@ PARTS: list[Any] = [
     *(events.Held("a", 1, 8, "a save"), events.Arrived("a", 1, 8), events.Stopped("a", 1, 8)),
     *(kind("a", 1) for kind in (events.Stepped, events.Unhooked, events.Hooked, events.Finished)),
     *(events.Committed("a", 3), events.Saved("a"), events.NotSaved("a", "full")),
-    reports.Sealed(1, "stop", MANIFEST, {"deposit": 0.5}),
+    reports.Sealed(1, "stop", MANIFEST, {"snapshot": 0.5}),
     *(reports.Sealed(1, "stop", None, {}), reports.Failed(1, "killed", False, True, False)),
     *(reports.Published(1, ("param/w",)), reports.Moved(1, 1 << 40), reports.Grown(MANIFEST)),
     reports.Restored(1, ROWS, PRINTS, {"plan": 0.1}, 5, 6),
@@ -66,8 +66,8 @@ PARTS: list[Any] = [
     *(reports.Examined(3, ("w",), "/d"), reports.Attached((MANIFEST,), ((4, "torn"),))),
     *(reports.Leaving(), reports.Slots(4)),
     *(words.Hello(1, 2), words.Publish(1, 2, True, ROWS, ROWS, "tp0", TEXT, False)),
-    *(words.AwaitSlot(1, 2), words.BeginDeposit(1, 2, "stop", 8), words.Stand(1, 2, 8, 6)),
-    words.RankDeposited(1, 2, (2**64 - 1, 0), "tp0", TEXT, JsonText.of(None), 7, {"deposit": 1.0}),
+    *(words.AwaitSlot(1, 2), words.BeginSnapshot(1, 2, "stop", 8), words.Stand(1, 2, 8, 6)),
+    words.RankWritten(1, 2, (2**64 - 1, 0), "tp0", TEXT, JsonText.of(None), 7, {"snapshot": 1.0}),
     *(words.RankRestored(1, 2, PRINTS, {}, "note"), words.RankFinished(1, 2, 8)),
     words.RankStepped(1, 2, 8, words.Imports(("torch",), ("/lib",))),
     *(words.RankStepped(1, 2, 8, None), words.RankRefused(1, 2, "no"), words.RankUnhooked(1, 2)),
@@ -180,7 +180,7 @@ def test_samples_are_any_number_or_not_known(samples: float | None) -> None:
     """A script counts them as it likes, and a converted checkpoint may not say."""
     columns = [COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2
     source = words.Source(ReadOrder(("/x",), *columns), 1, samples, TEXT, TEXT, 2)
-    part = words.RankDeposited(1, 2, (0,), "tp0", TEXT, TEXT, samples, {})
+    part = words.RankWritten(1, 2, (0,), "tp0", TEXT, TEXT, samples, {})
     for message in (source, part):
         again = travelled(message).consumed_samples
         assert again == samples and type(again) in (type(samples), float)

@@ -22,7 +22,7 @@ class Script:
 
 
 def carry(before: Script, then: Script) -> None:
-    """Deposit and restore: buffers of slots as they lie, the rest as JSON."""
+    """Snapshot and restore: buffers of slots as they lie, the rest as JSON."""
     before.registered.refresh()
     slots, buffers = before.registered.slots(), then.registered.slots()
     values = json.loads(json.dumps(before.registered.values()))

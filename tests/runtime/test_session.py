@@ -44,7 +44,7 @@ def test_where_no_thread_can_begin_the_training_goes_on(monkeypatch: pytest.Monk
     session = Session()
     monkeypatch.setenv(AGENT_DIRECTORY, "nowhere")
     monkeypatch.setattr(threading.Thread, "start", full)
-    session._map_next_deposit()
+    session._map_next_snapshot()
 
 
 def test_the_end_of_a_fork_is_not_that_of_the_training() -> None:

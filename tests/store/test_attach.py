@@ -25,7 +25,7 @@ from scalai.store.attachment import attachment
 from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, read_manifest
-from support.store_states import HALF, WEIGHT, Opener, deposit, generation, is_whole
+from support.store_states import HALF, WEIGHT, Opener, generation, is_whole, snapshot
 
 STATED = Committed(("a", "b"), {"param/w": 7})
 
@@ -36,7 +36,7 @@ def saved(open_store: Opener, disk: Path, hosts: str = "ab") -> list[tuple[Path,
     for number, host in enumerate(hosts):
         store = open_store(host=host)
         held = [(WEIGHT, Box((0, 4 * number), (6, 4))), (HALF, whole(HALF.shape))]
-        slot, _ = deposit(store, 3, {number: Collection.of(held)})
+        slot, _ = snapshot(store, 3, {number: Collection.of(held)})
         store.commit(slot, 3, STATED)
         store.copy_to(3, disk)
         store.remove()
@@ -207,7 +207,7 @@ def test_a_host_adds_what_its_memory_lacks(open_store: Opener, tmp_path: Path) -
     part_of_b = [part for part in parts_of(tmp_path / "other") if part[1].host == "b"]
     store = open_store(host="a")
     held = [(WEIGHT, Box((0, 0), (6, 4))), (HALF, whole(HALF.shape))]
-    slot, _ = deposit(store, 3, {0: Collection.of(held)})
+    slot, _ = snapshot(store, 3, {0: Collection.of(held)})
     store.commit(slot, 3, STATED)
     grown = store.attach(part_of_b)
     assert sorted(grown.rank_state) == ["tp0", "tp1"] and len(grown.files) == 2

@@ -1,4 +1,4 @@
-"""Whether a deposit fits, by the room that there is."""
+"""Whether a snapshot fits, by the room that there is."""
 
 from pathlib import Path
 

@@ -13,7 +13,7 @@ from scalai.launch.agent.leftovers import find_leftovers
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.store.host import HostStore
-from support.store_states import Opener, deposit, generation, is_whole, two_ranks, write
+from support.store_states import Opener, generation, is_whole, snapshot, two_ranks, write
 
 CALLS = ("rename", "replace", "fsync", "unlink", "ftruncate", "posix_fallocate", "mkdir", "rmdir")
 
@@ -42,7 +42,7 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, step: int) -> Callable[[], bool]:
 
 
 def resize(store: HostStore) -> None:
-    """Deposit, commit the new generation and drop the old one."""
+    """Snapshot, commit the new generation and drop the old one."""
     generation(store, 2, step=2)
     store.drop(1)
 
@@ -73,7 +73,7 @@ def test_a_crash_leaves_the_old_or_the_new_generation_whole(
         assert is_whole(found, 3, step=2)
     generation(found, 9, step=9)
     assert is_whole(found, 9, step=9)
-    assert not list(found.directory.glob("deposit-*")) + list(found.directory.glob("dropped-*"))
+    assert not list(found.directory.glob("snapshot-*")) + list(found.directory.glob("dropped-*"))
 
 
 def test_the_steps_that_are_crashed_at_are_all_there_are(
@@ -87,7 +87,7 @@ def test_the_steps_that_are_crashed_at_are_all_there_are(
         assert not has_crashed()
 
 
-def test_a_torn_deposit_is_removed_and_its_pages_are_reused(open_store: Opener) -> None:
+def test_a_torn_snapshot_is_removed_and_its_pages_are_reused(open_store: Opener) -> None:
     store = open_store()
     held = two_ranks()
     slot = store.reserve(held)
@@ -99,15 +99,31 @@ def test_a_torn_deposit_is_removed_and_its_pages_are_reused(open_store: Opener) 
     assert list((again.directory / "recycled").iterdir())
 
 
-def test_a_sealed_deposit_survives_and_can_be_committed(open_store: Opener) -> None:
+def test_a_sealed_snapshot_survives_and_can_be_committed(open_store: Opener) -> None:
     store = open_store()
-    deposit(store, step=6)
+    snapshot(store, step=6)
     store.close()
     again = open_store()
     [(slot, manifest)] = again.sealed()
     assert manifest.step == 6
     again.commit(slot, 11)
     assert is_whole(again, 11, step=6)
+
+
+def test_what_an_older_release_had_sealed_under_its_own_word_is_adopted(
+    open_store: Opener,
+) -> None:
+    store = open_store()
+    snapshot(store, step=6)
+    store.close()
+    [sealed] = store.directory.glob("snapshot-*")
+    sealed.rename(sealed.with_name(sealed.name.replace("snapshot", "deposit")))
+    again = open_store()
+    assert again._folders.room().in_use > 0
+    [(slot, manifest)] = again.sealed()
+    assert manifest.step == 6
+    again.commit(slot, 11)
+    assert is_whole(again, 11, step=6) and not list(again.directory.glob("deposit-*"))
 
 
 def test_a_damaged_generation_is_named_and_left_alone(open_store: Opener, tmp_path: Path) -> None:
@@ -127,14 +143,14 @@ def test_a_damaged_generation_is_named_and_left_alone(open_store: Opener, tmp_pa
 def test_a_folder_that_was_renamed_is_not_taken_for_this_hosts_own(open_store: Opener) -> None:
     store = open_store("job", "a")
     generation(store, 3, step=3)
-    deposit(store, 4)
+    snapshot(store, 4)
     store.close()
     store.directory.rename(store.directory.with_name("b"))
     moved = open_store("job", "b")
     assert moved.generations() == [] and moved.sealed() == []
-    (reason,), (sealed,) = moved.damaged.values(), moved.damaged_deposits.values()
+    (reason,), (sealed,) = moved.damaged.values(), moved.damaged_snapshots.values()
     assert "generation 3 of host 'a'" in reason and "generation 3 of host 'b' belongs" in reason
-    assert "--host-id a" in reason and "a deposit of host 'b' belongs" in sealed
+    assert "--host-id a" in reason and "a snapshot of host 'b' belongs" in sealed
     assert (moved.directory / "generation-3").is_dir()
     moved.close()
     moved.directory.rename(store.directory)
@@ -150,14 +166,14 @@ def test_a_generation_under_another_number_is_not_used(open_store: Opener) -> No
     assert "holds generation 3" in open_store().damaged[5]
 
 
-def test_a_damaged_deposit_is_told_and_left(open_store: Opener) -> None:
+def test_a_damaged_snapshot_is_told_and_left(open_store: Opener) -> None:
     store = open_store()
-    slot, _ = deposit(store, 2)
+    slot, _ = snapshot(store, 2)
     store.close()
     (slot.directory / "manifest.json").write_text("{}")
     again = open_store()
     assert again.sealed() == [] and slot.directory.is_dir()
-    assert "is damaged" in again.damaged_deposits[slot.directory.name]
+    assert "is damaged" in again.damaged_snapshots[slot.directory.name]
     spec = JobSpec.read(parse_options(["--job", "job", "script.py"]))
     beside: Any = None
     told = Holdings(spec, again, lambda *said: None, beside, lambda due: None).found()
@@ -166,7 +182,7 @@ def test_a_damaged_deposit_is_told_and_left(open_store: Opener) -> None:
     again.set_damaged_aside()  # the job goes on without it
     again.close()
     later = open_store()
-    assert not later.damaged_deposits and [each.is_resumable for each in find_leftovers(
+    assert not later.damaged_snapshots and [each.is_resumable for each in find_leftovers(
         later.directory)] == [True]  # fmt: skip
 
 
@@ -176,7 +192,7 @@ def test_the_number_of_a_damaged_generation_is_not_used_again(open_store: Opener
     store.close()
     (store.directory / "generation-2" / "manifest.json").write_text("{}")
     again = open_store()
-    slot, _ = deposit(again, 3)
+    slot, _ = snapshot(again, 3)
     with pytest.raises(StoreError, match="Numbers are never used twice"):
         again.commit(slot, 2)
     assert again.commit(slot, 3).step == 3

@@ -118,7 +118,7 @@ def test_a_tensor_that_is_held_in_part_is_not_given(store: HostStore) -> None:
 
 
 def fetch(stores: Mapping[str, HostStore], salt: int = 0) -> HostStore:
-    """Have a third host fetch what is cut otherwise than it was deposited: columns in the middle of
+    """Have a third host fetch what is cut otherwise than it was written: columns in the middle of
     both pieces."""
     union = unite_hosts([store.manifest(NUMBER) for store in stores.values()])
     third = HostStore("mixed", "c", stores["a"].directory.parents[1])

@@ -1,4 +1,4 @@
-"""Generations of one host: deposit, commit, recycling, budget, and what a crash leaves."""
+"""Generations of one host: snapshot, commit, recycling, budget, and what a crash leaves."""
 
 import os
 from pathlib import Path
@@ -18,17 +18,17 @@ from support.store_states import (
     HALF,
     WEIGHT,
     Opener,
-    deposit,
     generation,
     is_whole,
     report,
+    snapshot,
     two_ranks,
     values_of,
     write,
 )
 
 
-def test_what_is_deposited_is_read_back(store: HostStore) -> None:
+def test_what_is_written_is_read_back(store: HostStore) -> None:
     manifest = generation(store, 7, step=3)
     assert store.generations() == [7]
     assert is_whole(store, 7, step=3)
@@ -62,10 +62,10 @@ def test_files_are_safetensors_files(store: HostStore) -> None:
 
 
 def test_the_number_is_given_at_commit_and_never_twice(store: HostStore) -> None:
-    slot, sealed = deposit(store, step=1)
+    slot, sealed = snapshot(store, step=1)
     assert sealed.generation == UNNUMBERED
     assert store.commit(slot, 5).generation == 5
-    again, _ = deposit(store, step=2)
+    again, _ = snapshot(store, step=2)
     with pytest.raises(StoreError, match="never used twice"):
         store.commit(again, 5)
     assert is_whole(store, 5, step=1)
@@ -192,7 +192,7 @@ def test_too_little_room_is_refused_with_sizes_and_the_way_out(
     with pytest.raises(StoreError, match=r"need 83\d+;.*--shm-size=1g.*--store-dir"):
         store.reserve(big)
     assert is_whole(store, 1, step=1)
-    assert not list(store.directory.glob("deposit-*"))
+    assert not list(store.directory.glob("snapshot-*"))
 
 
 def test_a_file_system_that_fills_up_leaves_nothing_behind(
@@ -204,7 +204,7 @@ def test_a_file_system_that_fills_up_leaves_nothing_behind(
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(StoreError, match=r"No space left.*--shm-size"):
         store.reserve(two_ranks())
-    assert not list(store.directory.glob("deposit-*"))
+    assert not list(store.directory.glob("snapshot-*"))
 
 
 def test_jobs_and_hosts_do_not_collide(open_store: Opener) -> None:
@@ -284,10 +284,10 @@ def test_a_store_that_may_take_too_little_says_so_before_anything_is_made(tmp_pa
     with HostStore("job", "host", tmp_path, budget_bytes=100) as store:
         with pytest.raises(StoreError, match=r"may take 100.*--store-budget-gb"):
             store.reserve(held)
-        assert not list(store.directory.glob("deposit-*"))
+        assert not list(store.directory.glob("snapshot-*"))
 
 
-def test_manifests_need_no_more_room_than_was_made_for_the_deposit(store: HostStore) -> None:
+def test_manifests_need_no_more_room_than_was_made_for_the_snapshot(store: HostStore) -> None:
     held = two_ranks()
     slot = store.reserve(held)
     spares = {path.stat().st_ino: path.stat() for path in slot.directory.glob(".manifest*")}

@@ -124,7 +124,7 @@ def test_a_lock_file_without_content_is_no_obstacle(tmp_path: Path, folder: Fold
 
 def test_opening_a_locked_store_changes_nothing(open_store: Opener) -> None:
     store = open_store()
-    slot = store.directory / "deposit-5"
+    slot = store.directory / "snapshot-5"
     slot.mkdir()
     with pytest.raises(StoreError):
         HostStore("job", "a", store.directory.parent.parent)

@@ -128,11 +128,11 @@ def test_a_folder_that_was_renamed_is_refused_by_both_numbers(open_store: Opener
         load_generation(places, 1)
 
 
-def test_parts_of_two_deposits_are_never_one_state(open_store: Opener) -> None:
+def test_parts_of_two_snapshots_are_never_one_state(open_store: Opener) -> None:
     first, second = two_hosts(open_store)
     about = first.manifest(1).about
     places = [
-        rewritten(store, about={**about, "deposit": name})
+        rewritten(store, about={**about, "snapshot": name})
         for store, name in ((first, "r-1-9"), (second, "s-1-9"))
     ]
     with pytest.raises(StoreError, match=r"several jobs or rounds \(a: r-1-9, b: s-1-9\)"):

@@ -19,7 +19,7 @@ from scalai.store import directory as directory_module
 from scalai.store import pool as pool_module
 from scalai.store.files import prefault
 from scalai.store.host import HostStore
-from support.store_states import Opener, deposit, generation, is_whole, two_ranks
+from support.store_states import Opener, generation, is_whole, snapshot, two_ranks
 
 DEADLINE_S = 60.0
 
@@ -129,7 +129,7 @@ HELD = {0: Collection.of([(BIG, whole(BIG.shape))])}
 
 @pytest.fixture
 def narrow(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> HostStore:
-    """A store with room for two deposits of ``HELD``, of which one is a generation."""
+    """A store with room for two snapshots of ``HELD``, of which one is a generation."""
     store = open_store()
     generation(store, 1, step=1, held=HELD)
     total = 2 * store.manifest(1).files[0].size_bytes + (1 << 20)
@@ -155,7 +155,7 @@ def make_slowly(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return is_making
 
 
-def test_a_deposit_takes_the_room_of_one_that_an_ended_round_still_makes(
+def test_a_snapshot_takes_the_room_of_one_that_an_ended_round_still_makes(
     narrow: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_making = make_slowly(monkeypatch)
@@ -164,7 +164,7 @@ def test_a_deposit_takes_the_room_of_one_that_an_ended_round_still_makes(
     narrow.discard(narrow.reserve(HELD))
     (error,) = stale.end().errors
     assert isinstance(error, StoreError) and "the round they were made for has ended" in str(error)
-    assert [p.name for p in narrow.directory.glob("deposit-*")] == []
+    assert [p.name for p in narrow.directory.glob("snapshot-*")] == []
 
 
 def test_a_round_that_ends_stops_what_is_made_for_it(
@@ -191,7 +191,7 @@ def test_a_round_that_ends_stops_what_is_made_for_it(
     assert len(steps) == 3 and narrow._folders.room().reusable > 0  # its pages are used again
 
 
-def test_a_deposit_waits_for_room_that_an_ended_round_gives_back(narrow: HostStore) -> None:
+def test_a_snapshot_waits_for_room_that_an_ended_round_gives_back(narrow: HostStore) -> None:
     stale = narrow.reserve(HELD)
     following = Beside(lambda: narrow.reserve(HELD))
     following.may_end()
@@ -236,7 +236,7 @@ def test_a_store_that_cannot_be_removed_is_left_with_a_warning(
 
 
 def test_commits_and_drops_beside_reserves(store: HostStore) -> None:
-    """As in an agent: deposits are made by one thread, committed and dropped by another."""
+    """As in an agent: snapshots are made by one thread, committed and dropped by another."""
     one_at_a_time = threading.Lock()
 
     def reserve() -> None:
@@ -248,7 +248,7 @@ def test_commits_and_drops_beside_reserves(store: HostStore) -> None:
     beside = Beside(reserve)
     for number in range(1, 40):
         with one_at_a_time:
-            slot, _ = deposit(store, number)
+            slot, _ = snapshot(store, number)
         store.commit(slot, number)
         assert is_whole(store, number, step=number)
         store.drop(number)

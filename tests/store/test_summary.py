@@ -70,29 +70,29 @@ def test_pieces_keep_their_digest_while_others_are_added_behind_them(part: HostM
     assert len(pieces_of(more)) == known.rows + 40
 
 
-@pytest.mark.parametrize("what", ["deposit", "step", "fingerprint", "offset", "tensor"])
+@pytest.mark.parametrize("what", ["snapshot", "step", "fingerprint", "offset", "tensor"])
 def test_a_digest_is_of_all_of_it(part: HostManifest, what: str) -> None:
     held = pieces_of(part)
     before = held.digest()
     changed = {
-        "deposit": lambda: ("other", held.step, held.collection, held.fingerprint),
-        "step": lambda: (held.deposit, 3, held.collection, held.fingerprint),
-        "fingerprint": lambda: (held.deposit, held.step, held.collection, held.fingerprint[::-1]),
+        "snapshot": lambda: ("other", held.step, held.collection, held.fingerprint),
+        "step": lambda: (held.snapshot, 3, held.collection, held.fingerprint),
+        "fingerprint": lambda: (held.snapshot, held.step, held.collection, held.fingerprint[::-1]),
         "offset": lambda: (
-            held.deposit, held.step, type(held.collection)(
+            held.snapshot, held.step, type(held.collection)(
                 held.collection.tensors, held.collection.tensor, held.collection.offset + 1,
                 held.collection.shape,
             ), held.fingerprint,
         ),
         "tensor": lambda: (
-            held.deposit, held.step, type(held.collection)(
+            held.snapshot, held.step, type(held.collection)(
                 held.collection.tensors[::-1], held.collection.tensor, held.collection.offset,
                 held.collection.shape,
             ), held.fingerprint,
         ),
     }[what]()  # fmt: skip
-    deposit, step, collection, prints = changed
-    other = type(held)(deposit, step, held.fingerprint_version, collection, prints)
+    snapshot, step, collection, prints = changed
+    other = type(held)(snapshot, step, held.fingerprint_version, collection, prints)
     assert other.digest() != before
 
 

@@ -219,7 +219,7 @@ class Agents:
         """Wait until every one of ``world`` ranks has made its first step. Returns the newest step.
 
         A change that comes before begins the round again from the same state: its first step is
-        made twice, and nothing is deposited.
+        made twice, and nothing is written.
         """
 
         def have_stepped() -> bool:
@@ -277,7 +277,7 @@ class Agents:
 
     def generations(self, host: str) -> list[str]:
         """Return the directories of a host's store that hold state, sorted."""
-        kinds = ("generation-", "deposit-", "dropped-", "fetched-")
+        kinds = ("generation-", "snapshot-", "dropped-", "fetched-")
         folder = self.store / self.job / host
         return sorted(p.name for p in folder.glob("*") if p.name.startswith(kinds))
 

@@ -241,7 +241,8 @@ class Generation:
 
 def _state(part: Part) -> tuple[Any, ...]:
     fields = part.fields
-    return fields["generation"], fields["step"], part.version, fields["about"].get("deposit")
+    word = "snapshot" if fields["version"] > 2 else "deposit"
+    return fields["generation"], fields["step"], part.version, fields["about"].get(word)
 
 
 def unite(objects: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

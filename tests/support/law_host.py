@@ -19,7 +19,7 @@ A = TypeVar("A", bound=Action)
 
 
 class MadeSlot:
-    """Files for a deposit of these ranks: each writes one piece of its own, and ``shared`` ranks
+    """Files for a snapshot of these ranks: each writes one piece of its own, and ``shared`` ranks
     hold each other's."""
 
     def __init__(self, ranks: range, shared: bool = True) -> None:
@@ -111,7 +111,7 @@ class LawHost:
         ]
 
     def train(self, number: int = 1, ranks: int = 2, *, slot: MadeSlot | None = None) -> MadeSlot:
-        """Have a round train, with files for the next deposit."""
+        """Have a round train, with files for the next snapshot."""
         slot = slot or MadeSlot(range(ranks))
         self.begin(number, ranks)
         self.publish(number, ranks)

@@ -33,8 +33,8 @@ class SimulatedHost:
     """Its workers have come to the end of their script."""
     held: int | None = None
     """The proposed stop that waits for the save in flight."""
-    deposited: tuple[int, int] | None = None
-    """Round and step of the stop at which it deposited last."""
+    written: tuple[int, int] | None = None
+    """Round and step of the stop at which it wrote last."""
 
 
 class Known:
@@ -47,7 +47,7 @@ class Known:
         self.commands: dict[str, list[Callable[[], events.Event | None]]] = {}
         self.said: list[actions.Action] = []
         self.numbers = 0
-        self.deposits: dict[str, tuple[int, int, frozenset[int]]] = {}
+        self.snapshots: dict[str, tuple[int, int, frozenset[int]]] = {}
         self.steps: dict[int, int] = {}
         self.known: dict[int, dict[str, frozenset[int]]] = {}
         self.abandoned: set[int] = set()
@@ -65,7 +65,7 @@ class Known:
 
     def covered(self) -> tuple[m.Generation, ...]:
         """Return the generations that are whole by what the coordinator knows, oldest first: a part
-        counts from the moment that its deposit was judged, before its host has renamed it."""
+        counts from the moment that its snapshot was judged, before its host has renamed it."""
         found = [
             m.Generation(number, self.steps[number], frozenset(parts))
             for number, parts in self.known.items()

@@ -59,7 +59,7 @@ class Simulation(Known):
         """The agent dies. Return it with what lies in its store."""
         host = self.hosts.pop(name)
         del self.commands[name]
-        self.deposits.pop(name, None)
+        self.snapshots.pop(name, None)
         self.forget(name)
         self.feed(events.HostLost(name, self.covered(), self.now))
         return host
@@ -69,7 +69,7 @@ class Simulation(Known):
         workers are gone."""
         host = self.hosts[name]
         self.forget(name)
-        self.deposits.pop(name, None)
+        self.snapshots.pop(name, None)
         self.join(name, host.slots, host.parts if is_kept else None)
 
     def tick(self, seconds: float = 10.0) -> None:
@@ -176,22 +176,22 @@ class Simulation(Known):
                 self.tell(hosts, lambda host: self.agree(host, round, stop))
             case actions.Withdraw(hosts):
                 self.tell(hosts, self.withdraw)
-            case actions.Deposit(hosts):
+            case actions.TakeSnapshot(hosts):
                 stop = self.job.stop
-                self.tell(hosts, lambda host: self.deposit(host, round, stop))
+                self.tell(hosts, lambda host: self.write_snapshot(host, round, stop))
             case actions.Lose(hosts):
                 for name in hosts:
                     self.lose(name)
             case actions.Judge(hosts):
                 self.judge(hosts)
-            case actions.JudgeSnapshot(_, deposit):
-                self.judge_snapshot(deposit)
+            case actions.JudgeSnapshot(_, snapshot):
+                self.judge_snapshot(snapshot)
             case actions.Commit(hosts, generation):
                 self.tell(hosts, lambda host: self.commit(host, generation))
             case actions.StopWorkers(hosts):
                 self.tell(hosts, lambda host: self.stop(host, round))
             case actions.Discard():
-                self.deposits.clear()
+                self.snapshots.clear()
             case actions.GoBack(_, source):
                 self.go_back(source)
             case actions.StartRound():
@@ -248,29 +248,29 @@ class Simulation(Known):
         return events.Arrived(host.name, round, host.stop)
 
     def withdraw(self, host: SimulatedHost) -> None:
-        is_deposited = host.stop is not None and host.deposited == (host.round, host.stop)
-        assert not is_deposited, "a stop is taken back at which a host has deposited"
+        is_written = host.stop is not None and host.written == (host.round, host.stop)
+        assert not is_written, "a stop is taken back at which a host has written"
         host.stop, host.stands, host.held = None, False, None
 
-    def deposit(self, host: SimulatedHost, round: int, stop: int) -> events.Event | None:
+    def write_snapshot(self, host: SimulatedHost, round: int, stop: int) -> events.Event | None:
         if host.round != round:
             return None
-        assert host.stands and host.stop == stop, "a deposit before the workers stand at the stop"
+        assert host.stands and host.stop == stop, "a snapshot before the workers stand at the stop"
         others = [self.hosts[name] for name in active(self.job)]
         assert all(h.stands or h.round != round for h in others), "not all have arrived"
         # Without room it waits: what was sealed and judged becomes a generation first.
-        is_judged = host.name in self.deposits and host.name in self.job.uncommitted
+        is_judged = host.name in self.snapshots and host.name in self.job.uncommitted
         if is_judged or len(host.parts) > 1:
-            self.commands[host.name].append(lambda: self.deposit(host, round, stop))
+            self.commands[host.name].append(lambda: self.write_snapshot(host, round, stop))
             return None
         # Its agent ends workers that hang from here on: the host has nothing then.
         pieces = frozenset[int]() if host.is_hung else self.pieces(host.name)
-        self.deposits[host.name] = (round, stop, pieces)
-        host.deposited = round, stop
-        return events.Deposited(host.name, round)
+        self.snapshots[host.name] = (round, stop, pieces)
+        host.written = round, stop
+        return events.SnapshotWritten(host.name, round)
 
     def judge(self, hosts: tuple[str, ...]) -> None:
-        mine = {h: self.deposits[h] for h in hosts if h in self.deposits}
+        mine = {h: self.snapshots[h] for h in hosts if h in self.snapshots}
         mine = {h: d for h, d in mine.items() if d[:2] == (self.job.round, self.job.stop) and d[2]}
         is_covered = {p for _, _, pieces in mine.values() for p in pieces} == set(PIECES)
         if is_covered:
@@ -280,12 +280,12 @@ class Simulation(Known):
         self.feed(events.Judged(is_covered, self.job.stop, self.numbers, frozenset(mine)))
 
     def commit(self, host: SimulatedHost, generation: int) -> events.Event:
-        deposit = self.deposits.get(host.name)
-        if deposit is None or not deposit[2] or deposit[1] != self.steps[generation]:
+        snapshot = self.snapshots.get(host.name)
+        if snapshot is None or not snapshot[2] or snapshot[1] != self.steps[generation]:
             return events.WorkersFailed(host.name, host.round or 0, "nothing to commit")
-        del self.deposits[host.name]
+        del self.snapshots[host.name]
         assert len(host.parts) < 2, "more than two generations on a host"
-        host.parts[generation] = deposit[2]
+        host.parts[generation] = snapshot[2]
         return events.Committed(host.name, generation)
 
     def stop(self, host: SimulatedHost, round: int) -> events.Event:
@@ -299,7 +299,7 @@ class Simulation(Known):
             assert not self.covered(), "a state is there and is not used"
         else:
             assert action.generation == self.covered()[-1].number, "not the newest whole state"
-        assert not self.deposits, "what was sealed is not given up"
+        assert not self.snapshots, "what was sealed is not given up"
         self.is_saving = False  # it has ended with the workers
         self.begun = action
         active, round = action.assignment.active, action.round
@@ -399,18 +399,18 @@ class Simulation(Known):
     def seal(self, host: SimulatedHost, round: int, step: int) -> events.Event | None:
         if host.round != round or len(host.parts) > 1:
             return None
-        self.deposits[host.name] = (round, step, self.pieces(host.name))
+        self.snapshots[host.name] = (round, step, self.pieces(host.name))
         return events.Sealed(host.name, round, "snapshot", f"run-{round}-{step}")
 
-    def judge_snapshot(self, deposit: str) -> None:
-        step = int(deposit.rpartition("-")[2])
-        mine = {h: d[2] for h, d in self.deposits.items() if d[:2] == (self.job.round, step)}
+    def judge_snapshot(self, snapshot: str) -> None:
+        step = int(snapshot.rpartition("-")[2])
+        mine = {h: d[2] for h, d in self.snapshots.items() if d[:2] == (self.job.round, step)}
         assert active(self.job) <= mine.keys(), "not all have sealed"
         if {p for pieces in mine.values() for p in pieces} == set(PIECES):
             self.numbers += 1
             self.steps[self.numbers] = step
             self.known[self.numbers] = mine
-            self.feed(events.Snapshotted(tuple(sorted(mine)), step, self.numbers))
+            self.feed(events.SnapshotJudged(tuple(sorted(mine)), step, self.numbers))
 
 
 def job(**settings: Any) -> m.Job:

@@ -13,14 +13,14 @@ from scalai.core.committed import Committed
 from scalai.core.dtypes import BITS, ITEM_BYTES, Bits
 from scalai.core.fingerprint import piece_fingerprint, tensor_fingerprints
 from scalai.core.region import Box, flat_range, whole
-from scalai.core.worker_messages import RankDeposit, WriteOrder
+from scalai.core.worker_messages import RankSnapshot, WriteOrder
 from scalai.store.files import slices
 from scalai.store.host import HostStore
 
 Held = Mapping[str, Mapping[int, Collection]]
 
 STEP, NUMBER = 7, 2
-DEPOSIT = "0a1b2c3d-1-7"
+SNAPSHOT = "0a1b2c3d-1-7"
 WEIGHT, MASTER = Tensor("param/w", (6, 8), "BF16"), Tensor("main/w", (6, 8), "F32")
 COUNT = Tensor("step/w", (), "F32")
 NOTHING = Tensor("param/nothing", (0, 4), "BF16")
@@ -87,16 +87,16 @@ def about() -> dict[str, Any]:
     """Return what an agent says of the state."""
     degrees = {"tp": 2, "pp": 1, "dp": 2, "vpp": 1, "cp": 1, "ep": 1}
     return {
-        "deposit": DEPOSIT, "consumed_samples": 12 * STEP, "degrees": degrees, "world_size": 4,
+        "snapshot": SNAPSHOT, "consumed_samples": 12 * STEP, "degrees": degrees, "world_size": 4,
         "tensors": len(TENSORS), "hosts": ["a", "b"], "facts": {"padded_vocab_size": 128},
         "time": 1.5,
     }  # fmt: skip
 
 
-def report(rank: int, prints: tuple[int, ...]) -> RankDeposit:
-    """Return what a rank tells of its deposit; a best loss that is none yet is infinite."""
+def report(rank: int, prints: tuple[int, ...]) -> RankSnapshot:
+    """Return what a rank tells of its snapshot; a best loss that is none yet is infinite."""
     scalars = {"lr": 1e-05, "best": float("inf"), "user": {"ü": rank // 4}, f"of{rank}": [2**60]}
-    return RankDeposit(prints, f"tp{rank % 2}-dp{rank // 2}", scalars, {"seed": rank})
+    return RankSnapshot(prints, f"tp{rank % 2}-dp{rank // 2}", scalars, {"seed": rank})
 
 
 def stores_of(root: Path) -> dict[str, HostStore]:

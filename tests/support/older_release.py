@@ -18,7 +18,7 @@ from scalai.store.rows import StoredRows
 
 def saved_by_an_older_release(directories: Sequence[Path]) -> None:
     """Make all parts of a generation, one directory a host, what a release with fingerprints of
-    version 1 would have written. Their pieces are as they were deposited."""
+    version 1 would have written. Their pieces are as they were written."""
     parts = [read_manifest(directory) for directory in directories]
     prints = []
     for directory, part in zip(directories, parts, strict=True):

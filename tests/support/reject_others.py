@@ -59,7 +59,7 @@ def add_a_part(**entries: Any) -> Any:
 def add_a_foreign_part(directory: Path) -> None:
     add_a_part()(directory)
     path = "generation-1/other"
-    change(lambda data: data["about"].update(deposit="run-7"), path=path)(directory)
+    change(lambda data: data["about"].update(snapshot="run-7"), path=path)(directory)
 
 
 def drop_a_row(directory: Path) -> None:

@@ -21,20 +21,20 @@ from scalai.core.messages import JsonText, Named
 from scalai.core.region import whole
 from scalai.core.reports import Report
 from scalai.core.worker_messages import (
-    BeginDeposit,
+    BeginSnapshot,
     Hello,
     Publish,
-    RankDeposited,
     RankFinished,
     RankRestored,
     RankStepped,
+    RankWritten,
     Source,
     Stand,
 )
 from scalai.launch.agent.loop import Agent, Loop
 from scalai.launch.coordinator.calls import Farewell, Join, Poll, StoreIdentity, Tell
 from scalai.store.manifest import HostManifest, StoredFile
-from scalai.store.summary import deposit_name, pieces_of, summary_bytes
+from scalai.store.summary import pieces_of, snapshot_name, summary_bytes
 from support.simulated_workers import TENSORS, Clock, EverySlot, Group, Worker, print_of
 from support.wire import travelled
 
@@ -228,10 +228,10 @@ class SimulatedHands:
             case "stepped":
                 return RankStepped(rank, number, worker.step, None)
             case "start" | "stop" | "snapshot":
-                return BeginDeposit(rank, number, worker.doing, worker.step)
+                return BeginSnapshot(rank, number, worker.doing, worker.step)
             case "write":
                 made = tuple(print_of(tensor, worker.step) for tensor in held.tensors)
-                return RankDeposited(rank, number, made, f"r{rank}", none, none, 1, {})
+                return RankWritten(rank, number, made, f"r{rank}", none, none, 1, {})
             case "stand":
                 return Stand(rank, number, worker.step, self._host.world.save_of(number) or 0)
             case "finish":
@@ -304,7 +304,7 @@ class SimulatedHost:
         tensors = {t.name: t for rank in written for t in action.slot.held[rank].tensors}
         about = {**action.about, "time": self.clock_s}
         made = self.manifest(action.step, tensors.values(), about, tuple(sorted(action.parts)))
-        self.sealed[deposit_name(made)] = made
+        self.sealed[snapshot_name(made)] = made
         return events.Sealed(action.round, action.slot, summary_bytes(made))
 
     def fetch(self, start: commands.Start, wants: Any) -> Event:
@@ -339,13 +339,13 @@ class SimulatedHost:
 
     def commit(self, action: actions.TryCommit) -> Iterable[Event]:
         number, there = action.generation, self.store.get(action.generation)
-        if there is not None and deposit_name(there) == action.deposit:
+        if there is not None and snapshot_name(there) == action.snapshot:
             return [events.CommitDone(number)]
-        if action.deposit not in self.sealed:
+        if action.snapshot not in self.sealed:
             return () if action.is_again else [events.NothingToCommit(number, "sealed")]
         if self.is_full:
             return [events.CommitWaits(number)]
-        made = self.sealed.pop(action.deposit)
+        made = self.sealed.pop(action.snapshot)
         self.store[number] = replace(made, generation=number, committed=action.committed)
         return [events.CommitDone(number)]
 

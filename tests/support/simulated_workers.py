@@ -78,7 +78,7 @@ class NoStores:
 
 
 class EverySlot:
-    """Files for a deposit: each rank writes what it holds."""
+    """Files for a snapshot: each rank writes what it holds."""
 
     def __init__(self, held: dict[int, Collection]) -> None:
         self.held = held

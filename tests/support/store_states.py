@@ -9,11 +9,11 @@ from scalai.core.collection import Collection, Tensor
 from scalai.core.dtypes import BITS, ITEM_BYTES
 from scalai.core.fingerprint import piece_fingerprint
 from scalai.core.region import Box, whole
-from scalai.core.worker_messages import RankDeposit, WriteOrder
-from scalai.store.deposit import Deposit
+from scalai.core.worker_messages import RankSnapshot, WriteOrder
 from scalai.store.files import slices
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
+from scalai.store.snapshot import Snapshot
 from support.wire import travelled
 
 Opener = Callable[..., HostStore]
@@ -57,15 +57,15 @@ def write(order: WriteOrder, held: Collection, salt: int = 0) -> tuple[int, ...]
     return tuple(fingerprints)
 
 
-def report(rank: int, fingerprints: tuple[int, ...]) -> RankDeposit:
+def report(rank: int, fingerprints: tuple[int, ...]) -> RankSnapshot:
     """Return a rank's report, as it comes through a process border."""
-    part = RankDeposit(fingerprints, f"tp{rank}", {"lr": 0.5, "of": {f"r{rank}": rank}}, [rank])
+    part = RankSnapshot(fingerprints, f"tp{rank}", {"lr": 0.5, "of": {f"r{rank}": rank}}, [rank])
     return travelled(part)
 
 
-def deposit(
+def snapshot(
     store: HostStore, step: int, held: Mapping[int, Collection] | None = None
-) -> tuple[Deposit, HostManifest]:
+) -> tuple[Snapshot, HostManifest]:
     """Reserve, write and seal a state; its salt is the step."""
     held = two_ranks() if held is None else held
     slot = store.reserve(held)
@@ -81,8 +81,8 @@ def deposit(
 def generation(
     store: HostStore, number: int, step: int, held: Mapping[int, Collection] | None = None
 ) -> HostManifest:
-    """Deposit a state and commit it."""
-    slot, _ = deposit(store, step, held)
+    """Snapshot a state and commit it."""
+    slot, _ = snapshot(store, step, held)
     return store.commit(slot, number)
 
 

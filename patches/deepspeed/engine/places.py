@@ -1,4 +1,4 @@
-"""Where the memory of the state lies: a deposit reads it there, so it has to stay."""
+"""Where the memory of the state lies: a snapshot reads it there, so it has to stay."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,7 +26,7 @@ def refuse_moved(engine: Any, before: Mapping[str, int]) -> None:
     if moved:
         raise RefusedError(
             f"the memory of {', '.join(moved[:3])}{' and others' * (len(moved) > 3)} was replaced "
-            "since the job was attached, so what was deposited is old. Change buffers in place "
+            "since the job was attached, so what was written is old. Change buffers in place "
             "and load checkpoints before attach()."
         )
 

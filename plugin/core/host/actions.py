@@ -11,7 +11,7 @@ from scalai.core.committed import Committed
 from scalai.core.host.state import Call, Slot, Want
 from scalai.core.jsonable import Json
 from scalai.core.reports import Report
-from scalai.core.worker_messages import Imports, RankDeposit, WriteOrder
+from scalai.core.worker_messages import Imports, RankSnapshot, WriteOrder
 
 
 class Level(Enum):
@@ -150,7 +150,7 @@ class WarmUp:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reserve:
-    """Make the files of the next deposit: ``Reserved`` or ``NoRoom``."""
+    """Make the files of the next snapshot: ``Reserved`` or ``NoRoom``."""
 
     round: int
     held: Mapping[int, Collection]
@@ -170,13 +170,13 @@ class Discard:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Seal:
-    """Seal a deposit: ``Sealed``, or ``WorkFailed`` and its room is given back."""
+    """Seal a snapshot: ``Sealed``, or ``WorkFailed`` and its room is given back."""
 
     round: int
     slot: Slot
     step: int
     about: Mapping[str, Json]
-    parts: Mapping[int, RankDeposit]
+    parts: Mapping[int, RankSnapshot]
     taken_over: Sequence[tuple[WriteOrder, Sequence[int]]]
 
 
@@ -191,25 +191,25 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Prove:
-    """What was fetched of a generation is proven: it is as good as what was deposited."""
+    """What was fetched of a generation is proven: it is as good as what was written."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class TryCommit:
-    """Make the sealed ``deposit`` a generation: ``CommitDone``, ``CommitWaits`` or
+    """Make the sealed ``snapshot`` a generation: ``CommitDone``, ``CommitWaits`` or
     ``NothingToCommit``."""
 
     generation: int
-    deposit: str
+    snapshot: str
     committed: Committed | None
     is_again: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DiscardSealed:
-    """Give up what is sealed, but for these deposits."""
+    """Give up what is sealed, but for these snapshots."""
 
     kept: frozenset[str]
 

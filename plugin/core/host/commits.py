@@ -3,16 +3,16 @@ tried again."""
 
 from scalai.core import commands
 from scalai.core import events as job_events
-from scalai.core.host import actions, deposits
+from scalai.core.host import actions, snapshots
 from scalai.core.host.step import Step
 
 
 def commit(step: Step, command: commands.Commit) -> None:
-    """Make the sealed deposit of this name the generation of this number, and report it."""
-    late = {**step.state.late, command.generation: (command.deposit, command.committed)}
+    """Make the sealed snapshot of this name the generation of this number, and report it."""
+    late = {**step.state.late, command.generation: (command.snapshot, command.committed)}
     step.change(late=late)
     step.do(
-        actions.TryCommit(command.generation, command.deposit, command.committed, is_again=False)
+        actions.TryCommit(command.generation, command.snapshot, command.committed, is_again=False)
     )
 
 
@@ -21,30 +21,30 @@ def done(step: Step, generation: int) -> None:
     late = {number: each for number, each in step.state.late.items() if number != generation}
     step.change(late=late, generations=step.state.generations | {generation})
     step.tell(job_events.Committed(step.state.host, generation))
-    deposits.reserve(step)
+    snapshots.reserve(step)
 
 
 def waits(step: Step, generation: int) -> None:
     """There was no room: what is sealed stays, and is tried again."""
-    deposits.reserve(step)
+    snapshots.reserve(step)
 
 
 def nothing(step: Step, generation: int, found: str) -> None:
-    """The deposit is not here."""
+    """The snapshot is not here."""
     if generation not in step.state.late:
         return
-    deposit, _ = step.state.late[generation]
+    snapshot, _ = step.state.late[generation]
     late = {number: each for number, each in step.state.late.items() if number != generation}
     step.change(late=late)
     step.fail(
-        f"generation {generation} cannot be committed here: deposit {deposit!r} is not {found}"
+        f"generation {generation} cannot be committed here: snapshot {snapshot!r} is not {found}"
     )
 
 
 def retry(step: Step) -> None:
     """Commit what there was no room for, where there is some now."""
-    for generation, (deposit, committed) in step.state.late.items():
-        step.do(actions.TryCommit(generation, deposit, committed, is_again=True))
+    for generation, (snapshot, committed) in step.state.late.items():
+        step.do(actions.TryCommit(generation, snapshot, committed, is_again=True))
 
 
 def forget(step: Step) -> None:
@@ -56,10 +56,10 @@ def forget(step: Step) -> None:
 def discard(step: Step) -> None:
     """Give up what was sealed and not committed, but for what has a number: the job goes on without
     it."""
-    step.do(actions.DiscardSealed(frozenset(deposit for deposit, _ in step.state.late.values())))
+    step.do(actions.DiscardSealed(frozenset(snapshot for snapshot, _ in step.state.late.values())))
 
 
 def holds(step: Step, generations: frozenset[int]) -> None:
     """The store holds others than before: there may be room."""
     step.change(generations=generations)
-    deposits.reserve(step)
+    snapshots.reserve(step)

@@ -114,7 +114,7 @@ class Agreed:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reserved:
-    """There are files for the next deposit of a round (``Reserve``)."""
+    """There are files for the next snapshot of a round (``Reserve``)."""
 
     round: int
     slot: Slot
@@ -122,7 +122,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """There is no room for the next deposit of a round."""
+    """There is no room for the next snapshot of a round."""
 
     round: int
     reason: str
@@ -130,7 +130,7 @@ class NoRoom:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sealed:
-    """A deposit is sealed (``Seal``): its manifest, as bytes."""
+    """A snapshot is sealed (``Seal``): its manifest, as bytes."""
 
     round: int
     slot: Slot
@@ -178,7 +178,7 @@ class WorkFailed:
 
 @dataclass(frozen=True, slots=True)
 class CommitDone:
-    """A sealed deposit has its number (``TryCommit``)."""
+    """A sealed snapshot has its number (``TryCommit``)."""
 
     generation: int
 
@@ -192,7 +192,7 @@ class CommitWaits:
 
 @dataclass(frozen=True, slots=True)
 class NothingToCommit:
-    """The deposit that is to be a generation is not sealed here; ``found`` says what is."""
+    """The snapshot that is to be a generation is not sealed here; ``found`` says what is."""
 
     generation: int
     found: str

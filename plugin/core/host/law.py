@@ -8,21 +8,21 @@ keeps one promise: what was sealed stays until the coordinator has said what bec
 whoever waits for an answer gets one, or an error once its round has ended."""
 
 from scalai.core import commands, reports
-from scalai.core.host import actions, commits, deposits, events, rounds, stops
+from scalai.core.host import actions, commits, events, rounds, snapshots, stops
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.state import Call, HostState
 from scalai.core.host.step import Step
 from scalai.core.worker_messages import (
     AwaitSlot,
-    BeginDeposit,
+    BeginSnapshot,
     Hello,
     Publish,
-    RankDeposited,
     RankFinished,
     RankRefused,
     RankRestored,
     RankStepped,
     RankUnhooked,
+    RankWritten,
     Stand,
     WorkerRequest,
 )
@@ -32,7 +32,7 @@ OF_THE_PRESENT_ROUND = (
     commands.Proceed,
     commands.Prepare,
     commands.Agree,
-    commands.Deposit,
+    commands.TakeSnapshot,
     commands.Withdraw,
 )
 """Commands to the workers of a round: where other ones are there, they come too late."""
@@ -71,11 +71,11 @@ def _on(step: Step, event: events.Event) -> None:
         case events.Agreed(number, stop):
             stops.agreed(step, number, stop)
         case events.Reserved(number, slot):
-            deposits.reserved(step, number, slot)
+            snapshots.reserved(step, number, slot)
         case events.NoRoom(number, reason):
-            deposits.no_room(step, number, reason)
+            snapshots.no_room(step, number, reason)
         case events.Sealed(number, slot, manifest):
-            deposits.sealed(step, number, slot, manifest)
+            snapshots.sealed(step, number, slot, manifest)
         case events.Fetched():
             rounds.fetched(step, event)
         case events.NotProven(number, reason):
@@ -129,7 +129,7 @@ def _ticked(step: Step, at: float, seen: events.Seen | None) -> None:
     if _is_leaving_too_long(step, seen):
         return
     commits.retry(step)
-    deposits.retry(step)
+    snapshots.retry(step)
     stops.watch(step, seen)
     rounds.poll(step)
 
@@ -175,12 +175,12 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             stops.prepare(step, stop, seen)
         case commands.Agree(_, stop):
             stops.agree(step, stop)
-        case commands.Deposit():
-            stops.deposit(step)
+        case commands.TakeSnapshot():
+            stops.take_snapshot(step)
         case commands.Withdraw():
             stops.withdraw(step)
-        case commands.Stop(number, has_deposited):
-            rounds.stop(step, number, has_deposited=has_deposited)
+        case commands.Stop(number, has_written):
+            rounds.stop(step, number, has_written=has_written)
         case commands.Commit():
             commits.commit(step, command)
         case commands.Discard():
@@ -253,13 +253,13 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
         case Publish():
             rounds.publish(step, call, request)
         case AwaitSlot():
-            deposits.await_slot(step, call, request)
-        case BeginDeposit():
-            deposits.begin(step, call, request)
+            snapshots.await_slot(step, call, request)
+        case BeginSnapshot():
+            snapshots.begin(step, call, request)
         case Stand():
             stops.stand(step, call, request)
-        case RankDeposited():
-            deposits.deposited(step, call, request)
+        case RankWritten():
+            snapshots.written(step, call, request)
         case RankRestored():
             rounds.restored(step, call, request)
         case RankStepped():

@@ -8,7 +8,7 @@ from scalai.core import events as job_events
 from scalai.core.collection import concatenate
 from scalai.core.errors import ProofError
 from scalai.core.fingerprint import distinct_pieces
-from scalai.core.host import actions, deposits
+from scalai.core.host import actions, snapshots
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Fetched, GroupOver
 from scalai.core.host.state import Call, Published, Round, Want
@@ -80,14 +80,14 @@ def give_up(step: Step, number: int | None = None) -> None:
     step.change(ahead=None)
 
 
-def stop(step: Step, number: int, *, has_deposited: bool) -> None:
+def stop(step: Step, number: int, *, has_written: bool) -> None:
     """End the workers: after a drain they leave by themselves, and may say goodbye to their log
     writers."""
     current = step.round
     if current is None or current.number != number:
         step.tell(job_events.Stopped(step.state.host, number, 0))
         return
-    grace_s = step.state.settings.exit_grace_s if has_deposited else 0.0
+    grace_s = step.state.settings.exit_grace_s if has_written else 0.0
     end(step, grace_s)
 
 
@@ -108,7 +108,7 @@ def group_ended(step: Step, number: int, newest: int) -> None:
         return  # it was built ahead, and nobody waits for it
     _dismiss(step, ended)
     step.change(round=None)
-    deposits.give_back(step, ended)
+    snapshots.give_back(step, ended)
     if step.state.is_rejoining:
         step.change(is_rejoining=False)
         step.do(actions.Rejoin())
@@ -204,7 +204,7 @@ def _begin_restore(step: Step) -> None:
         return
     for entry in current.published.values():
         step.answer(entry.call)
-    deposits.reserve(step)
+    snapshots.reserve(step)
 
 
 def fetched(step: Step, found: Fetched) -> None:
@@ -228,7 +228,7 @@ def restored(step: Step, call: Call, told: RankRestored) -> None:
     current = step.present()
     if told.rank == current.ranks.start:
         step.log(Level.INFO, f"round={current.number} {told.note}")
-    seconds = deposits.longest(current.seconds, told.seconds)
+    seconds = snapshots.longest(current.seconds, told.seconds)
     current = step.change_round(
         restored={**current.restored, told.rank: (told, call)}, seconds=seconds
     )
@@ -257,12 +257,12 @@ def restored(step: Step, call: Call, told: RankRestored) -> None:
 def expect(step: Step, tensors: int) -> None:
     """All workers of the job have published."""
     step.change_round(tensors=tensors)
-    deposits.give_orders(step)
+    snapshots.give_orders(step)
 
 
 def proceed(step: Step) -> None:
     """The whole job's state is proven: the workers may train, and what was fetched is as good as
-    what was deposited."""
+    what was written."""
     current = step.present()
     generation = current.workers.generation
     assert generation is not None, "what was proven is of a generation"
@@ -281,7 +281,7 @@ def stepped(step: Step, told: RankStepped) -> None:
     current = step.change_round(stepped=current.stepped | {told.rank})
     if current.is_complete(current.stepped):
         step.tell(job_events.Stepped(step.state.host, current.number))
-        deposits.reserve(step)
+        snapshots.reserve(step)
 
 
 def finished(step: Step, number: int, rank: int, last: int) -> None:

@@ -12,14 +12,20 @@ from scalai.core.collection import Collection
 from scalai.core.commands import Build, Start, Workers
 from scalai.core.committed import Committed
 from scalai.core.jsonable import Json
-from scalai.core.worker_messages import BeginDeposit, RankDeposit, RankRestored, Samples, WriteOrder
+from scalai.core.worker_messages import (
+    BeginSnapshot,
+    RankRestored,
+    RankSnapshot,
+    Samples,
+    WriteOrder,
+)
 
 Call = int
 """A worker's call that waits for its answer."""
 
 
 class Slot(Protocol):
-    """Files that wait for a deposit, and who writes what into them (``store.deposit.Deposit``)."""
+    """Files that wait for a snapshot, and who writes what into them (``store.snapshot``)."""
 
     @property
     def orders(self) -> Mapping[int, WriteOrder]:
@@ -53,8 +59,8 @@ class Published:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Deposit:
-    """A deposit whose workers are writing.
+class Snapshot:
+    """A snapshot whose workers are writing.
 
     ``waiting`` are calls of ranks that have no order yet, ``ordered`` ranks that have had one.
     ``done`` are ranks that have written at a stop: kept, because a replica of theirs may die.
@@ -66,7 +72,7 @@ class Deposit:
     step: int
     waiting: Mapping[int, Call] = field(default_factory=dict)
     ordered: frozenset[int] = frozenset()
-    parts: Mapping[int, RankDeposit] = field(default_factory=dict)
+    parts: Mapping[int, RankSnapshot] = field(default_factory=dict)
     done: Mapping[int, Call] = field(default_factory=dict)
     taken_over: tuple[tuple[WriteOrder, Sequence[int]], ...] = ()
     replaced: frozenset[int] = frozenset()
@@ -97,16 +103,16 @@ class Round:
         calls: Calls of its workers that wait for an answer.
         lost: Ranks whose connection has ended.
         tensors: Tensors of the whole job, once every host has published.
-        reserve_at: When room for the next deposit is tried for again, in seconds of the law's
+        reserve_at: When room for the next snapshot is tried for again, in seconds of the law's
             clock; 0: there was some.
-        postponed: Ranks that begin a deposit while others still write the one before.
-        slot_waiters: Ranks that want to map the next deposit's files ahead of time.
+        postponed: Ranks that begin a snapshot while others still write the one before.
+        slot_waiters: Ranks that want to map the next snapshot's files ahead of time.
         stop: The step at which all have agreed to stop.
         has_arrived: Whether it was reported that every living worker stands at the stop.
-        may_deposit: Whether the workers of every host do: they write and leave.
+        may_write: Whether the workers of every host do: they write and leave.
         was_put_off: Whether workers have come to a stop with a save in flight: at the next one they
             wait for it.
-        has_sealed: Whether the deposit of the stop was reported.
+        has_sealed: Whether the snapshot of the stop was reported.
         unwritten: Ranks that had an order when last looked at, and had not written.
         give_up_at: When ranks that may write and do not count as hung.
         is_unhooked: Whether a worker trains that nothing connects to the job.
@@ -127,15 +133,15 @@ class Round:
     is_reserving: bool = False
     reserve_at: float = 0.0
     reserve_wait_s: float = 0.0
-    deposit: Deposit | None = None
-    postponed: tuple[tuple[Call, BeginDeposit], ...] = ()
+    snapshot: Snapshot | None = None
+    postponed: tuple[tuple[Call, BeginSnapshot], ...] = ()
     slot_waiters: tuple[tuple[int, Call], ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     bytes_local: int = 0
     bytes_remote: int = 0
     stop: int | None = None
     has_arrived: bool = False
-    may_deposit: bool = False
+    may_write: bool = False
     was_put_off: bool = False
     has_sealed: bool = False
     unwritten: frozenset[int] = frozenset()
@@ -175,7 +181,7 @@ class Round:
         return set(ranks) >= set(self.ranks)
 
     def held(self) -> dict[int, Collection]:
-        """Return what each worker holds at a deposit."""
+        """Return what each worker holds at a snapshot."""
         return {rank: entry.held for rank, entry in self.published.items()}
 
 
@@ -197,7 +203,7 @@ class HeldStop:
 class Settings:
     """What does not change while the agent lives. ``drain_timeout_s`` is how long workers may take
     to write once they may, and the host to leave; ``exit_grace_s`` how long workers that have
-    deposited may take to leave by themselves."""
+    written may take to leave by themselves."""
 
     host: str
     is_elastic: bool
@@ -216,7 +222,7 @@ class HostState:
         round, ahead: The present round, and one that was built beside it.
         held: A proposed stop that waits for a save.
         standing: Calls of workers that stand at an agreed stop with a save in flight.
-        late: Deposits and statements by generation that have a number and are not committed.
+        late: Snapshots and statements by generation that have a number and are not committed.
         expelled: Rounds that ended because the job went on without this host: what they seal may
             be brought when it joins again.
         save_looks: How often the workers had looked for a save when a leaving host last asked.

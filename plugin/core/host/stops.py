@@ -4,7 +4,7 @@ up nobody."""
 from dataclasses import replace
 
 from scalai.core import events as job_events
-from scalai.core.host import actions, deposits
+from scalai.core.host import actions, snapshots
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Seen
 from scalai.core.host.state import Call, HeldStop, Round
@@ -87,7 +87,7 @@ def withdraw(step: Step) -> None:
     # First, so that nobody whom an answer sends on comes to it again.
     step.do(actions.WantStop(current.number, 0), actions.WithdrawStop(current.number))
     step.change_round(stop=None, has_arrived=False)
-    deposits.withdraw(step)
+    snapshots.withdraw(step)
     standing = step.state.standing
     step.change(standing=())
     for call in standing:
@@ -107,13 +107,13 @@ def agreed(step: Step, number: int, stop: int) -> None:
         step.change_round(stop=stop)
 
 
-def deposit(step: Step) -> None:
+def take_snapshot(step: Step) -> None:
     """The workers of every host stand at the stop: those of this one write and leave."""
     if step.round is None or step.round.stop is None:
         return
-    step.change_round(may_deposit=True)
-    deposits.give_orders(step)
-    deposits.seal_if_complete(step)
+    step.change_round(may_write=True)
+    snapshots.give_orders(step)
+    snapshots.seal_if_complete(step)
 
 
 def watch(step: Step, seen: Seen | None) -> None:
@@ -129,7 +129,7 @@ def watch(step: Step, seen: Seen | None) -> None:
     current = step.present()
     if not current.is_draining:
         return
-    if not current.may_deposit:
+    if not current.may_write:
         _look_for_ends(step, current, seen)
     elif not current.has_sealed:
         _give_up_who_hangs(step, current, seen)
@@ -142,13 +142,13 @@ def worker_gone(step: Step, number: int, rank: int, seen: Seen | None) -> None:
         return
     if rank not in current.ranks:
         return
-    is_done = current.deposit is not None and rank in current.deposit.parts
-    if current.is_draining and not current.may_deposit:
+    is_done = current.snapshot is not None and rank in current.snapshot.parts
+    if current.is_draining and not current.may_write:
         if seen is None or rank not in seen.reached:
             return  # how it ends tells whether it is a failure: see watch
         step.log(Level.ERROR, f"event=worker_lost rank={rank} at the stop")
     elif current.is_draining and not is_done and rank not in current.finished:
-        step.log(Level.ERROR, f"event=worker_lost rank={rank} while it deposits")
+        step.log(Level.ERROR, f"event=worker_lost rank={rank} while it snapshots")
     step.change_round(lost=current.lost | {rank})
     if current.is_draining:
         _go_on(step)
@@ -156,9 +156,9 @@ def worker_gone(step: Step, number: int, rank: int, seen: Seen | None) -> None:
 
 def _go_on(step: Step) -> None:
     """Do without workers that are lost."""
-    deposits.tell_arrived(step)
-    deposits.give_orders(step)
-    deposits.seal_if_complete(step)
+    snapshots.tell_arrived(step)
+    snapshots.give_orders(step)
+    snapshots.seal_if_complete(step)
 
 
 def _look_for_ends(step: Step, current: Round, seen: Seen) -> None:
@@ -178,7 +178,7 @@ def _look_for_ends(step: Step, current: Round, seen: Seen) -> None:
 def _give_up_who_hangs(step: Step, current: Round, seen: Seen) -> None:
     """End workers that have an order and do not write; the clock begins anew whenever one does."""
     patience_s = step.state.settings.drain_timeout_s
-    hung = (current.deposit.unwritten if current.deposit else frozenset()) - current.lost
+    hung = (current.snapshot.unwritten if current.snapshot else frozenset()) - current.lost
     if not hung or hung != current.unwritten:
         give_up_at = step.now + patience_s if hung else None
         step.change_round(unwritten=hung, give_up_at=give_up_at)
@@ -186,7 +186,7 @@ def _give_up_who_hangs(step: Step, current: Round, seen: Seen) -> None:
     if current.give_up_at is None or step.now < current.give_up_at:
         return
     step.log(
-        Level.ERROR, f"event=gave_up ranks={sorted(hung)} hang in their deposit: they are ended"
+        Level.ERROR, f"event=gave_up ranks={sorted(hung)} hang in their snapshot: they are ended"
     )
     # What a worker has forked may hold its connection when it is dead.
     dead = hung & seen.ended.keys()

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from scalai.core.errors import ScalaiError
-from scalai.core.host import deposits
+from scalai.core.host import snapshots
 from scalai.core.host.step import Step
 from scalai.core.membership import Phase
 from scalai.launch.coordinator.admission import Admission
@@ -53,7 +53,7 @@ def test_a_job_begins_trains_changes_and_ends_a_hosts_part(tmp_path: Path) -> No
     world.add("c")
     world.go_on(120.0)
     assert world.is_training() and len(world.live.state.current.active) == 3, world.log
-    assert world.started[-1][1] is not None, "from what was deposited"
+    assert world.started[-1][1] is not None, "from what was written"
     world.leave("a")
     world.go_on(120.0)
     assert world.is_training() and world.hosts["a"].agent.exit == 0, world.log
@@ -97,7 +97,7 @@ def test_a_proof_that_fails_once_costs_no_restart(tmp_path: Path) -> None:
     world.hosts["a"].is_spoilt = True
     world.scale(2)
     world.go_on(120.0)
-    assert said(world, "the restored state is not the deposited one"), world.log
+    assert said(world, "the restored state is not the written one"), world.log
     assert world.is_training() and world.live.state.failures_left == left, world.log
     assert world.started[-1][1] == world.started[-2][1] is not None
 
@@ -291,13 +291,13 @@ def overlook_parts(self: Admission, peer: Any, join: Join, read: Any, spec: Any,
 
 def forget_who_waits(step: Step) -> None:
     """As it was: who stands at a stop that is taken back stands there for ever."""
-    step.change_round(deposit=None)
+    step.change_round(snapshot=None)
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "commands are stolen by an agent that was replaced": (Members, "find", find_any_agent),
     "a job begins at step 0 though its state is there": (Admission, "join", overlook_parts),
-    "a training hangs at a stop that was taken back": (deposits, "withdraw", forget_who_waits),
+    "a training hangs at a stop that was taken back": (snapshots, "withdraw", forget_who_waits),
 }
 
 

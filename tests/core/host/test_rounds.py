@@ -28,7 +28,7 @@ from scalai.core.host.events import (
 from scalai.core.host.rounds import ENDED
 from scalai.core.host.state import Slot
 from scalai.core.worker_messages import (
-    BeginDeposit,
+    BeginSnapshot,
     Hello,
     RankFinished,
     RankRefused,
@@ -190,7 +190,7 @@ def test_calls_of_workers_that_are_not_there_are_refused() -> None:
     host.train()
     host.obey(commands.Build(workers(2, 0, 2)))
     for request in (
-        Hello(0, 7), Hello(9, 1), RankFinished(0, 7, 3), BeginDeposit(0, 2, "stop", 4),
+        Hello(0, 7), Hello(9, 1), RankFinished(0, 7, 3), BeginSnapshot(0, 2, "stop", 4),
     ):  # fmt: skip
         call = host.ask(request)
         assert host.refused()[call] == ENDED
@@ -276,7 +276,7 @@ def test_nothing_to_commit_fails_the_round() -> None:
     host.train()
     host.obey(commands.Commit(4, "another", None, {}))
     host.feed(NothingToCommit(4, "sealed in /s, but ['r-1-7']"))
-    assert "deposit 'another' is not sealed in /s" in str(host.reports()[-1])
+    assert "snapshot 'another' is not sealed in /s" in str(host.reports()[-1])
     assert not host.state.late
 
 
@@ -347,7 +347,7 @@ def test_an_agent_that_exits_does_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("grace", [True, False])
-def test_workers_that_have_deposited_may_leave_by_themselves(grace: bool) -> None:
+def test_workers_that_have_written_may_leave_by_themselves(grace: bool) -> None:
     host = LawHost()
     host.train()
     host.obey(commands.Stop(1, grace))

@@ -8,7 +8,7 @@ from scalai.core.host import actions, stops
 from scalai.core.host.events import Agreed, GroupOver, GroupStarted, Proposed, Seen, WorkerGone
 from scalai.core.messages import JsonText
 from scalai.core.reports import Failed
-from scalai.core.worker_messages import BeginDeposit, RankDeposited, Stand, WorkerRequest
+from scalai.core.worker_messages import BeginSnapshot, RankWritten, Stand, WorkerRequest
 from support.law_host import LawHost
 from support.wire_words import start
 
@@ -18,7 +18,7 @@ SAVING = Seen(newest=7, save=4, looks=1)
 
 
 def written(rank: int) -> WorkerRequest:
-    return RankDeposited(rank, 1, (rank,), f"dp{rank}", NONE, NONE, 12, {"deposit": 1.0})
+    return RankWritten(rank, 1, (rank,), f"dp{rank}", NONE, NONE, 12, {"snapshot": 1.0})
 
 
 @pytest.fixture
@@ -114,8 +114,8 @@ def test_a_leaving_host_waits_for_a_save_as_long_as_somebody_looks_for_it(host: 
 
 def test_commands_for_a_round_that_is_not_there_are_left(host: LawHost) -> None:
     for command in (
-        commands.Prepare(2, 8), commands.Agree(2, 8), commands.Deposit(2), commands.Withdraw(2),
-        commands.Expect(2, 5), commands.Proceed(2),
+        commands.Prepare(2, 8), commands.Agree(2, 8), commands.TakeSnapshot(2),
+        commands.Withdraw(2), commands.Expect(2, 5), commands.Proceed(2),
     ):  # fmt: skip
         assert host.obey(command, FREE) == ()
 
@@ -124,11 +124,11 @@ def test_a_stop_that_is_taken_back_sends_on_whoever_waits_at_it() -> None:
     host = LawHost()
     host.train()
     host.agree(8)
-    calls = [host.ask(BeginDeposit(rank, 1, "stop", 8)) for rank in range(2)]
+    calls = [host.ask(BeginSnapshot(rank, 1, "stop", 8)) for rank in range(2)]
     assert host.told()[-1] == "arrived" and not set(calls) & set(host.answers())
     host.obey(commands.Withdraw(1))
     assert [host.answers()[call] for call in calls] == [None, None]
-    late = host.ask(BeginDeposit(0, 1, "stop", 8))
+    late = host.ask(BeginSnapshot(0, 1, "stop", 8))
     assert host.answers()[late] is None
 
 
@@ -136,10 +136,10 @@ def test_a_worker_that_dies_at_the_stop_is_written_for_by_a_replica() -> None:
     host = LawHost()
     slot = host.train()
     host.agree(8)
-    host.ask(BeginDeposit(0, 1, "stop", 8))
+    host.ask(BeginSnapshot(0, 1, "stop", 8))
     host.feed(WorkerGone(1, 1, Seen(reached=frozenset({0, 1}))))
     assert host.told()[-1] == "arrived"
-    host.obey(commands.Deposit(1))
+    host.obey(commands.TakeSnapshot(1))
     first = host.ask(written(0))
     order = host.answers()[first]
     assert order is not None and order.path == slot.orders[1].path  # type: ignore[attr-defined]
@@ -176,8 +176,8 @@ def test_a_dead_worker_whose_connection_stands_is_given_up_and_not_killed_again(
     host.train()
     host.agree(8)
     for rank in range(2):
-        host.ask(BeginDeposit(rank, 1, "stop", 8))
-    host.obey(commands.Deposit(1))
+        host.ask(BeginSnapshot(rank, 1, "stop", 8))
+    host.obey(commands.TakeSnapshot(1))
     host.ask(written(0))
     dead = Seen(reached=frozenset({0, 1}), ended={1: -9})
     host.tick(1.0, dead)
@@ -189,13 +189,13 @@ def test_a_dead_worker_whose_connection_stands_is_given_up_and_not_killed_again(
     assert len(host.all(actions.Seal)) == 1
 
 
-def test_workers_that_hang_in_their_deposit_are_ended() -> None:
+def test_workers_that_hang_in_their_snapshot_are_ended() -> None:
     host = LawHost(drain_timeout_s=5.0)
     host.train()
     host.agree(8)
     for rank in range(2):
-        host.ask(BeginDeposit(rank, 1, "stop", 8))
-    host.obey(commands.Deposit(1))
+        host.ask(BeginSnapshot(rank, 1, "stop", 8))
+    host.obey(commands.TakeSnapshot(1))
     seen = Seen(reached=frozenset({0, 1}))
     for seconds in (1.0, 4.0):
         host.tick(seconds, seen)

@@ -49,26 +49,26 @@ def resize(pool: WorkerPool, before: AnyJob, after: AnyJob, directory: Path) -> 
     """Run one case through a Tensor Store in ``directory``.
 
     Raises:
-        ProofError: A tensor has another fingerprint after the restore than at the deposit.
+        ProofError: A tensor has another fingerprint after the restore than at the snapshot.
     """
     with HostStore("case", "here", directory) as store:
-        uninterrupted = train_and_deposit(pool, before, store)
+        uninterrupted = train_and_snapshot(pool, before, store)
         return _restore_and_train(pool, after, store, uninterrupted)
 
 
-def train_and_deposit(pool: WorkerPool, job: AnyJob, store: HostStore) -> Run:
-    """Deposit generation 1 between the steps of a job that goes on."""
+def train_and_snapshot(pool: WorkerPool, job: AnyJob, store: HostStore) -> Run:
+    """Snapshot generation 1 between the steps of a job that goes on."""
     held = pool.run("resize_worker:build", [(pool.trainer, job, SEED, "held")] * job.world)
-    deposit = store.reserve(dict(enumerate(held)))
-    orders = [(deposit.orders[rank],) for rank in range(job.world)]
-    answers = pool.run("resize_worker:deposit_between_steps", orders)
+    snapshot = store.reserve(dict(enumerate(held)))
+    orders = [(snapshot.orders[rank],) for rank in range(job.world)]
+    answers = pool.run("resize_worker:snapshot_between_steps", orders)
     parts = {rank: part for rank, (part, _) in enumerate(answers)}
     tensors = {tensor.name for collection in held for tensor in collection.tensors}
     about = {
         "consumed_samples": None, "degrees": {}, "world_size": job.world, "tensors": len(tensors),
     }  # fmt: skip
-    store.seal(deposit, step=AFTER.start, about=about, parts=parts)
-    store.commit(deposit, 1)
+    store.seal(snapshot, step=AFTER.start, about=about, parts=parts)
+    store.commit(snapshot, 1)
     return _united([run for _, run in answers])
 
 

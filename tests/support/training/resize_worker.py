@@ -1,4 +1,4 @@
-"""The ranks' side of a resize: build, train, deposit; build, restore, train."""
+"""The ranks' side of a resize: build, train, snapshot; build, restore, train."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from scalai.core.collection import Collection
 from scalai.core.region import Piece
-from scalai.core.worker_messages import RankDeposit, ReadOrder, WriteOrder
+from scalai.core.worker_messages import RankSnapshot, ReadOrder, WriteOrder
 from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.live import LiveState, Slot, collection_of, held_rows, wanted_rows
 from scalai.runtime.restore import read_rows
-from support.deposited_rows import write_rows
 from support.training.jobs import AFTER, BEFORE
 from support.wire import travelled
+from support.written_rows import write_rows
 
 Row = tuple[Slot, Piece]
 Proof = tuple[Collection, list[int]]
@@ -48,14 +48,14 @@ def build(rank: int, store: dist.Store, trainer: str, job: Any, seed: int, what:
     return collection_of(held_rows(slots) if what == "held" else wanted_rows(slots))
 
 
-def deposit_between_steps(
+def snapshot_between_steps(
     rank: int, store: dist.Store, order: WriteOrder
-) -> tuple[RankDeposit, Any]:
-    """Train, deposit, train on without interruption."""
+) -> tuple[RankSnapshot, Any]:
+    """Train, snapshot, train on without interruption."""
     live = _live[0]
     live.training.train(BEFORE)
     fingerprints = write_rows(held_rows(live.slots), order)
-    part = RankDeposit(
+    part = RankSnapshot(
         tuple(fingerprints), live.state.coordinate, live.state.scalars(), live.state.rank_state()
     )
     return travelled(part), _train_to_the_end(live)

@@ -15,17 +15,17 @@ from scalai.core.fingerprint import MODULI
 from scalai.core.plan import plan
 from scalai.core.region import Box, Piece, row_major, whole
 from scalai.core.sources import Holder
-from scalai.core.worker_messages import RankDeposit, ReadOrder
-from scalai.runtime.deposit import MappedFile
+from scalai.core.worker_messages import RankSnapshot, ReadOrder
 from scalai.runtime.fingerprints import device_fingerprint, fingerprint_of, live_fingerprints
 from scalai.runtime.live import Slot, collection_of, held_rows, piece_view, wanted_rows
 from scalai.runtime.restore import read_rows
+from scalai.runtime.writing import MappedFile
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from scalai.store.moves import holders_of, read_orders
-from support.deposited_rows import write_rows
 from support.store_states import Opener
 from support.wire import travelled
+from support.written_rows import write_rows
 
 DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64,
@@ -50,14 +50,14 @@ def emptied(slot: Slot) -> Slot:
 def committed(
     store: HostStore, ranks: Sequence[Sequence[Slot]], *, is_mapped: bool = False
 ) -> HostManifest:
-    """Deposit what the ranks hold as generation 1, every message through JSON."""
+    """Snapshot what the ranks hold as generation 1, every message through JSON."""
     rows = [held_rows(slots) for slots in ranks]
     slot = store.reserve({rank: collection_of(of_rank) for rank, of_rank in enumerate(rows)})
     parts = {}
     for rank, of_rank in enumerate(rows):
         order = travelled(slot.orders[rank])
         mapped = MappedFile(order) if is_mapped and order.rows else None
-        parts[rank] = RankDeposit(tuple(write_rows(of_rank, order, mapped=mapped)), f"dp{rank}")
+        parts[rank] = RankSnapshot(tuple(write_rows(of_rank, order, mapped=mapped)), f"dp{rank}")
     store.seal(slot, step=1, about={}, parts=parts)
     return store.commit(slot, 1)
 
@@ -135,7 +135,7 @@ def test_a_fused_buffer_of_two_boxes_and_a_flat_range(store: HostStore) -> None:
     assert torch.equal(again.buffer, full.buffer)
 
 
-def test_stale_copies_are_filled_and_never_deposited(store: HostStore) -> None:
+def test_stale_copies_are_filled_and_never_written(store: HostStore) -> None:
     full = whole_tensor("param/w", (6,), "F32")
     own_range = Slot(full.tensor, full.buffer, full.pieces, is_wanted=False)
     stale = Slot(full.tensor, torch.zeros(6), full.pieces, is_held=False)
@@ -145,7 +145,7 @@ def test_stale_copies_are_filled_and_never_deposited(store: HostStore) -> None:
     assert torch.equal(stale.buffer, full.buffer)
 
 
-def test_several_ranks_on_a_host_deposit_and_another_number_restores(open_store: Opener) -> None:
+def test_several_ranks_on_a_host_snapshot_and_another_number_restores(open_store: Opener) -> None:
     store = open_store()
     weights = [whole_tensor(f"param/w{n}", (4, 8), "F32") for n in range(5)]
     step = whole_tensor("step/w0", (), "F32")
@@ -206,7 +206,7 @@ def test_a_mapping_is_known_by_its_file_not_by_its_name(store: HostStore) -> Non
     # The second has the same pages under another name; only its own name may reach them.
     assert not mapped.is_current(first.orders[0].path)
     fingerprints = write_rows(rows, second.orders[0], mapped=mapped)
-    part = RankDeposit(tuple(fingerprints), "dp0")
+    part = RankSnapshot(tuple(fingerprints), "dp0")
     store.seal(second, step=0, about={}, parts={0: part})
     store.commit(second, 1)
     with store.open_rows(1) as stored:
@@ -255,7 +255,7 @@ def test_a_restore_from_a_truncated_file_is_refused(store: HostStore) -> None:
     assert not again[0].buffer.any()
 
 
-def test_a_deposit_that_does_not_fit_is_refused(store: HostStore, tmp_path: Path) -> None:
+def test_a_snapshot_that_does_not_fit_is_refused(store: HostStore, tmp_path: Path) -> None:
     rows = held_rows([whole_tensor("param/w", (4, 4), "F32")])
     slot = store.reserve({0: collection_of(rows)})
     order = slot.orders[0]

@@ -1,4 +1,4 @@
-"""The worker's side of a deposit: live memory into the files that the agent made.
+"""The worker's side of a snapshot: live memory into the files that the agent made.
 
 The file is mapped ahead of time (``MappedFile``): at the boundary a copy into warm pages is all
 that is left. Measured on one core: a copy into a warm mapping 14 GB/s, ``pwrite`` into the same
@@ -49,7 +49,7 @@ class MappedFile:
                 status = os.fstat(file.fileno())
                 self._mapping = mmap.mmap(file.fileno(), 0)
         except (OSError, ValueError) as error:
-            raise StoreError(f"{order.path} cannot be mapped ({error}). Deposit again.") from error
+            raise StoreError(f"{order.path} cannot be mapped ({error}). Snapshot again.") from error
         self._identity = (status.st_dev, status.st_ino, status.st_size)
         # Where the kernel cannot do it ahead, the pages are mapped by the copy.
         advise(self._mapping, 0, len(self._mapping), MADV_POPULATE_WRITE)
@@ -74,7 +74,7 @@ class MappedFile:
 
 
 def map_beside(directory: str, asked: AwaitSlot, keep: Callable[[MappedFile], None]) -> None:
-    """Map a rank's file of the next deposit in a thread of its own, once the agent, whose folder
+    """Map a rank's file of the next snapshot in a thread of its own, once the agent, whose folder
     this is, has made it."""
 
     def work() -> None:
@@ -85,10 +85,10 @@ def map_beside(directory: str, asked: AwaitSlot, keep: Callable[[MappedFile], No
             if order is not None and order.rows:
                 keep(MappedFile(order))
         except (PeerError, StoreError):
-            return  # the round ends, or the file is in use: the deposit does without
+            return  # the round ends, or the file is in use: the snapshot does without
 
-    with suppress(RuntimeError):  # no room for a thread: the deposit does without
-        threading.Thread(target=work, name="map-deposit", daemon=True).start()
+    with suppress(RuntimeError):  # no room for a thread: the snapshot does without
+        threading.Thread(target=work, name="map-snapshot", daemon=True).start()
 
 
 Row = tuple[Slot, Piece]
@@ -142,7 +142,7 @@ def _check_size(order: WriteOrder, views: Sequence[torch.Tensor]) -> None:
         size = os.stat(order.path).st_size
     except OSError as error:
         raise StoreError(
-            f"{order.path} cannot be opened ({error.strerror}); the agent made it. Deposit again."
+            f"{order.path} cannot be opened ({error.strerror}); the agent made it. Snapshot again."
         ) from error
     ends = [
         begin + view.numel() * view.element_size()
@@ -150,7 +150,7 @@ def _check_size(order: WriteOrder, views: Sequence[torch.Tensor]) -> None:
     ]
     if size < max(ends):
         raise StoreError(
-            f"{order.path} is {size} bytes long; this rank's rows end at {max(ends)}. Deposit "
+            f"{order.path} is {size} bytes long; this rank's rows end at {max(ends)}. Snapshot "
             "again."
         )
 
@@ -180,7 +180,7 @@ def _write_file(
                 begin += len(chunk)
     except OSError as error:
         raise StoreError(
-            f"{order.path} cannot be written ({error.strerror}). Deposit again."
+            f"{order.path} cannot be written ({error.strerror}). Snapshot again."
         ) from error
     finally:
         if descriptor >= 0:

@@ -1,9 +1,9 @@
-"""The law of a host: room for deposits, who writes what, and what is sealed."""
+"""The law of a host: room for snapshots, who writes what, and what is sealed."""
 
 import pytest
 
 from scalai.core import commands, reports
-from scalai.core.host import actions, deposits
+from scalai.core.host import actions, snapshots
 from scalai.core.host.events import (
     Expelled,
     GroupEnded,
@@ -15,21 +15,21 @@ from scalai.core.host.events import (
     WorkFailed,
 )
 from scalai.core.messages import JsonText
-from scalai.core.worker_messages import AwaitSlot, BeginDeposit, RankDeposited, RankStepped
+from scalai.core.worker_messages import AwaitSlot, BeginSnapshot, RankStepped, RankWritten
 from support.law_host import LawHost, MadeSlot
 from support.wire_words import start
 
 NONE = JsonText.of(None)
 
 
-def written(rank: int, number: int = 1) -> RankDeposited:
-    return RankDeposited(rank, number, (rank,), f"dp{rank}", NONE, NONE, 12, {"deposit": 1.0})
+def written(rank: int, number: int = 1) -> RankWritten:
+    return RankWritten(rank, number, (rank,), f"dp{rank}", NONE, NONE, 12, {"snapshot": 1.0})
 
 
 def snapshot(host: LawHost, step: int = 7) -> actions.Seal:
     """Have both workers write a snapshot; return how it is to be sealed."""
     for rank in range(2):
-        host.ask(BeginDeposit(rank, 1, "snapshot", step))
+        host.ask(BeginSnapshot(rank, 1, "snapshot", step))
     for rank in range(2):
         host.ask(written(rank))
     return host.all(actions.Seal)[-1]
@@ -39,12 +39,12 @@ def test_a_snapshot_is_sealed_once_all_have_written_and_the_next_one_has_room() 
     host = LawHost()
     slot = host.train()
     seal = snapshot(host)
-    assert seal.slot is slot and seal.about["deposit"] == "r-1-7" and set(seal.parts) == {0, 1}
+    assert seal.slot is slot and seal.about["snapshot"] == "r-1-7" and set(seal.parts) == {0, 1}
     assert seal.about["hosts"] == ["a"] and seal.about["tensors"] == 5
     host.feed(Sealed(1, slot, b"manifest"))
     sealed = host.reports()[-1]
     assert isinstance(sealed, reports.Sealed) and sealed.manifest == b"manifest"
-    assert (sealed.reason, dict(sealed.seconds)) == ("snapshot", {"deposit": 1.0})
+    assert (sealed.reason, dict(sealed.seconds)) == ("snapshot", {"snapshot": 1.0})
     host.feed(Holds(frozenset({1})))
     assert len(host.all(actions.Reserve)) == 2
 
@@ -76,30 +76,30 @@ def test_a_round_that_trains_goes_on_without_room_and_takes_it_when_it_is_there(
     assert "no room. Until there is room the training goes on" in host.log()
     assert "failed" not in host.told()
     before = len(host.all(actions.Reserve))
-    host.tick(deposits.AGAIN_S - 1)
+    host.tick(snapshots.AGAIN_S - 1)
     assert len(host.all(actions.Reserve)) == before, "not yet"
     host.tick(2.0)
     assert len(host.all(actions.Reserve)) == before + 1
     host.feed(NoRoom(1, "no room."))
-    host.tick(2 * deposits.AGAIN_S - 1)
+    host.tick(2 * snapshots.AGAIN_S - 1)
     assert len(host.all(actions.Reserve)) == before + 1, "later and later"
     host.tick(2.0)
     host.feed(Reserved(1, MadeSlot(range(2))))
     assert host.state.round is not None and host.state.round.reserved is not None
 
 
-def test_a_deposit_that_is_wanted_and_finds_no_room_fails_the_round() -> None:
+def test_a_snapshot_that_is_wanted_and_finds_no_room_fails_the_round() -> None:
     host = LawHost()
     host.train()
     slot = snapshot(host).slot
     host.feed(Sealed(1, slot, b""))
     host.feed(Holds(frozenset({1})))
     host.feed(NoRoom(1, "no room."))
-    host.ask(BeginDeposit(0, 1, "snapshot", 9))
+    host.ask(BeginSnapshot(0, 1, "snapshot", 9))
     host.feed(NoRoom(1, "no room."))
     failed = host.reports()[-1]
     assert isinstance(failed, reports.Failed)
-    assert failed.reason == "making room for a deposit: no room."
+    assert failed.reason == "making room for a snapshot: no room."
 
 
 @pytest.mark.parametrize("is_expelled", [False, True])
@@ -132,17 +132,17 @@ def test_files_that_come_when_their_round_has_ended_are_used_again() -> None:
     assert host.discarded() == [slot]
 
 
-def test_a_deposit_that_cannot_be_sealed_fails_the_round() -> None:
+def test_a_snapshot_that_cannot_be_sealed_fails_the_round() -> None:
     host = LawHost()
     host.train()
     snapshot(host)
-    host.feed(WorkFailed(1, "sealing the deposit: no room for the manifest."))
+    host.feed(WorkFailed(1, "sealing the snapshot: no room for the manifest."))
     assert "no room for the manifest" in str(host.reports()[-1])
     host.feed(WorkFailed(1, "and again"))
     assert host.told().count("failed") == 1
 
 
-def test_what_a_worker_says_when_its_deposit_was_sealed_without_it_is_answered() -> None:
+def test_what_a_worker_says_when_its_snapshot_was_sealed_without_it_is_answered() -> None:
     """Its last word may wait in a thread while it is found dead."""
     host = LawHost()
     host.train()
@@ -150,13 +150,13 @@ def test_what_a_worker_says_when_its_deposit_was_sealed_without_it_is_answered()
     assert host.answers()[call] is None
 
 
-def test_a_worker_that_is_ahead_by_a_deposit_waits_for_the_others() -> None:
+def test_a_worker_that_is_ahead_by_a_snapshot_waits_for_the_others() -> None:
     host = LawHost()
     slot = host.train()
     for rank in range(2):
-        host.ask(BeginDeposit(rank, 1, "snapshot", 7))
+        host.ask(BeginSnapshot(rank, 1, "snapshot", 7))
     host.ask(written(0))
-    early = host.ask(BeginDeposit(0, 1, "snapshot", 9))
+    early = host.ask(BeginSnapshot(0, 1, "snapshot", 9))
     assert early not in host.answers()
     host.ask(written(1))
     host.feed(Sealed(1, slot, b""))
@@ -186,8 +186,8 @@ def test_where_nobody_else_holds_it_what_the_dead_had_is_left_out(lost: set[int]
     from scalai.core.host.events import Seen, WorkerGone
 
     for rank in range(2):
-        host.ask(BeginDeposit(rank, 1, "stop", 8))
-    host.obey(commands.Deposit(1))
+        host.ask(BeginSnapshot(rank, 1, "stop", 8))
+    host.obey(commands.TakeSnapshot(1))
     for rank in lost:
         host.feed(WorkerGone(1, rank, Seen(reached=frozenset({0, 1}))))
     for rank in {0, 1} - lost:
@@ -208,8 +208,8 @@ def test_a_substitute_that_dies_too_is_not_waited_for() -> None:
     host.train(ranks=3)
     host.agree(8)
     for rank in range(3):
-        host.ask(BeginDeposit(rank, 1, "stop", 8))
-    host.obey(commands.Deposit(1))
+        host.ask(BeginSnapshot(rank, 1, "stop", 8))
+    host.obey(commands.TakeSnapshot(1))
     seen = Seen(reached=frozenset({0, 1, 2}))
     host.feed(WorkerGone(1, 1, seen))
     host.ask(written(0))
@@ -221,8 +221,8 @@ def test_a_substitute_that_dies_too_is_not_waited_for() -> None:
 
 
 def test_the_longest_time_of_each_phase_is_kept() -> None:
-    kept = deposits.longest({"deposit": 1.0}, {"deposit": 0.5, "proof": 2.0})
-    assert kept == {"deposit": 1.0, "proof": 2.0}
+    kept = snapshots.longest({"snapshot": 1.0}, {"snapshot": 0.5, "proof": 2.0})
+    assert kept == {"snapshot": 1.0, "proof": 2.0}
 
 
 def test_time_moves_by_ticks_alone() -> None:

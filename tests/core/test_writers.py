@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalai.core.collection import Collection, Tensor
-from scalai.core.deposit import assign_writers
 from scalai.core.region import Box, whole
+from scalai.core.writers import assign_writers
 
 
 def written(held: dict[int, Collection]) -> dict[int, list[tuple[Tensor, Box]]]:

@@ -1,9 +1,9 @@
-"""A worker's deposit in one call."""
+"""A worker's snapshot in one call."""
 
 from collections.abc import Sequence
 
 from scalai.core.worker_messages import WriteOrder
-from scalai.runtime.deposit import MappedFile, Row, ordered_fingerprints, place_rows
+from scalai.runtime.writing import MappedFile, Row, ordered_fingerprints, place_rows
 
 
 def write_rows(

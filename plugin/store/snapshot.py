@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from scalai.core.collection import Collection, Columns, concatenate
-from scalai.core.deposit import assign_writers
 from scalai.core.errors import StoreError
 from scalai.core.jsonable import Json
 from scalai.core.region import Box
-from scalai.core.worker_messages import RankDeposit, WriteOrder
+from scalai.core.worker_messages import RankSnapshot, WriteOrder
+from scalai.core.writers import assign_writers
 from scalai.store.files import FileLayout, lay_out
 from scalai.store.generation import unite
 from scalai.store.manifest import UNNUMBERED, HostManifest, StoredFile
@@ -53,7 +53,7 @@ def share_out(held: Mapping[int, Collection]) -> tuple[Share, ...]:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Deposit:
+class Snapshot:
     """A reserved slot: a directory of files that wait to be written, and who writes what.
 
     ``held`` are the collections by rank that it was made for. ``collection`` [rows] are the
@@ -83,7 +83,7 @@ class Deposit:
     @classmethod
     def reserved(
         cls, directory: Path, held: Mapping[int, Collection], shares: Sequence[Share]
-    ) -> "Deposit":
+    ) -> "Snapshot":
         """Return the slot whose files lie in ``directory``, made for these shares of ``held``."""
         orders = {rank: WriteOrder(rank, "", (), ()) for rank in sorted(held)}
         for share in shares:
@@ -108,8 +108,8 @@ class Deposit:
         )
 
     @classmethod
-    def sealed(cls, directory: Path, manifest: HostManifest) -> "Deposit":
-        """Return the sealed deposit that an earlier owner left: nobody writes to it any more."""
+    def sealed(cls, directory: Path, manifest: HostManifest) -> "Snapshot":
+        """Return the sealed snapshot that an earlier owner left: nobody writes to it any more."""
         return cls(
             directory, {}, {}, manifest.collection, manifest.file, manifest.begin, manifest.files
         )
@@ -119,7 +119,7 @@ class Deposit:
         host: str,
         step: int,
         about: Mapping[str, Json],
-        parts: Mapping[int, RankDeposit],
+        parts: Mapping[int, RankSnapshot],
         taken_over: Sequence[tuple[WriteOrder, Sequence[int]]] = (),
     ) -> HostManifest:
         """Return the manifest of what was written; see ``HostStore.seal``."""
@@ -180,7 +180,7 @@ def _by_place(
         if len(fingerprints) != len(order.rows):
             raise StoreError(
                 f"rank {order.rank} reports {len(fingerprints)} fingerprints for the "
-                f"{len(order.rows)} pieces that it was to write. Deposit again."
+                f"{len(order.rows)} pieces that it was to write. Snapshot again."
             )
         for begin, value in zip(order.begins, fingerprints, strict=True):
             places[order.path, begin] = value

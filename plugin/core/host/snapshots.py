@@ -1,7 +1,7 @@
-"""Who writes what at a deposit, when it is sealed, and who writes for those that died.
+"""Who writes what at a snapshot, when it is sealed, and who writes for those that died.
 
-A deposit is written at a stop, at a step that snapshots, or at the start. Its files are made beside
-the training, so that a worker has only to copy.
+A snapshot is written at a stop, on the way (``snapshot_every``), or at the start. Its files are
+made beside the training, so that a worker has only to copy.
 """
 
 from collections.abc import Mapping
@@ -11,21 +11,21 @@ from scalai.core import events as job_events
 from scalai.core import reports
 from scalai.core.host import actions
 from scalai.core.host.actions import Level
-from scalai.core.host.state import Call, Deposit, Round, Slot
+from scalai.core.host.state import Call, Round, Slot, Snapshot
 from scalai.core.host.step import Step
-from scalai.core.worker_messages import AwaitSlot, BeginDeposit, RankDeposited, WriteOrder
+from scalai.core.worker_messages import AwaitSlot, BeginSnapshot, RankWritten, WriteOrder
 
 AGAIN_S, LONGEST_AGAIN_S = 5.0, 300.0
-"""How long after a vain try room for the next deposit is made again: at first, and at most."""
+"""How long after a vain try room for the next snapshot is made again: at first, and at most."""
 
 
 def reserve(step: Step) -> None:
-    """Make the next deposit's files beside the training, once the store has room for them."""
+    """Make the next snapshot's files beside the training, once the store has room for them."""
     current = step.round
     if current is None or not current.is_complete(current.published):
         return
-    is_first = not current.is_restoring and current.deposit is None and not current.stepped
-    is_early = current.deposit is None and step.now < current.reserve_at
+    is_first = not current.is_restoring and current.snapshot is None and not current.stepped
+    is_early = current.snapshot is None and step.now < current.reserve_at
     has_stepped = current.is_complete(current.stepped)
     is_full = not is_first and (not has_stepped or len(step.state.generations) > 1)
     if current.reserved is not None or current.is_reserving or is_early or is_full:
@@ -47,12 +47,12 @@ def reserved(step: Step, number: int, slot: Slot) -> None:
 
 def no_room(step: Step, number: int, reason: str) -> None:
     """There is none. A training needs none: it is tried again, later and later, and at the latest
-    when the deposit is wanted."""
+    when the snapshot is wanted."""
     if not step.is_present(number):
         return
     current = step.change_round(is_reserving=False)
-    if current.deposit is not None or not current.is_complete(current.stepped):
-        step.fail(f"making room for a deposit: {reason}")
+    if current.snapshot is not None or not current.is_complete(current.stepped):
+        step.fail(f"making room for a snapshot: {reason}")
         return
     wait_s = min(2 * current.reserve_wait_s or AGAIN_S, LONGEST_AGAIN_S)
     step.change_round(reserve_wait_s=wait_s, reserve_at=step.now + wait_s)
@@ -71,15 +71,15 @@ def retry(step: Step) -> None:
 
 
 def give_back(step: Step, ended: Round) -> None:
-    """The workers are gone: the next deposit's files are used again."""
+    """The workers are gone: the next snapshot's files are used again."""
     step.do(actions.StopReserving())
-    is_sealing = ended.deposit is not None and ended.deposit.is_sealing
+    is_sealing = ended.snapshot is not None and ended.snapshot.is_sealing
     if ended.reserved is not None and not is_sealing:
         step.do(actions.Discard(ended.reserved))
 
 
 def await_slot(step: Step, call: Call, request: AwaitSlot) -> None:
-    """A worker wants to map its file of the next deposit, once it is there."""
+    """A worker wants to map its file of the next snapshot, once it is there."""
     current = step.of(request.round)
     if current is None or request.rank not in current.ranks:
         step.answer(call)
@@ -92,29 +92,29 @@ def await_slot(step: Step, call: Call, request: AwaitSlot) -> None:
 
 def _give_slots(step: Step) -> None:
     current = step.present()
-    if current.reserved is None or current.deposit is not None:
+    if current.reserved is None or current.snapshot is not None:
         return
     step.change_round(slot_waiters=())
     for rank, call in current.slot_waiters:
         step.answer(call, current.reserved.orders[rank])
 
 
-def begin(step: Step, call: Call, request: BeginDeposit) -> None:
-    """A worker has come to a step at which it deposits. At a stop that was taken back meanwhile it
+def begin(step: Step, call: Call, request: BeginSnapshot) -> None:
+    """A worker has come to a step at which it snapshots. At a stop that was taken back meanwhile it
     gets no order, and goes on."""
     current = step.present()
     if request.reason == "stop" and current.stop != request.step:
         step.answer(call)
         return
-    if current.deposit is None:
-        current = step.change_round(deposit=Deposit(request.reason, request.step))
-    elif current.deposit.step != request.step:
-        # The others still write what this rank has written: its next deposit comes after it.
+    if current.snapshot is None:
+        current = step.change_round(snapshot=Snapshot(request.reason, request.step))
+    elif current.snapshot.step != request.step:
+        # The others still write what this rank has written: its next snapshot comes after it.
         step.change_round(postponed=(*current.postponed, (call, request)))
         return
-    assert current.deposit is not None
-    waiting = {**current.deposit.waiting, request.rank: call}
-    step.change_round(deposit=replace(current.deposit, waiting=waiting))
+    assert current.snapshot is not None
+    waiting = {**current.snapshot.waiting, request.rank: call}
+    step.change_round(snapshot=replace(current.snapshot, waiting=waiting))
     reserve(step)
     tell_arrived(step)
     give_orders(step)
@@ -124,7 +124,7 @@ def tell_arrived(step: Step) -> None:
     """Report once that all workers of this host that live have ended the step at which to stop: who
     dies from then on leaves no other rank waiting for it in a collective."""
     current = step.present()
-    under_way = current.deposit
+    under_way = current.snapshot
     is_stop = under_way is None or under_way.reason == "stop"
     if current.stop is None or current.has_arrived or not is_stop:
         return
@@ -137,10 +137,10 @@ def tell_arrived(step: Step) -> None:
 def withdraw(step: Step) -> None:
     """The stop is taken back: workers that wait at it go on."""
     current = step.present()
-    under_way = current.deposit
-    if under_way is None or under_way.reason != "stop" or current.may_deposit:
+    under_way = current.snapshot
+    if under_way is None or under_way.reason != "stop" or current.may_write:
         return
-    step.change_round(deposit=None)
+    step.change_round(snapshot=None)
     for call in under_way.waiting.values():
         step.answer(call)
 
@@ -149,21 +149,21 @@ def give_orders(step: Step) -> None:
     """Answer the workers that wait for their order, once the files and the job's number of tensors
     are there; at a stop, once the workers of every host have come to it."""
     current = step.present()
-    under_way = current.deposit
+    under_way = current.snapshot
     if under_way is None or current.reserved is None or current.tensors is None:
         return
-    if under_way.reason == "stop" and not current.may_deposit:
+    if under_way.reason == "stop" and not current.may_write:
         return
     ordered = under_way.ordered | set(under_way.waiting)
-    step.change_round(deposit=replace(under_way, waiting={}, ordered=ordered))
+    step.change_round(snapshot=replace(under_way, waiting={}, ordered=ordered))
     for rank, call in under_way.waiting.items():
         step.answer(call, current.reserved.orders[rank])
 
 
-def deposited(step: Step, call: Call, written: RankDeposited) -> None:
+def written(step: Step, call: Call, written: RankWritten) -> None:
     """A worker has written its share, or what it took over from one that died."""
     current = step.present()
-    under_way = current.deposit
+    under_way = current.snapshot
     if under_way is None:  # it was sealed without a worker that had died by then
         step.answer(call)
         return
@@ -176,11 +176,11 @@ def deposited(step: Step, call: Call, written: RankDeposited) -> None:
         seconds=longest(under_way.seconds, written.seconds),
         consumed_samples=written.consumed_samples,
     )
-    step.change_round(deposit=under_way)
+    step.change_round(snapshot=under_way)
     seal_if_complete(step)
 
 
-def _with_part(under_way: Deposit, written: RankDeposited) -> Deposit:
+def _with_part(under_way: Snapshot, written: RankWritten) -> Snapshot:
     """Note what a worker has written: its own share first, later what it took over."""
     order = under_way.writing.get(written.rank)
     if order is None:
@@ -191,12 +191,12 @@ def _with_part(under_way: Deposit, written: RankDeposited) -> Deposit:
 
 
 def seal_if_complete(step: Step) -> None:
-    """Seal the deposit once every worker that lives has written, and those that died are written
+    """Seal the snapshot once every worker that lives has written, and those that died are written
     for."""
     current = step.present()
-    under_way = current.deposit
+    under_way = current.snapshot
     is_stop = current.is_draining and (under_way is None or under_way.reason == "stop")
-    if is_stop and not current.may_deposit:
+    if is_stop and not current.may_write:
         return
     written = set(under_way.parts) if under_way else set()
     if not current.is_complete(written | current.lost):
@@ -209,18 +209,18 @@ def seal_if_complete(step: Step) -> None:
         return  # the round has failed
     _hand_over(step)
     current = step.present()
-    assert current.deposit is not None
-    if current.deposit.is_handed_over:
-        _seal(step, current, current.deposit)
+    assert current.snapshot is not None
+    if current.snapshot.is_handed_over:
+        _seal(step, current, current.snapshot)
 
 
-def _seal(step: Step, current: Round, under_way: Deposit) -> None:
+def _seal(step: Step, current: Round, under_way: Snapshot) -> None:
     assert current.reserved is not None, "who has written had an order"
-    step.change_round(deposit=replace(under_way, is_sealing=True, done={}))
+    step.change_round(snapshot=replace(under_way, is_sealing=True, done={}))
     for call in under_way.done.values():
         step.answer(call)
     about = {
-        "deposit": f"{current.workers.run}-{current.number}-{under_way.step}",
+        "snapshot": f"{current.workers.run}-{current.number}-{under_way.step}",
         "consumed_samples": under_way.consumed_samples,
         "degrees": dict(current.workers.degrees),
         "world_size": current.workers.placement.world_size,
@@ -237,7 +237,7 @@ def _seal(step: Step, current: Round, under_way: Deposit) -> None:
 
 
 def sealed(step: Step, number: int, slot: Slot, manifest: bytes) -> None:
-    """A deposit is sealed. Of a round that has ended it is given up, unless the coordinator may
+    """A snapshot is sealed. Of a round that has ended it is given up, unless the coordinator may
     count on it by now: the job went on without this host."""
     if not step.is_present(number):
         if number not in step.state.expelled:
@@ -245,17 +245,17 @@ def sealed(step: Step, number: int, slot: Slot, manifest: bytes) -> None:
         return
     _tell_sealed(step, manifest)
     postponed = step.present().postponed
-    step.change_round(reserved=None, deposit=None, postponed=())
+    step.change_round(reserved=None, snapshot=None, postponed=())
     for call, request in postponed:
         begin(step, call, request)
 
 
 def _tell_sealed(step: Step, manifest: bytes | None) -> None:
-    """Report a deposit; None: nobody lived to write."""
+    """Report a snapshot; None: nobody lived to write."""
     current = step.present()
     if current.has_sealed:
         return
-    under_way = current.deposit or Deposit("stop", 0)
+    under_way = current.snapshot or Snapshot("stop", 0)
     step.change_round(has_sealed=under_way.reason == "stop", give_up_at=None)
     step.tell(reports.Sealed(current.number, under_way.reason, manifest, dict(under_way.seconds)))
 
@@ -263,7 +263,7 @@ def _tell_sealed(step: Step, manifest: bytes | None) -> None:
 def _hand_over(step: Step) -> None:
     """Give what dead workers should have written to replicas of theirs that live."""
     current = step.present()
-    under_way, slot, lost = current.deposit, current.reserved, current.lost
+    under_way, slot, lost = current.snapshot, current.reserved, current.lost
     assert under_way is not None and slot is not None
     alive = set(under_way.parts) - lost
     # A substitute that dies leaves a gap here; what others hold of it they hold anyway.
@@ -281,7 +281,7 @@ def _hand_over(step: Step) -> None:
         given.append((done.pop(rank), writing[rank]))
     replaced = under_way.replaced | set(new)
     step.change_round(
-        deposit=replace(under_way, queued=queued, writing=writing, done=done, replaced=replaced)
+        snapshot=replace(under_way, queued=queued, writing=writing, done=done, replaced=replaced)
     )
     for call, order in given:
         step.answer(call, order)
