@@ -43,7 +43,7 @@ HOSTS = ("a", "b")
 STEPS = 3
 LONG = 450
 """A file with more lines is long."""
-STAND_INS = "scalai.patches.megatron.rehearsal."
+STAND_INS = "scalai.patches.megatron.cpu_emulation."
 
 
 @dataclass

@@ -39,13 +39,13 @@ MEMORY_DISK = "/dev/shm"
 
 @dataclass(frozen=True)
 class Gpt:
-    """A GPT of some size, in turn as TP2 DP1 and TP1 DP2, and whether its next workers are built
-    ahead."""
+    """A GPT of some size, in turn as TP2 DP1 and TP1 DP2, and whether its next workers stand
+    by."""
 
     hidden: int
     layers: int
     steps: int
-    build_ahead: str = "auto"
+    standby: str = "auto"
     script = Path(__file__).with_name("resize_job.py")
 
     def layouts(self, rounds: int) -> list[Layout]:
@@ -63,7 +63,7 @@ class Gpt:
             f'[degrees]\n{WORKERS} = "tp{WORKERS} pp1"\n1 = "tp1 pp1"\n'
             f"[model]\nnum_attention_heads = {self.hidden // 64}\nnum_layers = {self.layers}\n"
             f"padded_vocab_size = {VOCABULARY}\nglobal_batch_size = {WORKERS}\n"
-            f'micro_batch_size = 1\n[resize]\nsettle_s = 0.0\nbuild_ahead = "{self.build_ahead}"\n'
+            f'micro_batch_size = 1\n[resize]\nsettle_s = 0.0\nstandby = "{self.standby}"\n'
             '[probe]\nkind = "none"\n'
         )
         return ["--elastic", str(config)], []
@@ -108,7 +108,7 @@ def add_moves(report: Report, changes: Sequence[Change], runs: int) -> None:
 def main() -> None:
     options = read_options(__doc__, ("downtime", "ours", "move", "overhead"))
     report = Report("resize")
-    job = replace(SMALL if options.small else FULL, build_ahead=options.build_ahead)
+    job = replace(SMALL if options.small else FULL, standby=options.standby)
     wanted = {options.only} if options.only else {"downtime", "ours", "move", "overhead"}
     folder = Path(tempfile.mkdtemp(prefix="scalai-benchmark-", dir=MEMORY_DISK))
     try:

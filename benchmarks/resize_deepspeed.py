@@ -40,7 +40,7 @@ class Linears:
     hidden: int
     layers: int
     steps: int
-    build_ahead: str = "auto"
+    standby: str = "auto"
     script = Path(__file__).with_name("resize_deepspeed_job.py")
 
     def layouts(self, rounds: int) -> list[Layout]:
@@ -51,7 +51,7 @@ class Linears:
 
     def elastic(self, folder: Path) -> tuple[list[str], list[str]]:
         block = {
-            "resize": {"settle_s": 0.0, "build_ahead": self.build_ahead},
+            "resize": {"settle_s": 0.0, "standby": self.standby},
             "probe": {"kind": "none"},
             "deepspeed": {"data_order": "own"},
         }
@@ -102,7 +102,7 @@ PAIRED = Linears(hidden=256, layers=48, steps=0)
 def main() -> None:
     options = read_options(__doc__, ("downtime", "ours", "overhead"))
     report = Report("resize_deepspeed")
-    job = replace(SMALL if options.small else FULL, build_ahead=options.build_ahead)
+    job = replace(SMALL if options.small else FULL, standby=options.standby)
     wanted = {options.only} if options.only else {"downtime", "ours", "overhead"}
     folder = Path(tempfile.mkdtemp(prefix="scalai-benchmark-", dir=MEMORY_DISK))
     os.environ["DS_ACCELERATOR"] = "cpu"

@@ -21,7 +21,7 @@ def read_options(description: str | None, only: Sequence[str]) -> argparse.Names
     parser.add_argument("--small", action="store_true", help="a small model: only to try it")
     parser.add_argument("--changes", type=int, default=5, help="there, back, there, ...")
     parser.add_argument("--pairs", type=int, default=400)
-    parser.add_argument("--build-ahead", default="auto", choices=("auto", "never"))
+    parser.add_argument("--standby", default="auto", choices=("auto", "never"))
     parser.add_argument("--only", choices=only)
     return parser.parse_args()
 

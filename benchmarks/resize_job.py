@@ -19,9 +19,9 @@ import torch.distributed as dist  # noqa: E402
 
 import scalai  # noqa: E402
 from scalai import Session  # noqa: E402
-from scalai.patches.megatron import rehearsal  # noqa: E402
+from scalai.patches.megatron import cpu_emulation  # noqa: E402
 
-rehearsal.install()
+cpu_emulation.install()
 
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core import parallel_state as mpu  # noqa: E402

@@ -4,8 +4,8 @@
       examples/train_gpt.py --steps 60
 
 Everything about elasticity is in ``main``: the context that hands out the degrees, ``attach`` and
-``boundary``. Without CUDA call ``rehearsal.install()`` before megatron is imported, as here; with
-CUDA it does nothing.
+``boundary``. Without CUDA call ``cpu_emulation.install()`` before megatron is imported, as here;
+with CUDA it does nothing.
 """
 
 import argparse
@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 import scalai
 from scalai.core.batches import Batches, combine_hashes, sample_hashes
-from scalai.patches.megatron import rehearsal
+from scalai.patches.megatron import cpu_emulation
 
-rehearsal.install()
+cpu_emulation.install()
 
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402

@@ -19,9 +19,9 @@ def install() -> None:
 
         # Without CUDA megatron needs its stand-ins before it is imported, and nobody else does.
         if "megatron" in sys.modules:
-            _rehearse()
+            _emulate_cuda()
         else:
-            sys.meta_path.insert(0, _RehearsalFirst())
+            sys.meta_path.insert(0, _EmulationFirst())
         megatron_training.install(session.elastic)
     if importlib.util.find_spec("deepspeed") is not None:
         from scalai.patches.deepspeed import training as deepspeed_training
@@ -36,8 +36,8 @@ def install() -> None:
             loops.is_another = lambda: trainer.has_trainer
 
 
-class _RehearsalFirst:
-    """Finds nothing: turns rehearsal mode on when ``megatron`` is looked for.
+class _EmulationFirst:
+    """Finds nothing: turns CPU emulation on when ``megatron`` is looked for.
 
     It is a namespace package, which no hook behind an import is called for.
     """
@@ -47,12 +47,12 @@ class _RehearsalFirst:
     ) -> ModuleSpec | None:
         if name == "megatron":
             sys.meta_path.remove(self)
-            _rehearse()
+            _emulate_cuda()
         return None
 
 
-def _rehearse() -> None:
-    from scalai.patches.megatron import rehearsal
+def _emulate_cuda() -> None:
+    from scalai.patches.megatron import cpu_emulation
 
-    rehearsal.install()
-    rehearsal.install_training()
+    cpu_emulation.install()
+    cpu_emulation.install_training()

@@ -24,11 +24,11 @@ from scalai.core.host.state import Call, Round, Want
 from scalai.core.messages import JsonText
 from scalai.core.reports import Report
 from scalai.core.worker_messages import Welcome
-from scalai.launch.agent.ahead import obstacle, offer
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.fetch import Restore, prepare_restore
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.stacks import Stacks
+from scalai.launch.agent.standby import obstacle, offer
 from scalai.launch.agent.worker_group import WorkerGroup, WorkerGroups
 from scalai.launch.config.job import JobSpec
 from scalai.runtime.control import OUT_OF_MEMORY_EXIT
@@ -160,7 +160,7 @@ class Performer:
             micro_batch_size=workers.micro_batch_size,
             snapshot_every=spec.config.store.snapshot_every,
             restorable_step=workers.restorable_step,
-            is_ahead=action.is_ahead,
+            is_standby=action.is_standby,
             facts=workers.facts,
             settings=JsonText.of(spec.hook_settings(workers.placement.world_size)),
         )
@@ -216,7 +216,7 @@ class Performer:
             case actions.StartGroup():
                 return self._start_group(action)
             case actions.BeginGroup(round):
-                offer(self.groups[round].pids().values(), is_ahead=False)
+                offer(self.groups[round].pids().values(), is_standby=False)
                 here({self._hands.host: os.getpid(), **self.groups[round].pids()})
                 reached("relaunch")
             case actions.EndGroup(round, grace_s):
@@ -285,7 +285,7 @@ class Performer:
 
     def _start_group(self, action: actions.StartGroup) -> Iterable[Event]:
         workers, hands = action.workers, self._hands
-        reason = self._obstacle(action) if action.is_ahead else None
+        reason = self._obstacle(action) if action.is_standby else None
         if reason is None:
             try:
                 group = hands.groups.start(workers)
@@ -294,15 +294,15 @@ class Performer:
         if reason is not None:
             return [events.GroupNotStarted(workers.round, reason)]
         self.groups[workers.round] = group
-        if action.is_ahead:
-            offer(group.pids().values(), is_ahead=True)
+        if action.is_standby:
+            offer(group.pids().values(), is_standby=True)
         else:
             here({hands.host: os.getpid(), **group.pids()})
         return [events.GroupStarted(workers.round)]
 
     def _obstacle(self, action: actions.StartGroup) -> str | None:
         present = [pid for group in self.groups.values() for pid in group.pids().values()]
-        policy = self._hands.spec.config.resize.build_ahead
+        policy = self._hands.spec.config.resize.standby
         workers = action.workers.placement.local_world_size
         return obstacle(policy, workers, present, on_devices=action.on_devices)
 

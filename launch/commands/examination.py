@@ -112,7 +112,7 @@ def _devices() -> Iterator[Finding]:
         names = {torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())}
         yield Finding("devices", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}")
     else:
-        yield Finding("devices", f"no CUDA; {os.cpu_count()} processors: a rehearsal with gloo")
+        yield Finding("devices", f"no CUDA; {os.cpu_count()} processors: CPU emulation with gloo")
 
 
 def _network() -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from scalai.core.choice import DegreePolicy, Rule
 from scalai.core.degrees import ModelLimits, Wish
 from scalai.core.errors import UsageError
 
-BUILD_AHEAD = ("auto", "always", "never")
+STANDBY = ("auto", "always", "never")
 PROBE_KINDS = ("nvidia-smi", "command", "file", "none")
 DATA_ORDERS = ("loader", "own")
 
@@ -50,7 +50,7 @@ class ResizeConfig:
             each further time; 0: it does not.
         allowed_sizes: World sizes that may be used, ascending; empty: any.
         min_model_parallel: Smallest TP·PP that memory is known to hold; None: the present one.
-        build_ahead: Whether the next round's workers build their models while the present ones
+        standby: Whether the next round's workers build their models while the present ones
             train on: ``auto`` where host memory holds both, ``always``, ``never``.
         build_timeout_s: How long the training goes on for that, at most, before the change.
         coordinator_timeout_s: How long workers train on while the coordinator is silent.
@@ -60,7 +60,7 @@ class ResizeConfig:
     drain_timeout_s: float = 120.0
     allowed_sizes: tuple[int, ...] = ()
     min_model_parallel: int | None = None
-    build_ahead: str = "auto"
+    standby: str = "auto"
     build_timeout_s: float = 300.0
     coordinator_timeout_s: float = 600.0
     start_timeout_s: float = 1800.0
@@ -68,8 +68,8 @@ class ResizeConfig:
     quarantine_s: float = 60.0
 
     def __post_init__(self) -> None:
-        policies = "one of " + ", ".join(BUILD_AHEAD)
-        _expect(self.build_ahead in BUILD_AHEAD, "build_ahead", self.build_ahead, policies)
+        policies = "one of " + ", ".join(STANDBY)
+        _expect(self.standby in STANDBY, "standby", self.standby, policies)
         _expect(self.build_timeout_s > 0, "build_timeout_s", self.build_timeout_s, "> 0 seconds")
         timeout_s = self.coordinator_timeout_s
         _expect(timeout_s > 0, "coordinator_timeout_s", timeout_s, "> 0 seconds")

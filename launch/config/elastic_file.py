@@ -41,7 +41,8 @@ from scalai.launch.config.elastic_config import (
 )
 
 SECTIONS = ("degrees", "model", "store", "resize", "probe", "deepspeed")
-
+FORMER_NAMES = {"resize.build_ahead": "standby"}
+"""Keys by the names that they had before, which are still taken."""
 
 DERIVED_LIMITS = ("fixed", "min_pp_with_vpp", "min_tp", "min_tp_reason")
 """Limits that follow from a script's flags and that nobody states in a file."""
@@ -95,6 +96,7 @@ def _build(document: Mapping[str, object], overrides: Mapping[str, object]) -> E
         _known(section, SECTIONS, "the file")
         if not isinstance(table, dict):
             raise UsageError(f"{section} = {table!r} is not a section; write [{section}].")
+        table = _by_present_names(section, table)
         tables[section].update(table)
         for key in table:
             origin[f'degrees."{key}"' if _is_world(section, key) else f"{section}.{key}"] = "file"
@@ -114,6 +116,18 @@ def _build(document: Mapping[str, object], overrides: Mapping[str, object]) -> E
         _read_section(DeepSpeedConfig, tables["deepspeed"], "deepspeed"),
         origin,
     )
+
+
+def _by_present_names(section: str, table: Mapping[str, object]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for given, value in table.items():
+        key = FORMER_NAMES.get(f"{section}.{given}", given)
+        if key != given and key in table:
+            raise UsageError(
+                f"[{section}] names {key!r} by its former name {given!r} too. Keep one."
+            )
+        found[key] = value
+    return found
 
 
 def _is_world(section: str, key: str) -> bool:

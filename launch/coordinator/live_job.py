@@ -84,7 +84,7 @@ class LiveJob:
             is_loss_free=spec.is_loss_free,
             has_durable_dir=spec.durable_dir is not None,
             is_elastic=spec.is_elastic,
-            build_timeout_s=0.0 if resize.build_ahead == "never" else resize.build_timeout_s,
+            build_timeout_s=0.0 if resize.standby == "never" else resize.build_timeout_s,
             drain_timeout_s=resize.drain_timeout_s,
             start_timeout_s=resize.start_timeout_s,
             quarantine_s=resize.quarantine_s,
@@ -259,8 +259,8 @@ class LiveJob:
 
     def _perform(self, action: actions.Action) -> None:
         match action:
-            case actions.Build(ahead):
-                self._build(ahead)
+            case actions.Build(standby):
+                self._build(standby)
             case actions.GiveUp(round):
                 self._starter.give_up()
                 self.command(self.members.hosts(), commands.GiveUp(round))
@@ -376,14 +376,14 @@ class LiveJob:
         self.log(f"event={reason} committed={number} step={step}")
         self.feed(events.SnapshotJudged(tuple(sorted(parts)), step, number))
 
-    def _build(self, ahead: m.Ahead) -> None:
-        self.log(f"event=build {ahead.assignment.reason!r} round_ahead={ahead.round}")
+    def _build(self, standby: m.Standby) -> None:
+        self.log(f"event=build {standby.assignment.reason!r} standby_round={standby.round}")
         newest = self.state.newest_generation
         try:
-            self._starter.build(ahead, newest.number if newest else None)
-        except PeerError as error:  # nothing depends on what is built ahead
-            host = ahead.assignment.active[0]
-            self.feed(events.NotBuilt(host, ahead.round, str(error)))
+            self._starter.build(standby, newest.number if newest else None)
+        except PeerError as error:  # nothing depends on what is on standby
+            host = standby.assignment.active[0]
+            self.feed(events.NotBuilt(host, standby.round, str(error)))
 
     def _start(self, action: actions.StartRound) -> None:
         assignment = action.assignment

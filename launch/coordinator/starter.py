@@ -38,26 +38,26 @@ class Starter:
         self._generations = generations
         self._stores = stores
         self._port: int | None = None
-        self._port_ahead: int | None = None
+        self._standby_port: int | None = None
 
-    def build(self, ahead: m.Ahead, newest: int | None) -> None:
+    def build(self, standby: m.Standby, newest: int | None) -> None:
         """Start the next round's workers beside the present ones, which will go on to a later
         generation than the ``newest``."""
         self.give_up()
-        self._port_ahead = self._stores.open()
-        workers = self._workers(ahead.round, ahead.assignment, self._port_ahead, newest)
+        self._standby_port = self._stores.open()
+        workers = self._workers(standby.round, standby.assignment, self._standby_port, newest)
         for host, each in workers.items():
             self._roster.command([host], commands.Build(each))
 
     def give_up(self) -> None:
-        """The workers that were built ahead will not be needed."""
-        self._close(self._port_ahead)
-        self._port_ahead = None
+        """The workers that were on standby will not be needed."""
+        self._close(self._standby_port)
+        self._standby_port = None
 
     def start(self, action: actions.StartRound) -> None:
-        """Start the workers of a round, or let those that were built ahead begin."""
+        """Start the workers of a round, or let those that were on standby begin."""
         self._close(self._port)
-        self._port, self._port_ahead = self._port_ahead or self._stores.open(), None
+        self._port, self._standby_port = self._standby_port or self._stores.open(), None
         sources = None
         if action.generation is not None:
             sources = Shared(self._sources(action.generation, action.assignment))

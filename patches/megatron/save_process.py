@@ -61,16 +61,16 @@ def nvrx_daemon_loop(*arguments: Any) -> None:
 def _run(module: str, name: str, arguments: tuple[Any, ...]) -> None:
     end_with_the_rank()
     tie_children()
-    _rehearse_without_cuda()
+    _emulate_without_cuda()
     caller = import_module(module).PersistentAsyncCaller
     loop: Callable[..., None] = getattr(caller, _UNTIED + name, None) or getattr(caller, name)
     loop(*arguments)
 
 
-def _rehearse_without_cuda() -> None:
-    from scalai.patches.megatron import rehearsal
+def _emulate_without_cuda() -> None:
+    from scalai.patches.megatron import cpu_emulation
 
-    rehearsal.install_training()
+    cpu_emulation.install_training()
 
 
 def _tie_mcore(module: Any) -> None:

@@ -50,7 +50,7 @@ class ElasticSession(Protocol):
         """Step of the generation that ``attach`` would restore; None on a fresh start."""
 
     @property
-    def is_ahead(self) -> bool:
+    def is_standby(self) -> bool:
         """Whether the training goes on elsewhere until ``attach`` restores a newer generation."""
 
     def report_facts(self, **facts: Json) -> None:
@@ -210,7 +210,7 @@ class TrainingHooks:
         generation = self._session.restorable_step
         if generation is None:
             return False
-        if self._session.is_ahead:
+        if self._session.is_standby:
             return (
                 True  # the training that still runs will snapshot after any checkpoint of its own
             )

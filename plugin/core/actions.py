@@ -3,19 +3,19 @@ carry out in order."""
 
 from dataclasses import dataclass
 
-from scalai.core.membership import Ahead, Assignment
+from scalai.core.membership import Assignment, Standby
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
     """Start these workers beside the present ones; they build their models and wait."""
 
-    ahead: Ahead
+    standby: Standby
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """End the workers that were built ahead for this round."""
+    """End the workers that were on standby for this round."""
 
     round: int
 

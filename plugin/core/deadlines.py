@@ -103,7 +103,7 @@ LIMITS = {deadline.phase: deadline for deadline in TABLE}
 def clock_of(job: Job) -> object:
     """What restarts the clock of a phase when it changes."""
     if job.phase in (Phase.DRAINING, Phase.BUILDING, Phase.RUNNING):
-        return job.phase, job.round, job.stop, job.ahead
+        return job.phase, job.round, job.stop, job.standby
     if job.phase is Phase.WAITING:
         return job.phase, tuple(job.hosts)
     held = job.held if job.awaited <= job.held.keys() else None  # else somebody is silent

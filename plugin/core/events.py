@@ -73,7 +73,7 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Every worker of this host has built its model for the round ahead."""
+    """Every worker of this host has built its model for the standby round."""
 
     host: str
     round: int

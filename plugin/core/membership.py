@@ -94,7 +94,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class Standby:
     """A round whose workers are started before the present ones stop."""
 
     round: int
@@ -177,15 +177,15 @@ class Job:
     joined: int = 0
     round: int = 0
     last_round: int = 0
-    """The highest number given to a round, also to one that was built ahead and given up."""
+    """The highest number given to a round, also to one that was on standby and given up."""
     current: Assignment | None = None
     ran: Assignment | None = None
     """The assignment of which every rank has stepped last: a change that fails goes back to it."""
     failed: tuple[FailedChange, ...] = ()
     tries: int = 0
     """Failures of the present assignment that may have been chance."""
-    ahead: Ahead | None = None
-    was_built_ahead: bool = False
+    standby: Standby | None = None
+    was_standby: bool = False
     """The present round was, so its first failure may come from that and is not counted."""
     generations: tuple[Generation, ...] = ()
     awaited: frozenset[str] = frozenset()

@@ -40,7 +40,7 @@ from scalai.core.transitions import (
     runs_as_wished,
     save,
     stop_unbuilt,
-    without_ahead,
+    without_standby,
 )
 
 REFILL_S = 3600.0
@@ -99,7 +99,7 @@ def _host_leaving(event: events.HostLeaving, job: Job) -> Result:
     if event.host not in active(job) and job.phase in RESIZABLE:
         # In a start it serves its store until every rank has stepped; in a running job the hosts
         # with workers hold all that it holds.
-        if job.ahead is not None and event.host in job.ahead.assignment.active:
+        if job.standby is not None and event.host in job.standby.assignment.active:
             return consider(job)
         return release_leaving(job) if job.phase in TRAINING else (job, ())
     return _consider_soon(job, event.at)
@@ -142,8 +142,8 @@ def _workers_gone(before: Job, job: Job, host: str, at: float) -> Result:
     job = replace(job, gone=job.gone | {host}, uncommitted=job.uncommitted - {host}, now=at)
     job, said = strike(job, [host])
     given_up: tuple[Action, ...] = ()
-    if job.ahead is not None and host in job.ahead.assignment.active:
-        job, given_up = without_ahead(job)
+    if job.standby is not None and host in job.standby.assignment.active:
+        job, given_up = without_standby(job)
     is_full = len(before.generations) > 1 and job.phase in (Phase.DRAINING, Phase.SNAPSHOTTING)
     job, room = _make_room(job, host) if is_full else (job, ())
     if job.phase is not before.phase:
@@ -221,14 +221,14 @@ def _refill(job: Job, newest: int) -> Job:
 
 @_on.register
 def _built(event: events.Built, job: Job) -> Result:
-    if job.phase is not Phase.BUILDING or job.ahead is None or event.round != job.ahead.round:
+    if job.phase is not Phase.BUILDING or job.standby is None or event.round != job.standby.round:
         return job, ()
     return next_phase(answered(job, event.host))
 
 
 @_on.register
 def _not_built(event: events.NotBuilt, job: Job) -> Result:
-    if job.ahead is None or event.round != job.ahead.round:
+    if job.standby is None or event.round != job.standby.round:
         return job, ()
     return stop_unbuilt(job, f"host {event.host}: {event.reason}")
 

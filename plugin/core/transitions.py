@@ -29,12 +29,12 @@ from scalai.core.actions import (
 from scalai.core.deadlines import LONGEST_BACKOFF_S
 from scalai.core.membership import (
     RESIZABLE,
-    Ahead,
     Assignment,
     FailedChange,
     Host,
     Job,
     Phase,
+    Standby,
     Start,
     active,
     failure_of,
@@ -89,7 +89,7 @@ def runs_as_wished(job: Job) -> bool:
 def call_off(job: Job) -> Result:
     """Take a stop back that was proposed for a change which is not wished any more."""
     hosts = active(job)
-    job, given_up = without_ahead(job)
+    job, given_up = without_standby(job)
     # Answers to this stop may be on their way: the next one is another.
     newest = max(job.newest, job.stop)
     job = replace(
@@ -112,7 +112,7 @@ def changed(job: Job, at: float) -> Result:
 
 def _stay(job: Job, reason: str) -> Result:
     """The job goes on as it is."""
-    job, given_up = without_ahead(job)
+    job, given_up = without_standby(job)
     phase = Phase.RUNNING if job.phase is Phase.BUILDING else job.phase
     awaited = frozenset[str]() if job.phase is Phase.BUILDING else job.awaited
     return replace(job, phase=phase, awaited=awaited), (*given_up, Say(reason))
@@ -123,43 +123,43 @@ def _build(job: Job, target: Assignment | None) -> Result:
     at once where a host wants to leave."""
     if _is_built_for(job, target):
         return prepare(job) if leaving(job) else (job, ())
-    job, given_up = without_ahead(job)
+    job, given_up = without_standby(job)
     if target is None or not job.build_timeout_s:
         job, actions = prepare(job)
         return job, (*given_up, *actions)
-    ahead = Ahead(job.last_round + 1, target)
+    standby = Standby(job.last_round + 1, target)
     job = replace(
         job,
         phase=Phase.BUILDING,
         awaited=frozenset(target.active),
-        ahead=ahead,
-        last_round=ahead.round,
+        standby=standby,
+        last_round=standby.round,
     )
     job, actions = prepare(job) if leaving(job) else (job, ())
-    return job, (*given_up, Build(ahead), *actions)
+    return job, (*given_up, Build(standby), *actions)
 
 
 def _is_built_for(job: Job, target: Assignment | None) -> bool:
-    """Whether the workers that build ahead are those of this assignment."""
-    if job.ahead is None or target is None:
+    """Whether the workers that stand by are those of this assignment."""
+    if job.standby is None or target is None:
         return False
-    its = job.ahead.assignment
+    its = job.standby.assignment
     return target.is_same_as(its) and target.micro_batch_size == its.micro_batch_size
 
 
 def stop_unbuilt(job: Job, reason: str) -> Result:
     """The next round's workers will start when the present ones have stopped."""
-    job, given_up = without_ahead(job)
+    job, given_up = without_standby(job)
     said = Say(f"the next workers are not built beside the present ones: {reason}")
     job, actions = prepare(job) if job.phase is Phase.BUILDING else (job, ())
     return job, (*given_up, said, *actions)
 
 
-def without_ahead(job: Job) -> Result:
-    """Give up what was built ahead, if anything was."""
-    if job.ahead is None:
+def without_standby(job: Job) -> Result:
+    """Give up what was on standby, if anything was."""
+    if job.standby is None:
         return job, ()
-    return replace(job, ahead=None), (GiveUp(job.ahead.round),)
+    return replace(job, standby=None), (GiveUp(job.standby.round),)
 
 
 def prepare(job: Job) -> Result:
@@ -181,7 +181,7 @@ def withdraw(job: Job, reason: str) -> Result:
     """Take an agreed stop back: nobody has written yet, and the workers that wait at it go on. The
     change is tried again, later each time."""
     hosts, slow = active(job), tuple(sorted(job.awaited & active(job)))
-    job, given_up = without_ahead(job)
+    job, given_up = without_standby(job)
     later_s = min(job.drain_timeout_s * 2.0 ** min(job.withdrawn, 20), LONGEST_BACKOFF_S)
     job = replace(
         job,
@@ -208,18 +208,18 @@ def fail(
     """The workers cannot go on: start again from the newest generation.
 
     A change whose workers fail before all have stepped goes back to what ran, and costs nothing;
-    what may have been chance (a signal, or something of what was built ahead) is tried once more
+    what may have been chance (a signal, or something of what was on standby) is tried once more
     first. The loss of a host costs nothing where it is a change; every other failure counts against
     the restart budget, and a refusal outside of a change ends the job.
 
-    What was built ahead expected the state of the stop that does not come now.
+    What was on standby expected the state of the stop that does not come now.
     """
     is_starting = job.phase is Phase.STARTING
     is_change = is_starting and not is_loss and _is_change(job)
-    was_built = job.was_built_ahead and is_starting
+    was_built = job.was_standby and is_starting
     if is_refusal and not is_change:
         return end(job, 3, reason)
-    job, given_up = without_ahead(job)
+    job, given_up = without_standby(job)
     said: tuple[Action, ...] = ()
     if is_change and not (job.tries == 0 and not is_refusal and (is_chance or was_built)):
         job, said, is_free = _blame(job, reason)
@@ -229,7 +229,7 @@ def fail(
     if job.failures_left <= 0 and not is_free:
         return end(job, 1, f"{reason}; the restart budget (--max-restarts) is used up")
     job = replace(
-        job, failures_left=job.failures_left - (not is_free), was_built_ahead=False, trained_s=0.0
+        job, failures_left=job.failures_left - (not is_free), was_standby=False, trained_s=0.0
     )
     job, actions = _stop_workers(job, reason)
     said = (Say(f"{reason}; {job.failures_left} restarts left"), *said)
@@ -267,8 +267,8 @@ def _hosts(job: Job) -> tuple[Host, ...]:
 
 def try_again(job: Job, reason: str) -> Result:
     """The same round once more, which counts as no failure."""
-    job, given_up = without_ahead(job)
-    job, actions = _stop_workers(replace(job, was_built_ahead=False), reason)
+    job, given_up = without_standby(job)
+    job, actions = _stop_workers(replace(job, was_standby=False), reason)
     return job, (*given_up, Say(reason), *actions)
 
 
@@ -278,7 +278,7 @@ def _start_round(job: Job) -> Result:
     source = job.newest_generation
     step = source.step if source else 0
     if target is None and job.current is not None:
-        job, given_up = without_ahead(job)
+        job, given_up = without_standby(job)
         job, actions = save(job)
         return job, (*given_up, *actions)
     is_held_back = job.phase is Phase.WAITING and job.is_held_back
@@ -286,15 +286,15 @@ def _start_round(job: Job) -> Result:
         return _wait(job)
     reached = job.newest
     is_built = source is not None and _is_built_for(job, target)
-    job, given_up = (job, ()) if is_built else without_ahead(job)
-    number = job.ahead.round if job.ahead else job.last_round + 1
+    job, given_up = (job, ()) if is_built else without_standby(job)
+    number = job.standby.round if job.standby else job.last_round + 1
     job = replace(
         job,
         phase=Phase.STARTING,
         round=number,
         last_round=max(number, job.last_round),
-        ahead=None,
-        was_built_ahead=is_built,
+        standby=None,
+        was_standby=is_built,
         current=target,
         tries=job.tries if job.current is not None and target.is_same_as(job.current) else 0,
         awaited=frozenset(target.active),
@@ -324,7 +324,7 @@ def _starts(job: Job, target: Assignment, steps_lost: int, *, is_built: bool) ->
 def _wait(job: Job) -> Result:
     """Wait for more hosts, or for what makes the newest state whole."""
     looked = _look(job)
-    job, given_up = without_ahead(job)
+    job, given_up = without_standby(job)
     job = replace(job, phase=Phase.WAITING, awaited=frozenset())
     return job, (*given_up, Say(missing(job)), *looked)
 

@@ -87,7 +87,7 @@ class Welcome:
     micro_batch_size: int | None
     snapshot_every: int
     restorable_step: int | None
-    is_ahead: bool
+    is_standby: bool
     facts: JsonText
     settings: JsonText
 

@@ -87,8 +87,8 @@ class Session:
         step, consumed_samples: How far the training is: 0 on a fresh start, those of the generation
             after ``attach``.
         restorable_step: Step of the generation that ``attach`` will restore; None where there is
-            none. A worker that ``is_ahead`` will find a later one.
-        is_ahead: Whether this worker was started while those of the round before still train.
+            none. A worker that ``is_standby`` will find a later one.
+        is_standby: Whether this worker was started while those of the round before still train.
             ``attach`` returns once they have stopped.
         facts: What the job's first workers told by ``report_facts``; empty on a fresh start.
         settings: What the elastic configuration says to a framework's hooks.
@@ -100,7 +100,7 @@ class Session:
         self.consumed_samples = 0
         self.micro_batch_size: int | None = None
         self.restorable_step: int | None = None
-        self.is_ahead = False
+        self.is_standby = False
         self.facts: Mapping[str, Json] = {}
         self.settings: Mapping[str, Json] = {}
         self.replaying: Callable[[], bool] = lambda: False
@@ -132,7 +132,7 @@ class Session:
             self.micro_batch_size = welcome.micro_batch_size
             self._snapshot_every = welcome.snapshot_every
             self.restorable_step = welcome.restorable_step
-            self.is_ahead = welcome.is_ahead
+            self.is_standby = welcome.is_standby
             self.facts, self.settings = welcome.facts.value(), welcome.settings.value()
         self.tp, self.pp, self.vpp = degrees["tp"], degrees["pp"], degrees["vpp"]
         self.cp, self.ep = degrees["cp"], degrees["ep"]
@@ -227,7 +227,7 @@ class Session:
         initial state.
 
         Call on every rank, once model, optimizer and scheduler are built. Blocks until every rank
-        of the job has proven its part; before that, where this worker ``is_ahead``, until the
+        of the job has proven its part; before that, where this worker ``is_standby``, until the
         training has stopped.
 
         Args:
@@ -254,7 +254,7 @@ class Session:
         self._held, wanted = held_rows(slots), wanted_rows(slots)
         # Before the first step, because pinning memory is slow and may wait for the device.
         self._rings = rings_for({slot.buffer.device for slot in slots})
-        reached("build" if self.is_ahead else "relaunch")
+        reached("build" if self.is_standby else "relaunch")
         source = self._agent.call(
             Publish(
                 rank=self._rank,

@@ -22,11 +22,11 @@ def faulty(folder: Path, degrees: str, *options: str, **settings: Any) -> Iterat
         yield agents
 
 
-@pytest.mark.parametrize("build_ahead", ["auto", pytest.param("never", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("standby", ["auto", pytest.param("never", marks=pytest.mark.campaign)])
 def test_degrees_that_a_script_cannot_run_are_given_up_for_those_that_ran(
-    tmp_path: Path, build_ahead: str
+    tmp_path: Path, standby: str
 ) -> None:
-    settings = {"resize": f"build_ahead = '{build_ahead}'"}
+    settings = {"resize": f"standby = '{standby}'"}
     degrees = '2 = "tp2"\n1 = "tp1"'
     with faulty(tmp_path, degrees, "--raise-at-world", "1", nodes="1", settings=settings) as agents:
         agents.start("a")
@@ -70,7 +70,7 @@ def test_a_script_that_ends_while_a_stop_waits_for_it_has_ended(
     """It is behind its loop, in an evaluation or its last save, and will not come to the stop."""
     with faulty(
         tmp_path, '2 = "tp2"\n1 = "tp1"', "--enough", str(tmp_path / "enough"), "--after-s", "12",
-        *how, nodes="1", settings={"resize": "build_ahead = 'never'"},
+        *how, nodes="1", settings={"resize": "standby = 'never'"},
     ) as agents:  # fmt: skip
         agents.start("a")
         if is_forked:

@@ -15,7 +15,7 @@ obstacle = NetworkHosts.obstacle()
 
 @pytest.mark.skipif(obstacle is not None, reason=str(obstacle))
 def test_a_host_joins_over_the_network_without_any_interface_being_named(tmp_path: Path) -> None:
-    settings = {"resize": "build_ahead = 'never'"}
+    settings = {"resize": "standby = 'never'"}
     with network_agents(
         tmp_path, '2 = "tp2"\n1 = "tp1"', slots=1, settings=settings
     ) as (agents, hosts):  # fmt: skip
@@ -48,7 +48,7 @@ def test_a_job_whose_endpoint_is_an_ipv6_address_trains(tmp_path: Path) -> None:
         pytest.skip("this machine has no IPv6")
     flags = ("--rdzv-endpoint", f"[::1]:{port}")
     token = {"SCALAI_JOB_TOKEN": "0123456789abcdef0123456789abcdef"}
-    settings = {"resize": "build_ahead = 'never'"}
+    settings = {"resize": "standby = 'never'"}
     with tiny_agents(
         tmp_path, '2 = "tp2"\n1 = "tp1"', slots=1, settings=settings, flags=flags,
         environment=token,

@@ -130,7 +130,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         flags = [*kind.ends.split(), *kind.flags.split(), *data, "--eval-interval", "6"]
         jobs.append(
             Job(tmp_path / name, kind.ranks, {kind.ranks: kind.first}, flags, script=scripts[0],
-                model=kind.model, settings="build_ahead = 'never'")
+                model=kind.model, settings="standby = 'never'")
         )  # fmt: skip
         return jobs[-1]
 

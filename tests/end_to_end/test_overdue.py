@@ -14,7 +14,7 @@ from scalai.runtime.calls import Channel
 from support.agents import Agents, tiny_agents
 from support.tiny_job import check_steps
 
-NEVER_AHEAD = "build_ahead = 'never'\n"
+NEVER_STANDBY = "standby = 'never'\n"
 FLAGS = ("--max-restarts", "5")
 
 
@@ -43,7 +43,7 @@ def stalled(agents: Agents) -> list[int]:
 
 def test_a_worker_that_stands_still_in_training_is_reported_with_its_state(tmp_path: Path) -> None:
     """And a stop that it does not come to is taken back: the training goes on as soon as it can."""
-    settings = {"resize": f"{NEVER_AHEAD}drain_timeout_s = 2\nstall_s = 2"}
+    settings = {"resize": f"{NEVER_STANDBY}drain_timeout_s = 2\nstall_s = 2"}
     with two_hosts(tmp_path, settings=settings, flags=FLAGS) as agents:
         agents.start("a")
         agents.start("b")
@@ -66,7 +66,7 @@ def test_a_worker_that_stands_still_in_training_is_reported_with_its_state(tmp_p
 
 
 def test_a_start_that_hangs_goes_back_to_the_degrees_that_ran(tmp_path: Path) -> None:
-    settings = {"resize": f"{NEVER_AHEAD}start_timeout_s = 15"}
+    settings = {"resize": f"{NEVER_STANDBY}start_timeout_s = 15"}
     with two_hosts(tmp_path, settings=settings) as agents:
         agents.start("a")
         agents.start("b")

@@ -56,7 +56,7 @@ def test_training_goes_on_while_the_next_workers_build(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 def test_a_person_may_forbid_it(tmp_path: Path) -> None:
-    settings = {"resize": 'build_ahead = "never"'}
+    settings = {"resize": 'standby = "never"'}
     with tiny_agents(tmp_path, DEGREES, nodes="1", settings=settings) as agents:
         agents.start("a")
         agents.wait_for_all(2)

@@ -39,7 +39,7 @@ def words(
         **dict.fromkeys((*auto, "gradient_clipping"), "auto"),
         "zero_optimization": {"stage": stage},
         # Else a busy machine trains to the end before the next workers are built.
-        "scalai": {"resize": {"settle_s": 0.2, "build_ahead": "never"}, **settings},
+        "scalai": {"resize": {"settle_s": 0.2, "standby": "never"}, **settings},
     }
     (folder / "ds.json").write_text(json.dumps(content))
     given = {

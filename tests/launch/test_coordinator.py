@@ -118,7 +118,7 @@ def test_a_coordinator_that_nobody_needs_ends(tmp_path: Path) -> None:
     assert line.code == [1]
 
 
-def test_workers_that_can_meet_nowhere_are_not_built_ahead_and_the_job_goes_on(
+def test_workers_that_can_meet_nowhere_are_not_on_standby_and_the_job_goes_on(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = line.join("a")

@@ -64,7 +64,7 @@ class Set:
         self.groups = groups
         background = Background(lambda due: due())
         background.start()
-        resize = SimpleNamespace(build_ahead="never")
+        resize = SimpleNamespace(standby="never")
         config = SimpleNamespace(resize=resize, store=SimpleNamespace(snapshot_every=5))
         spec: Any = SimpleNamespace(config=config, hook_settings=lambda world: {"world": world})
         nothing: Any = None
@@ -225,7 +225,9 @@ def test_no_bytes_are_told_of_behind_what_was_restored(
 
 
 def test_workers_are_started_asked_and_ended(made: Set) -> None:
-    assert made.perform(actions.StartGroup(workers(3), is_ahead=False)) == [events.GroupStarted(3)]
+    assert made.perform(actions.StartGroup(workers(3), is_standby=False)) == [
+        events.GroupStarted(3)
+    ]
     assert made.perform(actions.Propose(3, 8)) == [events.Proposed(3, 8, 7)]
     assert made.perform(actions.Poll(3)) == []
     assert made.perform(actions.Agree(3, 8)) == [events.Agreed(3, 8)]
@@ -238,14 +240,14 @@ def test_workers_are_started_asked_and_ended(made: Set) -> None:
 
 
 def test_workers_that_cannot_be_started_or_built_are_told_of(made: Set) -> None:
-    (never,) = made.perform(actions.StartGroup(workers(3), is_ahead=True))
-    assert isinstance(never, events.GroupNotStarted) and "build_ahead is never" in never.reason
+    (never,) = made.perform(actions.StartGroup(workers(3), is_standby=True))
+    assert isinstance(never, events.GroupNotStarted) and "standby is never" in never.reason
 
     def fail(wanted: Any) -> Any:
         raise OSError(11, "Resource temporarily unavailable")
 
     made.groups.start = fail
-    (failed,) = made.perform(actions.StartGroup(workers(3), is_ahead=False))
+    (failed,) = made.perform(actions.StartGroup(workers(3), is_standby=False))
     assert isinstance(failed, events.GroupNotStarted) and "temporarily" in failed.reason
 
 
@@ -255,7 +257,7 @@ def test_what_is_seen_of_workers_is_their_page_and_their_ends(made: Set) -> None
     host = LawHost()
     assert made.performer.seen(host.state.round) is None
     host.begin(3)
-    made.perform(actions.StartGroup(workers(3), is_ahead=False))
+    made.perform(actions.StartGroup(workers(3), is_standby=False))
     assert made.performer.seen(host.state.round) == events.Seen(newest=7, reached=frozenset({1}))
     host.agree(8, 3)
     seen = made.performer.seen(host.state.round)
@@ -274,7 +276,7 @@ def test_calls_are_answered_refused_and_welcomed(made: Set) -> None:
     with pytest.raises(PeerError, match="it has ended"):
         answers[1].result()
     welcome = answers[2].result()
-    assert isinstance(welcome, Welcome) and welcome.is_ahead and welcome.snapshot_every == 5
+    assert isinstance(welcome, Welcome) and welcome.is_standby and welcome.snapshot_every == 5
     assert welcome.facts.value() == {"a": 1} and welcome.settings.value() == {"world": 1}
     made.performer.close()
     with pytest.raises(PeerError, match="the agent ends"):

@@ -14,9 +14,9 @@ import pytest
 
 RANK = """
 import json, os, sys, time
-from scalai.patches.megatron import rehearsal, save_process
+from scalai.patches.megatron import cpu_emulation, save_process
 save_process.install()
-rehearsal.install_training()
+cpu_emulation.install_training()
 import torch.distributed
 torch.distributed.get_rank = lambda: 0
 from megatron.core.dist_checkpointing.strategies import async_utils

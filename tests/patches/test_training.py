@@ -22,10 +22,10 @@ class FakeSession:
         restorable_step: int | None = None,
         stop: int | None = None,
         *,
-        is_ahead: bool = False,
+        is_standby: bool = False,
     ) -> None:
         self.restorable_step = restorable_step
-        self.is_ahead = is_ahead
+        self.is_standby = is_standby
         self.stop = stop
         self.facts: dict[str, Any] = {}
         self.boundaries: list[tuple[int | None, int | None]] = []

@@ -108,10 +108,10 @@ def _check_all() -> None:
     cases = json.load(sys.stdin)
     told = sys.stdout
     sys.stdout = sys.stderr  # Megatron-LM prints
-    from scalai.patches.megatron import rehearsal
+    from scalai.patches.megatron import cpu_emulation
 
-    rehearsal.install()
-    rehearsal.install_training()
+    cpu_emulation.install()
+    cpu_emulation.install_training()
     from megatron.training import arguments
 
     # Nine tenths of the time went into making the same parser anew.

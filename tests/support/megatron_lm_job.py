@@ -156,9 +156,9 @@ def make_dataset(prefix: Path) -> None:
 
 
 def _write_dataset(prefix: str) -> None:
-    from scalai.patches.megatron import rehearsal
+    from scalai.patches.megatron import cpu_emulation
 
-    rehearsal.install()
+    cpu_emulation.install()
     import pydoc_data.topics
 
     import numpy

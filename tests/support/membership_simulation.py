@@ -166,8 +166,8 @@ class Simulation(Known):
     def perform(self, action: actions.Action) -> None:
         round = self.job.round
         match action:
-            case actions.Build(ahead):
-                self.tell(ahead.assignment.active, lambda host: self.build(host, ahead.round))
+            case actions.Build(standby):
+                self.tell(standby.assignment.active, lambda host: self.build(host, standby.round))
             case actions.GiveUp():
                 self.tell(tuple(self.hosts), self.give_up)
             case actions.Prepare(hosts, stop):
@@ -217,7 +217,7 @@ class Simulation(Known):
                 self.exits.append(action)
 
     def build(self, host: SimulatedHost, round: int) -> events.Event:
-        assert host.built is None, "two rounds are built ahead"
+        assert host.built is None, "two rounds are on standby"
         if host.name in self.cannot_build:
             return events.NotBuilt(host.name, round, "no room")
         host.built = round

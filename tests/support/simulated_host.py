@@ -275,7 +275,7 @@ class SimulatedHost:
     def held_by(self, worker: Worker, number: int) -> Collection:
         """Return what a rank holds: all, or every so-manieth tensor."""
         current = self.agent.state
-        found = next(r for r in (current.round, current.ahead) if r is not None
+        found = next(r for r in (current.round, current.standby) if r is not None
                      and r.number == number)  # fmt: skip
         world = found.workers.placement.world_size
         tensors = [

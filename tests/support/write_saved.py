@@ -50,7 +50,7 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "resize": {
         "settle_s": 1.5, "drain_timeout_s": 60, "allowed_sizes": [2, 4, 6, 8],
-        "min_model_parallel": 2, "build_ahead": "auto", "build_timeout_s": 200.0,
+        "min_model_parallel": 2, "standby": "auto", "build_timeout_s": 200.0,
         "coordinator_timeout_s": 500.0, "start_timeout_s": 900.0, "stall_s": 30.0,
         "quarantine_s": 0,
     },

@@ -96,7 +96,7 @@ class LoadPlan:
             path,
             read_values(path),
         )
-        plan._rehearse()
+        plan._try_out()
         return plan
 
     def refuse_left_over(self, is_used: npt.NDArray[np.bool_]) -> None:
@@ -140,7 +140,7 @@ class LoadPlan:
     def _has_schedule(self) -> bool:
         return self.request.load_lr_scheduler_states and self.engine.lr_scheduler is not None
 
-    def _rehearse(self) -> None:
+    def _try_out(self) -> None:
         """Refuse what ``put_scalars`` could not set."""
         self._put_groups(_copies(self.masters))
         if self.request.load_module_only:

@@ -59,7 +59,7 @@ class Welcome:
 
     call: Call
     workers: Workers
-    is_ahead: bool
+    is_standby: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,13 @@ class StartGroup:
     present ones, only where memory holds both models; ``on_devices``: theirs is device memory."""
 
     workers: Workers
-    is_ahead: bool
+    is_standby: bool
     on_devices: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BeginGroup:
-    """Workers that were built ahead are the present ones from now on."""
+    """Workers that were on standby are the present ones from now on."""
 
     round: int
 

@@ -37,7 +37,7 @@ OF_THE_PRESENT_ROUND = (
 )
 """Commands to the workers of a round: where other ones are there, they come too late."""
 OF_BOTH_ROUNDS = (Hello, Publish, AwaitSlot, RankFinished, RankRefused, RankUnhooked)
-"""What workers may say whose round was built ahead and has not begun."""
+"""What workers may say whose round was on standby and has not begun."""
 
 
 def advance(state: HostState, event: events.Event) -> tuple[HostState, tuple[Action, ...]]:
@@ -247,9 +247,9 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
     step.change_of(request.round, calls=current.calls | {call})
     match request:
         case Hello():
-            is_ahead = not step.is_present(request.round)
+            is_standby = not step.is_present(request.round)
             step.change_of(request.round, calls=current.calls)
-            step.do(actions.Welcome(call, current.workers, is_ahead))
+            step.do(actions.Welcome(call, current.workers, is_standby))
         case Publish():
             rounds.publish(step, call, request)
         case AwaitSlot():

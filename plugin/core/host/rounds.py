@@ -1,4 +1,4 @@
-"""A round of the host's workers from its start to its end: built ahead or begun, published,
+"""A round of the host's workers from its start to its end: on standby or begun, published,
 restored, proven, stepped, finished, failed, ended."""
 
 import numpy as np
@@ -29,28 +29,28 @@ def build(step: Step, command: commands.Build) -> None:
     """Start the next round's workers beside the present ones."""
     give_up(step)
     on_devices = step.round is not None and step.round.uses_devices
-    step.change(ahead=Round(command, has_group=True))
-    step.do(actions.StartGroup(command.workers, is_ahead=True, on_devices=on_devices))
+    step.change(standby=Round(command, has_group=True))
+    step.do(actions.StartGroup(command.workers, is_standby=True, on_devices=on_devices))
 
 
 def start(step: Step, command: commands.Start) -> None:
     """Begin a round, with the workers that were built for it where there are any. Where they should
     be and are gone, the round has failed."""
-    ahead, number = step.state.ahead, command.workers.round
-    if ahead is not None and ahead.number == number:
-        step.change(round=ahead, ahead=None)
+    standby, number = step.state.standby, command.workers.round
+    if standby is not None and standby.number == number:
+        step.change(round=standby, standby=None)
         step.change_round(command=command)
         step.do(actions.BeginGroup(number))
         group_started(step, number)
-        if ahead.is_complete(ahead.published):
+        if standby.is_complete(standby.published):
             _begin_restore(step)
         return
     give_up(step)
     step.change(round=Round(command, has_group=not command.is_built))
     if command.is_built:
-        step.fail("what was built ahead is gone")
+        step.fail("what was on standby is gone")
     else:
-        step.do(actions.StartGroup(command.workers, is_ahead=False))
+        step.do(actions.StartGroup(command.workers, is_standby=False))
 
 
 def group_started(step: Step, number: int) -> None:
@@ -65,19 +65,19 @@ def group_not_started(step: Step, number: int, reason: str) -> None:
     if step.is_present(number):
         step.change_round(has_group=False)
         step.fail(f"its workers cannot be started: {reason}")
-    elif step.state.ahead is not None and step.state.ahead.number == number:
-        step.change(ahead=None)
+    elif step.state.standby is not None and step.state.standby.number == number:
+        step.change(standby=None)
         step.tell(job_events.NotBuilt(step.state.host, number, reason))
 
 
 def give_up(step: Step, number: int | None = None) -> None:
-    """End what was built ahead: for any round, or for this one."""
-    ahead = step.state.ahead
-    if ahead is None or number not in (None, ahead.number):
+    """End what was on standby: for any round, or for this one."""
+    standby = step.state.standby
+    if standby is None or number not in (None, standby.number):
         return
-    step.do(actions.EndGroup(ahead.number, 0.0))
-    _dismiss(step, ahead)
-    step.change(ahead=None)
+    step.do(actions.EndGroup(standby.number, 0.0))
+    _dismiss(step, standby)
+    step.change(standby=None)
 
 
 def stop(step: Step, number: int, *, has_written: bool) -> None:
@@ -105,7 +105,7 @@ def group_ended(step: Step, number: int, newest: int) -> None:
     joins it again."""
     ended = step.round
     if ended is None or ended.number != number:
-        return  # it was built ahead, and nobody waits for it
+        return  # it was on standby, and nobody waits for it
     _dismiss(step, ended)
     step.change(round=None)
     snapshots.give_back(step, ended)
@@ -128,17 +128,17 @@ def _dismiss(step: Step, ended: Round) -> None:
 
 def poll(step: Step) -> None:
     """Look for workers that have ended."""
-    current, ahead = step.round, step.state.ahead
-    if ahead is not None and ahead.has_group:
-        step.do(actions.Poll(ahead.number))
+    current, standby = step.round, step.state.standby
+    if standby is not None and standby.has_group:
+        step.do(actions.Poll(standby.number))
     if current is not None and current.has_group and not current.is_draining:
         step.do(actions.Poll(current.number))
 
 
 def group_over(step: Step, over: GroupOver) -> None:
     """The workers of a round have ended by themselves."""
-    ahead, current = step.state.ahead, step.round
-    if ahead is not None and ahead.number == over.round:
+    standby, current = step.state.standby, step.round
+    if standby is not None and standby.number == over.round:
         give_up(step)
         reason = "; ".join(over.failures) or "the script has ended"
         step.tell(job_events.NotBuilt(step.state.host, over.round, reason))

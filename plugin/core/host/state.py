@@ -98,7 +98,7 @@ class Round:
     """One incarnation of the host's workers.
 
     Attributes:
-        command: The coordinator's; ``Build`` where it was built ahead and has not begun.
+        command: The coordinator's; ``Build`` where it was on standby and has not begun.
         has_group: Whether its processes were started, and none has ended them.
         calls: Calls of its workers that wait for an answer.
         lost: Ranks whose connection has ended.
@@ -219,7 +219,7 @@ class HostState:
         now: The law's clock, in seconds; it moves by ``Ticked`` alone.
         slots: Workers that the host can run.
         generations: Those that the host's store holds.
-        round, ahead: The present round, and one that was built beside it.
+        round, standby: The present round, and one that was built beside it.
         held: A proposed stop that waits for a save.
         standing: Calls of workers that stand at an agreed stop with a save in flight.
         late: Snapshots and statements by generation that have a number and are not committed.
@@ -237,7 +237,7 @@ class HostState:
     now: float = 0.0
     generations: frozenset[int] = frozenset()
     round: Round | None = None
-    ahead: Round | None = None
+    standby: Round | None = None
     held: HeldStop | None = None
     standing: tuple[Call, ...] = ()
     late: Mapping[int, tuple[str, Committed | None]] = field(default_factory=dict)

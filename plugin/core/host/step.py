@@ -42,15 +42,15 @@ class Step:
         return changed
 
     def change_of(self, number: int, **values: Any) -> None:
-        """Change fields of the round of this number, the present one or the one ahead."""
+        """Change fields of the round of this number, the present one or the one standby."""
         if self.state.round is not None and self.state.round.number == number:
             self.change_round(**values)
-        elif self.state.ahead is not None and self.state.ahead.number == number:
-            self.change(ahead=replace(self.state.ahead, **values))
+        elif self.state.standby is not None and self.state.standby.number == number:
+            self.change(standby=replace(self.state.standby, **values))
 
     def of(self, number: int) -> Round | None:
-        """Return the round of this number, None where it is neither present nor ahead."""
-        rounds = (self.state.round, self.state.ahead)
+        """Return the round of this number, None where it is neither present nor standby."""
+        rounds = (self.state.round, self.state.standby)
         return next((r for r in rounds if r is not None and r.number == number), None)
 
     def is_present(self, number: int) -> bool:
@@ -68,7 +68,7 @@ class Step:
 
     def answer(self, call: Call, value: object = None) -> None:
         """Answer a call that still waits."""
-        for found in (self.state.round, self.state.ahead):
+        for found in (self.state.round, self.state.standby):
             if found is not None and call in found.calls:
                 self.change_of(found.number, calls=found.calls - {call})
                 self.due.append(actions.Answer(call, value))

@@ -102,7 +102,7 @@ def test_a_proof_that_fails_once_costs_no_restart(tmp_path: Path) -> None:
     assert world.started[-1][1] == world.started[-2][1] is not None
 
 
-def test_workers_that_cannot_be_built_ahead_start_after_the_stop(tmp_path: Path) -> None:
+def test_workers_that_cannot_be_on_standby_start_after_the_stop(tmp_path: Path) -> None:
     world = two_hosts(tmp_path)
     world.add("c")
     world.hosts["c"].cannot_start = True

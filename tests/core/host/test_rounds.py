@@ -62,7 +62,7 @@ def test_workers_are_welcomed_and_publish_what_they_hold() -> None:
     host.begin()
     host.ask(Hello(1, 1))
     (welcome,) = host.all(actions.Welcome)
-    assert welcome.workers.round == 1 and not welcome.is_ahead
+    assert welcome.workers.round == 1 and not welcome.is_standby
     calls = host.publish(held=HELD)
     (published,) = host.reports()
     assert isinstance(published, reports.Published)
@@ -126,13 +126,13 @@ def test_what_comes_when_its_round_has_ended_is_still_told_of() -> None:
     assert host.told()[-1] == "grown" and not host.answers()
 
 
-def test_workers_that_were_built_ahead_begin_when_the_round_does() -> None:
+def test_workers_that_were_on_standby_begin_when_the_round_does() -> None:
     host = LawHost()
     host.train()
     host.obey(commands.Build(workers(2, 0, 2)))
     host.feed(GroupStarted(2))
     host.ask(Hello(0, 2))
-    assert host.all(actions.Welcome)[-1].is_ahead
+    assert host.all(actions.Welcome)[-1].is_standby
     calls = host.publish(2, held=HELD)
     assert host.told()[-1] == "built" and not set(calls) & set(host.answers())
     host.obey(commands.Stop(1, True))
@@ -142,7 +142,7 @@ def test_workers_that_were_built_ahead_begin_when_the_round_does() -> None:
     assert len(host.all(actions.StartGroup)) == 2
 
 
-def test_what_was_built_ahead_and_is_gone_fails_the_round_that_counts_on_it() -> None:
+def test_what_was_on_standby_and_is_gone_fails_the_round_that_counts_on_it() -> None:
     host = LawHost()
     host.train()
     host.obey(commands.Build(workers(2, 0, 2)))
@@ -153,7 +153,7 @@ def test_what_was_built_ahead_and_is_gone_fails_the_round_that_counts_on_it() ->
     assert actions.EndGroup(2, 0.0) in host.done
     host.obey(start(2, 0, 2, is_built=True))
     failed = host.reports()[-1]
-    assert isinstance(failed, reports.Failed) and "what was built ahead is gone" in failed.reason
+    assert isinstance(failed, reports.Failed) and "what was on standby is gone" in failed.reason
     host.obey(commands.Stop(2, False))
     assert host.told()[-1] == "stopped"
 
@@ -182,7 +182,7 @@ def test_a_change_that_is_given_up_ends_what_was_built() -> None:
     host.obey(commands.GiveUp(2))
     assert host.all(actions.EndGroup) == [actions.EndGroup(2, 0.0)]
     host.feed(GroupEnded(2, 0))
-    assert host.state.ahead is None and host.state.round is not None
+    assert host.state.standby is None and host.state.round is not None
 
 
 def test_calls_of_workers_that_are_not_there_are_refused() -> None:
@@ -226,7 +226,7 @@ def test_a_worker_that_refuses_the_job_ends_the_round_and_not_a_training_beside_
     host.obey(commands.Build(workers(2, 0, 2)))
     host.feed(GroupStarted(2))
     host.ask(RankRefused(0, 2, "TP 3 does not divide 4 heads"))
-    assert host.told()[-1] == "not_built" and host.state.ahead is None
+    assert host.told()[-1] == "not_built" and host.state.standby is None
     host.ask(RankRefused(0, 1, "not this one either"))
     failed = host.reports()[-1]
     assert isinstance(failed, reports.Failed) and failed.is_refusal

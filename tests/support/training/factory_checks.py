@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.ssm.mamba_mixer import _split_tensor_factory
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
-import support.training.tiny_gpt  # noqa: F401 - turns rehearsal mode on
+import support.training.tiny_gpt  # noqa: F401 - turns CPU emulation on
 from scalai.core.errors import RefusedError
 from scalai.patches.megatron.shapes import global_name, parts_of
 

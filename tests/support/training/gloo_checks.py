@@ -1,11 +1,11 @@
-"""Collectives of the rehearsal, on several ranks."""
+"""Collectives of the CPU emulation, on several ranks."""
 
 import gc
 
 import torch
 import torch.distributed as dist
 
-import support.training.tiny_gpt  # noqa: F401  # rehearsal is on
+import support.training.tiny_gpt  # noqa: F401  # CPU emulation is on
 
 
 def unequal_parts(rank: int, store: dist.Store, sizes: list[int]) -> tuple[list[int], list[int]]:

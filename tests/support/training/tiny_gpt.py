@@ -1,6 +1,6 @@
 """A GPT of a few thousand parameters on megatron-core, in any layout that four ranks allow."""
 
-# Rehearsal mode has to start before megatron is imported.
+# CPU emulation has to start before megatron is imported.
 # ruff: noqa: E402
 
 import gc
@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from scalai.patches.megatron import rehearsal
+from scalai.patches.megatron import cpu_emulation
 
 warnings.filterwarnings("ignore")  # megatron's own, about what a CPU machine lacks
 logging.getLogger("megatron").setLevel(logging.ERROR)
-rehearsal.install()
+cpu_emulation.install()
 
 import torch
 import torch._dynamo  # the first optimizer would import it: here once for all workers

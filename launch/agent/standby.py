@@ -18,28 +18,28 @@ def obstacle(policy: str, workers: int, present: Iterable[int], *, on_devices: b
     """Return why ``workers`` more must not be built now, None where they can.
 
     Args:
-        policy: ``[resize] build_ahead``: ``auto``, ``always`` or ``never``.
+        policy: ``[resize] standby``: ``auto``, ``always`` or ``never``.
         workers: How many would be built on this host.
         present: Process numbers of the workers that train here.
         on_devices: Whether the state of those is in device memory, which seldom holds two models.
     """
     if policy == "never":
-        return "[resize] build_ahead is never"
+        return "[resize] standby is never"
     used = max((private_bytes(pid) for pid in present), default=0)
     if policy == "always" or not used:
         return None
     if on_devices:
-        return "device memory holds one model ([resize] build_ahead = 'always' builds all the same)"
+        return "device memory holds one model ([resize] standby = 'always' builds all the same)"
     needed, free = int(workers * used * MEMORY_RESERVE), available_memory()
     if needed > free:
         return f"{workers} workers may take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
     return None
 
 
-def offer(processes: Iterable[int], *, is_ahead: bool) -> None:
+def offer(processes: Iterable[int], *, is_standby: bool) -> None:
     """Have the kernel kill these processes before any other when memory runs out, or as readily as
     this one, which started them."""
-    adjustment = FIRST_TO_GO if is_ahead else Path("/proc/self/oom_score_adj").read_text()
+    adjustment = FIRST_TO_GO if is_standby else Path("/proc/self/oom_score_adj").read_text()
     for pid in _with_offspring(processes):
         with contextlib.suppress(OSError):  # it is gone
             Path(f"/proc/{pid}/oom_score_adj").write_text(adjustment)

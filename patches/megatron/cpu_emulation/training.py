@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from scalai.patches.megatron.rehearsal.replacement import (
+from scalai.patches.megatron.cpu_emulation.replacement import (
     nothing,
     replace,
     returning,

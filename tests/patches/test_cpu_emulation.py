@@ -1,4 +1,4 @@
-"""Rehearsal mode: CUDA's names answered by a CPU, in processes of their own."""
+"""CPU emulation: CUDA's names answered by a CPU, in processes of their own."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from support.training.worker_pool import WorkerPool
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA: nothing to shim")
 
-SAID = "event=rehearsal active=true"
+SAID = "event=cpu_emulation active=true"
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
@@ -26,8 +26,9 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 def test_it_is_on_once_and_says_so() -> None:
     done = run(
-        "from scalai.patches.megatron import rehearsal\n"
-        "assert rehearsal.install() and rehearsal.install() and rehearsal.install_training()\n"
+        "from scalai.patches.megatron import cpu_emulation\n"
+        "assert cpu_emulation.install() and cpu_emulation.install()\n"
+        "assert cpu_emulation.install_training()\n"
         "import torch\n"
         "assert not torch.cuda.is_available()\n"
         "x = torch.zeros(2, device='cuda', pin_memory=True).cuda().to('cuda:0')\n"
@@ -43,8 +44,8 @@ def test_it_has_to_come_before_megatron() -> None:
     done = run(
         "import sys, types\n"
         "sys.modules['megatron.core.tensor_parallel.random'] = types.ModuleType('random')\n"
-        "from scalai.patches.megatron import rehearsal\n"
-        "rehearsal.install()\n"
+        "from scalai.patches.megatron import cpu_emulation\n"
+        "cpu_emulation.install()\n"
     )
     assert "RefusedError" in done.stderr and "before megatron is imported" in done.stderr
 
@@ -54,8 +55,8 @@ def test_with_cuda_nothing_is_touched() -> None:
         "import torch\n"
         "torch.cuda.is_available = lambda: True\n"
         "before = torch.zeros, torch.cuda.current_device, torch.Tensor.type\n"
-        "from scalai.patches.megatron import rehearsal\n"
-        "assert not rehearsal.install() and not rehearsal.install_training()\n"
+        "from scalai.patches.megatron import cpu_emulation\n"
+        "assert not cpu_emulation.install() and not cpu_emulation.install_training()\n"
         "assert before == (torch.zeros, torch.cuda.current_device, torch.Tensor.type)\n"
     )
     assert done.returncode == 0, done.stderr
@@ -65,8 +66,8 @@ def test_with_cuda_nothing_is_touched() -> None:
 def test_importing_the_package_imports_no_megatron() -> None:
     done = run(
         "import sys\n"
-        "from scalai.patches.megatron import rehearsal\n"
-        "rehearsal.install()\n"
+        "from scalai.patches.megatron import cpu_emulation\n"
+        "cpu_emulation.install()\n"
         "assert not [name for name in sys.modules if name.startswith('megatron.core')]\n"
     )
     assert done.returncode == 0, done.stderr

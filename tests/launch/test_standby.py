@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scalai.launch.agent.ahead import obstacle, offer, private_bytes
+from scalai.launch.agent.standby import obstacle, offer, private_bytes
 from scalai.store.pool import available_memory
 
 MEGABYTES = 200
@@ -40,7 +40,7 @@ def test_workers_are_built_where_memory_holds_them_beside_the_present_ones(worke
 
 def test_device_memory_is_not_asked_to_hold_two_models_unless_somebody_says_so(worker: int) -> None:
     found = obstacle("auto", 1, [worker], on_devices=True)
-    assert found is not None and "build_ahead = 'always'" in found
+    assert found is not None and "standby = 'always'" in found
     assert obstacle("always", 1, [worker], on_devices=True) is None
 
 
@@ -50,12 +50,12 @@ def test_a_host_on_which_nothing_trains_has_nothing_to_lose() -> None:
     assert obstacle("never", 1, [], on_devices=False) is not None
 
 
-def test_what_is_built_ahead_is_the_first_to_go_when_memory_runs_out(worker: int) -> None:
+def test_what_is_on_standby_is_the_first_to_go_when_memory_runs_out(worker: int) -> None:
     adjustment = Path(f"/proc/{worker}/oom_score_adj")
     before = adjustment.read_text()
-    offer([worker, 2**22 + 1], is_ahead=True)
+    offer([worker, 2**22 + 1], is_standby=True)
     assert adjustment.read_text().strip() == "1000" and before.strip() != "1000"
-    offer([worker], is_ahead=False)
+    offer([worker], is_standby=False)
     assert adjustment.read_text() == before
 
 
@@ -70,8 +70,8 @@ def test_what_a_worker_has_started_for_its_saves_is_offered_and_taken_back_with_
         assert process.pid in pids
         adjustments = [Path(f"/proc/{pid}/oom_score_adj") for pid in pids]
         before = [path.read_text() for path in adjustments]
-        offer([process.pid], is_ahead=True)
+        offer([process.pid], is_standby=True)
         assert [path.read_text().strip() for path in adjustments] == ["1000", "1000"]
-        offer([process.pid], is_ahead=False)
+        offer([process.pid], is_standby=False)
         assert [path.read_text() for path in adjustments] == before
         os.killpg(process.pid, signal.SIGKILL)

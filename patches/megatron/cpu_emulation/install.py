@@ -1,4 +1,4 @@
-"""Turn rehearsal mode on: which shims are applied, and when."""
+"""Turn CPU emulation on: which shims are applied, and when."""
 
 import logging
 import sys
@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from scalai.core.errors import RefusedError
-from scalai.patches.megatron.rehearsal import collectives, cuda, framework, stubs, training
+from scalai.patches.megatron.cpu_emulation import collectives, cuda, framework, stubs, training
 
 log = logging.getLogger(__name__)
 _CAPTURES_CUDA = "megatron.core.tensor_parallel.random"
@@ -21,7 +21,7 @@ def install() -> bool:
     megatron, and a checkout that is put on ``sys.path`` later is served too.
 
     Returns:
-        True in rehearsal mode; False where CUDA is there and nothing was touched.
+        True in CPU emulation; False where CUDA is there and nothing was touched.
 
     Raises:
         RefusedError: megatron was imported first and holds on to the real ``torch.cuda``.
@@ -32,12 +32,12 @@ def install() -> bool:
 @cache
 def _install() -> bool:
     if torch.cuda.is_available():
-        log.info("event=rehearsal active=false reason=cuda-available")
+        log.info("event=cpu_emulation active=false reason=cuda-available")
         return False
     if _CAPTURES_CUDA in sys.modules:
         raise RefusedError(
-            "rehearsal mode has to start before megatron is imported, but megatron.core is "
-            "already there. Call scalai.patches.megatron.rehearsal.install() at the top of the "
+            "CPU emulation has to start before megatron is imported, but megatron.core is "
+            "already there. Call scalai.patches.megatron.cpu_emulation.install() at the top of the "
             "script."
         )
     stubs.install()
@@ -45,7 +45,7 @@ def _install() -> bool:
     collectives.install()
     framework.install()
     log.warning(
-        "event=rehearsal active=true reason=no-cuda detail='CUDA calls run on the CPU, "
+        "event=cpu_emulation active=true reason=no-cuda detail='CUDA calls run on the CPU, "
         "torch.compile is off, collectives need gloo: for tests and demonstrations'"
     )
     return True
@@ -55,7 +55,7 @@ def install_training() -> bool:
     """Make ``megatron.training`` (Megatron-LM's scripts) run on the CPU too, after ``install``.
 
     Returns:
-        True in rehearsal mode; False where CUDA is there and nothing was touched.
+        True in CPU emulation; False where CUDA is there and nothing was touched.
     """
     return _install_training()
 

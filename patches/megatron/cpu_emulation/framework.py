@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from scalai.patches.megatron.rehearsal.replacement import replace, when_imported
+from scalai.patches.megatron.cpu_emulation.replacement import replace, when_imported
 
 
 def install() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.utils._triton as torch_triton
 import typing_extensions
 
-from scalai.patches.megatron.rehearsal.replacement import replace
+from scalai.patches.megatron.cpu_emulation.replacement import replace
 
 
 class Anything:

@@ -1,5 +1,0 @@
-"""Rehearsal mode: Megatron on a machine without CUDA, over gloo, by runtime patching only."""
-
-from scalai.patches.megatron.rehearsal.install import install, install_training
-
-__all__ = ["install", "install_training"]
