@@ -18,7 +18,7 @@ from scalai.core.region import whole
 from scalai.core.source_list import SourceList, used_only
 from scalai.core.sources import Holder
 from scalai.launch.agent.sources import ask_parts, own_part
-from scalai.store.extension import Beside, extended
+from scalai.store.extension import Extras, extended
 from scalai.store.manifest import HostManifest, StoredFile
 from scalai.store.moves import holders_of
 from scalai.store.summary import summary_bytes
@@ -52,6 +52,6 @@ def grown(part: HostManifest, fetched: Collection) -> bytes | None:
     names = [tensor.name for tensor in fetched.tensors]
     stated = dict(zip(names, fingerprints(whole_ones).tolist(), strict=True))
     assert part.committed is not None
-    beside = Beside({}, {}, (), Committed(part.committed.hosts, stated))
+    beside = Extras({}, {}, (), Committed(part.committed.hosts, stated))
     begins = np.cumsum(sizes) - sizes
     return summary_bytes(extended(part, file, fetched, begins, fingerprints(fetched), beside))

@@ -29,7 +29,7 @@ class Watch:
     """
 
     def __init__(self, hosts: int, processes: int) -> None:
-        self._noted = {name: RawArray("d", hosts) for name in NOTED}
+        self._recorded = {name: RawArray("d", hosts) for name in NOTED}
         self._counted = {name: RawArray("q", processes) for name in COUNTED}
         self._gates = {name: RawValue("b", 0) for name in GATES}
         self._process = 0
@@ -47,15 +47,15 @@ class Watch:
 
     def first(self, name: str) -> float:
         """Return when the first host had come so far."""
-        return float(min(at for at in self._noted[name] if at))
+        return float(min(at for at in self._recorded[name] if at))
 
     def last(self, name: str) -> float:
         """Return when the last host had come so far."""
-        return float(max(self._noted[name]))
+        return float(max(self._recorded[name]))
 
     def came(self, name: str, hosts: Sequence[int]) -> list[int]:
         """Return which of these hosts have come so far."""
-        noted = self._noted[name]
+        noted = self._recorded[name]
         return [host for host in hosts if noted[host]]
 
     def counts(self) -> Counter[str]:
@@ -70,7 +70,7 @@ class Watch:
 
     def note(self, name: str, host: int) -> None:
         """A host has come so far now."""
-        self._noted[name][host] = time.monotonic()
+        self._recorded[name][host] = time.monotonic()
 
     def count(self, name: str) -> None:
         with self._mutex:

@@ -133,7 +133,7 @@ def _with_layers(source: Checkpoint, times: int) -> Checkpoint:
             if found:
                 name = layer.sub(str(turn * count + int(found[0])), name)
             pieces.append(Piece(Tensor(name, tensor.shape, tensor.dtype), box, file, begin, stride))
-    return replace(source, placed=place(pieces, placed.files), twins=None)
+    return replace(source, placed=place(pieces, placed.files), duplicates=None)
 
 
 def _reshard(

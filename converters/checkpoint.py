@@ -162,7 +162,7 @@ class Values:
         param_groups: Parameter groups with the framework's own keys, without lists of parameters.
         arguments: The framework's arguments. May hold stand-ins (``pickles.Foreign``).
         counters: ``consumed_train_samples`` and the like, as far as they are known.
-        rank_state: Random streams by coordinate, for a target of the same degrees.
+        rank_state: RNG states by coordinate, for a target of the same degrees.
         extra: What else a layout keeps, for a target of the same layout (Megatron's extra state).
     """
 
@@ -188,28 +188,29 @@ class Checkpoint:
         directory: Where its files lie.
         placed: Every piece. Replicas may come several times, as equal boxes.
         values: What is no tensor.
-        twins: Second copies under another name (fp32 masters beside fp32 parameters): the rows
+        duplicates: Second copies under another name (fp32 masters beside fp32 parameters): the rows
             name the tensor that they must be equal to. ``scalai verify`` compares them.
         may_overlap: Whether equal elements may lie in boxes that are cut differently, as the
             pieces that hosts have fetched from each other.
-        noted: By row of ``placed`` the fingerprint that the layout itself keeps; None: it has none.
+        recorded: By row of ``placed`` the fingerprint that the layout itself keeps; None: it has
+            none.
         stated: The fingerprints of whole tensors that the layout itself keeps, by name: pieces that
             were fetched and never proven are proven by them.
-        noted_version: That of those fingerprints.
+        recorded_version: That of those fingerprints.
         notes: What was noticed, one line each: what cannot be carried and why.
         changed: Tensors that are not as the directory has them, but renamed, cut or padded: what is
-            noted beside the files is not of them.
+            recorded beside the files is not of them.
     """
 
     layout: str
     directory: Path
     placed: Placed
     values: Values
-    twins: Placed | None = None
+    duplicates: Placed | None = None
     may_overlap: bool = False
-    noted: npt.NDArray[np.uint64] | None = None
+    recorded: npt.NDArray[np.uint64] | None = None
     stated: Mapping[str, int] = field(default_factory=dict)
-    noted_version: int = VERSION
+    recorded_version: int = VERSION
     notes: tuple[str, ...] = ()
     changed: frozenset[str] = frozenset()
 
@@ -221,7 +222,7 @@ def parameters_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class BesideFile:
+class AuxiliaryFile:
     """A file of a target that holds no tensors: a copy of ``source``, or ``content``.
 
     ``path`` is relative to the target's directory.
@@ -247,7 +248,7 @@ class Target:
             the fingerprint of each row [rows]: writes the small files that complete the
             checkpoint, the framework's marker of completeness last.
         notes: What the target does not carry, or what was invented, one line each.
-        beside: What else belongs to it; written before ``finish`` is called.
+        auxiliary: What else belongs to it; written before ``finish`` is called.
     """
 
     layout: str
@@ -255,7 +256,7 @@ class Target:
     fixed: Mapping[int, Sequence[tuple[int, bytes]]]
     finish: Callable[[Path, npt.NDArray[np.uint64]], None]
     notes: tuple[str, ...] = ()
-    beside: tuple[BesideFile, ...] = ()
+    auxiliary: tuple[AuxiliaryFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class Checked:
 
     @property
     def lacking(self) -> str:
-        """What is not noted, in words; empty where all is."""
+        """What is not recorded, in words; empty where all is."""
         if self.is_proven:
             return ""
         lacking = []
@@ -69,7 +69,7 @@ class Checked:
         if self.records:
             said.append(f"{self.records} records have the CRC-32 that was saved with them")
         if self.is_proven:
-            said.append("all tensors have the fingerprints that were noted beside the source")
+            said.append("all tensors have the fingerprints that were recorded beside the source")
         return "; ".join([*said, *filter(None, [self.lacking])])
 
 
@@ -101,8 +101,8 @@ def check_checksums(checkpoint: Checkpoint, workers: int) -> int:
         return [member for member in batch if is_damaged(checkpoint.directory, member)]
 
     found = [m for _, some in map_forked(damaged, batches, workers) for m in some]
-    twins = () if checkpoint.twins is None else (checkpoint.twins,)
-    refuse_damaged(checkpoint.directory, found, checkpoint.placed, *twins)
+    duplicates = () if checkpoint.duplicates is None else (checkpoint.duplicates,)
+    refuse_damaged(checkpoint.directory, found, checkpoint.placed, *duplicates)
     return len(members)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 import scalai
-from scalai.converters.beside import BESIDE, beside_bytes, identify, write_beside
+from scalai.converters.auxiliary import AUXILIARY, auxiliary_bytes, identify, write_auxiliary
 from scalai.converters.checkpoint import REPORT_VERSION, Checkpoint, Placed, Target
 from scalai.converters.checksums import Checked
 from scalai.converters.destination import (
@@ -35,8 +35,8 @@ from scalai.converters.destination import (
 from scalai.converters.forked import map_forked
 from scalai.converters.journal import Done, Journal, Noted
 from scalai.converters.limits import BUFFERS, WORKER_BYTES, Limits
-from scalai.converters.noted import check_report, is_noted
 from scalai.converters.parts import Part, alone, begin, gather, remove_journals
+from scalai.converters.recorded import check_report, is_recorded
 from scalai.converters.records import Records, check_records, counted, find_records
 from scalai.converters.streaming import Gatherer, Job, run_tasks
 from scalai.converters.verify import check_samples
@@ -75,11 +75,11 @@ def look_ahead(source: Checkpoint, target: Target, limits: Limits) -> tuple[Work
     return work, Outlook(
         tensors=len(target.placed.collection.tensors),
         read_bytes=work.size_bytes,
-        write_bytes=sum(file.size_bytes for file in target.placed.files) + beside_bytes(target),
+        write_bytes=sum(file.size_bytes for file in target.placed.files) + auxiliary_bytes(target),
         peak_bytes=limits.table_bytes
         + limits.workers * (WORKER_BYTES + BUFFERS * limits.buffer_bytes),
         tasks=len(work.tasks),
-        files=len(target.placed.files) + len(target.beside),
+        files=len(target.placed.files) + len(target.auxiliary),
         unused={kind: len(names) for kind, names in unused(source, target).items()},
     )
 
@@ -174,7 +174,7 @@ def _prove(
     rows = _row_fingerprints(done, len(target.placed.collection))
     report = {
         **_report(source, target, rows),
-        BESIDE: write_beside(partial, target),
+        AUXILIARY: write_auxiliary(partial, target),
         "conversion": identity,
     }
     if _identity(source, target, limits.buffer_bytes) != identity:
@@ -197,7 +197,7 @@ def _check_read(
         ProofError: It is not what was saved. Then ``partial`` is gone: a file that is copied anew
             may have the times of the damaged one, and the same command would go on from it.
     """
-    runs = (run for noted in done.values() for run in noted.runs)
+    runs = (run for recorded in done.values() for run in recorded.runs)
     prints = {name: int(value, 16) for name, value in report["fingerprints"].items()}
     try:
         check_records(source, records, runs, limits.workers)
@@ -206,7 +206,7 @@ def _check_read(
         shutil.rmtree(partial, ignore_errors=True)  # what failed matters more
         raise
     without = records.unchecked, len(records.bare_files)
-    return asdict(Checked(records.checked, *without, is_noted(source, prints)))
+    return asdict(Checked(records.checked, *without, is_recorded(source, prints)))
 
 
 def _changed(source: Checkpoint) -> RefusedError:
@@ -228,8 +228,8 @@ def _identity(source: Checkpoint, target: Target, buffer_bytes: int) -> str:
     for number in sorted(target.fixed):
         for at, data in target.fixed[number]:
             digest.update(repr((number, at)).encode() + data)
-    for beside in target.beside:
-        digest.update(identify(beside))
+    for auxiliary in target.auxiliary:
+        digest.update(identify(auxiliary))
     return digest.hexdigest()
 
 
@@ -284,7 +284,7 @@ def _run(
     except OSError as error:
         raise RefusedError(
             f"{job.destination} cannot be written, or {job.gatherer.files.directory} not be read "
-            f"({error.strerror}). Mend that and run the same command again to go on."
+            f"({error.strerror}). Repair that and run the same command again to go on."
         ) from error
 
 

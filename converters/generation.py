@@ -92,9 +92,9 @@ class GenerationLayout:
             unite(parts),
             _values(generation, tuple(found)),
             may_overlap=True,
-            noted=np.concatenate([part.fingerprint for part in generation.hosts]),
+            recorded=np.concatenate([part.fingerprint for part in generation.hosts]),
             stated=generation.stated,
-            noted_version=generation.fingerprint_version,
+            recorded_version=generation.fingerprint_version,
             notes=_notes(generation),
         )
 
@@ -123,7 +123,7 @@ class GenerationLayout:
         is_same = all(degrees.get(axis, 1) == size for axis, size in source.values.degrees.items())
         rank_state = dict(source.values.rank_state) if is_same else {}
         if source.values.rank_state and not is_same:
-            notes.append("random streams are left out: the degrees change, so new ones begin")
+            notes.append("RNG states are left out: the degrees change, so new ones begin")
 
         def finish(directory: Path, rows: npt.NDArray[np.uint64]) -> None:
             manifest = HostManifest(

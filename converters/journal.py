@@ -1,7 +1,7 @@
 """Which tasks of a conversion are on disk: a line each, written after the data it speaks of.
 
-Every line carries its own checksum. A task is noted once its file is on disk. A line that was cut
-off by a kill counts as not written.
+Every line carries its own checksum. A task is recorded once its file is on disk. A line that was
+cut off by a kill counts as not written.
 """
 
 import fcntl
@@ -68,10 +68,10 @@ class Journal:
 
     def add(self, tasks: Mapping[int, Noted]) -> None:
         """Note that tasks are on disk. Blocks until the notes are, too."""
-        for task, noted in tasks.items():
-            self.done[task] = noted
-            rows = {str(row): f"{value:016x}" for row, value in noted.rows.items()}
-            self._write({"task": task, "rows": rows, "runs": noted.runs})
+        for task, recorded in tasks.items():
+            self.done[task] = recorded
+            rows = {str(row): f"{value:016x}" for row, value in recorded.rows.items()}
+            self._write({"task": task, "rows": rows, "runs": recorded.runs})
         self._sync()
 
     def close(self) -> None:

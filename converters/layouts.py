@@ -10,9 +10,9 @@ from scalai.converters.deepspeed.universal.layout import DeepSpeedUniversalLayou
 from scalai.converters.deepspeed.zero.layout import DeepSpeedZeroLayout
 from scalai.converters.foreign import foreign_text
 from scalai.converters.generation import PARTS, GenerationLayout
-from scalai.converters.intake import check_intake
 from scalai.converters.megatron.torch_dist import TorchDistLayout
 from scalai.converters.megatron.torch_legacy import TorchLegacyLayout
+from scalai.converters.opening import check_opened
 from scalai.converters.safetensors_index import SafetensorsLayout
 from scalai.core.errors import RefusedError, ScalaiError, UsageError
 
@@ -81,7 +81,7 @@ def _read(layout: Layout, path: Path, options: ReadOptions) -> Checkpoint:
     try:
         checkpoint = layout.read(path, options)
         if not (options.is_part and PARTS in checkpoint.values.extra):
-            check_intake(checkpoint)
+            check_opened(checkpoint)
     except ScalaiError:
         raise
     except _UNFIT as error:

@@ -3,8 +3,8 @@
 Each part fills whole files: two hosts that write to one page of a file are not coherent on NFS. The
 parts talk through the file system alone: each keeps a journal, locked while it is at work, and they
 begin and end one at a time, under a lock beside the destination. Who finds that all tasks are
-noted, and that nobody else is at work, finishes. A part that was killed is started again, or a run
-of the whole does what is left.
+recorded, and that nobody else is at work, finishes. A part that was killed is started again, or a
+run of the whole does what is left.
 """
 
 import logging
@@ -120,7 +120,7 @@ def _wait_for(file: BufferedRandom, path: Path) -> None:
 
 
 def begin(partial: Path, identity: str, part: Part) -> Journal:
-    """Open the journal of a part, which then also knows what others have noted. Call it alone.
+    """Open the journal of a part, which then also knows what others have recorded. Call it alone.
 
     Args:
         partial: Where the destination grows.
@@ -159,7 +159,7 @@ def begin(partial: Path, identity: str, part: Part) -> Journal:
 
 
 def gather(partial: Path, own: Journal, tasks: int) -> Done | None:
-    """Return what all parts have noted, if that is all there is and nobody else is at work; else
+    """Return what all parts have recorded, if that is all there is and nobody else is at work; else
     None, and another one will finish. Call it alone.
 
     Args:

@@ -32,7 +32,7 @@ from scalai.converters.checkpoint import (
     parameters_of,
     place,
 )
-from scalai.converters.intake import MAX_JSON_BYTES, file_inside, parse_json, read_json
+from scalai.converters.opening import MAX_JSON_BYTES, file_inside, parse_json, read_json
 from scalai.core.collection import MAX_NDIM, Tensor
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
@@ -101,7 +101,7 @@ def _notes(path: Path) -> Iterator[str]:
     if (path / "optimizer.pt").is_file():
         yield (
             "optimizer.pt of a Trainer without DeepSpeed is not read, nor are its scheduler and "
-            "random streams: the weights alone are here"
+            "RNG states: the weights alone are here"
         )
 
 

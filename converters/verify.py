@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.converters.beside import check_beside
+from scalai.converters.auxiliary import check_auxiliary
 from scalai.converters.checkpoint import MAIN, PARAM, Checkpoint, Placed
 from scalai.converters.checksums import check_checksums
 from scalai.converters.fingerprints import batches, fingerprints, parts_of, row_fingerprints
 from scalai.converters.forked import map_forked
-from scalai.converters.noted import (
-    check_noted,
+from scalai.converters.recorded import (
+    check_recorded,
     check_report,
     checked_fingerprints,
-    noted_fingerprints,
+    recorded_fingerprints,
 )
 from scalai.converters.rounding import rounds_to
 from scalai.converters.source_files import SourceFiles
@@ -64,29 +64,32 @@ def verify(checkpoint: Checkpoint, workers: int) -> Mapping[str, int]:
     """
     check_checksums(checkpoint, workers)
     found = checked_fingerprints(checkpoint, workers)
-    _refuse(checkpoint, _twin_differences(checkpoint, workers))
+    _refuse(checkpoint, _duplicate_differences(checkpoint, workers))
     _refuse(checkpoint, _master_differences(checkpoint, workers))
     check_report(checkpoint, found, workers)
-    check_beside(checkpoint)
+    check_auxiliary(checkpoint)
     return found
 
 
 def check_samples(checkpoint: Checkpoint) -> None:
     """Compare replicas and second copies with their tensors, and masters with weights, at the start
     of every piece, so that a checkpoint that was mixed or saved wrongly is found before it is
-    converted. Pieces whose noted fingerprints do not add up to those of tensors are compared whole.
+    converted. Pieces whose recorded fingerprints do not add up to those of tensors are compared
+    whole.
 
     Raises:
         ProofError: They differ; names tensors and index ranges.
     """
     placed = checkpoint.placed
-    check_noted(checkpoint, noted_fingerprints(checkpoint)[1], workers=0)
+    check_recorded(checkpoint, recorded_fingerprints(checkpoint)[1], workers=0)
     _check_replicas(checkpoint)
     sample = replace(
         checkpoint,
-        twins=None if checkpoint.twins is None else _starts(checkpoint.twins, REPLICATED),
+        duplicates=None
+        if checkpoint.duplicates is None
+        else _starts(checkpoint.duplicates, REPLICATED),
     )
-    _refuse(checkpoint, _twin_differences(sample, workers=0))
+    _refuse(checkpoint, _duplicate_differences(sample, workers=0))
     _refuse(
         checkpoint, _master_differences(checkpoint, workers=0, masters=_starts(placed, SAMPLED))
     )
@@ -172,10 +175,10 @@ def _starts(placed: Placed, elements: int) -> Placed:
     return replace(placed, collection=collection)
 
 
-def _twin_differences(checkpoint: Checkpoint, workers: int) -> Iterator[Difference]:
+def _duplicate_differences(checkpoint: Checkpoint, workers: int) -> Iterator[Difference]:
     """Yield where second copies differ from the tensors that they are copies of."""
-    if checkpoint.twins is not None:
-        yield from _differences(checkpoint, checkpoint.directory, checkpoint.twins, workers)
+    if checkpoint.duplicates is not None:
+        yield from _differences(checkpoint, checkpoint.directory, checkpoint.duplicates, workers)
 
 
 def _master_differences(

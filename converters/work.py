@@ -19,7 +19,7 @@ from scalai.core.sources import Holder
 from scalai.store.files import blocks
 
 TASK_BYTES = 128 << 20
-"""Bytes after which a task is brought to disk, read back and noted in the journal."""
+"""Bytes after which a task is brought to disk, read back and recorded in the journal."""
 
 BATCH_FILES = 64
 """The most tasks that a worker does at a time."""

@@ -1,4 +1,4 @@
-"""How a command ends: errors that a person can mend are one line, with the exit code for them."""
+"""How a command ends: errors that a person can repair are one line, with the exit code for them."""
 
 import sys
 from collections.abc import Callable

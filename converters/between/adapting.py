@@ -29,7 +29,7 @@ from scalai.core.errors import RefusedError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class TargetRequest:
     """What is to become of a source.
 
     Attributes:
@@ -57,88 +57,88 @@ class Wishes:
         return "megatron"
 
 
-def adapted(source: Checkpoint, wishes: Wishes) -> tuple[Checkpoint, Values | None]:
+def adapted(source: Checkpoint, request: TargetRequest) -> tuple[Checkpoint, Values | None]:
     """Return a source as the target's layout wants it, and values for what it lacks.
 
     Raises:
         RefusedError: Names, values or the vocabulary's size are not known.
         UsageError: A mapping that is needed was not given, or does not fit.
     """
-    target, mapping = wishes.framework, wishes.mapping
-    if wishes.layout != "scalai" or mapping is not None:
+    target, mapping = request.framework, request.mapping
+    if request.layout != "scalai" or mapping is not None:
         source = without_registered(source)
     crosses = bool(target) and source.values.framework not in (target, "")
     if crosses and mapping is None:
         raise UsageError(
-            f"{wishes.layout} is of {target} and {source.directory} of {source.values.framework}, "
+            f"{request.layout} is of {target} and {source.directory} of {source.values.framework}, "
             "whose names are others. Pass --mapping."
         )
     is_ours = mapping is None or is_in_our_names(source, mapping)
     wants_ours = mapping is None or target == "megatron"
-    heads, links = _heads(source, wishes), Links()
-    if mapping is not None and not is_ours and (wants_ours or wishes.repad is not None):
+    heads, links = _heads(source, request), Links()
+    if mapping is not None and not is_ours and (wants_ours or request.repad is not None):
         source, links = in_our_names(source, mapping, heads)
         is_ours = True
-    if wishes.repad is not None:
-        tp = wishes.tp or (1 if crosses else source.values.degrees.get("tp", 1))
-        source = _repadded(source, wishes, tp)
+    if request.repad is not None:
+        tp = request.tp or (1 if crosses else source.values.degrees.get("tp", 1))
+        source = _repadded(source, request, tp)
     if mapping is not None and is_ours and not wants_ours:
         source, links = in_their_names(source, mapping, heads)
     if crosses:
         cross = _to_megatron if target == "megatron" else _to_deepspeed
-        source = cross(source, links, wishes)
-    return source, _lacking(source, wishes)
+        source = cross(source, links, request)
+    return source, _lacking(source, request)
 
 
-def _heads(source: Checkpoint, wishes: Wishes) -> Heads:
+def _heads(source: Checkpoint, request: TargetRequest) -> Heads:
     """Return what the source says of them, else ``--args-from``."""
     said = heads_of(source)
-    return said if wishes.reference is None else said.or_else(wishes.reference.heads)
+    return said if request.reference is None else said.or_else(request.reference.heads)
 
 
-def _to_megatron(source: Checkpoint, links: Links, wishes: Wishes) -> Checkpoint:
-    if wishes.reference is None:
+def _to_megatron(source: Checkpoint, links: Links, request: TargetRequest) -> Checkpoint:
+    if request.reference is None:
         raise RefusedError(
             f"{source.directory} has no Megatron arguments and no schedule. Pass --args-from with "
             "a Megatron checkpoint of the job, or with a TOML file."
         )
     notes: list[str] = []
-    values = wishes.reference.megatron(source, notes)
+    values = request.reference.megatron(source, notes)
     return to_megatron(replace(source, notes=(*source.notes, *notes)), links, values)
 
 
-def _to_deepspeed(source: Checkpoint, links: Links, wishes: Wishes) -> Checkpoint:
-    assert wishes.mapping is not None
-    if wishes.reference is None:
+def _to_deepspeed(source: Checkpoint, links: Links, request: TargetRequest) -> Checkpoint:
+    assert request.mapping is not None
+    if request.reference is None:
         raise RefusedError(
             f"{source.directory} does not say in which order a DeepSpeed engine keeps its "
             "parameters. Pass --args-from with a DeepSpeed checkpoint of the job, or with a TOML "
             "file."
         )
     notes: list[str] = []
-    job, groups = wishes.reference.deepspeed(source, wishes.mapping, notes)
+    job, groups = request.reference.deepspeed(source, request.mapping, notes)
     source = replace(source, notes=(*source.notes, *notes))
-    return to_deepspeed(source, links, job, groups, wishes.reference.checkpoint)
+    return to_deepspeed(source, links, job, groups, request.reference.checkpoint)
 
 
-def _lacking(source: Checkpoint, wishes: Wishes) -> Values | None:
+def _lacking(source: Checkpoint, request: TargetRequest) -> Values | None:
     """Return values of ``--args-from`` for a state of the target's own framework."""
-    reference, values = wishes.reference, source.values
+    reference, values = request.reference, source.values
     if reference is None:
         return None
     if reference.checkpoint is not None:
         return reference.checkpoint.values
     has_all = values.arguments is not None and all("betas" in g for g in values.param_groups)
-    return None if has_all or wishes.framework != "megatron" else reference.megatron(source, [])
+    return None if has_all or request.framework != "megatron" else reference.megatron(source, [])
 
 
-def _repadded(source: Checkpoint, wishes: Wishes, tp: int) -> Checkpoint:
-    """Return a state with the vocabulary padded as wished."""
-    said: Mapping[str, object] = {} if wishes.reference is None else wishes.reference.arguments
+def _repadded(source: Checkpoint, request: TargetRequest, tp: int) -> Checkpoint:
+    """Return a state with the vocabulary padded as requested."""
+    said: Mapping[str, object] = {} if request.reference is None else request.reference.arguments
     known = {**(source.values.arguments or {}), **{n: v for n, v in said.items() if v is not None}}
     vocabulary = known.get("vocab_size")
-    rows = wishes.repad or vocabulary or 0
-    if not wishes.repad and vocabulary and wishes.framework == "megatron":
+    rows = request.repad or vocabulary or 0
+    if not request.repad and vocabulary and request.framework == "megatron":
         divisor = known.get("make_vocab_size_divisible_by")
         if divisor is None:
             note = f"{INVENTED}make_vocab_size_divisible_by {DIVISOR}, Megatron's default"

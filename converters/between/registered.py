@@ -28,6 +28,6 @@ def without_registered(source: Checkpoint) -> Checkpoint:
             placed.file[rows], placed.begin[rows], placed.stride[rows], placed.files,
             placed.rounded()[rows],
         ),
-        noted=None if source.noted is None else source.noted[rows],
+        recorded=None if source.recorded is None else source.recorded[rows],
         notes=(*source.notes, *notes),
     )  # fmt: skip

@@ -183,7 +183,7 @@ def _left_out(source: Checkpoint) -> list[str]:
     present = {
         "Megatron's arguments": values.arguments,
         "Megatron's schedule of learning rate and weight decay": values.scheduler,
-        "random streams": values.rank_state or values.extra.get("rng_state"),
+        "RNG states": values.rank_state or values.extra.get("rng_state"),
         "extra state of layers": values.extra.get("objects"),
     }
     return [f"{LEFT_OUT}{what}" for what, value in present.items() if value]

@@ -95,15 +95,17 @@ def _translated(
         )
     links.update((name, []) for name in ignored)
     notes = [f"{LEFT_OUT}{name}, which {mapping.where} has no use for" for name in sorted(ignored)]
-    if source.noted is not None:
+    if source.recorded is not None:
         notes.append("fingerprints of the source are not of these tensors: scalai verify it first")
     placed = _renamed(source.placed, links, shapes)
     return replace(
         source,
         placed=placed,
-        noted=None,
+        recorded=None,
         stated={},
-        twins=None if source.twins is None else _renamed(source.twins, links, shapes),
+        duplicates=None
+        if source.duplicates is None
+        else _renamed(source.duplicates, links, shapes),
         notes=(*source.notes, *notes),
         changed=frozenset(tensor.name for tensor in placed.collection.tensors),
     ), links

@@ -79,9 +79,9 @@ def repadded(source: Checkpoint, rows: int, vocabulary: int | None) -> Checkpoin
     return replace(
         source,
         placed=_cut(source.placed, rows),
-        noted=None,
+        recorded=None,
         stated={},
-        twins=None if source.twins is None else _cut(source.twins, rows),
+        duplicates=None if source.duplicates is None else _cut(source.duplicates, rows),
         values=replace(
             source.values,
             arguments=_with_rows(source.values.arguments, rows),

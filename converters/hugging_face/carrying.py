@@ -1,7 +1,7 @@
 """Says which of a trainer's files go with a checkpoint to its target, and as what.
 
 All are copied byte for byte, so that no pickle among them is read. Two depend on the number of
-ranks: random streams, which a rank of the target takes from one of the source, and a schedule that
+ranks: RNG states, which a rank of the target takes from one of the source, and a schedule that
 Accelerate has stepped by every rank.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from scalai.converters.checkpoint import BesideFile, Checkpoint, Target
+from scalai.converters.checkpoint import AuxiliaryFile, Checkpoint, Target
 from scalai.converters.deepspeed.job import STATE, DeepSpeedJob
 from scalai.converters.hugging_face.companions import Companions, find_companions
 from scalai.converters.hugging_face.schedule import FUNCTIONS, counts_ranks, read_schedule, rescaled
@@ -32,7 +32,7 @@ def accompanied(source: Checkpoint, target: Target, degrees: Mapping[str, int]) 
         degrees: Of the target; those not named are the source's.
 
     Raises:
-        RefusedError: Random streams are not those of the source's ranks; or as
+        RefusedError: RNG states are not those of the source's ranks; or as
             ``find_companions``.
     """
     companions = find_companions(source)
@@ -41,13 +41,13 @@ def accompanied(source: Checkpoint, target: Target, degrees: Mapping[str, int]) 
     if target.layout == "safetensors":
         files = [name for name in companions.files if _OF_MODEL.fullmatch(name)]
         kept = [name for name in files if not name.endswith(_INDEX)]
-        return replace(target, beside=tuple(_copy(companions, name) for name in kept))
+        return replace(target, auxiliary=tuple(_copy(companions, name) for name in kept))
     if not target.layout.startswith("deepspeed_"):
         return target
     carrying = _Carrying(source, companions, *_worlds(source, companions, degrees))
     notes: list[str] = []
-    beside = tuple(carrying.files(notes))
-    return replace(target, beside=beside, notes=(*target.notes, *notes, *carrying.notes()))
+    auxiliary = tuple(carrying.files(notes))
+    return replace(target, auxiliary=auxiliary, notes=(*target.notes, *notes, *carrying.notes()))
 
 
 def _worlds(
@@ -59,7 +59,7 @@ def _worlds(
     before = prod(known.get(axis, 1) for axis in axes) if "dp" in known else len(companions.streams)
     if companions.streams and len(companions.streams) != before:
         raise RefusedError(
-            f"{companions.directory} has random streams of {len(companions.streams)} ranks, and "
+            f"{companions.directory} has RNG states of {len(companions.streams)} ranks, and "
             f"was saved by {before}. Copy the missing files of the same save, or remove all of "
             f"them ({companions.streams[0]} ...) to begin new streams."
         )
@@ -67,9 +67,9 @@ def _worlds(
     return before, after
 
 
-def _copy(companions: Companions, name: str, path: str | None = None) -> BesideFile:
+def _copy(companions: Companions, name: str, path: str | None = None) -> AuxiliaryFile:
     source = companions.directory / name
-    return BesideFile(path or name, source.stat().st_size, source)
+    return AuxiliaryFile(path or name, source.stat().st_size, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class _Carrying:
     before: int
     after: int
 
-    def files(self, notes: list[str]) -> Iterator[BesideFile]:
+    def files(self, notes: list[str]) -> Iterator[AuxiliaryFile]:
         """Yield the target's files; adds to ``notes`` what was changed."""
         for name in self.companions.files:
             is_of_ranks = self.companions.saved_by == "Accelerate" and self.before != self.after
@@ -89,7 +89,7 @@ class _Carrying:
             if content is None:
                 yield _copy(self.companions, name)
             else:
-                yield BesideFile(name, len(content), content=content)
+                yield AuxiliaryFile(name, len(content), content=content)
         if self.companions.streams:
             for rank in range(self.after):
                 of = self.companions.streams[rank % self.before]
@@ -110,7 +110,7 @@ class _Carrying:
             return
         if self.companions.streams:
             yield (
-                f"random streams: rank r of {self.after} goes on with those of rank r modulo "
+                f"RNG states: rank r of {self.after} goes on with those of rank r modulo "
                 f"{self.before}"
             )
         samples = self._samples()
@@ -164,5 +164,5 @@ def describe_companions(checkpoint: Checkpoint) -> dict[str, object] | None:
     return {
         "saved_by": found.saved_by,
         "files": list(found.files),
-        "random_streams": len(found.streams),
+        "rng_states": len(found.streams),
     }

@@ -21,12 +21,12 @@ from typing import Literal
 
 from scalai.converters.checkpoint import REPORT, Checkpoint
 from scalai.converters.deepspeed.files import LATEST
-from scalai.converters.intake import file_inside
+from scalai.converters.opening import file_inside
 from scalai.core.errors import RefusedError
 
 TRAINER_STATE = "trainer_state.json"
 ONE_RANK = "rng_state.pth"
-"""What Trainer calls the random streams of a job of one rank."""
+"""What Trainer calls the RNG states of a job of one rank."""
 
 _STREAMS = re.compile(r"(?:rng_state_(\d+)\.pth|random_states_(\d+)\.pkl)")
 _OF_ENGINE = frozenset({LATEST, "latest_universal", REPORT})
@@ -41,8 +41,8 @@ class Companions:
     Attributes:
         directory: Where they lie; the engine's tag is a folder of it.
         saved_by: Who has saved them.
-        files: Their paths in the directory, sorted; without the random streams.
-        streams: The files of the ranks' random streams, by rank.
+        files: Their paths in the directory, sorted; without the RNG states.
+        streams: The files of the ranks' RNG states, by rank.
         other_tags: Folders of further engines, or of other steps.
     """
 
@@ -53,7 +53,7 @@ class Companions:
     other_tags: tuple[str, ...]
 
     def stream_file(self, rank: int, world: int) -> str:
-        """Return what a rank's file of random streams is called in a job of ``world`` ranks."""
+        """Return what a rank's file of RNG states is called in a job of ``world`` ranks."""
         if self.saved_by == "Accelerate":
             return f"random_states_{rank}.pkl"
         return ONE_RANK if world == 1 else f"rng_state_{rank}.pth"
@@ -63,7 +63,7 @@ def find_companions(checkpoint: Checkpoint) -> Companions | None:
     """Return what a trainer has saved beside a DeepSpeed checkpoint; None: nothing.
 
     Raises:
-        RefusedError: A file is a link to outside; a rank's random streams are missing.
+        RefusedError: A file is a link to outside; a rank's RNG states are missing.
     """
     if not checkpoint.layout.startswith("deepspeed_"):
         return None
@@ -83,7 +83,7 @@ def find_companions(checkpoint: Checkpoint) -> Companions | None:
     missing = sorted(set(range(len(streams))) - streams.keys())
     if missing:
         raise RefusedError(
-            f"{directory} has random streams of {len(streams)} ranks, and none of rank "
+            f"{directory} has RNG states of {len(streams)} ranks, and none of rank "
             f"{missing[0]} ({streams[max(streams)]} is there). Copy the missing files of the same "
             "save, or use another checkpoint."
         )
@@ -115,7 +115,7 @@ def _below(directory: Path, tags: set[str]) -> Iterator[str]:
 
 
 def _rank_of(name: str) -> int | None:
-    """Return whose random streams a file holds; None: it holds none."""
+    """Return whose RNG states a file holds; None: it holds none."""
     match = _STREAMS.fullmatch(name)
     if match is None:
         return 0 if name == ONE_RANK else None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from scalai.converters.megatron.rules import UNEVEN_STAGES, Given, faults_of, fixed_axes, values_of
 from scalai.core.batches import BatchRamp
-from scalai.core.degrees import Degrees, ModelLimits, Wish
+from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.faults import refuse_all
 
@@ -42,7 +42,7 @@ class MegatronArguments:
 
     given: Given
     limits: ModelLimits
-    initial: Wish
+    initial: DegreeRequest
 
 
 def is_megatron(script_args: Sequence[str]) -> bool:
@@ -138,9 +138,9 @@ def _integer(given: Given, *names: str) -> int | None:
     return None
 
 
-def _initial(given: Given) -> Wish:
+def _initial(given: Given) -> DegreeRequest:
     pp = _integer(given, "--pipeline-model-parallel-size") or 1
-    return Wish(
+    return DegreeRequest(
         tp=_integer(given, "--tensor-model-parallel-size") or 1,
         pp=pp,
         vpp=_initial_chunks(given, pp),
@@ -168,7 +168,7 @@ def _extra_layers(given: Given) -> int:
     return sum(f"--account-for-{part}-in-pipeline-split" in given for part in ("embedding", "loss"))
 
 
-def _limits(given: Given, initial: Wish, is_query_group_shared: bool) -> ModelLimits:
+def _limits(given: Given, initial: DegreeRequest, is_query_group_shared: bool) -> ModelLimits:
     needs_tp = next((flag for flag in _NEEDS_TP if flag in given), None)
     has_groups = "--group-query-attention" in given and "--multi-latent-attention" not in given
     experts = _integer(given, "--num-experts") or None
@@ -246,7 +246,7 @@ def _evaluation(
             yield from (_EVAL_MICRO, str(share))
 
 
-def _fixed(given: Given, initial: Wish) -> Iterator[tuple[str, int, str]]:
+def _fixed(given: Given, initial: DegreeRequest) -> Iterator[tuple[str, int, str]]:
     for axis, why in fixed_axes(values_of(given)):
         yield axis, getattr(initial, axis) or 1, why
 

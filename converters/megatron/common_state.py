@@ -15,9 +15,9 @@ from typing import Any
 
 from scalai.converters.archive_layout import Archive, lay_out_archive
 from scalai.converters.checkpoint import Checkpoint, Values
-from scalai.converters.intake import read_json
 from scalai.converters.megatron.iterations import find_below
 from scalai.converters.megatron.torch_dist_metadata import Extent
+from scalai.converters.opening import read_json
 from scalai.converters.torch_archive import read_archive, with_content
 from scalai.core.errors import RefusedError
 from scalai.store.files import map_file

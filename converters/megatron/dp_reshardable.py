@@ -46,7 +46,7 @@ class Rescued:
     """Pieces of masters and moments; and second copies of what else is there."""
 
     pieces: list[Piece]
-    twins: list[Piece]
+    duplicates: list[Piece]
 
 
 class _MisfitError(Exception):
@@ -282,10 +282,10 @@ class _Rescue:
             content = BucketContent(self._files, buckets[dtype], dtype, self._model.chunk_begin)
             for entry in found:
                 for kind, stored in buckets[dtype][entry.bucket].items():
-                    is_twin = kind == "param" and stored.dtype == dtype
-                    named = {"param": PARAM if is_twin else MAIN}.get(kind, kind)
-                    is_second = is_twin or entry.parameter.is_copy
-                    into = self._rescued.twins if is_second else self._rescued.pieces
+                    is_duplicate = kind == "param" and stored.dtype == dtype
+                    named = {"param": PARAM if is_duplicate else MAIN}.get(kind, kind)
+                    is_second = is_duplicate or entry.parameter.is_copy
+                    into = self._rescued.duplicates if is_second else self._rescued.pieces
                     into.extend(content.pieces(named, stored, entry))
 
     def _stale_text(self) -> str:

@@ -37,7 +37,6 @@ from scalai.converters.checkpoint import (
     WriteOptions,
     place,
 )
-from scalai.converters.intake import MAX_PIECES
 from scalai.converters.megatron import torch_dist_writer
 from scalai.converters.megatron.buckets import is_bucket
 from scalai.converters.megatron.common_state import (
@@ -52,7 +51,6 @@ from scalai.converters.megatron.iterations import check_iteration
 from scalai.converters.megatron.limits import check_model
 from scalai.converters.megatron.names import leading_axes, name_at, tensor_parallel_axis
 from scalai.converters.megatron.torch_dist_common import LINKS
-from scalai.converters.megatron.torch_dist_intake import check_marker, notes_of, read_objects
 from scalai.converters.megatron.torch_dist_metadata import (
     Chunk,
     Extent,
@@ -60,6 +58,7 @@ from scalai.converters.megatron.torch_dist_metadata import (
     StoredKey,
     read_metadata,
 )
+from scalai.converters.megatron.torch_dist_opening import check_marker, notes_of, read_objects
 from scalai.converters.megatron.values import (
     argument_degrees,
     counters_of,
@@ -68,6 +67,7 @@ from scalai.converters.megatron.values import (
     find_scaler,
     find_step,
 )
+from scalai.converters.opening import MAX_PIECES
 from scalai.converters.torch_archive import NewTensor, StoredTensor, read_archive, with_content
 from scalai.core.collection import Tensor, split_name
 from scalai.core.errors import RefusedError
@@ -150,23 +150,23 @@ class _Reader:
                 model.append(stored)
                 weights[stored.key] = stored.dtype
         pieces = [piece for stored in model for piece in self._pieces(PARAM, stored.key, stored)]
-        twins: list[Piece] = []
+        duplicates: list[Piece] = []
         for kind, key, stored in moments:
             if key not in weights:
                 raise RefusedError(
                     f"{self.directory}: {stored.key} has no parameter {key}. The checkpoint is "
                     "mixed from two, or incomplete: use another one."
                 )
-            is_twin = kind in _MASTERS and stored.dtype == weights[key]
+            is_duplicate = kind in _MASTERS and stored.dtype == weights[key]
             kind = MAIN if kind in _MASTERS else kind
-            into, as_kind = (twins, PARAM) if is_twin else (pieces, kind)
+            into, as_kind = (duplicates, PARAM) if is_duplicate else (pieces, kind)
             into.extend(self._pieces(as_kind, key, stored))
         if buckets:
             rescued = read_buckets(
                 self.directory, buckets, model, self._chunk_begin, self._arguments or {}
             )
             pieces += rescued.pieces
-            twins += rescued.twins
+            duplicates += rescued.duplicates
         step = find_step(self.common, groups)
         files = self._files()
         if step is not None:
@@ -180,7 +180,7 @@ class _Reader:
             self.directory,
             placed,
             values,
-            twins=place(twins, files) if twins else None,
+            duplicates=place(duplicates, files) if duplicates else None,
             notes=tuple(notes_of(self.directory, self.kept, self.metadata)),
         )
 

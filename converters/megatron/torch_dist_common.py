@@ -1,7 +1,7 @@
 """What a ``torch_dist`` checkpoint has beside tensors: keys, objects of the layers, ``common.pt``.
 
 Source: ``save_checkpoint`` of megatron/training/checkpointing.py (core_v0.16.1). Differs in: no
-common state of other ranks; new random streams where the degrees change.
+common state of other ranks; new RNG states where the degrees change.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import numpy as np
 from scalai.converters.archive_layout import Archive, lay_out_archive
 from scalai.converters.checkpoint import MAIN, PARAM, STEP, Checkpoint, Values
 from scalai.converters.megatron.names import expert_of, fold, layer_of
-from scalai.converters.megatron.rank_streams import streams_of
+from scalai.converters.megatron.rank_rng_states import rng_states_of
 from scalai.converters.megatron.values import (
     are_several_kinds,
     has_hyperparameters,
@@ -78,7 +78,7 @@ def objects_of(
         notes.append("_extra_state of the layers is invented as None: the source has none")
         none = content_of(lay_out_archive([None]))
         extra = {key: none for key in sorted(_extra_states(tensors, names))}
-        return {**extra, **_random_streams(source, degrees, notes)}
+        return {**extra, **_rng_states(source, degrees, notes)}
     is_same = all(degrees.get(axis, 1) == size for axis, size in source.values.degrees.items())
     kept = {}
     for key, data in objects.items():
@@ -88,7 +88,7 @@ def objects_of(
             kept[key] = data
         elif not key.startswith("rng_state/"):
             notes.append(f"{key} belongs to the old degrees and is left out")
-    return kept if is_same else {**kept, **_random_streams(source, degrees, notes)}
+    return kept if is_same else {**kept, **_rng_states(source, degrees, notes)}
 
 
 def _without_layers(key: str) -> str:
@@ -102,7 +102,7 @@ def _without_layers(key: str) -> str:
     return f"{name}/shard_{'.'.join(at[1:]) or '0'}_{'.'.join(sizes[1:]) or '1'}"
 
 
-def _random_streams(
+def _rng_states(
     source: Checkpoint, degrees: Mapping[str, int], notes: list[str]
 ) -> dict[str, bytes]:
     """Return the objects of ``rng_state``, which Megatron asks for at the arguments' degrees: one
@@ -115,9 +115,9 @@ def _random_streams(
     found = {}
     for at in np.ndindex(*sizes):
         coordinate = at[1], at[0], at[2] % ep if ep > 1 else 0
-        streams = streams_of(source, degrees, coordinate, notes)
+        rng_states = rng_states_of(source, degrees, coordinate, notes)
         key = f"rng_state/shard_{'.'.join(map(str, at))}_{shape}"
-        found[key] = content_of(lay_out_archive([streams]))
+        found[key] = content_of(lay_out_archive([rng_states]))
     return found
 
 

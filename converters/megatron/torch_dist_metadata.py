@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters import pickles
-from scalai.converters.intake import file_inside
+from scalai.converters.opening import file_inside
 from scalai.converters.pickles import Foreign, Sealed, foreign
 from scalai.converters.torch_archive import MAX_PICKLE_BYTES
 from scalai.core.collection import MAX_NDIM

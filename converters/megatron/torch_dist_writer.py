@@ -107,8 +107,8 @@ def _is_split(source: Checkpoint, options: WriteOptions) -> bool | None:
     kinds = {split_name(tensor.name)[0] for tensor in source.placed.collection.tensors}
     if kinds <= {PARAM, MAIN, STEP}:
         return None
-    wished = options.is_split if options.is_split is not None else source.values.is_split
-    return True if wished is None else wished
+    requested = options.is_split if options.is_split is not None else source.values.is_split
+    return True if requested is None else requested
 
 
 def _items(tensors: Mapping[str, Tensor], is_split: bool | None, names: Keys) -> Iterator[_Item]:

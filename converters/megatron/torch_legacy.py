@@ -6,7 +6,7 @@
 
 Megatron loads these at the degrees at which they were saved. ``model_optim_rng.pt`` holds the
 model's state dict, the optimizer's (whole, if it is not the distributed one), arguments, the
-schedule and random streams; ``distrib_optim.pt`` the distributed optimizer's flat buffers.
+schedule and RNG states; ``distrib_optim.pt`` the distributed optimizer's flat buffers.
 
 Source: ``save_checkpoint`` and ``get_checkpoint_name`` of megatron/training/checkpointing.py
 (0.16.1).
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from scalai.converters.checkpoint import Checkpoint, ReadOptions, Target, Values, WriteOptions
-from scalai.converters.intake import MAX_DEGREE
 from scalai.converters.megatron import torch_legacy_writer
 from scalai.converters.megatron.iterations import RELEASE, check_iteration, find_below
 from scalai.converters.megatron.limits import check_model
@@ -32,6 +31,7 @@ from scalai.converters.megatron.values import (
     find_param_groups,
     find_scaler,
 )
+from scalai.converters.opening import MAX_DEGREE
 from scalai.converters.torch_archive import read_archive, with_content
 from scalai.core.errors import RefusedError
 from scalai.store.files import map_file
@@ -83,7 +83,7 @@ def _read(name: str, directory: Path, *, trust: bool) -> Checkpoint:
         directory,
         tensors.placed,
         values,
-        twins=tensors.twins,
+        duplicates=tensors.duplicates,
         notes=(*tensors.notes, *_notes(first)),
     )
 
@@ -252,7 +252,7 @@ def _values(
 ) -> Values:
     arguments = _arguments(common)
     carried = {"checkpoint_version", "num_floating_point_operations_so_far"} & common.keys()
-    streams = {
+    rng_states = {
         at: with_content(rank.tree["rng_state"], map_file(directory / rank.folder / MODEL))
         for at, rank in ranks.items()
         if "rng_state" in rank.tree
@@ -273,7 +273,7 @@ def _values(
         extra={
             **{key: common[key] for key in sorted(carried)},
             **extra,
-            "rng_state": streams,
+            "rng_state": rng_states,
         },
     )
 

@@ -92,8 +92,8 @@ class Job:
             notes.append("the source has no Megatron arguments: give all model flags when loading")
         kinds = {split_name(name)[0] for name in tensors}
         has_optimizer = not kinds <= {PARAM, MAIN, STEP}
-        wished = options.is_split if options.is_split is not None else values.is_split
-        is_split = (wished is not False) if has_optimizer else None
+        requested = options.is_split if options.is_split is not None else values.is_split
+        is_split = (requested is not False) if has_optimizer else None
         parameters = [split_name(name)[1] for name in tensors if name.startswith(f"{PARAM}/")]
         _check_gpt(parameters)
         count = len({layer_of(name) for name in parameters} - {None})
@@ -223,9 +223,9 @@ def _check_gpt(parameters: Sequence[str]) -> None:
         )
 
 
-def _degrees(old: Mapping[str, int], wished: Mapping[str, int]) -> dict[str, int]:
+def _degrees(old: Mapping[str, int], requested: Mapping[str, int]) -> dict[str, int]:
     """Return all degrees of the target. Experts are cut as the rest where they were."""
-    degrees = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, **old, **wished}
+    degrees = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, **old, **requested}
     if old.get("etp", old.get("tp")) == old.get("tp") and degrees.get("etp") == old.get("etp"):
         degrees["etp"] = degrees["tp"]
     if degrees["etp"] != degrees["tp"] and degrees["ep"] > 1:

@@ -75,7 +75,7 @@ class Found:
     directory: Path
     degrees: Mapping[str, int]
     pieces: list[Piece] = field(default_factory=list)
-    twins: list[Piece] = field(default_factory=list)
+    duplicates: list[Piece] = field(default_factory=list)
     stepped: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -88,7 +88,7 @@ class Found:
                 f"{list(parameter.stored.shape)}",
             )
         tensor = Tensor(f"{kind}/{parameter.name}", parameter.shape, stored.dtype)
-        into = self.twins if parameter.is_copy else self.pieces
+        into = self.duplicates if parameter.is_copy else self.pieces
         item = ITEM_BYTES[stored.dtype]
         for part in parameter.parts:
             begin = stored.begin + item * _dot(part.local, stored.stride)
@@ -148,7 +148,7 @@ class Found:
     def _add_step(self, parameter: Parameter, value: Any, file: str) -> None:
         if isinstance(value, StoredTensor) and value.shape == () and value.dtype == "F32":
             tensor = Tensor(f"{STEP}/{parameter.name}", (), "F32")
-            into = self.twins if parameter.is_copy else self.pieces
+            into = self.duplicates if parameter.is_copy else self.pieces
             into.append(Piece(tensor, whole(()), file, value.begin))
         else:
             raise self.misfit(file, f"the step of {parameter.name} is {value!r}")
@@ -261,7 +261,7 @@ class Found:
         is_own_master = key == "param" and stored.dtype == parameter.stored.dtype
         kind = (PARAM if is_own_master else MAIN) if key == "param" else key
         tensor = Tensor(f"{kind}/{parameter.name}", parameter.shape, stored.dtype)
-        into = self.twins if is_own_master or parameter.is_copy else self.pieces
+        into = self.duplicates if is_own_master or parameter.is_copy else self.pieces
         stride = row_major(parameter.stored.shape)
         for part in parameter.parts:
             at = start + _dot(part.local, stride)

@@ -53,7 +53,7 @@ class Tensors:
     """All tensors that were found; second copies; what else the state dicts tell; notes."""
 
     placed: Placed
-    twins: Placed | None
+    duplicates: Placed | None
     extra: Mapping[str, Any]
     notes: Sequence[str]
 
@@ -105,11 +105,13 @@ class _Reader:
                 for name in self.found.stepped
             ]
         extra = {"is_local": naming.is_local, "is_grouped": naming.is_grouped}
-        twins = place(self.found.twins, files) if self.found.twins else None
-        return Tensors(place(pieces, files), twins, extra, tuple(dict.fromkeys(self.found.notes)))
+        duplicates = place(self.found.duplicates, files) if self.found.duplicates else None
+        return Tensors(
+            place(pieces, files), duplicates, extra, tuple(dict.fromkeys(self.found.notes))
+        )
 
     def _files(self) -> list[CheckpointFile]:
-        names = sorted({piece.file for piece in (*self.found.pieces, *self.found.twins)})
+        names = sorted({piece.file for piece in (*self.found.pieces, *self.found.duplicates)})
         return [CheckpointFile(name, (self.directory / name).stat().st_size) for name in names]
 
     def _state(self, rank: Rank, chunk: int) -> Mapping[str, Any]:

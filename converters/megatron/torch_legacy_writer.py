@@ -30,7 +30,7 @@ from scalai.converters.checkpoint import (
 )
 from scalai.converters.megatron.iterations import TRACKER
 from scalai.converters.megatron.modules import has_extra_state
-from scalai.converters.megatron.rank_streams import streams_of
+from scalai.converters.megatron.rank_rng_states import rng_states_of
 from scalai.converters.megatron.torch_legacy_job import Coordinate, Job, Local, folder_name
 from scalai.converters.megatron.torch_legacy_state import (
     Fill,
@@ -102,7 +102,7 @@ def _rank_files(job: Job, coordinate: Coordinate) -> Iterator[tuple[str, Any, Se
         tree["optimizer"] = states if job.is_chained else states[0]
     if job.source.values.scheduler is not None:
         tree["opt_param_scheduler"] = job.source.values.scheduler
-    tree["rng_state"] = streams_of(job.source, job.degrees, coordinate, job.notes)
+    tree["rng_state"] = rng_states_of(job.source, job.degrees, coordinate, job.notes)
     flops = "num_floating_point_operations_so_far"
     tree[flops] = extra.get(flops, 0)
     yield f"{folder}/{MODEL}", tree, fills

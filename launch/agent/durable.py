@@ -49,7 +49,7 @@ def look(folder: Path) -> Seen:
     except OSError as error:
         raise StoreError(
             f"{error.filename} cannot be read ({error.strerror}), and may hold the job's state. "
-            "Mend it, or name another --durable-dir."
+            "Repair it, or name another --durable-dir."
         ) from error
     return seen
 

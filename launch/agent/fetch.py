@@ -25,7 +25,7 @@ from scalai.launch.agent.data_plane import Peer
 from scalai.launch.agent.sources import Parts, ask_parts, ask_rank_states, first_part, own_part
 from scalai.runtime.at_once import at_once
 from scalai.runtime.failpoints import reached
-from scalai.store.extension import Beside, fingerprints_of
+from scalai.store.extension import Extras, fingerprints_of
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from scalai.store.moves import Fetched, FetchList, fetch_lists, holders_of, read_orders
@@ -81,7 +81,7 @@ def prepare_restore(
     coordinates = {rank: wants[rank].coordinate for rank in ranks}
     states = ask_rank_states(parts.own, listed, coordinates, token)
     scalars = mapped(listed.scalars.value(), "scalars")
-    beside = Beside(
+    extras = Extras(
         scalars=scalars,
         rank_state={name: state for rank in ranks for name, state in states[rank].items()},
         ranks=tuple(rank for rank in ranks if states[rank]),
@@ -89,7 +89,7 @@ def prepare_restore(
     )
 
     def fetch(parts: Parts, lists: list[FetchList], gone: dict[str, str]) -> _Fetch:
-        return _fetch_all(store, listed, parts, lists, beside, token, arrived, gone)
+        return _fetch_all(store, listed, parts, lists, extras, token, arrived, gone)
 
     moved = _plan_and_fetch(store.host, parts, targets, placement.group, fetch)
     directories = {}
@@ -177,7 +177,7 @@ def _fetch_all(
     listed: SourceList,
     parts: Parts,
     lists: list[FetchList],
-    beside: Beside,
+    extras: Extras,
     token: bytes,
     arrived: Callable[[int], None],
     gone: dict[str, str],
@@ -209,7 +209,7 @@ def _fetch_all(
         check_arrived(lists, {host: part.pieces for host, part in others.items()}, found)
         reached("moved")
         store.adopt_empty(first_part(store.host, listed))
-        grown = store.extend(number, path, pieces, begins, beside, found)
+        grown = store.extend(number, path, pieces, begins, extras, found)
     except (ScalaiError, OSError):
         store.unstage(path)
         raise

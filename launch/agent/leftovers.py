@@ -89,7 +89,7 @@ def _leftover(path: Path, kind: str) -> Leftover:
     try:
         manifest = read_manifest(path)
     except StoreError as error:
-        # Somebody may still mend it, or move back what was renamed.
+        # Somebody may still repair it, or move back what was renamed.
         return Leftover(path, f"damaged: {error}", is_resumable=True)
     what = f"generation {manifest.generation}" if kind == "generation" else "a sealed snapshot"
     text = f"{what} of host {manifest.host}, step {manifest.step}, {_age(path, manifest)} old, "

@@ -12,7 +12,7 @@ from scalai.converters.between.mapping_files import find_mapping
 from scalai.converters.checkpoint import Checkpoint, ReadOptions
 from scalai.converters.describe import describe, read_tensor
 from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
-from scalai.converters.noted import check_noted, check_stated
+from scalai.converters.recorded import check_recorded, check_stated
 from scalai.converters.verify import verify
 from scalai.core.collection import Tensor
 from scalai.core.errors import UsageError
@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _verify(checkpoint: Checkpoint) -> None:
     """Compute all fingerprints again. Of a part of a generation those of its pieces say enough."""
-    if checkpoint.noted is not None:
-        check_noted(checkpoint, range(len(checkpoint.noted)), workers=1)
+    if checkpoint.recorded is not None:
+        check_recorded(checkpoint, range(len(checkpoint.recorded)), workers=1)
         check_stated(checkpoint)
     else:
         verify(checkpoint, workers=1)
@@ -104,9 +104,9 @@ def _checkpoint_lines(report: dict[str, Json]) -> Iterator[str]:
         yield f"{key} {value}"
     state = "whole" if report["is_whole"] else f"not whole, {len(report['missing'])} holes"
     yield f"state      {state}, {size_text(report['size_bytes'])} in {report['files']} files"
-    if beside := report["beside"]:
-        streams = f", random streams of {beside['random_streams']} ranks"
-        yield f"saved by   {beside['saved_by']}: {', '.join(beside['files'])}{streams}"
+    if auxiliary := report["beside"]:
+        states = f", RNG states of {auxiliary['rng_states']} ranks"
+        yield f"saved by   {auxiliary['saved_by']}: {', '.join(auxiliary['files'])}{states}"
     yield from (f"note       {note}" for note in report["notes"])
     yield ""
     width = max((len(tensor["name"]) for tensor in report["tensors"]), default=0)

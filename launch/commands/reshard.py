@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.between.adapting import Wishes, adapted
+from scalai.converters.between.adapting import TargetRequest, adapted
 from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.between.reference import read_reference
 from scalai.converters.between.translation import INVENTED, LEFT_OUT
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     options = ReadOptions(args.trust_pickle, args.iteration, cuts)
     found = open_checkpoint(args.source, options)
     layout = layout_named(args.to or found.layout)
-    source, reference = adapted(found, _wishes(layout.name, args, options))
+    source, reference = adapted(found, _requested(layout.name, args, options))
     degrees = _degrees(source, args)
     _check_degrees(source, degrees, reference)
     is_split = None if args.optimizer is None else args.optimizer == "distributed"
@@ -136,9 +136,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wishes(layout: str, args: argparse.Namespace, options: ReadOptions) -> Wishes:
+def _requested(layout: str, args: argparse.Namespace, options: ReadOptions) -> TargetRequest:
     options = replace(options, iteration=None)
-    return Wishes(
+    return TargetRequest(
         layout,
         read_mapping(find_mapping(args.mapping)) if args.mapping else None,
         read_reference(args.args_from, options) if args.args_from else None,

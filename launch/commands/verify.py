@@ -11,7 +11,7 @@ from scalai.converters.checkpoint import Checkpoint, ReadOptions
 from scalai.converters.checksums import count_checksums
 from scalai.converters.layouts import open_checkpoint
 from scalai.converters.megatron.fused_rows import Heads
-from scalai.converters.noted import is_noted
+from scalai.converters.recorded import is_recorded
 from scalai.converters.repeats import find_repeats
 from scalai.converters.suspects import find_suspects
 from scalai.converters.verify import compare, verify
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     one, *others = _open(args)
     if not others:
         prints = verify(one, args.workers)
-        lacking = count_checksums(one, is_proven=is_noted(one, prints)).lacking
+        lacking = count_checksums(one, is_proven=is_recorded(one, prints)).lacking
         notes = [*one.notes, *filter(None, [lacking])]
         warnings = list(find_suspects(one))
         if one.directory.resolve() != args.one.resolve():

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from scalai.core.choice import DegreePolicy, Rule
-from scalai.core.degrees import ModelLimits, Wish
+from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.core.errors import UsageError
 
 STANDBY = ("auto", "always", "never")
@@ -147,7 +147,7 @@ class ElasticConfig:
     """Everything that a person can say about an elastic job beside the launcher's own flags."""
 
     degrees: tuple[Rule, ...] = ()
-    default_degrees: Wish | None = None
+    default_degrees: DegreeRequest | None = None
     model: ModelLimits = field(default_factory=ModelLimits)
     store: StoreConfig = field(default_factory=StoreConfig)
     resize: ResizeConfig = field(default_factory=ResizeConfig)
@@ -156,7 +156,7 @@ class ElasticConfig:
     origin: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where a value comes from, by its dotted name: ``flag`` or ``file``; absent: the default."""
 
-    def policy(self, initial: Wish | None = None) -> DegreePolicy:
+    def policy(self, initial: DegreeRequest | None = None) -> DegreePolicy:
         """Return what the planner of degrees asks for.
 
         Args:
@@ -172,7 +172,7 @@ class ElasticConfig:
     def describe(self) -> str:
         """Return what the launcher prints: one ``name = value  (origin)`` a line."""
         lines = [
-            (f'degrees."{rule.key}"', ", then ".join(map(str, rule.wishes)))
+            (f'degrees."{rule.key}"', ", then ".join(map(str, rule.requests)))
             for rule in self.degrees
         ]
         if self.default_degrees is not None:

@@ -30,7 +30,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from scalai.core.choice import Rule
-from scalai.core.degrees import ModelLimits, Wish, parse_wish
+from scalai.core.degrees import DegreeRequest, ModelLimits, parse_request
 from scalai.core.errors import UsageError
 from scalai.launch.config.elastic_config import (
     DeepSpeedConfig,
@@ -142,12 +142,12 @@ def _drop_other_probe_values(table: dict[str, Any], overrides: Mapping[str, obje
                 table.pop(key, None)
 
 
-def _read_degrees(table: Mapping[str, object]) -> tuple[tuple[Rule, ...], Wish | None]:
+def _read_degrees(table: Mapping[str, object]) -> tuple[tuple[Rule, ...], DegreeRequest | None]:
     rules, default = [], None
     for key, value in table.items():
         try:
             if key == "default":
-                default = parse_wish(value)
+                default = parse_request(value)
                 continue
             came, arrow, world = (part.strip() for part in key.rpartition("->"))
             sizes = (came, world) if arrow else (world,)
@@ -155,12 +155,12 @@ def _read_degrees(table: Mapping[str, object]) -> tuple[tuple[Rule, ...], Wish |
                 raise UsageError(
                     'the key is neither a number of ranks (4), a change ("2->4") nor default'
                 )
-            wishes = tuple(map(parse_wish, value if isinstance(value, list) else [value]))
-            if not wishes:
+            requests = tuple(map(parse_request, value if isinstance(value, list) else [value]))
+            if not requests:
                 raise UsageError("the list of candidates is empty")
         except UsageError as error:
             raise UsageError(f"[degrees] {key} = {value!r}: {error}") from error
-        rules.append(Rule(int(world), wishes, int(came) if arrow else None))
+        rules.append(Rule(int(world), requests, int(came) if arrow else None))
     return tuple(rules), default
 
 

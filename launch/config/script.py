@@ -14,7 +14,7 @@ from scalai.converters.deepspeed.config import (
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.converters.megatron.rules import allows_untested
 from scalai.core.choice import DegreePolicy
-from scalai.core.degrees import ModelLimits, Wish
+from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.launch.config.elastic_config import ElasticConfig
 from scalai.launch.config.options import Options
 
@@ -52,5 +52,5 @@ def read_script(
     # The micro-batch of a DeepSpeed job follows from its DP: only the global batch is a limit.
     limits = ModelLimits(global_batch_size=step_samples(deepspeed))
     tp, pp = autotp_size(deepspeed), stated_stages(options.script_args) or 1
-    initial = Wish(tp, pp) if tp * pp > 1 else None
+    initial = DegreeRequest(tp, pp) if tp * pp > 1 else None
     return ScriptFacts(config.model.filled_from(limits), config.policy(initial))

@@ -59,7 +59,7 @@ def resume(live: LiveJob, generation: int, *, dry_run: bool) -> Json:
 def scale(
     live: LiveJob, nproc: int | None, nnodes: int | None, degrees: str | None, *, dry_run: bool
 ) -> Json:
-    """Take a person's wish for a job; with ``dry_run`` only say what would come of it.
+    """Take a person's request for a job; with ``dry_run`` only say what would come of it.
 
     Returns:
         The degrees and workers that the hosts now present would run, and why; a ``reason`` that

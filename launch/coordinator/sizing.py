@@ -1,5 +1,5 @@
-"""What decides about the size of a job beside the hosts that are there: limits, a person's wishes,
-and what has turned out not to fit."""
+"""What decides about the size of a job beside the hosts that are there: limits, a person's
+requests, and what has turned out not to fit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 
 from scalai.core.assignment import make_assign
 from scalai.core.choice import Choice
-from scalai.core.degrees import parse_wish
+from scalai.core.degrees import parse_request
 from scalai.core.membership import Assign, Assignment
 from scalai.launch.config.job import JobSpec
 
@@ -20,7 +20,7 @@ class Sizing:
         self._limits, self._policy = facts.limits, facts.policy
         self._min_hosts, self._max_hosts = spec.min_hosts, spec.max_hosts
         self._max_workers: int | None = None
-        self._wish: str | None = None
+        self._degrees: str | None = None
         self._excluded: tuple[Choice, ...] = ()
 
     def assign(self) -> Assign:
@@ -29,9 +29,9 @@ class Sizing:
         Degrees that a person asked for hold until the next ``rescale``, wherever they fit; where
         they do not, the job goes on as if nobody had asked.
         """
-        as_wished = self._with(self._max_workers, self._max_hosts, self._wish)
+        as_requested = self._with(self._max_workers, self._max_hosts, self._degrees)
         otherwise = self._with(self._max_workers, self._max_hosts, None)
-        return lambda hosts, present: as_wished(hosts, present) or otherwise(hosts, present)
+        return lambda hosts, present: as_requested(hosts, present) or otherwise(hosts, present)
 
     def scaled(
         self,
@@ -40,13 +40,13 @@ class Sizing:
         degrees: str | None,
         explain: Callable[[str], object],
     ) -> Assign:
-        """Return what ``rescale`` with the same arguments would lead to; None for a wish that does
-        not fit, and ``explain`` is told why."""
+        """Return what ``rescale`` with the same arguments would lead to; None for a request that
+        does not fit, and ``explain`` is told why."""
         return self._with(nproc, nnodes or self._max_hosts, degrees, explain)
 
     def rescale(self, nproc: int | None, nnodes: int | None, degrees: str | None) -> None:
         """A person wants so many workers in total, hosts at most, and these degrees."""
-        self._max_workers, self._wish = nproc, degrees
+        self._max_workers, self._degrees = nproc, degrees
         self._max_hosts = nnodes or self._max_hosts
 
     def exclude(self, assignment: Assignment) -> None:
@@ -70,7 +70,7 @@ class Sizing:
         self,
         max_workers: int | None,
         max_hosts: int,
-        wish: str | None,
+        request: str | None,
         explain: Callable[[str], object] = lambda reason: None,
     ) -> Assign:
         return make_assign(
@@ -80,6 +80,6 @@ class Sizing:
             max_hosts=max_hosts,
             max_workers=max_workers,
             excluded=self._excluded,
-            requested=parse_wish(wish) if wish else None,
+            requested=parse_request(request) if request else None,
             explain=explain,
         )

@@ -46,7 +46,7 @@ def unread_obstacle(found: Mapping[str, str], whole: Sequence[Generation], job: 
         return ""
     told = "; ".join(f"host {host!r}: {why}" for host, why in found.items())
     ways = [
-        "Mend it, or move that directory away, and start the job again",
+        "Repair it, or move that directory away, and start the job again",
         *_others(None, whole, job),
     ]
     return f"because what was sealed last cannot be read ({told}). {', '.join(ways)}"

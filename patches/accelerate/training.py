@@ -23,7 +23,7 @@ from scalai.patches.accelerate import schedules
 from scalai.patches.accelerate.batches import check_ranks, round_batches
 from scalai.patches.accelerate.loaders import put_in_order
 from scalai.patches.calls import Args, Call, Kwargs
-from scalai.patches.deepspeed.beside import OURS
+from scalai.patches.deepspeed.auxiliary import OURS
 from scalai.patches.deepspeed.training import ElasticSession, EngineHooks
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class LoopHooks:
         self._stepping: dict[int, int] = {}
         """How many ranks step a schedule, by the identity of Accelerate's wrapper."""
         self._accumulates = False
-        engines.beside.schedules.stepped_elsewhere.append(self._schedules)
+        engines.auxiliary.schedules.stepped_elsewhere.append(self._schedules)
 
     def hook_accelerator(self, module: Any) -> None:
         wrapt.wrap_function_wrapper(module, "Accelerator.prepare", self.notice_other_loops)
@@ -92,7 +92,7 @@ class LoopHooks:
         result = wrapped(*args, **kwargs)
         is_model = any(isinstance(arg, torch.nn.Module) for arg in args)
         if is_model and str(instance.distributed_type).rpartition(".")[2] != "DEEPSPEED":
-            self._engines.beside.say(
+            self._engines.auxiliary.say(
                 "no_engine",
                 f"Accelerate has built no DeepSpeed engine ({instance.distributed_type}): the job "
                 "runs as it is, and cannot change its ranks. Without `accelerate launch` set "
@@ -184,13 +184,13 @@ class LoopHooks:
                 for loader in filter(_is_ordered, instance._dataloaders):
                     loader.batch_sampler.count_on()
             else:
-                self._engines.streams = None
+                self._engines.rng_state = None
         return result
 
     def save_state(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """Save, but not while the script goes through epochs that are over: what it would save
         under their names, the engine's part left out, is of a later step."""
-        if instance is not self._accelerator or not self._engines.beside.is_behind():
+        if instance is not self._accelerator or not self._engines.auxiliary.is_behind():
             return wrapped(*args, **kwargs)
         given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
         log.info("event=save skipped='this was trained on in an earlier round'")
@@ -202,7 +202,7 @@ class LoopHooks:
 
     def save_model(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         """The weights of now do not belong under the name of an epoch that is over."""
-        if instance is self._accelerator and self._engines.beside.is_behind():
+        if instance is self._accelerator and self._engines.auxiliary.is_behind():
             log.info("event=save skipped='this was trained on in an earlier round'")
             return None
         return wrapped(*args, **kwargs)
@@ -212,7 +212,7 @@ class LoopHooks:
         kinds = sorted({type(one).__name__ for one in args if type(one).__name__ not in _CARRIED})
         is_told = set(self._get_session().registered) - OURS
         if kinds and not is_told and getattr(instance.state, "deepspeed_plugin", None) is not None:
-            self._engines.beside.say(
+            self._engines.auxiliary.say(
                 "not_carried",
                 f"register_for_checkpointing({', '.join(kinds)}): save_state keeps it, and a "
                 "change makes it anew. Carry it by scalai.elastic().register_state, before "

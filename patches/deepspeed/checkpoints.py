@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from scalai.core.jsonable import Json
 from scalai.patches.data.clock import Clocks
 from scalai.patches.deepspeed import loading
-from scalai.patches.deepspeed.beside import Beside
+from scalai.patches.deepspeed.auxiliary import Auxiliary
 from scalai.patches.deepspeed.checkpoint.agreement import ranks_of
 from scalai.patches.deepspeed.checkpoint.native import Request
 from scalai.patches.deepspeed.checkpoint.progress import (
@@ -57,10 +57,10 @@ class Checkpoints:
     """
 
     def __init__(
-        self, engine: Any, session: Renewable, clocks: Clocks, replay: Replay, beside: Beside
+        self, engine: Any, session: Renewable, clocks: Clocks, replay: Replay, beside: Auxiliary
     ) -> None:
         self._engine, self._session = engine, session
-        self._clocks, self._replay, self._beside = clocks, replay, beside
+        self._clocks, self._replay, self._auxiliary = clocks, replay, beside
         self._restored_step: int | None = None
         self._told: Json = None
         """Path and client state that the first round was told; None: it did not ask."""
@@ -97,7 +97,7 @@ class Checkpoints:
             engine, self._restored_step = self._engine, None
             self._clocks.put([])
             self._replay.restart()
-            self._beside.loaded()
+            self._auxiliary.loaded()
             self._session.renew(
                 DeepSpeedState(engine), step=engine.global_steps, samples=engine.global_samples
             )
@@ -130,7 +130,7 @@ class Checkpoints:
     def _save(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Save, but not while the script goes through epochs or steps that are over: what it would
         save under their names is of a later step."""
-        if self._beside.is_behind():
+        if self._auxiliary.is_behind():
             log.info("event=save skipped='this was trained on in an earlier round'")
             return True
         result = method(*args, **kwargs)
@@ -138,7 +138,7 @@ class Checkpoints:
         tag = given.get("tag") or f"global_step{self._engine.global_steps}"
         name = _name(Path(given["save_dir"]) / str(tag))
         self._over[name] = self._clocks.over()
-        self._beside.saves(name)
+        self._auxiliary.saves(name)
         for name in list(self._over)[:-REMEMBERED]:
             del self._over[name]
         return result

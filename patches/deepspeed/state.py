@@ -42,7 +42,7 @@ class DeepSpeedState:
 
     Args:
         engine: What ``deepspeed.initialize`` returned.
-        seed: The job's seed. Where the layout changes, new random streams begin from it and the
+        seed: The job's seed. Where the layout changes, new RNG states begin from it and the
             step.
 
     Raises:
@@ -114,7 +114,7 @@ class DeepSpeedState:
         return randomness.state(self._engine)
 
     def load_rank_state(self, state: Json | None, step: int) -> str:
-        """Continue this rank's random streams, or begin new ones where the layout changed."""
+        """Continue this rank's RNG states, or begin new ones where the layout changed."""
         return randomness.restore(self._engine, state, self._seed, step)
 
 

@@ -24,9 +24,9 @@ from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.data.loaders import Feed, FirstBatches
-from scalai.patches.deepspeed import loaders, mends, offloading
+from scalai.patches.deepspeed import loaders, offloading, workarounds
 from scalai.patches.deepspeed.accumulation import Accumulation
-from scalai.patches.deepspeed.beside import Beside
+from scalai.patches.deepspeed.auxiliary import Auxiliary
 from scalai.patches.deepspeed.engine import randomness
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.deepspeed.round_config import (
@@ -100,12 +100,12 @@ class EngineHooks:
     Attributes:
         feed: The process's data loaders.
         replay: The steps that a pipeline's script counts.
-        beside: What the script keeps and does beside the engine.
+        auxiliary: What the script keeps and does beside the engine.
         engine: The engine that takes part; None before it is built.
         keeps_order: Whether the samples of a step are counted here; else a framework around the
             engine does.
         is_due: Whether a step has ended that the job was not told of.
-        streams: Random streams that the first step goes on with; None: those that run.
+        rng_state: RNG states that the first step goes on with; None: those that run.
         settle_config: What a framework around the engine does with the engine's configuration.
     """
 
@@ -115,24 +115,24 @@ class EngineHooks:
         self._get_session = get_session
         self.feed = Feed()
         self.replay = Replay(self.feed.clocks)
-        self.beside = Beside(self.feed.clocks, self.replay)
+        self.auxiliary = Auxiliary(self.feed.clocks, self.replay)
         self._accumulation = Accumulation()
         self.engine: Any = None
         self.keeps_order = True
         self.is_due = False
-        self.streams: Json = None
+        self.rng_state: Json = None
         self.settle_config: Callable[[dict[str, Any]], None] = lambda config: None
         self._has_train_mode = False
 
     def hook_deepspeed(self, deepspeed: Any) -> None:
         self._version = deepspeed.__version__
         self.feed.install()
-        self.beside.install()
-        self.feed.on_other_pass = self.beside.evaluates
+        self.auxiliary.install()
+        self.feed.on_other_pass = self.auxiliary.evaluates
         self.feed.is_evaluating = self._is_evaluating
         self.feed.first_dp = lambda: self._session.facts.get("first_dp")
         loaders.install(self.feed)
-        mends.install()
+        workarounds.install()
         pipe = importlib.import_module("deepspeed.runtime.pipe.module")
         self.replay.show(importlib.import_module("deepspeed.runtime.pipe.engine").PipelineEngine)
         zero = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
@@ -221,7 +221,7 @@ class EngineHooks:
         engine.micro_steps = -(-engine.micro_steps // each) * each
         self.is_due = True
         if self.keeps_order:
-            self.beside.end_step()
+            self.auxiliary.end_step()
 
     def end_step(self) -> None:
         """The script has done what it does after a step: leave where the job stops here."""
@@ -283,7 +283,7 @@ class EngineHooks:
                 f"DP{session.dp} (TP{session.tp}, PP{session.pp}). Build mpu and mesh from "
                 "scalai.elastic().tp and .pp."
             )
-        checkpoints = Checkpoints(engine, session, self.feed.clocks, self.replay, self.beside)
+        checkpoints = Checkpoints(engine, session, self.feed.clocks, self.replay, self.auxiliary)
         session.report_facts(
             global_batch_size=first.global_batch_size,
             first_micro_batch_size=first.micro_batch_size,
@@ -292,16 +292,16 @@ class EngineHooks:
         )
         session.register_state("data", self.feed.clocks.take, self.feed.clocks.put)
         session.register_state("loaded", checkpoints.take, checkpoints.put)
-        session.register_state("beside", self.beside.take, self.beside.put)
+        session.register_state("beside", self.auxiliary.take, self.auxiliary.put)
         is_pipeline = _is_pipeline(engine)
         if is_pipeline:
             session.register_state("steps", self.replay.take, self.replay.put)
         self.engine = engine
-        self.beside.start(engine, session)
+        self.auxiliary.start(engine, session)
         is_restored = session.attach(DeepSpeedState(engine))
         if is_restored:
-            self.beside.restored(session.step)
-            self.streams = randomness.state(engine)
+            self.auxiliary.restored(session.step)
+            self.rng_state = randomness.state(engine)
             loaders.draw_anew(engine)
         checkpoints.install(is_restored=is_restored)
         offloading.install(engine, session)
@@ -323,18 +323,18 @@ class EngineHooks:
             if not self._is_evaluating() and torch.is_grad_enabled():
                 if self.is_due:
                     self.end_step()
-                self.beside.schedules.begin()
-                self._continue_streams()
+                self.auxiliary.schedules.begin()
+                self._continue_rng_state()
             return method(*args, **kwargs)
 
         return begin
 
-    def _continue_streams(self) -> None:
-        """Random streams go on where the last round left them, whatever the script has drawn until
+    def _continue_rng_state(self) -> None:
+        """RNG states go on where the last round left them, whatever the script has drawn until
         its first step: a loader draws a number when it is begun."""
-        streams, self.streams = self.streams, None
-        if streams is not None:
-            randomness.restore(self.engine, streams, 0, self.engine.global_steps)
+        rng_state, self.rng_state = self.rng_state, None
+        if rng_state is not None:
+            randomness.restore(self.engine, rng_state, 0, self.engine.global_steps)
 
     def _counting_steps(self, method: Call) -> Call:
         @functools.wraps(method)

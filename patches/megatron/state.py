@@ -40,7 +40,7 @@ class MegatronState:
         chunks: The model as the training loop has it: one module, or one a virtual stage.
         optimizer: What ``get_megatron_optimizer`` returned; None carries parameters alone.
         scheduler: ``OptimizerParamScheduler`` or another one whose ``state_dict`` is plain values.
-        seed: The job's seed. Where the degrees change, new random streams begin from it and the
+        seed: The job's seed. Where the degrees change, new RNG states begin from it and the
             step.
         fixed: Axes whose degree has to stay what it is, beside those that the optimizer shows.
 
@@ -104,7 +104,7 @@ class MegatronState:
         return randomness.state()
 
     def load_rank_state(self, state: Json | None, step: int) -> str:
-        """Continue this rank's random streams, or begin new ones where any degree changed."""
+        """Continue this rank's RNG states, or begin new ones where any degree changed."""
         return randomness.restore(state, self._seed, step)
 
 

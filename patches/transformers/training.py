@@ -59,7 +59,7 @@ class TrainerHooks:
         self._saved: Mapping[str, Any] | None = None
         """What the last round has left; None: nothing."""
         self._trainer: Any = None
-        engines.beside.schedules.stepped_elsewhere.append(self._schedules)
+        engines.auxiliary.schedules.stepped_elsewhere.append(self._schedules)
 
     @property
     def has_trainer(self) -> bool:
@@ -80,7 +80,7 @@ class TrainerHooks:
         wrapt.wrap_function_wrapper(module, "Trainer._init_training_state", self.begin)
         wrapt.wrap_function_wrapper(module, "Trainer._prepare_for_training", self.prepare)
         wrapt.wrap_function_wrapper(module, "Trainer._run_epoch", self.run_epoch)
-        wrapt.wrap_function_wrapper(module, "Trainer._load_rng_state", self.load_streams)
+        wrapt.wrap_function_wrapper(module, "Trainer._load_rng_state", self.load_rng_state)
         wrapt.wrap_function_wrapper(module, "CallbackHandler.on_step_begin", self.begin_step)
 
     def fit_arguments(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -150,8 +150,8 @@ class TrainerHooks:
         )
         saved = self._saved
         if saved is not None and saved["state"]["global_step"] != self._engines.engine.global_steps:
-            # A checkpoint of Trainer's own is newer, and has random streams of its own.
-            saved = self._saved = self._engines.streams = None
+            # A checkpoint of Trainer's own is newer, and has RNG states of its own.
+            saved = self._saved = self._engines.rng_state = None
         if saved is None or not saved["state"]["global_step"]:
             self._saved = None
             return wrapped(*args, **kwargs)
@@ -178,8 +178,8 @@ class TrainerHooks:
                 put_losses(self._saved, instance)
         return wrapped(**given)
 
-    def load_streams(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-        """The generation has brought the random streams, not a checkpoint."""
+    def load_rng_state(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+        """The generation has brought the RNG states, not a checkpoint."""
         if self._saved is None:
             wrapped(*args, **kwargs)
 

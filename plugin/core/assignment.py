@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from scalai.core.choice import Choice, DegreePolicy, choose
 from scalai.core.commands import Placement
-from scalai.core.degrees import Degrees, ModelLimits, Wish
+from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.errors import RefusedError
 from scalai.core.membership import Assign, Assignment
 from scalai.core.messages import Shared
@@ -18,7 +18,7 @@ def make_assign(
     max_hosts: int,
     max_workers: int | None = None,
     excluded: Sequence[Choice] = (),
-    requested: Wish | None = None,
+    requested: DegreeRequest | None = None,
     explain: Callable[[str], object] = lambda reason: None,
 ) -> Assign:
     """Return the function that assigns workers to the hosts that are there.

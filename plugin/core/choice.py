@@ -7,7 +7,7 @@ wrote down, else those that run now.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from scalai.core.degrees import Degrees, ModelLimits, Wish, refusal
+from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, refusal
 from scalai.core.errors import RefusedError, UsageError
 
 
@@ -16,7 +16,7 @@ class Rule:
     """One entry of the ``[degrees]`` table: what to take on ``world_size`` ranks.
 
     ``from_world_size`` narrows it to a change from that many ranks in use (``"2->4"``); None:
-    always (``"4"``). ``wishes`` are candidates: the first valid one is taken, the next after an
+    always (``"4"``). ``requests`` are candidates: the first valid one is taken, the next after an
     out-of-memory.
 
     The same world may so be met with other degrees on other ways to it, and yet the choice depends
@@ -24,7 +24,7 @@ class Rule:
     """
 
     world_size: int
-    wishes: tuple[Wish, ...]
+    requests: tuple[DegreeRequest, ...]
     from_world_size: int | None = None
 
     @property
@@ -46,7 +46,7 @@ class DegreePolicy:
     """
 
     rules: tuple[Rule, ...] = ()
-    initial: Wish | None = None
+    initial: DegreeRequest | None = None
     allowed_sizes: tuple[int, ...] = ()
     min_model_parallel: int | None = None
 
@@ -80,7 +80,7 @@ def choose(
     present: Degrees | None,
     *,
     excluded: Sequence[Choice] = (),
-    requested: Wish | None = None,
+    requested: DegreeRequest | None = None,
 ) -> Choice:
     """Return the first of :func:`candidates`.
 
@@ -111,7 +111,7 @@ def candidates(
     present: Degrees | None,
     *,
     excluded: Sequence[Choice] = (),
-    requested: Wish | None = None,
+    requested: DegreeRequest | None = None,
 ) -> Iterator[Choice]:
     """Yield the valid choices, best first: the table's, then present TP and PP, then any other
     split.
@@ -133,8 +133,8 @@ class _Case:
     excluded: tuple[Choice, ...]
 
     @property
-    def kept(self) -> Degrees | Wish:
-        return self.present or self.policy.initial or Wish()
+    def kept(self) -> Degrees | DegreeRequest:
+        return self.present or self.policy.initial or DegreeRequest()
 
     @property
     def failed(self) -> int:
@@ -156,7 +156,9 @@ class _Case:
         return sorted((s for s in self.policy.allowed_sizes if s <= self.world), reverse=True)
 
 
-def _candidates(case: _Case, requested: Wish | None, refused: list[str]) -> Iterator[Choice]:
+def _candidates(
+    case: _Case, requested: DegreeRequest | None, refused: list[str]
+) -> Iterator[Choice]:
     """Yield :func:`candidates`; ``refused`` collects why better ones were passed over."""
     if case.world < 1:
         raise RefusedError(f"{case.world} ranks: a job needs at least one.")
@@ -175,20 +177,20 @@ def _candidates(case: _Case, requested: Wish | None, refused: list[str]) -> Iter
 
 
 def _asked_for(
-    case: _Case, sizes: Sequence[int], requested: Wish | None, refused: list[str]
+    case: _Case, sizes: Sequence[int], requested: DegreeRequest | None, refused: list[str]
 ) -> Iterator[Choice]:
     """Yield what a person wrote: the request, else the table's entries."""
     before = case.present.world_size if case.present else None
     for size in sizes:
         if requested is not None:
-            wishes: tuple[Wish, ...] = (requested,)
+            requests: tuple[DegreeRequest, ...] = (requested,)
             source = "as requested"
         else:
             rule = case.policy.rule(size, before)
-            wishes = rule.wishes if rule else ()
+            requests = rule.requests if rule else ()
             source = f'by [degrees] "{rule.key}"' if rule else ""
-        for wish in wishes:
-            choice = _fit(case, wish, size, source, refused)
+        for request in requests:
+            choice = _fit(case, request, size, source, refused)
             if choice is not None:
                 yield choice
 
@@ -196,28 +198,28 @@ def _asked_for(
 def _split_anew(case: _Case, sizes: Sequence[int], refused: list[str]) -> Iterator[Choice]:
     """Yield present TP and PP, then every other split that the model allows."""
     kept, ranked = case.kept, []
-    for wish in _splits(case, max(sizes, default=0)):
-        is_kept = (wish.tp, wish.pp) == (kept.tp, kept.pp)
+    for request in _splits(case, max(sizes, default=0)):
+        is_kept = (request.tp, request.pp) == (kept.tp, kept.pp)
         source = "TP and PP kept" if case.present else "initial degrees"
         if case.excluded:
             source = "the next candidate after an out-of-memory"
         elif not is_kept:
             source = f"{source} not valid" if case.present is None else "TP and PP changed"
         for size in sizes:
-            choice = _fit(case, wish, size, source, refused)
+            choice = _fit(case, request, size, source, refused)
             if choice is not None:
                 # The same TP and PP move the fewest bytes; then idle ranks cost most.
                 cost = (
-                    not is_kept, wish.tp * wish.pp <= case.failed, len(choice.idle_ranks),
-                    wish.tp * wish.pp, wish.tp != kept.tp, wish.pp != kept.pp,
-                    wish.vpp != kept.vpp, wish.tp,
+                    not is_kept, request.tp * request.pp <= case.failed, len(choice.idle_ranks),
+                    request.tp * request.pp, request.tp != kept.tp, request.pp != kept.pp,
+                    request.vpp != kept.vpp, request.tp,
                 )  # fmt: skip
                 ranked.append((cost, choice))
                 break
     yield from (choice for _, choice in sorted(ranked, key=lambda entry: entry[0]))
 
 
-def _splits(case: _Case, most: int) -> Iterator[Wish]:
+def _splits(case: _Case, most: int) -> Iterator[DegreeRequest]:
     """Yield TP and PP to try, the kept ones first.
 
     Where heads or layers are unknown, only divisors of what ran are safe.
@@ -228,34 +230,36 @@ def _splits(case: _Case, most: int) -> Iterator[Wish]:
     pairs = dict.fromkeys([(kept.tp, kept.pp), *((tp, pp) for tp in tps for pp in pps)])
     for tp, pp in pairs:
         if case.floor <= tp * pp <= most:
-            yield Wish(tp, pp, vpp=kept.vpp if pp > 1 else 1)
+            yield DegreeRequest(tp, pp, vpp=kept.vpp if pp > 1 else 1)
             if kept.vpp > 1 and pp > 1:
-                yield Wish(tp, pp)
+                yield DegreeRequest(tp, pp)
 
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _fit(case: _Case, wish: Wish, size: int, source: str, refused: list[str]) -> Choice | None:
-    """Return the wish with the most replicas that are valid on ``size`` ranks.
+def _fit(
+    case: _Case, request: DegreeRequest, size: int, source: str, refused: list[str]
+) -> Choice | None:
+    """Return the request with the most replicas that are valid on ``size`` ranks.
 
     None, and a line in ``refused``, where no number of replicas is.
     """
     allowed, initial = case.policy.allowed_sizes, case.policy.initial
-    cp, ep = wish.cp or case.kept.cp or 1, wish.ep or case.kept.ep or 1
-    micro = wish.micro_batch_size or (initial and initial.micro_batch_size)
+    cp, ep = request.cp or case.kept.cp or 1, request.ep or case.kept.ep or 1
+    micro = request.micro_batch_size or (initial and initial.micro_batch_size)
     micro = micro or case.limits.micro_batch_size
-    replica = wish.tp * wish.pp * cp
+    replica = request.tp * request.pp * cp
     most = size // replica
-    if wish.dp is not None:
-        most = wish.dp if wish.dp <= most else 0
+    if request.dp is not None:
+        most = request.dp if request.dp <= most else 0
     if most == 0:
-        refused.append(f"{wish} does not fit on {_ranks(size)}")
+        refused.append(f"{request} does not fit on {_ranks(size)}")
         return None
     first_fault = ""
-    for dp in range(most, 0 if wish.dp is None else most - 1, -1):
-        degrees = Degrees(wish.tp, wish.pp, dp, wish.vpp, cp, ep)
+    for dp in range(most, 0 if request.dp is None else most - 1, -1):
+        degrees = Degrees(request.tp, request.pp, dp, request.vpp, cp, ep)
         fault = refusal(degrees, case.limits, micro)
         if fault is None and allowed and degrees.world_size not in allowed:
             fault = f"{_ranks(degrees.world_size)} are not an allowed size"
@@ -263,8 +267,8 @@ def _fit(case: _Case, wish: Wish, size: int, source: str, refused: list[str]) ->
             why_idle = first_fault or f"{size} is not a multiple of {replica}"
             if size < case.world:
                 why_idle = f"allowed sizes are {', '.join(map(str, allowed))}"
-            elif wish.dp is not None:
-                why_idle = f"DP{wish.dp} was asked for"
+            elif request.dp is not None:
+                why_idle = f"DP{request.dp} was asked for"
             return _chosen(case, degrees, micro, source, why_idle, refused)
         first_fault = first_fault or f"not {degrees}: {fault}"
     refused.append(first_fault)
@@ -291,7 +295,7 @@ def _chosen(
     return Choice(degrees, idle, line, micro)
 
 
-def _nearest_worlds(case: _Case, requested: Wish | None) -> str:
+def _nearest_worlds(case: _Case, requested: DegreeRequest | None) -> str:
     """Name the nearest smaller and larger world that has valid degrees."""
     policy = case.policy
     known = (case.world, *policy.allowed_sizes, *(rule.world_size for rule in policy.rules))
@@ -312,12 +316,14 @@ def check_rules(limits: ModelLimits, policy: DegreePolicy) -> None:
     """Check the whole table before training starts.
 
     Raises:
-        RefusedError: No wish of an entry is valid on its world; the message names it and why.
+        RefusedError: No request of an entry is valid on its world; the message names it and why.
     """
     for rule in policy.rules:
         case = _Case(rule.world_size, limits, policy, None, ())
         refused: list[str] = []
-        if all(_fit(case, wish, rule.world_size, "", refused) is None for wish in rule.wishes):
+        if all(
+            _fit(case, request, rule.world_size, "", refused) is None for request in rule.requests
+        ):
             why = "; ".join(refused) or "it names no degrees"
             raise RefusedError(f'[degrees] "{rule.key}" cannot be used ({why}). Correct the entry.')
 

@@ -275,7 +275,7 @@ def _optimizer_copies(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DegreeRequest:
     """Degrees that somebody asks for.
 
     ``dp`` None: as many replicas as fit; ``cp``, ``ep``, ``micro_batch_size`` None: what the job
@@ -307,7 +307,7 @@ class Wish:
 _WORD = re.compile(r"(tp|pp|dp|vpp|cp|ep|mbs|micro_batch_size)=?(\d+)")
 
 
-def parse_wish(value: object) -> Wish:
+def parse_request(value: object) -> DegreeRequest:
     """Read ``"tp2 pp1"``, ``"tp=2,pp=1"``, ``"TP2·PP1·MBS4"`` or ``{"tp": 2, "micro_batch_size":
     4}``.
 
@@ -316,7 +316,7 @@ def parse_wish(value: object) -> Wish:
     Raises:
         UsageError: Anything else, by name.
     """
-    if isinstance(value, Wish):
+    if isinstance(value, DegreeRequest):
         return value
     sizes: dict[str, int] = {}
     if isinstance(value, Mapping):
@@ -334,4 +334,4 @@ def parse_wish(value: object) -> Wish:
     if unknown:
         known = ", ".join((*AXES, "micro_batch_size"))
         raise UsageError(f"{unknown[0]!r} in {value!r} is not an axis; known are {known}.")
-    return Wish(**sizes)
+    return DegreeRequest(**sizes)

@@ -37,7 +37,7 @@ from scalai.core.transitions import (
     next_phase,
     prepare,
     release_leaving,
-    runs_as_wished,
+    runs_as_requested,
     save,
     stop_unbuilt,
     without_standby,
@@ -110,7 +110,7 @@ def _consider_soon(job: Job, at: float) -> Result:
     stop that waits for a save, and that nothing needs any more, is taken back now."""
     if job.phase in RESIZABLE:
         return consider(job)
-    if job.phase is Phase.PREPARING and job.held and runs_as_wished(job):
+    if job.phase is Phase.PREPARING and job.held and runs_as_requested(job):
         return call_off(job)
     return replace(job, changed_at=at), ()
 

@@ -73,21 +73,21 @@ def consider(job: Job) -> Result:
             "going on"
         )
         return _stay(job, reason)
-    if target is not None and runs_as_wished(job):
+    if target is not None and runs_as_requested(job):
         return _stay(job, f"the change leaves the job as it is: {target.reason}")
     if job.phase is Phase.STARTING or not job.is_elastic:
         return _stop_workers(job, "the hosts changed")
     return _build(job, target)
 
 
-def runs_as_wished(job: Job) -> bool:
+def runs_as_requested(job: Job) -> bool:
     """Whether the hosts now present would be assigned as they are."""
     target = next_assignment(job)
     return target is not None and job.current is not None and target.is_same_as(job.current)
 
 
 def call_off(job: Job) -> Result:
-    """Take a stop back that was proposed for a change which is not wished any more."""
+    """Take a stop back that was proposed for a change which is not requested any more."""
     hosts = active(job)
     job, given_up = without_standby(job)
     # Answers to this stop may be on their way: the next one is another.
@@ -192,7 +192,7 @@ def withdraw(job: Job, reason: str) -> Result:
     )
     text = (
         f"event=withdrawn {reason}: training goes on, and the change is tried again after "
-        f"{later_s:.0f} s or when the hosts or the wish change"
+        f"{later_s:.0f} s or when the hosts or the request change"
     )
     return job, (Withdraw(tuple(sorted(hosts))), *given_up, Report(text, slow))
 

@@ -42,7 +42,7 @@ def piece_keys(collection: Collection) -> list[tuple[str, bytes, bytes]]:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Beside:
+class Extras:
     """What goes with pieces that are fetched: the scalars of all hosts; the states of the ranks
     that run here now (``rank_state`` by coordinate, of ``ranks``); and what is stated of the
     tensors."""
@@ -77,7 +77,7 @@ def extended(
     pieces: Collection,
     begins: Columns,
     fingerprints: npt.NDArray[np.uint64],
-    beside: Beside | None = None,
+    extras: Extras | None = None,
 ) -> HostManifest:
     """Return ``own`` with the pieces of one more file, behind those that it has, and with what goes
     with them."""
@@ -90,15 +90,15 @@ def extended(
         files=(*own.files, file),
         unproven=(*own.unproven, len(own.files)),
     )
-    if beside is None:
+    if extras is None:
         return grown
     stated = own.committed
     return replace(
         grown,
-        scalars=beside.scalars,
-        rank_state={**own.rank_state, **beside.rank_state},
-        ranks=tuple(sorted({*own.ranks, *beside.ranks})),
-        committed=beside.committed if stated is None else stated.united(beside.committed),
+        scalars=extras.scalars,
+        rank_state={**own.rank_state, **extras.rank_state},
+        ranks=tuple(sorted({*own.ranks, *extras.ranks})),
+        committed=extras.committed if stated is None else stated.united(extras.committed),
     )
 
 

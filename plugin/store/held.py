@@ -18,7 +18,7 @@ from scalai.store.atomic import rename_durably
 from scalai.store.attachment import attachment
 from scalai.store.directory import HostDirectory
 from scalai.store.durable import copy_part
-from scalai.store.extension import Beside, empty_part, extended, fingerprints_of, proven_only
+from scalai.store.extension import Extras, empty_part, extended, fingerprints_of, proven_only
 from scalai.store.files import lay_out
 from scalai.store.manifest import (
     HostManifest,
@@ -203,7 +203,7 @@ class HeldGenerations:
 
     def detach(self) -> None:
         """Give up generations that are attached and nothing else: they stay where they lie. What
-        was damaged and made way for one is put back: a person may still mend it."""
+        was damaged and made way for one is put back: a person may still repair it."""
         with self._mutex:
             for number, manifest in list(self._committed.items()):
                 folder = self.generation_directory(number)
@@ -234,7 +234,7 @@ class HeldGenerations:
         path: Path,
         pieces: Collection,
         begins: Columns,
-        beside: Beside | None = None,
+        extras: Extras | None = None,
         fingerprints: npt.NDArray[np.uint64] | None = None,
     ) -> HostManifest:
         """Make what was fetched into a file of ``stage`` more of a committed part of this host.
@@ -261,7 +261,7 @@ class HeldGenerations:
             directory, own = self.generation_directory(generation), self.manifest(generation)
             name = _free_name(directory, path.parent.name)
             file = StoredFile(name, path.stat().st_size)
-            grown = extended(own, file, pieces, begins, fingerprints, beside)
+            grown = extended(own, file, pieces, begins, fingerprints, extras)
             # A file that no manifest names yet does no harm if this ends here.
             os.rename(path, directory / file.name)
             try:

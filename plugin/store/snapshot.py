@@ -19,7 +19,7 @@ from scalai.store.manifest import UNNUMBERED, HostManifest, StoredFile
 from scalai.store.places import rank_file
 
 ROW_BYTES, RANK_BYTES = 128, 32 << 10
-"""What a manifest states of each piece besides its box, and of each rank: random streams are most
+"""What a manifest states of each piece besides its box, and of each rank: RNG states are most
 of it."""
 
 
@@ -163,11 +163,11 @@ class Snapshot:
         for row, begin in zip(order.rows, order.begins, strict=True):
             tensor, box = self.held[lost].box(row)
             if (tensor.name, box) in holders:
-                heir, its_row = holders[tensor.name, box]
-                shares.setdefault(heir, []).append((its_row, begin))
+                successor, its_row = holders[tensor.name, box]
+                shares.setdefault(successor, []).append((its_row, begin))
         return {
-            heir: WriteOrder(heir, order.path, *zip(*share, strict=True))
-            for heir, share in sorted(shares.items())
+            successor: WriteOrder(successor, order.path, *zip(*share, strict=True))
+            for successor, share in sorted(shares.items())
         }
 
 

@@ -6,7 +6,7 @@ here.
      1 bit-equal at TP 1 -> 2                 test_reshard_files: a_state_is_the_same
      2 tp2pp2dp2 -> tp2pp1dp4, equal losses   test_reshard_cross: eight_ranks
      3 names, shapes, the fix; no allocation  here: a_wrong_shape
-     4 moments bit-equal; random streams      here: what_becomes_of_random_streams
+     4 moments bit-equal; RNG states      here: what_becomes_of_random_streams
      5 PP <-> EP with the experts' moments    test_reshard: rescue-experts; test_reshard_cross
      6 same samples and learning rate         test_reshard: check
      7 no sample twice                        test_ledger; counters: test_reshard_legacy
@@ -87,7 +87,7 @@ def test_what_becomes_of_random_streams_is_told(
     with pytest.raises(SystemExit) as ended:
         cli.main(["reshard", str(tmp_path / "source"), str(tmp_path / "new"), "--tp", "2"])
     assert not ended.value.code
-    assert "random streams begin anew at every rank, from seed" in capsys.readouterr().out
+    assert "RNG states begin anew at every rank, from seed" in capsys.readouterr().out
     one, two = open_checkpoint(tmp_path / "source"), open_checkpoint(tmp_path / "new")
     assert list(compare(one, two, 1)) == []
 
@@ -133,22 +133,22 @@ def test_a_kill_at_any_byte_of_the_journal_is_made_good(
     monkeypatch.setattr(os, "fdatasync", lambda _: None)
     source, target, left = interrupted(tmp_path, monkeypatch)
     expected = verify(source, 0)
-    noted = (left / ".scalai-journal").read_bytes()
-    starts = [0] + [at + 1 for at, byte in enumerate(noted) if byte == 10]
-    ends = sorted({at + shift for at in starts for shift in (-9, 0)} | {len(noted)})
-    for end in (end for end in ends if 0 <= end <= len(noted)):
+    recorded = (left / ".scalai-journal").read_bytes()
+    starts = [0] + [at + 1 for at, byte in enumerate(recorded) if byte == 10]
+    ends = sorted({at + shift for at in starts for shift in (-9, 0)} | {len(recorded)})
+    for end in (end for end in ends if 0 <= end <= len(recorded)):
         partial = tmp_path / ".new.partial"
         shutil.copytree(left, partial)
-        (partial / ".scalai-journal").write_bytes(noted[:end])
-        done = len(noted[:end].splitlines()) - (noted[:end][-1:] != b"\n")
-        spoil_what_is_not_noted(partial, source, target, max(done - 1, 0))
+        (partial / ".scalai-journal").write_bytes(recorded[:end])
+        done = len(recorded[:end].splitlines()) - (recorded[:end][-1:] != b"\n")
+        spoil_what_is_not_recorded(partial, source, target, max(done - 1, 0))
         report = reshard(source, target, tmp_path / "new", LIMITS)
         assert report is not None and report["resumed_tasks"] == max(done - 1, 0)
         assert verify(open_checkpoint(tmp_path / "new"), 0) == expected
         shutil.rmtree(tmp_path / "new")
 
 
-def spoil_what_is_not_noted(partial: Path, source: Checkpoint, target: Any, done: int) -> None:
+def spoil_what_is_not_recorded(partial: Path, source: Checkpoint, target: Any, done: int) -> None:
     """Overwrite what tasks from number ``done`` on were to write."""
     work = plan_work(source, target, LIMITS.buffer_bytes)
     for task in work.tasks[done:]:

@@ -77,8 +77,8 @@ def test_the_form_is_that_of_the_targets_job(
         target = tmp_path / f"{source}-for-{reference}"
         assert run("reshard", tmp_path / source, target, "--args-from", tmp_path / reference) == 0
         assert open_checkpoint(target).values.extra[FORM] == form
-        noted = "older releases look for common.pt" in capsys.readouterr().out
-        assert noted == (form == COMMON_OBJECT)
+        recorded = "older releases look for common.pt" in capsys.readouterr().out
+        assert recorded == (form == COMMON_OBJECT)
 
 
 def flip_a_bit(directory: Path) -> None:

@@ -65,7 +65,7 @@ NO_COPY = "stage 3 keeps no second copy"
 
 
 @pytest.mark.parametrize(
-    ("stage", "names", "devices", "is_noted"),
+    ("stage", "names", "devices", "is_recorded"),
     [
         (3, "", False, False), (3, "archive", True, False), (3, "archive", False, True),
         (1, "archive", False, False),
@@ -73,7 +73,7 @@ NO_COPY = "stage 3 keeps no second copy"
 )  # fmt: skip
 def test_where_nothing_tells_the_ranks_of_stage_3_apart_it_is_said(
     save: Saver, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    stage: int, names: str, devices: bool, is_noted: bool,
+    stage: int, names: str, devices: bool, is_recorded: bool,
 ) -> None:  # fmt: skip
     saved, _ = save(STAGES[stage])
     tag = tmp_path / "global_step3"
@@ -81,6 +81,6 @@ def test_where_nothing_tells_the_ranks_of_stage_3_apart_it_is_said(
     if names:
         rename_archives(tag, names, devices)
     assert run("verify", tag) == 0
-    assert (NO_COPY in capsys.readouterr().out) == is_noted
+    assert (NO_COPY in capsys.readouterr().out) == is_recorded
     assert run("reshard", tag, tmp_path / "out", "--dp", 3) == 0
-    assert (NO_COPY in capsys.readouterr().out) == is_noted
+    assert (NO_COPY in capsys.readouterr().out) == is_recorded

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scalai.converters.between.adapting import Wishes, adapted
+from scalai.converters.between.adapting import TargetRequest, adapted
 from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.checkpoint import WriteOptions
 from scalai.converters.engine import reshard
@@ -89,7 +89,7 @@ def test_its_own_class_loads_and_computes_the_same(tmp_path: Path, names: str, j
     }
     source = replace(source, values=replace(source.values, arguments=arguments))
     mapping = read_mapping(find_mapping(names))
-    weights, _ = adapted(source, Wishes("safetensors", mapping))
+    weights, _ = adapted(source, TargetRequest("safetensors", mapping))
     target = layout_named("safetensors").lay_out(weights, WriteOptions({}))
     reshard(weights, target, tmp_path / "weights", LIMITS)
     config = config_of(job)

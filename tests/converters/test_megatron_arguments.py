@@ -10,7 +10,7 @@ from scalai.converters.megatron.arguments import (
     is_megatron,
     read_arguments,
 )
-from scalai.core.degrees import Degrees, ModelLimits, Wish, refusal
+from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, refusal
 from scalai.core.errors import RefusedError, UsageError
 
 GPT = (
@@ -31,7 +31,7 @@ def derive(
 
 def test_limits_and_degrees_are_read() -> None:
     arguments = read("--tensor-model-parallel-size 2 --pipeline-model-parallel-size=2 --swiglu")
-    assert arguments.initial == Wish(2, 2, cp=1, ep=1, micro_batch_size=2)
+    assert arguments.initial == DegreeRequest(2, 2, cp=1, ep=1, micro_batch_size=2)
     assert arguments.limits == ModelLimits(
         num_attention_heads=8,
         num_layers=8,

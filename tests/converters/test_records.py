@@ -21,8 +21,8 @@ from scalai.converters.checksums import Checked
 from scalai.converters.crc32 import combined
 from scalai.converters.engine import reshard
 from scalai.converters.layouts import layout_named, open_checkpoint
-from scalai.converters.megatron.torch_dist_intake import read_objects
 from scalai.converters.megatron.torch_dist_metadata import Extent
+from scalai.converters.megatron.torch_dist_opening import read_objects
 from scalai.converters.parts import Part
 from scalai.converters.records import find_records
 from scalai.converters.torch_archive import check_members, read_archive, with_content
@@ -163,7 +163,7 @@ def test_what_a_conversion_wrote_is_checked_by_its_own_proof(saved: Path, tmp_pa
     convert(open_checkpoint(saved), tmp_path / "one", tp=1)
     report = convert(open_checkpoint(tmp_path / "one"), tmp_path / "two", tp=2)
     said = str(Checked(**report["checksums"]))
-    assert said == "all tensors have the fingerprints that were noted beside the source"
+    assert said == "all tensors have the fingerprints that were recorded beside the source"
 
 
 def test_torch_files_saved_without_checksums_are_read(tmp_path: Path) -> None:

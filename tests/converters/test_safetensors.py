@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from scalai.converters import safetensors_index
-from scalai.converters.between.adapting import Wishes, adapted
+from scalai.converters.between.adapting import TargetRequest, adapted
 from scalai.converters.between.mapping_files import find_mapping, read_mapping
 from scalai.converters.checkpoint import Checkpoint, WriteOptions
 from scalai.converters.describe import read_tensor
@@ -47,7 +47,7 @@ def llama() -> Checkpoint:
 
 def export(source: Checkpoint, directory: Path, mapping: str | None = LLAMA) -> None:
     names = read_mapping(find_mapping(mapping)) if mapping else None
-    source, _ = adapted(source, Wishes("safetensors", names))
+    source, _ = adapted(source, TargetRequest("safetensors", names))
     target = layout_named("safetensors").lay_out(source, WriteOptions({}))
     reshard(source, target, directory, LIMITS)
 
@@ -82,7 +82,7 @@ def test_weights_come_back_from_several_files(
         f'{{"num_attention_heads": {HEADS}, "num_key_value_heads": {GROUPS}}}'
     )
     names = read_mapping(find_mapping(LLAMA))
-    back, _ = adapted(open_checkpoint(tmp_path / "weights"), Wishes("torch_dist", names))
+    back, _ = adapted(open_checkpoint(tmp_path / "weights"), TargetRequest("torch_dist", names))
     expected = {n: v for n, v in fingerprints(llama, 1).items() if n.startswith("param/")}
     assert fingerprints(back, 1) == expected
 

@@ -162,9 +162,9 @@ def test_modules_whose_order_is_unknown_are_not_written_by_order(tmp_path: Path)
 def test_new_streams_are_those_of_torch_behind_a_seed() -> None:
     import torch
 
-    from scalai.converters.megatron.random_streams import new_streams
+    from scalai.converters.megatron.new_rng_states import new_rng_states
 
-    streams = new_streams(77, tp_rank=1, pp_rank=2, ep_rank=0, is_cuda=False)
+    streams = new_rng_states(77, tp_rank=1, pp_rank=2, ep_rank=0, is_cuda=False)
     for stream, seed in (
         (streams["torch_rng_state"], 277),
         (streams["rng_tracker_states"]["data-parallel-rng"], 277),

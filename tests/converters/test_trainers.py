@@ -36,7 +36,7 @@ def configuration(folder: Path, stage: int, **more: Any) -> Path:
 def run(
     runner: Runner, script: Path, folder: Path, stage: int, world: int, *flags: object
 ) -> list[dict[str, Any]]:
-    """Run a script in a folder; return what the ranks have noted, in order."""
+    """Run a script in a folder; return what the ranks have recorded, in order."""
     micro_batch, accumulate = (2, BATCH // 2 // world) if BATCH % (2 * world) == 0 else (1, 1)
     assert micro_batch * accumulate * world == BATCH or world == BATCH
     words = {

@@ -4,11 +4,17 @@ from typing import Any
 
 from scalai.core.assignment import make_assign, place_ranks
 from scalai.core.choice import DegreePolicy, Rule
-from scalai.core.degrees import Degrees, ModelLimits, Wish
+from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.membership import Assign
 
 LIMITS = ModelLimits(num_attention_heads=4, num_layers=4, global_batch_size=12, micro_batch_size=1)
-TABLE = DegreePolicy((Rule(4, (Wish(2, 1),)), Rule(2, (Wish(1, 2),)), Rule(3, (Wish(1, 1),))))
+TABLE = DegreePolicy(
+    (
+        Rule(4, (DegreeRequest(2, 1),)),
+        Rule(2, (DegreeRequest(1, 2),)),
+        Rule(3, (DegreeRequest(1, 1),)),
+    )
+)
 
 
 def assign(**settings: int) -> Assign:

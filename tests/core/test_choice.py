@@ -12,7 +12,7 @@ from scalai.core.choice import (
     check_rules,
     choose,
 )
-from scalai.core.degrees import Degrees, ModelLimits, parse_wish, refusal
+from scalai.core.degrees import Degrees, ModelLimits, parse_request, refusal
 from scalai.core.errors import RefusedError, UsageError
 
 TINY = ModelLimits(
@@ -26,7 +26,7 @@ TINY = ModelLimits(
 
 def rule(key: str, *degrees: str) -> Rule:
     came, arrow, world = key.rpartition("->")
-    return Rule(int(world), tuple(map(parse_wish, degrees)), int(came) if arrow else None)
+    return Rule(int(world), tuple(map(parse_request, degrees)), int(came) if arrow else None)
 
 
 DEMO = DegreePolicy(
@@ -111,10 +111,10 @@ def test_when_everything_ran_out_of_memory_the_error_says_what_would_do() -> Non
 
 
 def test_a_request_wins_over_the_table_and_is_not_replaced() -> None:
-    choice = choose(4, TINY, DEMO, Degrees(2, 1, 2), requested=parse_wish("tp1 pp4"))
+    choice = choose(4, TINY, DEMO, Degrees(2, 1, 2), requested=parse_request("tp1 pp4"))
     assert choice.degrees == Degrees(1, 4, 1)
     with pytest.raises(RefusedError, match="tp=3 does not divide num_attention_heads=4"):
-        choose(4, TINY, DEMO, Degrees(2, 1, 2), requested=parse_wish("tp3"))
+        choose(4, TINY, DEMO, Degrees(2, 1, 2), requested=parse_request("tp3"))
 
 
 def test_an_entry_that_is_not_valid_is_passed_over_aloud() -> None:

@@ -53,7 +53,7 @@ def test_a_stop_that_a_rank_does_not_come_to_is_taken_back_and_tried_again_later
     assert simulation.job.failures_left == 3 and simulation.job.withdrawn == 0
 
 
-@pytest.mark.parametrize("what", ["leave", "wish"])
+@pytest.mark.parametrize("what", ["leave", "request"])
 def test_what_was_said_during_a_stop_that_is_taken_back_is_met_at_once(what: str) -> None:
     simulation = two_hosts(drain_timeout_s=20.0, build_timeout_s=0.0)
     simulation.hosts["b"].is_hung = True

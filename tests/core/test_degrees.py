@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalai.core.degrees import Coordinate, Degrees, ModelLimits, Wish, parse_wish, refusal
+from scalai.core.degrees import (
+    Coordinate,
+    DegreeRequest,
+    Degrees,
+    ModelLimits,
+    parse_request,
+    refusal,
+)
 from scalai.core.errors import RefusedError, UsageError
 
 GPT = ModelLimits(
@@ -149,20 +156,20 @@ def test_another_micro_batch_size_is_checked_instead_of_the_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wish"),
+    ("text", "wanted"),
     [
-        ("tp2 pp1", Wish(2, 1)),
-        ("tp=2,pp=4", Wish(2, 4)),
-        ("TP2·PP1·DP3", Wish(2, 1, 3)),
-        ("pp2", Wish(1, 2)),
-        ("pp2 vpp2 mbs4", Wish(1, 2, vpp=2, micro_batch_size=4)),
-        ({"tp": 2, "ep": 2, "micro_batch_size": 1}, Wish(2, 1, ep=2, micro_batch_size=1)),
-        (Wish(4, 1), Wish(4, 1)),
+        ("tp2 pp1", DegreeRequest(2, 1)),
+        ("tp=2,pp=4", DegreeRequest(2, 4)),
+        ("TP2·PP1·DP3", DegreeRequest(2, 1, 3)),
+        ("pp2", DegreeRequest(1, 2)),
+        ("pp2 vpp2 mbs4", DegreeRequest(1, 2, vpp=2, micro_batch_size=4)),
+        ({"tp": 2, "ep": 2, "micro_batch_size": 1}, DegreeRequest(2, 1, ep=2, micro_batch_size=1)),
+        (DegreeRequest(4, 1), DegreeRequest(4, 1)),
     ],
 )
-def test_degrees_are_read_as_people_write_them(text: object, wish: Wish) -> None:
-    assert parse_wish(text) == wish
-    assert parse_wish(str(wish)) == wish
+def test_degrees_are_read_as_people_write_them(text: object, wanted: DegreeRequest) -> None:
+    assert parse_request(text) == wanted
+    assert parse_request(str(wanted)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -179,4 +186,4 @@ def test_degrees_are_read_as_people_write_them(text: object, wish: Wish) -> None
 )
 def test_what_is_not_a_degree_is_named(text: object, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        parse_wish(text)
+        parse_request(text)

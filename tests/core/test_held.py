@@ -81,7 +81,7 @@ def test_what_is_told_of_another_stop_is_no_news() -> None:
     assert simulation.job == before
 
 
-def test_a_wish_that_is_taken_back_while_the_change_waits_for_a_save_costs_no_round() -> None:
+def test_a_request_that_is_taken_back_while_the_change_waits_for_a_save_costs_no_round() -> None:
     simulation = saving()
     assert simulation.job.phase is m.Phase.PREPARING and simulation.job.held
     before = len(rounds(simulation))

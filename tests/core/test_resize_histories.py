@@ -160,8 +160,8 @@ class Histories(RuleBasedStateMachine):
     @rule(minimum=st.integers(1, 2), most=st.sampled_from([1, 2, 3, 4, 8]))
     def scale(self, minimum: int, most: int) -> None:
         allowed = tuple(world for world in (1, 2, 3, 4, 6, 8) if world <= most)
-        wish = assign_all(minimum, allowed)
-        self.simulation.feed(events.Rescaled(wish, self.simulation.now))
+        request = assign_all(minimum, allowed)
+        self.simulation.feed(events.Rescaled(request, self.simulation.now))
 
     @rule(seconds=st.sampled_from([0.0, 0.6, 5.0, 61.0, 700.0]))
     def tick(self, seconds: float) -> None:

@@ -132,7 +132,7 @@ def test_the_second_failed_proof_of_a_generation_ends_the_job() -> None:
 
 
 @pytest.mark.parametrize("is_second", [False, True])
-def test_a_proof_that_fails_while_the_round_is_stopped_is_noted_and_stops_nothing(
+def test_a_proof_that_fails_while_the_round_is_stopped_is_recorded_and_stops_nothing(
     is_second: bool,
 ) -> None:
     simulation = starting()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scalai.core.choice import Rule, choose
-from scalai.core.degrees import ModelLimits, Wish
+from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.core.errors import UsageError
 from scalai.launch.config.elastic_config import ElasticConfig, ProbeConfig
 from scalai.launch.config.elastic_file import load_config
@@ -41,14 +41,14 @@ def test_degrees_are_read_in_every_form(write: Writer) -> None:
             """
         )
     )
-    assert config.default_degrees == Wish(2, 1)
+    assert config.default_degrees == DegreeRequest(2, 1)
     assert config.degrees == (
-        Rule(4, (Wish(2, 1),)),
-        Rule(4, (Wish(2, 2),), 2),
-        Rule(8, (Wish(2, 2), Wish(4, 1, micro_batch_size=1))),
+        Rule(4, (DegreeRequest(2, 1),)),
+        Rule(4, (DegreeRequest(2, 2),), 2),
+        Rule(8, (DegreeRequest(2, 2), DegreeRequest(4, 1, micro_batch_size=1))),
     )
-    assert config.policy().initial == Wish(2, 1)
-    assert config.policy(Wish(4, 1)).initial == Wish(4, 1)
+    assert config.policy().initial == DegreeRequest(2, 1)
+    assert config.policy(DegreeRequest(4, 1)).initial == DegreeRequest(4, 1)
 
 
 def test_a_flag_wins_over_the_file_and_the_file_over_the_default(write: Writer) -> None:

@@ -22,7 +22,7 @@ from scalai.launch.agent.data_plane import DataPlaneServer, Peer
 from scalai.launch.agent.fetch import Restore, prepare_restore
 from scalai.runtime.live import Slot, collection_of, held_rows, wanted_rows
 from scalai.runtime.restore import read_rows
-from scalai.store.extension import Beside
+from scalai.store.extension import Extras
 from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, read_manifest
@@ -122,8 +122,8 @@ def test_what_was_fetched_outlives_its_host(open_store: Opener) -> None:
     path, begins = stores["a"].stage(asked.pieces)
     with DataPlaneServer(stores["b"], TOKEN) as server:
         fetch_all(stores["a"], [Fetched(asked, path, begins)], {"b": server})
-    beside = Beside(generation.scalars, {"tp1": 1}, (1,), None)
-    grown = stores["a"].extend(1, path, asked.pieces, begins, beside)
+    extras = Extras(generation.scalars, {"tp1": 1}, (1,), None)
+    grown = stores["a"].extend(1, path, asked.pieces, begins, extras)
     stores["b"].remove()
     stores["a"].close()
     again = open_store(host="a")

@@ -1,4 +1,4 @@
-"""Errors that a person can mend are one line, with the exit code for them, and no traceback."""
+"""Errors that a person can repair are one line, with the exit code for them, and no traceback."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A person's wishes about a job's size hold wherever they fit."""
+"""A person's requests about a job's size hold wherever they fit."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def sizing(tmp_path_factory: pytest.TempPathFactory) -> Sizing:
     return Sizing(JobSpec.read(parse_options(flags)))
 
 
-def test_wished_degrees_hold_until_the_next_scale(sizing: Sizing) -> None:
+def test_requested_degrees_hold_until_the_next_scale(sizing: Sizing) -> None:
     sizing.rescale(None, None, "tp4")
     first = sizing.assign()(FOUR, Degrees(2, 1, 2))
     again = sizing.assign()(FOUR, Degrees(4, 1, 1))
@@ -30,14 +30,14 @@ def test_wished_degrees_hold_until_the_next_scale(sizing: Sizing) -> None:
     assert back.degrees == Degrees(2, 1, 2)
 
 
-def test_a_job_goes_on_where_wished_degrees_do_not_fit_any_more(sizing: Sizing) -> None:
+def test_a_job_goes_on_where_requested_degrees_do_not_fit_any_more(sizing: Sizing) -> None:
     sizing.rescale(None, None, "tp4")
     assignment = sizing.assign()(TWO, Degrees(4, 1, 1))
     assert assignment is not None
     assert assignment.degrees == Degrees(1, 1, 2)
 
 
-def test_a_wish_that_does_not_fit_is_not_taken_for_another(sizing: Sizing) -> None:
+def test_a_request_that_does_not_fit_is_not_taken_for_another(sizing: Sizing) -> None:
     why: list[str] = []
     assert sizing.scaled(None, None, "tp4", why.append)(TWO, Degrees(1, 1, 2)) is None
 

@@ -65,7 +65,7 @@ def test_a_schedule_of_the_engine_ends_as_the_first_round_planned_it(
 def test_a_saved_state_of_an_epoch_that_is_over_stays(
     rounds_pool: WorkerPool, tmp_path: Path, names: str
 ) -> None:
-    """The engine's part, the schedule's and the random streams' are of one step. Those that
+    """The engine's part, the schedule's and the RNG states' are of one step. Those that
     Accelerate names itself are counted on."""
     folders = {name: tmp_path / name / "saved" for name in ("alone", "job")}
     for name, rounds in (("alone", [(2, None)]), ("job", [(2, 7), (1, None)])):

@@ -40,7 +40,7 @@ def test_random_streams_go_on_from_their_json_or_begin_anew_alike_on_replicas(
     deepspeed_pool: WorkerPool,
 ) -> None:
     job = Job(world=2, stage=1)
-    first, second = deepspeed_pool.run("deepspeed_state_checks:random_streams", [(job,)] * 2)
+    first, second = deepspeed_pool.run("deepspeed_state_checks:rng_states", [(job,)] * 2)
     assert first["is_continued"] and second["is_continued"]
     assert first["new"] == second["new"] != first["old"]
     assert first["notes"] == [

@@ -34,7 +34,7 @@ def report(directory: Path, version: int, change: int = 0) -> None:
 
 
 @pytest.mark.parametrize("version", sorted(MODULI))
-def test_noted_fingerprints_are_compared_in_their_version(tmp_path: Path, version: int) -> None:
+def test_recorded_fingerprints_are_compared_in_their_version(tmp_path: Path, version: int) -> None:
     source = Collection.of([(WEIGHT, whole(WEIGHT.shape))])
     for change in (0, 1):
         report(tmp_path, version, change)
@@ -46,7 +46,7 @@ def test_noted_fingerprints_are_compared_in_their_version(tmp_path: Path, versio
             check_proofs(tmp_path, source, proofs)
 
 
-def test_replicas_that_differ_are_found_where_nothing_is_noted(tmp_path: Path) -> None:
+def test_replicas_that_differ_are_found_where_nothing_is_recorded(tmp_path: Path) -> None:
     source = Collection.of([(WEIGHT, whole(WEIGHT.shape))])
     prints = live_fingerprints(half(0))
     proofs = [

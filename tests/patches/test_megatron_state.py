@@ -24,7 +24,7 @@ def test_slots_stay_where_they_are_while_the_job_trains(pool: WorkerPool, job: J
 def test_random_streams_go_on_from_their_json_or_begin_anew_alike_on_all_ranks(
     pool: WorkerPool,
 ) -> None:
-    first, second = pool.run("state_checks:random_streams", [(Job(world=2, tp=2),)] * 2)
+    first, second = pool.run("state_checks:rng_states", [(Job(world=2, tp=2),)] * 2)
     assert first["is_continued"] and second["is_continued"]
     assert first["new"]["shared"] != first["old"]["shared"]
     # Megatron needs it so: equal streams outside of tensor-parallel regions, unequal ones inside.

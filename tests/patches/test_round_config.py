@@ -55,7 +55,7 @@ def test_where_only_micro_batches_are_stated_the_first_round_makes_the_global_ba
     assert (later["train_batch_size"], later["gradient_accumulation_steps"]) == (24, 4)
 
 
-def test_a_wish_for_a_micro_batch_wins() -> None:
+def test_a_request_for_a_micro_batch_wins() -> None:
     found = rewrite(STATED, RoundOrder(1, 1, 2, micro_batch_size=6))
     assert (found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]) == (6, 2)
     with pytest.raises(RefusedError, match="not a multiple"):

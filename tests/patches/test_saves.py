@@ -236,7 +236,7 @@ def places(queue: FakeQueue) -> SavedPlaces:
     return SavedPlaces()
 
 
-def test_a_new_place_is_noted_and_left_alone(places: SavedPlaces, tmp_path: Path) -> None:
+def test_a_new_place_is_recorded_and_left_alone(places: SavedPlaces, tmp_path: Path) -> None:
     assert not places.is_done(job(tmp_path / "new"), 8)
     noted = json.loads((tmp_path / "new" / JOURNAL).read_text())
     assert noted == {"run": places.run, "iterations": [8]}

@@ -20,7 +20,7 @@ from scalai.converters.limits import Limits
 from scalai.core.collection import Collection
 from scalai.core.region import Box, whole
 from scalai.launch.agent.durable import write_finished
-from scalai.store.extension import Beside
+from scalai.store.extension import Extras
 from scalai.store.files import slices
 from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
@@ -129,8 +129,8 @@ def fetch(stores: Mapping[str, HostStore], salt: int = 0) -> HostStore:
     with path.open("r+b") as file:
         file.seek(int(begins[0]))
         file.write((bits_of(LONG)[slices(box)] ^ np.uint16(salt)).tobytes())
-    beside = Beside(union.scalars, {}, (), union.hosts[0].committed)
-    third.extend(NUMBER, path, pieces, begins, beside)
+    extras = Extras(union.scalars, {}, (), union.hosts[0].committed)
+    third.extend(NUMBER, path, pieces, begins, extras)
     return third
 
 

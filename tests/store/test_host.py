@@ -11,7 +11,7 @@ from scalai.core.coverage import check_coverage
 from scalai.core.errors import StoreError, UsageError
 from scalai.core.region import Box, whole
 from scalai.store import directory as directory_module
-from scalai.store.extension import Beside
+from scalai.store.extension import Extras
 from scalai.store.host import HostStore
 from scalai.store.manifest import UNNUMBERED, read_manifest
 from support.store_states import (
@@ -227,14 +227,14 @@ def test_names_that_would_leave_the_store_are_refused(tmp_path: Path, name: str)
 def test_fetched_pieces_become_part_of_a_generation(open_store: Opener) -> None:
     first, second = open_store(host="a"), open_store(host="b")
     manifest = generation(first, 4, step=2)
-    beside = Beside(manifest.scalars, {"r7": 7}, (7,), None)
+    extras = Extras(manifest.scalars, {"r7": 7}, (7,), None)
     path, begins = second.stage(manifest.collection)
     with first.open_rows(4) as rows, open(path, "r+b") as file:
         for row, begin in enumerate(begins.tolist()):
             file.seek(begin)
             file.write(rows.view(row).tobytes())
     second.adopt_empty(manifest)
-    grown = second.extend(4, path, manifest.collection, begins, beside)
+    grown = second.extend(4, path, manifest.collection, begins, extras)
     assert grown.host == "b" and grown.scalars == manifest.scalars
     assert grown.ranks == (7,) and grown.rank_state == {"r7": 7}
     assert is_whole(second, 4, step=2)

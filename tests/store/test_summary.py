@@ -8,7 +8,7 @@ import pytest
 from scalai.core.committed import Committed
 from scalai.core.region import Box
 from scalai.core.source_list import used_only
-from scalai.store.extension import Beside, extended
+from scalai.store.extension import Extras, extended
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, StoredFile, manifest_bytes, manifest_of_bytes
 from scalai.store.summary import pieces_of, reference_of, summary
@@ -32,7 +32,7 @@ def grown(part: HostManifest) -> HostManifest:
     stated = Committed((part.host, "b"), {other.name: 9})
     return extended(
         part, StoredFile("fetched-0.safetensors", 640), rows, 16 * np.arange(40),
-        np.arange(40, dtype=np.uint64), Beside({}, {"tp7": "x"}, (7,), stated),
+        np.arange(40, dtype=np.uint64), Extras({}, {"tp7": "x"}, (7,), stated),
     )  # fmt: skip
 
 

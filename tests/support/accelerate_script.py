@@ -70,7 +70,7 @@ def main() -> None:
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(str(options.deepspeed)),
         gradient_accumulation_steps=options.accumulate,
-        # Else the order of an epoch is drawn from random streams that whatever else uses.
+        # Else the order of an epoch is drawn from RNG states that whatever else uses.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     set_seed(7)

@@ -27,8 +27,8 @@ class MadeSlot:
         self._shared = shared
 
     def take_over(self, lost: int, alive: Any) -> dict[int, WriteOrder]:
-        heirs = sorted(set(alive) - {lost}) if self._shared else []
-        return {heirs[0]: replace(self.orders[lost], rank=heirs[0])} if heirs else {}
+        successors = sorted(set(alive) - {lost}) if self._shared else []
+        return {successors[0]: replace(self.orders[lost], rank=successors[0])} if successors else {}
 
 
 class LawHost:

@@ -53,7 +53,7 @@ def rename(damage: Callable[[Path], None], name: str) -> Callable[[Path], None]:
 def edit_values(directory: Path, name: str, change: Callable[[Any], None]) -> None:
     """Change all fp32 values of a tensor where they lie, in every piece and second copy."""
     checkpoint = open_checkpoint(directory)
-    for placed in (checkpoint.placed, checkpoint.twins):
+    for placed in (checkpoint.placed, checkpoint.duplicates):
         if placed is None:
             continue
         for row in range(len(placed.collection)):

@@ -114,13 +114,13 @@ class PlainReader:
     """One model_states file that is being read, the optimizer's state in it.
 
     Experts have files with an optimizer's state each, in which those of rank 0 and all that is of
-    no expert come again: as ``twins``.
+    no expert come again: as ``duplicates``.
     """
 
     model: ModelStates
     trust: bool
     pieces: list[Piece] = field(default_factory=list)
-    twins: list[Piece] = field(default_factory=list)
+    duplicates: list[Piece] = field(default_factory=list)
     steps: dict[str, CheckpointFile] = field(default_factory=dict)
 
     def read(self) -> RankState:
@@ -163,7 +163,7 @@ class PlainReader:
             job,
             param_groups,
             self.pieces,
-            self.twins,
+            self.duplicates,
             [*files, *self.model.expert_files(), *self.steps.values()],
         )
 
@@ -191,7 +191,7 @@ class PlainReader:
             at = 0
             for name in members:
                 weight: StoredTensor = self.model.first["module"][name]
-                into = self.twins if name in known else self.pieces
+                into = self.duplicates if name in known else self.pieces
                 self._place(name, state.at(group, at, weight.shape), tree.path, into)
                 at += state.size(weight)
 

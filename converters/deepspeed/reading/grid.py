@@ -3,7 +3,7 @@
 Each rank's files are read by themselves first, in the rank's own shapes and as if it were alone.
 Here its pieces become pieces of whole tensors: shards of tensor-parallel ranks by how their
 parameters are cut; what all of them have, and tied layers of several stages, once, and their other
-copies as twins, which must be equal.
+copies as duplicates, which must be equal.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ class RankState:
     job: DeepSpeedJob
     param_groups: Sequence[Mapping[str, Any]]
     pieces: Sequence[Piece]
-    twins: Sequence[Piece]
+    duplicates: Sequence[Piece]
     files: Sequence[CheckpointFile]
     notes: tuple[str, ...] = ()
 
@@ -140,7 +140,7 @@ class Grid:
             RefusedError: They do not fit together, or nothing says how their parameters are cut.
         """
         cuts = self._cuts(states)
-        pieces, twins = self.gather(states, cuts)
+        pieces, duplicates = self.gather(states, cuts)
         files = {file.path: file for state in states for file in state.files}
         files |= {file.path: file for file in self._layer_files()}
         values = states[0].model.values(
@@ -151,7 +151,7 @@ class Grid:
             self.tag.directory,
             place(pieces, list(files.values())),
             replace(values, degrees={**values.degrees, "tp": self.tp, "pp": self.pp}),
-            twins=place(twins, list(files.values())) if twins else None,
+            duplicates=place(duplicates, list(files.values())) if duplicates else None,
             notes=tuple(dict.fromkeys(note for state in states for note in state.notes)),
         )
 
@@ -166,7 +166,7 @@ class Grid:
         for state in states:
             self._check_alike(states[0], state)
         pieces: list[Piece] = []
-        twins: list[Piece] = []
+        duplicates: list[Piece] = []
         before: set[str] = set()
         for number, state in enumerate(states):
             shards = Shards(cuts, number % self.tp)
@@ -177,18 +177,18 @@ class Grid:
                 is_copy = shards.rank > 0 and shards.is_shared(piece.tensor)
                 is_copy = is_copy or unit_of(parameter_of(piece)) in before
                 if not (is_copy and piece.is_rounded):
-                    (twins if is_copy else pieces).extend(shards.of_whole(piece))
-            for piece in state.twins:
+                    (duplicates if is_copy else pieces).extend(shards.of_whole(piece))
+            for piece in state.duplicates:
                 if parameter_of(piece) not in unused:
-                    twins.extend(shards.of_whole(piece))
+                    duplicates.extend(shards.of_whole(piece))
             if self.pp > 1 and shards.rank == self.tp - 1:
                 before |= _units(state.job)
         for rank, layers in enumerate(self.layers):
             shards = Shards(cuts, rank)
             for piece, was_there in layers.pieces(self.files[rank]):
                 is_copy = was_there or (rank > 0 and shards.is_shared(piece.tensor))
-                (twins if is_copy else pieces).extend(shards.of_whole(piece))
-        return pieces, twins
+                (duplicates if is_copy else pieces).extend(shards.of_whole(piece))
+        return pieces, duplicates
 
     def _layer_files(self) -> Iterator[CheckpointFile]:
         for layers in self.layers:
@@ -235,7 +235,7 @@ class Grid:
         """Return the shapes of a rank's parameters."""
         found = {
             parameter_of(piece): piece.tensor.shape
-            for piece in (*state.twins, *state.pieces)
+            for piece in (*state.duplicates, *state.pieces)
             if piece.tensor.name.startswith((f"{PARAM}/", f"{MAIN}/"))
             and parameter_of(piece) not in state.job.buffers
         }

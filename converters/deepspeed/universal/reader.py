@@ -77,7 +77,7 @@ class UniversalReader:
     models: list[ModelStates]
     state: dict[str, Any]
     pieces: list[Piece] = field(default_factory=list)
-    twins: list[Piece] = field(default_factory=list)
+    duplicates: list[Piece] = field(default_factory=list)
     files: dict[str, CheckpointFile] = field(default_factory=dict)
     number_steps: list[bool] = field(default_factory=list)
     steps: dict[float, str] = field(default_factory=dict)
@@ -108,9 +108,9 @@ class UniversalReader:
             self._place(parameter)
         self._check_steps()
         states = [self._rank(model) for model in self.models]
-        pieces, twins = self.grid.gather(states, cuts)
+        pieces, duplicates = self.grid.gather(states, cuts)
         self.pieces.extend(piece for piece in pieces if piece.tensor.name not in rounded)
-        self.twins.extend(piece for piece in twins if piece.tensor.name not in rounded)
+        self.duplicates.extend(piece for piece in duplicates if piece.tensor.name not in rounded)
         job = replace(self.grid.job(states, cuts), has_number_steps=any(self.number_steps))
         files = list(self.files.values())
         values = self.models[0].values(job, states[0].param_groups)
@@ -119,7 +119,7 @@ class UniversalReader:
             self.directory,
             place(self.pieces, files),
             replace(values, degrees={**values.degrees, "tp": self.grid.tp, "pp": self.grid.pp}),
-            twins=place(self.twins, files) if self.twins else None,
+            duplicates=place(self.duplicates, files) if self.duplicates else None,
             notes=tuple(self.notes),
         )
 
@@ -212,7 +212,7 @@ class UniversalReader:
         weight = self._weight_dtype(name)
         is_weight = kind == MASTERS and stored.dtype == weight
         known = PARAM if is_weight else MAIN if kind == MASTERS else kind
-        into = self.twins if is_weight and not parameter.is_rounded else self.pieces
+        into = self.duplicates if is_weight and not parameter.is_rounded else self.pieces
         stride = stored.stride if stored.shape == rows else row_major(rows)
         tensor = Tensor(f"{known}/{name}", shape, stored.dtype)
         placed = [Piece(tensor, whole(rows), file, stored.begin, stride)]

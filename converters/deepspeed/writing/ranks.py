@@ -73,7 +73,7 @@ class Ranks:
         if self.job.of_ranks and not self._is_same and len(self.job.of_ranks) > 1:
             yield (
                 "what the client saved beside the model is that of model-parallel rank 0 for every "
-                "rank, random streams included"
+                "rank, RNG states included"
             )
         uneven = [name for name, cut in self.cuts.items() if any(map(_is_uneven, cut.widths))]
         if uneven:

@@ -114,7 +114,7 @@ class ZeroReader:
     model: ModelStates
     optimizers: tuple[dict[str, Any], ...]
     pieces: list[Piece] = field(default_factory=list)
-    twins: list[Piece] = field(default_factory=list)
+    duplicates: list[Piece] = field(default_factory=list)
     steps: dict[str, CheckpointFile] = field(default_factory=dict)
 
     def read(self) -> RankState:
@@ -131,7 +131,7 @@ class ZeroReader:
             job,
             param_groups,
             self.pieces,
-            self.twins,
+            self.duplicates,
             self._placed_files(),
             tuple(notes),
         )
@@ -253,7 +253,7 @@ class ZeroReader:
         is_master = key == MASTERS
         is_weight = is_master and entry.dtype == weight
         kind = PARAM if is_weight else MAIN if is_master else key
-        into = self.twins if is_weight and not self.files.is_stage_3 else self.pieces
+        into = self.duplicates if is_weight and not self.files.is_stage_3 else self.pieces
         for box in flat_range(shape, span.low, span.high):
             into.append(Piece(Tensor(f"{kind}/{span.name}", shape, entry.dtype), box, file, begin))
             if is_master and not is_weight and self.files.is_stage_3:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from scalai.converters.checkpoint import CheckpointFile, Placed
-from scalai.converters.noted import check_reports, noted_versions
+from scalai.converters.recorded import check_reports, recorded_versions
 from scalai.converters.streaming import Gatherer, wanted_box
 from scalai.converters.work import Work, work_between
 from scalai.core.collection import Collection, concatenate
@@ -96,7 +96,7 @@ def _signed(bits: Bits) -> torch.Tensor:
 def proof(directory: Path, rows: Sequence[Row], prints: npt.NDArray[np.uint64]) -> bytes:
     """Return what ``check_proofs`` needs of a rank: its rows and their fingerprints, also those of
     older versions where such are noted beside the checkpoint."""
-    older = noted_versions(directory) - {VERSION}
+    older = recorded_versions(directory) - {VERSION}
     columns = {f"prints_{number}": live_fingerprints(rows, number) for number in sorted(older)}
     return packed(collection_of(rows), None, {f"prints_{VERSION}": prints, **columns})
 

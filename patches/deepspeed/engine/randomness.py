@@ -5,14 +5,14 @@ from typing import Any
 
 from scalai.core.jsonable import Json
 from scalai.patches.deepspeed.engine import grid
-from scalai.patches.streams import (
-    begin_host_streams,
-    continue_host_streams,
-    host_streams,
-    restore_streams,
+from scalai.patches.rng_state import (
+    begin_host_rng,
+    continue_host_rng,
+    host_rng_state,
+    restore_rng_state,
+    rng_state_of_text,
     seed_of_step,
-    stream_text,
-    text_stream,
+    text_of_rng_state,
 )
 
 
@@ -20,14 +20,16 @@ def state(engine: Any) -> Json:
     """Return the state of all generators of this rank, and the layout under which it is valid."""
     return {
         "degrees": _layout(engine),
-        **host_streams(),
-        "device": stream_text(_accelerator().get_rng_state()),
-        "tracker": {name: stream_text(value) for name, value in _tracker().get_states().items()},
+        **host_rng_state(),
+        "device": text_of_rng_state(_accelerator().get_rng_state()),
+        "tracker": {
+            name: text_of_rng_state(value) for name, value in _tracker().get_states().items()
+        },
     }
 
 
 def restore(engine: Any, saved: Json | None, seed: int, step: int) -> str:
-    """Continue the streams of this coordinate, or begin new ones where the layout changed.
+    """Continue the RNG states of this coordinate, or begin new ones where the layout changed.
 
     New ones are equal on all ranks but for the stages of a pipeline, as DeepSpeed's users seed
     them; ``seed`` and ``step`` determine them.
@@ -35,7 +37,7 @@ def restore(engine: Any, saved: Json | None, seed: int, step: int) -> str:
     Returns:
         One line for the log that says which.
     """
-    return restore_streams(
+    return restore_rng_state(
         saved, _layout(engine), seed, step,
         go_on=_continue, begin=lambda: _begin(seed_of_step(seed, step, grid.stage(engine))),
     )  # fmt: skip
@@ -47,21 +49,21 @@ def _layout(engine: Any) -> dict[str, int]:
 
 
 def _continue(saved: Mapping[str, Any]) -> None:
-    continue_host_streams(saved)
-    _accelerator().set_rng_state(text_stream(saved["device"]))
+    continue_host_rng(saved)
+    _accelerator().set_rng_state(rng_state_of_text(saved["device"]))
     if saved["tracker"]:
-        _tracker().set_states({k: text_stream(text) for k, text in saved["tracker"].items()})
+        _tracker().set_states({k: rng_state_of_text(text) for k, text in saved["tracker"].items()})
 
 
 def _begin(seed: int) -> None:
-    begin_host_streams(seed)
+    begin_host_rng(seed)
     _accelerator().manual_seed_all(seed)
     if _tracker().get_states():
         _checkpointing().model_parallel_cuda_manual_seed(seed)
 
 
 def _tracker() -> Any:
-    """Return the streams of model-parallel regions, which activation checkpointing keeps."""
+    """Return the RNG states of model-parallel regions, which activation checkpointing keeps."""
     return _checkpointing().get_cuda_rng_tracker()
 
 

@@ -173,8 +173,8 @@ class Round:
     @property
     def is_restoring(self) -> bool:
         """Whether the workers take their state from a generation."""
-        is_wished = all(entry.is_restoring for entry in self.published.values())
-        return isinstance(self.command, Start) and bool(self.command.sources) and is_wished
+        is_requested = all(entry.is_restoring for entry in self.published.values())
+        return isinstance(self.command, Start) and bool(self.command.sources) and is_requested
 
     def is_complete(self, ranks: Iterable[int]) -> bool:
         """Whether every worker of this host is among ``ranks``."""

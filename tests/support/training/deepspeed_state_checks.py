@@ -48,7 +48,7 @@ def buffers(rank: int, store: dist.Store, job: Job) -> tuple[set[str], set[str]]
     return held, {slot.tensor.name for slot in slots if slot.is_wanted}
 
 
-def random_streams(rank: int, store: dist.Store, job: Job) -> dict[str, Any]:
+def rng_states(rank: int, store: dist.Store, job: Job) -> dict[str, Any]:
     """Continue the streams from their JSON; then begin new ones."""
     training = Training(job, rank, store, SEED)
     state = training.state()

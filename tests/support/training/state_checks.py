@@ -38,7 +38,7 @@ def held_twice(rank: int, store: dist.Store, job: Job) -> bool:
     return same
 
 
-def random_streams(rank: int, store: dist.Store, job: Job) -> dict[str, Any]:
+def rng_states(rank: int, store: dist.Store, job: Job) -> dict[str, Any]:
     """Continue the streams from their JSON; then begin new ones."""
     training = Training(job, rank, store, SEED)
     state = MegatronState(training.chunks, training.optimizer, seed=SEED)

@@ -1,6 +1,6 @@
-"""Random streams of Megatron's ranks: new ones, by its own rule, for ranks that had none.
+"""RNG states of Megatron's ranks: new ones, by its own rule, for ranks that had none.
 
-Where tensor, pipeline or expert parallelism changes, streams cannot be carried: those that ranks
+Where tensor, pipeline or expert parallelism changes, RNG states cannot be carried: those that ranks
 share must stay equal, the others different. So new ones begin at every rank, seeded as Megatron
 seeds them, from the job's seed and the iteration.
 
@@ -23,14 +23,14 @@ CUDA_BYTES = 16
 _MODEL_PARALLEL, _EXPERT_PARALLEL, _EXPERT_RANK, _STAGE = 2718, 1024, 100, 100
 
 
-def new_streams(
+def new_rng_states(
     seed: int, *, tp_rank: int, pp_rank: int, ep_rank: int, is_cuda: bool = True
 ) -> dict[str, Any]:
     """Return the entry of ``rng_state`` of one rank.
 
     Args:
         seed: Of the job; another one a checkpoint, so that no stream begins anew.
-        is_cuda: Whether the ranks' device is one; else its streams are of the CPU's kind.
+        is_cuda: Whether the ranks' device is one; else its RNG states are of the CPU's kind.
     """
     seed += _STAGE * pp_rank
     device = _cuda_state if is_cuda else _cpu_state

@@ -1,4 +1,4 @@
-"""Random streams of a Megatron checkpoint's ranks: the source's own, or new ones.
+"""RNG states of a Megatron checkpoint's ranks: the source's own, or new ones.
 
 They are kept where tensor, pipeline and expert parallelism stay as they are. Else new ones begin,
 for Megatron ends with an error where a checkpoint that says the job's own degrees has none.
@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalai.converters.checkpoint import Checkpoint
-from scalai.converters.megatron.random_streams import CUDA_BYTES, new_streams
+from scalai.converters.megatron.new_rng_states import CUDA_BYTES, new_rng_states
 
 DEFAULT_SEED = 1234
 """Megatron's own."""
 
 
-def streams_of(
+def rng_states_of(
     source: Checkpoint,
     degrees: Mapping[str, int],
     coordinate: tuple[int, int, int],
@@ -24,7 +24,7 @@ def streams_of(
 
     Args:
         coordinate: (tp, pp, ep) ranks.
-        notes: Gets a line where new streams begin.
+        notes: Gets a line where new RNG states begin.
     """
     kept: Mapping[Any, Sequence[Mapping[str, Any]]] = source.values.extra.get("rng_state", {})
     arguments = source.values.arguments or {}
@@ -38,12 +38,12 @@ def streams_of(
     if example is not None:
         is_cuda = example.size_bytes == CUDA_BYTES
     seed = int(arguments.get("seed") or DEFAULT_SEED) + source.values.step
-    note = f"random streams begin anew at every rank, from seed {seed} (seed + iteration)"
+    note = f"RNG states begin anew at every rank, from seed {seed} (seed + iteration)"
     if note not in notes:
         notes.append(note)
     tp_rank, pp_rank, ep_rank = coordinate
     return [
-        new_streams(
+        new_rng_states(
             seed + 10 * dp_rank,
             tp_rank=tp_rank,
             pp_rank=pp_rank,

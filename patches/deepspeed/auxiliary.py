@@ -51,7 +51,7 @@ class Told(Protocol):
         """The names of what is carried."""
 
 
-class Beside:
+class Auxiliary:
     """What stands beside the engine of one process.
 
     Args:

@@ -9,23 +9,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scalai.converters.checkpoint import REPORT, BesideFile, Checkpoint, Target
-from scalai.converters.intake import read_json
+from scalai.converters.checkpoint import REPORT, AuxiliaryFile, Checkpoint, Target
+from scalai.converters.opening import read_json
 from scalai.converters.torch_archive import check_members
 from scalai.core.errors import ProofError, RefusedError
 from scalai.store.atomic import sync_directory
 
-BESIDE = "beside"
+AUXILIARY = "beside"
 """The digests' key in the proof."""
 BLOCK_BYTES = 4 << 20
 
 
-def beside_bytes(target: Target) -> int:
+def auxiliary_bytes(target: Target) -> int:
     """Return how much room a target's files without tensors take."""
-    return sum(file.size_bytes for file in target.beside)
+    return sum(file.size_bytes for file in target.auxiliary)
 
 
-def identify(file: BesideFile) -> bytes:
+def identify(file: AuxiliaryFile) -> bytes:
     """Return what changes whenever a file's content is to be another."""
     if file.source is None:
         return repr(file.path).encode() + (file.content or b"")
@@ -33,7 +33,7 @@ def identify(file: BesideFile) -> bytes:
     return repr((file.path, str(file.source), stat.st_size, stat.st_mtime_ns)).encode()
 
 
-def write_beside(directory: Path, target: Target) -> dict[str, str]:
+def write_auxiliary(directory: Path, target: Target) -> dict[str, str]:
     """Write a target's files without tensors.
 
     Returns:
@@ -43,13 +43,13 @@ def write_beside(directory: Path, target: Target) -> dict[str, str]:
         ProofError: What was read back is not what was written.
         RefusedError: One of torch's files is not what its checksums were taken of.
     """
-    digests = {file.path: _write(directory / file.path, file) for file in target.beside}
+    digests = {file.path: _write(directory / file.path, file) for file in target.auxiliary}
     for folder in sorted({(directory / path).parent for path in digests}):
         sync_directory(folder)
     return digests
 
 
-def _write(path: Path, file: BesideFile) -> str:
+def _write(path: Path, file: AuxiliaryFile) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with open(path, "wb") as target:
@@ -66,7 +66,7 @@ def _write(path: Path, file: BesideFile) -> str:
     return digest.hexdigest()
 
 
-def _blocks(file: BesideFile) -> Iterator[bytes]:
+def _blocks(file: AuxiliaryFile) -> Iterator[bytes]:
     if file.source is None:
         yield file.content or b""
         return
@@ -82,7 +82,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_beside(checkpoint: Checkpoint) -> None:
+def check_auxiliary(checkpoint: Checkpoint) -> None:
     """Compare the files without tensors with the digests that a conversion left.
 
     Raises:
@@ -90,10 +90,10 @@ def check_beside(checkpoint: Checkpoint) -> None:
         RefusedError: The proof is damaged.
     """
     for folder in (checkpoint.directory, *checkpoint.directory.parents[:2]):
-        noted = _noted(folder / REPORT)
+        recorded = _recorded(folder / REPORT)
         wrong = [
             path
-            for path, digest in sorted(noted.items())
+            for path, digest in sorted(recorded.items())
             if not (folder / path).is_file() or _digest(folder / path) != digest
         ]
         if wrong:
@@ -103,13 +103,13 @@ def check_beside(checkpoint: Checkpoint) -> None:
             )
 
 
-def _noted(path: Path) -> Mapping[str, str]:
+def _recorded(path: Path) -> Mapping[str, str]:
     if not path.is_file():
         return {}
     report: Any = read_json(path)
-    noted = report.get(BESIDE, {}) if isinstance(report, dict) else None
-    if not isinstance(noted, dict) or not all(
-        isinstance(text, str) and ".." not in Path(text).parts for text in noted
+    recorded = report.get(AUXILIARY, {}) if isinstance(report, dict) else None
+    if not isinstance(recorded, dict) or not all(
+        isinstance(text, str) and ".." not in Path(text).parts for text in recorded
     ):
         raise RefusedError(f"{path} is damaged. Remove it, or convert again.")
-    return noted
+    return recorded

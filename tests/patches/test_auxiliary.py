@@ -12,7 +12,7 @@ import torch
 from scalai.core.errors import RefusedError
 from scalai.patches.accelerate.training import LoopHooks
 from scalai.patches.data.clock import Clocks
-from scalai.patches.deepspeed.beside import Beside
+from scalai.patches.deepspeed.auxiliary import Auxiliary
 from scalai.patches.deepspeed.replay import Replay
 from scalai.patches.deepspeed.training import EngineHooks
 
@@ -25,11 +25,11 @@ def weight() -> torch.nn.Parameter:
 def test_parameters_that_join_on_the_way_are_refused(is_wrapped: bool) -> None:
     """Their moments would be in no snapshot, and begin anew at each change."""
     clocks = Clocks()
-    beside = Beside(clocks, Replay(clocks))
+    auxiliary = Auxiliary(clocks, Replay(clocks))
     base: Any = torch.optim.AdamW([weight()])
     base.add_param_group({"params": [weight()]})
     optimizer = SimpleNamespace(optimizer=base) if is_wrapped else base
-    beside.start(SimpleNamespace(optimizer=optimizer), SimpleNamespace())
+    auxiliary.start(SimpleNamespace(optimizer=optimizer), SimpleNamespace())
     with pytest.raises(RefusedError, match=r"add_param_group .* before deepspeed\.initialize"):
         base.add_param_group({"params": [weight()]})
     assert len(base.param_groups) == 2
@@ -67,7 +67,7 @@ def test_an_engine_that_does_not_train_is_built_on_any_number_of_ranks(
 def test_a_model_that_accelerate_prepares_behind_the_one_that_trains_is_left_alone() -> None:
     """A teacher of a second plugin: an engine that trains is refused by the engine's own hooks."""
     schedules = SimpleNamespace(stepped_elsewhere=[])
-    engines = SimpleNamespace(beside=SimpleNamespace(schedules=schedules), engine=object())
+    engines = SimpleNamespace(auxiliary=SimpleNamespace(schedules=schedules), engine=object())
     hooks = LoopHooks(lambda: SimpleNamespace(), engines)  # type: ignore[arg-type]
     teacher = torch.nn.Linear(1, 1)
     assert hooks.prepare(lambda *given: given, SimpleNamespace(), (teacher,), {}) == (teacher,)
@@ -96,9 +96,9 @@ def test_what_only_checkpoints_keep_is_told_of(
 ) -> None:
     said: list[tuple[str, str]] = []
     schedules = SimpleNamespace(stepped_elsewhere=[])
-    beside = SimpleNamespace(schedules=schedules, say=lambda *words: said.append(words))
+    auxiliary = SimpleNamespace(schedules=schedules, say=lambda *words: said.append(words))
     session = SimpleNamespace(registered=registered)
-    hooks = LoopHooks(lambda: session, SimpleNamespace(beside=beside))  # type: ignore[arg-type]
+    hooks = LoopHooks(lambda: session, SimpleNamespace(auxiliary=auxiliary))  # type: ignore[arg-type]
     plugin = object() if has_engine else None
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
     kept: list[Any] = []

@@ -86,7 +86,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def check_intake(checkpoint: Checkpoint) -> None:
+def check_opened(checkpoint: Checkpoint) -> None:
     """Check that files lie in the checkpoint, tensors are of a size that there is, and pieces lie
     in their tensors and their files.
 
@@ -95,7 +95,7 @@ def check_intake(checkpoint: Checkpoint) -> None:
     """
     _check_values(checkpoint.directory, checkpoint.values)
     _check_kinds(checkpoint.directory, checkpoint.placed.collection.tensors)
-    for placed in (checkpoint.placed, checkpoint.twins):
+    for placed in (checkpoint.placed, checkpoint.duplicates):
         if placed is not None:
             _check_files(checkpoint.directory, placed)
             _check_tensors(checkpoint.directory, placed.collection.tensors)

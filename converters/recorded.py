@@ -1,4 +1,4 @@
-"""What is noted of a checkpoint's content, by its layout or by the conversion that wrote it."""
+"""What is recorded of a checkpoint's content, by its layout or by the conversion that wrote it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 
 from scalai.converters.checkpoint import REPORT, REPORT_VERSION, Checkpoint
 from scalai.converters.fingerprints import fingerprints, row_fingerprints
-from scalai.converters.intake import read_json
+from scalai.converters.opening import read_json
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import ProofError, RefusedError
 from scalai.core.fingerprint import MODULI, VERSION, sure_fingerprints
@@ -18,27 +18,27 @@ def checked_fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, i
     """Return the fingerprint of every tensor, once all pieces are as their layout notes them.
 
     Raises:
-        LayoutError, ProofError: As ``fingerprints`` and ``check_noted``.
+        LayoutError, ProofError: As ``fingerprints`` and ``check_recorded``.
     """
-    if checkpoint.noted is None:
+    if checkpoint.recorded is None:
         return fingerprints(checkpoint, workers)
     check_coverage(checkpoint.placed.collection, exact_partition=False)
-    check_noted(checkpoint, range(len(checkpoint.noted)), workers)
-    known, unsure = noted_fingerprints(checkpoint)
-    is_told = not unsure and checkpoint.noted_version == VERSION
+    check_recorded(checkpoint, range(len(checkpoint.recorded)), workers)
+    known, unsure = recorded_fingerprints(checkpoint)
+    is_told = not unsure and checkpoint.recorded_version == VERSION
     return known if is_told else fingerprints(checkpoint, workers)
 
 
-def check_noted(checkpoint: Checkpoint, rows: Sequence[int], workers: int) -> None:
+def check_recorded(checkpoint: Checkpoint, rows: Sequence[int], workers: int) -> None:
     """Compare some pieces with the fingerprints that their layout keeps.
 
     Raises:
         ProofError: They differ; names tensors and boxes.
     """
-    if checkpoint.noted is None or not len(rows):
+    if checkpoint.recorded is None or not len(rows):
         return
-    found = row_fingerprints(checkpoint, rows, workers, checkpoint.noted_version)
-    differing = np.flatnonzero(found != checkpoint.noted[list(rows)])
+    found = row_fingerprints(checkpoint, rows, workers, checkpoint.recorded_version)
+    differing = np.flatnonzero(found != checkpoint.recorded[list(rows)])
     if len(differing):
         named = [_difference(checkpoint, rows[n], int(found[n])) for n in differing[:5].tolist()]
         raise ProofError(
@@ -48,22 +48,24 @@ def check_noted(checkpoint: Checkpoint, rows: Sequence[int], workers: int) -> No
 
 
 def _difference(checkpoint: Checkpoint, row: int, found: int) -> str:
-    """Return what is found of a row in which file, and what is noted."""
-    assert checkpoint.noted is not None
+    """Return what is found of a row in which file, and what is recorded."""
+    assert checkpoint.recorded is not None
     placed = checkpoint.placed
     tensor, box = placed.collection.box(row)
     file = checkpoint.directory / placed.files[placed.file[row]].path
-    noted = int(checkpoint.noted[row])
-    return f"{tensor.name}{box_text(box)} in {file} has fingerprint {found:016x}, not {noted:016x}"
+    recorded = int(checkpoint.recorded[row])
+    return (
+        f"{tensor.name}{box_text(box)} in {file} has fingerprint {found:016x}, not {recorded:016x}"
+    )
 
 
-def noted_fingerprints(checkpoint: Checkpoint) -> tuple[Mapping[str, int], Sequence[int]]:
+def recorded_fingerprints(checkpoint: Checkpoint) -> tuple[Mapping[str, int], Sequence[int]]:
     """Return what a layout's own fingerprints of pieces say of whole tensors; and the rows of
-    tensors whose pieces overlap, of which they say nothing. Of version ``noted_version``."""
-    if checkpoint.noted is None:
+    tensors whose pieces overlap, of which they say nothing. Of version ``recorded_version``."""
+    if checkpoint.recorded is None:
         return {}, ()
     collection = checkpoint.placed.collection
-    known = sure_fingerprints(collection, checkpoint.noted, checkpoint.noted_version)
+    known = sure_fingerprints(collection, checkpoint.recorded, checkpoint.recorded_version)
     is_unsure = np.array([tensor.name not in known for tensor in collection.tensors], dtype=bool)
     rows = np.flatnonzero(is_unsure[collection.tensor]) if len(collection) else collection.tensor
     return known, rows.tolist()
@@ -76,13 +78,13 @@ def check_stated(checkpoint: Checkpoint) -> None:
     Raises:
         ProofError: They differ; names the tensors.
     """
-    known, _ = noted_fingerprints(checkpoint)
+    known, _ = recorded_fingerprints(checkpoint)
     _compare(known, checkpoint.stated, checkpoint.directory)
 
 
 def check_report(checkpoint: Checkpoint, found: Mapping[str, int], workers: int) -> None:
     """Compare fingerprints with those that the layout keeps, and those that a conversion left
-    beside a checkpoint. Where an older release noted them, its own are computed, in a pass more.
+    beside a checkpoint. Where an older release recorded them, its own are computed, in a pass more.
 
     Raises:
         ProofError: They differ; names the tensors.
@@ -94,9 +96,9 @@ def check_report(checkpoint: Checkpoint, found: Mapping[str, int], workers: int)
             known[version] = fingerprints(checkpoint, workers, version)
         return {n: value for n, value in known[version].items() if n not in checkpoint.changed}
 
-    for noted in (noted_fingerprints(checkpoint)[0], checkpoint.stated):
-        if noted:
-            _compare(of_version(checkpoint.noted_version), noted, checkpoint.directory)
+    for recorded in (recorded_fingerprints(checkpoint)[0], checkpoint.stated):
+        if recorded:
+            _compare(of_version(checkpoint.recorded_version), recorded, checkpoint.directory)
     check_reports(checkpoint.directory, of_version)
 
 
@@ -105,16 +107,16 @@ def check_reports(directory: Path, of_version: Callable[[int], Mapping[str, int]
 
     Args:
         directory: The checkpoint's.
-        of_version: Returns its fingerprints of a version, at least those of ``noted_versions``.
+        of_version: Returns its fingerprints of a version, at least those of ``recorded_versions``.
 
     Raises:
         ProofError: They differ; names the tensors.
     """
-    for path, version, noted in _reports(directory):
-        _compare(of_version(version), noted, path)
+    for path, version, recorded in _reports(directory):
+        _compare(of_version(version), recorded, path)
 
 
-def noted_versions(directory: Path) -> frozenset[int]:
+def recorded_versions(directory: Path) -> frozenset[int]:
     """Return the versions of the fingerprints that a conversion left beside a checkpoint."""
     return frozenset(version for _, version, _ in _reports(directory))
 
@@ -129,7 +131,7 @@ def _reports(directory: Path) -> Iterator[tuple[Path, int, Mapping[str, int]]]:
 def _read_report(path: Path) -> tuple[int, Mapping[str, int]]:
     try:
         report = read_json(path)
-        noted = {name: int(value, 16) for name, value in report["fingerprints"].items()}
+        recorded = {name: int(value, 16) for name, value in report["fingerprints"].items()}
         version = report["version"]
         prints = 1 if version == 1 else report.get("fingerprint_version")
         is_known = version in (1, REPORT_VERSION) and prints in MODULI
@@ -141,11 +143,13 @@ def _read_report(path: Path) -> tuple[int, Mapping[str, int]]:
             f"is read is {REPORT_VERSION} with {sorted(MODULI)}. Use the release of Scalai that "
             "wrote it, or remove it to go on without its proof."
         )
-    return prints, noted
+    return prints, recorded
 
 
-def _compare(found: Mapping[str, int], noted: Mapping[str, int], where: Path) -> None:
-    differing = [name for name in sorted(noted) if name in found and noted[name] != found[name]]
+def _compare(found: Mapping[str, int], recorded: Mapping[str, int], where: Path) -> None:
+    differing = [
+        name for name in sorted(recorded) if name in found and recorded[name] != found[name]
+    ]
     if differing:
         raise ProofError(
             f"{len(differing)} tensors are not what {where} says was written: "
@@ -154,10 +158,10 @@ def _compare(found: Mapping[str, int], noted: Mapping[str, int], where: Path) ->
         )
 
 
-def is_noted(checkpoint: Checkpoint, names: Iterable[str]) -> bool:
+def is_recorded(checkpoint: Checkpoint, names: Iterable[str]) -> bool:
     """Tell whether the layout, or a conversion beside a checkpoint, notes fingerprints of all these
     tensors; ``check_report`` compares with them."""
-    known = {*noted_fingerprints(checkpoint)[0], *checkpoint.stated}
-    for _, _, noted in _reports(checkpoint.directory):
-        known |= noted.keys()
+    known = {*recorded_fingerprints(checkpoint)[0], *checkpoint.stated}
+    for _, _, recorded in _reports(checkpoint.directory):
+        known |= recorded.keys()
     return known - checkpoint.changed >= set(names)

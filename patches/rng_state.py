@@ -14,39 +14,39 @@ _STEP_STRIDE = 1_000_003
 """Prime, so that the offsets which frameworks add to a seed never meet another step's seed."""
 
 
-def host_streams() -> dict[str, Json]:
+def host_rng_state() -> dict[str, Json]:
     """Return the state of Python's, numpy's and torch's generators of this process."""
     kind, keys, position, has_gauss, gauss = _numpy_state()
     return {
         "python": list(random.getstate()),
         "numpy": [kind, _text(keys.tobytes()), position, has_gauss, gauss],
-        "torch": stream_text(torch.get_rng_state()),
+        "torch": text_of_rng_state(torch.get_rng_state()),
     }
 
 
-def continue_host_streams(saved: Mapping[str, Any]) -> None:
-    """Go on with what ``host_streams`` returned."""
+def continue_host_rng(saved: Mapping[str, Any]) -> None:
+    """Go on with what ``host_rng_state`` returned."""
     version, keys, gauss = saved["python"]
     random.setstate((version, tuple(keys), gauss))
     kind, words, *rest = saved["numpy"]
     np.random.set_state((kind, np.frombuffer(_bytes(words), dtype=np.uint32), *rest))
-    torch.set_rng_state(text_stream(saved["torch"]))
+    torch.set_rng_state(rng_state_of_text(saved["torch"]))
 
 
-def begin_host_streams(seed: int) -> None:
-    """Begin new streams."""
+def begin_host_rng(seed: int) -> None:
+    """Begin new RNG states."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def seed_of_step(seed: int, step: int, stage: int) -> int:
-    """Return the seed of the streams that begin at a step. Pipeline stages have streams of their
-    own, as in Megatron-LM's _set_random_seed; replicas do not."""
+    """Return the seed of the RNG states that begin at a step. Pipeline stages have their own,
+    as in Megatron-LM's _set_random_seed; replicas do not."""
     return (seed + _STEP_STRIDE * (step + 1)) % 2**31 + 100 * stage
 
 
-def restore_streams(
+def restore_rng_state(
     saved: Json | None,
     here: Mapping[str, int],
     seed: int,
@@ -55,13 +55,13 @@ def restore_streams(
     go_on: Callable[[Mapping[str, Any]], None],
     begin: Callable[[], None],
 ) -> str:
-    """Continue all streams of this rank where its layout is the one they were saved under, else
+    """Continue all RNG states of this rank where its layout is the one they were saved under, else
     begin new ones. Never a mix: some are equal on several ranks.
 
     Args:
         saved: The state of all generators, with its layout under ``degrees``; None: there is none.
         here: This round's layout.
-        seed: With ``step`` it determines new streams.
+        seed: With ``step`` it determines new RNG states.
         go_on: Continues with what was saved.
         begin: Begins new ones.
 
@@ -77,13 +77,13 @@ def restore_streams(
     return f"rng=reseeded seed={seed} step={step} degrees_before={before} degrees={after}"
 
 
-def stream_text(state: torch.Tensor) -> str:
+def text_of_rng_state(state: torch.Tensor) -> str:
     """Return the state of one of torch's generators as text."""
     return _text(state.cpu().numpy().tobytes())
 
 
-def text_stream(text: str) -> torch.Tensor:
-    """Return the state that ``stream_text`` wrote, [bytes] uint8."""
+def rng_state_of_text(text: str) -> torch.Tensor:
+    """Return the state that ``text_of_rng_state`` wrote, [bytes] uint8."""
     return torch.from_numpy(np.frombuffer(_bytes(text), dtype=np.uint8).copy())
 
 
