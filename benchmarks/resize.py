@@ -83,13 +83,13 @@ PAIRED = Gpt(hidden=256, layers=4, steps=0)
 def add_moves(report: Report, changes: Sequence[Change], runs: int) -> None:
     """Add what our changes did with bytes, beside plain copies of as many."""
     seconds, faults, prints, ratios = [], [], [], []
-    told = [change.report for change in there(changes)]
-    written, restored = told[0]["bytes_written"], told[0]["bytes_local"]
+    reports = [change.report for change in there(changes)]
+    written, restored = reports[0]["bytes_written"], reports[0]["bytes_local"]
     report.add("state_gb", written / 1e9, "GB")
     report.add("restored_gb", restored / 1e9, "GB")
     shares = written // WORKERS, restored // WORKERS
     copies = median(copy_seconds(*shares, WORKERS, runs))
-    for entry in told:
+    for entry in reports:
         phases = entry["seconds"]
         fault, hashed = entry["page_fault_s"], entry["snapshot_proof_s"]
         moved = phases["snapshot"] - hashed + phases["move"] + phases["restore"] - fault

@@ -65,12 +65,14 @@ class Checked:
         return f"{' and '.join(lacking)}: damage in them is not seen" if lacking else ""
 
     def __str__(self) -> str:
-        said = []
+        found_notes = []
         if self.records:
-            said.append(f"{self.records} records have the CRC-32 that was saved with them")
+            found_notes.append(f"{self.records} records have the CRC-32 that was saved with them")
         if self.is_proven:
-            said.append("all tensors have the fingerprints that were recorded beside the source")
-        return "; ".join([*said, *filter(None, [self.lacking])])
+            found_notes.append(
+                "all tensors have the fingerprints that were recorded beside the source"
+            )
+        return "; ".join([*found_notes, *filter(None, [self.lacking])])
 
 
 def count_checksums(checkpoint: Checkpoint, *, is_proven: bool) -> Checked:

@@ -134,9 +134,9 @@ def test_every_key_of_an_elastic_configuration_still_means_the_same(release: Pat
     stated = (release / "elastic.txt").read_text()
     for former, name in FORMER_NAMES.items():
         stated = stated.replace(former, f"{former.split('.')[0]}.{name}")
-    said = set(stated.splitlines())
+    logged = set(stated.splitlines())
     # A release may know more keys, with defaults.
-    assert said <= set(config.describe().splitlines())
+    assert logged <= set(config.describe().splitlines())
     flags = ["--job", "job", "train.py", "--deepspeed_config", str(release / "deepspeed.json")]
     spec = JobSpec.read(parse_options(flags))
     assert spec.config == config and spec.deepspeed is not None

@@ -92,8 +92,8 @@ def adapted(source: Checkpoint, request: TargetRequest) -> tuple[Checkpoint, Val
 
 def _heads(source: Checkpoint, request: TargetRequest) -> Heads:
     """Return what the source says of them, else ``--args-from``."""
-    said = heads_of(source)
-    return said if request.reference is None else said.or_else(request.reference.heads)
+    stated = heads_of(source)
+    return stated if request.reference is None else stated.or_else(request.reference.heads)
 
 
 def _to_megatron(source: Checkpoint, links: Links, request: TargetRequest) -> Checkpoint:
@@ -134,8 +134,11 @@ def _lacking(source: Checkpoint, request: TargetRequest) -> Values | None:
 
 def _repadded(source: Checkpoint, request: TargetRequest, tp: int) -> Checkpoint:
     """Return a state with the vocabulary padded as requested."""
-    said: Mapping[str, object] = {} if request.reference is None else request.reference.arguments
-    known = {**(source.values.arguments or {}), **{n: v for n, v in said.items() if v is not None}}
+    stated: Mapping[str, object] = {} if request.reference is None else request.reference.arguments
+    known = {
+        **(source.values.arguments or {}),
+        **{n: v for n, v in stated.items() if v is not None},
+    }
     vocabulary = known.get("vocab_size")
     rows = request.repad or vocabulary or 0
     if not request.repad and vocabulary and request.framework == "megatron":

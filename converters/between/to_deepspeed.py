@@ -150,8 +150,8 @@ def _at_step(job: DeepSpeedJob, source: Checkpoint, notes: list[str]) -> DeepSpe
     if isinstance(scheduler, Mapping):
         counters = {n: scheduler[n] + made - made_before for n in _COUNTERS if n in scheduler}
         model["lr_scheduler"] = {**scheduler, **counters}
-        told = ", ".join(f"{name} {value}" for name, value in counters.items())
-        notes.append(f"{INVENTED}lr_scheduler, that of --args-from with {told}")
+        text = ", ".join(f"{name} {value}" for name, value in counters.items())
+        notes.append(f"{INVENTED}lr_scheduler, that of --args-from with {text}")
     notes += [f"{INVENTED}client_state {key!r} as in --args-from" for key in client_state(model)]
     notes.append(f"{INVENTED}ds_config and the order of parameters as in --args-from")
     return replace(job, tag=f"global_step{step}", model=model, of_ranks=())

@@ -69,12 +69,12 @@ def repadded(source: Checkpoint, rows: int, vocabulary: int | None) -> Checkpoin
         )
     if rows == before:
         return source
-    told = (
+    note = (
         f"the vocabulary is padded to {rows} rows instead of {before} ({vocabulary} of tokens): "
         "losses will differ, for each row takes part in the softmax"
     )
     if rows > before:
-        told += "; the new rows, their masters and moments are zeros"
+        note += "; the new rows, their masters and moments are zeros"
     changed = {t.name for t in source.placed.collection.tensors if _is_padded(t)}
     return replace(
         source,
@@ -87,7 +87,7 @@ def repadded(source: Checkpoint, rows: int, vocabulary: int | None) -> Checkpoin
             arguments=_with_rows(source.values.arguments, rows),
             counters=_with_rows(source.values.counters, rows) or {},
         ),
-        notes=(*source.notes, told),
+        notes=(*source.notes, note),
         changed=source.changed | changed,
     )
 

@@ -218,14 +218,14 @@ class Found:
         arguments = vars(rank.tree["args"]) if "args" in rank.tree else {}
         dp = self.degrees.get("dp", 1) * self.degrees.get("cp", 1)
         numel = sum(parameter.numel for parameter in parameters)
-        told = [
+        listed = [
             bucket_numel(
                 {"overlap_grad_reduce": True, **given}, dp=dp, pp_rank=pp, chunk=at, numel=numel
             )
             for given in (arguments, {})
             for pp, at in ((coordinate[1], chunk), (0, 0))
         ]
-        return list(dict.fromkeys([*told, None]))
+        return list(dict.fromkeys([*listed, None]))
 
     def _fits(
         self, parameter: Parameter, start: int, tensors: Mapping[str, StoredTensor], file: str

@@ -106,17 +106,17 @@ def check_writable(folder: Path) -> None:
 def write_finished(folder: Path, step: int, generation: int | None) -> None:
     """Say in ``<durable_dir>/<job>`` that the job has come to its end. Raises ``OSError``."""
     make_folder(folder)
-    told = {"step": step, "generation": generation, "at": _now("%Y-%m-%dT%H:%M:%SZ")}
+    record = {"step": step, "generation": generation, "at": _now("%Y-%m-%dT%H:%M:%SZ")}
     # The agents of all hosts say so, of one directory.
-    replace_file(folder / FINISHED, json.dumps(told).encode(), is_shared=True)
+    replace_file(folder / FINISHED, json.dumps(record).encode(), is_shared=True)
 
 
 def refuse_finished(folder: Path) -> None:
     """Raise ``RefusedError`` where the job of this directory has come to its end."""
     path = folder / FINISHED
     try:
-        told: Mapping[str, Json] = json.loads(path.read_text(encoding="utf-8"))
-        found = f"step {told['step']} on {told['at']}"
+        record: Mapping[str, Json] = json.loads(path.read_text(encoding="utf-8"))
+        found = f"step {record['step']} on {record['at']}"
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError):

@@ -81,7 +81,7 @@ class WorkersLocks:
         self._root, self._clock = root, clock
         self._held: dict[int, dict[Path, Identity]] = {}
         self._since: dict[Path, float] = {}
-        self._told: set[Path] = set()
+        self._logged: set[Path] = set()
 
     def look(self, pids: Iterable[int]) -> None:
         """Note which locks these workers hold. What one held that has just died stays noted."""
@@ -107,9 +107,9 @@ class WorkersLocks:
         it."""
         for lock in find_locks(self._root):
             since = self._since.setdefault(lock.path, self._clock())
-            if self._clock() - since < PATIENCE_S or lock.path in self._told:
+            if self._clock() - since < PATIENCE_S or lock.path in self._logged:
                 continue
-            self._told.add(lock.path)
+            self._logged.add(lock.path)
             if lock.pid is not None:
                 text = "process %d builds an extension of torch, and workers that want it wait"
                 log.info(f"event=build_lock path=%s {text}", lock.path, lock.pid)

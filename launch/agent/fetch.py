@@ -165,9 +165,9 @@ def _plan(parts: Parts, targets: Sequence[Holder], hosts: Sequence[str]) -> Plan
     except LayoutError as error:
         if not parts.silent:
             raise
-        told = "; ".join(f"{host}: {why}" for host, why in sorted(parts.silent.items())[:NAMED])
+        reasons = "; ".join(f"{host}: {why}" for host, why in sorted(parts.silent.items())[:NAMED])
         raise PeerError(
-            f"{len(parts.silent)} hosts did not say what they hold ({told}), and without them "
+            f"{len(parts.silent)} hosts did not say what they hold ({reasons}), and without them "
             f"{error}"
         ) from error
 

@@ -56,7 +56,7 @@ def left_by_others(own: Path) -> dict[int, str]:
     Args:
         own: The directory of a host's store.
     """
-    told: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for lock in sorted(own.parent.glob(f"*/{LOCK}")):
         host = lock.parent
         try:
@@ -66,13 +66,13 @@ def left_by_others(own: Path) -> dict[int, str]:
             for each in find_leftovers(host):
                 match = NUMBERED.fullmatch(each.path.name)
                 if match is not None and match[1] == "generation" and each.is_resumable:
-                    told[int(match[2])] = (
+                    reasons[int(match[2])] = (
                         f"{each.path} holds {each.text}, and no agent of host {host.name!r} runs "
                         f"here. Start one (--host-id {host.name})"
                     )
         except (StoreError, OSError) as error:  # it comes, goes, or is another user's
             log.warning("event=not_looked_at directory=%s: %s", host, error)
-    return told
+    return reasons
 
 
 def find_saved(folder: Path) -> list[Leftover]:

@@ -367,14 +367,15 @@ class CoordinatorLink:
     def _send(self, member: _Membership) -> None:
         number = 0
         while not member.is_over.is_set():
-            told = member.untold.get()
-            if told is None:
+            unsent = member.untold.get()
+            if unsent is None:
                 if not member.is_told_to_exit and not member.is_over.is_set():
                     member.calls.try_call(Bye(self._job, self._host, member.incarnation))
                 return
             number += 1
             member.calls.allow(self._waits.tell_s + member.extra_s)
-            member.calls.call(Tell(self._job, self._host, member.incarnation, number, Named(told)))
+            report = Named(unsent)
+            member.calls.call(Tell(self._job, self._host, member.incarnation, number, report))
 
     def _poll(
         self,

@@ -28,7 +28,7 @@ def frameworks(folder: Path | None = None) -> Mapping[str, Json]:
     """
     where = [str(folder)] if folder is not None else []
     try:
-        told = subprocess.run(
+        answer = subprocess.run(
             [sys.executable, "-m", "scalai.patches.diagnosis", *where],
             capture_output=True, text=True, check=False, timeout=ANSWER_S,
         )  # fmt: skip
@@ -37,9 +37,9 @@ def frameworks(folder: Path | None = None) -> Mapping[str, Json]:
             f"which frameworks are installed is not known after {ANSWER_S:.0f} s: look at the "
             f"disk that {sys.executable} lies on."
         ) from error
-    if told.returncode:
-        raise RefusedError(told.stderr.strip().splitlines()[-1])
-    return dict(json.loads(told.stdout))
+    if answer.returncode:
+        raise RefusedError(answer.stderr.strip().splitlines()[-1])
+    return dict(json.loads(answer.stdout))
 
 
 def refuse_untried(spec: JobSpec) -> None:

@@ -31,8 +31,8 @@ def expand_hostfile(argv: Sequence[str], flags: argparse.Namespace) -> tuple[lis
     if hosts is None:
         return list(argv), {}
     name = own_name(hosts, flags.host_id, socket.gethostname(), flags.hostfile)
-    said = ["--nproc-per-node", str(len(hosts[name])), "--host-id", name]
-    return [*_of_job(hosts), *said, *argv], {name: hosts[name]}
+    arguments = ["--nproc-per-node", str(len(hosts[name])), "--host-id", name]
+    return [*_of_job(hosts), *arguments, *argv], {name: hosts[name]}
 
 
 def expand_for_coordinator(argv: Sequence[str], flags: argparse.Namespace) -> list[str]:
@@ -61,10 +61,10 @@ def _hosts(flags: argparse.Namespace) -> Hosts | None:
 
 def _of_job(hosts: Hosts) -> list[str]:
     """Return the flags that are the same on all hosts."""
-    said = ["--nnodes", f"1:{len(hosts)}"]
+    arguments = ["--nnodes", f"1:{len(hosts)}"]
     if len(hosts) > 1:
-        said += ["--rdzv-endpoint", join_endpoint(next(iter(hosts)), DEFAULT_MASTER_PORT)]
-    return said
+        arguments += ["--rdzv-endpoint", join_endpoint(next(iter(hosts)), DEFAULT_MASTER_PORT)]
+    return arguments
 
 
 def parse_hostfile(text: str, name: str) -> Hosts:

@@ -83,7 +83,7 @@ class AgentEvents:
             part = manifests[report.manifest]
             live.generations.add_sealed(part)
         if report.reason == "stop":
-            live.told.snapshots[host] = report.seconds
+            live.answers.snapshots[host] = report.seconds
             live.feed(events.SnapshotWritten(host, report.round))
         elif part is not None:
             live.feed(events.Sealed(host, report.round, report.reason, snapshot_name(part)))
@@ -109,7 +109,7 @@ class AgentEvents:
     def _published(self, host: str, report: reports.Published) -> None:
         """A host's workers have built their models and said what they hold."""
         if report.round == self._live.state.round:
-            self._live.told.tensors[host] = frozenset(report.tensors)
+            self._live.answers.tensors[host] = frozenset(report.tensors)
             self._feed(events.Published(host, report.round))
 
     def _add(self, host: str, part: HostManifest) -> None:
@@ -122,7 +122,7 @@ class AgentEvents:
         live, source = self._live, self._live.state.start.source
         if report.round != live.state.round or source is None:
             return
-        live.told.add(host, report, live.generations.fingerprint_version(source))
+        live.answers.add(host, report, live.generations.fingerprint_version(source))
         self._feed(events.Restored(host, report.round))
 
     def _unproven(self, host: str, round: int, reason: str) -> None:

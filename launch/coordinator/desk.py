@@ -220,8 +220,8 @@ class Desk:
         """Hear a report once: a number that was heard before is one told again."""
         agent = self._live.members.find(tell.host, tell.incarnation)
         agent.linked(peer)
-        if tell.number > agent.told:
-            agent.told = tell.number
+        if tell.number > agent.last_report:
+            agent.last_report = tell.number
             if tell.host in self._live.members:  # else it was released in between
                 self._agent_events.hear(tell.host, tell.report.message, manifests)
 

@@ -137,7 +137,7 @@ class Generations:
         except ProofError as error:
             self._refused[name] = Refused(step, hosts, str(error))
             raise
-        self._refused = {n: told for n, told in self._refused.items() if told.step > step}
+        self._refused = {n: entry for n, entry in self._refused.items() if entry.step > step}
         self._numbers[name] = number
         self._made.add(number)
         self._steps[number] = step
@@ -149,7 +149,7 @@ class Generations:
 
     def refused(self) -> Refused | None:
         """Return the furthest snapshot that was refused and nothing has taken the place of."""
-        return max(self._refused.values(), key=lambda told: told.step, default=None)
+        return max(self._refused.values(), key=lambda entry: entry.step, default=None)
 
     def is_refused(self, name: str) -> bool:
         """Whether a snapshot was refused: what others bring of it does not count either."""
@@ -233,10 +233,10 @@ class Generations:
 
     def facts(self, number: int) -> Mapping[str, Any]:
         """Return what the workers of a generation told about the script."""
-        told: dict[str, Any] = {}
+        entry: dict[str, Any] = {}
         for part in self._committed[number].values():
-            told.update(part.about.get("facts", {}))
-        return told
+            entry.update(part.about.get("facts", {}))
+        return entry
 
     def add(self, part: HostManifest) -> bool:
         """A host holds this part of a committed generation (it was re-adopted, or grew by what was
@@ -253,8 +253,8 @@ class Generations:
         """Who held another state under this number has gone before the job began: what was stated
         of that one says nothing of this one."""
         self._numbers = {name: n for name, n in self._numbers.items() if n != number}
-        for told in (self._stated, self._fingerprints, self._doubts):
-            told.pop(number, None)
+        for entry in (self._stated, self._fingerprints, self._doubts):
+            entry.pop(number, None)
 
     def has(self, number: int) -> bool:
         """Whether a state of this job has this number."""
@@ -289,8 +289,8 @@ class Generations:
     def note_unread(self, host: str, reasons: Iterable[str]) -> None:
         """A joining host cannot read what it had sealed before, for these reasons."""
         self._unread.pop(host, None)
-        if told := " ".join(reasons):
-            self._unread[host] = told
+        if entry := " ".join(reasons):
+            self._unread[host] = entry
 
     def unread(self, whole: tuple[Generation, ...]) -> Mapping[str, str]:
         """Return why hosts cannot read what they had sealed, but for those whose part of the newest
@@ -378,7 +378,7 @@ class Generations:
             self._fingerprints.pop(old, None)
             self._stated.pop(old, None)
         aside, self._set_aside = self._set_aside, set()
-        self._damaged = {n: told for n, told in self._damaged.items() if n > number}
+        self._damaged = {n: entry for n, entry in self._damaged.items() if n > number}
         return tuple(sorted({*dropped, *aside}))
 
     def covered(self, without: str | None = None) -> tuple[Generation, ...]:
@@ -434,11 +434,11 @@ class Generations:
     def verdict(self, number: int, reason: str) -> str:
         """Say what is wrong with a generation whose proof has failed twice, where it lies, and what
         a person may do."""
-        told = self._doubts[number]
-        lines = [f"host {h!r}: {line}" for h, (_, found) in sorted(told.items()) for line in found]
+        entry = self._doubts[number]
+        lines = [f"host {h!r}: {line}" for h, (_, found) in sorted(entry.items()) for line in found]
         damage = f"damaged pieces: {'; '.join(lines[:NAMED])}"
         if not lines:
-            places = ", ".join(f"{h!r} ({folder})" for h, (folder, _) in sorted(told.items()))
+            places = ", ".join(f"{h!r} ({folder})" for h, (folder, _) in sorted(entry.items()))
             damage = f"parts lie at {places or sorted(self._committed[number])}"
         return (
             f"generation {number} of step {self.step(number)} cannot be gone on from, twice: "

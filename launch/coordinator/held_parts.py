@@ -14,7 +14,7 @@ class HeldParts(UserDict[str, HostManifest]):
 
     def __init__(self) -> None:
         self._cover = Cover()
-        self._said: dict[str, str] | None = {}
+        self._known: dict[str, str] | None = {}
         """By tensor a host that states its fingerprint; None: to be gathered anew."""
         self._hosts: tuple[str, ...] = ()
         """Those that all parts name as who wrote."""
@@ -32,12 +32,12 @@ class HeldParts(UserDict[str, HostManifest]):
             self._prints = None
         elif self._prints is not None:
             self._gather(part)
-        self._said = None if known is not None else self._with(self._said, part)
+        self._known = None if known is not None else self._with(self._known, part)
 
     def __delitem__(self, host: str) -> None:
         del self.data[host]
         self._cover.remove(host)
-        self._said = self._prints = None
+        self._known = self._prints = None
 
     def is_whole(self) -> bool:
         """Whether they hold every element of every tensor, all from one step; pieces may
@@ -54,21 +54,21 @@ class HeldParts(UserDict[str, HostManifest]):
     def contradiction(self, part: HostManifest) -> str | None:
         """Say which of the parts was committed with other fingerprints than this one; None: none
         that is known."""
-        if self._said is None:
-            self._said = {}
+        if self._known is None:
+            self._known = {}
             for each in self.data.values():
-                self._with(self._said, each)
+                self._with(self._known, each)
         stated = {} if part.committed is None else part.committed.fingerprints
-        others = {self._said[name] for name in stated if name in self._said} - {part.host}
+        others = {self._known[name] for name in stated if name in self._known} - {part.host}
         found = (contradiction([self.data[host], part]) for host in sorted(others))
         return next(filter(None, found), None)
 
     @staticmethod
-    def _with(said: dict[str, str] | None, part: HostManifest) -> dict[str, str] | None:
-        if said is not None and part.committed is not None:
+    def _with(known: dict[str, str] | None, part: HostManifest) -> dict[str, str] | None:
+        if known is not None and part.committed is not None:
             for name in part.committed.fingerprints:
-                said.setdefault(name, part.host)
-        return said
+                known.setdefault(name, part.host)
+        return known
 
     def stated(self) -> Committed | None:
         """Return what the parts state together."""

@@ -17,7 +17,7 @@ from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.proofs import check_whole
-from scalai.launch.coordinator.proving import Gathering, doubted, prove
+from scalai.launch.coordinator.proving import Answers, doubted, prove
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing
 from scalai.launch.coordinator.standing import (
@@ -65,7 +65,7 @@ class LiveJob:
         self.members = Members(lock)
         self.generations = Generations()
         self.timeline = Timeline(spec.report_dir, self.log)
-        self.told = Gathering()
+        self.answers = Answers()
         """What hosts have told about the present round."""
         self.exit_code = 0
         self.farewell: commands.Exit | None = None
@@ -245,14 +245,14 @@ class LiveJob:
         if now is m.Phase.PREPARING:
             line.mark("preparing")
         elif now is m.Phase.SNAPSHOTTING:
-            self.told.snapshots.clear()
+            self.answers.snapshots.clear()
         elif now is m.Phase.STOPPING:
             number = self.recover()
             if number is not None:
                 self.command_commit(self.generations.parts(number), number)
         elif now is m.Phase.COMMITTING:
-            snapshot = self.told.slowest_snapshot("snapshot")
-            proof = self.told.slowest_snapshot("snapshot_proof")
+            snapshot = self.answers.slowest_snapshot("snapshot")
+            proof = self.answers.slowest_snapshot("snapshot_proof")
             line.phase("drain", max(0.0, line.since("preparing") - snapshot))
             line.phase("snapshot", snapshot, snapshot_proof_s=round(proof, 6))
             line.mark("sealed")
@@ -401,7 +401,7 @@ class LiveJob:
         self._degrees_before = str(assignment.degrees)
         if action.steps_lost:
             self.timeline.note(steps_lost=action.steps_lost)
-        self.told = Gathering()
+        self.answers = Answers()
         for host in self.members.hosts():
             self.members[host].newest, self.members[host].stalled = 0, None
         self._starter.start(action)
@@ -415,14 +415,14 @@ class LiveJob:
             )
 
     def _expect(self, hosts: Iterable[str]) -> None:
-        count = len(self.told.names())
+        count = len(self.answers.names())
         self.timeline.phase("relaunch", self.timeline.since("committed"), tensors=count)
         self.command(hosts, commands.Expect(self.state.round, count))
 
     def _prove(self, number: int) -> None:
         """Compare what was restored with what was written."""
         round = self.state.round
-        reason = prove(number, self.told, self.generations, self.timeline)
+        reason = prove(number, self.answers, self.generations, self.timeline)
         if reason is None:
             self.feed(events.Proven(round))
         else:

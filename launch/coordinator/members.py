@@ -31,7 +31,7 @@ class Agent:
         """A random name that the agent process gave itself when it joined."""
         self.store: StoreIdentity | None = None
         """What tells its store from any other: two agents that name the same one share a lock."""
-        self.told = 0
+        self.last_report = 0
         """Number of the last event that it told of."""
         self.ready: threading.Condition | None = None
         """Notified when commands wait; set by the members."""

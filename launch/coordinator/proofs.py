@@ -53,9 +53,9 @@ def one_version(parts: Iterable[HostManifest]) -> int:
     are several: they do not tell anything of each other."""
     found = {part.fingerprint_version: part.host for part in parts}
     if len(found) > 1:
-        told = ", ".join(f"{version} on host {host!r}" for version, host in sorted(found.items()))
+        text = ", ".join(f"{version} on host {host!r}" for version, host in sorted(found.items()))
         raise ProofError(
-            f"the parts have fingerprints of several versions ({told}): two releases saved them, "
+            f"the parts have fingerprints of several versions ({text}): two releases saved them, "
             "so they are not one state. Remove those of one release, or start without its hosts."
         )
     return next(iter(found))
@@ -71,8 +71,8 @@ def committed_fingerprints(parts: Iterable[HostManifest]) -> Mapping[str, int]:
     parts = list(parts)
     version = one_version(parts) if parts else VERSION
     check_alike(contradiction(parts))
-    said = unite_committed(part.committed for part in parts)
-    stated = {} if said is None else said.fingerprints
+    united = unite_committed(part.committed for part in parts)
+    stated = {} if united is None else united.fingerprints
     tensors = [tensor for part in parts for tensor in part.collection.tensors]
     stated = {**{tensor.name: 0 for tensor in tensors if not tensor.numel}, **stated}
     held = {tensor.name for tensor in tensors}

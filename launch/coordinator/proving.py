@@ -16,7 +16,7 @@ from scalai.launch.coordinator.timeline import Timeline
 
 
 @dataclass(slots=True)
-class Gathering:
+class Answers:
     """The answers of one round, by host."""
 
     tensors: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -32,7 +32,9 @@ class Gathering:
 
     def slowest(self, what: str) -> float:
         """Return the longest time that a host took for a part of the restore, in seconds."""
-        return max((told.seconds.get(what, 0.0) for told in self.restored.values()), default=0.0)
+        return max(
+            (answers.seconds.get(what, 0.0) for answers in self.restored.values()), default=0.0
+        )
 
     def slowest_snapshot(self, what: str) -> float:
         return max((seconds.get(what, 0.0) for seconds in self.snapshots.values()), default=0.0)
@@ -62,22 +64,24 @@ class Gathering:
         return frozenset().union(*self.tensors.values())
 
 
-def prove(number: int, told: Gathering, generations: Generations, timeline: Timeline) -> str | None:
+def prove(
+    number: int, answers: Answers, generations: Generations, timeline: Timeline
+) -> str | None:
     """Return why what the hosts ``told`` of a generation is not what was written; None: it is."""
     for name in ("plan", "move", "restore"):
-        timeline.phase(name, told.slowest(name))
+        timeline.phase(name, answers.slowest(name))
     timeline.note(
-        page_fault_s=told.slowest("page_fault"),
-        bytes_local=sum(entry.bytes_local for entry in told.restored.values()),
-        bytes_remote=sum(entry.bytes_remote for entry in told.restored.values()),
+        page_fault_s=answers.slowest("page_fault"),
+        bytes_local=sum(entry.bytes_local for entry in answers.restored.values()),
+        bytes_remote=sum(entry.bytes_remote for entry in answers.restored.values()),
     )
     began = time.monotonic()
     try:
-        found = told.totals()
+        found = answers.totals()
         generations.prove(number, found)
     except (ProofError, LayoutError) as error:
         return f"the restored state is not the written one: {error}"
-    took = told.slowest("proof") + time.monotonic() - began
+    took = answers.slowest("proof") + time.monotonic() - began
     version = generations.fingerprint_version(number)
     timeline.phase("proof", took, generation=number, proven=len(found), fingerprint_version=version)
     timeline.mark("proven")

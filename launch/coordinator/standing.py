@@ -44,12 +44,12 @@ def unread_obstacle(found: Mapping[str, str], whole: Sequence[Generation], job: 
     """
     if not found:
         return ""
-    told = "; ".join(f"host {host!r}: {why}" for host, why in found.items())
+    reasons = "; ".join(f"host {host!r}: {why}" for host, why in found.items())
     ways = [
         "Repair it, or move that directory away, and start the job again",
         *_others(None, whole, job),
     ]
-    return f"because what was sealed last cannot be read ({told}). {', '.join(ways)}"
+    return f"because what was sealed last cannot be read ({reasons}). {', '.join(ways)}"
 
 
 def _others(step: int | None, whole: Sequence[Generation], job: str) -> list[str]:

@@ -143,13 +143,13 @@ class LoopHooks:
     def _keep_schedule(self, plugin: Any) -> None:
         """Have the engine make the schedule of the first round: what is "auto" in it follows from
         the number of ranks."""
-        config, told = plugin.deepspeed_config, self._get_session().facts.get("schedule", {})
+        config, stored = plugin.deepspeed_config, self._get_session().facts.get("schedule", {})
         parameters = (config.get("scheduler") or {}).get("params", {})
         automatic = [name for name, value in parameters.items() if value == "auto"]
 
         def settle(made: Any) -> None:
             stated = (made.get("scheduler") or {}).get("params", {})
-            stated.update((name, told[name]) for name in automatic if name in told)
+            stated.update((name, stored[name]) for name in automatic if name in stored)
             kept = {name: stated[name] for name in automatic if name in stated}
             self._get_session().report_facts(schedule=kept)
 
@@ -241,9 +241,9 @@ class LoopHooks:
     def _put_schedules(self, saved: Mapping[str, Any]) -> None:
         ranks, wrappers = self._accelerator.num_processes, self._accelerator._schedulers
         # Before the first step there were none: those of the script begin.
-        for told, wrapper in zip(saved["schedules"], wrappers, strict=False):
-            if told is not None:
-                self._stepping[id(wrapper)] = schedules.put(told, wrapper, ranks)
+        for stored, wrapper in zip(saved["schedules"], wrappers, strict=False):
+            if stored is not None:
+                self._stepping[id(wrapper)] = schedules.put(stored, wrapper, ranks)
 
 
 def _is_ordered(loader: Any) -> bool:

@@ -154,8 +154,8 @@ class Clocks:
     def begin_after(self, over: list[Json]) -> None:
         """Have a script that does not begin with its first pass go on behind what ``over``
         returned."""
-        for clock, told in zip((*self._clocks, *self._to_come), over, strict=False):
-            clock.begin_after(told and PassNumber(*told))
+        for clock, state in zip((*self._clocks, *self._to_come), over, strict=False):
+            clock.begin_after(state and PassNumber(*state))
 
     def take(self) -> Json:
         """Return how far every sampler is, [samplers]."""
@@ -170,11 +170,11 @@ class Clocks:
     def put(self, saved: list[Mapping[str, Json]]) -> None:
         """Take up what ``take`` returned; samplers that were not told of begin anew."""
         self._to_come = []
-        for clock, told in zip_longest(self._clocks, saved):
+        for clock, state in zip_longest(self._clocks, saved):
             if clock is None:
                 self._to_come.append(clock := Clock())
-            if told is None:
+            if state is None:
                 clock.restart(START, 0)
             else:
-                glanced = [PassNumber(*number) for number in told["glanced"]]
-                clock.restart(PassNumber(*told["pass"]), int(told["consumed"]), glanced)
+                glanced = [PassNumber(*number) for number in state["glanced"]]
+                clock.restart(PassNumber(*state["pass"]), int(state["consumed"]), glanced)

@@ -69,7 +69,7 @@ class Auxiliary:
         self._session: Told | None = None
         self._restored_step: int | None = None
         self._own = OwnState()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._saved: dict[str, int] = {}
         """How often a round before has saved under a name."""
         self._saved_now: dict[str, int] = {}
@@ -156,8 +156,8 @@ class Auxiliary:
 
     def say(self, event: str, detail: str) -> None:
         """Warn once, on rank 0, with the script's line."""
-        if event not in self._said and _rank() == 0:
-            self._said.add(event)
+        if event not in self._logged and _rank() == 0:
+            self._logged.add(event)
             log.warning("event=%s at=%s detail=%r", event, script_place() or "unknown", detail)
 
     def _look(self, step: int) -> None:

@@ -62,7 +62,7 @@ class Checkpoints:
         self._engine, self._session = engine, session
         self._clocks, self._replay, self._auxiliary = clocks, replay, beside
         self._restored_step: int | None = None
-        self._told: Json = None
+        self._reported: Json = None
         """Path and client state that the first round was told; None: it did not ask."""
         self._over: dict[str, Json] = {}
         """By directory of a checkpoint that was saved the passes that were over then."""
@@ -77,10 +77,10 @@ class Checkpoints:
             setattr(self._engine, name, functools.wraps(method)(functools.partial(hook, method)))
 
     def take(self) -> Json:
-        return {"told": self._told, "over": self._over}
+        return {"told": self._reported, "over": self._over}
 
     def put(self, saved: Mapping[str, Any]) -> None:
-        self._told, self._over = saved["told"], dict(saved["over"])
+        self._reported, self._over = saved["told"], dict(saved["over"])
 
     def _load(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Loaded:
         """Load a checkpoint that is newer than the restored generation; else leave it."""
@@ -92,7 +92,7 @@ class Checkpoints:
             if self._is_generation_newer(request, directory):
                 return self._as_the_first_round(directory)
         path, client = method(*args, **kwargs)
-        self._told = [path, plain_client_state(client or {})]
+        self._reported = [path, plain_client_state(client or {})]
         if path is not None:
             engine, self._restored_step = self._engine, None
             self._clocks.put([])
@@ -117,8 +117,8 @@ class Checkpoints:
     def _as_the_first_round(self, directory: Path | None) -> Loaded:
         """Return what the first round was told. Where it did not ask, because there was nothing to
         load yet, what the checkpoint says beside the state."""
-        if self._told is not None:
-            path, client = self._told
+        if self._reported is not None:
+            path, client = self._reported
             return path, client
         if directory is None:
             return None, {}

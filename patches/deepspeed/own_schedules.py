@@ -100,15 +100,15 @@ class OwnSchedules:
             return
         own = list(self.own())
         kinds = [type(schedule).__name__ for schedule in own]
-        had = [told["kind"] for told in saved]
+        had = [entry["kind"] for entry in saved]
         if kinds[: len(had)] != had:
             raise RefusedError(
                 f"the script keeps learning-rate schedules over the engine's optimizer: {had} when "
                 f"the state was taken, {kinds or 'none'} before the first step of this round. Make "
                 "the same ones, in the same order, before the training loop."
             )
-        for told, schedule in zip(saved, own, strict=False):
-            schedule.load_state_dict(all_live(told["state"]))
+        for entry, schedule in zip(saved, own, strict=False):
+            schedule.load_state_dict(all_live(entry["state"]))
         if had and self._groups:
             for group, values in zip(
                 self._engine.optimizer.param_groups, self._groups, strict=True
@@ -146,7 +146,7 @@ class OwnSchedules:
         made = [schedule for of in self._made if (schedule := of()) is not None]
         others = [part for schedule in made for part in getattr(schedule, "_schedulers", ())]
         others += [self._engine.lr_scheduler]
-        others += [schedule for told in self.stepped_elsewhere for schedule in told()]
+        others += [schedule for entry in self.stepped_elsewhere for schedule in entry()]
         carried = {id(schedule) for schedule in others}
         groups = {id(group) for group in self._engine.optimizer.param_groups}
         for schedule in made:

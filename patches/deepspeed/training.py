@@ -165,8 +165,8 @@ class EngineHooks:
         stages = stages_of(config, self._session.settings.get("zero_stages", {}))
         refuse_unfit_stages(config, stages, self._session.facts.get("zero_stage"), self._version)
         batches = batches_of(config, order)
-        told = self._first() or batches
-        first = FirstBatches(batches.global_batch_size, told.micro_batch_size, told.dp)
+        first = self._first() or batches
+        first = FirstBatches(batches.global_batch_size, first.micro_batch_size, first.dp)
         self.feed.start(batches, first, StatedBatch.of(config).micro or batches.micro_batch_size)
         is_own = self._session.settings.get("data_order") == "own"
         self.feed.is_counting = self.keeps_order and not is_own

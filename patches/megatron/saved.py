@@ -53,9 +53,9 @@ class SavedPlaces:
         if not _is_in_folders(job):
             return False
         is_done = job.rank == 0 and self._make_ready(Path(job.save), iteration)
-        told = torch.tensor([int(is_done)], device=torch.cuda.current_device())
-        torch.distributed.broadcast(told, src=0)
-        return bool(told.item())
+        flag = torch.tensor([int(is_done)], device=torch.cuda.current_device())
+        torch.distributed.broadcast(flag, src=0)
+        return bool(flag.item())
 
     def _make_ready(self, root: Path, iteration: int) -> bool:
         folder, named = _folder(root, iteration), _named(root)

@@ -50,11 +50,11 @@ def taken(trainer: Any) -> Json:
 
 def put_state(saved: Mapping[str, Any], trainer: Any) -> None:
     """Restore TrainerState and callbacks, once Trainer would read them from a checkpoint."""
-    told = [(name, all_live(values)) for name, values in saved["callbacks"]]
+    kept = [(name, all_live(values)) for name, values in saved["callbacks"]]
     for name, target in _attributes(trainer, is_live=True):
-        at = next((n for n, (known, _) in enumerate(told) if known == name), None)
+        at = next((n for n, (known, _) in enumerate(kept) if known == name), None)
         if at is not None:
-            vars(target).update(told.pop(at)[1])
+            vars(target).update(kept.pop(at)[1])
     trainer.state = type(trainer.state)(
         **copy.deepcopy(saved["state"]),
         stateful_callbacks=[target for _, target in _attributes(trainer, is_live=True)],

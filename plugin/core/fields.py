@@ -126,22 +126,22 @@ def fingerprints(value: Json, name: str) -> npt.NDArray[np.uint64]:
 def about(value: Json) -> dict[str, Json]:
     """Return what a manifest says of how the state came to be. What readers count on is of its
     kind; what is not there is no error here: ``read_saved_manifest`` asks for it."""
-    told = mapped(value, "about")
-    if "deposit" in told:  # so older releases called it
-        told = {"snapshot": told["deposit"], **{k: v for k, v in told.items() if k != "deposit"}}
+    table = mapped(value, "about")
+    if "deposit" in table:  # so older releases called it
+        table = {"snapshot": table["deposit"], **{k: v for k, v in table.items() if k != "deposit"}}
     for name in ("tensors", "world_size"):
-        if name in told:
-            whole_number(told[name], f"about.{name}")
-    if "snapshot" in told:
-        text(told["snapshot"], "about.snapshot")
-    for axis, size in mapped(told.get("degrees", {}), "about.degrees").items():
+        if name in table:
+            whole_number(table[name], f"about.{name}")
+    if "snapshot" in table:
+        text(table["snapshot"], "about.snapshot")
+    for axis, size in mapped(table.get("degrees", {}), "about.degrees").items():
         whole_number(size, f"about.degrees.{axis}", 1)
-    mapped(told.get("facts", {}), "about.facts")
-    attached = mapped(told.get("attached", {}), "about.attached")
-    for hosts in (told.get("hosts", []), attached.get("hosts", [])):
+    mapped(table.get("facts", {}), "about.facts")
+    attached = mapped(table.get("attached", {}), "about.attached")
+    for hosts in (table.get("hosts", []), attached.get("hosts", [])):
         for host in listed(hosts, "hosts in about"):
             text(host, "a host in about")
-    return told
+    return table
 
 
 def collection(value: Json) -> Collection:

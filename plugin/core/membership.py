@@ -253,7 +253,7 @@ def forget_sealed(job: Job, snapshot: str) -> Job:
     """Return the job that waits for no more parts of a snapshot: it is a generation already, or it
     is judged."""
     return replace(
-        job, sealed={name: told for name, told in job.sealed.items() if name != snapshot}
+        job, sealed={name: waited for name, waited in job.sealed.items() if name != snapshot}
     )
 
 

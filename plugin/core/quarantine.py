@@ -22,20 +22,20 @@ def strike(job: Job, hosts: Iterable[str]) -> tuple[Job, tuple[Action, ...]]:
     """Return the job after these hosts were lost or made a round fail, and what is said of it."""
     strikes = {name: _recent(job, times) for name, times in job.strikes.items()}
     strikes = {name: times for name, times in strikes.items() if times}
-    barred, said = dict(job.barred), []
+    barred, lines = dict(job.barred), []
     for host in sorted(hosts):
         strikes[host] = (*strikes.get(host, ()), job.now)
         beyond = len(strikes[host]) - STRIKES
         if beyond >= 0 and job.quarantine_s:
             waits_s = min(job.quarantine_s * 2.0**beyond, LONGEST_S)
             barred[host] = job.now + waits_s
-            said.append(
+            lines.append(
                 Say(
                     f"host {host} was lost or failed to join {len(strikes[host])} times within "
                     f"{WINDOW_S / 60:.0f} minutes: the others go on without it for {waits_s:.0f} s"
                 )
             )
-    return replace(job, strikes=strikes, barred=barred), tuple(said)
+    return replace(job, strikes=strikes, barred=barred), tuple(lines)
 
 
 def _recent(job: Job, times: tuple[float, ...]) -> tuple[float, ...]:

@@ -140,16 +140,16 @@ def _host_lost(event: events.HostLost, job: Job) -> Result:
 def _workers_gone(before: Job, job: Job, host: str, at: float) -> Result:
     """A host's agent is gone, and its workers with it."""
     job = replace(job, gone=job.gone | {host}, uncommitted=job.uncommitted - {host}, now=at)
-    job, said = strike(job, [host])
+    job, lines = strike(job, [host])
     given_up: tuple[Action, ...] = ()
     if job.standby is not None and host in job.standby.assignment.active:
         job, given_up = without_standby(job)
     is_full = len(before.generations) > 1 and job.phase in (Phase.DRAINING, Phase.SNAPSHOTTING)
     job, room = _make_room(job, host) if is_full else (job, ())
     if job.phase is not before.phase:
-        return job, (*said, *given_up, *room)
+        return job, (*lines, *given_up, *room)
     job, actions = _without_workers(job, host, at, host in active(before))
-    return job, (*said, *given_up, *room, *actions)
+    return job, (*lines, *given_up, *room, *actions)
 
 
 def _make_room(job: Job, host: str) -> Result:
@@ -254,8 +254,8 @@ def _held(event: events.Held, job: Job) -> Result:
         return job, ()
     hosts = tuple(sorted(active(job)))
     job, actions = prepare(replace(job, newest=max(job.newest, event.stop)))
-    said = Say(f"the stop at step {event.stop} is put off: {event.what}")
-    return job, (Withdraw(hosts), said, *actions)
+    lines = Say(f"the stop at step {event.stop} is put off: {event.what}")
+    return job, (Withdraw(hosts), lines, *actions)
 
 
 @_on.register

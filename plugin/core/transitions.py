@@ -96,9 +96,9 @@ def call_off(job: Job) -> Result:
         job, phase=Phase.RUNNING, awaited=frozenset(), held={}, margin=1, newest=newest,
         changed_at=None,
     )  # fmt: skip
-    said = Say(f"the stop at step {job.stop} is called off: the job is to run as it does")
+    message = Say(f"the stop at step {job.stop} is called off: the job is to run as it does")
     job, released = release_leaving(job) if leaving(job) - hosts else (job, ())
-    return job, (Withdraw(tuple(sorted(hosts))), *given_up, said, *released)
+    return job, (Withdraw(tuple(sorted(hosts))), *given_up, message, *released)
 
 
 def changed(job: Job, at: float) -> Result:
@@ -150,9 +150,9 @@ def _is_built_for(job: Job, target: Assignment | None) -> bool:
 def stop_unbuilt(job: Job, reason: str) -> Result:
     """The next round's workers will start when the present ones have stopped."""
     job, given_up = without_standby(job)
-    said = Say(f"the next workers are not built beside the present ones: {reason}")
+    message = Say(f"the next workers are not built beside the present ones: {reason}")
     job, actions = prepare(job) if job.phase is Phase.BUILDING else (job, ())
-    return job, (*given_up, said, *actions)
+    return job, (*given_up, message, *actions)
 
 
 def without_standby(job: Job) -> Result:
@@ -220,9 +220,9 @@ def fail(
     if is_refusal and not is_change:
         return end(job, 3, reason)
     job, given_up = without_standby(job)
-    said: tuple[Action, ...] = ()
+    message: tuple[Action, ...] = ()
     if is_change and not (job.tries == 0 and not is_refusal and (is_chance or was_built)):
-        job, said, is_free = _blame(job, reason)
+        job, message, is_free = _blame(job, reason)
     else:
         is_free = was_built or is_change or (is_loss and job.is_loss_free)
         job = replace(job, tries=job.tries + is_change)
@@ -232,8 +232,8 @@ def fail(
         job, failures_left=job.failures_left - (not is_free), was_standby=False, trained_s=0.0
     )
     job, actions = _stop_workers(job, reason)
-    said = (Say(f"{reason}; {job.failures_left} restarts left"), *said)
-    return job, (*given_up, *said, *actions)
+    message = (Say(f"{reason}; {job.failures_left} restarts left"), *message)
+    return job, (*given_up, *message, *actions)
 
 
 def _is_change(job: Job) -> bool:
@@ -252,13 +252,13 @@ def _blame(job: Job, reason: str) -> tuple[Job, tuple[Action, ...], bool]:
     kept = tuple(f for f in job.failed if f.members <= {(h.name, h.order) for h in _hosts(job)})
     job = replace(job, failed=(*kept, failed), tries=0)
     newcomers = set(current.active) - set(ran.active)
-    job, said = strike(job, newcomers & set(job.hosts))
+    job, message = strike(job, newcomers & set(job.hosts))
     target = next_assignment(job)
     is_free = target is not None and failure_of(job, target) is None
     going = f"{current.degrees} is not tried again on these hosts"
     if target is not None and is_free:
         going += f"; the job goes on with {target.degrees}"
-    return job, (*said, Say(going)), is_free
+    return job, (*message, Say(going)), is_free
 
 
 def _hosts(job: Job) -> tuple[Host, ...]:
@@ -315,10 +315,10 @@ def _starts(job: Job, target: Assignment, steps_lost: int, *, is_built: bool) ->
     """What begins a round: everyone leaves behind what the earlier one left, and whatever is newer
     than the state that the job goes on from."""
     everyone, source = tuple(sorted(job.hosts)), job.start.source
-    said = [Report(f"event=round {target.reason!r} generation={source}", ())]
+    message = [Report(f"event=round {target.reason!r} generation={source}", ())]
     lost = [Report(f"event=went_back steps_lost={steps_lost}", ())] if steps_lost else []
     start = StartRound(job.round, target, source, steps_lost, is_built)
-    return (*said, Discard(everyone), GoBack(everyone, source), *lost, start)
+    return (*message, Discard(everyone), GoBack(everyone, source), *lost, start)
 
 
 def _wait(job: Job) -> Result:

@@ -109,7 +109,7 @@ class Session:
         self._round, self._process = round_number(), os.getpid()
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._registered = Registered()
-        self._told: dict[str, Json] = {}
+        self._reported: dict[str, Json] = {}
         self._state: LiveState | None = None
         self._held: list[Row] = []
         self._rings: Mapping[torch.device, StagingRing] = {}
@@ -218,7 +218,7 @@ class Session:
     def report_facts(self, **facts: Json) -> None:
         """Tell what later rounds must know and only the script knows, such as
         ``padded_vocab_size``."""
-        self._told.update(facts)
+        self._reported.update(facts)
 
     def attach(
         self, state: LiveState, *, step: int = 0, samples: int = 0, restore: bool = True
@@ -263,7 +263,7 @@ class Session:
                 held=collection_of(self._held),
                 wanted=collection_of(wanted),
                 coordinate=self._state.coordinate,
-                facts=JsonText.of({**self.facts, **self._told}),
+                facts=JsonText.of({**self.facts, **self._reported}),
                 uses_devices=any(slot.buffer.device.type != "cpu" for slot in slots),
             )
         )

@@ -48,8 +48,8 @@ class Generation:
     def stated(self) -> Mapping[str, int]:
         """The fingerprints of all tensors by name, as they were committed; none of a generation of
         a release that stated nothing, or that was converted."""
-        said = unite_committed(part.committed for part in self.hosts)
-        return {} if said is None else said.fingerprints
+        united = unite_committed(part.committed for part in self.hosts)
+        return {} if united is None else united.fingerprints
 
     @property
     def scalars(self) -> dict[str, Json]:
@@ -144,15 +144,17 @@ def load_generation(directories: Sequence[Path], number: int | None = None) -> G
 def contradiction(parts: Iterable[HostManifest]) -> str | None:
     """Say which two of these parts of one generation were committed with other fingerprints, and of
     which tensors; None: they agree."""
-    said: dict[str, tuple[str, int]] = {}
+    committed_by: dict[str, tuple[str, int]] = {}
     for part in parts:
         prints = {} if part.committed is None else part.committed.fingerprints
-        differ = sorted(n for n, value in prints.items() if said.get(n, ("", value))[1] != value)
+        differ = sorted(
+            n for n, value in prints.items() if committed_by.get(n, ("", value))[1] != value
+        )
         if differ:
             return (
-                f"hosts {said[differ[0]][0]!r} and {part.host!r} hold parts of generation "
+                f"hosts {committed_by[differ[0]][0]!r} and {part.host!r} hold parts of generation "
                 f"{part.generation} that were committed with other fingerprints of {len(differ)} "
                 f"tensors ({', '.join(differ[:5])})."
             )
-        said.update({name: (part.host, value) for name, value in prints.items()})
+        committed_by.update({name: (part.host, value) for name, value in prints.items()})
     return None

@@ -80,11 +80,11 @@ class HostManifest:
 
     def to_json(self) -> dict[str, Json]:
         """Return plain values that ``json`` writes; ``from_json`` reads them back."""
-        said: dict[str, Json] = {}
+        stated: dict[str, Json] = {}
         if self.committed is not None:
-            said["committed"] = self.committed.to_json()
+            stated["committed"] = self.committed.to_json()
         if self.summarizes is not None:
-            said["summarizes"] = [self.summarizes.rows, self.summarizes.digest]
+            stated["summarizes"] = [self.summarizes.rows, self.summarizes.digest]
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -102,7 +102,7 @@ class HostManifest:
             "fingerprint_version": self.fingerprint_version,
             # Text, because readers that hold numbers as doubles would round them.
             "fingerprint": [f"{value:016x}" for value in self.fingerprint.tolist()],
-            **said,
+            **stated,
             **({"unproven": list(self.unproven)} if self.unproven else {}),
         }
 

@@ -64,7 +64,7 @@ def run(*words: object) -> int:
     return ended.value.code
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, list[str]]:
+def reported(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, list[str]]:
     """Run a conversion that succeeds; return its texts by the kind of event."""
     capsys.readouterr()
     assert run("reshard", *words, "--json") == 0
@@ -101,12 +101,12 @@ def test_a_state_goes_to_deepspeed_and_back_by_files_alone(
     saved = megatron(tmp_path / "saved", shapes, **arguments)
     (tmp_path / "job.toml").write_text(MEGATRON + DEEPSPEED)
     options = "--mapping", names, "--args-from", tmp_path / "job.toml"
-    out = told(capsys, saved, tmp_path / "there", "--to", there, "--dp", 2, *options)
+    out = reported(capsys, saved, tmp_path / "there", "--to", there, "--dp", 2, *options)
     assert {"order of the parameters", "global_steps"} <= {
         words for words in ("order of the parameters", "global_steps")
         if any(words in text for text in out["invented"])
     }  # fmt: skip
-    out = told(capsys, tmp_path / "there", tmp_path / "back", "--to", back, *options)
+    out = reported(capsys, tmp_path / "there", tmp_path / "back", "--to", back, *options)
     assert f"Megatron's argument hidden_size {HIDDEN} (by the tensors)" in out["invented"]
     assert "Megatron's argument seed 1234 (by default)" in out["invented"]
     assert not any("num_attention_heads" in text for text in out["invented"])
@@ -124,7 +124,7 @@ def test_rates_of_parameter_groups_travel_with_their_parameters(
     saved = megatron(tmp_path / "saved", gpt())
     (tmp_path / "job.toml").write_text(DEEPSPEED)
     options = "--mapping", "gpt", "--args-from", tmp_path / "job.toml"
-    told(capsys, saved, tmp_path / "out", "--to", "deepspeed_zero1", "--dp", 1, *options)
+    reported(capsys, saved, tmp_path / "out", "--to", "deepspeed_zero1", "--dp", 1, *options)
     values = open_checkpoint(tmp_path / "out").values
     found = [(g["lr"], g["betas"], g["eps"], g["weight_decay"]) for g in values.param_groups]
     assert found == [(0.01, (0.9, 0.95), 1e-8, 0.1), (0.01, (0.9, 0.95), 1e-8, 0.0)]

@@ -149,12 +149,14 @@ def test_a_training_of_deepspeed_goes_on_in_megatron_from_a_file_alone(
         'end_weight_decay = 0.1\nweight_decay_incr_style = "linear"\n'
         'distributed_backend = "gloo"\n'
     )
-    told = reshard(
+    reported = reshard(
         saved, tmp_path / "megatron", "--to", "torch_dist", "--mapping", names,
         "--args-from", tmp_path / "job.toml", "--tp", new.tp, "--pp", new.pp,
         "--dp", new.world // (new.tp * new.pp),
     )  # fmt: skip
-    assert f"Megatron's argument hidden_size {model.hidden} (by the tensors)" in told["invented"]
+    assert (
+        f"Megatron's argument hidden_size {model.hidden} (by the tensors)" in reported["invented"]
+    )
     goes_on = resharded.load(pool, new, tmp_path / "megatron")
     losses = mean_losses([run[0] for run in goes_on])
     check(uninterrupted[0]["losses"][AFTER.start :], losses, FP32)
@@ -170,11 +172,11 @@ def test_a_training_of_megatron_goes_on_in_deepspeed_from_a_file_alone(
         "[deepspeed.config]\ngradient_clipping = 1.0\n[[deepspeed.group]]\n"
         '[[deepspeed.group]]\nparameters = ["*.bias", "*.ln_?.weight"]\n'
     )
-    told = reshard(
+    reported = reshard(
         tmp_path / "megatron", tmp_path / "deepspeed", "--to", "deepspeed_zero2",
         "--dp", 2, "--mapping", "gpt", "--args-from", tmp_path / "job.toml",
     )  # fmt: skip
-    assert any("order of the parameters" in text for text in told["invented"])
+    assert any("order of the parameters" in text for text in reported["invented"])
     load = str(tmp_path / "deepspeed")
     job = deepspeed_jobs.Job(stage=2, world=2, load=load, gpt=model_of(GPT))
     seen = run_deepspeed(job)[0]
@@ -199,11 +201,11 @@ def reshard(*words: object) -> dict[str, list[str]]:
     with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(io.StringIO()) as output:
         cli.main(["reshard", *map(str, words), "--json"])
     assert ended.value.code == 0
-    told: dict[str, list[str]] = {}
+    reported: dict[str, list[str]] = {}
     for line in output.getvalue().splitlines():
         event = json.loads(line)
-        told.setdefault(event["event"], []).append(event.get("text", ""))
-    return told
+        reported.setdefault(event["event"], []).append(event.get("text", ""))
+    return reported
 
 
 def check(expected: list[float], losses: list[float], tolerance: float) -> None:

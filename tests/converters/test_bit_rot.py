@@ -34,11 +34,11 @@ def test_damage_of_zeros_files_is_found_by_the_conversion_that_reads_it(
     piece = held(open_checkpoint(tmp_path / "global_step3"), kind)
     rot(piece, ROTS[change])
     assert run("reshard", tmp_path / "global_step3", tmp_path / "out", "--dp", 3) == 4
-    said = capsys.readouterr().err
-    assert piece.tensor in said or "contradicts itself" in said, said
+    logged = capsys.readouterr().err
+    assert piece.tensor in logged or "contradicts itself" in logged, logged
     if kind.startswith("exp_avg"):
-        assert piece.path.name in said and "are not what their CRC-32 was taken of" in said
-        assert piece.tensor in said and "use another checkpoint" in said
+        assert piece.path.name in logged and "are not what their CRC-32 was taken of" in logged
+        assert piece.tensor in logged and "use another checkpoint" in logged
     assert [path.name for path in tmp_path.iterdir()] == ["global_step3"]
 
 
@@ -49,9 +49,9 @@ def test_files_saved_without_checksums_are_converted_and_it_is_said(
     tag = tmp_path / "global_step3"
     shutil.copytree(saved / "global_step3", tag)
     assert run("reshard", tag, tmp_path / "checked", "--dp", 3) == 0
-    said = capsys.readouterr().out
-    assert "records have the CRC-32 that was saved with them" in said
-    assert "saved without" not in said
+    logged = capsys.readouterr().out
+    assert "records have the CRC-32 that was saved with them" in logged
+    assert "saved without" not in logged
     assert run("verify", tag) == 0
     assert "CRC-32" not in capsys.readouterr().out
     stamp_checksums(tag, are_taken=False)

@@ -67,9 +67,9 @@ def test_a_resharded_checkpoint_goes_on_as_the_run_that_never_stopped(
     loaded = run_deepspeed(job(model, after, load=str(tmp_path / "out")))
     check(uninterrupted, loaded, tolerance, has_module=False)
     for kind in ("frozen", "buffers"):
-        told = by_whole_name([seen["saved"][kind] for seen in uninterrupted], before[2])
-        assert told or (kind == "frozen" and not model.get("frozen", True))
-        assert by_whole_name([seen["loaded"][kind] for seen in loaded], after[2]) == told
+        reported = by_whole_name([seen["saved"][kind] for seen in uninterrupted], before[2])
+        assert reported or (kind == "frozen" and not model.get("frozen", True))
+        assert by_whole_name([seen["loaded"][kind] for seen in loaded], after[2]) == reported
 
 
 @pytest.mark.campaign

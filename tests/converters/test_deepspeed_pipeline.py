@@ -9,9 +9,9 @@ import pytest
 from scalai.converters.deepspeed.reading.plain_stages import units_by_stage
 from scalai.converters.deepspeed.shards.pipeline import (
     METHODS,
+    Given,
     LayerFile,
     Pipeline,
-    Told,
     order,
     partition,
     read_pipeline,
@@ -66,24 +66,24 @@ def test_partitions_are_those_of_deepspeed(weights: list[int], pp: int) -> None:
 def test_stages_begin_by_the_method_that_fits_the_source(
     before: tuple[int, ...], pp: int, expected: tuple[int, ...]
 ) -> None:
-    found, _ = stages_at(Pipeline(FILES, stages(*before)), pp, TRAINED, Told())
+    found, _ = stages_at(Pipeline(FILES, stages(*before)), pp, TRAINED, Given())
     assert found == stages(*expected)
 
 
 def test_stages_that_no_method_makes_are_refused_unless_they_are_told() -> None:
     pipeline = Pipeline(FILES, stages(0, 2, 9))
     with pytest.raises(RefusedError, match="none of the methods"):
-        stages_at(pipeline, 3, TRAINED, Told())
-    found, _ = stages_at(pipeline, 3, TRAINED, Told(parts=(0, 1, 2, 9)))
+        stages_at(pipeline, 3, TRAINED, Given())
+    found, _ = stages_at(pipeline, 3, TRAINED, Given(parts=(0, 1, 2, 9)))
     assert found == stages(0, 1, 2, 9)
     with pytest.raises(RefusedError, match="not the 4 bounds"):
-        stages_at(pipeline, 3, TRAINED, Told(parts=(0, 9)))
+        stages_at(pipeline, 3, TRAINED, Given(parts=(0, 9)))
 
 
 def test_tied_layers_are_where_they_are_told_to_be() -> None:
     pipeline = Pipeline(FILES, stages(0, 9))
-    told = Told(method="uniform", tied={EMBED: [0]}, layers=8)
-    found, _ = stages_at(pipeline, 2, TRAINED, told)
+    reported = Given(method="uniform", tied={EMBED: [0]}, layers=8)
+    found, _ = stages_at(pipeline, 2, TRAINED, reported)
     assert [EMBED in stage for stage in found] == [True, False]
 
 
@@ -128,7 +128,7 @@ def test_names_are_ordered_as_modules_are() -> None:
 def test_a_section_of_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cuts.toml"
     path.write_text("[pipeline]\nparts = [0, 2, 4]\ntied = {embed = [0, 3]}\nlayers = 4\n")
-    assert read_pipeline(path) == Told((0, 2, 4), "", {EMBED: [0, 3]}, 4)
+    assert read_pipeline(path) == Given((0, 2, 4), "", {EMBED: [0, 3]}, 4)
     path.write_text('[pipeline]\npartition_method = "profile"\n')
     with pytest.raises(UsageError, match="profile"):
         read_pipeline(path)

@@ -117,9 +117,9 @@ def test_a_changed_bit_of_a_moment_is_named_by_its_checksum(
     with pytest.raises(SystemExit) as ended:
         cli.main(["verify", str(tmp_path / "global_step3")])
     assert ended.value.code == 4
-    said = capsys.readouterr().err
-    assert SECOND in said and "are not what their CRC-32 was taken of" in said
-    assert "exp_avg/" in said
+    logged = capsys.readouterr().err
+    assert SECOND in logged and "are not what their CRC-32 was taken of" in logged
+    assert "exp_avg/" in logged
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,8 @@ def test_optimizer_files_of_two_ranks_that_were_exchanged_are_refused(
     exchange(tag)
     out = [tmp_path / "out", "--dp", 3] if command == "reshard" else []
     assert run(command, tag, *out) == 3
-    said = capsys.readouterr().err
-    assert words in said and "Copy them again under their own names" in said, said
+    logged = capsys.readouterr().err
+    assert words in logged and "Copy them again under their own names" in logged, logged
 
 
 NO_COPY = "stage 3 keeps no second copy"

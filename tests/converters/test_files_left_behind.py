@@ -42,7 +42,7 @@ def test_files_that_were_read_are_closed_with_their_reader(tmp_path: Path) -> No
     source = write(tmp_path / "one")
     target = layout_named("torch_dist").lay_out(source, WriteOptions({"tp": 2}))
     work = plan_work(source, target, 1 << 20)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         with Gatherer(work, source.directory) as gatherer:
             for task in work.tasks:
@@ -54,7 +54,7 @@ def test_files_that_were_read_are_closed_with_their_reader(tmp_path: Path) -> No
         assert os.pread(reader.descriptor, 2, 0) == b"PK"
         del reader
         assert not open_files(source.directory)
-    assert not told
+    assert not reported
 
 
 def open_files(directory: Path) -> list[str]:

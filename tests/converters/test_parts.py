@@ -223,20 +223,20 @@ def test_a_wait_for_another_process_is_told_of_and_ends_with_it(
     monkeypatch.setattr(parts, "SILENT_S", 0.0)
     other = open(tmp_path / ".there.lock", "a+b")
     assert try_lock(other)
-    told: list[str] = []
+    reported: list[str] = []
 
     class Told(logging.Handler):
         """Ends the other process once it is told of."""
 
         def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
+            reported.append(record.getMessage())
             other.close()
 
     handler = Told()
     parts.log.addHandler(handler)
     try:
         with alone(tmp_path / "there"):
-            assert told and ".there.lock" in told[0]
+            assert reported and ".there.lock" in reported[0]
     finally:
         parts.log.removeHandler(handler)
         other.close()

@@ -155,15 +155,15 @@ def test_files_saved_without_checksums_are_converted_and_it_is_said(
     report = convert(open_checkpoint(tmp_path / "tp2"), tmp_path / "new", tp=1)
     assert report["checksums"]["records"] == 0
     assert report["checksums"]["records_without"] > 10
-    said = str(Checked(**report["checksums"]))
-    assert "were saved without a CRC-32: damage in them is not seen" in said
+    logged = str(Checked(**report["checksums"]))
+    assert "were saved without a CRC-32: damage in them is not seen" in logged
 
 
 def test_what_a_conversion_wrote_is_checked_by_its_own_proof(saved: Path, tmp_path: Path) -> None:
     convert(open_checkpoint(saved), tmp_path / "one", tp=1)
     report = convert(open_checkpoint(tmp_path / "one"), tmp_path / "two", tp=2)
-    said = str(Checked(**report["checksums"]))
-    assert said == "all tensors have the fingerprints that were recorded beside the source"
+    logged = str(Checked(**report["checksums"]))
+    assert logged == "all tensors have the fingerprints that were recorded beside the source"
 
 
 def test_torch_files_saved_without_checksums_are_read(tmp_path: Path) -> None:

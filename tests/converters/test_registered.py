@@ -41,9 +41,9 @@ def test_another_layout_goes_without_it_and_says_so(
     with pytest.raises(SystemExit) as ended:
         cli.main(["reshard", str(tmp_path / "saved"), str(tmp_path / "new"), "--to", "torch_dist",
                   "--pp", "2"])  # fmt: skip
-    told = capsys.readouterr()
-    assert ended.value.code == 0, told.err
-    assert "left out user/average, which a script registered" in told.out
+    reported = capsys.readouterr()
+    assert ended.value.code == 0, reported.err
+    assert "left out user/average, which a script registered" in reported.out
     with pytest.raises(SystemExit) as ended:
         cli.main(["verify", str(tmp_path / "new"), str(whole_state.directory)])
     assert ended.value.code == 0, capsys.readouterr().out

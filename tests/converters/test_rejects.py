@@ -139,5 +139,5 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     """Run ``scalai``; return its exit code and what it said."""
     with pytest.raises(SystemExit) as ended:
         cli.main([*map(str, arguments)])
-    said = capsys.readouterr()
-    return int(ended.value.code or 0), said.out + said.err
+    logged = capsys.readouterr()
+    return int(ended.value.code or 0), logged.out + logged.err

@@ -53,8 +53,12 @@ def test_saves_of_a_job_that_trained_repeat_nothing(
     root: tuple[Path, str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("verify", root[0]) == 0
-    said = capsys.readouterr().out
-    assert f"{root[2]} (" in said and "trained tensors" not in said and "not compared" not in said
+    logged = capsys.readouterr().out
+    assert (
+        f"{root[2]} (" in logged
+        and "trained tensors" not in logged
+        and "not compared" not in logged
+    )
 
 
 @pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])

@@ -250,8 +250,8 @@ def test_a_destination_that_cannot_be_written_is_refused_in_words(
     write(tmp_path / "source")
     (tmp_path / "file").write_text("")
     assert run("reshard", tmp_path / "source", place.format(tmp_path), "--tp", 2) == 3
-    said = capsys.readouterr().err
-    assert "cannot be written" in said and "Name a destination that this user can write" in said
+    logged = capsys.readouterr().err
+    assert "cannot be written" in logged and "Name a destination that this user can write" in logged
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -74,8 +74,8 @@ def test_extra_state_of_transformer_engine_is_no_parameter(tmp_path: Path, is_sp
         )
     again = open_checkpoint(tmp_path / "theirs")
     assert verify(again, workers=0) == verify(legacy, workers=0)
-    said = [note for note in again.notes if "_extra_state" in note]
-    assert said == [
+    logged = [note for note in again.notes if "_extra_state" in note]
+    assert logged == [
         "decoder.layers.*.self_attention.linear_proj._extra_state is not carried",
         "decoder.layers.*.mlp.linear_fc1._extra_state is not carried",
     ]

@@ -15,7 +15,7 @@ ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 
 def reports(simulation: Simulation) -> list[str]:
-    return [action.text for action in simulation.said if isinstance(action, actions.Report)]
+    return [action.text for action in simulation.logged if isinstance(action, actions.Report)]
 
 
 def test_every_phase_has_its_line_and_the_docs_repeat_it() -> None:

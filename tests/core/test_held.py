@@ -10,7 +10,7 @@ from support.membership_simulation import Simulation, assign_all, rounds, two_ho
 
 def texts(simulation: Simulation) -> list[str]:
     kinds = (actions.Report, actions.Say)
-    return [action.text for action in simulation.said if isinstance(action, kinds)]
+    return [action.text for action in simulation.logged if isinstance(action, kinds)]
 
 
 def saving(silent: str = "") -> Simulation:

@@ -88,7 +88,7 @@ def test_a_stop_that_comes_too_late_is_taken_back_and_tried_with_more_margin() -
                 simulation.answer(name)
         stops.append(simulation.job.stop)
         # The hosts forget the old stop before they hear of the new one.
-        assert isinstance(simulation.said[-2], actions.Withdraw)
+        assert isinstance(simulation.logged[-2], actions.Withdraw)
     assert [later - sooner for sooner, later in pairwise(stops)] == [2, 4, 8]
     simulation.settle()
     assert simulation.job.phase is m.Phase.RUNNING and simulation.job.margin == 1
@@ -121,7 +121,7 @@ def test_a_host_may_leave_a_job_that_has_not_begun() -> None:
     simulation.join("b", 2)
     simulation.settle()
     simulation.feed(events.HostLeaving("a", simulation.now))
-    assert simulation.said[-1] == actions.Release(0, None, ("a",))
+    assert simulation.logged[-1] == actions.Release(0, None, ("a",))
     simulation.feed(events.HostLeaving("b", simulation.now))
     assert [(e.hosts, e.code) for e in simulation.exits] == [(("b",), 0)]
 

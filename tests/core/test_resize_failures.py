@@ -106,9 +106,9 @@ def test_a_snapshot_replaces_the_older_generation_only_once_every_host_has_it() 
     simulation.snapshot()
     number = simulation.numbers
     simulation.answer("a")
-    assert actions.Release(1, number, ()) not in simulation.said
+    assert actions.Release(1, number, ()) not in simulation.logged
     simulation.answer("b")
-    assert simulation.said[-1] == actions.Release(1, number, ())
+    assert simulation.logged[-1] == actions.Release(1, number, ())
 
 
 @pytest.mark.parametrize("phase", [m.Phase.PREPARING, m.Phase.DRAINING])
@@ -167,8 +167,8 @@ def test_a_host_that_comes_back_brings_the_state_that_the_job_waits_for() -> Non
     lost = simulation.lose("c")
     simulation.settle()
     assert simulation.job.phase is m.Phase.WAITING
-    *_, told = (action for action in simulation.said if isinstance(action, actions.Say))
-    assert "if their memory is lost: stop the job, run scalai clean" in told.text
+    *_, reported = (action for action in simulation.logged if isinstance(action, actions.Say))
+    assert "if their memory is lost: stop the job, run scalai clean" in reported.text
     simulation.join("c", 2, lost.parts)
     simulation.settle()
     assert simulation.job.phase is m.Phase.RUNNING

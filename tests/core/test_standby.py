@@ -24,7 +24,7 @@ def building(**settings: object) -> Simulation:
 def test_workers_train_on_while_the_next_ones_build_and_stop_once_all_have_built() -> None:
     simulation = building()
     for name in "abc":
-        assert not any(isinstance(action, actions.Prepare) for action in simulation.said)
+        assert not any(isinstance(action, actions.Prepare) for action in simulation.logged)
         simulation.train(2)
         simulation.answer(name)
     assert simulation.job.phase is m.Phase.PREPARING
@@ -38,7 +38,7 @@ def test_workers_train_on_while_the_next_ones_build_and_stop_once_all_have_built
 def test_a_host_that_leaves_is_not_kept_by_what_is_built() -> None:
     simulation = two_hosts(build_timeout_s=30.0)
     simulation.feed(events.HostLeaving("a", simulation.now))
-    assert [type(action) for action in simulation.said[-2:]] == [actions.Build, actions.Prepare]
+    assert [type(action) for action in simulation.logged[-2:]] == [actions.Build, actions.Prepare]
     assert simulation.job.phase is m.Phase.PREPARING
     simulation.settle()
     assert rounds(simulation)[-1].is_built and set(simulation.hosts) == {"b"}
@@ -59,7 +59,7 @@ def test_what_takes_too_long_to_build_is_given_up() -> None:
     simulation.tick(29.0)
     assert simulation.job.phase is m.Phase.BUILDING
     simulation.tick(2.0)
-    assert [type(action) for action in simulation.said[-3:]] == [
+    assert [type(action) for action in simulation.logged[-3:]] == [
         actions.GiveUp,
         actions.Say,
         actions.Prepare,
@@ -69,7 +69,7 @@ def test_what_takes_too_long_to_build_is_given_up() -> None:
 def test_another_change_while_they_build_builds_anew() -> None:
     simulation = building(max_hosts=4)
     simulation.join("d", 2)
-    assert [type(action) for action in simulation.said[-2:]] == [actions.GiveUp, actions.Build]
+    assert [type(action) for action in simulation.logged[-2:]] == [actions.GiveUp, actions.Build]
     simulation.settle()
     assert len(rounds(simulation)) == 2 and rounds(simulation)[-1].is_built
     assert rounds(simulation)[-1].assignment.degrees.world_size == 8

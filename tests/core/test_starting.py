@@ -29,8 +29,10 @@ def advance_all(job: m.Job, *due: events.Event) -> tuple[m.Job, list[actions.Act
 
 def proven(job: m.Job) -> m.Job:
     """Return the job whose start was proven."""
-    told = [kind(host, job.round) for kind in (events.Published, events.Restored) for host in "ab"]
-    return advance_all(job, *told, events.Proven(job.round))[0]
+    reported = [
+        kind(host, job.round) for kind in (events.Published, events.Restored) for host in "ab"
+    ]
+    return advance_all(job, *reported, events.Proven(job.round))[0]
 
 
 def test_each_phase_of_a_start_waits_for_the_workers_of_all_hosts() -> None:
@@ -52,9 +54,9 @@ def test_what_is_told_twice_or_of_another_round_or_by_nobody_begins_nothing(
 ) -> None:
     job, round = starting().job, starting().job.round
     strange = [kind("a", round), kind("a", round), kind("b", round - 1), kind("c", round)]
-    told, done = advance_all(job, *strange)
-    assert not done and told.awaited == {"a", "b"}
-    told, done = advance_all(told, kind("b", round), kind("b", round), kind("a", round))
+    reported, done = advance_all(job, *strange)
+    assert not done and reported.awaited == {"a", "b"}
+    reported, done = advance_all(reported, kind("b", round), kind("b", round), kind("a", round))
     assert len(done) == 1, "once"
 
 
@@ -66,14 +68,16 @@ def test_a_proof_that_passes_lets_the_workers_go_on_once() -> None:
 def test_a_round_with_nothing_to_restore_proves_nothing() -> None:
     job = starting().job
     job = replace(job, start=m.Start(None))
-    told = [kind(host, job.round) for kind in (events.Published, events.Restored) for host in "ab"]
-    _, done = advance_all(job, *told)
+    reported = [
+        kind(host, job.round) for kind in (events.Published, events.Restored) for host in "ab"
+    ]
+    _, done = advance_all(job, *reported)
     assert done == [actions.Expect(("a", "b"))]
 
 
 def test_a_start_begins_with_what_the_earlier_round_left() -> None:
     simulation = starting()
-    *_, discard, back, start = simulation.said
+    *_, discard, back, start = simulation.logged
     assert discard == actions.Discard(("a", "b")) and back == actions.GoBack(("a", "b"), 1)
     assert isinstance(start, actions.StartRound) and start.generation == 1
     simulation.job = proven(simulation.job)
@@ -89,9 +93,9 @@ def test_a_host_that_is_lost_in_a_start_ends_its_round_and_its_word_does_not_cou
     simulation.lose("a")
     assert simulation.job.phase is m.Phase.STOPPING
     simulation.join("a", 2, {1: frozenset(range(4))})
-    before = len(simulation.said)
+    before = len(simulation.logged)
     simulation.feed(events.Published("a", round))  # who has just come has no workers of it
-    assert len(simulation.said) == before
+    assert len(simulation.logged) == before
 
 
 def test_a_script_that_nothing_hooked_at_first_may_publish_while_the_job_runs() -> None:

@@ -106,11 +106,11 @@ def test_where_another_program_began_the_namespace_nothing_is_said() -> None:
     module = "scalai.launch.agent.containers"
     asked = f"from {module} import all_end_with_this_process as ends; print(ends())"
     for before, expected in (([], "True"), ([sys.executable, "-c", STARTS], "False")):
-        said = subprocess.run(
+        logged = subprocess.run(
             [*INSIDE, *before, sys.executable, "-c", asked],
             capture_output=True, text=True, check=True, timeout=DEADLINE_S,
         )  # fmt: skip
-        assert said.stdout.strip() == expected
+        assert logged.stdout.strip() == expected
 
 
 STARTS = "import subprocess, sys; subprocess.run(sys.argv[1:])"

@@ -87,11 +87,11 @@ def test_a_script_that_counts_its_steps_makes_none_twice(
     flags = ("--num-stages", "2", "--counts-steps")
     agents = train_through(tmp_path / "elastic", given, worlds, monkeypatch, *flags)
     assert alone.wait(60) == 0
-    told, reference = agents.lines(), lines_of(tmp_path / "alone")
-    assert [line["step"] for line in told].count(1) == len(worlds)
-    assert [line["step"] for line in told[-STEPS:]] == list(range(1, STEPS + 1))
+    reported, reference = agents.lines(), lines_of(tmp_path / "alone")
+    assert [line["step"] for line in reported].count(1) == len(worlds)
+    assert [line["step"] for line in reported[-STEPS:]] == list(range(1, STEPS + 1))
     made: dict[int, Any] = {}
-    for line in told:
+    for line in reported:
         assert line["loss"] == made.setdefault(line["step"], line)["loss"]
     compare(list(made.values()), reference)
     assert {line["world"] for line in made.values()} == set(worlds)

@@ -81,8 +81,8 @@ def test_a_coordinator_whose_port_is_taken_says_so(tmp_path: Path) -> None:
         port = other.getsockname()[1]
         done = run(tmp_path, "--coordinator", f"127.0.0.1:{port}", "script.py")
     assert done.returncode == 1
-    (said,) = [line for line in done.stderr.splitlines() if "Address already in use" in line]
-    assert said.startswith("scalai-run: ") and str(port) in said
+    (logged,) = [line for line in done.stderr.splitlines() if "Address already in use" in line]
+    assert logged.startswith("scalai-run: ") and str(port) in logged
     assert "Traceback" not in done.stderr, done.stderr
 
 

@@ -51,8 +51,8 @@ def test_a_second_standalone_job_runs_beside_the_first_and_each_leaves_nothing_i
         for job in jobs.values():
             job.send_signal(signal.SIGTERM)
         for name, job in jobs.items():
-            said, _ = job.communicate(timeout=DEADLINE_S)
-            assert (job.returncode, said.count("--job standalone-")) == (75, 1), said
+            logged, _ = job.communicate(timeout=DEADLINE_S)
+            assert (job.returncode, logged.count("--job standalone-")) == (75, 1), logged
             assert check_steps(steps(tmp_path / f"{name}.jsonl"))[0] == 1
         while list(store_of(tmp_path).iterdir()):
             assert time.monotonic() < deadline, list(store_of(tmp_path).rglob("*"))

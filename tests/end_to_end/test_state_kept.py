@@ -64,8 +64,8 @@ def test_a_finished_job_begins_anew_only_where_a_person_says_so(tmp_path: Path) 
         agents.start("a")
         assert agents.exit_code("a") == 0, agents.logs()
         assert check_steps(agents.lines()) == list(range(1, 41))
-        told = json.loads((tmp_path / "durable" / "tiny" / "finished.json").read_text())
-        assert told["step"] == 40 and told["generation"] and told["at"]
+        reported = json.loads((tmp_path / "durable" / "tiny" / "finished.json").read_text())
+        assert reported["step"] == 40 and reported["generation"] and reported["at"]
         agents.start("a")
         assert agents.exit_code("a") == 3
         assert "job 'tiny' finished at step 40 on" in agents.logs()

@@ -118,15 +118,15 @@ def test_a_script_on_trainer_goes_through_other_worlds(
 
 
 def check_history(folder: Path) -> None:
-    told, expected = (
+    reported, expected = (
         json.loads((folder / name / "notes" / "n.history").read_text())
         for name in ("elastic", "alone")
     )
-    assert told["step"] == expected["step"] == STEPS
-    steps = [[line for line in of["log"] if "loss" in line] for of in (told, expected)]
+    assert reported["step"] == expected["step"] == STEPS
+    steps = [[line for line in of["log"] if "loss" in line] for of in (reported, expected)]
     for mine, its in zip(*steps, strict=True):
         assert mine == pytest.approx(its, rel=1e-5), mine
-    assert told["log"][-1]["train_loss"] == pytest.approx(expected["log"][-1]["train_loss"])
+    assert reported["log"][-1]["train_loss"] == pytest.approx(expected["log"][-1]["train_loss"])
 
 
 def test_a_worker_of_a_script_on_trainer_may_die(

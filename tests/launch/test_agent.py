@@ -67,7 +67,7 @@ class Made:
         state = HostState(Settings("a", True, 9.0), 2, time.monotonic())
         self.agent = Agent(state, self.hands, self.loop)
 
-    def told(self) -> list[reports.Report]:
+    def reported(self) -> list[reports.Report]:
         return [action.report for action in self.hands.done if isinstance(action, actions.Tell)]
 
 
@@ -75,7 +75,7 @@ def test_what_comes_of_an_action_is_fed_at_once_and_in_order() -> None:
     made = Made()
     made.hands.results[actions.StartGroup] = [events.GroupNotStarted(1, "no process")]
     made.agent.obey(start())
-    (failed,) = made.told()
+    (failed,) = made.reported()
     assert isinstance(failed, reports.Failed) and "no process" in failed.reason
 
 
@@ -85,7 +85,7 @@ def test_an_action_that_fails_fails_the_round_and_the_others_are_done(error: Exc
     made.agent.obey(start())
     made.hands.failing = (actions.ShowStacks, error)
     made.agent.obey(commands.Report())
-    (failed,) = made.told()
+    (failed,) = made.reported()
     assert isinstance(failed, reports.Failed) and str(error) in failed.reason
     assert made.agent.exit is None
 
@@ -136,13 +136,13 @@ def test_signals_reach_the_law_from_any_thread_and_a_second_one_ends_the_loop() 
     thread.join(DEADLINE_S)
     made.agent.set_slots(1)
     made.agent.stop_now(143)
-    assert made.agent.run() == 143 and not made.told()
+    assert made.agent.run() == 143 and not made.reported()
     again = Made()
     again.agent.leave()
     again.agent.set_slots(1)
     again.agent.put(events.CoordinatorLost("it is gone."))
     assert again.agent.run() == 1
-    assert again.told() == [reports.Leaving(), reports.Slots(1)]
+    assert again.reported() == [reports.Leaving(), reports.Slots(1)]
 
 
 def member(made: Made, **served: Any) -> Member:

@@ -58,6 +58,6 @@ def test_the_status_of_a_coordinator_of_another_release_is_shown(
     with pytest.raises(SystemExit) as ended:
         cli.main(["status", "--store-dir", str(tmp_path), "--job", "j"])
     server.close()
-    said = capsys.readouterr()
-    assert not ended.value.code, said.err
-    assert shown in said.out and "a (2 slots)" in said.out
+    logged = capsys.readouterr()
+    assert not ended.value.code, logged.err
+    assert shown in logged.out and "a (2 slots)" in logged.out

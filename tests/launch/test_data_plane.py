@@ -74,10 +74,10 @@ def test_bytes_are_told_of_as_they_arrive(
     sizes = pieces.size_bytes()
     path = tmp_path / "fetched"
     path.write_bytes(bytes(int(sizes.sum())))
-    told: list[int] = []
+    reported: list[int] = []
     begins = np.cumsum(sizes) - sizes
-    came = peer.fetch(1, np.arange(len(pieces)), pieces, path, begins, told.append)
-    assert sum(told) == came == sizes.sum() and len(told) >= (sizes > 0).sum()
+    came = peer.fetch(1, np.arange(len(pieces)), pieces, path, begins, reported.append)
+    assert sum(reported) == came == sizes.sum() and len(reported) >= (sizes > 0).sum()
 
 
 def test_the_server_cuts_parts_out_of_pieces(store: HostStore, peer: Peer, tmp_path: Path) -> None:

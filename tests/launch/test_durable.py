@@ -46,7 +46,7 @@ def test_all_that_can_be_seen_is_attached_and_what_cannot_be_read_is_told(
     moved = folder / "generation-5" / "gone"
     write_manifest(moved, replace(look(folder).parts[5][0][1], generation=6))
     silent = look(folder).parts[11][0][1]
-    about = {name: said for name, said in silent.about.items() if name != "tensors"}
+    about = {name: logged for name, logged in silent.about.items() if name != "tensors"}
     write_manifest(folder / "generation-11" / "gone", replace(silent, about=about))
     (folder / "generation-3" / ".other.partial").mkdir()
     (folder / "finished.json").write_text("{}")
@@ -73,10 +73,12 @@ def test_a_job_that_has_finished_is_refused_and_says_when(tmp_path: Path) -> Non
     folder = tmp_path / "disk" / "gpt"
     refuse_finished(folder)
     write_finished(folder, 120, 8)
-    told = json.loads((folder / "finished.json").read_text())
-    assert (told["step"], told["generation"]) == (120, 8)
-    said = r"job 'gpt' finished at step 120 on \d{4}-.*--fresh.*--job gpt --durable-dir .* --force"
-    with pytest.raises(RefusedError, match=said):
+    reported = json.loads((folder / "finished.json").read_text())
+    assert (reported["step"], reported["generation"]) == (120, 8)
+    logged = (
+        r"job 'gpt' finished at step 120 on \d{4}-.*--fresh.*--job gpt --durable-dir .* --force"
+    )
+    with pytest.raises(RefusedError, match=logged):
         refuse_finished(folder)
     (folder / "finished.json").write_text("torn")
     with pytest.raises(RefusedError, match="finished at an unknown step"):

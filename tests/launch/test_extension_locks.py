@@ -120,5 +120,5 @@ def test_a_long_wait_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         now = PATIENCE_S
         locks.tell_of_waits()
         locks.tell_of_waits()
-    (said,) = caplog.messages
-    assert f"{tmp_path}/op/lock no process of this host holds it" in said
+    (logged,) = caplog.messages
+    assert f"{tmp_path}/op/lock no process of this host holds it" in logged

@@ -91,8 +91,8 @@ def test_a_generation_of_an_older_release_is_verified_by_its_own_fingerprints(
     stores = halves(open_store)
     saved_by_an_older_release([store.generation_directory(2) for store in stores])
     job = stores[0].directory.parent
-    said = "computed again and equal; fingerprints of version 1, of an older release"
-    assert said in run(capsys, job, "--verify")
+    logged = "computed again and equal; fingerprints of version 1, of an older release"
+    assert logged in run(capsys, job, "--verify")
     report = json.loads(run(capsys, job, "--json"))
     assert report["fingerprint_version"] == 1
     found = {tensor["name"]: tensor["fingerprint"] for tensor in report["tensors"]}

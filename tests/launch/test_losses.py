@@ -61,7 +61,7 @@ def note(line: Line, *hosts: str) -> None:
         line.coordinator._live.command(hosts, Save(77))
 
 
-def has_said(line: Line, *words: str) -> bool:
+def has_logged(line: Line, *words: str) -> bool:
     return any(all(word in text for word in words) for text in line.log)
 
 
@@ -70,7 +70,7 @@ def test_a_silent_host_is_lost_where_others_can_go_on(short_line: Line) -> None:
     silent = short_line.join("b")
     silent.wait_for("start")
     silent.pause()
-    wait_until(lambda: has_said(short_line, "event=lost host=b", "silent"), "b is lost")
+    wait_until(lambda: has_logged(short_line, "event=lost host=b", "silent"), "b is lost")
     silent.go_on()
     wait_until(lambda: silent.error is not None, "b is told")
     assert "not in the job (any more)" in str(silent.error)
@@ -82,14 +82,14 @@ def test_silence_alone_does_not_end_a_job_that_has_no_other_host(tmp_path: Path)
     agent.wait_for("start")
     agent.pause()
     wait_until(
-        lambda: has_said(line, "event=host_silent host=a", "waiting for it"), "it is told of"
+        lambda: has_logged(line, "event=host_silent host=a", "waiting for it"), "it is told of"
     )
     kept = line.coordinator._live.members["a"]
     first_s = kept.judge_again_s
     wait_until(lambda: kept.judge_again_s > first_s, "it is judged again")
     agent.go_on()
-    wait_until(lambda: has_said(line, "event=host_back host=a"), "it is back")
-    assert not has_said(line, "event=lost") and len(agent.heard("start")) == 1
+    wait_until(lambda: has_logged(line, "event=host_back host=a"), "it is back")
+    assert not has_logged(line, "event=lost") and len(agent.heard("start")) == 1
     line.end()
 
 
@@ -102,8 +102,8 @@ def test_who_does_not_answer_is_lost_only_where_the_others_can_go_on(tmp_path: P
     with line.coordinator._lock:
         live._perform(actions.Lose(("a", "b"), "no answer within 61 s"))
         assert live.members.hosts() == ("b",)
-    assert has_said(line, "event=no_answer host=a", "it counts as lost")
-    assert has_said(line, "event=no_answer host=b", "waiting for it")
+    assert has_logged(line, "event=no_answer host=a", "it counts as lost")
+    assert has_logged(line, "event=no_answer host=b", "waiting for it")
     line.end()
 
 
@@ -113,11 +113,11 @@ def test_a_stall_of_the_coordinator_is_not_taken_for_silence(short_line: Line) -
     agents[1].wait_for("start")
     with short_line.coordinator._lock:
         time.sleep(1.5 * SHORT_S)
-    wait_until(lambda: has_said(short_line, "event=stalled"), "the stall is told of")
+    wait_until(lambda: has_logged(short_line, "event=stalled"), "the stall is told of")
     note(short_line, "a", "b")
     for agent in agents:
         agent.wait_for("save")
-    assert not has_said(short_line, "event=lost")
+    assert not has_logged(short_line, "event=lost")
 
 
 def test_a_stall_of_the_coordinator_is_not_taken_for_a_slow_phase(line: Line) -> None:
@@ -129,10 +129,10 @@ def test_a_stall_of_the_coordinator_is_not_taken_for_a_slow_phase(line: Line) ->
         stall_s = 2 * live.state.start_timeout_s
         line.coordinator._losses._looked_at -= stall_s
         live.state = m.excuse(live.state, -stall_s)
-    wait_until(lambda: has_said(line, "event=stalled"), "the stall is told of")
+    wait_until(lambda: has_logged(line, "event=stalled"), "the stall is told of")
     agent.tell("stepped", round=1)
     wait_until(lambda: live.state.phase is m.Phase.RUNNING, "the job runs")
-    assert live.state.round == 1 and not has_said(line, "no progress of the start")
+    assert live.state.round == 1 and not has_logged(line, "no progress of the start")
 
 
 def test_the_status_shows_workers_that_make_no_steps(
@@ -174,14 +174,14 @@ def test_a_start_whose_bytes_still_flow_makes_progress(line: Line) -> None:
         agent.tell("moved", round=1, bytes=moved)
     agent.tell("stepped", round=1)
     wait_until(lambda: live.state.phase is m.Phase.RUNNING, "the job runs")
-    assert live.state.round == 1 and not has_said(line, "no progress of the start")
+    assert live.state.round == 1 and not has_logged(line, "no progress of the start")
 
 
 def test_an_agent_whose_connections_end_is_lost(pair_line: Line) -> None:
     pair_line.join("a")
     pair_line.join("b").leave()
-    said = ("event=lost host=b", "connections have ended")
-    wait_until(lambda: has_said(pair_line, *said), "b is lost")
+    logged = ("event=lost host=b", "connections have ended")
+    wait_until(lambda: has_logged(pair_line, *logged), "b is lost")
 
 
 def test_an_agent_that_says_goodbye_is_not_waited_for(tmp_path: Path) -> None:
@@ -230,7 +230,9 @@ def test_a_live_agent_is_not_replaced_by_one_of_another_store(line: Line) -> Non
 def test_an_event_that_is_told_twice_counts_once(line: Line) -> None:
     agent = line.join("a")
     agent.wait_for("start")
-    wait_until(lambda: line.coordinator._live.members["a"].told == 1, "its first step is told")
+    wait_until(
+        lambda: line.coordinator._live.members["a"].last_report == 1, "its first step is told"
+    )
     heard: list[tuple[str, object]] = []
     line.coordinator._agent_events.hear = (  # type: ignore[method-assign]
         lambda host, report, manifests: heard.append((host, report))
@@ -280,9 +282,9 @@ def test_nonsense_is_refused_and_changes_nothing(line: Line, case: str) -> None:
     agent.wait_for("start")
     if word == "Tell":
         arguments = {**arguments, "incarnation": agent.incarnation}
-    said = call_raw(line.coordinator.address, TOKEN, encode((word, arguments)))
-    assert re.search(message, said), said
-    assert not has_said(line, "event=crashed")
+    logged = call_raw(line.coordinator.address, TOKEN, encode((word, arguments)))
+    assert re.search(message, logged), logged
+    assert not has_logged(line, "event=crashed")
 
 
 def test_a_failure_of_the_coordinator_ends_the_job_with_its_reason(tmp_path: Path) -> None:
@@ -295,11 +297,11 @@ def test_a_failure_of_the_coordinator_ends_the_job_with_its_reason(tmp_path: Pat
     line.coordinator._live._starter.start = fail  # type: ignore[method-assign]
     agents = [line.join("a"), line.join("b")]
     for agent in agents:
-        told = agent.wait_for("exit")
-        assert told["code"] == 1 and "KeyError('h7')" in told["reason"]
+        reported = agent.wait_for("exit")
+        assert reported["code"] == 1 and "KeyError('h7')" in reported["reason"]
     line.thread.join(DEADLINE_S)
     assert line.code == [1]
-    assert has_said(line, "event=crashed", "Traceback") and not has_said(line, "event=lost")
+    assert has_logged(line, "event=crashed", "Traceback") and not has_logged(line, "event=lost")
     line.end()
 
 
@@ -336,7 +338,7 @@ def test_an_agent_that_waits_for_the_coordinators_lock_is_not_silent(short_line:
     note(short_line, "a", "b")
     for agent in agents:
         agent.wait_for("save")
-    assert not has_said(short_line, "event=lost") and not has_said(short_line, "event=stalled")
+    assert not has_logged(short_line, "event=lost") and not has_logged(short_line, "event=stalled")
 
 
 def test_polls_of_many_agents_are_kept_longer_and_silence_is_judged_by_it() -> None:

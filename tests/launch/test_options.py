@@ -98,11 +98,11 @@ def test_flags_overrule_the_configuration_by_dotted_name() -> None:
 
 def test_a_coordinator_is_told_what_was_read() -> None:
     options = parse("--allowed-sizes", "2,4", "--settle-s", "1", "--nnodes", "1:4", "t.py", "--lr")
-    told = json.loads(json.dumps(options.to_json()))
-    assert Options.from_json(told) == options
+    reported = json.loads(json.dumps(options.to_json()))
+    assert Options.from_json(reported) == options
     for wrong in ({"min_nodes": "1"}, {"nodes": 1}, {"script_args": 3}):
         with pytest.raises(UsageError, match="Do the versions differ"):
-            Options.from_json(told | wrong)
+            Options.from_json(reported | wrong)
 
 
 def test_where_the_coordinator_is() -> None:

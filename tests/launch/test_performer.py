@@ -59,7 +59,7 @@ class Set:
 
     def __init__(self, store: HostStore) -> None:
         self.fed: queue.Queue[Event] = queue.Queue()
-        self.group, self.told = FakeGroup(), list[Any]()
+        self.group, self.reported = FakeGroup(), list[Any]()
         groups: Any = SimpleNamespace(start=lambda wanted: self.group)
         self.groups = groups
         background = Background(lambda due: due())
@@ -70,7 +70,7 @@ class Set:
         nothing: Any = None
         self.hands = Hands(
             spec, "a", b"token", store, nothing, self.groups, nothing, background,
-            self.told.append, self.fed.put, self.rejoin, lambda: False,
+            self.reported.append, self.fed.put, self.rejoin, lambda: False,
         )  # fmt: skip
         self.performer = Performer(self.hands)
         self.rejoin_error: Exception | None = None

@@ -29,16 +29,16 @@ def ended(*command: str) -> tuple[int, str]:
 
 
 def test_a_number_of_workers_that_is_none() -> None:
-    code, said = ended("-m", *RUN, "--nproc-per-node", "x", "script.py")
+    code, logged = ended("-m", *RUN, "--nproc-per-node", "x", "script.py")
     assert code == 2
-    assert "scalai-run: --nproc-per-node x: expected a number, auto, cpu or gpu" in said
+    assert "scalai-run: --nproc-per-node x: expected a number, auto, cpu or gpu" in logged
 
 
 def test_a_store_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    code, said = ended("-m", *RUN, "--store-dir", str(tmp_path / "file" / "store"), "script.py")
+    code, logged = ended("-m", *RUN, "--store-dir", str(tmp_path / "file" / "store"), "script.py")
     assert code in (1, 3)
-    assert str(tmp_path / "file") in said
+    assert str(tmp_path / "file") in logged
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_a_store_that_cannot_be_made(tmp_path: Path) -> None:
     ids=["scalai-doctor", "scalai-run"],
 )
 def test_no_torch_is_said(start: str) -> None:
-    code, said = ended("-c", f"{WITHOUT_TORCH}\n{start}")
+    code, logged = ended("-c", f"{WITHOUT_TORCH}\n{start}")
     assert code == 3
-    assert "torch is not installed for" in said
+    assert "torch is not installed for" in logged
 
 
 def test_an_interrupt_is_no_fault(capsys: pytest.CaptureFixture[str]) -> None:

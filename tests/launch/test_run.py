@@ -16,8 +16,8 @@ def test_a_loop_that_stands_still_does_not_outlive_a_second_signal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(run, "STOP_S", 0.1)
-    told: list[object] = []
-    agent: Any = SimpleNamespace(leave=lambda: told.append("leave"), stop_now=told.append)
+    reported: list[object] = []
+    agent: Any = SimpleNamespace(leave=lambda: reported.append("leave"), stop_now=reported.append)
     forever = threading.Event()
     loop = threading.Thread(target=forever.wait, daemon=True)
     loop.start()
@@ -26,7 +26,7 @@ def test_a_loop_that_stands_still_does_not_outlive_a_second_signal(
         heard._hear(15, None)
     run._wait(loop, agent, heard)
     assert loop.is_alive() and "event=stuck" in caplog.text
-    assert told == ["leave", 128 + 15]
+    assert reported == ["leave", 128 + 15]
     forever.set()
     run._wait(loop, agent, heard)
     assert not loop.is_alive()

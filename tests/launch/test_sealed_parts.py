@@ -22,8 +22,8 @@ from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, FakeAgent, Line, 
 STORE = ["machine", 1]
 
 
-def said(line: Line, text: str) -> bool:
-    return any(text in told for told in line.log)
+def logged(line: Line, text: str) -> bool:
+    return any(text in reported for reported in line.log)
 
 
 class TwoHosts:
@@ -39,7 +39,7 @@ class TwoHosts:
         self.a.unanswered = {"stop"}
         self.run = self.a.wait_for("start")["run"]
         self.step = 0
-        wait_until(lambda: said(self.line, "event=resized"), "every rank has stepped")
+        wait_until(lambda: logged(self.line, "event=resized"), "every rank has stepped")
 
     def join(self, host: str, *sealed: HostManifest) -> FakeAgent:
         old = self._old[host]
@@ -86,10 +86,10 @@ class TwoHosts:
         """Both hosts commit what they had sealed, and go on from there."""
 
         def is_begun() -> bool:
-            return bool(self.b.heard("start")) or said(self.line, "event=went_back")
+            return bool(self.b.heard("start")) or logged(self.line, "event=went_back")
 
         wait_until(is_begun, "a round begins")
-        assert not said(self.line, "event=went_back"), self.line.log
+        assert not logged(self.line, "event=went_back"), self.line.log
         for agent in (self.a, self.b):
             committed = agent.wait_for("commit")
             assert committed["snapshot"] == f"{self.run}-1-{self.step}"
@@ -190,10 +190,10 @@ def test_a_state_whose_replicas_differ_at_a_stop_is_not_gone_on_from(
         agent.tell("sealed", round=1, reason="stop", part=message, seconds={})
     hosts.a_stops()
     assert hosts.a.wait_for("start", 2)["generation"] == 1
-    assert said(hosts.line, "event=snapshot_refused") and said(hosts.line, "'param/w'")
-    assert said(hosts.line, "what was written is refused: replicas of tensor 'param/w'")
-    assert not said(hosts.line, "do not cover the state")
-    assert not said(hosts.line, "event=crashed")
+    assert logged(hosts.line, "event=snapshot_refused") and logged(hosts.line, "'param/w'")
+    assert logged(hosts.line, "what was written is refused: replicas of tensor 'param/w'")
+    assert not logged(hosts.line, "do not cover the state")
+    assert not logged(hosts.line, "event=crashed")
     hosts.end()
 
 
@@ -235,7 +235,7 @@ def test_what_was_left_behind_never_becomes_the_state(tmp_path: Path, is_of_this
         whole = part(tmp_path, "c", -1, 500, "otherrun-3-500")
         halves = {host: half(whole, host, n) for n, host in enumerate("cd")}
         joined = tuple(hosts.line.join(host, sealed=(halves[host],)) for host in "cd")
-    assert said(hosts.line, "host c gives up what it had sealed at step 500")
+    assert logged(hosts.line, "host c gives up what it had sealed at step 500")
     hosts.begin_to_stop()
     hosts.comes_back()
     hosts.a_tells()
@@ -250,14 +250,14 @@ def test_what_a_person_has_left_behind_does_not_come_back_as_a_sealed_part(tmp_p
     newest = replace(half(newest, "a", 0), committed=Committed(("a", "b"), {}))
     first = line.join("a", parts=(older, newest))
     person = Channel(line.coordinator.address, TOKEN)
-    wait_until(lambda: said(line, "scalai resume"), "it waits")
+    wait_until(lambda: logged(line, "scalai resume"), "it waits")
     person.call(Resume(3, dry_run=False))
     person.close()
     assert first.wait_for("start")["generation"] == 3
     line.join("b", sealed=(part(tmp_path, "b", -1, 30, "r-1-30"),))
     first.tell("failed", round=1, reason="the test says so")
     assert first.wait_for("start", 2)["generation"] == 3
-    assert not said(line, "event=recovered")
+    assert not logged(line, "event=recovered")
     line.end()
 
 
@@ -306,7 +306,7 @@ def test_a_part_of_a_round_that_the_run_has_left_is_not_gone_on_from(
     first = start.join("a", parts=(part(tmp_path, "a", 5, 25, "r-2-25"),))
     start.join("b", sealed=(part(tmp_path, "b", -1, 30, "r-1-30"),))
     assert first.wait_for("start")["generation"] == 5
-    assert said(start, "host b gives up what it had sealed at step 30")
+    assert logged(start, "host b gives up what it had sealed at step 30")
 
 
 @pytest.mark.parametrize("has_older", [False, True])
@@ -324,7 +324,7 @@ def test_a_job_does_not_begin_without_a_sealed_state_whose_replicas_differ(
     damaged = replace(whole, host="b", fingerprint=whole.fingerprint + np.uint64(1))
     first = start.join("a", parts=older, sealed=(mine,))
     start.join("b", sealed=(damaged,))
-    wait_until(lambda: said(start, "at step 30 is refused: replicas of "), "it says why it waits")
+    wait_until(lambda: logged(start, "at step 30 is refused: replicas of "), "it says why it waits")
     (line,) = [text for text in start.log if "at step 30 is refused" in text][-1:]
     assert "hosts ['a', 'b'] sealed" in line and "scalai clean" in line and "--fresh" in line
     assert ("scalai resume --job j --generation 3" in line) == has_older

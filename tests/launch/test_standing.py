@@ -55,7 +55,7 @@ def call(line: Line, word: str, **arguments: Any) -> Any:
         channel.close()
 
 
-def said(line: Line, pattern: str) -> None:
+def logged(line: Line, pattern: str) -> None:
     """Wait until the coordinator has said something."""
     wait_until(lambda: any(re.search(pattern, text) for text in line.log), f"it says {pattern}")
 
@@ -65,10 +65,10 @@ def test_it_waits_for_the_host_of_a_newer_part_and_names_it_and_the_ways_out(
 ) -> None:
     older, (of_a, of_b) = part(tmp_path, "a", 3, 20, "r-1-20"), of_two_hosts(tmp_path, 4, 30)
     first = line.join("a", parts=(older, of_a))
-    said(line, r"generation 4 of step 30 is not whole .*'a'.* hold parts.*\['b'\] are missing")
-    said(line, r"Start the agents of \['b'\].*--durable-dir")
-    said(line, r"generation 3 of step 20, 10 steps back: scalai resume --job j --generation 3")
-    said(line, r"--fresh")
+    logged(line, r"generation 4 of step 30 is not whole .*'a'.* hold parts.*\['b'\] are missing")
+    logged(line, r"Start the agents of \['b'\].*--durable-dir")
+    logged(line, r"generation 3 of step 20, 10 steps back: scalai resume --job j --generation 3")
+    logged(line, r"--fresh")
     assert not first.heard("start") and not first.heard("drop")
     line.join("b", parts=(of_b,))
     assert first.wait_for("start")["generation"] == 4
@@ -79,7 +79,7 @@ def test_a_damaged_newest_generation_is_waited_for_and_its_number_not_used_again
 ) -> None:
     older = part(tmp_path, "a", 3, 20, "r-1-20")
     agent = line.join("a", parts=(older,), damaged=((5, "/x/generation-5 is damaged"),))
-    said(line, "generation 5 is not whole .*host 'a': /x/generation-5 is damaged")
+    logged(line, "generation 5 is not whole .*host 'a': /x/generation-5 is damaged")
     answer = call(line, "resume", generation=3, dry_run=False)
     assert "going on from generation 3 of step 20; given up: generation 5" in answer["reason"]
     assert agent.wait_for("start")["generation"] == 3
@@ -98,13 +98,13 @@ def test_a_snapshot_whose_replicas_differ_is_refused_and_ends_no_agent(
     agent = line.join("a")
     sealed = part(tmp_path, "a", -1, 25, f"{agent.wait_for('start')['run']}-1-25")
     agent.tell("sealed", round=1, reason="snapshot", part=manifest_bytes(sealed), seconds={})
-    said(line, "event=snapshot step=25 refused: replicas differ")
+    logged(line, "event=snapshot step=25 refused: replicas differ")
     assert not agent.heard("commit") and not agent.heard("exit")
 
 
 def test_nothing_but_damage_is_a_state_too(line: Line) -> None:
     agent = line.join("a", damaged=((1, "its manifest is torn"),))
-    said(line, "its manifest is torn")
+    logged(line, "its manifest is torn")
     assert not agent.heard("start")
     with pytest.raises(PeerError, match=r"generation 0 is not whole.*Whole: none"):
         call(line, "resume", generation=0, dry_run=False)
@@ -115,7 +115,7 @@ def test_a_person_goes_on_from_an_older_generation_and_what_is_newer_goes_at_the
 ) -> None:
     older, (of_a, of_b) = part(tmp_path, "a", 3, 20, "r-1-20"), of_two_hosts(tmp_path, 4, 30)
     agent = line.join("a", parts=(older, of_a))
-    said(line, "scalai resume")
+    logged(line, "scalai resume")
     tried = call(line, "resume", generation=3, dry_run=True)
     assert "given up: generation 4, 10 steps" in tried["reason"] and not agent.heard("start")
     with pytest.raises(PeerError, match=r"generation 4 is not whole.*Whole: 3 \(step 20\)"):
@@ -139,8 +139,8 @@ def test_a_job_does_not_begin_anew_without_what_was_sealed_and_names_who_is_miss
     line: Line, tmp_path: Path
 ) -> None:
     first = line.join("a", sealed=(sealed_by(tmp_path, "a", 0),))
-    said(line, r"sealed at step 30 is not whole .*\['a'\] hold parts.*\['b'\] are missing")
-    said(line, r"Start the agents of \['b'\].*--fresh")
+    logged(line, r"sealed at step 30 is not whole .*\['a'\] hold parts.*\['b'\] are missing")
+    logged(line, r"Start the agents of \['b'\].*--fresh")
     assert not first.heard("start") and not first.heard("discard")
     line.join("b", sealed=(sealed_by(tmp_path, "b", 1),))
     assert first.wait_for("commit")["snapshot"] == "r-1-30"
@@ -151,10 +151,10 @@ def test_what_was_sealed_is_given_up_once_all_are_back_and_it_is_not_whole(
     line: Line, tmp_path: Path
 ) -> None:
     first = line.join("a", sealed=(sealed_by(tmp_path, "a", 0),))
-    said(line, "sealed at step 30 is not whole")
+    logged(line, "sealed at step 30 is not whole")
     line.join("b")
     assert first.wait_for("start")["generation"] is None
-    said(line, "host a gives up what it had sealed at step 30")
+    logged(line, "host a gives up what it had sealed at step 30")
 
 
 @pytest.mark.parametrize("is_drained", [True, False])
@@ -163,7 +163,7 @@ def test_what_was_sealed_is_waited_for_though_its_holder_has_gone(
 ) -> None:
     """It may come back: a job that began meanwhile would have it throw its part away."""
     first, third = line.join("a", sealed=(sealed_by(tmp_path, "a", 0),)), line.join("c")
-    said(line, "sealed at step 30 is not whole")
+    logged(line, "sealed at step 30 is not whole")
     if is_drained:
         first.tell("leaving")
         assert first.wait_for("exit")["keeps_state"]
@@ -187,12 +187,12 @@ def test_a_job_does_not_begin_without_what_was_sealed_and_cannot_be_read(
     line: Line, tmp_path: Path
 ) -> None:
     agent = line.join("a", damaged=(UNREAD,))
-    said(line, r"sealed last cannot be read \(host 'a': /s/j/a/snapshot-4.*move that.*--fresh")
+    logged(line, r"sealed last cannot be read \(host 'a': /s/j/a/snapshot-4.*move that.*--fresh")
     assert not agent.heard("start")
     agent.leave()
     wait_until(lambda: "a" not in line.coordinator._live.members, "it is gone")
     line.join("b", parts=(part(tmp_path, "b", 3, 20, "r-1-20"),))
-    said(line, r"sealed last cannot be read .*generation 3 of step 20: scalai resume")
+    logged(line, r"sealed last cannot be read .*generation 3 of step 20: scalai resume")
     assert line.join("a").wait_for("start")["generation"] == 3, "somebody has moved it away"
 
 
@@ -202,7 +202,7 @@ def test_a_part_that_cannot_be_read_holds_up_nobody_where_the_others_have_it_all
     whole = part(tmp_path, "b", 3, 20, "r-1-20")
     whole = replace(whole, committed=Committed(("a", "b"), {}))
     agent = line.join("a", damaged=(UNREAD,))
-    said(line, r"sealed last cannot be read")
+    logged(line, r"sealed last cannot be read")
     line.join("b", parts=(whole,))
     assert agent.wait_for("start")["generation"] == 3
 
@@ -249,7 +249,7 @@ def without_memory(line: Line, folder: Path) -> tuple[FakeAgent, HostManifest]:
     assert first.wait_for("start")["generation"] == 2
     second = line.join("b")
     first.leave()
-    said(line, "generation 2 of step 60 is not whole")
+    logged(line, "generation 2 of step 60 is not whole")
     return second, mine
 
 
@@ -260,7 +260,7 @@ def test_an_older_state_on_a_disk_is_not_taken_for_its_higher_number(
     left, mine = without_memory(line, tmp_path)
     other = part(tmp_path, "b", 7, 50, "other-1-50")
     left.tell("attached", parts=[manifest_bytes(other)], damaged=[])
-    said(line, r"generation 7 of step 50, 10 steps back: scalai resume --job j --generation 7")
+    logged(line, r"generation 7 of step 50, 10 steps back: scalai resume --job j --generation 7")
     line.join("c")
     again = line.join("a", parts=(mine,))
     assert again.wait_for("start")["generation"] == 2
@@ -277,7 +277,7 @@ def test_disks_are_looked_at_though_too_few_hosts_are_left(tmp_path: Path) -> No
     older = part(tmp_path, "b", 1, 50, "r-1-50")
     left.tell("attached", parts=[manifest_bytes(older)], damaged=[])
     line.join("c")
-    said(line, r"generation 1 of step 50, 10 steps back: scalai resume --job j --generation 1")
+    logged(line, r"generation 1 of step 50, 10 steps back: scalai resume --job j --generation 1")
     assert not left.heard("drop")
     line.end()
 
@@ -321,7 +321,7 @@ def test_a_fresh_job_keeps_the_old_state_until_it_has_its_own(
 ) -> None:
     agent = fresh_line.join("a", parts=(part(tmp_path, "a", 7, 20, "r-1-20"),))
     assert agent.answer["sets_aside"]
-    said(fresh_line, "host=a gives up generation 7 of step 20")
+    logged(fresh_line, "host=a gives up generation 7 of step 20")
     start = agent.wait_for("start")
     assert start["generation"] is None and not agent.heard("drop")
     sealed = part(tmp_path, "a", -1, 0, f"{start['run']}-1-0")
@@ -368,7 +368,7 @@ def test_what_was_fetched_of_a_generation_that_was_left_behind_goes(
 ) -> None:
     older, of_a = part(tmp_path, "a", 3, 20, "r-1-20"), of_two_hosts(tmp_path, 4, 30)[0]
     agent = line.join("a", parts=(older, of_a))
-    said(line, "scalai resume")
+    logged(line, "scalai resume")
     call(line, "resume", generation=3, dry_run=False)
     agent.wait_for("drop")
     agent.tell("grown", part=manifest_bytes(of_a))  # it was on its way

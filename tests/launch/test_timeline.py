@@ -45,14 +45,14 @@ def test_the_relaunch_counts_from_the_first_commit() -> None:
 
 
 def test_a_report_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
-    said: list[str] = []
+    logged: list[str] = []
     folder = tmp_path / "reports"
-    timeline = Timeline(folder, said.append)
-    assert not said
+    timeline = Timeline(folder, logged.append)
+    assert not logged
     shutil.rmtree(folder)
     folder.write_text("a file, where a folder should be: as a full disk")
     finish_start(timeline)
     assert len(timeline.reports) == 1
-    assert "event=report_failed" in said[-1] and "the job goes on" in said[-1]
-    Timeline(folder / "below", said.append)
-    assert "there will be no reports" in said[-1]
+    assert "event=report_failed" in logged[-1] and "the job goes on" in logged[-1]
+    Timeline(folder / "below", logged.append)
+    assert "there will be no reports" in logged[-1]

@@ -172,7 +172,7 @@ def sleepers(event: Any) -> int:
     return int(event._condition._sleeping_count.get_value())
 
 
-def told(folder: Path, rank: int) -> list[str]:
+def reported(folder: Path, rank: int) -> list[str]:
     """Wait for what a worker wrote."""
     wait_until((folder / str(rank)).exists, f"rank {rank} says something")
     return (folder / str(rank)).read_text().split("\n")
@@ -212,7 +212,7 @@ def test_workers_know_their_place_and_leave(
 ) -> None:
     workers.start(place(round=3), [str(script), str(tmp_path), "done"], warm=warm)
     for local, rank in enumerate((2, 3)):
-        assert told(tmp_path, rank)[:-1] == [
+        assert reported(tmp_path, rank)[:-1] == [
             str(rank), str(local), "4", "2", "1", "127.0.0.1", "29876", "2", "True", "yes",
             multiprocessing.get_start_method(),
         ]  # fmt: skip
@@ -224,7 +224,7 @@ def test_a_worker_that_is_killed_when_it_has_finished_holds_up_nobody(
     workers: WorkerSet, script: Path, tmp_path: Path, warm_server: Path
 ) -> None:
     workers.start(place(1, outlives_signals=True), [str(script), str(tmp_path), "done"], warm=True)
-    process = psutil.Process(int(told(tmp_path, 2)[-1]))
+    process = psutil.Process(int(reported(tmp_path, 2)[-1]))
     context: Any = workers._pcontext
     event = context._worker_finished_event
     wait_until(lambda: sleepers(event) == 1, "it waits to be let go")
@@ -262,7 +262,7 @@ def test_a_worker_that_fails_takes_the_others_with_it(
     workers: WorkerSet, script: Path, tmp_path: Path, warm_server: Path, warm: bool
 ) -> None:
     workers.start(elastic(warm), [str(script), str(tmp_path), "fails"], warm=warm)
-    pid = int(told(tmp_path, 2)[-1])
+    pid = int(reported(tmp_path, 2)[-1])
     assert outcome(workers).failures == ("rank 3 exited with 7",)
     assert not psutil.pid_exists(pid)
 
@@ -294,7 +294,7 @@ def test_a_worker_that_is_killed_is_named_with_its_signal(
     workers: WorkerSet, script: Path, tmp_path: Path, warm_server: Path, warm: bool
 ) -> None:
     workers.start(elastic(warm), [str(script), str(tmp_path), "stays"], warm=warm)
-    pids = {rank: int(told(tmp_path, rank)[-1]) for rank in (2, 3)}
+    pids = {rank: int(reported(tmp_path, rank)[-1]) for rank in (2, 3)}
     assert workers.pids() == {0: pids[2], 1: pids[3]}
     os.kill(pids[2], signal.SIGKILL)
     assert outcome(workers).failures == ("rank 2 was killed by SIGKILL",)
@@ -306,7 +306,7 @@ def test_stopping_ends_workers_that_do_not_listen_and_others_may_follow(
     workers: WorkerSet, script: Path, tmp_path: Path, warm_server: Path, warm: bool
 ) -> None:
     workers.start(place(), [str(script), str(tmp_path), "stubborn"], warm=warm)
-    pids = [int(told(tmp_path, rank)[-1]) for rank in (2, 3)]
+    pids = [int(reported(tmp_path, rank)[-1]) for rank in (2, 3)]
     for rank in (2, 3):
         wait_until((tmp_path / f"{rank}.ready").exists, "they do not listen")
     workers.stop(1)
@@ -315,7 +315,7 @@ def test_stopping_ends_workers_that_do_not_listen_and_others_may_follow(
     for rank in (2, 3):
         (tmp_path / str(rank)).unlink()
     workers.start(place(1, round=2, first=0), [str(script), str(tmp_path), "done"], warm=warm)
-    assert told(tmp_path, 0)[2] == "1"
+    assert reported(tmp_path, 0)[2] == "1"
     assert outcome(workers) == Outcome(())
 
 

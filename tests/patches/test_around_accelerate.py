@@ -28,9 +28,9 @@ def test_metrics_are_over_every_sample_of_an_evaluation_set(
         samples=17, micro_batch=4, epochs=3, config=CONFIG,
     )  # fmt: skip
     assert [ranks[0].ending for ranks in made] == ["left", "left", "finished"]
-    told = notes(made)
-    assert {line["epoch"] for line in told} == {0, 1, 2}
-    for line in told:
+    reported = notes(made)
+    assert {line["epoch"] for line in reported} == {0, 1, 2}
+    for line in reported:
         assert line["seen"] == list(range(17)), line
 
 
@@ -55,8 +55,10 @@ def test_a_schedule_of_the_engine_ends_as_the_first_round_planned_it(
     alone = play(rounds_pool, tmp_path / "alone", "plans", [(2, None)], **given)
     made = play(rounds_pool, tmp_path / "job", "plans", [(2, 5), (1, 9), (2, None)], **given)
     assert [ranks[0].ending for ranks in made] == ["left", "left", "finished"]
-    told, expected = ({note["step"]: note["rate"] for note in notes(of)} for of in (made, alone))
-    assert told == pytest.approx(expected, rel=1e-12)
+    reported, expected = (
+        {note["step"]: note["rate"] for note in notes(of)} for of in (made, alone)
+    )
+    assert reported == pytest.approx(expected, rel=1e-12)
     assert len({rate for rate in expected.values()}) > 5
 
 
@@ -94,8 +96,8 @@ def test_a_state_that_is_saved_under_a_name_twice_is_told_of(
         epochs=4, output=str(tmp_path / "saved"), names="counted", config=CONFIG,
     )  # fmt: skip
     assert made[-1][0].ending == "finished"
-    (said,) = [text for text in log(made) if text.startswith("event=saved_again ")]
-    assert "step_3" in said and "at step 10" in said and "engine.global_steps" in said
+    (logged,) = [text for text in log(made) if text.startswith("event=saved_again ")]
+    assert "step_3" in logged and "at step 10" in logged and "engine.global_steps" in logged
     assert not [text for text in log(made[:1]) if "saved_again" in text]
 
 
@@ -103,5 +105,5 @@ def test_a_state_that_is_saved_under_a_name_twice_is_told_of(
 def test_a_loop_without_an_engine_is_told_of(rounds_pool: WorkerPool, tmp_path: Path) -> None:
     ((seen,),) = play(rounds_pool, tmp_path, "has_no_engine", [(1, None)], config=CONFIG)
     assert seen.ending == "finished"
-    (said,) = [text for text in seen.log if text.startswith("event=no_engine ")]
-    assert "ACCELERATE_USE_DEEPSPEED" in said and "--cpu" in said
+    (logged,) = [text for text in seen.log if text.startswith("event=no_engine ")]
+    assert "ACCELERATE_USE_DEEPSPEED" in logged and "--cpu" in logged

@@ -111,8 +111,8 @@ def test_what_is_done_again_behind_epochs_that_are_over_is_named_once(
     made = play(rounds_pool, tmp_path / "job", "keeps_beside", [(1, 10), (1, None)], **given)
     assert [ranks[0].ending for ranks in made] == ["left", "finished"]
     for event, place in (("evaluated_again", "evaluated"), ("saved_behind", "saved")):
-        (said,) = warned(made, event)
-        assert f"at={line(place)} " in said and "is_replaying" in said
+        (logged,) = warned(made, event)
+        assert f"at={line(place)} " in logged and "is_replaying" in logged
         assert not warned(made[:1], event)
 
 
@@ -124,8 +124,8 @@ def test_a_copy_of_the_weights_that_is_registered_goes_on(
     rounds = [(2, 6), (1, None)]
     made = play(rounds_pool, tmp_path / "job", "keeps_beside", rounds, **given)
     alone = play(rounds_pool, tmp_path / "alone", "keeps_beside", [(1, None)], **given)
-    told, expected = ([note["shadow"] for note in notes(of)] for of in (made, alone))
-    assert told == pytest.approx(expected, rel=1e-5) and len(told) == 12
+    reported, expected = ([note["shadow"] for note in notes(of)] for of in (made, alone))
+    assert reported == pytest.approx(expected, rel=1e-5) and len(reported) == 12
     assert " average (" not in warned(made, "own_state")[0]
 
 
@@ -177,8 +177,8 @@ def test_a_state_that_is_put_away_between_steps_is_written_where_it_is(
     rounds = [(2, 5), (1, None)]
     made = play(rounds_pool, tmp_path / "job", "offloads", rounds, **given)
     assert [ranks[0].ending for ranks in made] == ["left", "finished"]
-    told, expected = ([note["loss"] for note in notes(of)] for of in (made, alone))
-    assert told == pytest.approx(expected, rel=1e-6) and len(told) == 16
+    reported, expected = ([note["loss"] for note in notes(of)] for of in (made, alone))
+    assert reported == pytest.approx(expected, rel=1e-6) and len(reported) == 16
 
 
 @pytest.mark.campaign

@@ -94,9 +94,9 @@ class AcceleratedScheduler:
 def test_what_only_checkpoints_keep_is_told_of(
     registered: tuple[str, ...], has_engine: bool, objects: list[Any], is_told: bool
 ) -> None:
-    said: list[tuple[str, str]] = []
+    logged: list[tuple[str, str]] = []
     schedules = SimpleNamespace(stepped_elsewhere=[])
-    auxiliary = SimpleNamespace(schedules=schedules, say=lambda *words: said.append(words))
+    auxiliary = SimpleNamespace(schedules=schedules, say=lambda *words: logged.append(words))
     session = SimpleNamespace(registered=registered)
     hooks = LoopHooks(lambda: session, SimpleNamespace(auxiliary=auxiliary))  # type: ignore[arg-type]
     plugin = object() if has_engine else None
@@ -104,5 +104,5 @@ def test_what_only_checkpoints_keep_is_told_of(
     kept: list[Any] = []
     hooks.notice_objects(lambda *given: kept.extend(given), accelerator, tuple(objects), {})
     assert kept == objects
-    assert [event for event, _ in said] == ["not_carried"] * is_told
-    assert all("(Ema)" in detail and "register_state" in detail for _, detail in said)
+    assert [event for event, _ in logged] == ["not_carried"] * is_told
+    assert all("(Ema)" in detail and "register_state" in detail for _, detail in logged)

@@ -28,8 +28,8 @@ def half(rank: int) -> list[Row]:
 def report(directory: Path, version: int, change: int = 0) -> None:
     bits = host_bits(VALUES.view(torch.int32).reshape(6, 4))
     value = piece_fingerprint(bits, whole(WEIGHT.shape), WEIGHT.shape, version) + change
-    said = {"fingerprint_version": version} if version > 1 else {}
-    content = {"version": version, **said, "fingerprints": {WEIGHT.name: f"{value:016x}"}}
+    logged = {"fingerprint_version": version} if version > 1 else {}
+    content = {"version": version, **logged, "fingerprints": {WEIGHT.name: f"{value:016x}"}}
     (directory / REPORT).write_text(json.dumps(content))
 
 

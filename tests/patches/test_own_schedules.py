@@ -114,7 +114,7 @@ def test_a_schedule_goes_on_where_it_was(kind: str, is_before: bool, repeated: i
     first.build_engine()
     made = first.train(schedule, LEFT_AT)
     saved = first.hooks.take()
-    assert [told["kind"] for told in saved] == [kind]  # and none of its parts
+    assert [reported["kind"] for reported in saved] == [kind]  # and none of its parts
 
     left = {k: v for k, v in first.optimizer.param_groups[0].items() if k != "params"}
     then = Round(left, saved)

@@ -13,6 +13,6 @@ def test_random_order_is_accepted_where_whole_global_batches_make_an_epoch() -> 
 
 
 def test_surprises_are_said() -> None:
-    said = " ".join(warnings_of(Namespace(exit_signal_handler=True, dataloader_type="external")))
-    assert "Signal the agent" in said
-    assert "consumed_train_samples" in said
+    logged = " ".join(warnings_of(Namespace(exit_signal_handler=True, dataloader_type="external")))
+    assert "Signal the agent" in logged
+    assert "consumed_train_samples" in logged

@@ -25,18 +25,18 @@ def run(script: str) -> str:
 
 
 def test_a_worker_lives_on_and_a_handler_of_the_script_gets_the_signal() -> None:
-    said = run("""
+    logged = run("""
 for number in (signal.SIGTERM, signal.SIGINT):
     os.kill(os.getpid(), number)
 signal.signal(signal.SIGTERM, lambda *_: print("handled"))
 os.kill(os.getpid(), signal.SIGTERM)
 print("alive")
 """)
-    assert said.split() == ["handled", "alive"]
+    assert logged.split() == ["handled", "alive"]
 
 
 def test_a_data_loader_lives_on_and_ends_with_its_iterator_or_its_worker() -> None:
-    said = run("""
+    logged = run("""
 loader = DataLoader(range(8), num_workers=2)
 samples = iter(loader)
 next(samples)
@@ -54,11 +54,11 @@ assert not any(process.is_alive() for process in workers)
 forgotten = iter(DataLoader(range(10**9), num_workers=2, persistent_workers=True))
 next(forgotten)
 """)
-    assert said.split() == ["7"]
+    assert logged.split() == ["7"]
 
 
 def test_children_of_the_script_are_ended_by_terminate() -> None:
-    said = run("""
+    logged = run("""
 def sleep():
     time.sleep(600)
 
@@ -85,4 +85,4 @@ child.wait(60)
 forgotten = multiprocessing.Process(target=sleep, daemon=True)
 forgotten.start()
 """)
-    assert said.split() == ["by", "its", "handler"]
+    assert logged.split() == ["by", "its", "handler"]

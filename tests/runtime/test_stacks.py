@@ -100,8 +100,10 @@ def test_a_stall_is_told_once_and_again_after_twice_as_long() -> None:
     progress = Progress(stall_s=60.0)
     for step in range(10):
         assert progress.stalled_s({0: step, 1: step}, float(step)) is None
-    told = [second for second in range(10, 600) if progress.stalled_s({0: 10, 1: 9}, float(second))]
-    assert told == [69, 129, 249, 489]
+    reported = [
+        second for second in range(10, 600) if progress.stalled_s({0: 10, 1: 9}, float(second))
+    ]
+    assert reported == [69, 129, 249, 489]
     assert progress.stalled_s({0: 10, 1: 10}, 601.0) is None
     assert progress.stalled_s({0: 10, 1: 10}, 630.0) is None
 

@@ -60,13 +60,13 @@ def test_a_file_that_was_cut_after_it_was_attached_is_told_as_damage(
     for path in store.generation_directory(3).iterdir():
         if path.is_symlink():
             os.truncate(path.resolve(), 1)
-    told: list[Any] = []
+    reported: list[Any] = []
     beside: Any = SimpleNamespace(submit=lambda work: work())
     Holdings(
         JobSpec.read(parse_options(["--job", "job", "script.py"])), store,
-        told.append, beside, lambda due: due(),
+        reported.append, beside, lambda due: due(),
     ).doubt(3)  # fmt: skip
-    (_, report) = told
+    (_, report) = reported
     assert isinstance(report, Examined) and "its files cannot be read" in report.damage[0]
     assert report.directory.startswith(str(tmp_path / "disk"))
 
@@ -75,8 +75,8 @@ def found_by(store: HostStore, *flags: str) -> dict[int, str]:
     """Return what a host says that it cannot use when it joins."""
     spec = JobSpec.read(parse_options(["--job", "job", *flags, "script.py"]))
     beside: Any = None
-    told = Holdings(spec, store, lambda *said: None, beside, lambda due: None).found()
-    return dict(told.damaged)
+    reported = Holdings(spec, store, lambda *logged: None, beside, lambda due: None).found()
+    return dict(reported.damaged)
 
 
 def test_what_this_machine_has_left_under_another_name_is_told(open_store: Opener) -> None:
@@ -86,9 +86,9 @@ def test_what_this_machine_has_left_under_another_name_is_told(open_store: Opene
     store = open_store(host="new")
     assert not found_by(store), "its agent lives, and brings it"
     earlier.close()
-    (said,) = found_by(store).items()
-    assert said[0] == 5 and "generation-5 holds generation 5 of host old, step 100" in said[1]
-    assert "--host-id old" in said[1]
+    (logged,) = found_by(store).items()
+    assert logged[0] == 5 and "generation-5 holds generation 5 of host old, step 100" in logged[1]
+    assert "--host-id old" in logged[1]
     generation(store, 1, step=2)
     assert not found_by(store), "it has a state of its own"
 

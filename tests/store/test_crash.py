@@ -176,8 +176,8 @@ def test_a_damaged_snapshot_is_told_and_left(open_store: Opener) -> None:
     assert "is damaged" in again.damaged_snapshots[slot.directory.name]
     spec = JobSpec.read(parse_options(["--job", "job", "script.py"]))
     beside: Any = None
-    told = Holdings(spec, again, lambda *said: None, beside, lambda due: None).found()
-    ((number, why),) = told.damaged
+    reported = Holdings(spec, again, lambda *logged: None, beside, lambda due: None).found()
+    ((number, why),) = reported.damaged
     assert number == -1 and str(slot.directory) in why
     again.set_damaged_aside()  # the job goes on without it
     again.close()

@@ -310,5 +310,7 @@ def test_the_page_names_the_fields_that_there_are(
 def test_the_page_states_this_version_and_every_dtype() -> None:
     text = PAGE.read_text()
     assert f"**Version {VERSION}.**" in text and f"`{FORMAT}`" in text
-    said = set(re.findall(r"\b(?:BOOL|BF16|F8_E\dM\d|[FIU]\d+)\b", text.partition("| dtype |")[2]))
-    assert said == {tensor.dtype for tensor in TENSORS}
+    logged = set(
+        re.findall(r"\b(?:BOOL|BF16|F8_E\dM\d|[FIU]\d+)\b", text.partition("| dtype |")[2])
+    )
+    assert logged == {tensor.dtype for tensor in TENSORS}

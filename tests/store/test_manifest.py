@@ -139,8 +139,8 @@ def test_parts_of_two_snapshots_are_never_one_state(open_store: Opener) -> None:
         load_generation(places)
     says = [{"hosts": ["a", "b"], "fingerprints": {"param/w": f"{n:016x}"}} for n in (1, 2)]
     places = [
-        rewritten(store, about=about, committed=said)
-        for store, said in zip((first, second), says, strict=True)
+        rewritten(store, about=about, committed=logged)
+        for store, logged in zip((first, second), says, strict=True)
     ]
     with pytest.raises(StoreError, match=r"'a' and 'b'.*other fingerprints of 1 tensors \(param/w"):
         load_generation(places)

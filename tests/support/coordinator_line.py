@@ -116,7 +116,7 @@ class FakeAgent:
         self.incarnation = secrets.token_hex(4)
         self.unanswered: set[str] = set()
         """Commands that it leaves to the test to answer."""
-        self._told, self._received = 0, 0
+        self._reported, self._received = 0, 0
         self._telling = threading.Lock()
         self._calls, self._polls = (
             Channel(address, TOKEN, call_s=DEADLINE_S, connect_s=DEADLINE_S) for _ in range(2)
@@ -152,11 +152,11 @@ class FakeAgent:
 
     def tell(self, event: str, **facts: Any) -> None:
         with self._telling:  # the test and the polling thread both tell, in the order of numbers
-            self._told += 1
+            self._reported += 1
             if event == "prepared":
                 facts.setdefault("round", self.round)
             report = Named(report_of(event, self.host, **facts))
-            self._calls.call(Tell("j", self.host, self.incarnation, self._told, report))
+            self._calls.call(Tell("j", self.host, self.incarnation, self._reported, report))
 
     def heard(self, name: str) -> list[dict[str, Any]]:
         """Return the commands of a kind so far."""

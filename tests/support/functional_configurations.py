@@ -106,7 +106,7 @@ def faults_of(checkout: Path, cases: Sequence[tuple[int, Sequence[str]]]) -> lis
 
 def _check_all() -> None:
     cases = json.load(sys.stdin)
-    told = sys.stdout
+    reported = sys.stdout
     sys.stdout = sys.stderr  # Megatron-LM prints
     from scalai.patches.megatron import cpu_emulation
 
@@ -128,7 +128,7 @@ def _check_all() -> None:
             found.append(None)
         except (Exception, SystemExit) as error:
             found.append(f"{type(error).__name__}: {error}")
-    print(json.dumps(found), file=told)
+    print(json.dumps(found), file=reported)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class LawHost:
         """Return the actions of a kind so far."""
         return [action for action in self.done if isinstance(action, kind)]
 
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         """Return what was reported, by words, in order."""
         return [word_of(type(report)) for report in self.reports()]
 

@@ -45,7 +45,7 @@ class Known:
         self.now = 0.0
         self.hosts: dict[str, SimulatedHost] = {}
         self.commands: dict[str, list[Callable[[], events.Event | None]]] = {}
-        self.said: list[actions.Action] = []
+        self.logged: list[actions.Action] = []
         self.numbers = 0
         self.snapshots: dict[str, tuple[int, int, frozenset[int]]] = {}
         self.steps: dict[int, int] = {}

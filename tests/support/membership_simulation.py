@@ -44,7 +44,7 @@ class Simulation(Known):
     def feed(self, event: events.Event) -> None:
         self.job, due = advance(self.job, event)
         for action in due:
-            self.said.append(action)
+            self.logged.append(action)
             self.perform(action)
 
     def join(self, name: str, slots: int, parts: dict[int, frozenset[int]] | None = None) -> None:
@@ -392,9 +392,9 @@ class Simulation(Known):
         round, step = self.job.round, max(self.hosts[name].step for name in hosts)
         self.tell(tuple(late), lambda host: self.seal(host, round, step))
         for name in hosts:
-            told = None if name in late else self.seal(self.hosts[name], round, step)
-            if told is not None:
-                self.feed(told)
+            reported = None if name in late else self.seal(self.hosts[name], round, step)
+            if reported is not None:
+                self.feed(reported)
 
     def seal(self, host: SimulatedHost, round: int, step: int) -> events.Event | None:
         if host.round != round or len(host.parts) > 1:
@@ -432,7 +432,7 @@ def two_hosts(**settings: object) -> Simulation:
 
 def rounds(simulation: Simulation) -> list[actions.StartRound]:
     """Return the rounds so far, oldest first."""
-    return [action for action in simulation.said if isinstance(action, actions.StartRound)]
+    return [action for action in simulation.logged if isinstance(action, actions.StartRound)]
 
 
 def until(simulation: Simulation, phase: m.Phase) -> None:

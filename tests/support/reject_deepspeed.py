@@ -103,10 +103,10 @@ def with_config(key: str, value: Any, section: str | None = None) -> Any:
 
 def settings(model: str, tag: str = TAG) -> list[Case]:
     """Cases of the stored configuration."""
-    said = f"{model}: ds_config has "
+    logged = f"{model}: ds_config has "
     sub_group = "zero_optimization.sub_group_size = 'abc', and a number that is not negative is"
     return [
-        Case("setting", on(with_config(*given), model, tag), said + words)
+        Case("setting", on(with_config(*given), model, tag), logged + words)
         for given, words in (
             (("sub_group_size", "abc", "zero_optimization"), sub_group),
             (("zero_optimization", [1]), "zero_optimization = [1], and a table is expected"),

@@ -84,7 +84,7 @@ class SimulatedHands:
             case actions.Log():
                 host.log.append(action.text)
             case actions.Tell(report):
-                host.untold.append(report)
+                host.unsent.append(report)
             case actions.Answer(call, value):
                 self._answered(call, value)
             case actions.Welcome(call):
@@ -142,9 +142,9 @@ class SimulatedHands:
             case actions.Doubt(generation):
                 left = host.store.get(generation)
                 found = None if left is None else summary_bytes(left)
-                host.untold.append(reports.Doubted(generation, found))
+                host.unsent.append(reports.Doubted(generation, found))
             case actions.Look():
-                host.untold.append(reports.Attached((), ()))
+                host.unsent.append(reports.Attached((), ()))
         return ()
 
     # ------------------------------------------------------------------ workers
@@ -263,7 +263,7 @@ class SimulatedHost:
     def begin(self) -> None:
         """A new agent process on this host, with what its store holds."""
         self.log: list[str] = []
-        self.untold: list[Report] = []
+        self.unsent: list[Report] = []
         self.work: list[Callable[[], Event | None]] = []
         self.wants_to_join, self.is_in = True, False
         self.hands = SimulatedHands(self)
@@ -358,8 +358,8 @@ class SimulatedHost:
     def enter_job(self) -> None:
         """Become part of the job, if it is taken in."""
         self.number += 1
-        self.wants_to_join, self.told, self.received = False, 0, 0
-        self.untold.clear()
+        self.wants_to_join, self.reported, self.received = False, 0, 0
+        self.unsent.clear()
         request = Join(
             "j", self.name, self.incarnation, StoreIdentity("m", hash(self.name) % 1000, 0),
             self.slots, ("h", 1), tuple(summary_bytes(part) for part in self.store.values()),
@@ -380,13 +380,13 @@ class SimulatedHost:
         if not self.is_in:
             return
         try:
-            if self.untold:
-                number = self.told + 1
-                tell = Tell("j", self.name, self.incarnation, number, Named(self.untold[0]))
+            if self.unsent:
+                number = self.reported + 1
+                tell = Tell("j", self.name, self.incarnation, number, Named(self.unsent[0]))
                 for _ in range(2 if is_repeated else 1):
                     self.world.desk.handle(self, travelled(tell))  # type: ignore[arg-type]
-                self.told = number
-                self.untold.pop(0)
+                self.reported = number
+                self.unsent.pop(0)
                 self.world.happened += 1
             current = self.agent.state.round
             seen = self.hands.seen(current)

@@ -85,8 +85,10 @@ class TakingTurns:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._waiting = 0
-        told = getattr(config, "workerinput", {}).get("turn")  # by the process that spreads tests
-        self._turn = Turn(*told) if told else self._whose(config)
+        reported = getattr(config, "workerinput", {}).get(
+            "turn"
+        )  # by the process that spreads tests
+        self._turn = Turn(*reported) if reported else self._whose(config)
 
     def _whose(self, config: pytest.Config) -> Turn:
         names_tests = config.args_source is config.ArgsSource.ARGS

@@ -305,8 +305,8 @@ class World:
         assert any("event=crashed" in line and "a slip in" in line for line in self.log)
         for name in list(self.hosts):
             self.act(name, "net")
-        told = [host.agent.exit for host in self.hosts.values() if host.is_in]
-        assert set(told) <= {None, 0, 1}, told
+        reported = [host.agent.exit for host in self.hosts.values() if host.is_in]
+        assert set(reported) <= {None, 0, 1}, reported
         assert (self.newest_whole() or 0) >= (before or 0), "a state is gone"
         return True
 

@@ -86,8 +86,8 @@ class Grid:
                 "tensor-parallel ones. Copy the missing files of the same save."
             )
         layers = tuple(Layers.read(tag, rank, trust=trust) for rank in range(len(tag.layers)))
-        told = read_pipeline(options.cuts).tied if layers else {}
-        tied = {place: unit for unit, places in told.items() for place in places}
+        given = read_pipeline(options.cuts).tied if layers else {}
+        tied = {place: unit for unit, places in given.items() for place in places}
         ranks = tag.ranks if layers else ()
         states = [read_dictionary(tag.directory / of.model[0], trust=trust) for of in ranks]
         files = tuple(of.files(_trained(states[rank::tp]), tied) for rank, of in enumerate(layers))

@@ -94,7 +94,7 @@ class CutRules:
     """What a checkpoint says (``info``), and a file (``told``: patterns and rules)."""
 
     info: Mapping[str, Any]
-    told: tuple[tuple[re.Pattern[str], Rule], ...] = ()
+    given: tuple[tuple[re.Pattern[str], Rule], ...] = ()
 
     def cuts(self, shapes: Mapping[str, Sequence[Shape]]) -> dict[str, Cut]:
         """Return how parameters are cut of which tensor-parallel ranks have these shapes.
@@ -122,8 +122,8 @@ class CutRules:
 
     def rule(self, name: str) -> Rule | None:
         """Return what is said of a parameter; None: nothing. Raises as ``cuts``."""
-        told = next((rule for pattern, rule in self.told if pattern.fullmatch(name)), None)
-        return self._of_info(name) or told or self._default()
+        given = next((rule for pattern, rule in self.given if pattern.fullmatch(name)), None)
+        return self._of_info(name) or given or self._default()
 
     def _of_info(self, name: str) -> Rule | None:
         info = self.info
@@ -159,15 +159,15 @@ class CutRules:
 
 def info_at(info: Mapping[str, Any], cuts: Mapping[str, Cut]) -> dict[str, Any]:
     """Return what a checkpoint says with other cuts: without maps, for which patterns stand."""
-    said = {key: value for key, value in info.items() if key != _MAPS}
+    stated = {key: value for key, value in info.items() if key != _MAPS}
     if _WIDTHS in info:
-        said[_WIDTHS] = {
+        stated[_WIDTHS] = {
             pattern: [list(of) for of in cuts[name].widths]
             for pattern in info[_WIDTHS]
             for name in [next((name for name in cuts if re.match(pattern, name)), None)]
             if name is not None
         }
-    return said
+    return stated
 
 
 def read_cuts(path: Path | None) -> tuple[tuple[re.Pattern[str], Rule], ...]:
@@ -180,7 +180,7 @@ def read_cuts(path: Path | None) -> tuple[tuple[re.Pattern[str], Rule], ...]:
         return ()
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8")).get("cut", [])
-        return tuple((re.compile(section["parameters"]), _told(section)) for section in sections)
+        return tuple((re.compile(section["parameters"]), _given(section)) for section in sections)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, re.error) as error:
         raise UsageError(
             f"{path} has no [[cut]] sections as expected ({type(error).__name__}: {error}). Give "
@@ -188,7 +188,7 @@ def read_cuts(path: Path | None) -> tuple[tuple[re.Pattern[str], Rule], ...]:
         ) from error
 
 
-def _told(section: Mapping[str, Any]) -> Rule:
+def _given(section: Mapping[str, Any]) -> Rule:
     unknown = sorted(section.keys() - set(_KEYS))
     if unknown:
         raise ValueError(f"{unknown[0]} is none of {', '.join(_KEYS)}")

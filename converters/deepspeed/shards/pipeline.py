@@ -61,7 +61,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Given:
     """The ``[pipeline]`` section of a file of cuts."""
 
     parts: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ def order(names: Sequence[str]) -> list[str]:
 
 
 def stages_at(
-    pipeline: Pipeline, pp: int, trained: Shapes, told: Told
+    pipeline: Pipeline, pp: int, trained: Shapes, given: Given
 ) -> tuple[tuple[frozenset[str], ...], str]:
     """Return the units of each of ``pp`` stages, and how that was found.
 
@@ -116,17 +116,17 @@ def stages_at(
     """
     if pp == 1:
         return (frozenset().union(*pipeline.stages),), ""
-    if pp == len(pipeline.stages) and not told.parts and not told.method:
+    if pp == len(pipeline.stages) and not given.parts and not given.method:
         return pipeline.stages, ""
-    places = _places(pipeline, told)
-    if told.parts:
-        if len(told.parts) != pp + 1 or list(told.parts) != sorted(told.parts):
+    places = _places(pipeline, given)
+    if given.parts:
+        if len(given.parts) != pp + 1 or list(given.parts) != sorted(given.parts):
             raise RefusedError(
-                f"parts = {list(told.parts)} in [pipeline] of the file of --cuts are not the "
+                f"parts = {list(given.parts)} in [pipeline] of the file of --cuts are not the "
                 f"{pp + 1} bounds of {pp} stages. Correct them."
             )
-        return _stages(places, told.parts), f"parts {list(told.parts)} of the file of --cuts"
-    methods = [told.method] if told.method else list(_fitting(pipeline, places, trained))
+        return _stages(places, given.parts), f"parts {list(given.parts)} of the file of --cuts"
+    methods = [given.method] if given.method else list(_fitting(pipeline, places, trained))
     if not methods:
         raise RefusedError(
             f"the {len(pipeline.stages)} stages of the source are cut by none of the methods "
@@ -160,33 +160,33 @@ def partition(method: str, places: Sequence[str], trained: Shapes, pp: int) -> l
     return _balanced([int(kind == most) for kind in kinds], pp)
 
 
-def read_pipeline(path: Path | None) -> Told:
+def read_pipeline(path: Path | None) -> Given:
     """Read the ``[pipeline]`` section of a file of cuts.
 
     Raises:
         UsageError: It cannot be read, or is not as described above.
     """
     if path is None:
-        return Told()
+        return Given()
     try:
         section = tomllib.loads(path.read_text(encoding="utf-8")).get("pipeline", {})
-        told = Told(
+        given = Given(
             tuple(map(int, section.pop("parts", ()))),
             section.pop("partition_method", ""),
             {f"{TIED}.{key}": list(map(int, at)) for key, at in section.pop("tied", {}).items()},
             int(section.pop("layers", 0)),
         )
-        if section or told.method not in ("", *METHODS):
-            raise ValueError(f"unknown {next(iter(section), told.method)!r}")
+        if section or given.method not in ("", *METHODS):
+            raise ValueError(f"unknown {next(iter(section), given.method)!r}")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{path} has no [pipeline] section as expected ({error}). Give parts, or "
             f"partition_method (one of {', '.join(METHODS)}), and tied and layers where needed."
         ) from error
-    return told
+    return given
 
 
-def _places(pipeline: Pipeline, told: Told) -> list[str]:
+def _places(pipeline: Pipeline, given: Given) -> list[str]:
     """Return the unit at each place.
 
     The later occurrences of a tied layer have no file where they have a function of their own: one
@@ -197,11 +197,11 @@ def _places(pipeline: Pipeline, told: Told) -> list[str]:
     last = len(pipeline.stages) - 1
     counts = Counter(found.values())
     for unit in sorted(trained):
-        if unit in told.tied:
-            found.update(dict.fromkeys(told.tied[unit], unit))
+        if unit in given.tied:
+            found.update(dict.fromkeys(given.tied[unit], unit))
         elif unit.startswith(TIED) and counts[unit] == 1 and unit in pipeline.stages[last]:
             found[max(found) + 1] = unit
-    count = max(told.layers, max(found, default=-1) + 1)
+    count = max(given.layers, max(found, default=-1) + 1)
     return [found.get(place, "") for place in range(count)]
 
 

@@ -84,9 +84,9 @@ def _weight_dtype(state: Mapping[str, Any]) -> str:
 
 def degrees_of(models: Sequence[ModelStates]) -> tuple[int, int]:
     """Return ``tp`` and ``pp``: as the files say, or by which ranks have equal parameters."""
-    said = models[0].first.get(_DEGREES)
-    if said is not None and said["tp_degree"] * said["pp_degree"] == len(models):
-        return said["tp_degree"], said["pp_degree"]
+    stated = models[0].first.get(_DEGREES)
+    if stated is not None and stated["tp_degree"] * stated["pp_degree"] == len(models):
+        return stated["tp_degree"], stated["pp_degree"]
     names = [[list(shapes) for shapes in model.shapes()] for model in models]
     tp = next((rank for rank, of in enumerate(names) if of != names[0]), len(names))
     return tp, len(models) // tp
@@ -143,7 +143,7 @@ def cuts_of(
         for group in model.shapes():
             for name, shape in group.items():
                 shapes.setdefault(name, []).append(shape)
-    found = {name: _said(entries[name]) for name in shapes}
+    found = {name: _stated(entries[name]) for name in shapes}
     if tp == 1:
         # Of a job without such ranks every entry is the same, and says nothing.
         if all(rule == Rule(0) for rule in found.values()):
@@ -156,7 +156,7 @@ def cuts_of(
     }
 
 
-def _said(entry: Mapping[str, Any]) -> Rule | None:
+def _stated(entry: Mapping[str, Any]) -> Rule | None:
     parts = entry.get("sub_param_shape")
     if isinstance(parts, Foreign):
         dim = parts.state["partition_dim"]

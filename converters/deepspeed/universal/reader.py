@@ -92,8 +92,8 @@ class UniversalReader:
         """Return the checkpoint. Raises ``RefusedError`` where a parameter's file is missing."""
         self._check_folders()
         entries = {name: self._entries(name) for name in names_of(self.models)}
-        said = {name: _as_dictionary(kinds[MASTERS]) for name, kinds in entries.items()}
-        cuts = cuts_of(said, self.models, self.grid.tp, self.grid.options)
+        stated = {name: _as_dictionary(kinds[MASTERS]) for name, kinds in entries.items()}
+        cuts = cuts_of(stated, self.models, self.grid.tp, self.grid.options)
         own = {
             n: shape for model in self.models for of in model.shapes() for n, shape in of.items()
         }
@@ -101,7 +101,7 @@ class UniversalReader:
         rounded = set()
         for name, kinds in entries.items():
             shape = cuts.get(name, WHOLE).whole(own[name])
-            is_short = _rows(said[name], shape) != shape
+            is_short = _rows(stated[name], shape) != shape
             parameter = _Parameter(name, shape, kinds, is_short or not has_weights)
             if parameter.is_rounded:
                 rounded.add(f"{PARAM}/{name}")

@@ -78,8 +78,8 @@ def open_rank(files: TagFiles, model: ModelStates, trust: bool) -> "ZeroReader":
             model.dp // model.experts.ep if any(map(expert_of, shapes)) else model.dp
             for shapes in model.shapes()
         ]
-        told = counts if isinstance(counts, list | tuple) else [counts] * len(expected)
-        if list(told) != expected:
+        listed = counts if isinstance(counts, list | tuple) else [counts] * len(expected)
+        if list(listed) != expected:
             raise RefusedError(
                 f"{directory / name} is one of {counts} parts, and {files.model[0]} of "
                 f"{model.dp} data-parallel ranks ({model.experts.ep} expert-parallel ones): files "

@@ -91,8 +91,8 @@ def read_saved(directory: Path, cuts: str | None = None) -> Saved:
         RefusedError: It is damaged, incomplete or of a kind that is not read.
         ProofError: Second copies differ at their start.
     """
-    told = find_mapping(cuts, "cuts") if cuts else None
-    checkpoint = open_checkpoint(directory, ReadOptions(cuts=told))
+    mapping = find_mapping(cuts, "cuts") if cuts else None
+    checkpoint = open_checkpoint(directory, ReadOptions(cuts=mapping))
     check_coverage(checkpoint.placed.collection)
     check_samples(checkpoint)
     for note in checkpoint.notes:

@@ -165,29 +165,29 @@ def refuse(step: Step, number: int, reason: str) -> None:
 # ---------------------------------------------------------------------- what workers say
 
 
-def publish(step: Step, call: Call, told: Publish) -> None:
+def publish(step: Step, call: Call, report: Publish) -> None:
     """A worker has built its model and says what it holds and wants."""
-    current = step.of(told.round)
+    current = step.of(report.round)
     assert current is not None
     if current.is_unhooked:  # its first steps were on the way to this
-        step.change_of(told.round, is_unhooked=False)
+        step.change_of(report.round, is_unhooked=False)
         step.log(Level.INFO, f"event=hooked host={step.state.host} the script has connected itself")
-        step.tell(job_events.Hooked(step.state.host, told.round))
-    want = Want(told.wanted, told.coordinate)
-    entry = Published(told.held, want, told.is_restoring, call)
-    published = {**current.published, told.rank: entry}
+        step.tell(job_events.Hooked(step.state.host, report.round))
+    want = Want(report.wanted, report.coordinate)
+    entry = Published(report.held, want, report.is_restoring, call)
+    published = {**current.published, report.rank: entry}
     step.change_of(
-        told.round,
+        report.round,
         published=published,
-        facts={**current.facts, **told.facts.value()},
-        uses_devices=current.uses_devices or told.uses_devices,
+        facts={**current.facts, **report.facts.value()},
+        uses_devices=current.uses_devices or report.uses_devices,
     )
     if not current.is_complete(published):
         return
-    if step.is_present(told.round):
+    if step.is_present(report.round):
         _begin_restore(step)
     else:
-        step.tell(job_events.Built(step.state.host, told.round))
+        step.tell(job_events.Built(step.state.host, report.round))
 
 
 def _begin_restore(step: Step) -> None:
@@ -223,14 +223,14 @@ def fetched(step: Step, found: Fetched) -> None:
         step.answer(entry.call, found.sources[rank])
 
 
-def restored(step: Step, call: Call, told: RankRestored) -> None:
+def restored(step: Step, call: Call, report: RankRestored) -> None:
     """A worker has filled its memory; it waits until the whole job's state is proven."""
     current = step.present()
-    if told.rank == current.ranks.start:
-        step.log(Level.INFO, f"round={current.number} {told.note}")
-    seconds = snapshots.longest(current.seconds, told.seconds)
+    if report.rank == current.ranks.start:
+        step.log(Level.INFO, f"round={current.number} {report.note}")
+    seconds = snapshots.longest(current.seconds, report.seconds)
     current = step.change_round(
-        restored={**current.restored, told.rank: (told, call)}, seconds=seconds
+        restored={**current.restored, report.rank: (report, call)}, seconds=seconds
     )
     if not current.is_complete(current.restored):
         return
@@ -271,14 +271,14 @@ def proceed(step: Step) -> None:
         step.answer(call)
 
 
-def stepped(step: Step, told: RankStepped) -> None:
+def stepped(step: Step, report: RankStepped) -> None:
     """A worker has made its first step of the round."""
-    if told.imports is not None:
-        step.do(actions.WarmUp(told.imports))
-    if not step.is_present(told.round):
+    if report.imports is not None:
+        step.do(actions.WarmUp(report.imports))
+    if not step.is_present(report.round):
         return
     current = step.present()
-    current = step.change_round(stepped=current.stepped | {told.rank})
+    current = step.change_round(stepped=current.stepped | {report.rank})
     if current.is_complete(current.stepped):
         step.tell(job_events.Stepped(step.state.host, current.number))
         snapshots.reserve(step)

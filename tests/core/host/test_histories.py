@@ -70,14 +70,14 @@ def two_hosts(folder: Path, **settings: Any) -> World:
     return world
 
 
-def said(world: World, text: str) -> bool:
+def logged(world: World, text: str) -> bool:
     return any(text in line for line in world.log)
 
 
 def test_snapshots_are_made_on_the_way(tmp_path: Path) -> None:
     world = two_hosts(tmp_path, snapshot_every=4)
     world.go_on(60.0)
-    assert said(world, "event=snapshot committed=") and len(world.hosts["a"].store) == 1
+    assert logged(world, "event=snapshot committed=") and len(world.hosts["a"].store) == 1
 
 
 def test_a_save_that_is_in_flight_puts_a_change_off(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_proof_that_fails_once_costs_no_restart(tmp_path: Path) -> None:
     world.hosts["a"].is_spoilt = True
     world.scale(2)
     world.go_on(120.0)
-    assert said(world, "the restored state is not the written one"), world.log
+    assert logged(world, "the restored state is not the written one"), world.log
     assert world.is_training() and world.live.state.failures_left == left, world.log
     assert world.started[-1][1] == world.started[-2][1] is not None
 
@@ -107,7 +107,7 @@ def test_workers_that_cannot_be_on_standby_start_after_the_stop(tmp_path: Path) 
     world.add("c")
     world.hosts["c"].cannot_start = True
     for _ in range(200):
-        if said(world, "the next workers are not built beside the present ones"):
+        if logged(world, "the next workers are not built beside the present ones"):
             break
         world.tick(0.5)
         for name in "abc":

@@ -81,7 +81,7 @@ def test_a_restore_waits_for_all_and_is_proven_before_anybody_trains() -> None:
     host.feed(Moved(2, 6))
     found = sources()
     host.feed(Fetched(1, found, b"grown", 0.1, 0.2, 3, 4))
-    assert host.told() == ["published", "moved", "grown"]
+    assert host.reported() == ["published", "moved", "grown"]
     assert [host.answers()[call] for call in calls] == [found[0], found[1]]
     prints = np.arange(len(HELD[0]), dtype=np.uint64)
     waits = [host.ask(RankRestored(r, 1, prints, {"restore": 1.0 + r}, "note")) for r in (1, 0)]
@@ -110,9 +110,9 @@ def test_what_was_not_promised_is_left_to_the_coordinator() -> None:
     host = LawHost()
     restoring(host)
     host.feed(NotProven(1, "2 pieces"))
-    assert host.told()[-1] == "unproven" and "failed" not in host.told()
+    assert host.reported()[-1] == "unproven" and "failed" not in host.reported()
     host.feed(NotProven(7, "of an earlier round"))
-    assert host.told().count("unproven") == 1
+    assert host.reported().count("unproven") == 1
 
 
 def test_what_comes_when_its_round_has_ended_is_still_told_of() -> None:
@@ -123,7 +123,7 @@ def test_what_comes_when_its_round_has_ended_is_still_told_of() -> None:
     host.feed(GroupEnded(1, 0))
     assert {host.refused()[call] for call in calls} == {ENDED}
     host.feed(Fetched(1, sources(), b"grown", 0.1, 0.2, 3, 4))
-    assert host.told()[-1] == "grown" and not host.answers()
+    assert host.reported()[-1] == "grown" and not host.answers()
 
 
 def test_workers_that_were_on_standby_begin_when_the_round_does() -> None:
@@ -134,7 +134,7 @@ def test_workers_that_were_on_standby_begin_when_the_round_does() -> None:
     host.ask(Hello(0, 2))
     assert host.all(actions.Welcome)[-1].is_standby
     calls = host.publish(2, held=HELD)
-    assert host.told()[-1] == "built" and not set(calls) & set(host.answers())
+    assert host.reported()[-1] == "built" and not set(calls) & set(host.answers())
     host.obey(commands.Stop(1, True))
     host.feed(GroupEnded(1, 9))
     host.obey(start(2, 0, 2, is_built=True))
@@ -149,13 +149,13 @@ def test_what_was_on_standby_and_is_gone_fails_the_round_that_counts_on_it() -> 
     host.feed(GroupStarted(2))
     call = host.publish(2, ranks=1)[0]
     host.feed(GroupOver(2, ("rank 0 exited with 1",)))
-    assert host.told()[-1] == "not_built" and host.refused()[call] == ENDED
+    assert host.reported()[-1] == "not_built" and host.refused()[call] == ENDED
     assert actions.EndGroup(2, 0.0) in host.done
     host.obey(start(2, 0, 2, is_built=True))
     failed = host.reports()[-1]
     assert isinstance(failed, reports.Failed) and "what was on standby is gone" in failed.reason
     host.obey(commands.Stop(2, False))
-    assert host.told()[-1] == "stopped"
+    assert host.reported()[-1] == "stopped"
 
 
 def test_workers_that_cannot_be_started_end_no_agent() -> None:
@@ -169,7 +169,7 @@ def test_workers_that_cannot_be_started_end_no_agent() -> None:
     failed = host.reports()[-1]
     assert isinstance(failed, reports.Failed) and failed.round == 3 and "no page" in failed.reason
     host.obey(commands.Stop(3, False))
-    assert host.told()[-1] == "stopped" and not host.all(actions.EndGroup)
+    assert host.reported()[-1] == "stopped" and not host.all(actions.EndGroup)
 
 
 def test_a_change_that_is_given_up_ends_what_was_built() -> None:
@@ -199,19 +199,19 @@ def test_calls_of_workers_that_are_not_there_are_refused() -> None:
 def test_a_plain_job_steps_as_soon_as_it_runs() -> None:
     host = LawHost(is_elastic=False)
     host.begin()
-    assert host.told() == ["stepped"]
+    assert host.reported() == ["stepped"]
 
 
 def test_steps_ends_and_failures_of_workers_are_told_of_once() -> None:
     host = LawHost()
     host.train()
-    assert host.told().count("stepped") == 1
+    assert host.reported().count("stepped") == 1
     host.ask(RankFinished(0, 1, 41))
     host.tick(seen=None)
     assert actions.Poll(1) in host.done
     host.feed(GroupOver(1))
     host.feed(GroupOver(1))
-    assert host.told().count("finished") == 1
+    assert host.reported().count("finished") == 1
     other = LawHost()
     other.train()
     other.feed(GroupOver(1, ("rank 1 was killed by SIGKILL",), False, True))
@@ -226,7 +226,7 @@ def test_a_worker_that_refuses_the_job_ends_the_round_and_not_a_training_beside_
     host.obey(commands.Build(workers(2, 0, 2)))
     host.feed(GroupStarted(2))
     host.ask(RankRefused(0, 2, "TP 3 does not divide 4 heads"))
-    assert host.told()[-1] == "not_built" and host.state.standby is None
+    assert host.reported()[-1] == "not_built" and host.state.standby is None
     host.ask(RankRefused(0, 1, "not this one either"))
     failed = host.reports()[-1]
     assert isinstance(failed, reports.Failed) and failed.is_refusal
@@ -237,9 +237,9 @@ def test_a_script_that_nothing_connects_is_told_of_once_and_may_connect_itself()
     host.begin()
     for _ in range(2):
         host.ask(RankUnhooked(0, 1))
-    assert host.told() == ["unhooked"] and "NOTHING CONNECTS IT" in host.log()
+    assert host.reported() == ["unhooked"] and "NOTHING CONNECTS IT" in host.log()
     host.publish()
-    assert host.told()[1] == "hooked"
+    assert host.reported()[1] == "hooked"
 
 
 def test_imports_of_a_first_step_warm_the_fork_server() -> None:
@@ -264,7 +264,7 @@ def test_what_there_is_no_room_for_is_committed_later() -> None:
     host.tick()
     assert host.all(actions.TryCommit)[-1].is_again
     host.feed(CommitDone(3))
-    assert host.told() == ["committed"]
+    assert host.reported() == ["committed"]
     host.tick()
     assert len(host.all(actions.TryCommit)) == 2
     host.obey(commands.Discard())
@@ -305,9 +305,9 @@ def test_a_host_that_was_expelled_ends_its_workers_and_joins_again() -> None:
     host.feed(GroupEnded(2, 0))
     host.feed(GroupEnded(1, 9))
     assert host.done[-1] == actions.Rejoin() and host.discarded() == [slot]
-    assert "stopped" not in host.told(), "nobody has asked for it"
+    assert "stopped" not in host.reported(), "nobody has asked for it"
     host.feed(Rejoined())
-    assert host.told()[-2:] == ["slots", "leaving"]
+    assert host.reported()[-2:] == ["slots", "leaving"]
 
 
 def test_a_host_without_workers_joins_again_at_once_and_ends_where_it_cannot() -> None:
@@ -322,7 +322,7 @@ def test_a_host_leaves_without_a_goodbye_where_nobody_lets_it_go() -> None:
     host = LawHost(drain_timeout_s=9.0)
     for _ in range(2):
         host.feed(LeaveAsked())
-    assert host.told() == ["leaving"]
+    assert host.reported() == ["leaving"]
     host.tick(8.0)
     assert host.state.exit is None
     host.tick(2.0)
@@ -356,7 +356,7 @@ def test_workers_that_have_written_may_leave_by_themselves(grace: bool) -> None:
     stopped = host.reports()[-1]
     assert (stopped.round, stopped.newest) == (1, 9)  # type: ignore[union-attr]
     host.obey(commands.Stop(1, grace))
-    assert host.told()[-2:] == ["stopped", "stopped"], "each stop is answered"
+    assert host.reported()[-2:] == ["stopped", "stopped"], "each stop is answered"
 
 
 def test_a_coordinator_that_is_lost_ends_the_agent() -> None:

@@ -74,7 +74,7 @@ def test_a_round_that_trains_goes_on_without_room_and_takes_it_when_it_is_there(
     host.feed(Holds(frozenset({1})))
     host.feed(NoRoom(1, "no room."))
     assert "no room. Until there is room the training goes on" in host.log()
-    assert "failed" not in host.told()
+    assert "failed" not in host.reported()
     before = len(host.all(actions.Reserve))
     host.tick(snapshots.AGAIN_S - 1)
     assert len(host.all(actions.Reserve)) == before, "not yet"
@@ -139,7 +139,7 @@ def test_a_snapshot_that_cannot_be_sealed_fails_the_round() -> None:
     host.feed(WorkFailed(1, "sealing the snapshot: no room for the manifest."))
     assert "no room for the manifest" in str(host.reports()[-1])
     host.feed(WorkFailed(1, "and again"))
-    assert host.told().count("failed") == 1
+    assert host.reported().count("failed") == 1
 
 
 def test_what_a_worker_says_when_its_snapshot_was_sealed_without_it_is_answered() -> None:

@@ -42,7 +42,7 @@ def test_a_stop_is_proposed_once_no_save_is_in_flight(
     monkeypatch.setattr(stops, "HELD_TELL_S", 0.0)
     host.obey(commands.Prepare(1, 8), SAVING)
     host.tick(seen=SAVING)
-    assert host.told() == ["held", "held"], "it is told again"
+    assert host.reported() == ["held", "held"], "it is told again"
     assert "iteration 4 is in flight" in str(host.reports()[0])
     assert actions.WantStop(1, 1) in host.done and not host.all(actions.Propose)
     host.tick(seen=FREE)
@@ -62,7 +62,7 @@ def test_a_held_stop_that_is_taken_back_or_whose_round_has_ended_is_not_proposed
     host.obey(start(2, 0, 2))
     host.feed(GroupStarted(2))
     host.tick(seen=FREE)
-    assert host.told() == ["held", "held"] and not host.all(actions.Propose)
+    assert host.reported() == ["held", "held"] and not host.all(actions.Propose)
 
 
 def test_workers_that_come_to_a_stop_with_a_save_are_sent_on_and_that_is_told_once(
@@ -70,7 +70,7 @@ def test_workers_that_come_to_a_stop_with_a_save_are_sent_on_and_that_is_told_on
 ) -> None:
     host.agree(8)
     calls = [host.ask(Stand(rank, 1, 8, 8)) for rank in range(2)]
-    assert host.told() == ["held"] and not host.answers()
+    assert host.reported() == ["held"] and not host.answers()
     host.obey(commands.Withdraw(1))
     assert set(host.answers()) == set(calls)
     late = host.ask(Stand(1, 1, 8, 8))
@@ -88,7 +88,7 @@ def test_workers_that_stood_when_their_round_ended_keep_no_later_stop_from_being
     host.feed(GroupStarted(2))
     host.agree(9, 2)
     host.ask(Stand(0, 2, 9, 9))
-    assert host.told() == ["held", "held"]
+    assert host.reported() == ["held", "held"]
 
 
 def test_of_a_save_that_nobody_looks_for_any_more_that_is_said(host: LawHost) -> None:
@@ -125,7 +125,7 @@ def test_a_stop_that_is_taken_back_sends_on_whoever_waits_at_it() -> None:
     host.train()
     host.agree(8)
     calls = [host.ask(BeginSnapshot(rank, 1, "stop", 8)) for rank in range(2)]
-    assert host.told()[-1] == "arrived" and not set(calls) & set(host.answers())
+    assert host.reported()[-1] == "arrived" and not set(calls) & set(host.answers())
     host.obey(commands.Withdraw(1))
     assert [host.answers()[call] for call in calls] == [None, None]
     late = host.ask(BeginSnapshot(0, 1, "stop", 8))
@@ -138,7 +138,7 @@ def test_a_worker_that_dies_at_the_stop_is_written_for_by_a_replica() -> None:
     host.agree(8)
     host.ask(BeginSnapshot(0, 1, "stop", 8))
     host.feed(WorkerGone(1, 1, Seen(reached=frozenset({0, 1}))))
-    assert host.told()[-1] == "arrived"
+    assert host.reported()[-1] == "arrived"
     host.obey(commands.TakeSnapshot(1))
     first = host.ask(written(0))
     order = host.answers()[first]
@@ -153,7 +153,7 @@ def test_a_worker_that_dies_before_the_stop_fails_the_round() -> None:
     host.train()
     host.agree(8)
     host.feed(WorkerGone(1, 1, Seen()))
-    assert "failed" not in host.told(), "how it ends tells"
+    assert "failed" not in host.reported(), "how it ends tells"
     host.tick(seen=Seen(ended={1: -9}))
     failed = host.reports()[-1]
     assert isinstance(failed, Failed) and failed.is_chance and "ranks [1] died" in failed.reason
@@ -167,7 +167,7 @@ def test_workers_that_have_finished_on_the_way_to_a_stop_are_told_of_once() -> N
         host.tick(seen=Seen(ended={0: 0, 1: 0}))
         if host.done[-1] == actions.Poll(1):
             host.feed(GroupOver(1))
-    assert host.told().count("finished") == 1
+    assert host.reported().count("finished") == 1
 
 
 def test_a_dead_worker_whose_connection_stands_is_given_up_and_not_killed_again() -> None:
@@ -209,4 +209,4 @@ def test_an_agreed_stop_is_not_the_stop_of_workers_that_have_ended(host: LawHost
     host.feed(GroupOver(1))
     assert host.state.round is not None and not host.state.round.is_draining
     host.feed(Agreed(2, 8))
-    assert not host.state.round.is_draining and host.told() == ["finished"]
+    assert not host.state.round.is_draining and host.reported() == ["finished"]

@@ -35,8 +35,8 @@ def load(rank: int, store: dist.Store, job: Job, directory: str, cuts: str | Non
     path, client = training.engine.load_checkpoint(directory)
     streams = client.pop("streams")
     assert streams.dtype == torch.uint8 and streams.tolist() == CLIENT["streams"].tolist()
-    told = path, client["note"], _counters(training.engine)
-    return _to_the_end(training), told
+    reported = path, client["note"], _counters(training.engine)
+    return _to_the_end(training), reported
 
 
 def load_weights(

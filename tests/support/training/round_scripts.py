@@ -136,16 +136,16 @@ def keeps_schedule(kind: str, is_before: bool, is_each_step: bool, epochs: int) 
     engine = build_engine(model, optimizer)
     if schedule is None:
         schedule = SCHEDULES[kind](optimizer)
-    told = (3.0,) if kind == "ReduceLROnPlateau" else ()
+    reported = (3.0,) if kind == "ReduceLROnPlateau" else ()
     loader, sampler = loaders()
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for rate, _ in steps_of(engine, loader):
             note(step=engine.global_steps, rate=rate)
             if is_each_step:
-                schedule.step(*told)
+                schedule.step(*reported)
         if not is_each_step:
-            schedule.step(*told)
+            schedule.step(*reported)
 
 
 def resizes_batch(size: int) -> None:

@@ -57,18 +57,18 @@ def note(**values: Any) -> None:
 
 def run(rank: int, store: Any, given: Round) -> Seen:
     """Run one rank in a fork."""
-    answer, told = os.pipe()
+    answer, reported = os.pipe()
     worker = os.getpid()
     child = os.fork()
     if child == 0:
         os.close(answer)
         die_with_parent(worker)
         _run_rank(rank, given)
-        with open(told, "wb") as pipe:
+        with open(reported, "wb") as pipe:
             pickle.dump(seen, pipe)
         sys.stdout.flush()
         os._exit(0)
-    os.close(told)
+    os.close(reported)
     try:
         with open(answer, "rb") as pipe:
             if not select.select([pipe], [], [], ROUND_S)[0]:
@@ -103,7 +103,7 @@ def _run_rank(rank: int, given: Round) -> None:
         seen.ending = f"{type(error).__name__}: {error}"
     except BaseException:
         seen.ending = traceback.format_exc()
-    seen.facts = {**job.facts, **job._told}
+    seen.facts = {**job.facts, **job._reported}
 
 
 class _Noting(logging.Handler):
@@ -132,13 +132,13 @@ class RoundSession(Session):
             return False
         kept = [torch.load(path, weights_only=True) for path in parts]
         _fill(wanted_rows(slots), [pieces for part in kept for pieces in part["pieces"]])
-        told = [json.loads(part["scalars"]) for part in kept]
-        state.load_scalars(unite(part["state"] for part in told))
-        ranks = {part["coordinate"]: part["rank_state"] for part in told}
-        self.step, self.consumed_samples = told[0]["step"], told[0]["samples"]
+        reported = [json.loads(part["scalars"]) for part in kept]
+        state.load_scalars(unite(part["state"] for part in reported))
+        ranks = {part["coordinate"]: part["rank_state"] for part in reported}
+        self.step, self.consumed_samples = reported[0]["step"], reported[0]["samples"]
         self._restored_step = self.step
         state.load_rank_state(ranks.get(state.coordinate), self.step)
-        self._registered.put(told[0]["user"])
+        self._registered.put(reported[0]["user"])
         return True
 
     def _values(self) -> Any:
