@@ -19,7 +19,7 @@ from scalai.launch.agent.caretaker import AHEAD, stay
 from scalai.launch.agent.containers import all_end_with_this_process
 from scalai.launch.agent.durable import check_writable, refuse_finished
 from scalai.launch.agent.interfaces import address_towards, interface_environment
-from scalai.launch.agent.member import Member, open_agent
+from scalai.launch.agent.participant import Participant, open_agent
 from scalai.launch.agent.probe import DeviceProbe
 from scalai.launch.agent.torch_elastic import WorkerSet, self_check
 from scalai.launch.commands.check_elastic import check_elastic
@@ -121,7 +121,7 @@ def run_agent(spec: JobSpec) -> int:
     return ended[0] if ended else 1
 
 
-def _wait(loop: threading.Thread, agent: Member, heard: host_signals.Heard) -> None:
+def _wait(loop: threading.Thread, agent: Participant, heard: host_signals.Heard) -> None:
     """Drain at the first signal, stop at the second. Return once the agent's loop has ended, or
     has not for long although it must.
 
@@ -146,7 +146,7 @@ def _wait(loop: threading.Thread, agent: Member, heard: host_signals.Heard) -> N
 
 def _joined(
     spec: JobSpec, host: str, slots: int, make_workers: Callable[[], WorkerSet]
-) -> tuple[Place, Member]:
+) -> tuple[Place, Participant]:
     """Return where the coordinator is, and an agent that has joined the job.
 
     A coordinator of this machine whose job has just failed is waited for, and followed by a new
@@ -167,7 +167,7 @@ def _joined(
             time.sleep(1.0)
 
 
-def _start_probe(spec: JobSpec, agent: Member, most: int) -> None:
+def _start_probe(spec: JobSpec, agent: Participant, most: int) -> None:
     """Ask for the number of working devices now and then, in a thread of its own; never more than
     ``most`` count."""
     kind = spec.config.probe.kind

@@ -28,7 +28,7 @@ from scalai.core.errors import (
 )
 from scalai.core.messages import Named, Request
 from scalai.core.reports import Report
-from scalai.launch.agent.present import Present
+from scalai.launch.agent.current_round import CurrentRound
 from scalai.launch.coordinator.calls import (
     Bye,
     Farewell,
@@ -309,7 +309,7 @@ class CoordinatorLink:
 
     def follow(
         self,
-        present: Present,
+        present: CurrentRound,
         obey: Callable[[Command], None],
         stalled: Callable[[], Stalled | None] = lambda: None,
     ) -> None:
@@ -380,7 +380,7 @@ class CoordinatorLink:
     def _poll(
         self,
         member: _Membership,
-        present: Present,
+        present: CurrentRound,
         obey: Callable[[Command], None],
         stalled: Callable[[], Stalled | None],
     ) -> None:

@@ -4,7 +4,7 @@ the coordinator says.
 One thread decides: commands of the coordinator, calls of workers and results of background work
 reach it through one queue as events of the law of the host (``core.host.law``), and what the law
 answers with is carried out by ``Performer``. An ``Agent`` is built of its parts and opens nothing;
-``launch.agent.member.open_agent`` opens them.
+``launch.agent.participant.open_agent`` opens them.
 """
 
 import logging

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from scalai.core.deadlines import STALL_S, STALL_STEPS
-from scalai.launch.agent.present import Present
+from scalai.launch.agent.current_round import CurrentRound
 from scalai.launch.agent.stacks import Stacks
 from scalai.launch.coordinator.calls import Stalled
 
@@ -88,7 +88,7 @@ class ProgressWatch:
         stall_s: As of ``Progress``.
     """
 
-    def __init__(self, host: str, present: Present, stacks: Stacks, stall_s: float) -> None:
+    def __init__(self, host: str, present: CurrentRound, stacks: Stacks, stall_s: float) -> None:
         self._host, self._present, self._stacks = host, present, stacks
         self._progress = Progress(stall_s)
         self._stall: _Stall | None = None

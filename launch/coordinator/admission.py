@@ -11,7 +11,7 @@ from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.agent_events import Manifests
 from scalai.launch.coordinator.calls import Join, Joined
 from scalai.launch.coordinator.live_job import LiveJob
-from scalai.launch.coordinator.members import Agent
+from scalai.launch.coordinator.members import Member
 from scalai.launch.coordinator.sealed_parts import SealedParts
 from scalai.launch.coordinator.standing import describe_given_up
 from scalai.runtime.calls import Peer
@@ -56,7 +56,7 @@ class Admission:
         if host in live.members:
             live.log(f"event=replaced host={host} by another agent of it")
             live.forget(host)
-        live.members.add(host, Agent(peer, join.address))
+        live.members.add(host, Member(peer, join.address))
         live.timeline.begin(f"host {host} joined")
         for number in [*(part.generation for part in (*manifests, *aside)), *dict(damaged)]:
             live.count_from(number)

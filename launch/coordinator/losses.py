@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 from scalai.launch.coordinator.live_job import LiveJob
-from scalai.launch.coordinator.members import Agent
+from scalai.launch.coordinator.members import Member
 
 GRACE_S = 2.0
 """How long an agent whose connections have ended may take to come back."""
@@ -55,7 +55,7 @@ class Patience:
         """After how much silence an agent gives way to another one of its host."""
         return self.replaced_after_s + self.to_keep_s(agents) - self.poll_s
 
-    def to_return_s(self, agent: Agent) -> float:
+    def to_return_s(self, agent: Member) -> float:
         """How long an agent of a job that has ended may take to come back."""
         return self.grace_s if agent.was_sent_exit else max(self.grace_s, self.return_s)
 
@@ -98,7 +98,7 @@ class Losses:
                 self._listen(host, agent)
         live.members.forget_released(patience.grace_s)
 
-    def is_replaceable(self, agent: Agent, store: object) -> bool:
+    def is_replaceable(self, agent: Member, store: object) -> bool:
         """Whether another agent of its host may take an agent's place: it holds the same store,
         whose lock has one holder, or the present one is gone or silent."""
         is_same_store = store is not None and store == agent.store
@@ -106,7 +106,7 @@ class Losses:
         is_silent = agent.silence_s() > limit_s
         return is_same_store or is_silent or agent.unlinked_s() is not None
 
-    def _listen(self, host: str, agent: Agent) -> None:
+    def _listen(self, host: str, agent: Member) -> None:
         """Lose a silent agent, where the job can go on without its host."""
         live, silence_s = self._live, agent.silence_s()
         if silence_s <= self._patience.lost_after_s:

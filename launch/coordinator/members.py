@@ -13,7 +13,7 @@ from scalai.launch.coordinator.calls import Commands, Stalled, StoreIdentity
 from scalai.runtime.calls import Peer
 
 
-class Agent:
+class Member:
     """What the coordinator keeps of one incarnation of a host's agent.
 
     ``address`` is where its data plane listens; ``newest`` the furthest step of its workers.
@@ -129,15 +129,15 @@ class Members:
 
     def __init__(self, lock: "threading.RLock") -> None:
         self._lock = lock
-        self._present: dict[str, Agent] = {}
-        self._released: dict[str, Agent] = {}
+        self._present: dict[str, Member] = {}
+        self._released: dict[str, Member] = {}
         self._incarnations: set[tuple[str, str]] = set()
         """All that ever took part."""
 
     def __contains__(self, host: object) -> bool:
         return host in self._present
 
-    def __getitem__(self, host: str) -> Agent:
+    def __getitem__(self, host: str) -> Member:
         return self._present[host]
 
     def hosts(self) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class Members:
         before = time.monotonic() - silent_s
         return [host for host, agent in self._present.items() if agent.is_doubtful(before)]
 
-    def add(self, host: str, agent: Agent) -> None:
+    def add(self, host: str, agent: Member) -> None:
         """An agent takes part from now on."""
         agent.ready = threading.Condition(self._lock)
         self._present[host] = agent
@@ -178,7 +178,7 @@ class Members:
             for agent in callers:
                 agent.answered(peer)
 
-    def find(self, host: str, incarnation: str) -> Agent:
+    def find(self, host: str, incarnation: str) -> Member:
         """Return an agent that takes part or was released just now.
 
         Raises:
@@ -241,5 +241,5 @@ class Members:
             if host in self._present:
                 self._present[host].command(command)
 
-    def _all(self) -> list[Agent]:
+    def _all(self) -> list[Member]:
         return [*self._present.values(), *self._released.values()]

@@ -18,7 +18,7 @@ from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Round, Settings
 from scalai.core.worker_messages import Hello
 from scalai.launch.agent.loop import Agent, Loop
-from scalai.launch.agent.member import Member, Served
+from scalai.launch.agent.participant import Participant, Served
 from scalai.launch.agent.worker_group import WorkerGroup
 from support.wire_words import start
 
@@ -145,7 +145,7 @@ def test_signals_reach_the_law_from_any_thread_and_a_second_one_ends_the_loop() 
     assert again.reported() == [reports.Leaving(), reports.Slots(1)]
 
 
-def member(made: Made, **served: Any) -> Member:
+def participant(made: Made, **served: Any) -> Participant:
     """Return a member of a job that has nothing open but what is given."""
     parts: dict[str, Any] = dict.fromkeys(("data", "link", "workers", "performer"))
     parts["store"] = SimpleNamespace(directory="/store")
@@ -153,12 +153,12 @@ def member(made: Made, **served: Any) -> Member:
     given = Served(**{**parts, "holdings": holdings, **served})
     spec: Any = SimpleNamespace(job="j", to_json=dict)
     progress: Any = None
-    return Member(spec, made.agent, given, progress)
+    return Participant(spec, made.agent, given, progress)
 
 
 def test_an_agent_that_cannot_hear_how_the_job_ended_says_where_to_look() -> None:
     made = Made()
-    member(made).lost(PeerError("the process at h:1 cannot be reached."))
+    participant(made).lost(PeerError("the process at h:1 cannot be reached."))
     assert made.agent.exit == 1
     (line,) = [action.text for action in made.hands.done if isinstance(action, actions.Log)]
     for words in ("/store", "of step 40", "look for event=exit in the log"):
@@ -172,7 +172,7 @@ def test_an_agent_that_was_expelled_joins_again_with_what_its_store_holds_then()
     holdings = SimpleNamespace(found=lambda: found)
     store = SimpleNamespace(directory=Path("/"))
     data = SimpleNamespace(address=("127.0.0.1", 5))
-    one = member(made, holdings=holdings, link=link, store=store, data=data)
+    one = participant(made, holdings=holdings, link=link, store=store, data=data)
     one.expelled(PeerError("host 'a' is not in the job (any more)."))
     assert made.hands.done[-1] == actions.Rejoin()
     one.rejoin()

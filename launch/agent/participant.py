@@ -32,7 +32,7 @@ from scalai.store.secure import Folder
 log = logging.getLogger(__name__)
 
 
-class Member:
+class Participant:
     """An agent as a member of its job: with its store, its servers and its link to the coordinator.
 
     Args:
@@ -163,7 +163,7 @@ def open_agent(
     place: Place,
     interface: str,
     make_workers: Callable[[], WorkerSet],
-) -> Member:
+) -> Participant:
     """Open what an agent needs, and join the job.
 
     Args:
@@ -216,7 +216,7 @@ def open_agent(
         workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
         opened.callback(workers.close)
         served = Served(store, hands.holdings, data, link, workers, performer)
-        member = Member(spec, agent, served, progress)
+        member = Participant(spec, agent, served, progress)
         member.enter()
         opened.pop_all()  # from now on the member closes it
     return member

@@ -6,7 +6,7 @@ from scalai.core.host.state import Round
 from scalai.launch.agent.worker_group import WorkerGroup
 
 
-class Present(Protocol):
+class CurrentRound(Protocol):
     """The present round and its workers, as the agent has them (``launch.agent.loop.Agent``)."""
 
     @property
