@@ -11,12 +11,13 @@ import pytest
 
 from scalai.core import actions
 from scalai.core.commands import Command, Drop, Exit
-from scalai.core.errors import PeerError
+from scalai.core.errors import PeerError, SilentError
 from scalai.core.membership import Phase
 from scalai.core.messages import JsonText, Named
 from scalai.core.reports import Leaving, Moved
-from scalai.launch.agent.link import CoordinatorLink, Health, Waits
-from scalai.launch.agent.link import Line as CoordinatorLine
+from scalai.launch.agent.coordinator_line import Health, Waits
+from scalai.launch.agent.coordinator_line import Line as CoordinatorLine
+from scalai.launch.agent.link import CoordinatorLink
 from scalai.launch.coordinator.calls import Bye, Commands, Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
 from scalai.runtime.calls import Server
@@ -336,6 +337,22 @@ def test_a_join_waits_for_a_coordinator_that_is_not_ready_yet(line: Line, relay:
     agent = LinkedAgent(line, relay.address, waits=Waits(tell_s=0.2))
     assert "a" in line.coordinator._live.members
     agent.link.close()
+
+
+def test_a_join_knocks_again_where_the_coordinator_is_busy_with_others(
+    line: Line, relay: Relay
+) -> None:
+    relay.freeze()
+    threading.Timer(0.5, relay.thaw).start()
+    agent = LinkedAgent(line, relay.address, waits=Waits(connect_s=0.2))
+    assert "a" in line.coordinator._live.members
+    agent.link.close()
+
+
+def test_a_join_does_not_knock_for_ever(line: Line, relay: Relay) -> None:
+    relay.freeze()
+    with pytest.raises(SilentError):
+        LinkedAgent(line, relay.address, waits=Waits(connect_s=0.1, knock_s=0.5))
 
 
 def test_an_answer_that_takes_longer_than_expected_arrives_all_the_same() -> None:

@@ -1,0 +1,189 @@
+"""A connection to the coordinator that is made anew whenever it breaks, and how the coordinator has
+answered lately."""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import TypeVar
+
+from scalai.core.deadlines import JOIN_S, TELL_S
+from scalai.core.errors import (
+    AbsentError,
+    AnswerError,
+    MessageError,
+    PeerError,
+    SilentError,
+    VersionError,
+)
+from scalai.core.messages import Request
+from scalai.launch.coordinator.discovery import Place
+from scalai.runtime.calls import CONNECT_S, Channel
+
+Answer = TypeVar("Answer")
+
+LONGEST_ANSWER_S = 60.0
+"""How long the answer to a call may take at most, after answers that did not come in time."""
+RETRY_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How long an agent waits for its coordinator, in seconds.
+
+    Args:
+        connect_s: For a connection.
+        knock_s: For the connection by which an agent joins first, in as many tries as that takes.
+        poll_s: For the answer to a poll, beyond the time for which the coordinator may keep it.
+        tell_s: For the answer to an event: the coordinator may prove a state meanwhile. Where it
+            takes longer, the event is told again, and counts once.
+        join_s: For the answer to a join.
+        dead_s: A coordinator whose port refuses connections for so long has ended.
+    """
+
+    connect_s: float = CONNECT_S
+    knock_s: float = 3 * CONNECT_S
+    poll_s: float = 5.0
+    tell_s: float = TELL_S
+    join_s: float = JOIN_S
+    dead_s: float = 3.0
+
+
+class Health:
+    """How the coordinator has answered lately. Shared by the threads that call it.
+
+    Args:
+        silence_s: After how much silence the coordinator counts as gone.
+        dead_s: After how long it does whose port refuses connections.
+    """
+
+    def __init__(self, silence_s: float, dead_s: float) -> None:
+        self._limit_s, self._dead_s = silence_s, dead_s
+        self._mutex = threading.Lock()
+        self._answered_at = time.monotonic()
+        self._absent_since: float | None = None
+        self._is_silent = False
+
+    def answered(self) -> None:
+        """It has answered."""
+        with self._mutex:
+            if self._is_silent:
+                after_s = time.monotonic() - self._answered_at
+                log.info("event=coordinator_back after_s=%.1f", after_s)
+            self._answered_at = time.monotonic()
+            self._absent_since, self._is_silent = None, False
+
+    def failed(self, error: PeerError, tries: int) -> None:
+        """A call has failed so often. Raises ``error`` where the coordinator counts as gone. One
+        failure says nothing: it may have been this agent that stood still meanwhile."""
+        if isinstance(error, (VersionError, MessageError)):
+            raise error  # the next try would end alike
+        with self._mutex:
+            now = time.monotonic()
+            silence_s = now - self._answered_at
+            if not isinstance(error, AbsentError):
+                self._absent_since = None
+            elif self._absent_since is None:
+                self._absent_since = now
+            if self._absent_since is not None and now - self._absent_since > self._dead_s:
+                raise error
+            if silence_s > self._limit_s and tries > 1:
+                raise SilentError(f"it has been silent for {silence_s:.0f} s: {error}") from error
+            is_silent = isinstance(error, SilentError) or silence_s > self._dead_s
+            if is_silent and not self._is_silent:
+                self._is_silent = True
+                log.warning(
+                    "event=coordinator_silent since_s=%.0f %s The workers train on, and this agent "
+                    "keeps trying; after %.0f s ([resize] coordinator_timeout_s) it ends them, and "
+                    "the state stays in the store.",
+                    silence_s, error, self._limit_s,
+                )  # fmt: skip
+
+    def silence_s(self) -> float | None:
+        """Return for how long the coordinator has been silent, None where it is not."""
+        with self._mutex:
+            return time.monotonic() - self._answered_at if self._is_silent else None
+
+
+class Line:
+    """A connection to the coordinator that is made anew whenever it breaks. For one thread.
+
+    Args:
+        place: Where the coordinator is.
+        connect_s: How long a connection to it may take.
+        answer_s: How long it may take to answer.
+        health: Is told how it answers.
+        is_over: Set when nobody needs an answer any more.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        connect_s: float,
+        answer_s: float,
+        health: Health,
+        is_over: threading.Event,
+    ) -> None:
+        self._place, self._connect_s, self._answer_s = place, connect_s, answer_s
+        self._health, self._is_over = health, is_over
+        self._channel: Channel | None = None
+        self._wait_s = answer_s
+        """How long the next answer may take: longer where one did not come in time, because it may
+        have been a long one on its way."""
+
+    def allow(self, answer_s: float) -> None:
+        """Wait so long for the next answer."""
+        self._wait_s = answer_s
+
+    def call(self, request: Request[Answer]) -> Answer:
+        """Call until there is an answer.
+
+        Raises:
+            AnswerError: The answer is an error.
+            PeerError: The coordinator counts as gone, or nobody needs the answer any more.
+        """
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                answer = self.try_call(request)
+            except AnswerError:
+                self._health.answered()
+                raise
+            except PeerError as error:
+                if self._is_over.is_set():
+                    raise
+                self._health.failed(error, tries)
+                if self._is_over.wait(RETRY_S):
+                    raise
+            else:
+                self._health.answered()
+                return answer
+
+    def try_call(self, request: Request[Answer]) -> Answer:
+        """Call once."""
+        channel = self._channel  # another thread may cut it
+        try:
+            if channel is None:
+                channel = self._channel = Channel(
+                    self._place.address, self._place.token, connect_s=self._connect_s
+                )
+            channel.call_s = self._wait_s
+            answer = channel.call(request)
+        except AnswerError:
+            raise
+        except PeerError as error:
+            self.cut()
+            if isinstance(error, SilentError) and channel is not None:
+                self._wait_s = max(self._wait_s, min(2 * self._wait_s, LONGEST_ANSWER_S))
+            raise
+        self._wait_s = self._answer_s
+        return answer
+
+    def cut(self) -> None:
+        """End the connection, if there is one. Any thread may."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
