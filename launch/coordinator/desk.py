@@ -75,6 +75,7 @@ class Desk:
         self._agent_events = AgentEvents(self._live)
         self._losses = Losses(self._live, patience, TICK_S)
         self._host_lists: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._named: dict[tuple[Json, ...], list[Json]] = {}
         """Lists of hosts that parts name: all of a generation name the same, and one is kept."""
 
     def tick(self) -> None:
@@ -141,12 +142,16 @@ class Desk:
             return {each: self._alike(manifest_of_bytes(each, host)) for each in found}
 
     def _alike(self, part: HostManifest) -> HostManifest:
-        """Return a part with the one tuple that all parts share which name the same hosts."""
-        if part.committed is None:
-            return part
-        hosts = part.committed.hosts
-        shared = self._host_lists.setdefault(hosts, hosts)
-        return replace(part, committed=replace(part.committed, hosts=shared))
+        """Return a part with the one list of each kind that all parts share which name the same
+        hosts: of thousands, each names all."""
+        named, committed = part.about.get("hosts"), part.committed
+        if isinstance(named, list):
+            same = self._named.setdefault(tuple(named), named)
+            part = replace(part, about={**part.about, "hosts": same})
+        if committed is not None:
+            hosts = self._host_lists.setdefault(committed.hosts, committed.hosts)
+            part = replace(part, committed=replace(committed, hosts=hosts))
+        return part
 
     def _of_another_job(self, request: CoordinatorRequest) -> ScalaiError:
         """Return why a call that is meant for another job is refused; an agent of that joins
