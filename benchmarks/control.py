@@ -13,7 +13,8 @@ Figures, N being the number of hosts (``--hosts``); in brackets what is aimed at
 * ``plan_s_host``: fetching the manifests that a host needs from its peers, and its plan; of eight
   hosts, one after the other, the longest (2);
 * ``grow_s_N``: until the coordinator has heard what every host has fetched;
-* ``prove_s_N``: from the first report of a restore until all hosts may go on (10);
+* ``prove_s_N``: from the first report of a restore until all hosts may go on (10); the hosts begin
+  within N / 320 seconds of each other; ``prove_cores``: what the coordinator keeps busy meanwhile;
 * ``rss_gb_coordinator``: its most resident memory (2);
 * ``lost_hosts``: hosts that it has lost, in all of this and while it was stopped for 20 s (0).
 """
@@ -315,9 +316,12 @@ class Run:
         self.await_all("ready", "hosts have what they restore", active)
         self._await_heard("Grown", active)
         self.report.add(f"grow_s_{self.hosts}", time.monotonic() - moved, "s")
+        used = self.coordinator.cpu_s()
         self.watch.open("restore")
         self.await_all("proceeded", "hosts hear that the state is proven", active)
-        self.add("prove_s", self.watch.last("proceeded") - self.watch.first("restored"), "s")
+        took = self.watch.last("proceeded") - self.watch.first("restored")
+        self.add("prove_s", took, "s")
+        self.report.add("prove_cores", (self.coordinator.cpu_s() - used) / took, "cores")
         self.await_all("stepped_after", "the new round steps", active)
         self.await_("the job runs", lambda: self._phase_beside("running"))
         self.report.say(f"the job runs {self.after}")

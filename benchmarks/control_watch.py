@@ -18,6 +18,9 @@ COUNTED = ("retries", "expelled", "gave_up")
 GATES = ("join", "move", "restore")
 """What hosts wait for until the benchmark opens it."""
 GATE_S = 0.02
+AT_ONCE = 4
+"""Hosts of a process that pass a gate at once. A thousand that do are not a thousand machines here,
+but two cores, and whoever waits for one of them counts as silent."""
 
 
 class Watch:
@@ -86,11 +89,12 @@ class Watch:
             self._waiting.setdefault(gate, []).append(do)
 
     def pass_gates(self) -> None:
-        """Do what waits for gates that are open."""
+        """Do what waits for gates that are open; a few hosts each time."""
         for gate in GATES:
             if self.is_open(gate):
                 with self._mutex:
-                    due = self._waiting.pop(gate, [])
+                    waiting = self._waiting.get(gate, [])
+                    due, self._waiting[gate] = waiting[:AT_ONCE], waiting[AT_ONCE:]
                 for do in due:
                     do()
 

@@ -4,9 +4,11 @@ Asked of the snapshots of a drain, of what survived a failure, and of a checkpoi
 believed.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from scalai.core.boxes import (
     NumberLine,
@@ -76,6 +78,8 @@ class Cover:
 
     def __init__(self) -> None:
         self._hosts: dict[str, tuple[Collection, int]] = {}
+        self._expected = Counter[int]()
+        """How many hosts say that the state has so many tensors."""
         self._forget_boxes()
 
     def _forget_boxes(self) -> None:
@@ -96,18 +100,22 @@ class Cover:
         """A host holds these pieces from now on, of a state of so many ``tensors``."""
         before = self._hosts.get(host)
         self._hosts[host] = pieces, tensors
+        self._expected[tensors] += 1
         self._count(pieces)
         if before is not None:
-            self._discount(before[0])
+            self._forget_expected(before[1])
+            self._discount(before[0], pieces)
 
     def remove(self, host: str) -> None:
         """A host holds nothing any more."""
         if host in self._hosts:
-            self._discount(self._hosts.pop(host)[0])
+            held, tensors = self._hosts.pop(host)
+            self._forget_expected(tensors)
+            self._discount(held)
 
     def is_whole(self) -> bool:
         """Whether every element of every tensor is held."""
-        expected = max((tensors for _, tensors in self._hosts.values()), default=0)
+        expected = max(self._expected, default=0)
         if self._has_conflict or not self._hosts or len(self._tensors) != expected:
             return False
         if self._missing or any(self._is_short(name) for name in self._unknown):
@@ -163,7 +171,14 @@ class Cover:
                 if not self._missing[name]:
                     del self._missing[name]
 
-    def _discount(self, pieces: Collection) -> None:
+    def _forget_expected(self, tensors: int) -> None:
+        self._expected[tensors] -= 1
+        if not self._expected[tensors]:
+            del self._expected[tensors]
+
+    def _discount(self, pieces: Collection, instead: Collection | None = None) -> None:
+        """A host holds these pieces no longer; ``instead``: what it has held since just now. What
+        lies within a box of that is no gap."""
         if self._has_conflict:
             self._forget_boxes()
             for held, _ in self._hosts.values():
@@ -174,8 +189,9 @@ class Cover:
             if not self._boxes[name][key]:
                 del self._boxes[name][key]
                 self._held[name] -= size
-                self._missing.pop(name, None)
-                self._unknown.add(name)
+                if instead is None or not _lies_within(key, _boxes_of(instead, name)):
+                    self._missing.pop(name, None)
+                    self._unknown.add(name)
         for tensor in pieces.tensors:
             name = tensor.name
             self._holders[name] -= 1
@@ -210,6 +226,20 @@ class Cover:
             if not gaps:
                 break
         return gaps
+
+
+def _boxes_of(pieces: Collection, name: str) -> npt.NDArray[np.int64]:
+    """Return the boxes of a tensor, [boxes, 2, MAX_NDIM]: offset and shape."""
+    number = next((n for n, tensor in enumerate(pieces.tensors) if tensor.name == name), -1)
+    rows = np.flatnonzero(pieces.tensor == number)
+    return np.stack([pieces.offset[rows], pieces.shape[rows]], axis=1)
+
+
+def _lies_within(key: bytes, boxes: npt.NDArray[np.int64]) -> bool:
+    """Whether a box lies within one of others, [boxes, 2, MAX_NDIM]."""
+    offset, shape = np.frombuffer(key, np.int64).reshape(2, MAX_NDIM)
+    begins, ends = boxes[:, 0], boxes[:, 0] + boxes[:, 1]
+    return bool(((begins <= offset) & (offset + shape <= ends)).all(axis=1).any())
 
 
 def _boxes(pieces: Collection) -> Iterator[tuple[int, str, bytes, int]]:

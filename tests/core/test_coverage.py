@@ -171,3 +171,23 @@ def test_a_tensor_with_other_dims_is_a_conflict_also_while_something_is_missing(
     assert not cover.is_whole()
     cover.put("b", Collection.of([(flat, Box((0,), (30,)))]), 1)
     assert not cover.is_whole()
+
+
+def test_a_box_that_gives_way_to_one_around_it_leaves_no_gap() -> None:
+    cover, line = Cover(), Tensor("param/w", (8,), "F32")
+
+    def of(*ranges: tuple[int, int]) -> Collection:
+        return Collection.of((line, Box((begin,), (end - begin,))) for begin, end in ranges)
+
+    cover.put("a", of((0, 3)), 1)
+    cover.put("b", of((3, 8)), 1)
+    assert cover.is_whole()
+    cover.put("a", of((0, 6)), 1)
+    assert cover.is_whole() and not cover.is_whole_without("b")
+    cover.put("a", of((0, 8)), 1)
+    cover.remove("b")
+    assert cover.is_whole()
+    cover.put("a", of((0, 5), (4, 7)), 1)
+    assert not cover.is_whole(), "7 to 8 is gone, and no box lies around what went"
+    cover.put("a", of((0, 5), (4, 7), (7, 8)), 1)
+    assert cover.is_whole()
