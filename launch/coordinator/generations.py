@@ -294,7 +294,7 @@ class Generations:
 
     def unread(self, whole: tuple[Generation, ...]) -> Mapping[str, str]:
         """Return why hosts cannot read what they had sealed, but for those whose part of the newest
-        of the ``whole`` generations that is: they written one, and have none."""
+        of the ``whole`` generations that is: they wrote one, and have none."""
         newest = whole[-1].number if whole else 0
         stated, held = self.stated(newest), self._committed.get(newest, HeldParts())
         known = (set(stated.hosts) if stated else set[str]()) - set(held)

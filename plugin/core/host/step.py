@@ -42,7 +42,7 @@ class Step:
         return changed
 
     def change_of(self, number: int, **values: Any) -> None:
-        """Change fields of the round of this number, the present one or the one standby."""
+        """Change fields of the round of this number, the present or the standby one."""
         if self.state.round is not None and self.state.round.number == number:
             self.change_round(**values)
         elif self.state.standby is not None and self.state.standby.number == number:
