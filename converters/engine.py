@@ -142,11 +142,8 @@ def reshard(
                     journal.close()
                     return None
                 rows, report = _prove(source, target, partial, limits, records, done, identity)
-                report |= {
-                    "bytes": outlook.write_bytes,
-                    "resumed_tasks": resumed,
-                    "seconds": round(time.monotonic() - began, 3),
-                }
+                report |= {"bytes": outlook.write_bytes, "resumed_tasks": resumed}
+                report["seconds"] = round(time.monotonic() - began, 3)
                 complete(partial, target, rows, report)
                 publish(partial, destination, overwrite)
                 remove_journals(destination)

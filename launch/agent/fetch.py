@@ -15,12 +15,13 @@ from scalai.core.commands import Start
 from scalai.core.errors import LayoutError, MemoryShortError, PeerError, ProofError, ScalaiError
 from scalai.core.fields import mapped
 from scalai.core.host.state import Want
+from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText
 from scalai.core.plan import Plan, plan
 from scalai.core.region import box_text
 from scalai.core.source_list import Pieces, SourceList
 from scalai.core.sources import Holder
-from scalai.core.worker_messages import Source
+from scalai.core.worker_messages import ReadOrder, Source
 from scalai.launch.agent.data_plane import Peer
 from scalai.launch.agent.sources import Parts, ask_parts, ask_rank_states, first_part, own_part
 from scalai.runtime.at_once import at_once
@@ -98,25 +99,35 @@ def prepare_restore(
     planned, (fetched, grown) = moved.plan, moved.fetch
     orders = read_orders(planned, moved.parts.all, directories, fetched)
     done = time.monotonic()
-    about = mapped(listed.about.value(), "about")
     return Restore(
-        sources={
-            rank: Source(
-                order=orders[number],
-                step=listed.step,
-                consumed_samples=about["consumed_samples"],
-                scalars=listed.scalars,
-                rank_state=JsonText.of(states[rank]),
-                fingerprint_version=listed.fingerprint_version,
-            )
-            for number, rank in enumerate(ranks)
-        },
+        sources=_sources(listed, ranks, orders, states),
         grown=grown,
         plan_s=moved.began - began,
         move_s=done - moved.began,
         bytes_local=planned.bytes_local,
         bytes_remote=planned.bytes_remote,
     )
+
+
+def _sources(
+    listed: SourceList,
+    ranks: Sequence[int],
+    orders: Mapping[int, ReadOrder],
+    states: Mapping[int, Mapping[str, Json]],
+) -> dict[int, Source]:
+    """Return what each rank reads; ``orders`` by its place among the ranks."""
+    about = mapped(listed.about.value(), "about")
+    return {
+        rank: Source(
+            order=orders[number],
+            step=listed.step,
+            consumed_samples=about["consumed_samples"],
+            scalars=listed.scalars,
+            rank_state=JsonText.of(states[rank]),
+            fingerprint_version=listed.fingerprint_version,
+        )
+        for number, rank in enumerate(ranks)
+    }
 
 
 _Fetch = tuple[list[Fetched], HostManifest | None]

@@ -179,8 +179,7 @@ def open_agent(
         PeerError: The coordinator does not answer, or refuses this host.
         StoreError: The store cannot be opened.
     """
-    if slots > MAX_WORKERS:
-        raise UsageError(f"{slots} workers on one host; at most {MAX_WORKERS} are supported.")
+    _check_slots(slots)
     loop, resize = Loop(), spec.config.resize
     with ExitStack() as opened:
         store = HostStore(spec.job, host, spec.store_dir, spec.store_budget_bytes)
@@ -220,6 +219,11 @@ def open_agent(
         member.enter()
         opened.pop_all()  # from now on the member closes it
     return member
+
+
+def _check_slots(slots: int) -> None:
+    if slots > MAX_WORKERS:
+        raise UsageError(f"{slots} workers on one host; at most {MAX_WORKERS} are supported.")
 
 
 def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> HostState:

@@ -63,6 +63,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def names_of(tokens: torch.Tensor) -> list[str]:
+    """Return a name of each sample of a batch, made of its tokens."""
+    return [blake2b(bytes(row), digest_size=6).hexdigest() for row in tokens.tolist()]
+
+
 def main() -> None:
     options = parse()
     # Accelerate knows of ranks without a GPU only if it is told before it hears of DeepSpeed.
@@ -107,13 +112,12 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            names = [blake2b(bytes(row), digest_size=6).hexdigest() for row in tokens.tolist()]
             note = {
                 "step": step,
                 "rank": accelerator.process_index,
                 "world": accelerator.num_processes,
                 "loss": float(loss.detach()) / accelerator.gradient_accumulation_steps,
-                "samples": names,
+                "samples": names_of(tokens),
                 "rate": scheduler.get_last_lr()[0],
             }
             print(json.dumps(note), file=notes, flush=True)

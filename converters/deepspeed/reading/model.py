@@ -90,32 +90,9 @@ class ModelStates:
                 state["shared_params"] = shared
         for name, state in zip(files, states, strict=True):
             check_config(state.get("ds_config"), str(directory / name))
-            for key in needed:
-                if state.get(key) is None:
-                    raise RefusedError(
-                        f"{directory / name} has no {key}: it was saved without an optimizer, "
-                        "or by a pipeline engine whose layer_*-model_states.pt are missing. Copy "
-                        "them, or use another checkpoint."
-                    )
-            if state["global_steps"] != states[0]["global_steps"]:
-                raise RefusedError(
-                    f"{directory / name} is of step {state['global_steps']}, and {files[0]} of "
-                    f"step {states[0]['global_steps']}: files of two checkpoints are mixed. Use "
-                    "another one."
-                )
-            tagged = re.fullmatch(r"global_step(\d{1,18})(_universal)?", directory.name)
-            if tagged and state["global_steps"] != int(tagged[1]):
-                raise RefusedError(
-                    f"{directory / name} is of step {state['global_steps']}: files of two "
-                    "checkpoints are mixed. Use another one. If the tag was renamed, name it back."
-                )
-            for shapes in state.get("param_shapes") or ():
-                for parameter in shapes:
-                    if not isinstance(state["module"].get(parameter), StoredTensor):
-                        raise RefusedError(
-                            f"{directory / name} trains {parameter} and has no tensor of it. Use "
-                            "another checkpoint."
-                        )
+            _check_entries(directory / name, state, needed)
+            _check_step(directory / name, state, files[0], states[0])
+            _check_trained(directory / name, state)
         has_layers = layers is not None
         return cls(directory, tuple(files), states, is_stage_3, has_layers, nesting, experts)
 
@@ -267,6 +244,44 @@ class ModelStates:
             counters={"consumed_train_samples": self.first.get("global_samples")},
             extra={STATE: job},
         )
+
+
+def _check_entries(path: Path, state: Mapping[str, Any], needed: Sequence[str]) -> None:
+    """Raise ``RefusedError`` unless a file has what is needed."""
+    for key in needed:
+        if state.get(key) is None:
+            raise RefusedError(
+                f"{path} has no {key}: it was saved without an optimizer, or by a pipeline engine "
+                "whose layer_*-model_states.pt are missing. Copy them, or use another checkpoint."
+            )
+
+
+def _check_step(
+    path: Path, state: Mapping[str, Any], first: str, first_state: Mapping[str, Any]
+) -> None:
+    """Raise ``RefusedError`` unless a file is of the step of the ``first`` one, and of its tag."""
+    step, expected = state["global_steps"], first_state["global_steps"]
+    if step != expected:
+        raise RefusedError(
+            f"{path} is of step {step}, and {first} of step {expected}: files of two checkpoints "
+            "are mixed. Use another one."
+        )
+    tagged = re.fullmatch(r"global_step(\d{1,18})(_universal)?", path.parent.name)
+    if tagged and step != int(tagged[1]):
+        raise RefusedError(
+            f"{path} is of step {step}: files of two checkpoints are mixed. Use another one. If "
+            "the tag was renamed, name it back."
+        )
+
+
+def _check_trained(path: Path, state: Mapping[str, Any]) -> None:
+    """Raise ``RefusedError`` unless a file has a tensor of every parameter that is trained."""
+    for shapes in state.get("param_shapes") or ():
+        for parameter in shapes:
+            if not isinstance(state["module"].get(parameter), StoredTensor):
+                raise RefusedError(
+                    f"{path} trains {parameter} and has no tensor of it. Use another checkpoint."
+                )
 
 
 def _of_stage(
