@@ -10,7 +10,7 @@ import numpy as np
 from control_layout import fingerprints
 
 from scalai.core.collection import Collection
-from scalai.core.committed import Committed
+from scalai.core.fingerprint import Committed
 from scalai.core.host.actions import TryCommit
 from scalai.core.host.state import Want
 from scalai.core.plan import plan

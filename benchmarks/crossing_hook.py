@@ -30,7 +30,7 @@ BUFFERS = frozenset({"bytes", "bytearray", "memoryview", "mmap", "ndarray", "Ten
 
 STATE = {
     "scalai.core.collection": "Collection Tensor",
-    "scalai.core.committed": "Committed",
+    "scalai.core.fingerprint": "Committed",
     "scalai.core.host.actions": "Fetch Seal",
     "scalai.core.host.events": "Fetched Sealed",
     "scalai.core.host.state": "Published",

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import MAX_NDIM, Collection, Columns
-from scalai.core.committed import Committed
 from scalai.core.errors import MessageError, PeerError, ScalaiError, StoreError
 from scalai.core.fields import mapped
+from scalai.core.fingerprint import Committed
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText, Named
 from scalai.core.region import Box

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scalai.core.collection import Collection
-from scalai.core.committed import Committed, unite_committed
 from scalai.core.errors import LayoutError, PeerError, StoreError
 from scalai.core.fields import mapped
+from scalai.core.fingerprint import Committed, unite_committed
 from scalai.core.jsonable import Json
 from scalai.core.plan import plan
 from scalai.core.source_list import Pieces, SourceList

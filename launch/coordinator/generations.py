@@ -6,9 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scalai.core.committed import Committed
 from scalai.core.errors import LayoutError, ProofError
-from scalai.core.fingerprint import compare
+from scalai.core.fingerprint import Committed, compare
 from scalai.core.membership import Generation
 from scalai.launch.coordinator.held_parts import HeldParts
 from scalai.launch.coordinator.proofs import (

@@ -3,8 +3,8 @@ up to date as hosts come and go."""
 
 from collections import UserDict
 
-from scalai.core.committed import Committed
 from scalai.core.coverage import Cover
+from scalai.core.fingerprint import Committed
 from scalai.store.generation import contradiction
 from scalai.store.manifest import HostManifest
 

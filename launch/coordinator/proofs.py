@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import numpy as np
 
 from scalai.core.collection import concatenate
-from scalai.core.committed import unite_committed
 from scalai.core.coverage import check_coverage
 from scalai.core.errors import LayoutError, ProofError
-from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
+from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints, unite_committed
 from scalai.core.region import Box
 from scalai.store.generation import contradiction
 from scalai.store.manifest import HostManifest

@@ -5,7 +5,7 @@ leaves them."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scalai.core.committed import Committed
+from scalai.core.fingerprint import Committed
 from scalai.core.messages import JsonText, Shared
 from scalai.core.source_list import SourceList
 

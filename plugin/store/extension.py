@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import Collection, Columns, concatenate
-from scalai.core.committed import Committed
 from scalai.core.dtypes import bits_dtype
-from scalai.core.fingerprint import piece_fingerprint
+from scalai.core.fingerprint import Committed, piece_fingerprint
 from scalai.core.jsonable import Json
 from scalai.core.source_list import used_only
 from scalai.store.files import box_view, map_file

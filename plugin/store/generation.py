@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalai.core.committed import unite_committed
 from scalai.core.errors import LayoutError, StoreError
+from scalai.core.fingerprint import unite_committed
 from scalai.core.jsonable import Json
 from scalai.store.manifest import HostManifest, read_saved_manifest
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from scalai.core.collection import Collection
-from scalai.core.committed import Committed
 from scalai.core.errors import StoreError
+from scalai.core.fingerprint import Committed
 from scalai.core.jsonable import Json
 from scalai.core.worker_messages import RankSnapshot, WriteOrder
 from scalai.store.atomic import sync_directory, sync_file

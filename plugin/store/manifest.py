@@ -18,10 +18,9 @@ import numpy.typing as npt
 from scalai.core import fields
 from scalai.core.boxes import outside, right_aligned
 from scalai.core.collection import MAX_NDIM, Collection, Columns, Tensor
-from scalai.core.committed import Committed
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import StoreError
-from scalai.core.fingerprint import MODULI
+from scalai.core.fingerprint import MODULI, Committed
 from scalai.core.fingerprint import VERSION as FINGERPRINT_VERSION
 from scalai.core.jsonable import Json
 from scalai.core.source_list import Reference

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from scalai.core.collection import Collection, Tensor
-from scalai.core.committed import Committed
 from scalai.core.errors import ProofError
-from scalai.core.fingerprint import piece_fingerprint, tensor_fingerprints
+from scalai.core.fingerprint import Committed, piece_fingerprint, tensor_fingerprints
 from scalai.core.region import Box
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.proofs import committed_fingerprints

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scalai.core.committed import Committed
 from scalai.core.errors import PeerError, ProofError
+from scalai.core.fingerprint import Committed
 from scalai.core.membership import Phase
 from scalai.launch.coordinator import generations
 from scalai.launch.coordinator.losses import Patience

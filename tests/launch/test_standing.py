@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scalai.core.committed import Committed
 from scalai.core.errors import PeerError, ProofError
+from scalai.core.fingerprint import Committed
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator import generations

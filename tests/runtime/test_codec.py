@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from scalai.core import commands, events, reports
 from scalai.core import worker_messages as words
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
-from scalai.core.committed import Committed
 from scalai.core.errors import MessageError
+from scalai.core.fingerprint import Committed
 from scalai.core.messages import JsonText, Named, Shared
 from scalai.core.source_list import Pieces, SourceList
 from scalai.core.worker_messages import ReadOrder, WriteOrder

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from scalai.core.collection import Collection
-from scalai.core.committed import Committed
 from scalai.core.errors import StoreError
+from scalai.core.fingerprint import Committed
 from scalai.core.region import Box, whole
 from scalai.core.reports import Examined
 from scalai.launch.agent.holdings import Holdings

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scalai.core.committed import Committed
+from scalai.core.fingerprint import Committed
 from scalai.core.region import Box
 from scalai.core.source_list import used_only
 from scalai.store.extension import Extras, extended

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from scalai.core.collection import Collection, Tensor, concatenate
-from scalai.core.committed import Committed
 from scalai.core.dtypes import BITS, ITEM_BYTES, Bits
-from scalai.core.fingerprint import piece_fingerprint, tensor_fingerprints
+from scalai.core.fingerprint import Committed, piece_fingerprint, tensor_fingerprints
 from scalai.core.region import Box, flat_range, whole
 from scalai.core.worker_messages import RankSnapshot, WriteOrder
 from scalai.store.files import slices

@@ -7,7 +7,7 @@ from enum import Enum
 
 from scalai.core.collection import Collection
 from scalai.core.commands import Ending, Start, Workers
-from scalai.core.committed import Committed
+from scalai.core.fingerprint import Committed
 from scalai.core.host.state import Call, Slot, Want
 from scalai.core.jsonable import Json
 from scalai.core.reports import Report

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from scalai.core.collection import Collection
 from scalai.core.commands import Build, Start, Workers
-from scalai.core.committed import Committed
+from scalai.core.fingerprint import Committed
 from scalai.core.jsonable import Json
 from scalai.core.worker_messages import (
     BeginSnapshot,
