@@ -49,7 +49,7 @@ from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
 from scalai.store.manifest import HostManifest
-from scalai.store.summary import summary_bytes
+from scalai.store.parts import summary_bytes
 
 STEP_S = 5.0
 """Of a training step."""

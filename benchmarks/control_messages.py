@@ -18,10 +18,9 @@ from scalai.core.region import whole
 from scalai.core.source_list import SourceList, used_only
 from scalai.core.sources import Holder
 from scalai.launch.agent.sources import ask_parts, own_part
-from scalai.store.extension import Extras, extended
 from scalai.store.manifest import HostManifest, StoredFile
 from scalai.store.moves import holders_of
-from scalai.store.summary import summary_bytes
+from scalai.store.parts import Extras, extended, summary_bytes
 
 
 def ask_and_plan(

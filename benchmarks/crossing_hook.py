@@ -53,7 +53,7 @@ STATE = {
     "scalai.store.generation": "Generation",
     "scalai.store.manifest": "HostManifest StoredFile",
     "scalai.store.moves": "Fetched FetchList",
-    "scalai.store.rows": "StoredRows",
+    "scalai.store.parts": "StoredRows",
 }
 """Where a tensor's state is described, and what holds its bytes."""
 MESSAGES = frozenset(

@@ -29,7 +29,7 @@ from scalai.runtime.framing import FramedSocket
 from scalai.runtime.listening import Listener
 from scalai.store.files import contiguous_chunks, write_at
 from scalai.store.host import HostStore
-from scalai.store.summary import pieces_of
+from scalai.store.parts import pieces_of
 
 Address = tuple[str, int]
 

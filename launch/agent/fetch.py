@@ -26,10 +26,10 @@ from scalai.launch.agent.data_plane import Peer
 from scalai.launch.agent.sources import Parts, ask_parts, ask_rank_states, first_part, own_part
 from scalai.runtime.at_once import at_once
 from scalai.runtime.failpoints import reached
-from scalai.store.extension import Extras, fingerprints_of
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from scalai.store.moves import Fetched, FetchList, fetch_lists, holders_of, read_orders
+from scalai.store.parts import Extras, fingerprints_of
 
 FETCHED_AT_ONCE = 64
 """Hosts that are fetched from side by side, at most."""

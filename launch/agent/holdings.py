@@ -16,7 +16,7 @@ from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Joined
 from scalai.store.host import HostStore
 from scalai.store.manifest import UNNUMBERED, HostManifest
-from scalai.store.summary import summary_bytes
+from scalai.store.parts import summary_bytes
 
 NAMED = 5
 """Damaged pieces that a host names."""

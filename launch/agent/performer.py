@@ -34,8 +34,8 @@ from scalai.launch.config.job import JobSpec
 from scalai.runtime.control import OUT_OF_MEMORY_EXIT
 from scalai.runtime.failpoints import here, reached
 from scalai.store.host import HostStore
+from scalai.store.parts import snapshot_name, summary_bytes
 from scalai.store.snapshot import Snapshot
-from scalai.store.summary import snapshot_name, summary_bytes
 
 TELL_EVERY_S = 10.0
 """How often the coordinator hears of bytes that arrive."""

@@ -20,7 +20,7 @@ from scalai.launch.agent.data_plane import Peer, PiecesHeld
 from scalai.runtime.at_once import at_once
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
-from scalai.store.summary import pieces_of
+from scalai.store.parts import pieces_of
 
 ASKED_AT_ONCE = 16
 """Hosts that are asked side by side: they are waited for, and cost little."""

@@ -11,7 +11,7 @@ from scalai.core.reports import HostEvent, Report
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.proving import doubted
 from scalai.store.manifest import HostManifest
-from scalai.store.summary import snapshot_name
+from scalai.store.parts import snapshot_name
 
 Manifests = Mapping[bytes, HostManifest]
 """What a call brings, by the bytes that came: read before the coordinator's lock is taken."""

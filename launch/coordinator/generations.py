@@ -17,9 +17,8 @@ from scalai.launch.coordinator.proofs import (
     written_fingerprints,
 )
 from scalai.store.attachment import attached_hosts
-from scalai.store.extension import proven_only
 from scalai.store.manifest import HostManifest
-from scalai.store.summary import snapshot_name
+from scalai.store.parts import proven_only, snapshot_name
 
 NAMED = 5
 """Damaged pieces that an error names."""

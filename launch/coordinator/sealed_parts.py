@@ -12,7 +12,7 @@ from scalai.core.membership import ENDED_BY_A_LOSS, Phase
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.proofs import check_whole
 from scalai.store.manifest import HostManifest
-from scalai.store.summary import snapshot_name
+from scalai.store.parts import snapshot_name
 
 
 class Origin(NamedTuple):

@@ -10,7 +10,7 @@ from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.store.attachment import ATTACHED
 from scalai.store.generation import unite
-from scalai.store.summary import reference_of
+from scalai.store.parts import reference_of
 
 
 class Starter:

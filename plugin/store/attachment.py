@@ -11,9 +11,9 @@ import numpy as np
 
 from scalai.core.collection import concatenate
 from scalai.core.errors import StoreError
-from scalai.store.extension import empty_part, piece_keys
 from scalai.store.generation import unite_hosts
 from scalai.store.manifest import HostManifest, StoredFile
+from scalai.store.parts import empty_part, piece_keys
 
 ATTACHED = "attached"
 """In ``about`` of a manifest: hosts whose parts were attached, and the directory they lie in."""

@@ -7,11 +7,10 @@ from pathlib import Path
 from scalai.core.errors import StoreError
 from scalai.store.atomic import make_folder, rename_durably, write_new
 from scalai.store.attachment import attached_hosts
-from scalai.store.extension import piece_keys, with_files
 from scalai.store.manifest import HostManifest, read_manifest, write_manifest
+from scalai.store.parts import StoredRows, piece_keys, with_files
 from scalai.store.places import generation_name
 from scalai.store.pool import free_bytes
-from scalai.store.rows import StoredRows
 
 
 def copy_part(rows: StoredRows, directory: Path) -> Path:

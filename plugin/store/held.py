@@ -18,7 +18,6 @@ from scalai.store.atomic import rename_durably
 from scalai.store.attachment import attachment
 from scalai.store.directory import HostDirectory
 from scalai.store.durable import copy_part
-from scalai.store.extension import Extras, empty_part, extended, fingerprints_of, proven_only
 from scalai.store.files import lay_out
 from scalai.store.manifest import (
     HostManifest,
@@ -26,8 +25,15 @@ from scalai.store.manifest import (
     read_own_manifest,
     write_manifest,
 )
+from scalai.store.parts import (
+    Extras,
+    StoredRows,
+    empty_part,
+    extended,
+    fingerprints_of,
+    proven_only,
+)
 from scalai.store.places import MANIFEST, generation_name
-from scalai.store.rows import StoredRows
 
 log = logging.getLogger(__name__)
 

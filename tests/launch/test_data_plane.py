@@ -22,7 +22,7 @@ from scalai.runtime.framing import FramedSocket
 from scalai.runtime.handshake import accept
 from scalai.store.files import slices
 from scalai.store.host import HostStore
-from scalai.store.summary import reference_of
+from scalai.store.parts import reference_of
 from support.store_states import Opener, generation, snapshot, values_of
 
 TOKEN = b"the job's token"

@@ -19,10 +19,9 @@ from scalai.launch.agent.durable import (
     write_finished,
 )
 from scalai.launch.agent.fetch import check_arrived
-from scalai.store.extension import piece_keys
 from scalai.store.manifest import write_manifest
 from scalai.store.moves import FetchList
-from scalai.store.summary import pieces_of
+from scalai.store.parts import piece_keys, pieces_of
 from support.store_states import Opener, generation, two_ranks
 
 

@@ -22,11 +22,11 @@ from scalai.launch.agent.data_plane import DataPlaneServer, Peer
 from scalai.launch.agent.fetch import Restore, prepare_restore
 from scalai.runtime.live import Slot, collection_of, held_rows, wanted_rows
 from scalai.runtime.restore import read_rows
-from scalai.store.extension import Extras
 from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, read_manifest
 from scalai.store.moves import Fetched, fetch_lists, holders_of, read_orders
+from scalai.store.parts import Extras
 from support.listed import listed
 from support.older_release import saved_by_an_older_release
 from support.store_states import Opener

@@ -18,7 +18,7 @@ from scalai.launch.agent import performer as performer_module
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.performer import Hands, Moving, Performer
 from scalai.store.host import HostStore
-from scalai.store.summary import snapshot_name
+from scalai.store.parts import snapshot_name
 from support.store_states import generation, is_whole, snapshot, two_ranks
 from support.wire_words import start, workers
 

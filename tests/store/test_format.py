@@ -20,11 +20,11 @@ from scalai.converters.limits import Limits
 from scalai.core.collection import Collection
 from scalai.core.region import Box, whole
 from scalai.launch.agent.durable import write_finished
-from scalai.store.extension import Extras
 from scalai.store.files import slices
 from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
 from scalai.store.manifest import FORMAT, VERSION
+from scalai.store.parts import Extras
 from scalai.store.places import MANIFEST
 from scalai.store.values import decode
 from support.bad_manifests import DAMAGES, UNFIT, change

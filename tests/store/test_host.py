@@ -11,9 +11,9 @@ from scalai.core.coverage import check_coverage
 from scalai.core.errors import StoreError, UsageError
 from scalai.core.region import Box, whole
 from scalai.store import directory as directory_module
-from scalai.store.extension import Extras
 from scalai.store.host import HostStore
 from scalai.store.manifest import UNNUMBERED, read_manifest
+from scalai.store.parts import Extras
 from support.store_states import (
     HALF,
     WEIGHT,

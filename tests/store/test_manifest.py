@@ -18,8 +18,8 @@ from scalai.store.manifest import (
     read_manifest,
     read_saved_manifest,
 )
+from scalai.store.parts import StoredRows
 from scalai.store.places import MANIFEST
-from scalai.store.rows import StoredRows
 from support.bad_manifests import DAMAGES, UNFIT, change
 from support.older_release import saved_by_an_older_release
 from support.store_states import Opener, generation

@@ -8,10 +8,9 @@ import pytest
 from scalai.core.fingerprint import Committed
 from scalai.core.region import Box
 from scalai.core.source_list import used_only
-from scalai.store.extension import Extras, extended
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, StoredFile, manifest_bytes, manifest_of_bytes
-from scalai.store.summary import pieces_of, reference_of, summary
+from scalai.store.parts import Extras, extended, pieces_of, reference_of, summary
 from support.store_states import generation, two_ranks
 
 

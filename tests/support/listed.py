@@ -9,7 +9,7 @@ from scalai.core.messages import Shared
 from scalai.core.source_list import Listed, SourceList, source_list
 from scalai.store.generation import unite
 from scalai.store.manifest import HostManifest, StoredFile
-from scalai.store.summary import reference_of, summary
+from scalai.store.parts import reference_of, summary
 
 NOWHERE = ("127.0.0.1", 1)
 

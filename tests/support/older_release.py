@@ -12,8 +12,8 @@ from scalai.converters.fingerprints import fingerprints
 from scalai.core.collection import concatenate
 from scalai.core.fingerprint import piece_fingerprint, tensor_fingerprints
 from scalai.store.manifest import _digest, read_manifest
+from scalai.store.parts import StoredRows
 from scalai.store.places import MANIFEST
-from scalai.store.rows import StoredRows
 
 
 def saved_by_an_older_release(directories: Sequence[Path]) -> None:

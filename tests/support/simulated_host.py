@@ -34,7 +34,7 @@ from scalai.core.worker_messages import (
 from scalai.launch.agent.loop import Agent, Loop
 from scalai.launch.coordinator.calls import Farewell, Join, Poll, StoreIdentity, Tell
 from scalai.store.manifest import HostManifest, StoredFile
-from scalai.store.summary import pieces_of, snapshot_name, summary_bytes
+from scalai.store.parts import pieces_of, snapshot_name, summary_bytes
 from support.simulated_workers import TENSORS, Clock, EverySlot, Group, Worker, print_of
 from support.wire import travelled
 

@@ -1,0 +1,241 @@
+"""What is made of a host's part of a generation: its pieces as arrays, its summary, and the part
+with pieces of other hosts, or without some.
+
+A summary is what the coordinator has to know of a part, and what other hosts plan with: what grows
+with the number of hosts that gave something (a row for each fetched piece, the states of all ranks)
+stays on the host. Pieces of other hosts outlive the hosts that they came from; what was fetched
+counts as unproven until a proof of the whole state has passed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.core.collection import Collection, Columns, concatenate
+from scalai.core.dtypes import Bits, bits_dtype
+from scalai.core.errors import StoreError
+from scalai.core.fingerprint import Committed, piece_fingerprint
+from scalai.core.jsonable import Json
+from scalai.core.region import Box
+from scalai.core.source_list import Pieces, Reference, merged, used_only
+from scalai.store.files import box_view, map_file, slices
+from scalai.store.manifest import HostManifest, StoredFile, manifest_bytes
+
+
+class StoredRows:
+    """Read-only views of the pieces of one host's part. The files are mapped once, when it is made.
+
+    Raises:
+        StoreError: A file cannot be mapped.
+    """
+
+    def __init__(self, directory: Path, manifest: HostManifest) -> None:
+        self.directory, self.manifest = directory, manifest
+        try:
+            self.files = [map_file(directory / stored.name) for stored in manifest.files]
+        except OSError as error:
+            raise StoreError(
+                f"{error.filename} cannot be mapped ({error.strerror}). Use another generation."
+            ) from error
+
+    def view(self, row: int) -> Bits:
+        """Return piece ``row`` as the unsigned bits of its elements [box.shape], without a copy."""
+        tensor, box = self.manifest.collection.box(row)
+        data = self.files[self.manifest.file[row]]
+        return box_view(data, int(self.manifest.begin[row]), box.shape, bits_dtype(tensor.dtype))
+
+    def part(self, row: int, part: Box) -> Bits:
+        """Return the part of piece ``row`` that covers the box ``part`` of the tensor, no copy.
+
+        Raises:
+            StoreError: ``part`` does not lie inside the piece.
+        """
+        tensor, box = self.manifest.collection.box(row)
+        if part.numel and part.intersect(box) != part:
+            raise StoreError(
+                f"box {list(part.offset)}+{list(part.shape)} of {tensor.name!r} is asked for, but "
+                f"the piece is {list(box.offset)}+{list(box.shape)}. Ask for a part of the piece."
+            )
+        inside = tuple(low - start for low, start in zip(part.offset, box.offset, strict=True))
+        return np.asarray(self.view(row)[slices(Box(inside, part.shape))])
+
+    def damage(self) -> Iterator[str]:
+        """Compute all fingerprints again and yield a line for each piece that has another one."""
+        for row, expected in enumerate(self.manifest.fingerprint.tolist()):
+            tensor, box = self.manifest.collection.box(row)
+            found = piece_fingerprint(
+                self.view(row), box, tensor.shape, self.manifest.fingerprint_version
+            )
+            if found != expected:
+                file = self.directory / self.manifest.files[self.manifest.file[row]].name
+                yield (
+                    f"{tensor.name!r} {list(box.offset)}+{list(box.shape)} in {file} has "
+                    f"fingerprint {found:016x}, not {expected:016x}"
+                )
+
+
+def snapshot_name(part: HostManifest) -> str:
+    """Return what the parts of one snapshot have in common: the run of the coordinator, the round
+    and the step, which a host's part says about itself."""
+    return str(part.about.get("snapshot", f"generation-{part.generation}"))
+
+
+def pieces_of(part: HostManifest, rows: int | None = None) -> Pieces:
+    """Return the first ``rows`` pieces of a part; None: all."""
+    chosen = np.arange(len(part.collection))[:rows]
+    return Pieces(
+        snapshot_name(part),
+        part.step,
+        part.fingerprint_version,
+        used_only(part.collection.select(chosen)),
+        part.fingerprint[chosen],
+    )
+
+
+def reference_of(part: HostManifest) -> Reference:
+    """Return by what others know the pieces of a part, or of that which ``part`` summarizes."""
+    if part.summarizes is not None:
+        return part.summarizes
+    return Reference(len(part.collection), pieces_of(part).digest().hex())
+
+
+def summary_bytes(part: HostManifest) -> bytes:
+    """Return the summary of a part as it travels."""
+    return manifest_bytes(summary(part))
+
+
+def summary(part: HostManifest) -> HostManifest:
+    """Return a part without the states of its ranks, of which only the coordinates stay; of a
+    committed one also with fewer rows, of the same elements, and without their fingerprints: those
+    of the tensors are stated."""
+    states = dict.fromkeys(part.rank_state)
+    short = replace(part, rank_state=states, summarizes=reference_of(part))
+    stated = part.committed.fingerprints if part.committed is not None else {}
+    if any(tensor.numel and tensor.name not in stated for tensor in part.collection.tensors):
+        return short
+    is_unproven = np.isin(part.file, part.unproven)
+    groups: list[Collection] = []
+    for chosen in (~is_unproven, is_unproven):
+        groups.append(merged(part.collection.select(np.flatnonzero(chosen))))
+    rows = concatenate(groups)
+    counts = [len(group) for group in groups]
+    files = tuple(
+        StoredFile(name, int(group.size_bytes().sum()))
+        for name, group in zip(("proven", "unproven"), groups, strict=True)
+    )
+    return replace(
+        short,
+        collection=rows,
+        file=np.repeat(np.arange(2), counts).astype(np.int64),
+        begin=np.zeros(len(rows), dtype=np.int64),
+        fingerprint=np.zeros(len(rows), dtype=np.uint64),
+        files=files,
+        unproven=(1,) if counts[1] else (),
+    )
+
+
+def fingerprints_of(
+    path: Path, pieces: Collection, begins: Columns, version: int
+) -> npt.NDArray[np.uint64]:
+    """Return the fingerprint of each piece, [rows], that lies row-major in a file at byte
+    ``begins`` [rows]; ``version``: of the generation's fingerprints."""
+    data, values = map_file(path), []
+    for row, begin in enumerate(begins.tolist()):
+        tensor, box = pieces.box(row)
+        bits = box_view(data, begin, box.shape, bits_dtype(tensor.dtype))
+        values.append(piece_fingerprint(bits, box, tensor.shape, version))
+    return np.array(values, dtype=np.uint64)
+
+
+def piece_keys(collection: Collection) -> list[tuple[str, bytes, bytes]]:
+    """Return what tells the pieces of a state apart: tensor and box of each row, [rows]."""
+    names = [collection.tensors[number].name for number in collection.tensor.tolist()]
+    boxes = zip(collection.offset, collection.shape, strict=True)
+    return [
+        (name, offset.tobytes(), shape.tobytes())
+        for name, (offset, shape) in zip(names, boxes, strict=True)
+    ]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Extras:
+    """What goes with pieces that are fetched: the scalars of all hosts; the states of the ranks
+    that run here now (``rank_state`` by coordinate, of ``ranks``); and what is stated of the
+    tensors."""
+
+    scalars: Mapping[str, Json]
+    rank_state: Mapping[str, Json]
+    ranks: tuple[int, ...]
+    committed: Committed | None
+
+
+def empty_part(like: HostManifest, host: str) -> HostManifest:
+    """Return a part of the same generation for a host that wrote nothing."""
+    none = np.zeros(0, dtype=np.int64)
+    return replace(
+        like,
+        host=host,
+        about={key: value for key, value in like.about.items() if key != "attached"},
+        ranks=(),
+        collection=like.collection.select(none),
+        file=none,
+        begin=none,
+        fingerprint=like.fingerprint[:0],
+        files=(),
+        rank_state={},
+        unproven=(),
+    )
+
+
+def extended(
+    own: HostManifest,
+    file: StoredFile,
+    pieces: Collection,
+    begins: Columns,
+    fingerprints: npt.NDArray[np.uint64],
+    extras: Extras | None = None,
+) -> HostManifest:
+    """Return ``own`` with the pieces of one more file, behind those that it has, and with what goes
+    with them."""
+    grown = replace(
+        own,
+        collection=concatenate([own.collection, used_only(pieces)]),
+        file=np.concatenate([own.file, np.full(len(pieces), len(own.files), dtype=np.int64)]),
+        begin=np.concatenate([own.begin, begins]),
+        fingerprint=np.concatenate([own.fingerprint, fingerprints]),
+        files=(*own.files, file),
+        unproven=(*own.unproven, len(own.files)),
+    )
+    if extras is None:
+        return grown
+    stated = own.committed
+    return replace(
+        grown,
+        scalars=extras.scalars,
+        rank_state={**own.rank_state, **extras.rank_state},
+        ranks=tuple(sorted({*own.ranks, *extras.ranks})),
+        committed=extras.committed if stated is None else stated.united(extras.committed),
+    )
+
+
+def proven_only(own: HostManifest) -> HostManifest:
+    """Return ``own`` without the files that no proof has passed, and what lies in them."""
+    return with_files(own, [n for n in range(len(own.files)) if n not in own.unproven])
+
+
+def with_files(own: HostManifest, kept: Sequence[int]) -> HostManifest:
+    """Return ``own`` with only these of its files, and what lies in them."""
+    place = np.full(len(own.files), -1, dtype=np.int64)
+    place[list(kept)] = np.arange(len(kept))
+    rows = np.flatnonzero(place[own.file] >= 0) if len(own.file) else own.file
+    return replace(
+        own,
+        collection=own.collection.select(rows),
+        file=place[own.file[rows]],
+        begin=own.begin[rows],
+        fingerprint=own.fingerprint[rows],
+        files=tuple(own.files[number] for number in kept),
+        unproven=tuple(int(place[number]) for number in own.unproven if place[number] >= 0),
+    )
