@@ -37,7 +37,7 @@ from demo_words import (
 )
 
 from scalai import ScalaiError
-from scalai.launch.coordinator.proofs import committed_fingerprints
+from scalai.launch.coordinator.parts import committed_fingerprints
 from scalai.store.generation import load_generation
 from scalai.store.places import find_generations
 

@@ -9,8 +9,8 @@ from typing import Any
 from scalai.core.errors import LayoutError, ProofError
 from scalai.core.fingerprint import Committed, compare
 from scalai.core.membership import Generation
-from scalai.launch.coordinator.held_parts import HeldParts
-from scalai.launch.coordinator.proofs import (
+from scalai.launch.coordinator.parts import (
+    HeldParts,
     check_alike,
     check_whole,
     committed_fingerprints,

@@ -16,7 +16,7 @@ from scalai.core.resize import advance
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.members import Members
-from scalai.launch.coordinator.proofs import check_whole
+from scalai.launch.coordinator.parts import check_whole
 from scalai.launch.coordinator.proving import Answers, doubted, prove
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing

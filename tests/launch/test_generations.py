@@ -10,7 +10,7 @@ from scalai.core.errors import ProofError
 from scalai.core.fingerprint import Committed, piece_fingerprint, tensor_fingerprints
 from scalai.core.region import Box
 from scalai.launch.coordinator.generations import Generations
-from scalai.launch.coordinator.proofs import committed_fingerprints
+from scalai.launch.coordinator.parts import committed_fingerprints
 from scalai.store.files import slices
 from scalai.store.manifest import HostManifest, StoredFile
 
