@@ -14,6 +14,8 @@ not count, nor does what stands in for CUDA. Figures, each within the one before
   description of tensors (a type in ``STATE`` of ``crossing_hook.py``) or their bytes (a buffer of
   16 KiB or more).
 * ``handled``: the same without modules that see state in messages only, and pass it on.
+* ``crossing``: the same without the wire (``WIRE``), which carries whatever it is given: where a
+  tensor's way is decided, and where its bytes move.
 
 Modules that only define such values (generated methods, nothing written is called) are counted too:
 ``vocabulary``. ``--list`` shows every module, with its lines, the processes and the kinds of state
@@ -41,8 +43,18 @@ from resize_runs import Layout, Round, Running, scale
 JOB = "crossing"
 HOSTS = ("a", "b")
 STEPS = 3
+FIGURES = ("crossed", "way", "state", "handled", "crossing")
 LONG = 450
 """A file with more lines is long."""
+WIRE = frozenset(
+    f"scalai.{module}"
+    for module in (
+        *("core.commands", "core.fields", "core.messages", "core.reports", "core.worker_messages"),
+        *("core.host.actions", "core.host.events"),
+        *("runtime.calls", "runtime.codec", "runtime.framing"),
+    )
+)
+"""The classes of messages, what makes bytes of them, and what sends the bytes."""
 STAND_INS = "scalai.patches.megatron.cpu_emulation."
 
 
@@ -67,6 +79,7 @@ class Crossed:
             "way": self.has_messages or has_state,
             "state": has_state,
             "handled": bool(self.handled),
+            "crossing": bool(self.handled) and self.module not in WIRE,
         }
         return tuple(name for name, is_so in facts.items() if is_so)
 
@@ -97,7 +110,7 @@ def main() -> None:
         modules = read(folder / "notes")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for name in ("crossed", "way", "state", "handled"):
+    for name in FIGURES:
         found = [one for one in modules if name in one.figures]
         report.add(name, len(found))
         report.add(f"{name}_by_process", count(one.processes for one in found))
