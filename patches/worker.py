@@ -63,12 +63,33 @@ def main(arguments: Sequence[str]) -> None:
         if not is_elastic or isinstance(error, StoreError):
             raise
         _be_refused(error)
+    except SystemExit as ending:
+        if ending.code:
+            _wait_to_be_rescued(f"the script left with {ending.code!r}")
+        raise
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
+            _wait_to_be_rescued(error)
             raise
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(OUT_OF_MEMORY_EXIT)
+    except Exception as error:
+        _wait_to_be_rescued(error)
+        raise
+
+
+def _wait_to_be_rescued(failure: Exception | str) -> None:
+    """The script has failed. What this process holds may be all that is left of the state: it waits
+    for its agent to end it. Returns where nothing of it would be written."""
+    job = _session()
+    if job is None or not job.can_be_rescued:
+        return
+    if isinstance(failure, Exception):
+        traceback.print_exception(failure)
+        sys.stderr.flush()
+        failure = f"{type(failure).__name__}: {failure}"
+    job.wait_to_be_rescued(failure)
 
 
 def _session() -> Any:

@@ -130,7 +130,7 @@ class Performer:
             save=page.save_in_flight(),
             looks=page.save_looks(),
             reached=frozenset(r for r in current.ranks if page.has_reached_stop(r - first)),
-            ended=group.ended() if current.is_draining else {},
+            ended=group.ended() if current.is_draining or current.emergency else {},
         )
 
     def arrivals(self) -> Iterable[Event]:
@@ -159,6 +159,7 @@ class Performer:
             degrees=workers.degrees,
             micro_batch_size=workers.micro_batch_size,
             snapshot_every=spec.config.store.snapshot_every,
+            has_emergency=spec.config.store.emergency,
             restorable_step=workers.restorable_step,
             is_standby=action.is_standby,
             facts=workers.facts,

@@ -259,8 +259,8 @@ class WorkerSet(LocalElasticAgent):
         self._is_up = True
 
     def poll(self) -> Outcome | None:
-        """Return how the workers ended, or None while any runs. A failed worker takes the others
-        with it."""
+        """Return how the workers ended, or None while any runs. Where one has failed the others
+        live on if they outlive signals, and are ended with it if they do not."""
         place = self._assigned.placement
         if not self._is_up or place is None:
             return None
@@ -268,7 +268,6 @@ class WorkerSet(LocalElasticAgent):
             ended = sorted(self.ended().items())
             failed = {place.first_rank + local: code for local, code in ended if code}
             if failed:
-                self.stop()  # torch would send the others SIGTERM, and wait half a minute for them
                 return Outcome(_endings(failed))
         result: RunResult = self._monitor_workers(self._worker_group)
         if result.state is WorkerState.HEALTHY:

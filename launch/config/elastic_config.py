@@ -22,12 +22,15 @@ class StoreConfig:
             there.
         snapshot_every: Steps between generations without a change; 0: only at the start and at
             changes.
+        emergency: Whether workers that outlive a failure write the state that stands between two
+            updates, so that the job goes on from there.
         durable_dir: Folder on disk for the generation that the last host leaves; None: none.
     """
 
     dir: str | None = None
     budget_gb: float | None = None
     snapshot_every: int = 0
+    emergency: bool = True
     durable_dir: str | None = None
 
     def __post_init__(self) -> None:

@@ -85,7 +85,7 @@ class AgentEvents:
         if report.reason == "stop":
             live.answers.snapshots[host] = report.seconds
             live.feed(events.SnapshotWritten(host, report.round))
-        elif part is not None:
+        elif part is not None and report.reason != "emergency":
             live.feed(events.Sealed(host, report.round, report.reason, snapshot_name(part)))
 
     def _committed(self, event: events.Committed) -> None:

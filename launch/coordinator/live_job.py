@@ -10,13 +10,13 @@ from dataclasses import replace
 
 from scalai.core import actions, commands, events
 from scalai.core import membership as m
-from scalai.core.errors import LayoutError, PeerError, ProofError
+from scalai.core.errors import PeerError, ProofError
 from scalai.core.messages import Shared
 from scalai.core.resize import advance
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.generations import Generations
+from scalai.launch.coordinator.judging import judge_rescue, judge_snapshot, judge_stop
 from scalai.launch.coordinator.members import Members
-from scalai.launch.coordinator.parts import check_whole
 from scalai.launch.coordinator.proving import Answers, doubted, prove
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing
@@ -82,6 +82,7 @@ class LiveJob:
             most_failures=spec.failures,
             does_refill=spec.is_loss_free,
             is_loss_free=spec.is_loss_free,
+            has_emergency=spec.is_elastic and spec.config.store.emergency,
             has_durable_dir=spec.durable_dir is not None,
             is_elastic=spec.is_elastic,
             build_timeout_s=0.0 if resize.standby == "never" else resize.build_timeout_s,
@@ -271,13 +272,19 @@ class LiveJob:
             case actions.Withdraw(hosts):
                 self.command(hosts, commands.Withdraw(self.state.round))
             case actions.Judge(hosts):
-                self._judge(hosts)
+                judge_stop(self, hosts)
             case actions.JudgeSnapshot(reason, snapshot):
-                self._judge_snapshot(reason, snapshot)
+                judge_snapshot(self, reason, snapshot)
             case actions.Commit(hosts, generation):
                 self.command_commit(hosts, generation)
             case actions.TakeSnapshot(hosts):
                 self.command(hosts, commands.TakeSnapshot(self.state.round))
+            case actions.Freeze(hosts):
+                self.command(hosts, commands.Freeze(self.state.round))
+            case actions.Rescue(hosts, step):
+                self.command(hosts, commands.Rescue(self.state.round, step))
+            case actions.JudgeRescue(step):
+                judge_rescue(self, step)
             case actions.Lose(hosts, reason):
                 for host in hosts:
                     self._give_up(host, reason)
@@ -345,36 +352,6 @@ class LiveJob:
         """Whether an agent that exits leaves its store as it is: a job that has not begun has made
         nothing of what is there, and one that failed may be resumed."""
         return self.state.round == 0 if code == 0 else code != RESUMABLE
-
-    def _judge(self, hosts: Iterable[str]) -> None:
-        name = f"{self.run}-{self.state.round}-{self.state.stop}"
-        parts = self.generations.sealed_parts(name, hosts)
-        try:
-            if not parts:
-                raise LayoutError("no host has a snapshot.")
-            check_whole(parts.values())
-            number = self.commit(name)
-        except (LayoutError, ProofError) as error:
-            # The newest committed generation is as good as before.
-            what = "incomplete" if isinstance(error, LayoutError) else "refused"
-            self.log(f"event=snapshot_{what} step={self.state.stop} {error}")
-            is_refused = isinstance(error, ProofError)
-            reason = f"what was written is refused: {error}" if is_refused else events.NOT_COVERED
-            self.feed(events.Judged(False, reason=reason))
-            return
-        self.feed(events.Judged(True, self.state.stop, number, frozenset(parts)))
-
-    def _judge_snapshot(self, reason: str, snapshot: str) -> None:
-        parts = self.generations.sealed_parts(snapshot, self.members.hosts())
-        step = max(part.step for part in parts.values())
-        try:
-            check_whole(parts.values())
-            number = self.commit(snapshot)
-        except (LayoutError, ProofError) as error:
-            self.log(f"event={reason} step={step} refused: {error}")
-            return
-        self.log(f"event={reason} committed={number} step={step}")
-        self.feed(events.SnapshotJudged(tuple(sorted(parts)), step, number))
 
     def _build(self, standby: m.Standby) -> None:
         self.log(f"event=build {standby.assignment.reason!r} standby_round={standby.round}")

@@ -6,6 +6,7 @@ flat ranges; nothing is gathered.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,7 +124,9 @@ def _slots(shard: Shard, master: Master | None, owned: Fragment | None) -> Itera
     model = shard.memory
     tensor = _tensor(PARAM, shard, model)
     if master is None or owned is None:  # a buffer, or nothing trains it
-        yield _slot(tensor, model, shard, shard.range, is_held=shard.is_vouched)
+        is_buffer = not isinstance(shard.data, torch.nn.Parameter)
+        slot = _slot(tensor, model, shard, shard.range, is_held=shard.is_vouched)
+        yield replace(slot, is_volatile=is_buffer)
         return
     values = master.values.detach().view(-1)
     is_one_tensor = values.dtype == model.dtype

@@ -115,7 +115,9 @@ def _slots(shard: Shard, part: Part, owned: Owned | None, is_split: bool) -> Ite
     if owned is None:
         # A buffer or a frozen parameter is ours. What the distributed optimizer trains is not.
         is_trained = isinstance(shard.data, torch.nn.Parameter) and shard.data.requires_grad
-        yield Slot(tensor, data, part.pieces, is_held=not (is_split and is_trained))
+        is_buffer = not isinstance(shard.data, torch.nn.Parameter)
+        is_held = not (is_split and is_trained)
+        yield Slot(tensor, data, part.pieces, is_held=is_held, is_volatile=is_buffer)
         return
     low, high = owned.low, owned.high
     # Replicas own equal ranges, also of a tied weight on two pipeline stages: megatron gives it a

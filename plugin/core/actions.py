@@ -73,6 +73,29 @@ class Judge:
 
 
 @dataclass(frozen=True, slots=True)
+class Freeze:
+    """The round has failed: workers of these hosts that live make no further update; each host says
+    at which steps they stand."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rescue:
+    """Workers of these hosts that stand at this step write their state."""
+
+    hosts: tuple[str, ...]
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeRescue:
+    """Unite what was written of this step, and answer with ``RescueJudged``."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class JudgeSnapshot:
     """Unite the parts of this snapshot, which was made without a stop; answer with
     ``SnapshotJudged`` where it is a state. ``reason`` is ``snapshot`` or ``start``."""
@@ -207,6 +230,6 @@ class Say:
 
 Action = (
     Build | GiveUp | Prepare | Agree | Withdraw | TakeSnapshot | Lose | Report | Judge | Commit
-    | JudgeSnapshot | StopWorkers | Discard | GoBack | StartRound | Expect | Prove | Proceed | Doubt
-    | Drop | Release | SaveDurable | Look | Exit | Say
+    | JudgeSnapshot | Freeze | Rescue | JudgeRescue | StopWorkers | Discard | GoBack | StartRound
+    | Expect | Prove | Proceed | Doubt | Drop | Release | SaveDurable | Look | Exit | Say
 )  # fmt: skip

@@ -133,6 +133,22 @@ class TakeSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Freeze:
+    """Workers of the round have failed: those that live make no further update. Say where they
+    stand."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rescue:
+    """Workers that stand at this step write their state."""
+
+    round: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Say where the workers are: the job waits for them."""
 
@@ -214,5 +230,5 @@ class Exit:
 
 Command = (
     Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw | TakeSnapshot | Report
-    | Discard | Commit | Stop | Drop | Save | Doubt | Look | Exit
+    | Freeze | Rescue | Discard | Commit | Stop | Drop | Save | Doubt | Look | Exit
 )  # fmt: skip

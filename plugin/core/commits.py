@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from scalai.core import events
 from scalai.core.actions import Commit, JudgeSnapshot, Release
+from scalai.core.failures import fail
 from scalai.core.membership import Generation, Job, Phase, active, forget_sealed
-from scalai.core.transitions import Result, answered, fail, next_phase
+from scalai.core.transitions import Result, answered, next_phase, rescue
 
 
 def judged(event: events.Judged, job: Job) -> Result:
@@ -21,6 +22,18 @@ def judged(event: events.Judged, job: Job) -> Result:
     job = replace(job, phase=Phase.COMMITTING, awaited=hosts, uncommitted=frozenset(), sealed={})
     job = _with_generation(job, generation)
     return job, (Commit(tuple(sorted(hosts)), generation.number),)
+
+
+def rescue_judged(event: events.RescueJudged, job: Job) -> Result:
+    emergency = job.emergency
+    if job.phase is not Phase.RESCUING or emergency is None or event.step != emergency.step:
+        return job, ()
+    if event.number is None:
+        return rescue(job)  # of an earlier step, if workers stand at one
+    hosts = event.hosts & frozenset(job.hosts)
+    job = replace(job, phase=Phase.COMMITTING, awaited=hosts, uncommitted=frozenset(), sealed={})
+    job = _with_generation(job, Generation(event.number, event.step, event.hosts))
+    return job, (Commit(tuple(sorted(hosts)), event.number),)
 
 
 def sealed(event: events.Sealed, job: Job) -> Result:

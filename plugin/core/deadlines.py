@@ -21,6 +21,12 @@ JOIN_S = STORE_READY_S + ANSWER_S
 """How long an agent's first join may take: the coordinator answers once that process is ready."""
 SNAPSHOT_PATIENCES = 3
 """Drain timeouts without a further host's snapshot. A host itself gives its workers one."""
+FREEZE_S = 5.0
+"""How long a worker may take to stand still after a failure: to end an update that has begun."""
+FROZEN_S = 20.0
+"""How long a host may take to say where its workers stand."""
+RESCUE_PATIENCES = 2
+"""Drain timeouts without a further host's part. A host itself gives its workers one."""
 LONGEST_BACKOFF_S = 3600.0
 """A change whose stop was taken back is tried again after so long at most."""
 STALL_S = 60.0
@@ -81,6 +87,15 @@ TABLE = (
         Phase.SNAPSHOTTING, "a host wrote last", "120 s (`drain_timeout_s`), 3 times that",
         "an agent ends workers that do not write, and replicas write for them; after 3 times that "
         "the hosts awaited count as lost", lambda job: SNAPSHOT_PATIENCES * job.drain_timeout_s,
+    ),
+    Deadline(
+        Phase.FREEZING, "a host answered last", "20 s",
+        "done without the hosts awaited", lambda job: FROZEN_S,
+    ),
+    Deadline(
+        Phase.RESCUING, "a host wrote last", "120 s (`drain_timeout_s`)",
+        "an agent ends workers that do not write; then done without the hosts awaited",
+        lambda job: RESCUE_PATIENCES * job.drain_timeout_s,
     ),
     Deadline(
         Phase.COMMITTING, "a host answered last", "60 s", "the hosts awaited count as lost",

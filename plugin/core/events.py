@@ -140,6 +140,35 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
+class Frozen:
+    """Workers of this host that live make no further update, and stand at these steps. Those of
+    which nothing is known, or that were in the middle of an update, are left out."""
+
+    host: str
+    round: int
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rescued:
+    """Of this host's workers those that stood at this step have written; there may be none."""
+
+    host: str
+    round: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RescueJudged:
+    """What was written of this step covers the state, and has this number, with the hosts that have
+    a part; None: it does not (asked for by ``JudgeRescue``)."""
+
+    step: int
+    number: int | None
+    hosts: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Sealed:
     """A host has sealed its part of a ``snapshot`` without a stop: on the way, or of the state at
     the start (``reason``)."""
@@ -289,7 +318,8 @@ class NotSaved:
 
 Event = (
     HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Built | NotBuilt
-    | Prepared | Held | Arrived | SnapshotWritten | Judged | Sealed | SnapshotJudged | Committed
+    | Prepared | Held | Arrived | SnapshotWritten | Judged | Frozen | Rescued | RescueJudged
+    | Sealed | SnapshotJudged | Committed
     | Stopped | WorkersFailed | Stepped | Progressed | Unhooked | Hooked | Finished | Saved
     | NotSaved | Published | Restored | Proven | ProofFailed | Resumed
 )  # fmt: skip

@@ -7,6 +7,10 @@ phases is a resize:
 
    running -> preparing -> draining -> snapshotting -> committing -> stopping -> starting -> running
 
+Where workers fail meanwhile, those that live write what they have (``emergency``):
+
+   running -> freezing -> rescuing -> committing -> stopping -> starting -> running
+
 How long each may take, and what comes of it where it takes longer, is in ``deadlines``.
 
 Source: the membership of torch.distributed.elastic 2.13 (rendezvous/dynamic_rendezvous.py). Differs
@@ -36,6 +40,8 @@ class Phase(Enum):
     SNAPSHOTTING = (
         "snapshotting"  # every worker stands at the stop: they write their state and leave
     )
+    FREEZING = "freezing"  # workers failed: those that live make no further update, and say where
+    RESCUING = "rescuing"  # those that stand at one step write their state
     COMMITTING = "committing"  # the snapshots cover; every host renames its part
     STOPPING = "stopping"  # workers are made to exit
     SAVING = "saving"  # nobody stays: the generation goes to the durable directory
@@ -112,6 +118,18 @@ class FailedChange:
 
 
 @dataclass(frozen=True, slots=True)
+class Emergency:
+    """What becomes of a round that has failed, for this ``reason``. ``steps``: those at which
+    workers stand that live, between two updates, and which nobody has ordered to be written yet;
+    ``step``: the one that is written now. ``is_counted``: the failure has cost a restart."""
+
+    reason: str
+    steps: frozenset[int] = frozenset()
+    step: int | None = None
+    is_counted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """The clock of the present phase: when it began or made its last progress (None: the next tick
     tells), and how often it was reported since."""
@@ -163,6 +181,8 @@ class Job:
     has_durable_dir: bool = False
     is_elastic: bool = True
     """False: a plain job, whose workers are stopped and started anew as under torchrun."""
+    has_emergency: bool = False
+    """Whether workers that outlive a failure write what they have."""
     is_hooked: bool = True
     """False: nothing in the script says where a step ends, so a change would begin it anew."""
     build_timeout_s: float = 0.0
@@ -195,6 +215,8 @@ class Job:
     now: float = 0.0
     wait: Wait = Wait()
     start: Start = Start()
+    emergency: Emergency | None = None
+    """From a failure until the workers are stopped."""
     progress: Mapping[str, str] = field(default_factory=dict)
     """What the workers of each host have done last in the present start."""
     held: Mapping[str, str] = field(default_factory=dict)

@@ -5,11 +5,13 @@ from dataclasses import replace
 
 from scalai.core.actions import Lose, Report
 from scalai.core.deadlines import LIMITS, REPORT_S
+from scalai.core.failures import fail
 from scalai.core.membership import Job, Phase, Wait, active
-from scalai.core.transitions import Result, fail, missing, stop_unbuilt, withdraw
+from scalai.core.transitions import Result, missing, next_phase, stop_unbuilt, withdraw
 
 _REPORTED = (
     Phase.WAITING, Phase.STARTING, Phase.DRAINING, Phase.SNAPSHOTTING, Phase.PREPARING,
+    Phase.FREEZING, Phase.RESCUING,
     Phase.COMMITTING, Phase.STOPPING, Phase.SAVING,
 )  # fmt: skip
 
@@ -71,6 +73,13 @@ def _not_drained(job: Job, waited: float) -> Result:
     return withdraw(job, reason)
 
 
+def _without_the_silent(job: Job, waited: float) -> Result:
+    """Do without hosts that do not say where their workers stand, or do not write."""
+    text = f"event=slow phase={job.phase.value} since_s={waited:.0f} {_awaited(job)}: done without"
+    job, actions = next_phase(replace(job, awaited=frozenset()))
+    return job, (Report(text, ()), *actions)
+
+
 def _silent(job: Job, waited: float) -> Result:
     silent = job.awaited - job.held.keys() or job.awaited
     others = set(job.hosts) - silent
@@ -88,6 +97,8 @@ _CONSEQUENCES: Mapping[Phase, Callable[[Job, float], Result]] = {
     Phase.PREPARING: _silent,
     Phase.DRAINING: _not_drained,
     Phase.SNAPSHOTTING: _silent,
+    Phase.FREEZING: _without_the_silent,
+    Phase.RESCUING: _without_the_silent,
     Phase.COMMITTING: _silent,
     Phase.STOPPING: _silent,
 }

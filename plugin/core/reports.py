@@ -15,7 +15,7 @@ from scalai.core.collection import Collection
 @dataclass(frozen=True, slots=True)
 class Sealed:
     """What the workers have written is sealed; ``manifest`` as bytes, None where all had died
-    before they wrote. ``reason`` is ``stop``, ``snapshot`` or ``start``."""
+    before they wrote. ``reason`` is ``stop``, ``snapshot``, ``start`` or ``emergency``."""
 
     round: int
     reason: str
@@ -126,8 +126,8 @@ class Slots:
 
 HostEvent = (
     events.Built | events.NotBuilt | events.Prepared | events.Held | events.Arrived
-    | events.Stopped | events.Stepped | events.Unhooked | events.Hooked | events.Finished
-    | events.Committed | events.Saved | events.NotSaved
+    | events.Frozen | events.Rescued | events.Stopped | events.Stepped | events.Unhooked
+    | events.Hooked | events.Finished | events.Committed | events.Saved | events.NotSaved
 )  # fmt: skip
 """What the law of the job takes as a host reports it."""
 

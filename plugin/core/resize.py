@@ -8,9 +8,10 @@ stays until a newer one is committed and, after a resize, until every new rank h
 from dataclasses import replace
 from functools import singledispatch
 
-from scalai.core import commits, events, starting
+from scalai.core import commits, events, failures, starting
 from scalai.core.actions import Action, Commit, Drop, Release, Report, Say, Withdraw
 from scalai.core.deadlines import clock_of
+from scalai.core.failures import excuse_loss, fail
 from scalai.core.membership import (
     ENDED_BY_A_LOSS,
     FALLIBLE,
@@ -33,7 +34,6 @@ from scalai.core.transitions import (
     changed,
     consider,
     end,
-    fail,
     next_phase,
     prepare,
     release_leaving,
@@ -141,6 +141,8 @@ def _workers_gone(before: Job, job: Job, host: str, at: float) -> Result:
     """A host's agent is gone, and its workers with it."""
     job = replace(job, gone=job.gone | {host}, uncommitted=job.uncommitted - {host}, now=at)
     job, lines = strike(job, [host])
+    job, excused = excuse_loss(job, host)
+    lines = (*lines, *excused)
     given_up: tuple[Action, ...] = ()
     if job.standby is not None and host in job.standby.assignment.active:
         job, given_up = without_standby(job)
@@ -310,6 +312,7 @@ def _hooked(event: events.Hooked, job: Job) -> Result:
 
 
 for _rule in (commits.judged, commits.sealed, commits.snapshot_judged, commits.committed,
+              commits.rescue_judged, failures.frozen, failures.rescued,
               starting.progressed, starting.published, starting.restored, starting.proven,
               starting.proof_failed):  # fmt: skip
     _on.register(_rule)

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from scalai.core import events
 from scalai.core.actions import Action, Doubt, Expect, Proceed, Prove, Say
+from scalai.core.failures import try_again
 from scalai.core.membership import Job, Phase, active
-from scalai.core.transitions import Result, end, try_again
+from scalai.core.transitions import Result, end
 
 
 def progressed(event: events.Progressed, job: Job) -> Result:

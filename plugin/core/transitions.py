@@ -15,10 +15,12 @@ from scalai.core.actions import (
     GiveUp,
     GoBack,
     Judge,
+    JudgeRescue,
     Look,
     Prepare,
     Release,
     Report,
+    Rescue,
     SaveDurable,
     Say,
     StartRound,
@@ -30,21 +32,16 @@ from scalai.core.deadlines import LONGEST_BACKOFF_S
 from scalai.core.membership import (
     RESIZABLE,
     Assignment,
-    FailedChange,
-    Host,
     Job,
     Phase,
     Standby,
     Start,
     active,
-    failure_of,
     leaving,
-    members_of,
     next_assignment,
     present_degrees,
     staying,
 )
-from scalai.core.quarantine import strike
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -76,7 +73,7 @@ def consider(job: Job) -> Result:
     if target is not None and runs_as_requested(job):
         return _stay(job, f"the change leaves the job as it is: {target.reason}")
     if job.phase is Phase.STARTING or not job.is_elastic:
-        return _stop_workers(job, "the hosts changed")
+        return stop_workers(job, "the hosts changed")
     return _build(job, target)
 
 
@@ -169,12 +166,27 @@ def prepare(job: Job) -> Result:
     return job, (Prepare(tuple(sorted(hosts)), stop),)
 
 
-def _stop_workers(job: Job, reason: str, *, has_written: bool = False) -> Result:
+def stop_workers(job: Job, reason: str, *, has_written: bool = False) -> Result:
+    """End the workers of the round. ``has_written``: they leave by themselves."""
     hosts = active(job)
-    job = replace(job, phase=Phase.STOPPING, awaited=hosts, margin=1, held={})
+    job = replace(job, phase=Phase.STOPPING, awaited=hosts, margin=1, held={}, emergency=None)
     if not hosts:
         return _start_round(job)
     return job, (StopWorkers(tuple(sorted(hosts)), reason, has_written),)
+
+
+def rescue(job: Job) -> Result:
+    """Have the furthest step written at which workers stand; where none is beyond the newest
+    generation there is nothing to write."""
+    assert job.emergency is not None
+    hosts, newest = active(job), job.newest_generation
+    steps = {step for step in job.emergency.steps if newest is None or step > newest.step}
+    if not steps or not hosts:
+        return stop_workers(job, job.emergency.reason)
+    step = max(steps)
+    left = replace(job.emergency, steps=frozenset(steps - {step}), step=step)
+    job = replace(job, phase=Phase.RESCUING, awaited=hosts, emergency=left)
+    return job, (Rescue(tuple(sorted(hosts)), step),)
 
 
 def withdraw(job: Job, reason: str) -> Result:
@@ -195,81 +207,6 @@ def withdraw(job: Job, reason: str) -> Result:
         f"{later_s:.0f} s or when the hosts or the request change"
     )
     return job, (Withdraw(tuple(sorted(hosts))), *given_up, Report(text, slow))
-
-
-def fail(
-    job: Job,
-    reason: str,
-    *,
-    is_loss: bool = False,
-    is_chance: bool = False,
-    is_refusal: bool = False,
-) -> Result:
-    """The workers cannot go on: start again from the newest generation.
-
-    A change whose workers fail before all have stepped goes back to what ran, and costs nothing;
-    what may have been chance (a signal, or something of what was on standby) is tried once more
-    first. The loss of a host costs nothing where it is a change; every other failure counts against
-    the restart budget, and a refusal outside of a change ends the job.
-
-    What was on standby expected the state of the stop that does not come now.
-    """
-    is_starting = job.phase is Phase.STARTING
-    is_change = is_starting and not is_loss and _is_change(job)
-    was_built = job.was_standby and is_starting
-    if is_refusal and not is_change:
-        return end(job, 3, reason)
-    job, given_up = without_standby(job)
-    message: tuple[Action, ...] = ()
-    if is_change and not (job.tries == 0 and not is_refusal and (is_chance or was_built)):
-        job, message, is_free = _blame(job, reason)
-    else:
-        is_free = was_built or is_change or (is_loss and job.is_loss_free)
-        job = replace(job, tries=job.tries + is_change)
-    if job.failures_left <= 0 and not is_free:
-        return end(job, 1, f"{reason}; the restart budget (--max-restarts) is used up")
-    job = replace(
-        job, failures_left=job.failures_left - (not is_free), was_standby=False, trained_s=0.0
-    )
-    job, actions = _stop_workers(job, reason)
-    message = (Say(f"{reason}; {job.failures_left} restarts left"), *message)
-    return job, (*given_up, *message, *actions)
-
-
-def _is_change(job: Job) -> bool:
-    """Whether the present round is to run other than the one that ran last."""
-    ran, current = job.ran, job.current
-    return ran is not None and current is not None and not current.is_same_as(ran)
-
-
-def _blame(job: Job, reason: str) -> tuple[Job, tuple[Action, ...], bool]:
-    """The present assignment has failed and is not chosen again. Returns the job, what is said, and
-    whether there is another one to go on with."""
-    current, ran = job.current, job.ran
-    assert current is not None and ran is not None
-    failed = FailedChange(current, members_of(job, current), reason)
-    # What hosts that went have failed at says nothing of those that come.
-    kept = tuple(f for f in job.failed if f.members <= {(h.name, h.order) for h in _hosts(job)})
-    job = replace(job, failed=(*kept, failed), tries=0)
-    newcomers = set(current.active) - set(ran.active)
-    job, message = strike(job, newcomers & set(job.hosts))
-    target = next_assignment(job)
-    is_free = target is not None and failure_of(job, target) is None
-    going = f"{current.degrees} is not tried again on these hosts"
-    if target is not None and is_free:
-        going += f"; the job goes on with {target.degrees}"
-    return job, (*message, Say(going)), is_free
-
-
-def _hosts(job: Job) -> tuple[Host, ...]:
-    return tuple(job.hosts.values())
-
-
-def try_again(job: Job, reason: str) -> Result:
-    """The same round once more, which counts as no failure."""
-    job, given_up = without_standby(job)
-    job, actions = _stop_workers(replace(job, was_standby=False), reason)
-    return job, (*given_up, Say(reason), *actions)
 
 
 def _start_round(job: Job) -> Result:
@@ -416,8 +353,15 @@ def next_phase(job: Job) -> Result:
         # A host that came back may have brought what it had sealed.
         hosts = tuple(sorted(set(job.current.active if job.current else ()) & set(job.hosts)))
         return replace(job, phase=Phase.SNAPSHOTTING), (Judge(hosts),)
+    if job.phase is Phase.FREEZING:
+        return rescue(job)
+    if job.phase is Phase.RESCUING:
+        assert job.emergency is not None and job.emergency.step is not None
+        return job, (JudgeRescue(job.emergency.step),)
     if job.phase is Phase.COMMITTING:
-        return _stop_workers(job, "the state is committed", has_written=True)
+        if job.emergency is not None:
+            return stop_workers(job, job.emergency.reason)
+        return stop_workers(job, "the state is committed", has_written=True)
     if job.phase is Phase.STOPPING:
         return _start_round(job)
     if job.phase is Phase.SAVING:

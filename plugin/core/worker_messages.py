@@ -78,7 +78,8 @@ class Welcome:
     """What a worker has to know before it builds its model.
 
     ``degrees`` are sizes by their short names (``tp``, ``pp``, ``vpp``, ``cp``, ``ep``);
-    ``micro_batch_size`` is in samples; ``restorable_step`` is the step of the generation that
+    ``micro_batch_size`` is in samples; ``has_emergency``: a worker that outlives a failure writes
+    what it has; ``restorable_step`` is the step of the generation that
     ``Publish`` will hand out, None where there is none; ``facts`` are those of the job's first
     workers; ``settings`` are the elastic configuration's words to a framework's hooks.
     """
@@ -86,6 +87,7 @@ class Welcome:
     degrees: Mapping[str, int]
     micro_batch_size: int | None
     snapshot_every: int
+    has_emergency: bool
     restorable_step: int | None
     is_standby: bool
     facts: JsonText
@@ -201,6 +203,36 @@ class RankRestored(Request[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitFreeze(Request[None]):
+    """A thread of this rank waits beside the training. Answered where workers of the job have
+    failed: it must make no further update."""
+
+    rank: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankFrozen(Request[WriteOrder | None]):
+    """This rank makes no further update, and its memory is the state of ``step``; None: it is of no
+    step, for this ``reason``. Answered with what to write, if it is to write."""
+
+    rank: int
+    round: int
+    step: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailed(Request[None]):
+    """The script of this rank has raised, or has left with an error. The process waits to be ended,
+    so that its state can be written; it waits for no answer."""
+
+    rank: int
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Imports:
     """What a script has imported, and from where, for the fork server of later rounds."""
 
@@ -246,5 +278,5 @@ class RankUnhooked(Request[None]):
 
 WorkerRequest = (
     Hello | Publish | AwaitSlot | BeginSnapshot | Stand | RankWritten | RankRestored | RankStepped
-    | RankFinished | RankRefused | RankUnhooked
+    | RankFinished | RankRefused | RankUnhooked | AwaitFreeze | RankFrozen | RankFailed
 )  # fmt: skip

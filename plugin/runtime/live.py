@@ -28,7 +28,8 @@ class Slot:
     dtype; ``pieces`` say which boxes of ``tensor`` lie where in it. ``is_held``: this rank vouches
     for these elements, they may be written.
     ``is_wanted``: a restore must fill them. Stale copies are wanted, not held; a range of a
-    parameter that is wanted whole elsewhere is held, not wanted.
+    parameter that is wanted whole elsewhere is held, not wanted. ``is_volatile``: it may change
+    between two updates, as a buffer does in a forward pass.
     """
 
     tensor: Tensor
@@ -36,6 +37,7 @@ class Slot:
     pieces: tuple[Piece, ...]
     is_held: bool = True
     is_wanted: bool = True
+    is_volatile: bool = False
 
 
 class LiveState(Protocol):

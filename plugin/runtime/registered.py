@@ -96,7 +96,7 @@ def _slot(name: str, value: torch.Tensor) -> Slot:
     shape = tuple(value.shape)
     tensor = Tensor(f"user/{name}", shape, dtype_name(value.dtype))
     piece = Piece(whole(shape), 0, row_major(shape))
-    return Slot(tensor, value.detach().contiguous().view(-1), (piece,))
+    return Slot(tensor, value.detach().contiguous().view(-1), (piece,), is_volatile=True)
 
 
 def _plain(value: torch.Tensor) -> Json:

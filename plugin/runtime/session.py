@@ -19,7 +19,7 @@ restores nothing and never stops the loop.
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import cast
@@ -27,24 +27,21 @@ from typing import cast
 import numpy as np
 import torch
 
-from scalai.core.errors import LayoutError, RefusedError, UsageError
+from scalai.core.errors import LayoutError, PeerError, RefusedError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText
 from scalai.core.region import Piece
 from scalai.core.worker_messages import (
-    AwaitSlot,
-    BeginSnapshot,
     Hello,
     Publish,
+    RankFailed,
     RankFinished,
     RankRestored,
     RankStepped,
-    RankWritten,
     Source,
     Stand,
-    WriteOrder,
 )
-from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number
+from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number, tell_agent
 from scalai.runtime.calls import Channel
 from scalai.runtime.control import ControlPage, control_path
 from scalai.runtime.failpoints import here, reached
@@ -53,8 +50,8 @@ from scalai.runtime.imports import imported
 from scalai.runtime.live import LiveState, Slot, collection_of, held_rows, wanted_rows
 from scalai.runtime.registered import Get, Registered, Set
 from scalai.runtime.restore import map_sources, read_rows
+from scalai.runtime.snapshots import Snapshots
 from scalai.runtime.staging import StagingRing, rings_for
-from scalai.runtime.writing import MappedFile, map_beside, ordered_fingerprints, place_rows
 
 Row = tuple[Slot, Piece]
 
@@ -117,8 +114,8 @@ class Session:
         self._is_stopped = False
         self._has_stepped = False
         self._save_in_flight: int | None = None
-        self._snapshot_every = 0
-        self._mapped: MappedFile | None = None
+        self._snapshot_every, self._has_emergency = 0, False
+        self._snapshots: Snapshots | None = None
         self._agent: Channel | None = None
         degrees = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, **defaults}
         directory = os.environ.get(AGENT_DIRECTORY)
@@ -131,6 +128,7 @@ class Session:
             degrees.update(welcome.degrees)
             self.micro_batch_size = welcome.micro_batch_size
             self._snapshot_every = welcome.snapshot_every
+            self._has_emergency = welcome.has_emergency
             self.restorable_step = welcome.restorable_step
             self.is_standby = welcome.is_standby
             self.facts, self.settings = welcome.facts.value(), welcome.settings.value()
@@ -267,6 +265,9 @@ class Session:
                 uses_devices=any(slot.buffer.device.type != "cpu" for slot in slots),
             )
         )
+        self._snapshots = Snapshots(
+            self._agent, self._rank, self._round, state, self._held, self._rings, self._registered
+        )
         if source is None:
             self._snapshot("start")
         else:
@@ -295,6 +296,8 @@ class Session:
                 "Load it before the job becomes elastic, or run without --elastic."
             )
         self._held = held
+        if self._snapshots is not None:
+            self._snapshots.renew(state, held)
         self._page.report(self._local_rank, self.step)
 
     def boundary(
@@ -316,20 +319,36 @@ class Session:
         self.consumed_samples = (
             self.consumed_samples + samples if consumed_samples is None else consumed_samples
         )
-        if self._agent is None or self._state is None:
+        if self._agent is None or self._snapshots is None:
             return False
         if not self._has_stepped:
             self._has_stepped = True
             imports = imported(self._local_rank)
             self._agent.call(RankStepped(self._rank, self._round, self.step, imports))
-            self._map_next_snapshot()
+            self._snapshots.map_next()
+            if self._has_emergency:
+                self._snapshots.watch_for_failures()
+        self._snapshots.step_ended(self.step, self.consumed_samples)
         self._page.report(self._local_rank, self.step)
         if self._page.must_stop(self.step) and self._come_to_stop():
             self._is_stopped = True
         elif self._snapshot_every and self.step % self._snapshot_every == 0:
             self._snapshot("snapshot")
-            self._map_next_snapshot()
+            self._snapshots.map_next()
         return self._is_stopped
+
+    @property
+    def can_be_rescued(self) -> bool:
+        """Whether what this process holds is written if the round fails now."""
+        is_fork = os.getpid() != self._process
+        is_watched = self._snapshots is not None and self._snapshots.are_watched
+        return is_watched and not self._is_stopped and not is_fork
+
+    def wait_to_be_rescued(self, reason: str) -> None:
+        """The script has failed, and this process is about to end. Wait for the agent, which ends
+        it once what it holds is written. Returns where the agent is gone."""
+        with suppress(PeerError):
+            tell_agent(lambda rank, round: RankFailed(rank, round, reason))
 
     def _come_to_stop(self) -> bool:
         """Snapshot, and return True to leave. Not with a save in flight, which began on the way to
@@ -370,51 +389,8 @@ class Session:
     def _snapshot(self, reason: str) -> bool:
         """Write what the agent orders. Returns False where the stop was taken back instead: at a
         stop the order comes once the workers of every host have come to it, if they do."""
-        assert self._agent is not None and self._state is not None
-        if reason == "stop":
-            reached("drain")
-        order = self._agent.call(BeginSnapshot(self._rank, self._round, reason, self.step))
-        if order is None:
-            return False
-        reached("write" if reason == "stop" else reason)
-        self._registered.refresh()
-        while order is not None:
-            # More than once where this rank writes for a replica that died.
-            order = self._write(order)
-        reached("leave" if reason == "stop" else "train")
-        return True
-
-    def _write(self, order: WriteOrder) -> WriteOrder | None:
-        """Write what the agent ordered and tell it. Returns the next order, or None."""
-        assert self._agent is not None and self._state is not None
-        began = time.monotonic()
-        place_rows(self._held, order, self._rings, self._mapped)
-        self._mapped = None
-        placed = time.monotonic()
-        fingerprints = ordered_fingerprints(self._held, order)
-        hashed = time.monotonic()
-        user = dict(self._registered.values())
-        reached("written")
-        return self._agent.call(
-            RankWritten(
-                rank=self._rank,
-                round=self._round,
-                fingerprints=tuple(fingerprints),
-                coordinate=self._state.coordinate,
-                scalars=JsonText.of({**self._state.scalars(), "user": user}),
-                rank_state=JsonText.of(self._state.rank_state()),
-                consumed_samples=self.consumed_samples,
-                seconds={"snapshot": time.monotonic() - began, "snapshot_proof": hashed - placed},
-            )
-        )
-
-    def _map_next_snapshot(self) -> None:
-        """Map the file of the next snapshot beside the training, as soon as the agent has made it.
-
-        Then a copy into warm memory is all that a snapshot has to do.
-        """
-        asked = AwaitSlot(self._rank, self._round)
-        map_beside(os.environ[AGENT_DIRECTORY], asked, partial(setattr, self, "_mapped"))
+        assert self._snapshots is not None
+        return self._snapshots.take(reason, self.step, self.consumed_samples)
 
     def _restore(self, wanted: Sequence[Row], source: Source) -> None:
         assert self._agent is not None and self._state is not None

@@ -21,10 +21,12 @@ from scalai.core.messages import JsonText, Named
 from scalai.core.region import whole
 from scalai.core.reports import Report
 from scalai.core.worker_messages import (
+    AwaitFreeze,
     BeginSnapshot,
     Hello,
     Publish,
     RankFinished,
+    RankFrozen,
     RankRestored,
     RankStepped,
     RankWritten,
@@ -49,6 +51,8 @@ class SimulatedHands:
         self._host = host
         self._groups: dict[int, Group] = {}
         self.waits: dict[int, Worker] = {}
+        self.threads: dict[int, Worker] = {}
+        """Calls of the threads of workers that wait for a failure."""
         self.calls = 0
 
     @property
@@ -91,6 +95,7 @@ class SimulatedHands:
                 self._answered(call, "welcome")
             case actions.Refuse(call):
                 self.waits.pop(call, None)
+                self.threads.pop(call, None)
             case actions.StartGroup(workers):
                 return self._start(workers)
             case actions.EndGroup(number):
@@ -167,14 +172,41 @@ class SimulatedHands:
         workers = self._groups[number].workers.values()
         failed = tuple(f"rank {w.rank} exited with {w.exit}" for w in workers if w.exit)
         if failed:
-            for worker in workers:
-                worker.exit = worker.exit if worker.exit is not None else -15
             return [events.GroupOver(number, failed, False, True)]
         if all(worker.exit == 0 for worker in workers):
             return [events.GroupOver(number)]
         return []
 
+    def _thread_answered(self, worker: Worker, value: object) -> None:
+        worker.thread_call = None
+        match worker.thread:
+            case "watch":
+                worker.thread = "frozen"
+            case "frozen" | "rescue":
+                worker.thread = "rescue" if value is not None else "end"
+
+    def ask_thread(self, number: int, worker: Worker) -> None:
+        """Let the thread of a worker do what it does next."""
+        rank, none = worker.rank, JsonText.of({})
+        request: Any
+        if worker.thread == "watch":
+            request = AwaitFreeze(rank, number)
+        elif worker.thread == "frozen":
+            step = None if worker.is_torn else worker.step
+            request = RankFrozen(rank, number, step, "torn")
+        else:
+            held = self._host.held_by(worker, number)
+            made = tuple(print_of(tensor, worker.step) for tensor in held.tensors)
+            request = RankWritten(rank, number, made, f"r{rank}", none, none, 1, {})
+        self.calls += 1
+        worker.thread_call = self.calls
+        self.threads[self.calls] = worker
+        self._host.agent.feed(events.Called(self.calls, travelled(request)))
+
     def _answered(self, call: int, value: object) -> None:
+        if call in self.threads:
+            self._thread_answered(self.threads.pop(call), value)
+            return
         worker = self.waits.pop(call, None)
         if worker is None or worker.exit is not None:
             return
@@ -199,7 +231,7 @@ class SimulatedHands:
             case "restored":
                 worker.doing = "stepped"
             case "stepped":
-                worker.doing = "train"
+                worker.doing, worker.thread = "train", "watch"
                 worker.step += 1
             case "stand":
                 worker.doing = "train"

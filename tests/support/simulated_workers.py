@@ -108,6 +108,13 @@ class Worker:
     """It makes its steps, and does not come to the stop."""
     is_gone: bool = False
     """Whether its end has been noticed as that of its connection."""
+    is_stopped: bool = False
+    """It does nothing at all, as after SIGSTOP."""
+    is_torn: bool = False
+    """It is in the middle of an update."""
+    thread: str = ""
+    """What its thread calls next that waits for a failure; empty before the first step."""
+    thread_call: int | None = None
     snapped: int = 0
     """The step of its last snapshot."""
 

@@ -216,7 +216,13 @@ class World:
     def _let_work(self, host: SimulatedHost) -> None:
         for number, group in list(host.hands._groups.items()):
             for worker in group.workers.values():
-                if worker.exit is None and not worker.is_hung and worker.call is None:
+                is_gone = worker.exit is not None or worker.is_stopped
+                if not is_gone and worker.thread_call is None and worker.thread not in ("", "end"):
+                    self.happened += worker.thread != "watch"
+                    host.hands.ask_thread(number, worker)
+                if host.agent.state.exit is not None:
+                    return
+                if not is_gone and not worker.is_hung and worker.call is None:
                     if worker.doing != "train":
                         self.happened += 1
                         host.hands.ask(number, worker)
@@ -238,6 +244,8 @@ class World:
             stop = group.agreed if group.agreed is not None else group.proposed
             if worker.doing != "train" or worker.exit is not None or worker.is_hung:
                 return
+            if worker.is_stopped or worker.thread not in ("", "watch"):
+                return  # others wait for it, or it has been told to make no further update
             if (stop is not None and worker.step >= stop) or self._is_to_snapshot(group, worker):
                 return
         for _, worker in workers:
@@ -355,3 +363,4 @@ class World:
             for group in host.hands._groups.values():
                 for worker in group.workers.values():
                     worker.is_hung = worker.is_late = False
+                    worker.is_stopped = worker.is_torn = False

@@ -89,8 +89,8 @@ class EndGroup:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """Look whether the workers of a round have ended by themselves: ``GroupOver``, if so. One that
-    failed takes the others with it."""
+    """Look whether the workers of a round have ended by themselves, or one has failed:
+    ``GroupOver``, if so."""
 
     round: int
 

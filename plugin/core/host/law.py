@@ -8,16 +8,19 @@ keeps one promise: what was sealed stays until the coordinator has said what bec
 whoever waits for an answer gets one, or an error once its round has ended."""
 
 from scalai.core import commands, reports
-from scalai.core.host import actions, commits, events, rounds, snapshots, stops
+from scalai.core.host import actions, commits, emergency, events, rounds, snapshots, stops
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.state import Call, HostState
 from scalai.core.host.step import Step
 from scalai.core.worker_messages import (
+    AwaitFreeze,
     AwaitSlot,
     BeginSnapshot,
     Hello,
     Publish,
+    RankFailed,
     RankFinished,
+    RankFrozen,
     RankRefused,
     RankRestored,
     RankStepped,
@@ -34,6 +37,8 @@ OF_THE_PRESENT_ROUND = (
     commands.Agree,
     commands.TakeSnapshot,
     commands.Withdraw,
+    commands.Freeze,
+    commands.Rescue,
 )
 """Commands to the workers of a round: where other ones are there, they come too late."""
 OF_BOTH_ROUNDS = (Hello, Publish, AwaitSlot, RankFinished, RankRefused, RankUnhooked)
@@ -58,6 +63,7 @@ def _on(step: Step, event: events.Event) -> None:
             _called(step, call, request)
         case events.WorkerGone(number, rank, seen):
             stops.worker_gone(step, number, rank, seen)
+            emergency.go_on(step, number)
         case events.GroupStarted(number):
             rounds.group_started(step, number)
         case events.GroupNotStarted(number, reason):
@@ -72,10 +78,13 @@ def _on(step: Step, event: events.Event) -> None:
             stops.agreed(step, number, stop)
         case events.Reserved(number, slot):
             snapshots.reserved(step, number, slot)
+            emergency.go_on(step, number)
         case events.NoRoom(number, reason):
-            snapshots.no_room(step, number, reason)
+            if not step.is_present(number) or not emergency.cannot(step, reason):
+                snapshots.no_room(step, number, reason)
         case events.Sealed(number, slot, manifest):
             snapshots.sealed(step, number, slot, manifest)
+            emergency.go_on(step, number)
         case events.Fetched():
             rounds.fetched(step, event)
         case events.NotProven(number, reason):
@@ -85,7 +94,7 @@ def _on(step: Step, event: events.Event) -> None:
             if step.is_present(number):
                 step.tell(reports.Moved(number, count))
         case events.WorkFailed(number, reason):
-            if step.is_present(number):
+            if step.is_present(number) and not emergency.cannot(step, reason):
                 step.fail(reason)
         case _:
             _of_the_host(step, event)
@@ -131,6 +140,7 @@ def _ticked(step: Step, at: float, seen: events.Seen | None) -> None:
     commits.retry(step)
     snapshots.retry(step)
     stops.watch(step, seen)
+    emergency.watch(step, seen)
     rounds.poll(step)
 
 
@@ -179,6 +189,10 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             stops.take_snapshot(step)
         case commands.Withdraw():
             stops.withdraw(step)
+        case commands.Freeze():
+            emergency.freeze(step)
+        case commands.Rescue(_, at):
+            emergency.write(step, at)
         case commands.Stop(number, has_written):
             rounds.stop(step, number, has_written=has_written)
         case commands.Commit():
@@ -270,6 +284,12 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
             rounds.finished(step, request.round, rank, last)
         case RankRefused(_, number, reason):
             rounds.refuse(step, number, reason)  # it waits for no answer, but to be ended
+        case AwaitFreeze():
+            emergency.await_freeze(step, call, request)
+        case RankFrozen():
+            emergency.frozen(step, call, request)
+        case RankFailed():
+            emergency.failed(step, request)
         case RankUnhooked(rank, number):
             step.answer(call)
             rounds.unhooked(step, number, rank)

@@ -131,7 +131,8 @@ def poll(step: Step) -> None:
     current, standby = step.round, step.state.standby
     if standby is not None and standby.has_group:
         step.do(actions.Poll(standby.number))
-    if current is not None and current.has_group and not current.is_draining:
+    is_left_alone = current is not None and (current.is_draining or current.emergency is not None)
+    if current is not None and current.has_group and not is_left_alone:
         step.do(actions.Poll(current.number))
 
 

@@ -39,7 +39,9 @@ def reserved(step: Step, number: int, slot: Slot) -> None:
     if not step.is_present(number):
         step.do(actions.Discard(slot))
         return
-    step.change_round(reserved=slot, is_reserving=False, reserve_at=0.0)
+    current = step.change_round(reserved=slot, is_reserving=False, reserve_at=0.0)
+    if current.emergency is not None:
+        return  # its own look gives orders
     _give_slots(step)
     give_orders(step)
     seal_if_complete(step)
@@ -103,6 +105,8 @@ def begin(step: Step, call: Call, request: BeginSnapshot) -> None:
     """A worker has come to a step at which it snapshots. At a stop that was taken back meanwhile it
     gets no order, and goes on."""
     current = step.present()
+    if current.emergency is not None:
+        return  # it stands there until its round ends
     if request.reason == "stop" and current.stop != request.step:
         step.answer(call)
         return
@@ -167,7 +171,11 @@ def written(step: Step, call: Call, written: RankWritten) -> None:
     if under_way is None:  # it was sealed without a worker that had died by then
         step.answer(call)
         return
-    if current.is_draining and under_way.reason == "stop":
+    is_again = written.rank in under_way.parts and written.rank not in under_way.writing
+    if is_again or written.rank not in under_way.ordered:
+        step.answer(call)  # in an emergency: its main thread was in the middle of a snapshot
+        return
+    if under_way.is_last:
         under_way = replace(under_way, done={**under_way.done, written.rank: call})
     else:
         step.answer(call)
@@ -195,17 +203,18 @@ def seal_if_complete(step: Step) -> None:
     for."""
     current = step.present()
     under_way = current.snapshot
+    is_emergency = current.emergency is not None
     is_stop = current.is_draining and (under_way is None or under_way.reason == "stop")
-    if is_stop and not current.may_write:
+    if is_stop and not is_emergency and not current.may_write:
         return
     written = set(under_way.parts) if under_way else set()
-    if not current.is_complete(written | current.lost):
+    if not current.is_complete(written | current.absent):
         return
-    if not written and current.is_draining:
+    if not written and current.is_draining and not is_emergency:
         _tell_sealed(step, None)
     if not written or under_way is None or under_way.is_sealing:
         return
-    if under_way.reason != "stop" and current.lost - written:
+    if not under_way.is_last and current.lost - written:
         return  # the round has failed
     _hand_over(step)
     current = step.present()
@@ -244,6 +253,9 @@ def sealed(step: Step, number: int, slot: Slot, manifest: bytes) -> None:
             step.do(actions.Discard(slot))
         return
     _tell_sealed(step, manifest)
+    under_way = step.present().snapshot
+    if under_way is not None:
+        step.change_round(sealed_step=under_way.step)
     postponed = step.present().postponed
     step.change_round(reserved=None, snapshot=None, postponed=())
     for call, request in postponed:
@@ -263,7 +275,7 @@ def _tell_sealed(step: Step, manifest: bytes | None) -> None:
 def _hand_over(step: Step) -> None:
     """Give what dead workers should have written to replicas of theirs that live."""
     current = step.present()
-    under_way, slot, lost = current.snapshot, current.reserved, current.lost
+    under_way, slot, lost = current.snapshot, current.reserved, current.absent
     assert under_way is not None and slot is not None
     alive = set(under_way.parts) - lost
     # A substitute that dies leaves a gap here; what others hold of it they hold anyway.

@@ -83,6 +83,11 @@ class Snapshot:
     is_sealing: bool = False
 
     @property
+    def is_last(self) -> bool:
+        """Whether its ranks train no more after it: they may write for others."""
+        return self.reason in ("stop", "emergency")
+
+    @property
     def unwritten(self) -> frozenset[int]:
         """Ranks that have an order and have not written."""
         return (self.ordered - set(self.parts)) | set(self.writing)
@@ -91,6 +96,35 @@ class Snapshot:
     def is_handed_over(self) -> bool:
         """Whether no rank writes for another one any more."""
         return not self.queued and not self.writing
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Emergency:
+    """What becomes of workers that outlive a failure of their round.
+
+    Attributes:
+        until: Who has not said by then where it stands is done without, in seconds of the law's
+            clock.
+        steps: By rank the step of which its memory is the state; None: of none.
+        waiting: Calls of ranks that have said so, and wait for their order.
+        is_reported: Whether the coordinator knows.
+        step: The step that is written.
+        has_sealed: Whether a part of an earlier one was sealed, which nobody needs.
+        is_done: Whether the coordinator knows what came of ``step``.
+    """
+
+    until: float
+    steps: Mapping[int, int | None] = field(default_factory=dict)
+    waiting: Mapping[int, Call] = field(default_factory=dict)
+    is_reported: bool = False
+    step: int | None = None
+    has_sealed: bool = False
+    is_done: bool = False
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Those that stand at the step that is written."""
+        return frozenset(rank for rank, step in self.steps.items() if step == self.step)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -106,6 +140,8 @@ class Round:
         reserve_at: When room for the next snapshot is tried for again, in seconds of the law's
             clock; 0: there was some.
         postponed: Ranks that begin a snapshot while others still write the one before.
+        watching: Calls of ranks that wait beside the training for a failure of others.
+        emergency: What becomes of those that live, once some have failed.
         slot_waiters: Ranks that want to map the next snapshot's files ahead of time.
         stop: The step at which all have agreed to stop.
         has_arrived: Whether it was reported that every living worker stands at the stop.
@@ -113,6 +149,7 @@ class Round:
         was_put_off: Whether workers have come to a stop with a save in flight: at the next one they
             wait for it.
         has_sealed: Whether the snapshot of the stop was reported.
+        sealed_step: The step of the snapshot that was sealed last.
         unwritten: Ranks that had an order when last looked at, and had not written.
         give_up_at: When ranks that may write and do not count as hung.
         is_unhooked: Whether a worker trains that nothing connects to the job.
@@ -136,6 +173,8 @@ class Round:
     snapshot: Snapshot | None = None
     postponed: tuple[tuple[Call, BeginSnapshot], ...] = ()
     slot_waiters: tuple[tuple[int, Call], ...] = ()
+    watching: Mapping[int, Call] = field(default_factory=dict)
+    emergency: Emergency | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     bytes_local: int = 0
     bytes_remote: int = 0
@@ -144,6 +183,7 @@ class Round:
     may_write: bool = False
     was_put_off: bool = False
     has_sealed: bool = False
+    sealed_step: int | None = None
     unwritten: frozenset[int] = frozenset()
     give_up_at: float | None = None
     has_failed: bool = False
@@ -169,6 +209,14 @@ class Round:
     def is_draining(self) -> bool:
         """Whether a stop is agreed."""
         return self.stop is not None
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Ranks that write nothing: their connection has ended, or in an emergency they do not
+        stand at the step that is written."""
+        if self.emergency is None:
+            return self.lost
+        return self.lost | (frozenset(self.ranks) - self.emergency.ranks)
 
     @property
     def is_restoring(self) -> bool:

@@ -127,7 +127,7 @@ def watch(step: Step, seen: Seen | None) -> None:
     if step.state.held is not None:
         _hold(step, seen)
     current = step.present()
-    if not current.is_draining:
+    if not current.is_draining or current.emergency is not None:
         return
     if not current.may_write:
         _look_for_ends(step, current, seen)
@@ -143,14 +143,14 @@ def worker_gone(step: Step, number: int, rank: int, seen: Seen | None) -> None:
     if rank not in current.ranks:
         return
     is_done = current.snapshot is not None and rank in current.snapshot.parts
-    if current.is_draining and not current.may_write:
+    if current.is_draining and not current.may_write and current.emergency is None:
         if seen is None or rank not in seen.reached:
             return  # how it ends tells whether it is a failure: see watch
         step.log(Level.ERROR, f"event=worker_lost rank={rank} at the stop")
     elif current.is_draining and not is_done and rank not in current.finished:
         step.log(Level.ERROR, f"event=worker_lost rank={rank} while it snapshots")
     step.change_round(lost=current.lost | {rank})
-    if current.is_draining:
+    if current.is_draining and current.emergency is None:
         _go_on(step)
 
 

@@ -129,6 +129,9 @@ def test_a_coordinator_that_fails_leaves_the_state_for_the_same_job(tmp_path: Pa
     assert world.is_training() and world.started[-1][1] == newest
 
 
+_HANGS = ["is_hung", "is_late", "is_stopped", "is_torn"]
+
+
 class Histories(RuleBasedStateMachine):
     """What happens to the hosts of a job."""
 
@@ -191,9 +194,10 @@ class Histories(RuleBasedStateMachine):
             host = self.world.hosts[name]
             setattr(host, fault, not getattr(host, fault))
 
-    @rule(name=NAMES, rank=st.integers(0, 5), what=st.sampled_from(["is_hung", "is_late"]))
+    @rule(name=NAMES, rank=st.integers(0, 5), what=st.sampled_from(_HANGS))
     def hang(self, name: str, rank: int, what: str) -> None:
-        """A worker makes no steps, or makes them and does not come to the stop; or does again."""
+        """A worker makes no steps, or makes them and does not come to the stop, or does nothing at
+        all, or is in the middle of an update; or does again."""
         host = self.world.hosts.get(name)
         for group in host.hands._groups.values() if host else ():
             if rank in group.workers:

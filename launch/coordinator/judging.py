@@ -1,0 +1,72 @@
+"""Whether what hosts have sealed is a state: at a stop, on the way, and after a failure."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from scalai.core import events
+from scalai.core.errors import LayoutError, ProofError
+from scalai.launch.coordinator.parts import check_whole
+
+if TYPE_CHECKING:
+    from scalai.launch.coordinator.live_job import LiveJob
+
+
+def judge_stop(live: "LiveJob", hosts: Iterable[str]) -> None:
+    """Unite what these hosts wrote at the stop, and tell the law."""
+    step = live.state.stop
+    try:
+        number, parts = _commit(live, _name(live, step), hosts)
+    except (LayoutError, ProofError) as error:
+        # The newest committed generation is as good as before.
+        is_refused = isinstance(error, ProofError)
+        what = "refused" if is_refused else "incomplete"
+        live.log(f"event=snapshot_{what} step={step} {error}")
+        reason = f"what was written is refused: {error}" if is_refused else events.NOT_COVERED
+        live.feed(events.Judged(False, reason=reason))
+        return
+    live.feed(events.Judged(True, step, number, parts))
+
+
+def judge_rescue(live: "LiveJob", step: int) -> None:
+    """Unite what workers wrote that outlived a failure and stood at this step, and tell the law."""
+    try:
+        number, parts = _commit(live, _name(live, step), live.members.hosts())
+    except (LayoutError, ProofError) as error:
+        live.log(f"event=not_rescued step={step} {error}")
+        live.feed(events.RescueJudged(step, None))
+        return
+    live.log(f"event=rescued committed={number} step={step}")
+    live.feed(events.RescueJudged(step, number, parts))
+
+
+def judge_snapshot(live: "LiveJob", reason: str, snapshot: str) -> None:
+    """Unite the parts of a snapshot that was made on the way, and tell the law if it is a state."""
+    held = live.generations.sealed_parts(snapshot, live.members.hosts())
+    step = max(part.step for part in held.values())
+    try:
+        number, parts = _commit(live, snapshot, held)
+    except (LayoutError, ProofError) as error:
+        live.log(f"event={reason} step={step} refused: {error}")
+        return
+    live.log(f"event={reason} committed={number} step={step}")
+    live.feed(events.SnapshotJudged(tuple(sorted(parts)), step, number))
+
+
+def _name(live: "LiveJob", step: int) -> str:
+    """Return the name of the snapshot of a step of the present round."""
+    return f"{live.run}-{live.state.round}-{step}"
+
+
+def _commit(live: "LiveJob", name: str, hosts: Iterable[str]) -> tuple[int, frozenset[str]]:
+    """Number the parts of a snapshot that these hosts have, if they are a whole state. Return the
+    number and the hosts.
+
+    Raises:
+        LayoutError: They are none.
+        ProofError: Replicas differ.
+    """
+    parts = live.generations.sealed_parts(name, hosts)
+    if not parts:
+        raise LayoutError("no host has a snapshot.")
+    check_whole(parts.values())
+    return live.commit(name), frozenset(parts)

@@ -1,0 +1,146 @@
+"""What comes of workers that fail: what was on standby goes, those that live write what they have,
+and the job goes on, with other degrees where these are to blame."""
+
+from dataclasses import replace
+
+from scalai.core import events
+from scalai.core.actions import Action, Freeze, Say
+from scalai.core.membership import (
+    TRAINING,
+    Emergency,
+    FailedChange,
+    Host,
+    Job,
+    Phase,
+    active,
+    failure_of,
+    members_of,
+    next_assignment,
+)
+from scalai.core.quarantine import strike
+from scalai.core.transitions import (
+    Result,
+    answered,
+    end,
+    next_phase,
+    stop_workers,
+    without_standby,
+)
+
+STEPPING = (*TRAINING, Phase.PREPARING, Phase.DRAINING)
+"""Phases in which workers have made steps of their own, and none has left."""
+
+
+def fail(
+    job: Job,
+    reason: str,
+    *,
+    is_loss: bool = False,
+    is_chance: bool = False,
+    is_refusal: bool = False,
+) -> Result:
+    """The workers cannot go on: start again from what those that live write, or else from the
+    newest generation.
+
+    A change whose workers fail before all have stepped goes back to what ran, and costs nothing;
+    what may have been chance (a signal, or something of what was on standby) is tried once more
+    first. The loss of a host costs nothing where it is a change; every other failure counts against
+    the restart budget, and a refusal outside of a change ends the job.
+
+    What was on standby expected the state of the stop that does not come now.
+    """
+    is_starting = job.phase is Phase.STARTING
+    is_change = is_starting and not is_loss and _is_change(job)
+    was_built = job.was_standby and is_starting
+    if is_refusal and not is_change:
+        return end(job, 3, reason)
+    job, given_up = without_standby(job)
+    message: tuple[Action, ...] = ()
+    if is_change and not (job.tries == 0 and not is_refusal and (is_chance or was_built)):
+        job, message, is_free = _blame(job, reason)
+    else:
+        is_free = was_built or is_change or (is_loss and job.is_loss_free)
+        job = replace(job, tries=job.tries + is_change)
+    if job.failures_left <= 0 and not is_free:
+        return end(job, 1, f"{reason}; the restart budget (--max-restarts) is used up")
+    job = replace(
+        job, failures_left=job.failures_left - (not is_free), was_standby=False, trained_s=0.0
+    )
+    job, actions = _freeze(job, reason, is_counted=not is_free)
+    message = (Say(f"{reason}; {job.failures_left} restarts left"), *message)
+    return job, (*given_up, *message, *actions)
+
+
+def _freeze(job: Job, reason: str, *, is_counted: bool) -> Result:
+    """Have the workers that live stand still and say where, before they are stopped."""
+    hosts = active(job)
+    if not (hosts and job.has_emergency and job.is_hooked and job.phase in STEPPING):
+        return stop_workers(job, reason)
+    job = replace(
+        job, phase=Phase.FREEZING, awaited=hosts, margin=1, held={},
+        emergency=Emergency(reason, is_counted=is_counted),
+    )  # fmt: skip
+    return job, (Freeze(tuple(sorted(hosts))),)
+
+
+def frozen(event: events.Frozen, job: Job) -> Result:
+    if job.phase is not Phase.FREEZING or event.round != job.round or job.emergency is None:
+        return job, ()
+    steps = job.emergency.steps | set(event.steps)
+    return next_phase(
+        answered(replace(job, emergency=replace(job.emergency, steps=steps)), event.host)
+    )
+
+
+def rescued(event: events.Rescued, job: Job) -> Result:
+    is_due = job.phase is Phase.RESCUING and event.round == job.round
+    if not is_due or job.emergency is None or event.step != job.emergency.step:
+        return job, ()
+    return next_phase(answered(job, event.host))
+
+
+def excuse_loss(job: Job, host: str) -> Result:
+    """A host turns out to be lost while those that live write what they have: its loss was the
+    failure, and costs nothing where it is a change."""
+    emergency = job.emergency
+    if emergency is None or not emergency.is_counted or not job.is_loss_free:
+        return job, ()
+    left = job.failures_left + 1
+    job = replace(job, failures_left=left, emergency=replace(emergency, is_counted=False))
+    return job, (Say(f"host {host} is lost, which was the failure; {left} restarts left"),)
+
+
+def _is_change(job: Job) -> bool:
+    """Whether the present round is to run other than the one that ran last."""
+    ran, current = job.ran, job.current
+    return ran is not None and current is not None and not current.is_same_as(ran)
+
+
+def _blame(job: Job, reason: str) -> tuple[Job, tuple[Action, ...], bool]:
+    """The present assignment has failed and is not chosen again. Returns the job, what is said, and
+    whether there is another one to go on with."""
+    current, ran = job.current, job.ran
+    assert current is not None and ran is not None
+    failed = FailedChange(current, members_of(job, current), reason)
+    # What hosts that went have failed at says nothing of those that come.
+    kept = tuple(f for f in job.failed if f.members <= {(h.name, h.order) for h in _hosts(job)})
+    job = replace(job, failed=(*kept, failed), tries=0)
+    newcomers = set(current.active) - set(ran.active)
+    job, message = strike(job, newcomers & set(job.hosts))
+    target = next_assignment(job)
+    is_free = target is not None and failure_of(job, target) is None
+    going = f"{current.degrees} is not tried again on these hosts"
+    if target is not None and is_free:
+        going += f"; the job goes on with {target.degrees}"
+    return job, (*message, Say(going)), is_free
+
+
+def _hosts(job: Job) -> tuple[Host, ...]:
+    return tuple(job.hosts.values())
+
+
+def try_again(job: Job, reason: str) -> Result:
+    """The same round once more, which counts as no failure."""
+    job, given_up = without_standby(job)
+    job, actions = stop_workers(replace(job, was_standby=False), reason)
+    return job, (*given_up, Say(reason), *actions)

@@ -1,0 +1,236 @@
+"""What a worker does once others of its job have failed: it makes no further update, and a thread
+writes the state that stands between two updates, while the main thread may hang in a collective
+whose partner died. Nothing here needs a collective.
+
+What an update changes lies in the memory of the slots until the next update begins. What the next
+forward and backward pass change (buffers, RNG states, the position in the data, what the script has
+registered) is copied at the end of each update.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from scalai.core.deadlines import FREEZE_S
+from scalai.core.errors import PeerError, ScalaiError
+from scalai.core.messages import JsonText
+from scalai.core.region import Piece
+from scalai.core.worker_messages import (
+    AwaitFreeze,
+    RankFrozen,
+    RankWritten,
+    Samples,
+    WriteOrder,
+)
+from scalai.runtime.agent_folder import call_agent
+from scalai.runtime.failpoints import reached
+from scalai.runtime.live import Slot
+from scalai.runtime.staging import StagingRing
+from scalai.runtime.writing import ordered_fingerprints, place_rows
+
+Row = tuple[Slot, Piece]
+
+COPIED_BYTES = 64 << 20
+"""Most bytes that are copied after each update: with more there is no emergency snapshot."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What belongs to the state of a step beside the memory of the slots."""
+
+    step: int
+    consumed_samples: Samples
+    coordinate: str
+    scalars: JsonText
+    rank_state: JsonText
+
+
+class Gate:
+    """Whether the memory of this process is the state of a step. An update begins where any
+    optimizer of torch's makes a step, and ends where the training says that a step has ended."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._is_updating = self._is_frozen = self._has_updated = False
+        self._between: Between | None = None
+
+    def begin(self, *_: Any) -> None:
+        """An update begins. Once frozen, none does: this does not return then, and the process is
+        ended by its agent."""
+        with self._changed:
+            while self._is_frozen:
+                self._changed.wait()
+            self._is_updating = self._has_updated = True
+
+    def ended(self, between: Between | None) -> None:
+        """The update has ended, and this belongs to the state as it is now; None: not known."""
+        with self._changed:
+            self._is_updating, self._between = False, between
+            self._changed.notify_all()
+
+    def freeze(self) -> Between | str:
+        """Let no further update begin. Returns what belongs to the state, or why the memory is the
+        state of no step; waits for an update that has begun."""
+        with self._changed:
+            self._is_frozen = True
+            self._changed.wait_for(lambda: not self._is_updating, FREEZE_S / 2)
+            if self._is_updating:
+                return "it is in the middle of an update"
+            if not self._has_updated:
+                return "no optimizer of torch's has made a step here"
+            return self._between or "what belongs to its state could not be copied"
+
+
+class Copies:
+    """Copies of the slots that change between two updates, made at the end of each.
+
+    Args:
+        rows: The held rows of this rank.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        volatile = {id(slot): slot for slot, _ in rows if slot.is_volatile}
+        self.size_bytes = sum(slot.buffer.nbytes for slot in volatile.values())
+        self._slots = {
+            number: (slot, replace(slot, buffer=torch.empty_like(slot.buffer)))
+            for number, slot in volatile.items()
+        }
+        self.rows = [
+            (self._slots[id(slot)][1] if id(slot) in self._slots else slot, piece)
+            for slot, piece in rows
+        ]
+        """The rows with the copies in place of what changes."""
+        self._devices = {
+            slot.buffer.device for slot, _ in rows if slot.buffer.device.type == "cuda"
+        }
+        self._events: dict[torch.device, torch.cuda.Event] = {}
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy what is there now. On a device the copies are queued behind the update."""
+        for slot, copy in self._slots.values():
+            copy.buffer.copy_(slot.buffer, non_blocking=True)
+        for device in self._devices:
+            event = self._events.get(device)
+            if event is None:
+                event = self._events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+
+    def beside(self, rings: Mapping[torch.device, StagingRing]) -> ExitStack:
+        """Return a context in which devices work on the rings' streams, behind the last update and
+        beside whatever else is queued: that may never end."""
+        stack = ExitStack()
+        for device in self._devices:
+            rings[device].stream.wait_event(self._events[device])
+            stack.enter_context(torch.cuda.stream(rings[device].stream))
+        return stack
+
+
+class Emergency:
+    """A worker's part in emergency snapshots.
+
+    Args:
+        rank, round: Of this worker.
+        directory: The agent's, of this host.
+        rows: The held rows of this rank.
+        rings: Pinned buffers by device.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        round: int,
+        directory: str,
+        rows: Sequence[Row],
+        rings: Mapping[torch.device, StagingRing],
+    ) -> None:
+        self.writing = threading.Lock()
+        """Who writes a snapshot has it: the rings are used by one thread at a time."""
+        self._rank, self._round, self._directory = rank, round, directory
+        self._rings, self._copies, self._gate = rings, Copies(rows), Gate()
+        self.is_on = self._copies.size_bytes <= COPIED_BYTES
+        """Whether a failure of others has this worker write."""
+        if not self.is_on and rank == 0:
+            log.warning(
+                "event=no_emergency buffers and registered tensors of %.0f MB are too large to be "
+                "copied after each step (at most %.0f): after a failure the job goes on from its "
+                "newest generation.",
+                self._copies.size_bytes / 1e6,
+                COPIED_BYTES / 1e6,
+            )
+
+    def begin(self) -> None:
+        """Watch updates from now on, and wait for a failure of others in a thread."""
+        if not self.is_on:
+            return
+        register_optimizer_step_pre_hook(self._gate.begin)
+        try:
+            threading.Thread(target=self._watch, name="emergency", daemon=True).start()
+        except RuntimeError as error:  # no room for a thread
+            self.is_on = False
+            log.warning("event=no_emergency %s", error)
+
+    def renew(self, rows: Sequence[Row]) -> None:
+        """The same rows may lie elsewhere now."""
+        self._gate.ended(None)
+        self._copies = Copies(rows)
+
+    def step_ended(self, capture: Callable[[], Between]) -> None:
+        """An update has ended, and everything that goes with it. ``capture`` returns what belongs
+        to the state beside the rows."""
+        try:
+            self._copies.take()
+            between = capture()
+        except ScalaiError as error:  # the next snapshot says so, if it is still so then
+            log.debug("event=not_captured %s", error)
+            self._gate.ended(None)
+        else:
+            self._gate.ended(between)
+
+    def _watch(self) -> None:
+        try:
+            channel = call_agent(self._directory)
+            channel.call(AwaitFreeze(self._rank, self._round))
+            reached("freeze")
+            found, reason = self._gate.freeze(), ""
+            if isinstance(found, str) or not self.writing.acquire(timeout=FREEZE_S / 2):
+                reason = found if isinstance(found, str) else "it is in the middle of a snapshot"
+                channel.call(RankFrozen(self._rank, self._round, None, reason))
+                return
+            order = channel.call(RankFrozen(self._rank, self._round, found.step, ""))
+            while order is not None:
+                order = channel.call(self._write(order, found))
+        except (ScalaiError, OSError, RuntimeError) as error:
+            if not isinstance(error, PeerError):  # the round has ended
+                log.warning("event=not_written rank=%d %r", self._rank, error)
+
+    def _write(self, order: WriteOrder, between: Between) -> RankWritten:
+        """Write what the agent ordered."""
+        began = time.monotonic()
+        reached("emergency")
+        with self._copies.beside(self._rings):
+            place_rows(self._copies.rows, order, self._rings)
+            placed = time.monotonic()
+            fingerprints = ordered_fingerprints(self._copies.rows, order)
+        return RankWritten(
+            rank=self._rank,
+            round=self._round,
+            fingerprints=tuple(fingerprints),
+            coordinate=between.coordinate,
+            scalars=between.scalars,
+            rank_state=between.rank_state,
+            consumed_samples=between.consumed_samples,
+            seconds={
+                "snapshot": time.monotonic() - began,
+                "snapshot_proof": time.monotonic() - placed,
+            },
+        )
