@@ -283,9 +283,11 @@ def _stopped(event: events.Stopped, job: Job) -> Result:
 
 @_on.register
 def _workers_failed(event: events.WorkersFailed, job: Job) -> Result:
+    reason = f"workers of host {event.host} failed: {event.reason}"
+    if event.round == job.round and job.emergency is not None:
+        return job, (Say(reason),)
     if event.round != job.round or job.phase not in FALLIBLE:
         return job, ()
-    reason = f"workers of host {event.host} failed: {event.reason}"
     if job.phase is Phase.SNAPSHOTTING:  # what the others snapshot may be the whole state
         job, actions = next_phase(answered(job, event.host))
         return job, (Say(reason), *actions)

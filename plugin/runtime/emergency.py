@@ -86,7 +86,7 @@ class Gate:
             if self._is_updating:
                 return "it is in the middle of an update"
             if not self._has_updated:
-                return "no optimizer of torch's has made a step here"
+                return "no update was seen here: see Session.begin_update"
             return self._between or "what belongs to its state could not be copied"
 
 
@@ -178,6 +178,10 @@ class Emergency:
         except RuntimeError as error:  # no room for a thread
             self.is_on = False
             log.warning("event=no_emergency %s", error)
+
+    def begin_update(self) -> None:
+        """The memory of the rows is about to change; where it must not, this does not return."""
+        self._gate.begin()
 
     def renew(self, rows: Sequence[Row]) -> None:
         """The same rows may lie elsewhere now."""

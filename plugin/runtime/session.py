@@ -300,6 +300,16 @@ class Session:
             self._snapshots.renew(state, held)
         self._page.report(self._local_rank, self.step)
 
+    def begin_update(self) -> None:
+        """Say that memory of the state is about to change, until ``boundary``.
+
+        Optimizers of torch's say it by themselves. A loop that updates its state by other means
+        calls it before each update; else what a worker holds is not believed where others fail,
+        and the job goes on from its newest generation.
+        """
+        if self._snapshots is not None:
+            self._snapshots.begin_update()
+
     def boundary(
         self, step: int | None = None, consumed_samples: int | None = None, *, samples: int = 0
     ) -> bool:

@@ -74,6 +74,11 @@ class Snapshots:
         self._emergency = Emergency(self._rank, self._round, directory, self._rows, self._rings)
         self._emergency.begin()
 
+    def begin_update(self) -> None:
+        """What the slots hold is about to change."""
+        if self._emergency is not None:
+            self._emergency.begin_update()
+
     def step_ended(self, step: int, samples: Samples) -> None:
         """A step has ended: what the next one changes before its update is copied."""
         if not self.are_watched:

@@ -258,12 +258,14 @@ def test_a_forked_worker_runs_nothing_of_its_agents_main_module(
 
 
 @both
-def test_a_worker_that_fails_takes_the_others_with_it(
+def test_a_worker_that_fails_leaves_the_others_what_they_hold(
     workers: WorkerSet, script: Path, tmp_path: Path, warm_server: Path, warm: bool
 ) -> None:
     workers.start(elastic(warm), [str(script), str(tmp_path), "fails"], warm=warm)
     pid = int(reported(tmp_path, 2)[-1])
     assert outcome(workers).failures == ("rank 3 exited with 7",)
+    assert psutil.pid_exists(pid) == warm, "a plain job's workers end together"
+    workers.stop()
     assert not psutil.pid_exists(pid)
 
 
@@ -285,6 +287,7 @@ def test_workers_that_outlive_signals_are_ended_by_the_agents_own_means(
     workers.start(place(outlives_signals=True), [str(script)], warm=warm)
     pids = workers.pids().values()
     assert outcome(workers).failures == ("rank 3 exited with 7",)
+    workers.stop()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     assert "via SIGTERM" not in caplog.text  # for whose effect torch waits half a minute
 
@@ -298,6 +301,7 @@ def test_a_worker_that_is_killed_is_named_with_its_signal(
     assert workers.pids() == {0: pids[2], 1: pids[3]}
     os.kill(pids[2], signal.SIGKILL)
     assert outcome(workers).failures == ("rank 2 was killed by SIGKILL",)
+    workers.stop()
     assert workers.pids() == {}
 
 

@@ -329,7 +329,7 @@ def tiny_agents(
     script = [
         str(TINY_JOB), "--steps", str(steps), "--step-s", str(step_s),
         "--held", str(folder / "held"), "--metrics", str(folder / "metrics.jsonl"),
-        "--enough", str(folder / "enough"),
+        "--enough", str(folder / "enough"), "--faults", str(folder),
     ]  # fmt: skip
     with Agents(folder, degrees, script, **settings) as agents:
         yield agents

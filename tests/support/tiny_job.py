@@ -103,12 +103,20 @@ def hold(held: Path) -> None:
         time.sleep(0.05)
 
 
+def fail(wanted: Path) -> None:
+    """Raise, once, where a file is there."""
+    if wanted.exists():
+        wanted.unlink()
+        raise RuntimeError(f"{wanted.name} was wanted")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--step-s", type=float, default=0.02)
     parser.add_argument("--held", type=Path, default=Path("/nowhere"), help="no model is built")
     parser.add_argument("--metrics", type=Path, required=True)
+    parser.add_argument("--faults", type=Path, default=Path("/nowhere"), help="what goes wrong")
     parser.add_argument("--enough", type=Path, default=Path("/nowhere"), help="ends it")
     options = parser.parse_args()
     with scalai.elastic() as job:
@@ -121,13 +129,21 @@ def main() -> None:
         job.attach(state)
         while job.step < options.steps:
             time.sleep(options.step_s)  # what a model would compute
-            advance(state.matrix, state.vector, job.step + 1)
-            state.steps += 1
-            samples.append(job.step)
+            matrix, vector = state.matrix.clone(), state.vector.clone()
+            advance(matrix, vector, job.step + 1)
             is_enough = rank == 0 and options.enough.exists()
-            sums_of_all = torch.stack((state.matrix.sum(), torch.tensor(int(is_enough))))
+            sums_of_all = torch.stack((matrix.sum(), torch.tensor(int(is_enough))))
+            fail(options.faults / f"raise-{rank}")
+            # As in a training, the others of the job are waited for before the update.
             dist.all_reduce(sums_of_all)
             total, enough = sums_of_all.tolist()
+            fail(options.faults / f"raise-late-{rank}")
+            job.begin_update()
+            state.matrix.copy_(matrix)
+            hold(options.faults / f"tear-{rank}")
+            state.vector.copy_(vector)
+            state.steps += 1
+            samples.append(job.step)
             assert len(samples) == int(state.steps) == job.step + 1
             if rank == 0:
                 line = {

@@ -26,8 +26,12 @@ def await_freeze(step: Step, call: Call, request: AwaitFreeze) -> None:
 
 
 def failed(step: Step, request: RankFailed) -> None:
-    """A worker's script has raised. Its process waits to be ended, and may write meanwhile."""
-    step.fail(f"rank {request.rank}: {request.reason}")
+    """A worker's script has raised. Its process waits to be ended, and may write meanwhile. One
+    that died may be the cause, and is named instead: it is looked for first."""
+    current = step.present()
+    if not current.raised:
+        step.change_round(raised=f"rank {request.rank}: {request.reason}")
+        step.do(actions.Poll(current.number))
 
 
 def freeze(step: Step) -> None:
@@ -166,6 +170,8 @@ def _done(step: Step) -> None:
 def watch(step: Step, seen: Seen | None) -> None:
     """Do without workers that end or hang meanwhile."""
     current = step.round
+    if current is not None and current.raised:
+        step.fail(current.raised)
     if current is None or current.emergency is None or not current.has_group:
         return
     ended = frozenset(seen.ended if seen is not None else ()) & set(current.ranks)

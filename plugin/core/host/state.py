@@ -152,6 +152,7 @@ class Round:
         sealed_step: The step of the snapshot that was sealed last.
         unwritten: Ranks that had an order when last looked at, and had not written.
         give_up_at: When ranks that may write and do not count as hung.
+        raised: What the first worker said whose script raised.
         is_unhooked: Whether a worker trains that nothing connects to the job.
         uses_devices: Whether workers keep their state in device memory.
     """
@@ -186,6 +187,7 @@ class Round:
     sealed_step: int | None = None
     unwritten: frozenset[int] = frozenset()
     give_up_at: float | None = None
+    raised: str = ""
     has_failed: bool = False
     has_finished: bool = False
     is_unhooked: bool = False

@@ -55,7 +55,8 @@ def fail(world: World, name: str) -> None:
     """The script of a host's first worker raises."""
     host = world.hosts[name]
     (number,) = host.hands._groups
-    rank = workers(world, name)[0].rank
+    worker = workers(world, name)[0]
+    worker.is_hung, rank = True, worker.rank
     host.agent.feed(events.Called(0, RankFailed(rank, number, "Connection closed by peer")))
 
 

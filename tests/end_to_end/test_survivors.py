@@ -1,0 +1,133 @@
+"""Workers that outlive a failure write the state that stands between two updates: the job goes on
+from the step at which it failed, and from its newest generation only where nobody holds the state.
+
+The tiny job computes, waits for all others as a training does for the norm of the gradients, and
+then updates its state.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.agents import Agents, tiny_agents
+from support.tiny_job import check_steps
+
+REPLICAS = '4 = "tp1"\n2 = "tp1"\n1 = "tp1"'
+SHARDS = '2 = "tp2"'
+
+
+def went_on(agents: Agents, steps_lost: int = 0) -> dict[str, Any]:
+    """Wait until the job goes on after a failure. Return the report, which says what was lost."""
+    before = len(agents.resizes())
+    agents.wait_until(lambda: len(agents.resizes()) > before, "the job goes on")
+    report = agents.resizes()[-1]
+    assert report.get("steps_lost", 0) == steps_lost, f"{report}\n{agents.logs()}"
+    return report
+
+
+def every_step_once(agents: Agents) -> None:
+    steps = check_steps(agents.lines())
+    assert steps == list(range(1, len(steps) + 1)), agents.logs()
+
+
+def started(folder: Path, degrees: str, hosts: str = "a", **settings: Any) -> Any:
+    """Return a job that will train on these hosts."""
+    return tiny_agents(folder, degrees, nodes=f"1:{len(hosts)}", **settings)
+
+
+def train(agents: Agents, hosts: str = "a", step: int = 16) -> None:
+    for host in hosts:
+        agents.start(host)
+    agents.wait_until(lambda: len(agents.resizes()) == 1, "every rank has stepped")
+    agents.wait_for_step(step)
+
+
+def test_a_worker_that_is_killed_costs_no_step_where_another_has_its_state(tmp_path: Path) -> None:
+    with started(tmp_path, REPLICAS, flags=("--max-restarts", "2")) as agents:
+        train(agents)
+        agents.kill_worker(1)
+        report = went_on(agents)
+        assert "was killed by SIGKILL" in report["reason"], report
+        agents.wait_for_step(report["step"] + 3)
+        every_step_once(agents)
+
+
+def test_a_host_that_dies_with_its_memory_costs_no_step_where_another_has_its_state(
+    tmp_path: Path,
+) -> None:
+    with started(tmp_path, REPLICAS, "ab") as agents:
+        train(agents, "ab")
+        agents.kill("b", with_its_memory=True)
+        report = went_on(agents)
+        agents.wait_for_step(report["step"] + 3)
+        every_step_once(agents)
+
+
+def test_a_script_that_raises_costs_no_step_though_nobody_else_has_its_state(
+    tmp_path: Path,
+) -> None:
+    with started(tmp_path, SHARDS, flags=("--max-restarts", "2")) as agents:
+        train(agents)
+        (tmp_path / "raise-1").touch()
+        report = went_on(agents)
+        assert "rank 1: RuntimeError: raise-1 was wanted" in report["reason"], report
+        agents.wait_for_step(report["step"] + 3)
+        every_step_once(agents)
+        assert "Traceback" in agents.logs(), "the script's own words are in the log"
+
+
+def test_shards_of_two_steps_are_no_state(tmp_path: Path) -> None:
+    """A rank fails between the last collective and its own update, which the other has made."""
+    settings = {"store": "snapshot_every = 7"}
+    flags = ("--max-restarts", "2")
+    with started(tmp_path, SHARDS, settings=settings, flags=flags) as agents:
+        train(agents)
+        (tmp_path / "raise-late-1").touch()
+        agents.wait_until(lambda: len(agents.resizes()) == 2, "the job goes on")
+        report = agents.resizes()[-1]
+        assert report["step"] % 7 == 0 and 1 <= report["steps_lost"] <= 8, report
+        assert agents.logs().count("event=not_rescued step=") == 2, agents.logs()
+
+
+def test_a_worker_in_the_middle_of_an_update_is_not_believed(tmp_path: Path) -> None:
+    with started(tmp_path, SHARDS, flags=("--max-restarts", "2")) as agents:
+        train(agents)
+        (tmp_path / "tear-0").touch()
+        newest = agents.lines()[-1]["step"]
+        agents.wait_until(lambda: agents.lines()[-1]["step"] > newest or True, "it stands")
+        time.sleep(1.0)
+        agents.kill_worker(1)
+        agents.wait_until(lambda: "event=torn rank=0" in agents.logs(), "it says so")
+        (tmp_path / "tear-0").unlink()
+        agents.wait_until(lambda: len(agents.resizes()) == 2, "the job goes on")
+        report = agents.resizes()[-1]
+        assert report["steps_lost"] >= 15 and report["step"] == 0, report
+        agents.wait_for_step(3)
+        check_steps(agents.lines())
+
+
+def test_what_nobody_holds_any_more_is_lost_since_the_newest_generation(tmp_path: Path) -> None:
+    settings = {"store": "snapshot_every = 7"}
+    flags = ("--max-restarts", "2")
+    with started(tmp_path, SHARDS, settings=settings, flags=flags) as agents:
+        train(agents)
+        agents.kill_worker(1)
+        agents.wait_until(lambda: len(agents.resizes()) == 2, "the job goes on")
+        report = agents.resizes()[-1]
+        assert report["step"] % 7 == 0 and report["step"] >= 7, report
+        assert "event=not_rescued" in agents.logs(), agents.logs()
+
+
+@pytest.mark.campaign
+def test_the_job_survives_one_failure_after_another(tmp_path: Path) -> None:
+    flags = ("--max-restarts", "9")
+    with started(tmp_path, REPLICAS, flags=flags) as agents:
+        train(agents)
+        for number in range(4):
+            agents.wait_for_all(2)
+            agents.kill_worker(number % 2)
+            report = went_on(agents)
+            agents.wait_for_step(report["step"] + 3)
+        every_step_once(agents)
