@@ -73,6 +73,26 @@ def test_a_worker_may_die_at_every_place_of_a_change(
             assert lost == 0 or may_lose, f"{place}: {lost}\n{agents.logs()}"
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_failure_in_training_costs_no_step_where_the_state_lives_on(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank raises, and what it holds is written by its own process; without a stage it may as
+    well be killed."""
+    with training(tmp_path, stage, monkeypatch, nodes="1") as agents:
+        agents.start("a")
+        agents.wait_for_step(3, world=2)
+        for number in range(2):
+            agents.wait_for_all(2)
+            changes, step = len(agents.resizes()), agents.lines()[-1]["step"]
+            agents.wait_until(lambda: agents.lines()[-1]["step"] > step, "a step of this round")  # noqa: B023
+            if stage == 0 and number:
+                agents.kill_worker(1)
+            else:
+                (tmp_path / "elastic" / f"raise-{number}").touch()
+            check_lost(agents, changes, f"failure {number}")
+
+
 def place_of(agents: Agents, position: int) -> str:
     """Return the host of a rank, or behind the last rank an idle one."""
     return str(list(agents.resizes()[-1]["workers"])[position])

@@ -82,6 +82,27 @@ def wait_for_change(agents: Agents, count: int) -> None:
     )
 
 
+def test_a_host_that_dies_in_training_costs_no_step(tmp_path: Path) -> None:
+    """The other host has all of the state, in memory that no snapshot was made of."""
+    metrics = tmp_path / "metrics"
+    metrics.mkdir()
+    script = [*command(metrics, STEPS), REPLICATED]
+    with Agents(tmp_path, DEGREES[1], script, slots=1, settings=SETTINGS, flags=FLAGS) as agents:
+        agents.start("a")
+        agents.start("b")
+        wait_for_change(agents, 1)
+        agents.wait_until(lambda: last_step(metrics) >= 4, "four steps", deadline_s=200)
+        agents.kill("b", with_its_memory=True)
+        wait_for_change(agents, 2)
+        report = agents.resizes()[-1]
+        assert report.get("steps_lost", 0) == 0 and report["step"] >= 4, agents.logs()
+        made = last_step(metrics)
+        agents.wait_until(lambda: last_step(metrics) >= made + 4, "more steps", deadline_s=200)
+        agents.drain("a")
+        agents.exit_code("a")
+    check_same(metrics, tmp_path / "uninterrupted")
+
+
 @pytest.mark.parametrize(
     ("slots", "place", "victim", "flags"),
     [

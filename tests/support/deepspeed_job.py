@@ -136,8 +136,13 @@ def steps_to(engine, last):
 def compute(options, engine):
     """Wait for what a larger model would compute. The later half takes its time, because a machine
     may be too busy to make all changes in the earlier one."""
-    if options.hurry is not None and options.hurry.exists():
-        return
+    if options.hurry is not None:
+        fails = options.hurry.parent / f"raise-{dist.get_rank()}"
+        if fails.exists():
+            fails.unlink()
+            raise RuntimeError(f"{fails.name} was wanted")
+        if options.hurry.exists():
+            return
     steps = options.epochs * SAMPLES // engine.train_batch_size()
     time.sleep(options.step_s * (1 if engine.global_steps < steps / 2 else 8))
 
