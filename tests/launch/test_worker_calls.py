@@ -13,7 +13,9 @@ from scalai.core.worker_messages import Hello, RankFinished, Welcome, WorkerRequ
 from scalai.launch.agent.worker_calls import WorkerCalls
 from scalai.runtime.agent_folder import call_agent
 
-WELCOME = Welcome({"tp": 1}, 2, 0, None, False, JsonText.of({"large": 1 << 100}), JsonText.of({}))
+WELCOME = Welcome(
+    {"tp": 1}, 2, 0, True, None, False, JsonText.of({"large": 1 << 100}), JsonText.of({})
+)
 
 
 def answer(future: "Future[Any]", request: WorkerRequest) -> None:

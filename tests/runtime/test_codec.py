@@ -49,6 +49,7 @@ PARTS: list[Any] = [
     *(commands.Build(workers(facts=TEXT)), commands.GiveUp(2), commands.Expect(1, 5)),
     start(sources=SOURCES, is_built=True),
     *(kind(1) for kind in (commands.Proceed, commands.Withdraw, commands.TakeSnapshot)),
+    *(commands.Freeze(1), commands.Rescue(1, 8)),
     *(commands.Prepare(1, 8), commands.Agree(1, 8), commands.Report(), commands.Discard()),
     commands.Commit(3, "r-1-2", Shared(("a", "b")), {"param/w": 2**64 - 1}),
     *(commands.Commit(3, "r-1-2", None, {}), commands.Stop(1, True), commands.Look()),
@@ -57,6 +58,7 @@ PARTS: list[Any] = [
     *(events.Built("a", 1), events.NotBuilt("a", 1, "no"), events.Prepared("a", 1, 8, 7)),
     *(events.Held("a", 1, 8, "a save"), events.Arrived("a", 1, 8), events.Stopped("a", 1, 8)),
     *(kind("a", 1) for kind in (events.Stepped, events.Unhooked, events.Hooked, events.Finished)),
+    *(events.Frozen("a", 1, (8, 9)), events.Rescued("a", 1, 8)),
     *(events.Committed("a", 3), events.Saved("a"), events.NotSaved("a", "full")),
     reports.Sealed(1, "stop", MANIFEST, {"snapshot": 0.5}),
     *(reports.Sealed(1, "stop", None, {}), reports.Failed(1, "killed", False, True, False)),
@@ -71,6 +73,7 @@ PARTS: list[Any] = [
     *(words.RankRestored(1, 2, PRINTS, {}, "note"), words.RankFinished(1, 2, 8)),
     words.RankStepped(1, 2, 8, words.Imports(("torch",), ("/lib",))),
     *(words.RankStepped(1, 2, 8, None), words.RankRefused(1, 2, "no"), words.RankUnhooked(1, 2)),
+    *(words.AwaitFreeze(1, 2), words.RankFrozen(1, 2, None, "torn"), words.RankFailed(1, 2, "no")),
     calls.Poll("j", "a", "i", 1, 2, 3, calls.Stalled((1, 3), 8, 2.5), 1.0),
     calls.Bye("j", "a", "i"),
     calls.Join("j", "a", "i", calls.StoreIdentity("b", 1, 2), 2, ("h", 1), (MANIFEST,), (), (),
@@ -84,7 +87,7 @@ PARTS: list[Any] = [
     *(data_plane.PiecesHeld(PIECES, None), data_plane.Parts(2), data_plane.Refused("no")),
 ]  # fmt: skip
 ANSWERS: list[Any] = [
-    *(words.Welcome({"tp": 2}, None, 5, None, True, TEXT, TEXT), ORDER, calls.Joined(1, False)),
+    words.Welcome({"tp": 2}, None, 5, True, None, True, TEXT, TEXT), ORDER, calls.Joined(1, False),
     words.Source(ReadOrder(("/x",), *([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)), 1, 2,
                  TEXT, TEXT, 2),
     calls.Commands(7, (Named(commands.Report()), Named(commands.Drop(3))), 1.0),

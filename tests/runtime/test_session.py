@@ -9,7 +9,9 @@ import pytest
 from scalai.core.errors import UsageError
 from scalai.core.worker_messages import RankFinished
 from scalai.runtime.agent_folder import AGENT_DIRECTORY
+from scalai.runtime.registered import Registered
 from scalai.runtime.session import Session
+from scalai.runtime.snapshots import Snapshots
 from support.tiny_job import TinyState
 
 
@@ -36,15 +38,19 @@ def test_a_process_has_one_state() -> None:
 
 
 def test_where_no_thread_can_begin_the_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread only maps a file ahead of time."""
+    """One thread only maps a file ahead of time, the other waits for a failure of others."""
 
     def full(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    session = Session()
+    nobody: Any = None
+    snapshots = Snapshots(nobody, 0, 1, TinyState(0, 1, 0), [], {}, Registered())
     monkeypatch.setenv(AGENT_DIRECTORY, "nowhere")
     monkeypatch.setattr(threading.Thread, "start", full)
-    session._map_next_snapshot()
+    snapshots.map_next()
+    snapshots.watch_for_failures()
+    assert not snapshots.are_watched
+    snapshots.step_ended(1, 3)
 
 
 def test_the_end_of_a_fork_is_not_that_of_the_training() -> None:

@@ -1,0 +1,106 @@
+"""The worker's side of an emergency: when its memory is the state of a step, and what of it is kept
+apart because the next forward pass changes it."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from scalai.core.collection import Tensor
+from scalai.core.messages import JsonText
+from scalai.core.region import Piece, row_major, whole
+from scalai.runtime import emergency
+from scalai.runtime.emergency import Between, Copies, Emergency, Gate
+from scalai.runtime.live import Slot
+
+NONE = JsonText.of(None)
+
+
+def between(step: int) -> Between:
+    return Between(step, 3 * step, "dp0", NONE, NONE)
+
+
+def slot(name: str, values: torch.Tensor, *, is_volatile: bool) -> tuple[Slot, Piece]:
+    shape = tuple(values.shape)
+    piece = Piece(whole(shape), 0, row_major(shape))
+    made = Slot(Tensor(name, shape, "F32"), values.view(-1), (piece,), is_volatile=is_volatile)
+    return made, piece
+
+
+@pytest.fixture
+def gate() -> Gate:
+    """Give a gate behind one update, whose state is that of step 4."""
+    made = Gate()
+    made.begin()
+    made.ended(between(4))
+    return made
+
+
+def test_between_two_updates_the_memory_is_the_state_of_the_last_one(gate: Gate) -> None:
+    assert gate.freeze() == between(4)
+
+
+def test_in_the_middle_of_an_update_it_is_of_no_step(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emergency, "FREEZE_S", 0.1)
+    gate.begin()
+    assert gate.freeze() == "it is in the middle of an update"
+
+
+def test_an_update_that_ends_soon_is_waited_for(gate: Gate) -> None:
+    gate.begin()
+    ends = threading.Timer(0.05, lambda: gate.ended(between(5)))
+    ends.start()
+    assert gate.freeze() == between(5)
+
+
+def test_once_frozen_no_update_begins(gate: Gate) -> None:
+    gate.freeze()
+    thread = threading.Thread(target=gate.begin, daemon=True)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+
+
+def test_who_shows_no_update_is_not_believed() -> None:
+    gate = Gate()
+    gate.ended(between(4))
+    assert "no update was seen" in str(gate.freeze())
+
+
+def test_any_optimizer_of_torchs_begins_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    monkeypatch.setattr(Gate, "begin", lambda self, *_: begun.append(self))
+    Emergency(0, 1, "nowhere", [], {}).begin()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    torch.optim.SGD([parameter], lr=0.1).step()
+    assert begun, "the update was not noticed"
+
+
+def test_what_a_forward_pass_changes_is_kept_as_it_was() -> None:
+    weights, running = torch.ones(2, 3), torch.zeros(4)
+    rows = [
+        slot("param/w", weights, is_volatile=False), slot("param/mean", running, is_volatile=True),
+    ]  # fmt: skip
+    copies = Copies(rows)
+    assert copies.size_bytes == running.nbytes
+    copies.take()
+    running.fill_(7.0)
+    kept = [found.buffer.tolist() for found, _ in copies.rows]
+    assert kept == [[1.0] * 6, [0.0] * 4]
+    assert copies.rows[0][0].buffer.data_ptr() == weights.data_ptr(), "weights are not copied"
+
+
+def test_too_much_to_copy_means_no_emergency_snapshot(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(emergency, "COPIED_BYTES", 8)
+    watched = Emergency(0, 1, "nowhere", [slot("user/x", torch.zeros(4), is_volatile=True)], {})
+    assert not watched.is_on and "event=no_emergency" in caplog.text
+    threads = threading.active_count()
+    watched.begin()
+    assert threading.active_count() == threads
