@@ -39,8 +39,8 @@ def rescue_judged(event: events.RescueJudged, job: Job) -> Result:
 def sealed(event: events.Sealed, job: Job) -> Result:
     """A snapshot on the way is judged once every host with workers has sealed its part. That of a
     stop is waited for otherwise: there workers may be dead."""
-    if event.round != job.round:
-        return job, ()
+    if event.round != job.round or job.phase is Phase.COMMITTING:
+        return job, ()  # something later is committed
     hosts = job.sealed.get(event.snapshot, frozenset()) | {event.host}
     if not hosts >= active(job):
         return replace(job, sealed={**job.sealed, event.snapshot: hosts}), ()

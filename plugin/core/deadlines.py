@@ -22,7 +22,9 @@ JOIN_S = STORE_READY_S + ANSWER_S
 SNAPSHOT_PATIENCES = 3
 """Drain timeouts without a further host's snapshot. A host itself gives its workers one."""
 FREEZE_S = 5.0
-"""How long a worker may take to stand still after a failure: to end an update that has begun."""
+"""How long a worker that is to stand still may take to end an update that has begun."""
+FREEZE_ALL_S = 2 * FREEZE_S
+"""How long a host waits for its workers to say where they stand."""
 FROZEN_S = 20.0
 """How long a host may take to say where its workers stand."""
 RESCUE_PATIENCES = 2

@@ -22,6 +22,7 @@ from scalai.core.transitions import (
     Result,
     answered,
     end,
+    go_on,
     next_phase,
     stop_workers,
     without_standby,
@@ -62,7 +63,9 @@ def fail(
         is_free = was_built or is_change or (is_loss and job.is_loss_free)
         job = replace(job, tries=job.tries + is_change)
     if job.failures_left <= 0 and not is_free:
-        return end(job, 1, f"{reason}; the restart budget (--max-restarts) is used up")
+        ending = f"{reason}; the restart budget (--max-restarts) is used up"
+        job, actions = _freeze(job, reason, ending=ending)
+        return job, (*given_up, *message, *actions)
     job = replace(
         job, failures_left=job.failures_left - (not is_free), was_standby=False, trained_s=0.0
     )
@@ -71,14 +74,15 @@ def fail(
     return job, (*given_up, *message, *actions)
 
 
-def _freeze(job: Job, reason: str, *, is_counted: bool) -> Result:
-    """Have the workers that live stand still and say where, before they are stopped."""
-    hosts = active(job)
+def _freeze(job: Job, reason: str, *, is_counted: bool = False, ending: str = "") -> Result:
+    """Have the workers that live stand still and say where, before they are stopped; ``ending``:
+    why the job ends then."""
+    hosts, emergency = active(job), Emergency(reason, is_counted=is_counted, ending=ending)
     if not (hosts and job.has_emergency and job.is_hooked and job.phase in STEPPING):
-        return stop_workers(job, reason)
+        return go_on(replace(job, emergency=emergency))
     job = replace(
         job, phase=Phase.FREEZING, awaited=hosts, margin=1, held={},
-        emergency=Emergency(reason, is_counted=is_counted),
+        emergency=emergency,
     )  # fmt: skip
     return job, (Freeze(tuple(sorted(hosts))),)
 
@@ -103,10 +107,13 @@ def excuse_loss(job: Job, host: str) -> Result:
     """A host turns out to be lost while those that live write what they have: its loss was the
     failure, and costs nothing where it is a change."""
     emergency = job.emergency
-    if emergency is None or not emergency.is_counted or not job.is_loss_free:
+    if emergency is None or not job.is_loss_free:
         return job, ()
-    left = job.failures_left + 1
-    job = replace(job, failures_left=left, emergency=replace(emergency, is_counted=False))
+    if not emergency.is_counted and not emergency.ending:
+        return job, ()
+    left = job.failures_left + emergency.is_counted
+    emergency = replace(emergency, is_counted=False, ending="")
+    job = replace(job, failures_left=left, emergency=emergency)
     return job, (Say(f"host {host} is lost, which was the failure; {left} restarts left"),)
 
 

@@ -121,12 +121,14 @@ class FailedChange:
 class Emergency:
     """What becomes of a round that has failed, for this ``reason``. ``steps``: those at which
     workers stand that live, between two updates, and which nobody has ordered to be written yet;
-    ``step``: the one that is written now. ``is_counted``: the failure has cost a restart."""
+    ``step``: the one that is written now. ``is_counted``: the failure has cost a restart;
+    ``ending``: why the job ends then, empty where it goes on."""
 
     reason: str
     steps: frozenset[int] = frozenset()
     step: int | None = None
     is_counted: bool = False
+    ending: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,11 +182,20 @@ def rescue(job: Job) -> Result:
     hosts, newest = active(job), job.newest_generation
     steps = {step for step in job.emergency.steps if newest is None or step > newest.step}
     if not steps or not hosts:
-        return stop_workers(job, job.emergency.reason)
+        return go_on(job)
     step = max(steps)
     left = replace(job.emergency, steps=frozenset(steps - {step}), step=step)
     job = replace(job, phase=Phase.RESCUING, awaited=hosts, emergency=left)
     return job, (Rescue(tuple(sorted(hosts)), step),)
+
+
+def go_on(job: Job) -> Result:
+    """Nothing more is written after a failure: the workers are stopped, and the job begins its next
+    round, or ends."""
+    assert job.emergency is not None
+    if job.emergency.ending:
+        return end(replace(job, emergency=None), 1, job.emergency.ending)
+    return stop_workers(job, job.emergency.reason)
 
 
 def withdraw(job: Job, reason: str) -> Result:
@@ -360,7 +369,7 @@ def next_phase(job: Job) -> Result:
         return job, (JudgeRescue(job.emergency.step),)
     if job.phase is Phase.COMMITTING:
         if job.emergency is not None:
-            return stop_workers(job, job.emergency.reason)
+            return go_on(job)
         return stop_workers(job, "the state is committed", has_written=True)
     if job.phase is Phase.STOPPING:
         return _start_round(job)

@@ -82,7 +82,7 @@ class Gate:
         state of no step; waits for an update that has begun."""
         with self._changed:
             self._is_frozen = True
-            self._changed.wait_for(lambda: not self._is_updating, FREEZE_S / 2)
+            self._changed.wait_for(lambda: not self._is_updating, FREEZE_S)
             if self._is_updating:
                 return "it is in the middle of an update"
             if not self._has_updated:
@@ -205,14 +205,15 @@ class Emergency:
             channel = call_agent(self._directory)
             channel.call(AwaitFreeze(self._rank, self._round))
             reached("freeze")
-            found, reason = self._gate.freeze(), ""
-            if isinstance(found, str) or not self.writing.acquire(timeout=FREEZE_S / 2):
-                reason = found if isinstance(found, str) else "it is in the middle of a snapshot"
-                channel.call(RankFrozen(self._rank, self._round, None, reason))
+            found = self._gate.freeze()
+            if isinstance(found, str):
+                channel.call(RankFrozen(self._rank, self._round, None, found))
                 return
             order = channel.call(RankFrozen(self._rank, self._round, found.step, ""))
             while order is not None:
-                order = channel.call(self._write(order, found))
+                with self.writing:  # the main thread may be in the middle of a snapshot
+                    written = self._write(order, found)
+                order = channel.call(written)
         except (ScalaiError, OSError, RuntimeError) as error:
             if not isinstance(error, PeerError):  # the round has ended
                 log.warning("event=not_written rank=%d %r", self._rank, error)

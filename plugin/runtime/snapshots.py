@@ -56,6 +56,7 @@ class Snapshots:
         self._registered = registered
         self._mapped: MappedFile | None = None
         self._emergency: Emergency | None = None
+        self._is_leaving = False
 
     def renew(self, state: LiveState, rows: Sequence[Row]) -> None:
         """The same tensors may lie elsewhere now."""
@@ -66,7 +67,8 @@ class Snapshots:
     @property
     def are_watched(self) -> bool:
         """Whether a failure of others has this worker write what it has."""
-        return self._emergency is not None and self._emergency.is_on
+        is_on = self._emergency is not None and self._emergency.is_on
+        return is_on and not self._is_leaving
 
     def watch_for_failures(self) -> None:
         """From now on this worker writes what it has where others fail."""
@@ -95,6 +97,7 @@ class Snapshots:
         order = self._agent.call(BeginSnapshot(self._rank, self._round, reason, step))
         if order is None:
             return False
+        self._is_leaving = reason == "stop"
         reached("write" if reason == "stop" else reason)
         self._registered.refresh()
         while order is not None:

@@ -54,6 +54,17 @@ def test_a_worker_that_is_killed_costs_no_step_where_another_has_its_state(tmp_p
         every_step_once(agents)
 
 
+def test_a_job_without_restarts_ends_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    with started(tmp_path, REPLICAS) as agents:
+        train(agents)
+        agents.kill_worker(1)
+        assert agents.exit_code("a") == 1, agents.logs()
+        made = agents.lines()[-1]["step"]
+        agents.start("a")
+        agents.wait_for_step(made + 3)
+        every_step_once(agents)
+
+
 def test_a_host_that_dies_with_its_memory_costs_no_step_where_another_has_its_state(
     tmp_path: Path,
 ) -> None:

@@ -65,7 +65,9 @@ class Set:
         background = Background(lambda due: due())
         background.start()
         resize = SimpleNamespace(standby="never")
-        config = SimpleNamespace(resize=resize, store=SimpleNamespace(snapshot_every=5))
+        config = SimpleNamespace(
+            resize=resize, store=SimpleNamespace(snapshot_every=5, emergency=True)
+        )
         spec: Any = SimpleNamespace(config=config, hook_settings=lambda world: {"world": world})
         nothing: Any = None
         self.hands = Hands(

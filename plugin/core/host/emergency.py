@@ -7,7 +7,7 @@ A thread of each worker does it, while the main thread may hang in a collective 
 from dataclasses import replace
 
 from scalai.core import events as job_events
-from scalai.core.deadlines import FREEZE_S
+from scalai.core.deadlines import FREEZE_ALL_S
 from scalai.core.host import actions, snapshots
 from scalai.core.host.actions import Level
 from scalai.core.host.events import Seen
@@ -46,7 +46,7 @@ def freeze(step: Step) -> None:
     under_way = current.snapshot
     is_sealing = under_way is not None and under_way.is_sealing
     step.change_round(
-        emergency=Emergency(step.now + FREEZE_S),
+        emergency=Emergency(step.now + FREEZE_ALL_S),
         watching={},
         snapshot=under_way if is_sealing else None,
         postponed=(),

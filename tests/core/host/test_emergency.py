@@ -8,9 +8,10 @@ import pytest
 
 from scalai.core import commands, reports
 from scalai.core import events as job_events
-from scalai.core.deadlines import FREEZE_S
+from scalai.core.deadlines import FREEZE_ALL_S
 from scalai.core.host import actions, events
 from scalai.core.host.events import NoRoom, Reserved, Sealed
+from scalai.core.membership import Phase
 from scalai.core.messages import JsonText
 from scalai.core.worker_messages import (
     AwaitFreeze,
@@ -36,7 +37,7 @@ def virtual_time() -> Iterator[None]:
 def trained(folder: Path, names: str = "ab", **settings: Any) -> tuple[World, int]:
     """Return a job that has trained on these hosts, and the step at which its workers stand."""
     use_virtual_time()
-    world = World(folder, ("--nnodes", "1:4"), **settings)
+    world = World(folder, **{"flags": ("--nnodes", "1:4"), **settings})
     for name in names:
         world.add(name)
     world.go_on(90.0)
@@ -164,6 +165,17 @@ def test_the_loss_that_was_the_failure_costs_no_restart(tmp_path: Path) -> None:
     assert logged(world, "which was the failure") and world.live.state.failures_left == left
 
 
+def test_a_job_without_restarts_ends_with_what_lives(tmp_path: Path) -> None:
+    world, step = trained(tmp_path, flags=("--nnodes", "2"))
+    world.kill_worker("a", 0)
+    world.go_on(60.0)
+    assert world.phase is Phase.ENDED and world.live.exit_code == 1, world.log
+    assert logged(world, "the restart budget (--max-restarts) is used up")
+    world.restart()
+    world.go_on(60.0)
+    assert world.is_training() and begun_at(world) == step, world.log
+
+
 # ---------------------------------------------------------------------- the law of a host alone
 
 
@@ -216,7 +228,7 @@ def test_another_rank_writes_what_a_torn_one_should_have_written() -> None:
 def test_who_does_not_answer_is_done_without() -> None:
     host = frozen_host({0: 9})
     assert not any(isinstance(report, job_events.Frozen) for report in host.reports())
-    host.tick(FREEZE_S + 0.1)
+    host.tick(FREEZE_ALL_S + 0.1)
     assert host.reports()[-1] == job_events.Frozen("a", 1, (9,))
 
 
