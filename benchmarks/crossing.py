@@ -14,8 +14,8 @@ not count, nor does what stands in for CUDA. Figures, each within the one before
   description of tensors (a type in ``STATE`` of ``crossing_hook.py``) or their bytes (a buffer of
   16 KiB or more).
 * ``handled``: the same without modules that see state in messages only, and pass it on.
-* ``crossing``: the same without the wire (``WIRE``), which carries whatever it is given: where a
-  tensor's way is decided, and where its bytes move.
+* ``crossing``: the same without those that carry whatever they are given (``CARRIERS``: the wire,
+  and a loop over threads): where a tensor's way is decided, and where its bytes move.
 
 Modules that only define such values (generated methods, nothing written is called) are counted too:
 ``vocabulary``. ``--list`` shows every module, with its lines, the processes and the kinds of state
@@ -46,15 +46,16 @@ STEPS = 3
 FIGURES = ("crossed", "way", "state", "handled", "crossing")
 LONG = 450
 """A file with more lines is long."""
-WIRE = frozenset(
+CARRIERS = frozenset(
     f"scalai.{module}"
     for module in (
         *("core.commands", "core.fields", "core.messages", "core.reports", "core.worker_messages"),
         *("core.host.actions", "core.host.events"),
-        *("runtime.calls", "runtime.codec", "runtime.framing"),
+        *("runtime.calls", "runtime.codec", "runtime.framing", "runtime.at_once"),
     )
 )
-"""The classes of messages, what makes bytes of them, and what sends the bytes."""
+"""The classes of messages, what makes bytes of them, what sends the bytes, and what calls a
+function with each of several items."""
 STAND_INS = "scalai.patches.megatron.cpu_emulation."
 
 
@@ -79,7 +80,7 @@ class Crossed:
             "way": self.has_messages or has_state,
             "state": has_state,
             "handled": bool(self.handled),
-            "crossing": bool(self.handled) and self.module not in WIRE,
+            "crossing": bool(self.handled) and self.module not in CARRIERS,
         }
         return tuple(name for name, is_so in facts.items() if is_so)
 
