@@ -40,6 +40,11 @@ Row = tuple[Slot, Piece]
 COPIED_BYTES = 64 << 20
 """Most bytes that are copied after each update: with more there is no emergency snapshot."""
 
+COPIED_S, COPIED_SHARE = 0.01, 0.02
+"""A copy may take so long, or such a share of a step, on an average of ``WINDOW`` steps."""
+WINDOW, WINDOWS = 32, 3
+"""Where it takes more in so many windows on end, there is no emergency snapshot any more."""
+
 log = logging.getLogger(__name__)
 
 
@@ -135,6 +140,32 @@ class Copies:
         return stack
 
 
+class Cost:
+    """How long what is copied after each step takes, beside the steps. Reads no clock."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._copied_s, self._steps, self._windows = 0.0, 0, 0
+
+    def is_too_high(self, copied_s: float, now: float) -> str:
+        """Take note of a copy that has ended now. Returns what is too much, empty: nothing is."""
+        if self._since is None:
+            self._since = now
+            return ""
+        self._copied_s, self._steps = self._copied_s + copied_s, self._steps + 1
+        if self._steps < WINDOW:
+            return ""
+        mean_s, share = self._copied_s / WINDOW, self._copied_s / max(now - self._since, 1e-9)
+        is_high = mean_s > COPIED_S and share > COPIED_SHARE
+        self._windows = self._windows + 1 if is_high else 0
+        self._since, self._copied_s, self._steps = now, 0.0, 0
+        if self._windows < WINDOWS:
+            return ""
+        return (
+            f"to copy what belongs to a step takes {mean_s * 1e3:.0f} ms, {share:.0%} of its time"
+        )
+
+
 class Emergency:
     """A worker's part in emergency snapshots.
 
@@ -156,16 +187,23 @@ class Emergency:
         self.writing = threading.Lock()
         """Who writes a snapshot has it: the rings are used by one thread at a time."""
         self._rank, self._round, self._directory = rank, round, directory
-        self._rings, self._copies, self._gate = rings, Copies(rows), Gate()
+        self._rings, self._copies, self._gate, self._cost = rings, Copies(rows), Gate(), Cost()
         self.is_on = self._copies.size_bytes <= COPIED_BYTES
         """Whether a failure of others has this worker write."""
-        if not self.is_on and rank == 0:
+        if not self.is_on:
+            self._give_up(
+                f"buffers and registered tensors of {self._copies.size_bytes / 1e6:.0f} MB are too "
+                f"large to be copied after each step (at most {COPIED_BYTES / 1e6:.0f})"
+            )
+
+    def _give_up(self, reason: str) -> None:
+        """This worker writes nothing in an emergency."""
+        self.is_on = False
+        self._gate.ended(None)
+        if self._rank == 0:
             log.warning(
-                "event=no_emergency buffers and registered tensors of %.0f MB are too large to be "
-                "copied after each step (at most %.0f): after a failure the job goes on from its "
-                "newest generation.",
-                self._copies.size_bytes / 1e6,
-                COPIED_BYTES / 1e6,
+                "event=no_emergency %s: after a failure the job goes on from its newest generation",
+                reason,
             )
 
     def begin(self) -> None:
@@ -176,8 +214,7 @@ class Emergency:
         try:
             threading.Thread(target=self._watch, name="emergency", daemon=True).start()
         except RuntimeError as error:  # no room for a thread
-            self.is_on = False
-            log.warning("event=no_emergency %s", error)
+            self._give_up(str(error))
 
     def begin_update(self) -> None:
         """The memory of the rows is about to change; where it must not, this does not return."""
@@ -188,10 +225,13 @@ class Emergency:
         self._gate.ended(None)
         self._copies = Copies(rows)
 
-    def step_ended(self, capture: Callable[[], Between]) -> None:
-        """An update has ended, and everything that goes with it. ``capture`` returns what belongs
-        to the state beside the rows."""
+    def step_ended(self, refresh: Callable[[], None], capture: Callable[[], Between]) -> None:
+        """An update has ended, and everything that goes with it. ``refresh`` brings rows up to date
+        that the script has registered; ``capture`` returns what belongs to the state beside the
+        rows."""
+        began = time.monotonic()
         try:
+            refresh()
             self._copies.take()
             between = capture()
         except ScalaiError as error:  # the next snapshot says so, if it is still so then
@@ -199,6 +239,9 @@ class Emergency:
             self._gate.ended(None)
         else:
             self._gate.ended(between)
+        now = time.monotonic()
+        if reason := self._cost.is_too_high(now - began, now):
+            self._give_up(reason)
 
     def _watch(self) -> None:
         try:

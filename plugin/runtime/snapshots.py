@@ -86,8 +86,7 @@ class Snapshots:
         if not self.are_watched:
             return
         assert self._emergency is not None
-        self._registered.refresh()
-        self._emergency.step_ended(lambda: self._between(step, samples))
+        self._emergency.step_ended(self._registered.refresh, lambda: self._between(step, samples))
 
     def take(self, reason: str, step: int, samples: Samples) -> bool:
         """Write what the agent orders. Returns False where the stop was taken back instead: at a

@@ -11,7 +11,7 @@ from scalai.core.collection import Tensor
 from scalai.core.messages import JsonText
 from scalai.core.region import Piece, row_major, whole
 from scalai.runtime import emergency
-from scalai.runtime.emergency import Between, Copies, Emergency, Gate
+from scalai.runtime.emergency import WINDOW, WINDOWS, Between, Copies, Cost, Emergency, Gate
 from scalai.runtime.live import Slot
 
 NONE = JsonText.of(None)
@@ -104,3 +104,18 @@ def test_too_much_to_copy_means_no_emergency_snapshot(
     threads = threading.active_count()
     watched.begin()
     assert threading.active_count() == threads
+
+
+def test_copies_that_slow_the_training_down_are_given_up() -> None:
+    cost, now, found = Cost(), 0.0, []
+    for _ in range(1 + 4 * WINDOW):
+        now += 0.5
+        found.append(cost.is_too_high(0.03, now))
+    first = next(number for number, text in enumerate(found) if text)
+    assert first == WINDOWS * WINDOW and "30 ms, 6% of its time" in found[first]
+
+
+@pytest.mark.parametrize(("copied_s", "step_s"), [(0.005, 0.02), (0.03, 3.0)])
+def test_copies_that_are_short_beside_a_step_go_on(copied_s: float, step_s: float) -> None:
+    cost = Cost()
+    assert not any(cost.is_too_high(copied_s, step_s * number) for number in range(9 * WINDOW))
