@@ -76,6 +76,15 @@ class Gate:
                 self._changed.wait()
             self._is_updating = self._has_updated = True
 
+    def ends(self) -> None:
+        """A step ends, also one without an update, as where a gradient is no number: what belongs
+        to the state is copied from now until ``ended``. Once frozen, that does not return, unless
+        the step is the one whose update was waited for."""
+        with self._changed:
+            while self._is_frozen and not self._is_updating:
+                self._changed.wait()
+            self._is_updating = True
+
     def ended(self, between: Between | None) -> None:
         """The update has ended, and this belongs to the state as it is now; None: not known."""
         with self._changed:
@@ -229,15 +238,18 @@ class Emergency:
         """An update has ended, and everything that goes with it. ``refresh`` brings rows up to date
         that the script has registered; ``capture`` returns what belongs to the state beside the
         rows."""
-        began = time.monotonic()
+        self._gate.ends()
+        began, between = time.monotonic(), None
         try:
             refresh()
             self._copies.take()
             between = capture()
         except ScalaiError as error:  # the next snapshot says so, if it is still so then
             log.debug("event=not_captured %s", error)
-            self._gate.ended(None)
-        else:
+        except Exception as error:  # the script's own: no reason to end its training
+            self._give_up(f"what the script has registered cannot be copied: {error!r}")
+            return
+        finally:
             self._gate.ended(between)
         now = time.monotonic()
         if reason := self._cost.is_too_high(now - began, now):

@@ -64,6 +64,31 @@ def test_once_frozen_no_update_begins(gate: Gate) -> None:
     assert thread.is_alive()
 
 
+def test_once_frozen_no_step_ends_that_made_no_update(gate: Gate) -> None:
+    """As where a gradient is no number: what is copied at its end is of a later step."""
+    assert gate.freeze() == between(4)
+    thread = threading.Thread(target=gate.ends, daemon=True)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+
+
+def test_what_is_being_copied_is_waited_for(gate: Gate) -> None:
+    gate.ends()
+    threading.Timer(0.05, lambda: gate.ended(between(5))).start()
+    assert gate.freeze() == between(5)
+
+
+def test_a_script_whose_state_cannot_be_copied_trains_on(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Emergency(0, 1, "nowhere", [], {})
+
+    def broken() -> Between:
+        raise KeyError("the script's own")
+
+    watched.step_ended(lambda: None, broken)
+    assert not watched.is_on and "KeyError" in caplog.text
+
+
 def test_who_shows_no_update_is_not_believed() -> None:
     gate = Gate()
     gate.ended(between(4))
