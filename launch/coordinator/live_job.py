@@ -251,6 +251,11 @@ class LiveJob:
             number = self.recover()
             if number is not None:
                 self.command_commit(self.generations.parts(number), number)
+        elif now is m.Phase.FREEZING:
+            line.mark("failed")
+        elif now is m.Phase.COMMITTING and was is m.Phase.RESCUING:
+            line.phase("snapshot", line.since("failed"), is_emergency=True)
+            line.mark("sealed")
         elif now is m.Phase.COMMITTING:
             snapshot = self.answers.slowest_snapshot("snapshot")
             proof = self.answers.slowest_snapshot("snapshot_proof")

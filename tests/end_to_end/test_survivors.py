@@ -24,6 +24,7 @@ def went_on(agents: Agents, steps_lost: int = 0) -> dict[str, Any]:
     agents.wait_until(lambda: len(agents.resizes()) > before, "the job goes on")
     report = agents.resizes()[-1]
     assert report.get("steps_lost", 0) == steps_lost, f"{report}\n{agents.logs()}"
+    assert report["is_emergency"] and report["seconds"]["snapshot"] > 0, report
     return report
 
 
