@@ -71,6 +71,7 @@ def main(arguments: Sequence[str]) -> None:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
             _wait_to_be_rescued(error)
             raise
+        _wait_to_be_rescued(error)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(OUT_OF_MEMORY_EXIT)

@@ -19,7 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scalai.core.deadlines import FREEZE_S
-from scalai.core.errors import PeerError, ScalaiError
+from scalai.core.errors import PeerError, ScalaiError, StoreError
 from scalai.core.messages import JsonText
 from scalai.core.region import Piece
 from scalai.core.worker_messages import (
@@ -266,12 +266,17 @@ class Emergency:
                 return
             order = channel.call(RankFrozen(self._rank, self._round, found.step, ""))
             while order is not None:
-                with self.writing:  # the main thread may be in the middle of a snapshot
-                    written = self._write(order, found)
+                try:
+                    with self.writing:  # the main thread may be in the middle of a snapshot
+                        written = self._write(order, found)
+                except (ScalaiError, OSError, RuntimeError) as error:
+                    channel.call(
+                        RankFrozen(self._rank, self._round, None, f"cannot write: {error}")
+                    )
+                    return
                 order = channel.call(written)
-        except (ScalaiError, OSError, RuntimeError) as error:
-            if not isinstance(error, PeerError):  # the round has ended
-                log.warning("event=not_written rank=%d %r", self._rank, error)
+        except (PeerError, StoreError):
+            return  # the round has ended
 
     def _write(self, order: WriteOrder, between: Between) -> RankWritten:
         """Write what the agent ordered."""

@@ -72,7 +72,7 @@ def frozen(step: Step, call: Call, request: RankFrozen) -> None:
             waiting={**emergency.waiting, request.rank: call},
         )
     )
-    _report(step)
+    go_on(step, current.number)  # also where it was to write, and cannot
 
 
 def _report(step: Step) -> None:
@@ -185,7 +185,7 @@ def _give_up_who_hangs(step: Step) -> None:
     """Do without workers that have an order and do not write; the clock begins anew whenever one
     does."""
     current = step.present()
-    hung = (current.snapshot.unwritten if current.snapshot else frozenset()) - current.lost
+    hung = (current.snapshot.unwritten if current.snapshot else frozenset()) - current.absent
     if not hung or hung != current.unwritten:
         give_up_at = step.now + step.state.settings.drain_timeout_s if hung else None
         step.change_round(unwritten=hung, give_up_at=give_up_at)

@@ -225,6 +225,16 @@ def test_another_rank_writes_what_a_torn_one_should_have_written() -> None:
     assert set(seal.parts) == {0} and len(seal.taken_over) == 1
 
 
+def test_who_cannot_write_is_done_without_at_once() -> None:
+    host = frozen_host({0: 9, 1: 9})
+    host.obey(commands.Rescue(1, 9))
+    host.ask(written(0))
+    host.ask(RankFrozen(1, 1, None, "cannot write: out of memory"))
+    assert orders(host) == [0, 1, 0], "the other one writes what it should have written"
+    host.ask(written(0))
+    assert len(host.all(actions.Seal)) == 1
+
+
 def test_who_does_not_answer_is_done_without() -> None:
     host = frozen_host({0: 9})
     assert not any(isinstance(report, job_events.Frozen) for report in host.reports())
