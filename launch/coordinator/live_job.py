@@ -270,24 +270,12 @@ class LiveJob:
             case actions.GiveUp(round):
                 self._starter.give_up()
                 self.command(self.members.hosts(), commands.GiveUp(round))
-            case actions.Prepare(hosts, stop):
-                self.command(hosts, commands.Prepare(self.state.round, stop))
-            case actions.Agree(hosts, stop):
-                self.command(hosts, commands.Agree(self.state.round, stop))
-            case actions.Withdraw(hosts):
-                self.command(hosts, commands.Withdraw(self.state.round))
             case actions.Judge(hosts):
                 judge_stop(self, hosts)
             case actions.JudgeSnapshot(reason, snapshot):
                 judge_snapshot(self, reason, snapshot)
             case actions.Commit(hosts, generation):
                 self.command_commit(hosts, generation)
-            case actions.TakeSnapshot(hosts):
-                self.command(hosts, commands.TakeSnapshot(self.state.round))
-            case actions.Freeze(hosts):
-                self.command(hosts, commands.Freeze(self.state.round))
-            case actions.Rescue(hosts, step):
-                self.command(hosts, commands.Rescue(self.state.round, step))
             case actions.JudgeRescue(step):
                 judge_rescue(self, step)
             case actions.Lose(hosts, reason):
@@ -310,8 +298,6 @@ class LiveJob:
                 self._expect(hosts)
             case actions.Prove(generation):
                 self._prove(generation)
-            case actions.Proceed(hosts):
-                self.command(hosts, commands.Proceed(self.state.round))
             case actions.Doubt(hosts, generation):
                 self.generations.doubt(generation)
                 self.command(hosts, commands.Doubt(generation))
@@ -320,14 +306,37 @@ class LiveJob:
                     self.command(hosts, commands.Drop(number))
             case actions.Release():
                 self._release(action)
-            case actions.SaveDurable(hosts, generation):
-                self.command(hosts, commands.Save(generation))
-            case actions.Look(hosts):
-                self.command(hosts, commands.Look())
             case actions.Exit():
                 self._exit(action)
             case actions.Say(text):
                 self.log(f"event=note {text}")
+            case _:
+                self._only_command(action)
+
+    def _only_command(self, action: actions.Action) -> None:
+        """Carry an action out that is a command to some hosts, and nothing else."""
+        round = self.state.round
+        match action:
+            case actions.Prepare(hosts, stop):
+                self.command(hosts, commands.Prepare(round, stop))
+            case actions.Agree(hosts, stop):
+                self.command(hosts, commands.Agree(round, stop))
+            case actions.Withdraw(hosts):
+                self.command(hosts, commands.Withdraw(round))
+            case actions.TakeSnapshot(hosts):
+                self.command(hosts, commands.TakeSnapshot(round))
+            case actions.Freeze(hosts):
+                self.command(hosts, commands.Freeze(round))
+            case actions.Rescue(hosts, step):
+                self.command(hosts, commands.Rescue(round, step))
+            case actions.Proceed(hosts):
+                self.command(hosts, commands.Proceed(round))
+            case actions.SaveDurable(hosts, generation):
+                self.command(hosts, commands.Save(generation))
+            case actions.Look(hosts):
+                self.command(hosts, commands.Look())
+            case _:
+                raise AssertionError(f"nobody carries out {action!r}")
 
     def _give_up(self, host: str, reason: str) -> None:
         """Lose a host that does not answer, where the others can go on."""
