@@ -42,7 +42,7 @@ from scalai.converters.streaming import Gatherer, Job, run_tasks
 from scalai.converters.verify import check_samples
 from scalai.converters.work import Task, Work, batches, plan_work, unused
 from scalai.core.collection import Collection
-from scalai.core.errors import MemoryShortError, ProofError, RefusedError
+from scalai.core.errors import MemoryShortError, ProofError, RefusedError, is_memory_short
 from scalai.core.fingerprint import VERSION, combine, tensor_fingerprints
 from scalai.store.files import write_at
 
@@ -272,13 +272,15 @@ def _run(
             journal.add(rows)
             done += sum(task.size_bytes for task in batch)
             progress(done, total)
-    except (MemoryError, MemoryShortError) as error:
-        raise MemoryShortError(
-            f"memory ran out: {limits.workers} workers with --memory of {limits.memory_bytes} "
-            "bytes find less here (see `ulimit -d -v`, and the limit of this container). What is "
-            "done stays: run the same command again with a smaller --memory or fewer --workers."
-        ) from error
-    except OSError as error:
+    except (MemoryError, MemoryShortError, OSError) as error:
+        if is_memory_short(error):
+            raise MemoryShortError(
+                f"memory ran out: {limits.workers} workers with --memory of {limits.memory_bytes} "
+                "bytes find less here (see `ulimit -d -v`, and the limit of this container). What "
+                "is done stays: run the same command again with a smaller --memory or fewer "
+                "--workers."
+            ) from error
+        assert isinstance(error, OSError)
         raise RefusedError(
             f"{job.destination} cannot be written, or {job.gatherer.files.directory} not be read "
             f"({error.strerror}). Repair that and run the same command again to go on."

@@ -4,7 +4,6 @@ No thread takes part, unlike in ``ProcessPoolExecutor``: where memory ends a thr
 and whoever waits for it waits for ever. A worker that ends is noticed by its pipe.
 """
 
-import errno
 import logging
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scalai.core.errors import MemoryShortError, PeerError
+from scalai.core.errors import MemoryShortError, PeerError, is_memory_short
 from scalai.runtime.orphans import die_with_parent
 
 log = logging.getLogger("scalai.converters")
@@ -171,8 +170,7 @@ def _work(function: Callable[[int], Any], pipe: Connection, parent: int) -> None
 
 def _shippable(error: BaseException) -> BaseException:
     """Return what the parent raises: the same error, which tells where it was raised."""
-    is_short = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    if is_short or isinstance(error, MemoryError):
+    if is_memory_short(error):
         return MemoryShortError("a worker process had too little memory")
     error.add_note("".join(traceback.format_exception(error)))
     return error

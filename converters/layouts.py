@@ -14,7 +14,7 @@ from scalai.converters.megatron.torch_dist import TorchDistLayout
 from scalai.converters.megatron.torch_legacy import TorchLegacyLayout
 from scalai.converters.opening import check_opened
 from scalai.converters.safetensors_index import SafetensorsLayout
-from scalai.core.errors import RefusedError, ScalaiError, UsageError
+from scalai.core.errors import RefusedError, ScalaiError, UsageError, is_memory_short
 
 LAYOUTS: Sequence[Layout] = (
     GenerationLayout(),
@@ -85,6 +85,8 @@ def _read(layout: Layout, path: Path, options: ReadOptions) -> Checkpoint:
     except ScalaiError:
         raise
     except _UNFIT as error:
+        if isinstance(error, OSError) and is_memory_short(error):
+            raise  # the kernel's word; Python's may come of a size that a damaged file names
         raise RefusedError(
             f"{path} does not hold what a checkpoint of the layout {layout.name} does "
             f"({type(error).__name__}: {error}). Use another checkpoint."

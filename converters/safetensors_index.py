@@ -35,7 +35,7 @@ from scalai.converters.checkpoint import (
 from scalai.converters.opening import MAX_JSON_BYTES, file_inside, parse_json, read_json
 from scalai.core.collection import MAX_NDIM, Tensor
 from scalai.core.dtypes import ITEM_BYTES
-from scalai.core.errors import RefusedError
+from scalai.core.errors import RefusedError, is_memory_short
 from scalai.core.region import whole
 from scalai.store.atomic import replace_file
 from scalai.store.files import LENGTH_BYTES, header_of
@@ -157,6 +157,8 @@ def _read_entries(path: Path) -> tuple[dict[str, _Entry], list[CheckpointFile]]:
             weight_map = dict(read_json(path / INDEX)["weight_map"])
             names = sorted(set(weight_map.values()))
         except (OSError, ValueError, KeyError, TypeError) as error:
+            if is_memory_short(error):
+                raise
             raise RefusedError(f"{path / INDEX} is damaged ({error}). Copy it again.") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
@@ -229,6 +231,8 @@ def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
         if LENGTH_BYTES + length + at != size:
             raise ValueError(f"{size} bytes, {LENGTH_BYTES + length + at} by its header")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if is_memory_short(error):
+            raise
         raise RefusedError(
             f"{path} is damaged or truncated ({type(error).__name__}: {error}). Copy it again."
         ) from error

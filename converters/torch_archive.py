@@ -21,7 +21,7 @@ import numpy as np
 from scalai.converters import pickles
 from scalai.converters.pickles import Foreign
 from scalai.core.dtypes import BITS, FROM_STORAGE, ITEM_BYTES, Bits
-from scalai.core.errors import RefusedError, ScalaiError
+from scalai.core.errors import RefusedError, ScalaiError, is_memory_short
 from scalai.core.region import Index
 
 MAX_PICKLE_BYTES = 1 << 30
@@ -116,6 +116,8 @@ def read_archive(
     except ScalaiError:
         raise
     except UNREADABLE as error:
+        if is_memory_short(error):
+            raise
         raise RefusedError(
             f"{path} is damaged or truncated: no whole torch archive at byte {begin} "
             f"({type(error).__name__}: {error}). Use another checkpoint."

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from scalai.core.errors import RefusedError, ScalaiError, UsageError
+from scalai.core.errors import RefusedError, ScalaiError, UsageError, is_memory_short
 
 INTERRUPTED = 130
 
@@ -24,17 +24,23 @@ def exit_code_of(program: str, run: Callable[[], int]) -> int:
         text = f"{error.name} is not installed for {sys.executable}. Install it there"
         text += "; scalai brings no torch of its own." if error.name == "torch" else "."
         code = RefusedError.exit_code
-    except MemoryError:
-        text = "memory ran out in this process. Let it have more (`ulimit -d -v`, the limit of "
-        text += "this container), or run it on another machine."
-        code = 1
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        text, code = f"{where}{error.strerror or error}", 1
+    except (MemoryError, OSError) as error:
+        text, code = _system_text(error), 1
     except KeyboardInterrupt:
         text, code = "interrupted", INTERRUPTED
     print(f"{program}: {text}", file=sys.stderr)
     return code
+
+
+def _system_text(error: MemoryError | OSError) -> str:
+    if is_memory_short(error):
+        return (
+            "memory ran out in this process. Let it have more (`ulimit -d -v`, the limit of "
+            "this container), or run it on another machine."
+        )
+    assert isinstance(error, OSError)
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return f"{where}{error.strerror or error}"
 
 
 def worker_count(nproc_per_node: str) -> int:

@@ -63,7 +63,7 @@ def find_tag(path: Path, step: int | None) -> Path | None:
     if step is None:
         try:
             tag = (path / LATEST).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError):
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
             return None
     else:
         tag = f"global_step{step}"

@@ -3,6 +3,8 @@
 Every message says what was found, what was expected and the way out.
 """
 
+import errno
+
 
 class ScalaiError(Exception):
     """Anything that Scalai refuses or fails at. ``exit_code`` is what a command ends with."""
@@ -38,6 +40,13 @@ class ProofError(ScalaiError):
 
 class MemoryShortError(ScalaiError):
     """There is less memory than a piece of work takes."""
+
+
+def is_memory_short(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: Python's own, ours, or the kernel's (ENOMEM)."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError | MemoryShortError)
 
 
 class PeerError(ScalaiError):

@@ -1,6 +1,9 @@
 """Where memory or processes run out the tool ends with words: it waits for nothing in vain."""
 
 import _thread
+import builtins
+import errno
+import io
 import logging
 import multiprocessing
 import os
@@ -11,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +52,29 @@ def test_it_ends_wherever_memory_does(tmp_path: Path, megabytes: int) -> None:
     if done.returncode:
         # Beyond its imports it says so itself.
         assert "memory ran out" in done.stderr or "<module>" in done.stderr
+
+
+def test_memory_that_runs_out_in_the_kernel_is_called_so_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is an OSError then, of whatever was asked for: here of opening the source's files."""
+    write(tmp_path / "source", "deepspeed_zero1", deepspeed_state(), dp=2)
+    zero = next((tmp_path / "source").rglob("*optim_states.pt"))
+
+    def opened(path: Any, *args: Any, **named: Any) -> Any:
+        if Path(path).name == zero.name:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path))
+        return open_file(path, *args, **named)
+
+    open_file = builtins.open
+    monkeypatch.setattr(builtins, "open", opened)
+    monkeypatch.setattr(io, "open", opened)
+    command = ["reshard", tmp_path / "source", tmp_path / "new", "--dp", 1, "--workers", 1]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*map(str, command)])
+    assert ended.value.code == 1
+    assert "memory ran out" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.fixture(autouse=True)

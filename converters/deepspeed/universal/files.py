@@ -24,7 +24,7 @@ def find_universal(path: Path, step: int | None) -> Path | None:
     if step is None:
         try:
             tags = [(path / LATEST).read_text(encoding="utf-8").strip()]
-        except (OSError, ValueError):
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
             return None
     found = [path / tag for tag in tags if tag and "/" not in tag]
     return next((tag for tag in found if (tag / GLOBAL_STATE).is_file()), None)
