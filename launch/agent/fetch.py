@@ -89,10 +89,7 @@ def prepare_restore(
         committed=parts.committed,
     )
 
-    def fetch(parts: Parts, lists: list[FetchList], gone: dict[str, str]) -> _Fetch:
-        return _fetch_all(store, listed, parts, lists, extras, token, arrived, gone)
-
-    moved = _plan_and_fetch(store.host, parts, targets, placement.group, fetch)
+    moved = bring(store, listed, parts, targets, placement.group, extras, token, arrived)
     directories = {}
     if parts.own is not None:
         directories[store.host] = store.generation_directory(listed.generation)
@@ -134,13 +131,47 @@ _Fetch = tuple[list[Fetched], HostManifest | None]
 """What has come, and this host's part with it, None where nothing had to come."""
 
 
-class _Moved(NamedTuple):
-    """A plan that was carried out, from these parts; ``began``: when its bytes began to move."""
+class Brought(NamedTuple):
+    """A plan that was carried out, from these parts: what has come, and when its bytes began to
+    move."""
 
     plan: Plan
     parts: Parts
     fetch: _Fetch
     began: float
+
+
+def bring(
+    store: HostStore,
+    listed: SourceList,
+    parts: Parts,
+    targets: Sequence[Holder],
+    hosts: Sequence[str],
+    extras: Extras,
+    token: bytes,
+    arrived: Callable[[int], None],
+    *,
+    is_replica: bool = False,
+) -> Brought:
+    """Bring what this host is to have of a generation and lacks into its store. Blocks.
+
+    Args:
+        parts: Who has what.
+        targets: What it is to have.
+        hosts: All that do so now, it among them: of replicas each asks another one.
+        extras: What goes with the pieces.
+        arrived: Is told of bytes that come, by several threads.
+        is_replica: It is for others: it leaves room for this host's own next snapshot.
+
+    Raises: As ``prepare_restore``.
+    """
+
+    def fetch(parts: Parts, lists: list[FetchList], gone: dict[str, str]) -> _Fetch:
+        if is_replica:
+            store.check_spare(sum(int(asked.pieces.size_bytes().sum()) for asked in lists))
+        return _fetch_all(store, listed, parts, lists, extras, token, arrived, gone)
+
+    return _plan_and_fetch(store.host, parts, targets, hosts, fetch)
 
 
 def _plan_and_fetch(
@@ -149,7 +180,7 @@ def _plan_and_fetch(
     targets: Sequence[Holder],
     hosts: Sequence[str],
     fetch: Callable[[Parts, list[FetchList], dict[str, str]], _Fetch],
-) -> _Moved:
+) -> Brought:
     """Plan and fetch, anew without those hosts that do not give theirs: replicas may have it."""
     while True:  # each turn leaves out a host, so there is a last one
         planned, gone = _plan(parts, targets, hosts), dict[str, str]()
@@ -157,7 +188,7 @@ def _plan_and_fetch(
         began = time.monotonic()
         reached("move")
         try:
-            return _Moved(planned, parts, fetch(parts, lists, gone), began)
+            return Brought(planned, parts, fetch(parts, lists, gone), began)
         except PeerError:
             if not gone:
                 raise

@@ -84,6 +84,7 @@ class Participant:
             sealed=found.sealed,
             damaged=found.damaged,
             spec=spec,
+            domain=self._spec.options.domain or "",
         )
 
     def expelled(self, error: PeerError) -> None:

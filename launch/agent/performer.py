@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from scalai.core.commands import Start
-from scalai.core.errors import PeerError, ProofError, ScalaiError
+from scalai.core.commands import Replicate, Start
+from scalai.core.errors import PeerError, ProofError, RoomError, ScalaiError
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.events import Event, GroupOver, Seen
@@ -27,6 +27,7 @@ from scalai.core.worker_messages import Welcome
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.fetch import Restore, prepare_restore
 from scalai.launch.agent.holdings import Holdings
+from scalai.launch.agent.replicas import Replicas
 from scalai.launch.agent.stacks import Stacks
 from scalai.launch.agent.standby import obstacle, offer
 from scalai.launch.agent.worker_group import WorkerGroup, WorkerGroups
@@ -112,6 +113,7 @@ class Performer:
         self._calls: dict[Call, Future[Any]] = {}
         self._last_call = 0
         self._moving: Moving | None = None
+        self._replicas = Replicas(hands.store, hands.token)
 
     # ------------------------------------------------------------------ what is to be seen
 
@@ -278,6 +280,8 @@ class Performer:
                 holdings.doubt(generation)
             case actions.Look():
                 holdings.look()
+            case actions.Replicate(command):
+                self._replicate(command)
             case _:
                 raise AssertionError(f"nobody carries out {action!r}")
         return ()
@@ -390,6 +394,7 @@ class Performer:
     def _fetch(self, start: Start, wants: Mapping[int, Want]) -> None:
         round = start.workers.round
         moving = self._moving = Moving(round)
+        self._replicas.give_up()
         reached("plan")
 
         def fetch() -> Event:
@@ -404,6 +409,20 @@ class Performer:
             return _fetched(round, found)
 
         self._run(round, "planning and moving", fetch)
+
+    def _replicate(self, command: Replicate) -> None:
+        self._replicas.begin(command.order)
+
+        def keep() -> Event:
+            try:
+                kept = self._replicas.keep(command)
+            except (ScalaiError, OSError) as error:
+                is_lasting = isinstance(error, RoomError)
+                return events.Replicated(command.order, None, 0, str(error), is_lasting)
+            grown = None if kept.grown is None else summary_bytes(kept.grown)
+            return events.Replicated(command.order, grown, kept.size_bytes, kept.reason)
+
+        self._hands.background.run(keep, self._hands.feed)
 
     def _try_commit(self, action: actions.TryCommit) -> Iterable[Event]:
         generation, store = action.generation, self._store

@@ -22,6 +22,7 @@ class StoreConfig:
             there.
         snapshot_every: Steps between generations without a change; 0: only at the start and at
             changes.
+        replicas: On how many other hosts to keep what would be lost with a host.
         emergency: Whether workers that outlive a failure write the state that stands between two
             updates, so that the job goes on from there.
         durable_dir: Folder on disk for the generation that the last host leaves; None: none.
@@ -30,12 +31,14 @@ class StoreConfig:
     dir: str | None = None
     budget_gb: float | None = None
     snapshot_every: int = 0
+    replicas: int = 1
     emergency: bool = True
     durable_dir: str | None = None
 
     def __post_init__(self) -> None:
         _expect(self.budget_gb is None or self.budget_gb > 0, "budget_gb", self.budget_gb, "> 0")
         _expect(self.snapshot_every >= 0, "snapshot_every", self.snapshot_every, "0 or more steps")
+        _expect(self.replicas >= 0, "replicas", self.replicas, "0 or more")
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,13 @@ def build_parser() -> argparse.ArgumentParser:
         "no periodic checkpoint",
     )
     add("--snapshot-every", type=int, metavar="STEPS", help="make a generation every so many steps")
+    add("--replicas", type=int, metavar="N",
+        help="how many other hosts keep what would be lost with a host (default: 1)")  # fmt: skip
+    add(
+        "--domain",
+        metavar="NAME",
+        help="what this host may fail with, such as rack=7: its replicas go elsewhere",
+    )
     add(
         "--settle-s",
         type=float,
@@ -147,6 +154,7 @@ _DOTTED = {
     "store_budget_gb": "store.budget_gb",
     "durable_dir": "store.durable_dir",
     "snapshot_every": "store.snapshot_every",
+    "replicas": "store.replicas",
     "settle_s": "resize.settle_s",
     "drain_timeout": "resize.drain_timeout_s",
     "allowed_sizes": "resize.allowed_sizes",

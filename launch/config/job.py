@@ -125,6 +125,11 @@ class JobSpec:
         return None if budget is None else int(budget * 1e9)
 
     @property
+    def replicas(self) -> int:
+        """On how many other hosts that is kept which would be lost with a host."""
+        return self.config.store.replicas if self.is_elastic and self.max_hosts > 1 else 0
+
+    @property
     def durable_dir(self) -> Path | None:
         folder = self.config.store.durable_dir
         return Path(folder) if folder else None

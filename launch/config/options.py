@@ -46,6 +46,8 @@ class Options:
     elastic: str | None = None
     """Path of the elastic configuration; None: the framework is not hooked."""
     host_id: str | None = None
+    domain: str | None = None
+    """What this host may fail together with, such as its rack; None: nothing."""
     report_dir: str | None = None
     is_check: bool = False
     is_fresh: bool = False

@@ -56,7 +56,7 @@ class Admission:
         if host in live.members:
             live.log(f"event=replaced host={host} by another agent of it")
             live.forget(host)
-        live.members.add(host, Member(peer, join.address))
+        live.members.add(host, Member(peer, join.address, join.domain))
         live.timeline.begin(f"host {host} joined")
         for number in [*(part.generation for part in (*manifests, *aside)), *dict(damaged)]:
             live.count_from(number)

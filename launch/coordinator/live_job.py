@@ -83,6 +83,7 @@ class LiveJob:
             does_refill=spec.is_loss_free,
             is_loss_free=spec.is_loss_free,
             has_emergency=spec.is_elastic and spec.config.store.emergency,
+            replicas=spec.replicas,
             has_durable_dir=spec.durable_dir is not None,
             is_elastic=spec.is_elastic,
             build_timeout_s=0.0 if resize.standby == "never" else resize.build_timeout_s,
@@ -294,6 +295,8 @@ class LiveJob:
                     self.command(hosts, commands.Drop(number))
             case actions.StartRound():
                 self._start(action)
+            case actions.Replicate():
+                self._starter.replicate(action)
             case actions.Expect(hosts):
                 self._expect(hosts)
             case actions.Prove(generation):

@@ -22,8 +22,10 @@ class Member:
     connection may break at any time.
     """
 
-    def __init__(self, peer: Peer, address: tuple[str, int]) -> None:
+    def __init__(self, peer: Peer, address: tuple[str, int], domain: str = "") -> None:
         self.address = address
+        self.domain = domain
+        """What fails with it, by a name that a person gave; "": nothing."""
         self.newest = 0
         self.stalled: Stalled | None = None
         """Which of its workers make no steps; None: they all do."""

@@ -4,6 +4,7 @@ from scalai.core import actions, commands
 from scalai.core import membership as m
 from scalai.core.assignment import place_ranks
 from scalai.core.messages import JsonText, Shared
+from scalai.core.replicas import ring_of
 from scalai.core.source_list import Listed, SourceList, source_list
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.members import Members
@@ -65,14 +66,23 @@ class Starter:
         for host, each in workers.items():
             self._roster.command([host], commands.Start(each, sources, action.is_built))
 
-    def _sources(self, number: int, assignment: m.Assignment) -> SourceList:
-        """Return who holds a generation."""
+    def replicate(self, action: actions.Replicate) -> None:
+        """Have hosts keep replicas for each other."""
+        domains = {host: self._roster[host].domain for host in action.hosts if host in self._roster}
+        ring = Shared(ring_of(domains, action.replicas))
+        sources = Shared(self._sources(action.generation, None))
+        command = commands.Replicate(action.order, sources, ring)
+        self._roster.command(action.hosts, command)
+
+    def _sources(self, number: int, assignment: m.Assignment | None) -> SourceList:
+        """Return who holds a generation, for the workers of an assignment, or as it is."""
         parts = self._generations.parts(number)
         in_order = sorted(parts.values(), key=lambda part: min(part.ranks, default=1 << 62))
         about = {k: v for k, v in in_order[0].about.items() if k != ATTACHED}
         world, degrees = about.get("world_size", 0), about.get("degrees", {})
-        is_alike = world == assignment.degrees.world_size and all(
-            degrees.get(axis, size) == size for axis, size in assignment.degrees.to_json().items()
+        is_alike = assignment is None or (
+            world == assignment.degrees.world_size
+            and all(degrees.get(a, n) == n for a, n in assignment.degrees.to_json().items())
         )
         return source_list(
             [

@@ -113,6 +113,18 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Replicate:
+    """These hosts fetch from each other what would be lost of this generation with one of them, so
+    that of everything there are so many ``replicas``; each answers ``order`` with
+    ``Replicated``."""
+
+    hosts: tuple[str, ...]
+    order: int
+    generation: int
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
 class StopWorkers:
     """Make the workers exit. ``has_written``: they leave by themselves, and may say goodbye."""
 
@@ -230,6 +242,7 @@ class Say:
 
 Action = (
     Build | GiveUp | Prepare | Agree | Withdraw | TakeSnapshot | Lose | Report | Judge | Commit
-    | JudgeSnapshot | Freeze | Rescue | JudgeRescue | StopWorkers | Discard | GoBack | StartRound
-    | Expect | Prove | Proceed | Doubt | Drop | Release | SaveDurable | Look | Exit | Say
+    | Replicate | JudgeSnapshot | Freeze | Rescue | JudgeRescue | StopWorkers | Discard | GoBack
+    | StartRound | Expect | Prove | Proceed | Doubt | Drop | Release | SaveDurable | Look | Exit
+    | Say
 )  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from scalai.core.fingerprint import Committed
 from scalai.core.messages import JsonText, Shared
+from scalai.core.replicas import Ring
 from scalai.core.source_list import SourceList
 
 
@@ -198,6 +199,16 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Replicate:
+    """Fetch what this host is to keep, by the ``ring``, of the generation that the hosts of
+    ``sources`` hold; ``order`` goes back with the answer."""
+
+    order: int
+    sources: Shared[SourceList]
+    ring: Shared[Ring]
+
+
+@dataclass(frozen=True, slots=True)
 class Doubt:
     """A proof of this generation has failed: give up what was fetched of it, and read the rest
     again."""
@@ -230,5 +241,5 @@ class Exit:
 
 Command = (
     Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw | TakeSnapshot | Report
-    | Freeze | Rescue | Discard | Commit | Stop | Drop | Save | Doubt | Look | Exit
+    | Freeze | Rescue | Discard | Commit | Stop | Drop | Save | Replicate | Doubt | Look | Exit
 )  # fmt: skip

@@ -4,9 +4,10 @@ its part, and when older generations may go."""
 from dataclasses import replace
 
 from scalai.core import events
-from scalai.core.actions import Commit, JudgeSnapshot, Release
+from scalai.core.actions import Commit, JudgeSnapshot
 from scalai.core.failures import fail
 from scalai.core.membership import Generation, Job, Phase, active, forget_sealed
+from scalai.core.replicating import is_to_be_replicated, release_older
 from scalai.core.transitions import Result, answered, next_phase, rescue
 
 
@@ -69,11 +70,12 @@ def committed(event: events.Committed, job: Job) -> Result:
         return next_phase(answered(job, event.host))
     if event.host not in job.uncommitted:
         return job, ()
-    # A snapshot on the way. Once every host has it, older generations may go, also during a
-    # drain: the snapshot at its end needs their room. A start keeps its source.
+    # A snapshot on the way. Once every host has it, and replicas of it are made, older generations
+    # may go, also during a drain: the snapshot at its end needs their room. A start keeps its
+    # source.
     job = replace(job, uncommitted=job.uncommitted - {event.host})
     newest = job.newest_generation
     is_ready = not job.uncommitted and newest is not None and newest.number == event.generation
-    if not is_ready or newest is None or job.phase in (Phase.STARTING, Phase.STOPPING):
+    if not is_ready or is_to_be_replicated(job):
         return job, ()
-    return replace(job, generations=(newest,)), (Release(job.round, newest.number, ()),)
+    return release_older(job)

@@ -32,6 +32,10 @@ class StoreError(RefusedError):
     """A Tensor Store that cannot be opened, has no room or holds a damaged generation."""
 
 
+class RoomError(StoreError):
+    """A Tensor Store has no room for what is not needed at once."""
+
+
 class ProofError(ScalaiError):
     """Two states that should be equal have different fingerprints."""
 

@@ -271,6 +271,19 @@ class ProofFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Replicated:
+    """A host has fetched what it is to keep for others (asked for by ``Replicate``), so many bytes;
+    ``reason``: why it could not, empty where it could; ``is_lasting``: it could not later on
+    either, because it has no room."""
+
+    host: str
+    order: int
+    size_bytes: int
+    reason: str = ""
+    is_lasting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """A person said which generation to go on from: newer ones are given up."""
 
@@ -321,5 +334,5 @@ Event = (
     | Prepared | Held | Arrived | SnapshotWritten | Judged | Frozen | Rescued | RescueJudged
     | Sealed | SnapshotJudged | Committed
     | Stopped | WorkersFailed | Stepped | Progressed | Unhooked | Hooked | Finished | Saved
-    | NotSaved | Published | Restored | Proven | ProofFailed | Resumed
+    | NotSaved | Replicated | Published | Restored | Proven | ProofFailed | Resumed
 )  # fmt: skip

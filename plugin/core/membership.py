@@ -132,6 +132,26 @@ class Emergency:
 
 
 @dataclass(frozen=True, slots=True)
+class Replication:
+    """Replicas that are made of a ``generation`` by ``hosts``, of which ``awaited`` have not done
+    so yet: since when, how often that was reported, how many bytes have crossed, and which hosts
+    could not. ``order`` tells it from earlier ones of the same generation. ``is_hopeful``: some
+    could not because another host gave nothing; then all are asked ``again_at`` that time."""
+
+    order: int
+    generation: int
+    hosts: frozenset[str]
+    awaited: frozenset[str]
+    since: float
+    reports: int = 0
+    size_bytes: int = 0
+    failed: frozenset[str] = frozenset()
+    is_hopeful: bool = False
+    is_again: bool = False
+    again_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """The clock of the present phase: when it began or made its last progress (None: the next tick
     tells), and how often it was reported since."""
@@ -185,6 +205,8 @@ class Job:
     """False: a plain job, whose workers are stopped and started anew as under torchrun."""
     has_emergency: bool = False
     """Whether workers that outlive a failure write what they have."""
+    replicas: int = 0
+    """Of what would be lost with a host, so many other hosts keep a replica."""
     is_hooked: bool = True
     """False: nothing in the script says where a step ends, so a change would begin it anew."""
     build_timeout_s: float = 0.0
@@ -243,6 +265,10 @@ class Job:
     """Number of the generation whose parts hosts are renaming."""
     uncommitted: frozenset[str] = frozenset()
     """Hosts that have yet to rename their part of a snapshot; older generations stay until then."""
+    replication: Replication | None = None
+    replicated: tuple[int, frozenset[str]] | None = None
+    """The generation of which replicas were made last, and on which hosts."""
+    last_replication: int = 0
     sealed: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """By its name the hosts that have sealed a snapshot of the present round, until all have."""
     obstacle: str = ""

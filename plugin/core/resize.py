@@ -8,7 +8,7 @@ stays until a newer one is committed and, after a resize, until every new rank h
 from dataclasses import replace
 from functools import singledispatch
 
-from scalai.core import commits, events, failures, starting
+from scalai.core import commits, events, failures, replicating, starting
 from scalai.core.actions import Action, Commit, Drop, Release, Report, Say, Withdraw
 from scalai.core.deadlines import clock_of
 from scalai.core.failures import excuse_loss, fail
@@ -142,7 +142,7 @@ def _workers_gone(before: Job, job: Job, host: str, at: float) -> Result:
     job = replace(job, gone=job.gone | {host}, uncommitted=job.uncommitted - {host}, now=at)
     job, lines = strike(job, [host])
     job, excused = excuse_loss(job, host)
-    lines = (*lines, *excused)
+    lines, job = (*lines, *excused), replicating.give_up(job)
     given_up: tuple[Action, ...] = ()
     if job.standby is not None and host in job.standby.assignment.active:
         job, given_up = without_standby(job)
@@ -206,7 +206,9 @@ def _ticked(event: events.Ticked, job: Job) -> Result:
     is_again = job.again_at is not None and event.at >= job.again_at
     if job.phase in RESIZABLE and (is_settled or is_again or len(job.barred) < was_barred):
         return consider(job)
-    return overdue(job)
+    job, copied = replicating.replicate(job)
+    job, late = overdue(job)
+    return job, (*copied, *late)
 
 
 def _refill(job: Job, newest: int) -> Job:
@@ -314,7 +316,7 @@ def _hooked(event: events.Hooked, job: Job) -> Result:
 
 
 for _rule in (commits.judged, commits.sealed, commits.snapshot_judged, commits.committed,
-              commits.rescue_judged, failures.frozen, failures.rescued,
+              commits.rescue_judged, replicating.replicated, failures.frozen, failures.rescued,
               starting.progressed, starting.published, starting.restored, starting.proven,
               starting.proof_failed):  # fmt: skip
     _on.register(_rule)

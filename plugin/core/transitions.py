@@ -42,6 +42,7 @@ from scalai.core.membership import (
     present_degrees,
     staying,
 )
+from scalai.core.replicating import give_up, release_older
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -235,7 +236,7 @@ def _start_round(job: Job) -> Result:
     job, given_up = (job, ()) if is_built else without_standby(job)
     number = job.standby.round if job.standby else job.last_round + 1
     job = replace(
-        job,
+        give_up(job),
         phase=Phase.STARTING,
         round=number,
         last_round=max(number, job.last_round),
@@ -350,7 +351,8 @@ def next_phase(job: Job) -> Result:
         hosts = tuple(sorted(active(job)))
         if job.newest < job.stop:
             job = replace(job, phase=Phase.DRAINING, awaited=frozenset(hosts), margin=1, held={})
-            return job, (Agree(hosts, job.stop),)
+            job, room = release_older(job)  # for the snapshot at the stop
+            return job, (*room, Agree(hosts, job.stop))
         job, actions = prepare(replace(job, margin=2 * job.margin))
         return job, (Withdraw(hosts), *actions)
     if job.phase is Phase.DRAINING and active(job):

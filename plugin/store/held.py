@@ -4,7 +4,7 @@ lies on a disk, what a proof makes of it, and how it ends."""
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from scalai.core.collection import Collection, Columns
 from scalai.core.errors import StoreError
+from scalai.core.jsonable import Json
 from scalai.store.atomic import rename_durably
 from scalai.store.attachment import attachment
 from scalai.store.directory import HostDirectory
@@ -277,6 +278,24 @@ class HeldGenerations:
                 raise
             path.parent.rmdir()
             self._committed[generation] = grown
+        return grown
+
+    def add_states(self, generation: int, states: Mapping[str, Json]) -> HostManifest:
+        """Keep these states of ranks, by coordinate, with this host's part of a generation.
+
+        Raises:
+            StoreError: The generation is not committed here, or there is no room.
+        """
+        with self._mutex:
+            own = self.manifest(generation)
+            grown = replace(own, rank_state={**own.rank_state, **states})
+            try:
+                self._replace(generation, grown)
+            except OSError as error:
+                raise StoreError(
+                    f"{self.directory} has no room for the states of {len(states)} ranks "
+                    f"({error.strerror})."
+                ) from error
         return grown
 
     def prove(self, generation: int) -> None:

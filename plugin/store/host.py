@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from scalai.core.collection import Collection
-from scalai.core.errors import StoreError
+from scalai.core.errors import RoomError, StoreError
 from scalai.core.fingerprint import Committed
 from scalai.core.jsonable import Json
 from scalai.core.worker_messages import RankSnapshot, WriteOrder
@@ -55,6 +55,8 @@ class HostStore(HeldGenerations):
         self._budget_bytes = budget_bytes
         self._sealed: dict[Path, HostManifest] = {}
         self._unsealed: set[Path] = set()
+        self._needed = 0
+        """Bytes of this host's last snapshot."""
         self.damaged_snapshots: dict[str, str] = {}
         """Sealed snapshots that cannot be used, by the names of their folders. They are left."""
         self._adopt()
@@ -90,7 +92,7 @@ class HostStore(HeldGenerations):
                 was given up.
         """
         shares = share_out(held)
-        needed = sum(share.layout.size_bytes for share in shares)
+        needed = self._needed = sum(share.layout.size_bytes for share in shares)
         with self._folders.makings.begin(is_snapshot=True) as making:
             with self._mutex:
                 self._folders.make_room(needed, self._budget_bytes, self._is_giving_back)
@@ -106,6 +108,22 @@ class HostStore(HeldGenerations):
                 self.discard(snapshot)
                 raise
         return snapshot
+
+    def check_spare(self, size_bytes: int) -> None:
+        """Raise ``RoomError`` where so many bytes for other hosts would take the room that this
+        host's own next snapshot needs."""
+        with self._mutex:
+            has_room = bool(self._unsealed) or len(self._committed) > 1  # of which one will go
+            own = 0 if has_room else self._needed
+            room, limit = self._folders.room(), self._budget_bytes
+        left = room.free + room.reusable
+        left = left if limit is None else min(left, limit - room.in_use)
+        if size_bytes + own > left:
+            raise RoomError(
+                f"replicas of {size_bytes} bytes, beside {own} for this host's next snapshot, do "
+                f"not fit into the {left} that are left of {self.directory}. Give it more "
+                "(--store-budget-gb, --shm-size), or train without replicas (--replicas 0)."
+            )
 
     def stop_reserving(self) -> None:
         """The round has ended for which files of a snapshot may still be made."""

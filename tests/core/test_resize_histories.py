@@ -30,7 +30,7 @@ class Histories(RuleBasedStateMachine):
         max_hosts=st.integers(1, 4), is_durable=st.booleans(), is_replicated=st.booleans(),
         minimum=st.integers(1, 2), failures=st.integers(0, 4),
         build_timeout_s=st.sampled_from([0.0, 8.0, 60.0]), is_loss_free=st.booleans(),
-        present=st.sampled_from(["", "a", "ab", "ab", "abc"]),
+        present=st.sampled_from(["", "a", "ab", "ab", "abc"]), replicas=st.integers(0, 1),
     )  # fmt: skip
     def begin(
         self,
@@ -42,6 +42,7 @@ class Histories(RuleBasedStateMachine):
         build_timeout_s: float,
         is_loss_free: bool,
         present: str,
+        replicas: int,
     ) -> None:
         self.simulation = Simulation(
             job(
@@ -51,6 +52,7 @@ class Histories(RuleBasedStateMachine):
                 failures_left=failures,
                 build_timeout_s=build_timeout_s,
                 is_loss_free=is_loss_free,
+                replicas=replicas,
                 start_timeout_s=600.0,
             )
         )

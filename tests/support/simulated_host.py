@@ -19,6 +19,7 @@ from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Round, Settings
 from scalai.core.messages import JsonText, Named
 from scalai.core.region import whole
+from scalai.core.replicas import to_keep
 from scalai.core.reports import Report
 from scalai.core.worker_messages import (
     AwaitFreeze,
@@ -148,6 +149,8 @@ class SimulatedHands:
                 left = host.store.get(generation)
                 found = None if left is None else summary_bytes(left)
                 host.unsent.append(reports.Doubted(generation, found))
+            case actions.Replicate(command):
+                host.work.append(lambda: host.replicate(command))
             case actions.Look():
                 host.unsent.append(reports.Attached((), ()))
         return ()
@@ -368,6 +371,31 @@ class SimulatedHost:
         made = replace(made, generation=one.generation, committed=one.committed)
         self.store[one.generation] = made
         return events.Fetched(number, sources, summary_bytes(made), 0.0, 0.0, 0, 0)
+
+    def replicate(self, command: commands.Replicate) -> Event:
+        """Copy what this host is to keep for others, as far as these give it."""
+        listed, ring = command.sources.value, command.ring.value
+        number = listed.generation
+        given = {
+            name: self.world.hosts[name].store[number]
+            for name in listed.hosts
+            if self.world.can_reach(name, number)
+        }
+        missing = [ward for ward in ring.wards(self.name) if ward in set(listed.hosts) - set(given)]
+        reason = f"{missing} give nothing" if missing else ""
+        wanted = to_keep(ring, self.name, {name: part.collection for name, part in given.items()})
+        if self.is_full or not len(wanted):
+            return events.Replicated(
+                command.order, None, 0, "full" if self.is_full else reason, self.is_full
+            )
+        one, mine = next(iter(given.values())), self.store.get(number)
+        names = {wanted.tensors[row].name: wanted.tensors[row] for row in wanted.tensor.tolist()}
+        if mine is not None:
+            names |= {tensor.name: tensor for tensor in mine.collection.tensors}
+        made = self.manifest(one.step, names.values(), dict(one.about), ())
+        made = replace(made, generation=number, committed=one.committed)
+        self.store[number] = made
+        return events.Replicated(command.order, summary_bytes(made), 16, reason)
 
     def commit(self, action: actions.TryCommit) -> Iterable[Event]:
         number, there = action.generation, self.store.get(action.generation)

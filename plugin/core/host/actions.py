@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from scalai.core import commands
 from scalai.core.collection import Collection
 from scalai.core.commands import Ending, Start, Workers
 from scalai.core.fingerprint import Committed
@@ -229,6 +230,13 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Replicate:
+    """Fetch what this host is to keep for others: ``Replicated``. An earlier one is given up."""
+
+    command: commands.Replicate
+
+
+@dataclass(frozen=True, slots=True)
 class Doubt:
     """Give up what was fetched of a generation, read the rest again, and report both."""
 
@@ -257,6 +265,6 @@ class Rejoin:
 Action = (
     Log | Tell | Answer | Refuse | Welcome | StartGroup | BeginGroup | EndGroup | Poll | WantStop
     | Propose | Agree | WithdrawStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving
-    | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | Drop | Save | Doubt | Look
-    | LeaveState | Rejoin
+    | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | Drop | Save | Replicate | Doubt
+    | Look | LeaveState | Rejoin
 )  # fmt: skip

@@ -206,6 +206,19 @@ class Holds:
 
 
 @dataclass(frozen=True, slots=True)
+class Replicated:
+    """What this host keeps for others is here (``Replicate``), so many bytes of it have come:
+    ``grown`` is the manifest of its part, as bytes, None where nothing came; or there is a
+    ``reason`` why not, ``is_lasting`` where it has no room."""
+
+    order: int
+    grown: bytes | None
+    size_bytes: int
+    reason: str = ""
+    is_lasting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveAsked:
     """A first SIGTERM or SIGINT: the host drains."""
 
@@ -253,6 +266,6 @@ class ActionFailed:
 Event = (
     Commanded | Called | WorkerGone | Ticked | GroupStarted | GroupNotStarted | GroupEnded
     | GroupOver | Proposed | Agreed | Reserved | NoRoom | Sealed | Fetched | NotProven | Moved
-    | WorkFailed | CommitDone | CommitWaits | NothingToCommit | Holds | LeaveAsked | SlotsChanged
-    | Expelled | Rejoined | NotRejoined | CoordinatorLost | ActionFailed
+    | WorkFailed | CommitDone | CommitWaits | NothingToCommit | Holds | Replicated | LeaveAsked
+    | SlotsChanged | Expelled | Rejoined | NotRejoined | CoordinatorLost | ActionFailed
 )  # fmt: skip

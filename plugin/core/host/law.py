@@ -8,6 +8,7 @@ keeps one promise: what was sealed stays until the coordinator has said what bec
 whoever waits for an answer gets one, or an error once its round has ended."""
 
 from scalai.core import commands, reports
+from scalai.core import events as job_events
 from scalai.core.host import actions, commits, emergency, events, rounds, snapshots, stops
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.state import Call, HostState
@@ -111,6 +112,14 @@ def _of_the_host(step: Step, event: events.Event) -> None:
             commits.nothing(step, generation, found)
         case events.Holds(generations):
             commits.holds(step, generations)
+        case events.Replicated():
+            if event.grown is not None:
+                step.tell(reports.Grown(event.grown))
+            step.tell(
+                job_events.Replicated(
+                    step.state.host, event.order, event.size_bytes, event.reason, event.is_lasting
+                )
+            )
         case events.LeaveAsked():
             if step.state.leaving_at is None:
                 step.change(leaving_at=step.now)
@@ -203,6 +212,8 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             step.do(actions.Drop(generation))
         case commands.Save(generation):
             step.do(actions.Save(generation))
+        case commands.Replicate():
+            step.do(actions.Replicate(command))
         case commands.Doubt(generation):
             step.do(actions.Doubt(generation))
         case commands.Look():

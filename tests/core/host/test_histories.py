@@ -2,6 +2,7 @@
 delays and repeats, with hosts that die, hang, fall silent and come back."""
 
 import os
+import random
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -78,6 +79,100 @@ def test_snapshots_are_made_on_the_way(tmp_path: Path) -> None:
     world = two_hosts(tmp_path, snapshot_every=4)
     world.go_on(60.0)
     assert logged(world, "event=snapshot committed=") and len(world.hosts["a"].store) == 1
+
+
+def three_with_shards(folder: Path, **settings: Any) -> World:
+    """Return a job that trains on hosts a, b and c, each of which alone has written some of it."""
+    world = two_hosts(folder, is_replicated=False, **settings)
+    world.add("c")
+    world.go_on(120.0)
+    assert world.is_training() and len(world.live.state.current.active) == 3, world.log
+    return world
+
+
+@pytest.mark.parametrize("lost", ["a", "b", "c"])
+def test_a_host_whose_shards_nobody_else_has_written_may_be_lost_with_its_store(
+    tmp_path: Path, lost: str
+) -> None:
+    world = three_with_shards(tmp_path)
+    world.kill(lost, is_disk_lost=True)
+    world.go_on(120.0)
+    assert world.is_training() and lost not in world.live.state.current.active, world.log
+    assert world.started[-1][1] is not None
+
+
+def test_without_replicas_such_a_job_waits_for_its_host(tmp_path: Path) -> None:
+    flags = ("--nnodes", "1:4", "--max-restarts", "9", "--replicas", "0")
+    world = three_with_shards(tmp_path, flags=flags)
+    world.kill("b", is_disk_lost=True)
+    world.go_on(120.0)
+    assert world.phase is Phase.WAITING, world.log
+
+
+def test_two_may_be_lost_at_once_where_there_are_two_replicas(tmp_path: Path) -> None:
+    flags = ("--nnodes", "1:4", "--max-restarts", "9", "--replicas", "2")
+    world = three_with_shards(tmp_path, flags=flags)
+    world.kill("a", is_disk_lost=True)
+    world.kill("b", is_disk_lost=True)
+    world.go_on(120.0)
+    assert world.is_training() and world.live.state.current.active == ("c",), world.log
+
+
+def test_one_host_after_the_other_may_be_lost(tmp_path: Path) -> None:
+    """What a host kept for others is made anew on those that are left."""
+    world = three_with_shards(tmp_path)
+    for lost, left in (("c", 2), ("a", 1)):
+        world.kill(lost, is_disk_lost=True)
+        world.go_on(120.0)
+        assert world.is_training() and len(world.live.state.current.active) == left, world.log
+
+
+def test_an_older_generation_stays_until_the_newer_one_has_replicas(tmp_path: Path) -> None:
+    world = three_with_shards(tmp_path, snapshot_every=4)
+    world.go_on(60.0)
+    for _ in range(400):
+        world.tick(0.5)
+        for name in "abc":
+            for what in ("net", "workers"):
+                world.act(name, what)
+            if len(world.hosts[name].store) < 2:  # or it would make its replicas
+                world.act(name, "work")
+        world.train()
+    assert all(len(world.hosts[name].store) == 2 for name in "abc"), world.log
+    world.kill("b", is_disk_lost=True)
+    world.go_on(120.0)
+    assert world.is_training(), world.log
+    assert world.started[-1][1] is not None
+
+
+AT_ANY_TIME = [*range(4), *(pytest.param(n, marks=pytest.mark.campaign) for n in range(4, 60))]
+
+
+@pytest.mark.parametrize("seed", AT_ANY_TIME)
+def test_a_host_may_be_lost_with_its_store_at_any_time(tmp_path: Path, seed: int) -> None:
+    """Snapshots and replicas are made all the time; workers may fail before the loss is noticed."""
+    world = three_with_shards(tmp_path, snapshot_every=4)
+    world.go_on(30.0)
+    assert logged(world, "event=replicated"), world.log
+    chance = random.Random(seed)
+    for _ in range(chance.randrange(300)):
+        name = chance.choice("abc")
+        world.act(name, chance.choice(["net", "work", "workers", "workers"]))
+        world.train()
+        if chance.random() < 0.1:
+            world.tick(0.5)
+    lost = chance.choice("abc")
+    if chance.random() < 0.5:
+        world.kill_worker(next(name for name in "abc" if name != lost), chance.randrange(6))
+        for _ in range(chance.randrange(30)):
+            name = chance.choice("".join({*"abc"} - {lost}))
+            world.act(name, chance.choice(["net", "work", "workers"]))
+    world.kill(lost, is_disk_lost=True)
+    world.go_on(300.0)
+    assert world.is_training() and lost not in world.live.state.current.active, "\n".join(
+        world.log[-60:]
+    )
+    assert world.started[-1][1] is not None
 
 
 def test_a_save_that_is_in_flight_puts_a_change_off(tmp_path: Path) -> None:
@@ -203,6 +298,13 @@ class Histories(RuleBasedStateMachine):
             if rank in group.workers:
                 worker = group.workers[rank]
                 setattr(worker, what, not getattr(worker, what))
+
+    @rule(name=NAMES, rank=st.integers(0, 3), nproc=st.sampled_from([1, 2, 3, 4]))
+    def change_while_one_is_late(self, name: str, rank: int, nproc: int) -> None:
+        """A change is wanted, and a worker does not come to the stop in time."""
+        self.hang(name, rank, "is_late")
+        self.world.scale(nproc)
+        self.world.go_on(70.0)
 
     @rule(begins=st.booleans())
     def save(self, begins: bool) -> None:

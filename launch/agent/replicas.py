@@ -1,0 +1,137 @@
+"""What this host keeps for others, fetched from them beside the training, so that the job's state
+outlives the loss of hosts."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scalai.core.collection import Collection
+from scalai.core.commands import Replicate
+from scalai.core.errors import PeerError, StoreError
+from scalai.core.fields import mapped
+from scalai.core.jsonable import Json
+from scalai.core.replicas import to_keep
+from scalai.core.sources import Holder
+from scalai.launch.agent.data_plane import Peer
+from scalai.launch.agent.fetch import bring
+from scalai.launch.agent.sources import Parts, ask_parts, first_part, own_part
+from scalai.store.host import HostStore
+from scalai.store.manifest import HostManifest
+from scalai.store.parts import Extras
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """This host's part of a generation with what it keeps for others, None where nothing had to
+    come; how many bytes have come, and why something could not, empty where nothing failed."""
+
+    grown: HostManifest | None
+    size_bytes: int
+    reason: str
+
+
+class Replicas:
+    """Makes the replicas of one host, one order at a time; a later order ends an earlier one.
+
+    Args:
+        store: This host's.
+        token: The job's secret.
+    """
+
+    def __init__(self, store: HostStore, token: bytes) -> None:
+        self._store, self._token = store, token
+        self._is_working = threading.Lock()
+        self._order = 0
+
+    def give_up(self) -> None:
+        """Nobody needs what is fetched now: a round begins, which fetches for itself."""
+        self._order = 0
+
+    def begin(self, order: int) -> None:
+        """From now on only this order counts."""
+        self._order = order
+
+    def keep(self, command: Replicate) -> Kept:
+        """Fetch what this host is to keep. Blocks.
+
+        Raises:
+            StoreError: It was given up, this host's part is another one than the coordinator knows,
+                or there is no room. LayoutError, PeerError, ProofError: as for a restore.
+        """
+
+        def arrived(count: int) -> None:
+            if self._order != command.order:
+                raise StoreError("the replicas are not needed any more: something newer is made.")
+
+        with self._is_working:
+            arrived(0)
+            return _keep(self._store, command, self._token, arrived)
+
+
+def _keep(
+    store: HostStore, command: Replicate, token: bytes, arrived: Callable[[int], None]
+) -> Kept:
+    listed, ring, host = command.sources.value, command.ring.value, store.host
+    own, failed = own_part(store, listed), list[str]()
+    wards: dict[str, Collection] = {}
+    for ward in ring.wards(host):
+        if ward in listed.hosts:
+            number = listed.hosts.index(ward)
+            try:
+                peer = Peer(listed.addresses[number], token, ward)
+                held = peer.pieces(listed.generation, listed.reference(number))
+                wards[ward] = held.pieces.collection
+            except (PeerError, StoreError) as error:
+                failed.append(f"{ward}: {error}")
+    targets = [Holder(host, held) for held in wards.values()]
+    position = ring.hosts.index(host)
+    parts = ask_parts(own, host, listed, targets, token, position)
+    wanted = to_keep(ring, host, {**_alike(parts, listed.hosts, command), **wards})
+    states = _states(command, host, frozenset(wards), token)
+    moved = bring(
+        store, listed, parts, [Holder(host, wanted)], ring.hosts,
+        Extras(mapped(listed.scalars.value(), "scalars"), states, (), parts.committed),
+        token, arrived, is_replica=True,
+    )  # fmt: skip
+    grown = moved.fetch[1]
+    if grown is None and states:
+        grown = _with_states(store, command, states)
+    return Kept(grown, moved.plan.bytes_remote, "; ".join(failed))
+
+
+def _alike(parts: Parts, hosts: tuple[str, ...], command: Replicate) -> dict[str, Collection]:
+    """Return what each host holds of what was asked for; who holds the same as this one was not
+    asked."""
+    found = {part.host: part.collection for part in parts.all}
+    listed, own = command.sources.value, parts.own
+    if own is not None and own.host in hosts:
+        mine = listed.reference(hosts.index(own.host)).digest
+        for number, host in enumerate(hosts):
+            if listed.reference(number).digest == mine:
+                found[host] = own.collection
+    return found
+
+
+def _states(command: Replicate, host: str, wards: frozenset[str], token: bytes) -> dict[str, Json]:
+    """Fetch the states of the ranks of hosts whose replicas this one keeps, by coordinate."""
+    listed, ring = command.sources.value, command.ring.value
+    found: dict[str, Json] = {}
+    for ward in sorted(wards):
+        number = listed.hosts.index(ward)
+        coordinates = [name for name, at in listed.rank_states.items() if at == number]
+        if coordinates and ring.keeps(host, {ward}):
+            peer = Peer(listed.addresses[number], token, ward)
+            found |= peer.rank_states(listed.generation, coordinates)
+    return found
+
+
+def _with_states(
+    store: HostStore, command: Replicate, states: dict[str, Json]
+) -> HostManifest | None:
+    """Keep states of ranks where no pieces go with them."""
+    listed = command.sources.value
+    store.adopt_empty(first_part(store.host, listed))
+    return store.add_states(listed.generation, states)

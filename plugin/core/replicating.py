@@ -1,0 +1,118 @@
+"""The rules by which a committed generation is made to outlive hosts: while the workers train,
+hosts fetch from each other what would be lost with one of them (``core.replicas``), and an older
+generation that outlives hosts stays until a newer one does."""
+
+from dataclasses import replace
+
+from scalai.core import events
+from scalai.core.actions import Action, Release, Replicate, Say
+from scalai.core.deadlines import REPORT_S
+from scalai.core.membership import TRAINING, Job, Phase, Replication
+
+Result = tuple[Job, tuple[Action, ...]]
+
+AGAIN_S = 30.0
+"""After so long replicas are tried again that a host could not make: one that is lost is known to
+be by then."""
+_NEEDING = (Phase.WAITING, Phase.STARTING, Phase.STOPPING, Phase.FREEZING, Phase.RESCUING)
+"""Phases in which an older generation may still be gone back to."""
+
+
+def keepers(job: Job) -> frozenset[str]:
+    """Return the hosts that keep replicas: all that stay."""
+    return frozenset(host.name for host in job.hosts.values() if not host.is_leaving)
+
+
+def is_to_be_replicated(job: Job) -> bool:
+    """Whether replicas of the newest generation are, or will be, made while the job trains."""
+    return bool(job.replicas) and job.phase in TRAINING and len(keepers(job)) > 1
+
+
+def replicate(job: Job) -> Result:
+    """Have replicas made of the newest generation, where there are none of it on the present hosts;
+    say how long it takes. Asked with every tick."""
+    before = job.replication
+    if before is not None and before.awaited:
+        return _reported(job, before)
+    newest, hosts = job.newest_generation, keepers(job)
+    if newest is None or job.uncommitted or not is_to_be_replicated(job):
+        return job, ()
+    if job.replicated == (newest.number, hosts) or (before and job.now < before.again_at):
+        return job, ()
+    order, is_again = job.last_replication + 1, before is not None
+    replication = Replication(order, newest.number, hosts, hosts, job.now, is_again=is_again)
+    return replace(job, replication=replication, last_replication=order), (
+        Replicate(tuple(sorted(hosts)), order, newest.number, job.replicas),
+    )
+
+
+def _reported(job: Job, replication: Replication) -> Result:
+    waited = job.now - replication.since
+    if waited < REPORT_S * float(2**replication.reports):
+        return job, ()
+    text = (
+        f"event=slow replicas of generation {replication.generation} since_s={waited:.0f} awaited: "
+        f"{', '.join(sorted(replication.awaited))}"
+    )
+    replication = replace(replication, reports=replication.reports + 1)
+    return replace(job, replication=replication), (Say(text),)
+
+
+def replicated(event: events.Replicated, job: Job) -> Result:
+    replication = job.replication
+    if replication is None or event.order != replication.order:
+        return job, ()
+    replication = replace(
+        replication,
+        awaited=replication.awaited - {event.host},
+        size_bytes=replication.size_bytes + event.size_bytes,
+        failed=replication.failed | ({event.host} if event.reason else frozenset()),
+        is_hopeful=replication.is_hopeful or bool(event.reason and not event.is_lasting),
+    )
+    lines: tuple[Action, ...] = ()
+    if event.reason:
+        lines = (Say(f"event=no_replica host={event.host} {event.reason}"),)
+    if replication.awaited:
+        return replace(job, replication=replication), lines
+    job, actions = _done(job, replication)
+    return job, (*lines, *actions)
+
+
+def _done(job: Job, replication: Replication) -> Result:
+    """All replicas are made that could be: older generations may go. Where some could not because
+    another host gave nothing, that one may turn out to be lost: it is tried again first."""
+    number, took_s = replication.generation, job.now - replication.since
+    if replication.is_hopeful and not replication.is_again:
+        return replace(job, replication=replace(replication, again_at=job.now + AGAIN_S)), ()
+    job = replace(job, replication=None, replicated=(number, replication.hosts))
+    lines: tuple[Action, ...] = ()
+    if replication.size_bytes:
+        text = (
+            f"event=replicated generation={number} bytes={replication.size_bytes} "
+            f"took_s={took_s:.0f} failed={','.join(sorted(replication.failed)) or 'none'}"
+        )
+        lines = (Say(text),)
+    # Later ones have no replicas yet: what is older than this one is not needed.
+    job, released = _keep_from(job, number) if job.phase in TRAINING else (job, ())
+    return job, (*lines, *released)
+
+
+def give_up(job: Job) -> Job:
+    """A host is lost, with what it kept for others: they are made anew."""
+    return replace(job, replication=None, replicated=None)
+
+
+def release_older(job: Job) -> Result:
+    """Let older generations go, where the newest one is committed everywhere, no start needs
+    another and nothing has failed: who is lost may not be known yet, and be needed for it."""
+    newest = job.newest_generation
+    if newest is None or job.uncommitted or job.phase in _NEEDING:
+        return job, ()
+    return _keep_from(job, newest.number)
+
+
+def _keep_from(job: Job, number: int) -> Result:
+    kept = tuple(generation for generation in job.generations if generation.number >= number)
+    if not kept or kept[0].number != number or kept == job.generations:
+        return job, ()
+    return replace(job, generations=kept), (Release(job.round, number, ()),)
