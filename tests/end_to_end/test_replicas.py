@@ -66,7 +66,7 @@ def test_one_host_after_the_other_may_be_lost(tmp_path: Path) -> None:
             made = agents.logs().count("event=replicated")
             replicated_bytes(agents, made + 1)
             agents.kill(lost, with_its_memory=True)
-            agents.wait_until(lambda left=left: [*workers(agents)] == [*left], f"{left} go on")  # type: ignore[misc]
+            agents.wait_until(lambda left=left: [*workers(agents)] == [*left], f"{left} go on")
             agents.wait_for_step(agents.resizes()[-1]["step"] + 8)
         check_steps(agents.lines())
 

@@ -138,6 +138,7 @@ def test_the_job_survives_one_failure_after_another(tmp_path: Path) -> None:
     with started(tmp_path, REPLICAS, flags=flags) as agents:
         train(agents)
         for number in range(4):
+            agents.wait_until(lambda: len(agents.workers()) == 2, "both workers live")
             agents.wait_for_all(2)
             agents.kill_worker(number % 2)
             report = went_on(agents)

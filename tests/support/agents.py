@@ -172,16 +172,16 @@ class Agents:
         process.kill()
 
     def kill_worker(self, rank: int) -> None:
-        """Kill the worker of this rank."""
+        """Kill the worker of this rank, on the job's one host or in its first round."""
         for process in self.family():
             with contextlib.suppress(psutil.NoSuchProcess):
                 environment = process.environ()
                 if environment.get("RANK") == str(rank):
                     process.kill()
                     return
-        raise AssertionError(f"no worker of rank {rank}")
-
-    # ------------------------------------------------------------------ what to wait for
+        # Those that a fork server made have its environment; they were made in the order of ranks.
+        assert len(self._processes) == 1, f"no worker of rank {rank}"
+        os.kill(sorted(self.workers())[rank], signal.SIGKILL)
 
     def wait_until(
         self, is_so: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S

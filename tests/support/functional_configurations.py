@@ -118,6 +118,7 @@ def _check_all() -> None:
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     arguments.add_megatron_arguments = lambda fresh: parser
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    os.environ["NCCL_ALGO"] = "Ring"  # as the configurations themselves set it for determinism
     found: list[str | None] = []
     for world, flags in cases:
         os.environ["WORLD_SIZE"] = str(world)
