@@ -201,6 +201,8 @@ class Hands:
             case actions.DiscardSealed(kept):
                 sealed_parts = host.store.sealed
                 host.store.sealed = {n: part for n, part in sealed_parts.items() if n in kept}
+            case actions.Replicate(command):  # without tensors there is nothing to fetch
+                return [events.Replicated(command.order, None, 0)]
             case actions.Drop(generation):
                 host.store.generations.pop(generation, None)
         return ()

@@ -67,12 +67,17 @@ class Starter:
             self._roster.command([host], commands.Start(each, sources, action.is_built))
 
     def replicate(self, action: actions.Replicate) -> None:
-        """Have hosts keep replicas for each other."""
+        """Have hosts keep replicas for each other; each hears of those that share parameters with
+        the hosts that it keeps replicas for."""
         domains = {host: self._roster[host].domain for host in action.hosts if host in self._roster}
-        ring = Shared(ring_of(domains, action.replicas))
-        sources = Shared(self._sources(action.generation, None))
-        command = commands.Replicate(action.order, sources, ring)
-        self._roster.command(action.hosts, command)
+        ring, sources = ring_of(domains, action.replicas), self._sources(action.generation, None)
+        shared_ring, lists = Shared(ring), dict[tuple[int, ...], Shared[SourceList]]()
+        for host, wards in ring.all_wards().items():
+            numbers = tuple(sources.sharers(wards))
+            if numbers not in lists:
+                lists[numbers] = Shared(sources.only(numbers))
+            command = commands.Replicate(action.order, lists[numbers], shared_ring)
+            self._roster.command([host], command)
 
     def _sources(self, number: int, assignment: m.Assignment | None) -> SourceList:
         """Return who holds a generation, for the workers of an assignment, or as it is."""

@@ -51,6 +51,14 @@ class Ring:
         """Return the hosts of which ``keeper`` may have to keep something."""
         return tuple(h for h in self.hosts if keeper in islice(self.keepers(h), self.replicas))
 
+    def all_wards(self) -> dict[str, tuple[str, ...]]:
+        """Return the ``wards`` of every host."""
+        found: dict[str, list[str]] = {host: [] for host in self.hosts}
+        for host in self.hosts:
+            for keeper in islice(self.keepers(host), self.replicas):
+                found[keeper].append(host)
+        return {keeper: tuple(wards) for keeper, wards in found.items()}
+
     def keeps(self, host: str, holders: Set[str]) -> bool:
         """Whether a host is to keep a replica of what these hold."""
         if host in holders:

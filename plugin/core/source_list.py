@@ -8,7 +8,7 @@ know it.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -148,10 +148,37 @@ class SourceList:
         """Return the numbers of the hosts that hold anything of the parameters of these tensors."""
         wanted = {split_name(name)[1] for name in names}
         chosen = np.array([name in wanted for name in self.parameters], dtype=bool)
-        width = -(-len(self.parameters) // 8)
-        bits = np.frombuffer(self.holds, np.uint8).reshape(len(self), width)
-        found: list[int] = np.flatnonzero((bits & np.packbits(chosen)).any(axis=1)).tolist()
+        found: list[int] = np.flatnonzero((self._bits() & np.packbits(chosen)).any(axis=1)).tolist()
         return found
+
+    def sharers(self, hosts: Iterable[str]) -> list[int]:
+        """Return the numbers of these hosts, and of those that hold anything of the parameters of
+        which these hold anything."""
+        bits, wanted = self._bits(), set(hosts)
+        is_one = np.array([host in wanted for host in self.hosts], dtype=bool)
+        chosen = np.bitwise_or.reduce(bits[is_one], axis=0)
+        found: list[int] = np.flatnonzero(is_one | (bits & chosen).any(axis=1)).tolist()
+        return found
+
+    def only(self, numbers: Sequence[int]) -> "SourceList":
+        """Return the list of these hosts alone; states of ranks that others have are left out."""
+        place = {number: at for at, number in enumerate(numbers)}
+        digests = (self.digests[n * DIGEST_BYTES : (n + 1) * DIGEST_BYTES] for n in numbers)
+        states = {name: place[n] for name, n in self.rank_states.items() if n in place}
+        return replace(
+            self,
+            hosts=tuple(self.hosts[n] for n in numbers),
+            addresses=tuple(self.addresses[n] for n in numbers),
+            rows=tuple(self.rows[n] for n in numbers),
+            digests=b"".join(digests),
+            holds=self._bits()[list(numbers)].tobytes(),
+            rank_states=states,
+        )
+
+    def _bits(self) -> npt.NDArray[np.uint8]:
+        """Return ``holds`` as a row of bytes for each host."""
+        width = -(-len(self.parameters) // 8)
+        return np.frombuffer(self.holds, np.uint8).reshape(len(self), width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ def test_so_many_may_be_lost_and_nothing_is_copied_without_need(
     kept = {host: to_keep(ring, host, held) for host in held}
     after = {host: concatenate([held[host], kept[host]]) for host in held}
     domain = dict(zip(ring.hosts, ring.domains, strict=True))
+    assert ring.all_wards() == {host: ring.wards(host) for host in ring.hosts}
     assert ring.replicas == min(replicas, len(drawn) - 1)
     before, now = holders_of(held), holders_of(after)
     assert before.keys() == now.keys()

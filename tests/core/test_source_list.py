@@ -36,6 +36,18 @@ def test_those_are_asked_that_hold_anything_of_a_parameter() -> None:
     assert found.reference(258) == Reference(258, f"{258:064x}")
 
 
+def test_a_list_can_be_cut_to_those_that_share_parameters_with_some() -> None:
+    found = listed(4, a=("param/v",), b=("main/w", "param/v"), c=("exp_avg/w",), d=("param/x",))
+    assert found.sharers(["c"]) == [1, 2] and found.sharers(["a"]) == [0, 1]
+    assert found.sharers([]) == [] == found.sharers(["nobody"])
+    short = found.only([1, 2])
+    assert short.hosts == ("b", "c") and short.addresses == (("h", 1), ("h", 2))
+    assert [short.reference(n) for n in range(2)] == [found.reference(n) for n in (1, 2)]
+    assert short.holders(["param/v"]) == [0] and short.holders(["param/w"]) == [0, 1]
+    assert short.rank_states == {"tp1": 0, "tp2": 1}
+    assert len(found.only([])) == 0
+
+
 def test_tensors_without_elements_are_listed_and_nobody_is_asked_for_them() -> None:
     found = listed(a=("param/w", "param/empty"), b=("param/empty",))
     assert [tensor.name for tensor in found.empty] == ["param/empty"]
