@@ -13,9 +13,8 @@ from scalai.core import errors
 
 ERRORS = {
     "AbsentError", "AnswerError", "EndedError", "LayoutError", "MemoryShortError", "MessageError",
-    "PeerError",
-    "ProofError", "RefusedError", "ScalaiError", "SilentError", "StaleError", "StoreError",
-    "UsageError", "VersionError",
+    "PeerError", "ProofError", "RefusedError", "RoomError", "ScalaiError", "SilentError",
+    "StaleError", "StoreError", "UsageError", "VersionError",
 }  # fmt: skip
 PLACES = {
     "current": "scalai.runtime.session",

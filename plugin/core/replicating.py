@@ -113,6 +113,6 @@ def release_older(job: Job) -> Result:
 
 def _keep_from(job: Job, number: int) -> Result:
     kept = tuple(generation for generation in job.generations if generation.number >= number)
-    if not kept or kept[0].number != number or kept == job.generations:
+    if not kept or kept[0].number != number:
         return job, ()
     return replace(job, generations=kept), (Release(job.round, number, ()),)

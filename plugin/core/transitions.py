@@ -351,7 +351,8 @@ def next_phase(job: Job) -> Result:
         hosts = tuple(sorted(active(job)))
         if job.newest < job.stop:
             job = replace(job, phase=Phase.DRAINING, awaited=frozenset(hosts), margin=1, held={})
-            job, room = release_older(job)  # for the snapshot at the stop
+            is_full = len(job.generations) > 1  # so there is no room for the snapshot at the stop
+            job, room = release_older(job) if is_full else (job, ())
             return job, (*room, Agree(hosts, job.stop))
         job, actions = prepare(replace(job, margin=2 * job.margin))
         return job, (Withdraw(hosts), *actions)

@@ -151,7 +151,7 @@ def participant(made: Made, **served: Any) -> Participant:
     parts["store"] = SimpleNamespace(directory="/store")
     holdings = SimpleNamespace(newest=lambda: "newest: generation 7 of step 40")
     given = Served(**{**parts, "holdings": holdings, **served})
-    spec: Any = SimpleNamespace(job="j", to_json=dict)
+    spec: Any = SimpleNamespace(job="j", to_json=dict, options=SimpleNamespace(domain="rack=1"))
     progress: Any = None
     return Participant(spec, made.agent, given, progress)
 
@@ -179,3 +179,4 @@ def test_an_agent_that_was_expelled_joins_again_with_what_its_store_holds_then()
     ((brings, _),) = asked
     join = brings("i2")
     assert (join.host, join.incarnation, join.parts, join.slots) == ("a", "i2", (b"7",), 2)
+    assert join.domain == "rack=1"

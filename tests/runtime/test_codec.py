@@ -17,6 +17,7 @@ from scalai.core.collection import MAX_NDIM, Collection, Tensor
 from scalai.core.errors import MessageError
 from scalai.core.fingerprint import Committed
 from scalai.core.messages import JsonText, Named, Shared
+from scalai.core.replicas import Ring
 from scalai.core.source_list import Pieces, SourceList
 from scalai.core.worker_messages import ReadOrder, WriteOrder
 from scalai.launch.agent import data_plane
@@ -54,11 +55,13 @@ PARTS: list[Any] = [
     commands.Commit(3, "r-1-2", Shared(("a", "b")), {"param/w": 2**64 - 1}),
     *(commands.Commit(3, "r-1-2", None, {}), commands.Stop(1, True), commands.Look()),
     *(kind(3) for kind in (commands.Drop, commands.Save, commands.Doubt)),
+    commands.Replicate(4, SOURCES, Shared(Ring(("a", "b"), ("x", "y"), 1, True))),
     *(commands.Exit(0, "done", False, commands.Ending(9, None)), commands.Exit(75, "saved")),
     *(events.Built("a", 1), events.NotBuilt("a", 1, "no"), events.Prepared("a", 1, 8, 7)),
     *(events.Held("a", 1, 8, "a save"), events.Arrived("a", 1, 8), events.Stopped("a", 1, 8)),
     *(kind("a", 1) for kind in (events.Stepped, events.Unhooked, events.Hooked, events.Finished)),
     *(events.Frozen("a", 1, (8, 9)), events.Rescued("a", 1, 8)),
+    *(events.Replicated("a", 4, 16, "full", True), events.Replicated("a", 4, 0)),
     *(events.Committed("a", 3), events.Saved("a"), events.NotSaved("a", "full")),
     reports.Sealed(1, "stop", MANIFEST, {"snapshot": 0.5}),
     *(reports.Sealed(1, "stop", None, {}), reports.Failed(1, "killed", False, True, False)),

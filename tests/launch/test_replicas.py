@@ -1,0 +1,166 @@
+"""A host keeps what others would take with them: fetched over the data plane into its own part."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from scalai.core.collection import Collection, Tensor
+from scalai.core.commands import Replicate
+from scalai.core.errors import RoomError, StoreError
+from scalai.core.fingerprint import VERSION, piece_fingerprint
+from scalai.core.messages import Shared
+from scalai.core.region import Box
+from scalai.core.replicas import ring_of
+from scalai.core.worker_messages import RankSnapshot
+from scalai.launch.agent import fetch
+from scalai.launch.agent.data_plane import DataPlaneServer
+from scalai.launch.agent.replicas import Kept, Replicas
+from scalai.store.generation import unite_hosts
+from scalai.store.host import HostStore
+from scalai.store.manifest import HostManifest
+from support.listed import listed
+from support.store_states import Opener
+from support.wire import travelled
+
+TOKEN = b"token"
+HOSTS = "abc"
+WEIGHT, MASTER = Tensor("param/w", (6, 4), "F32"), Tensor("main/w", (6, 4), "F32")
+
+
+class Job:
+    """Three hosts, whose workers all hold the weight, and a third of its master each."""
+
+    def __init__(self, open_store: Opener, *, has_master: bool = True) -> None:
+        self.stores = {host: open_store(host=host) for host in HOSTS}
+        self.parts = {
+            host: self._snapshot(store, number, has_master)
+            for number, (host, store) in enumerate(self.stores.items())
+        }
+        self.servers = {host: DataPlaneServer(s, TOKEN) for host, s in self.stores.items()}
+        self.keepers = {host: Replicas(store, TOKEN) for host, store in self.stores.items()}
+
+    @staticmethod
+    def _snapshot(store: HostStore, number: int, has_master: bool) -> HostManifest:
+        rows = [(MASTER, Box((2 * number, 0), (2, 4)))] if has_master else []
+        rows += [(WEIGHT, Box((0, 0), (6, 4)))]
+        held = Collection.of(rows)
+        slot = store.reserve({number: held})
+        path = slot.directory / slot.files[0].name
+        path.write_bytes(path.read_bytes()[: -held.size_bytes().sum()] + _content(held))
+        prints = _prints(held)
+        part = RankSnapshot(prints, f"dp{number}", {"lr": 1}, {"seed": number})
+        about = {"consumed_samples": 1, "world_size": 3, "tensors": 2, "snapshot": "run-1-4"}
+        store.seal(slot, step=4, about=about, parts={number: part})
+        return store.commit(slot, 1)
+
+    def keep(self, host: str, order: int = 1, replicas: int = 1) -> Kept:
+        ring = ring_of(dict.fromkeys(HOSTS, ""), replicas)
+        addresses = {name: server.address for name, server in self.servers.items()}
+        command = Replicate(order, listed(self.parts, addresses, ranks=3), Shared(ring))
+        self.keepers[host].begin(order)
+        return self.keepers[host].keep(travelled(command))
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.close()
+
+
+def _content(held: Collection) -> bytes:
+    """Return the bytes of pieces: each element of the master is its place, of the weight 7."""
+    found = b""
+    for row in range(len(held)):
+        tensor, box = held.box(row)
+        first = box.offset[0] * 4
+        values = np.arange(first, first + box.numel) if tensor == MASTER else np.full(box.numel, 7)
+        found += values.astype(np.float32).tobytes()
+    return found
+
+
+def _prints(held: Collection) -> tuple[int, ...]:
+    data, begin, found = _content(held), 0, []
+    for row in range(len(held)):
+        tensor, box = held.box(row)
+        bits = np.frombuffer(data, np.uint32, box.numel, begin).reshape(box.shape)
+        found.append(piece_fingerprint(bits, box, tensor.shape, VERSION))
+        begin += 4 * box.numel
+    return tuple(found)
+
+
+@pytest.fixture
+def job(open_store: Opener) -> Iterator[Job]:
+    made = Job(open_store)
+    yield made
+    made.close()
+
+
+def test_each_keeps_what_the_one_before_it_holds_alone(job: Job) -> None:
+    for host, ward in (("a", "c"), ("b", "a"), ("c", "b")):
+        kept = job.keep(host)
+        assert kept.reason == "" and kept.size_bytes == 2 * 4 * 4
+        assert kept.grown is not None and f"dp{HOSTS.index(ward)}" in kept.grown.rank_state
+        with job.stores[host].open_rows(1) as rows:
+            assert not list(rows.damage())
+            held = {rows.manifest.collection.box(row) for row in range(len(rows.manifest.file))}
+        assert (MASTER, Box((2 * HOSTS.index(ward), 0), (2, 4))) in held
+    left = [job.stores[host].manifest(1) for host in "ab"]  # c is lost
+    found = unite_hosts([replace(part, committed=None) for part in left], [None, None])
+    assert found.step == 4 and set(found.rank_state) == {"dp0", "dp1", "dp2"}
+
+
+def test_a_second_time_nothing_has_to_come(job: Job) -> None:
+    job.parts["b"] = job.keep("b").grown or job.parts["b"]
+    files = job.parts["b"].files
+    again = job.keep("b", 2)
+    assert again.size_bytes == 0 and job.stores["b"].manifest(1).files == files
+
+
+def test_states_of_ranks_are_kept_where_no_piece_has_to_be(open_store: Opener) -> None:
+    job = Job(open_store, has_master=False)
+    try:
+        kept = job.keep("b")
+        assert kept.size_bytes == 0 and kept.grown is not None
+        assert set(kept.grown.rank_state) == {"dp0", "dp1"}
+        assert kept.grown.files == job.parts["b"].files
+    finally:
+        job.close()
+
+
+def test_a_host_that_gives_nothing_is_named(job: Job) -> None:
+    job.servers["a"].close()
+    kept = job.keep("b")
+    assert kept.grown is None and kept.reason.startswith("a: ")
+
+
+def test_the_next_snapshot_keeps_its_room(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = job.stores["b"]
+    monkeypatch.setattr(store, "_budget_bytes", store.manifest(1).size_bytes)
+    with pytest.raises(RoomError, match=r"for this host's next snapshot.*--replicas 0"):
+        job.keep("b")
+    assert store.manifest(1).files == job.parts["b"].files
+
+
+def test_what_is_given_up_ends_and_leaves_nothing(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round begins while bytes arrive."""
+    fetches = fetch.bring
+
+    def bring(*given: object, **named: object) -> object:
+        job.keepers["b"].give_up()
+        return fetches(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("scalai.launch.agent.replicas.bring", bring)
+    with pytest.raises(StoreError, match="not needed any more"):
+        job.keep("b")
+    store = job.stores["b"]
+    assert store.manifest(1).files == job.parts["b"].files
+    assert not list(store.directory.glob("fetched-*"))
+
+
+def test_a_later_order_ends_an_earlier_one(job: Job) -> None:
+    job.keepers["b"].begin(2)
+    ring = Shared(ring_of(dict.fromkeys(HOSTS, ""), 1))
+    with pytest.raises(StoreError, match="something newer"):
+        job.keepers["b"].keep(Replicate(1, listed(job.parts), ring))
