@@ -22,6 +22,7 @@ from scalai.core.errors import (
     SilentError,
     StaleError,
 )
+from scalai.core.events import Stalled
 from scalai.core.messages import Named
 from scalai.core.reports import Report
 from scalai.launch.agent.coordinator_line import Health, Line, Waits
@@ -32,7 +33,6 @@ from scalai.launch.coordinator.calls import (
     Join,
     Joined,
     Poll,
-    Stalled,
     Tell,
 )
 from scalai.launch.coordinator.discovery import Place

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from scalai.core.deadlines import STALL_S, STALL_STEPS
+from scalai.core.events import Stalled
 from scalai.launch.agent.current_round import CurrentRound
 from scalai.launch.agent.stacks import Stacks
-from scalai.launch.coordinator.calls import Stalled
 
 USUAL = 32
 """Steps whose times make up what is usual."""
@@ -30,6 +30,8 @@ class Progress:
         self._ranks: frozenset[int] = frozenset()
         self._lowest, self._since, self._reports = 0, 0.0, 0
         self._took: deque[float] = deque(maxlen=USUAL)
+        self.longest_s = 0.0
+        """How long the longest step took, an evaluation or a save within it included."""
 
     @property
     def patience_s(self) -> float:
@@ -59,6 +61,7 @@ class Progress:
             return waited
         else:
             self._took.append((now - self._since) / made)
+            self.longest_s = max(self.longest_s, (now - self._since) / made)
         self._ranks, self._lowest, self._since, self._reports = frozenset(steps), lowest, now, 0
         return None
 
@@ -101,10 +104,10 @@ class ProgressWatch:
         if stall is None:
             return None
         for_s = round(time.monotonic() - stall.since, 1)
-        return Stalled(stall.ranks, stall.step, for_s)
+        return Stalled(stall.ranks, stall.step, for_s, round(self._progress.longest_s, 1))
 
     def watch(self) -> None:
-        """Look once. Nothing is ended: a save or an evaluation takes as long as it takes."""
+        """Look once. Nothing is ended here: the job's law decides what is a hang."""
         current, group = self._present.round, self._present.group
         if current is None or group is None:
             self._stall = None
@@ -123,7 +126,7 @@ class ProgressWatch:
         ranks = tuple(rank for rank, step in steps.items() if step == last)
         self._stall = _Stall(ranks, last, now - waited)
         log.warning(
-            "event=no_progress host=%s rank=%s step=%d since=%.0f s: nothing is ended",
+            "event=no_progress host=%s rank=%s step=%d since=%.0f s",
             self._host, ",".join(map(str, ranks)), last, waited,
         )  # fmt: skip
         pids = group.pids()

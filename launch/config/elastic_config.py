@@ -52,6 +52,8 @@ class ResizeConfig:
             their snapshot before they are ended.
         start_timeout_s: How long a round may make no progress before every rank has stepped.
         stall_s: After how long without a step workers are reported, at the soonest.
+        hang_s: For how long no worker may make a step before the round is started again, at
+            least: three times the longest pause so far may pass too; 0: for ever.
         quarantine_s: How long a host waits that was lost three times within an hour; twice as long
             each further time; 0: it does not.
         allowed_sizes: World sizes that may be used, ascending; empty: any.
@@ -71,6 +73,7 @@ class ResizeConfig:
     coordinator_timeout_s: float = 600.0
     start_timeout_s: float = 1800.0
     stall_s: float = 60.0
+    hang_s: float = 1800.0
     quarantine_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -81,6 +84,7 @@ class ResizeConfig:
         _expect(timeout_s > 0, "coordinator_timeout_s", timeout_s, "> 0 seconds")
         _expect(self.start_timeout_s > 0, "start_timeout_s", self.start_timeout_s, "> 0 seconds")
         _expect(self.stall_s > 0, "stall_s", self.stall_s, "> 0 seconds")
+        _expect(self.hang_s >= 0, "hang_s", self.hang_s, "0 or more seconds")
         _expect(self.quarantine_s >= 0, "quarantine_s", self.quarantine_s, "0 or more seconds")
         _expect(self.settle_s >= 0, "settle_s", self.settle_s, "0 or more seconds")
         _expect(self.drain_timeout_s > 0, "drain_timeout_s", self.drain_timeout_s, "> 0 seconds")

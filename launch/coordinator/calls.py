@@ -7,6 +7,7 @@ does nothing there, the host and the incarnation of its agent.
 from dataclasses import dataclass
 
 from scalai.core.commands import Command, Exit
+from scalai.core.events import Stalled
 from scalai.core.messages import JsonText, Named, Request
 from scalai.core.reports import Report
 from scalai.launch.coordinator.person_calls import PersonCall
@@ -20,16 +21,6 @@ class StoreIdentity:
     boot: str
     device: int
     inode: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stalled:
-    """Workers of one host that make no steps: since when ``step`` was made, in seconds, and where
-    their stacks lie."""
-
-    ranks: tuple[int, ...]
-    step: int
-    for_s: float
 
 
 @dataclass(frozen=True, slots=True)

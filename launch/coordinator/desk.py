@@ -84,7 +84,8 @@ class Desk:
         live = self._live
         try:
             self._losses.look()
-            live.feed(events.Ticked(time.monotonic(), live.members.newest()))
+            members = live.members
+            live.feed(events.Ticked(time.monotonic(), members.newest(), members.stalled()))
         except Exception as error:  # our own slip: agents would wait for a loop that has ended
             live.crash(error)
 

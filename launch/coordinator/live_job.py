@@ -89,6 +89,7 @@ class LiveJob:
             build_timeout_s=0.0 if resize.standby == "never" else resize.build_timeout_s,
             drain_timeout_s=resize.drain_timeout_s,
             start_timeout_s=resize.start_timeout_s,
+            hang_s=resize.hang_s if spec.is_elastic else 0.0,
             quarantine_s=resize.quarantine_s,
         )
 
@@ -253,6 +254,8 @@ class LiveJob:
             if number is not None:
                 self.command_commit(self.generations.parts(number), number)
         elif now is m.Phase.FREEZING:
+            if self.state.emergency is not None:
+                line.begin(self.state.emergency.reason)
             line.mark("failed")
         elif now is m.Phase.COMMITTING and was is m.Phase.RESCUING:
             line.phase("snapshot", line.since("failed"), is_emergency=True)

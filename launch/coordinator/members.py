@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 from scalai.core.commands import Command, Exit
 from scalai.core.errors import StaleError
+from scalai.core.events import Stalled
 from scalai.core.messages import Named
-from scalai.launch.coordinator.calls import Commands, Stalled, StoreIdentity
+from scalai.launch.coordinator.calls import Commands, StoreIdentity
 from scalai.runtime.calls import Peer
 
 

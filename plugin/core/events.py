@@ -1,6 +1,7 @@
 """What may happen to a job: the events that ``resize.advance`` takes."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from scalai.core.membership import Assign, Generation
 
@@ -63,12 +64,24 @@ class Rescaled:
 
 
 @dataclass(frozen=True, slots=True)
+class Stalled:
+    """Workers of one host that make no steps: since when ``step`` was made, in seconds.
+    ``longest_s``: how long the longest pause took that ended by itself."""
+
+    ranks: tuple[int, ...]
+    step: int
+    for_s: float
+    longest_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """Time passes: what settles and what has a deadline depends on it. ``newest`` is the furthest
-    step that any agent has told of."""
+    step that any agent has told of; ``stalled``: of hosts whose workers make no steps."""
 
     at: float
     newest: int
+    stalled: Mapping[str, Stalled] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

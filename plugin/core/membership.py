@@ -215,6 +215,8 @@ class Job:
     quarantine_s: float = 60.0
     """How long a host that flaps waits at first; 0: it never does."""
     start_timeout_s: float = 1800.0
+    hang_s: float = 0.0
+    """How long no worker may make a step, at least; 0: for ever."""
     has_state: bool = False
     phase: Phase = Phase.WAITING
     hosts: Mapping[str, Host] = field(default_factory=dict)
@@ -253,6 +255,8 @@ class Job:
     trained_s: float = 0.0
     """Time of training progress since ``failures_left`` was last filled up."""
     stepped_at: float | None = None
+    hung: tuple[int, int] = (0, 0)
+    """The furthest step when the job hung last, and how often it did without a step in between."""
     strikes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """When hosts were lost, or joined a round that failed (see ``quarantine``)."""
     barred: Mapping[str, float] = field(default_factory=dict)

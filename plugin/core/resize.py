@@ -8,7 +8,7 @@ stays until a newer one is committed and, after a resize, until every new rank h
 from dataclasses import replace
 from functools import singledispatch
 
-from scalai.core import commits, events, failures, replicating, starting
+from scalai.core import commits, events, failures, hangs, replicating, starting
 from scalai.core.actions import Action, Commit, Drop, Release, Report, Say, Withdraw
 from scalai.core.deadlines import clock_of
 from scalai.core.failures import excuse_loss, fail
@@ -206,6 +206,8 @@ def _ticked(event: events.Ticked, job: Job) -> Result:
     is_again = job.again_at is not None and event.at >= job.again_at
     if job.phase in RESIZABLE and (is_settled or is_again or len(job.barred) < was_barred):
         return consider(job)
+    if stuck := hangs.hung(job, event.stalled):
+        return stuck
     job, copied = replicating.replicate(job)
     job, late = overdue(job)
     return job, (*copied, *late)

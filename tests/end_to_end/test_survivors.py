@@ -5,6 +5,8 @@ The tiny job computes, waits for all others as a training does for the norm of t
 then updates its state.
 """
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,19 @@ def test_a_host_that_dies_with_its_memory_costs_no_step_where_another_has_its_st
         train(agents, "ab")
         agents.kill("b", with_its_memory=True)
         report = went_on(agents)
+        agents.wait_for_step(report["step"] + 3)
+        every_step_once(agents)
+
+
+def test_a_training_that_hangs_is_started_again_and_loses_no_step(tmp_path: Path) -> None:
+    """A worker stands still, and the other waits for it in a collective."""
+    settings = {"resize": "stall_s = 1\nhang_s = 3"}
+    with started(tmp_path, REPLICAS, settings=settings, flags=("--max-restarts", "2")) as agents:
+        train(agents)
+        os.kill(sorted(agents.workers())[1], signal.SIGSTOP)
+        report = went_on(agents)
+        assert "hangs: no worker has made a step for" in report["reason"], report
+        assert "event=stack rank=0" in agents.logs(), "it is said where they stand"
         agents.wait_for_step(report["step"] + 3)
         every_step_once(agents)
 

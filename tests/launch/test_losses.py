@@ -13,12 +13,13 @@ from scalai.core import actions
 from scalai.core import membership as m
 from scalai.core.commands import Save
 from scalai.core.errors import AnswerError, PeerError
+from scalai.core.events import Stalled
 from scalai.core.messages import JsonText, Named
 from scalai.core.reports import Leaving, Report
 from scalai.launch import cli
 from scalai.launch.agent.link import LONGEST_KEPT_S
 from scalai.launch.commands import questions
-from scalai.launch.coordinator.calls import Bye, Stalled, Tell
+from scalai.launch.coordinator.calls import Bye, Tell
 from scalai.launch.coordinator.desk import TICK_S
 from scalai.launch.coordinator.losses import MOST_POLL_S, Patience
 from scalai.runtime.codec import encode

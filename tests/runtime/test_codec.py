@@ -77,7 +77,7 @@ PARTS: list[Any] = [
     words.RankStepped(1, 2, 8, words.Imports(("torch",), ("/lib",))),
     *(words.RankStepped(1, 2, 8, None), words.RankRefused(1, 2, "no"), words.RankUnhooked(1, 2)),
     *(words.AwaitFreeze(1, 2), words.RankFrozen(1, 2, None, "torn"), words.RankFailed(1, 2, "no")),
-    calls.Poll("j", "a", "i", 1, 2, 3, calls.Stalled((1, 3), 8, 2.5), 1.0),
+    calls.Poll("j", "a", "i", 1, 2, 3, events.Stalled((1, 3), 8, 2.5, 60.0), 1.0),
     calls.Bye("j", "a", "i"),
     calls.Join("j", "a", "i", calls.StoreIdentity("b", 1, 2), 2, ("h", 1), (MANIFEST,), (), (),
                TEXT),

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from scalai.core.errors import PeerError
+from scalai.core.events import Stalled
 from scalai.core.messages import JsonText, Named
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.calls import Join, Poll, Stalled, Tell
+from scalai.launch.coordinator.calls import Join, Poll, Tell
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.server import Coordinator

@@ -12,7 +12,9 @@ import numpy as np
 
 from scalai.core import commands, reports
 from scalai.core.collection import Collection, Tensor
+from scalai.core.deadlines import STALL_S
 from scalai.core.errors import PeerError, ScalaiError
+from scalai.core.events import Stalled
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
@@ -298,6 +300,8 @@ class SimulatedHost:
     def begin(self) -> None:
         """A new agent process on this host, with what its store holds."""
         self.log: list[str] = []
+        self.seen_steps: tuple[int, dict[int, int], float] = (0, {}, 0.0)
+        """The steps of the workers of a round, and since when they are these."""
         self.unsent: list[Report] = []
         self.work: list[Callable[[], Event | None]] = []
         self.wants_to_join, self.is_in = True, False
@@ -452,7 +456,7 @@ class SimulatedHost:
             seen = self.hands.seen(current)
             poll = Poll(
                 "j", self.name, self.incarnation, 0 if is_repeated else self.received,
-                current.number if current else 0, seen.newest if seen else 0, None, 0.0,
+                current.number if current else 0, seen.newest if seen else 0, self.stalled(), 0.0,
             )  # fmt: skip
             answer: Any = self.world.desk.handle(self, poll)  # type: ignore[arg-type]
             found = travelled(answer)
@@ -464,6 +468,18 @@ class SimulatedHost:
                 self.world.happened += 1
                 self.received = number
                 self.agent.obey(command.message)
+
+    def stalled(self) -> Stalled | None:
+        """Return which workers of the present round have made no step for some time."""
+        current = self.agent.state.round
+        group = None if current is None else self.hands.groups.get(current.number)
+        steps = {w.rank: w.step for w in group.workers.values()} if group is not None else {}
+        if current is None or (current.number, steps) != self.seen_steps[:2]:
+            self.seen_steps = current.number if current else 0, steps, Clock.now
+            return None
+        for_s, lowest = Clock.now - self.seen_steps[2], min(steps.values(), default=0)
+        ranks = tuple(rank for rank, step in steps.items() if step == lowest)
+        return Stalled(ranks, lowest, for_s) if ranks and for_s > STALL_S else None
 
     def _refused(self, error: ScalaiError) -> None:
         farewell: Any = self.world.desk.handle(

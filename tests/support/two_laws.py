@@ -54,7 +54,7 @@ class World:
         config.write_text(
             "[model]\nglobal_batch_size = 12\n[probe]\nkind = 'none'\n"
             "[resize]\nsettle_s = 1.0\ndrain_timeout_s = 60.0\nbuild_timeout_s = 20.0\n"
-            "start_timeout_s = 600.0\n"
+            "start_timeout_s = 600.0\nhang_s = 300.0\n"
         )
         given = ["--elastic", str(config), "--job", "j", "--nproc-per-node", "2", *self.flags]
         self.spec = JobSpec.read(parse_options([*given, "script.py"]))

@@ -81,6 +81,18 @@ def test_snapshots_are_made_on_the_way(tmp_path: Path) -> None:
     assert logged(world, "event=snapshot committed=") and len(world.hosts["a"].store) == 1
 
 
+def test_a_training_that_hangs_is_started_again_and_loses_no_step(tmp_path: Path) -> None:
+    world = two_hosts(tmp_path)
+    world.go_on(60.0)
+    number, step = world.furthest()
+    world.hosts["b"].hands.groups[number].workers[2].is_hung = True
+    world.go_on(250.0)
+    assert world.furthest() == (number, step), "it may be a pause"
+    world.go_on(200.0)
+    assert logged(world, "hangs: no worker has made a step for 3"), world.log
+    assert world.is_training() and world.furthest() > (number + 1, step), world.log
+
+
 def three_with_shards(folder: Path, **settings: Any) -> World:
     """Return a job that trains on hosts a, b and c, each of which alone has written some of it."""
     world = two_hosts(folder, is_replicated=False, **settings)
