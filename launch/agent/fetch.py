@@ -2,6 +2,7 @@
 orders to read."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,35 @@ FETCHED_AT_ONCE = 64
 """Hosts that are fetched from side by side, at most."""
 NAMED = 5
 """Hosts, or pieces, named in an error."""
+TELL_EVERY_S = 10.0
+"""How often the coordinator hears of bytes that arrive."""
 
 log = logging.getLogger(__name__)
+
+
+class Moving:
+    """Bytes that come from other hosts for one round. ``arrived`` is called by the threads that
+    fetch them, the rest by the agent's own."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+        self._mutex = threading.Lock()
+        self._bytes = self._reported = 0
+        self._report_at = 0.0
+
+    def arrived(self, count: int) -> None:
+        """Count bytes that have come."""
+        with self._mutex:
+            self._bytes += count
+
+    def news(self) -> int | None:
+        """Return how many bytes have come, where that is to be reported: now and then, and only
+        where there are more than before."""
+        now = time.monotonic()
+        if self._bytes == self._reported or now < self._report_at:
+            return None
+        self._reported, self._report_at = self._bytes, now + TELL_EVERY_S
+        return self._reported
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scalai.core.commands import Replicate, Start
-from scalai.core.errors import PeerError, ProofError, RoomError, ScalaiError
+from scalai.core.errors import PeerError, ProofError, ScalaiError
 from scalai.core.host import actions, events
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.events import Event, GroupOver, Seen
@@ -25,7 +24,7 @@ from scalai.core.messages import JsonText
 from scalai.core.reports import Report
 from scalai.core.worker_messages import Welcome
 from scalai.launch.agent.background import Background
-from scalai.launch.agent.fetch import Restore, prepare_restore
+from scalai.launch.agent.fetch import Moving, Restore, prepare_restore
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.replicas import Replicas
 from scalai.launch.agent.stacks import Stacks
@@ -38,38 +37,11 @@ from scalai.store.host import HostStore
 from scalai.store.parts import snapshot_name, summary_bytes
 from scalai.store.snapshot import Snapshot
 
-TELL_EVERY_S = 10.0
-"""How often the coordinator hears of bytes that arrive."""
 LEVELS = {
     Level.INFO: logging.INFO, Level.WARNING: logging.WARNING, Level.ERROR: logging.ERROR,
 }  # fmt: skip
 
 log = logging.getLogger(__name__)
-
-
-class Moving:
-    """Bytes that come from other hosts for one round. ``arrived`` is called by the threads that
-    fetch them, the rest by the agent's own."""
-
-    def __init__(self, round: int) -> None:
-        self.round = round
-        self._mutex = threading.Lock()
-        self._bytes = self._reported = 0
-        self._report_at = 0.0
-
-    def arrived(self, count: int) -> None:
-        """Count bytes that have come."""
-        with self._mutex:
-            self._bytes += count
-
-    def news(self) -> int | None:
-        """Return how many bytes have come, where that is to be reported: now and then, and only
-        where there are more than before."""
-        now = time.monotonic()
-        if self._bytes == self._reported or now < self._report_at:
-            return None
-        self._reported, self._report_at = self._bytes, now + TELL_EVERY_S
-        return self._reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,17 +384,7 @@ class Performer:
 
     def _replicate(self, command: Replicate) -> None:
         self._replicas.begin(command.order)
-
-        def keep() -> Event:
-            try:
-                kept = self._replicas.keep(command)
-            except (ScalaiError, OSError) as error:
-                is_lasting = isinstance(error, RoomError)
-                return events.Replicated(command.order, None, 0, str(error), is_lasting)
-            grown = None if kept.grown is None else summary_bytes(kept.grown)
-            return events.Replicated(command.order, grown, kept.size_bytes, kept.reason)
-
-        self._hands.background.run(keep, self._hands.feed)
+        self._hands.background.run(lambda: self._replicas.replicated(command), self._hands.feed)
 
     def _try_commit(self, action: actions.TryCommit) -> Iterable[Event]:
         generation, store = action.generation, self._store

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from scalai.core.collection import Collection
 from scalai.core.commands import Replicate
-from scalai.core.errors import PeerError, StoreError
+from scalai.core.errors import PeerError, RoomError, ScalaiError, StoreError
 from scalai.core.fields import mapped
+from scalai.core.host.events import Replicated
 from scalai.core.jsonable import Json
 from scalai.core.replicas import to_keep
 from scalai.core.sources import Holder
@@ -18,7 +19,7 @@ from scalai.launch.agent.fetch import bring
 from scalai.launch.agent.sources import Parts, ask_parts, first_part, own_part
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
-from scalai.store.parts import Extras
+from scalai.store.parts import Extras, summary_bytes
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,15 @@ class Replicas:
         with self._is_working:
             arrived(0)
             return _keep(self._store, command, self._token, arrived)
+
+    def replicated(self, command: Replicate) -> Replicated:
+        """Do what ``keep`` does, and return what comes of it as an event of the host."""
+        try:
+            kept = self.keep(command)
+        except (ScalaiError, OSError) as error:
+            return Replicated(command.order, None, 0, str(error), isinstance(error, RoomError))
+        grown = None if kept.grown is None else summary_bytes(kept.grown)
+        return Replicated(command.order, grown, kept.size_bytes, kept.reason)
 
 
 def _keep(

@@ -16,7 +16,8 @@ from scalai.core.messages import JsonText
 from scalai.core.worker_messages import Welcome
 from scalai.launch.agent import performer as performer_module
 from scalai.launch.agent.background import Background
-from scalai.launch.agent.performer import Hands, Moving, Performer
+from scalai.launch.agent.fetch import Moving
+from scalai.launch.agent.performer import Hands, Performer
 from scalai.store.host import HostStore
 from scalai.store.parts import snapshot_name
 from support.store_states import generation, is_whole, snapshot, two_ranks
@@ -193,7 +194,7 @@ def test_what_is_not_what_was_promised_fails_no_round(
 
 def test_bytes_that_come_are_told_of_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """While they do, the coordinator does not take the start for one that hangs."""
-    monkeypatch.setattr(performer_module, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("scalai.launch.agent.fetch.TELL_EVERY_S", 0.0)
     moving = Moving(7)
     assert moving.news() is None, "nothing has come"
     threads = [threading.Thread(target=moving.arrived, args=(1 << 20,)) for _ in range(8)]
