@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from scalai.core.collection import Collection
 from scalai.core.commands import Replicate
-from scalai.core.errors import PeerError, RoomError, ScalaiError, StoreError
+from scalai.core.errors import PeerError, RoomError, ScalaiError, StoreError, is_memory_short
 from scalai.core.fields import mapped
 from scalai.core.host.events import Replicated
 from scalai.core.jsonable import Json
@@ -75,8 +75,10 @@ class Replicas:
         """Do what ``keep`` does, and return what comes of it as an event of the host."""
         try:
             kept = self.keep(command)
-        except (ScalaiError, OSError) as error:
-            return Replicated(command.order, None, 0, str(error), isinstance(error, RoomError))
+        except (ScalaiError, OSError, MemoryError) as error:
+            is_lasting = isinstance(error, RoomError) or is_memory_short(error)
+            reason = str(error) or "the agent's memory ran out"
+            return Replicated(command.order, None, 0, reason, is_lasting)
         grown = None if kept.grown is None else summary_bytes(kept.grown)
         return Replicated(command.order, grown, kept.size_bytes, kept.reason)
 

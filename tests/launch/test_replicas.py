@@ -164,3 +164,15 @@ def test_a_later_order_ends_an_earlier_one(job: Job) -> None:
     ring = Shared(ring_of(dict.fromkeys(HOSTS, ""), 1))
     with pytest.raises(StoreError, match="something newer"):
         job.keepers["b"].keep(Replicate(1, listed(job.parts), ring))
+
+
+def test_an_agent_whose_memory_runs_out_lives_on(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object, **named: object) -> object:
+        raise MemoryError
+
+    monkeypatch.setattr("scalai.launch.agent.replicas.bring", full)
+    ring = Shared(ring_of(dict.fromkeys(HOSTS, ""), 1))
+    addresses = {name: server.address for name, server in job.servers.items()}
+    job.keepers["b"].begin(1)
+    found = job.keepers["b"].replicated(Replicate(1, listed(job.parts, addresses), ring))
+    assert found.is_lasting and "memory ran out" in found.reason and found.grown is None
