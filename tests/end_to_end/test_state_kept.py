@@ -168,7 +168,7 @@ def test_bytes_that_rot_on_the_disk_end_the_start_and_are_named(tmp_path: Path) 
 def test_where_memory_is_lost_an_older_state_on_disk_is_named_and_not_taken_unasked(
     tmp_path: Path,
 ) -> None:
-    degrees, settings = '2 = "tp2"\n1 = "tp1"', {"store": "snapshot_every = 5"}
+    degrees, settings = '2 = "tp2"\n1 = "tp1"', {"store": "snapshot_every = 5\nreplicas = 0"}
     flags = durable(tmp_path)
     with tiny_agents(tmp_path, degrees, slots=1, settings=settings, flags=flags) as agents:
         agents.start("a")
