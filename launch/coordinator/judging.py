@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from scalai.core import events
 from scalai.core.errors import LayoutError, ProofError
+from scalai.core.recovery import Origin
 from scalai.launch.coordinator.parts import check_whole
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ def judge_stop(live: "LiveJob", hosts: Iterable[str]) -> None:
     """Unite what these hosts wrote at the stop, and tell the law."""
     step = live.state.stop
     try:
-        number, parts = _commit(live, _name(live, step), hosts)
+        number, parts = _commit(live, _name(live, step), hosts, Origin.STOP)
     except (LayoutError, ProofError) as error:
         # The newest committed generation is as good as before.
         is_refused = isinstance(error, ProofError)
@@ -30,8 +31,10 @@ def judge_stop(live: "LiveJob", hosts: Iterable[str]) -> None:
 def judge_rescue(live: "LiveJob", step: int) -> None:
     """Unite what workers wrote that outlived a failure and stood at this step, and tell the law."""
     try:
-        number, parts = _commit(live, _name(live, step), live.members.hosts())
+        name, hosts = _name(live, step), live.members.hosts()
+        number, parts = _commit(live, name, hosts, Origin.SURVIVORS)
     except (LayoutError, ProofError) as error:
+        live.recoveries.note_failed(step, str(error))
         live.log(f"event=not_rescued step={step} {error}")
         live.feed(events.RescueJudged(step, None))
         return
@@ -44,7 +47,7 @@ def judge_snapshot(live: "LiveJob", reason: str, snapshot: str) -> None:
     held = live.generations.sealed_parts(snapshot, live.members.hosts())
     step = max(part.step for part in held.values())
     try:
-        number, parts = _commit(live, snapshot, held)
+        number, parts = _commit(live, snapshot, held, Origin.SNAPSHOT)
     except (LayoutError, ProofError) as error:
         live.log(f"event={reason} step={step} refused: {error}")
         return
@@ -57,7 +60,9 @@ def _name(live: "LiveJob", step: int) -> str:
     return f"{live.run}-{live.state.round}-{step}"
 
 
-def _commit(live: "LiveJob", name: str, hosts: Iterable[str]) -> tuple[int, frozenset[str]]:
+def _commit(
+    live: "LiveJob", name: str, hosts: Iterable[str], origin: Origin
+) -> tuple[int, frozenset[str]]:
     """Number the parts of a snapshot that these hosts have, if they are a whole state. Return the
     number and the hosts.
 
@@ -69,4 +74,4 @@ def _commit(live: "LiveJob", name: str, hosts: Iterable[str]) -> tuple[int, froz
     if not parts:
         raise LayoutError("no host has a snapshot.")
     check_whole(parts.values())
-    return live.commit(name), frozenset(parts)
+    return live.commit(name, origin), frozenset(parts)

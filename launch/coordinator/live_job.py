@@ -12,12 +12,14 @@ from scalai.core import actions, commands, events
 from scalai.core import membership as m
 from scalai.core.errors import PeerError, ProofError
 from scalai.core.messages import Shared
+from scalai.core.recovery import Origin
 from scalai.core.resize import advance
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.judging import judge_rescue, judge_snapshot, judge_stop
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.proving import Answers, doubted, prove
+from scalai.launch.coordinator.recoveries import Recoveries
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing
 from scalai.launch.coordinator.standing import (
@@ -64,6 +66,7 @@ class LiveJob:
         self.sizing = Sizing(spec)
         self.members = Members(lock)
         self.generations = Generations()
+        self.recoveries = Recoveries(self.generations)
         self.timeline = Timeline(spec.report_dir, self.log)
         self.answers = Answers()
         """What hosts have told about the present round."""
@@ -143,10 +146,11 @@ class LiveJob:
         """A generation of this number exists: new ones get higher numbers."""
         self._last_number = max(self._last_number, number)
 
-    def commit(self, name: str) -> int:
+    def commit(self, name: str, origin: Origin) -> int:
         """Number the parts of a snapshot: from now on they are a generation."""
         self._last_number += 1
         self.generations.commit(self._last_number, name)
+        self.recoveries.note_committed(self._last_number, origin)
         parts = self.generations.parts(self._last_number).values()
         self.timeline.note(bytes_written=sum(part.size_bytes for part in parts))
         self.sizing.learn(next(iter(parts)).about)
@@ -160,7 +164,7 @@ class LiveJob:
         while found is not None:
             self.state = m.forget_sealed(self.state, found)
             try:
-                number = self.commit(found)
+                number = self.commit(found, Origin.SEALED)
             except ProofError as error:
                 self.log(f"event=recovered snapshot={found} refused: {error}")
                 self.recount()
@@ -253,6 +257,8 @@ class LiveJob:
             number = self.recover()
             if number is not None:
                 self.command_commit(self.generations.parts(number), number)
+        elif now is m.Phase.STARTING:
+            line.note(recovery=self.recoveries.explain(self.members.hosts(), self.log))
         elif now is m.Phase.FREEZING:
             if self.state.emergency is not None:
                 line.begin(self.state.emergency.reason)

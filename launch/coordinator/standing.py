@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from scalai.core.membership import Generation
 from scalai.launch.coordinator.generations import Incomplete, Refused, Unfinished
+from scalai.launch.coordinator.recoveries import what_lacks
 from scalai.store.manifest import HostManifest
 
 
@@ -82,11 +83,7 @@ def sealed_obstacle(found: Sequence[Unfinished]) -> str:
 
 def _lacks(newer: Incomplete) -> str:
     step = "" if newer.step is None else f" of step {newer.step}"
-    found = [f"hosts {list(newer.present)} hold parts"] if newer.present else []
-    if newer.missing:
-        found.append(f"those of {list(newer.missing)} are missing")
-    found += [f"host {host!r}: {why}" for host, why in sorted(newer.damaged.items())]
-    return f"generation {newer.number}{step} is not whole ({', '.join(found) or 'nothing of it'})"
+    return f"generation {newer.number}{step} is not whole ({what_lacks(newer)})"
 
 
 def _bring(newer: Incomplete) -> str:

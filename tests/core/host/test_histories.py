@@ -378,6 +378,9 @@ class Histories(RuleBasedStateMachine):
         before = world.furthest()
         hung = [line for line in world.log[known:] if "hangs: no worker" in line]
         assert not hung, "nobody is at fault any more: the laws let a round hang"
+        for report in world.live.timeline.reports:
+            state = report["recovery"]["state"]
+            assert (state and state["generation"]) == report["generation"], report
         world.go_on(STEP_S)
         assert not any("event=crashed" in line for line in world.log), world.log
         if world.phase is Phase.RUNNING:
