@@ -93,8 +93,9 @@ class Histories(RuleBasedStateMachine):
     @rule(name=NAMES, is_chance=st.booleans(), is_refusal=st.booleans())
     def fail(self, name: str, is_chance: bool, is_refusal: bool) -> None:
         simulation, before = self.simulation, self.simulation.job
-        if name in simulation.hosts and simulation.hosts[name].round == before.round:
-            simulation.feed(events.WorkersFailed(name, before.round, "died", is_chance, is_refusal))
+        if name not in simulation.hosts or simulation.hosts[name].round != before.round:
+            return
+        simulation.feed(events.WorkersFailed(name, before.round, "died", is_chance, is_refusal))
         assert simulation.job.failures_left in (before.failures_left, before.failures_left - 1)
         if before.phase is m.Phase.STARTING and before.ran and not is_refusal:
             is_change = before.current and not before.current.is_same_as(before.ran)

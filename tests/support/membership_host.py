@@ -48,6 +48,8 @@ class Known:
         self.logged: list[actions.Action] = []
         self.numbers = 0
         self.snapshots: dict[str, tuple[int, int, frozenset[int]]] = {}
+        self.marked = (0, 0)
+        """Round and step of the snapshot on the way that was begun last."""
         self.steps: dict[int, int] = {}
         self.known: dict[int, dict[str, frozenset[int]]] = {}
         self.abandoned: set[int] = set()
