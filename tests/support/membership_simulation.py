@@ -414,7 +414,8 @@ class Simulation(Known):
                 self.feed(reported)
 
     def seal(self, host: SimulatedHost, round: int, step: int) -> events.Event | None:
-        if host.round != round or len(host.parts) > 1:
+        sealed = self.snapshots.get(host.name, (0, 0))
+        if host.round != round or len(host.parts) > 1 or sealed[:2] > (round, step):
             return None
         self.snapshots[host.name] = (round, step, self.pieces(host.name))
         return events.Sealed(host.name, round, "snapshot", f"run-{round}-{step}")
