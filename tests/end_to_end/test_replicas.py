@@ -54,6 +54,10 @@ def test_a_host_with_shards_of_its_own_may_be_lost_with_its_memory(
         report = agents.resizes()[-1]
         assert lost not in workers(agents)
         assert report["step"] > 0 and report["step"] % 7 == 0, report
+        chosen, others = report["recovery"]["state"], report["recovery"]["others"]
+        assert chosen["origin"] == "snapshot" and chosen["lost"] == [lost], report
+        assert chosen["generation"] == report["generation"], report
+        assert [each["origin"] for each in others][:1] == ["survivors"], "they hold two shards of 3"
         agents.wait_for_step(report["step"] + 15)
         check_steps(agents.lines())
 

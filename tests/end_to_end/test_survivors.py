@@ -116,6 +116,10 @@ def test_shards_of_two_steps_are_no_state(tmp_path: Path) -> None:
         report = agents.resizes()[-1]
         assert report["step"] % 7 == 0 and 1 <= report["steps_lost"] <= 8, report
         assert agents.logs().count("event=not_rescued step=") == 2, agents.logs()
+        passed_over = report["recovery"]["others"]
+        assert [each["origin"] for each in passed_over[:2]] == ["survivors"] * 2, report
+        assert passed_over[0]["step"] == passed_over[1]["step"] + 1, report
+        assert all(each["why"] for each in passed_over), report
 
 
 def test_a_worker_in_the_middle_of_an_update_is_not_believed(tmp_path: Path) -> None:
