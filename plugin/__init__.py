@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         SilentError,
         StaleError,
         StoreError,
+        TlsError,
         UsageError,
         VersionError,
     )
@@ -49,6 +50,7 @@ __all__ = [
     "SilentError",
     "StaleError",
     "StoreError",
+    "TlsError",
     "UsageError",
     "VersionError",
     "current",

@@ -10,9 +10,11 @@ from typing import Any
 
 from scalai.core.errors import PeerError, UsageError
 from scalai.core.messages import JsonText, Request
-from scalai.launch.config.endpoint import TOKEN_VARIABLE, read_card, split_endpoint
+from scalai.launch.config.endpoint import TOKEN_VARIABLE, read_card, read_identity, split_endpoint
+from scalai.launch.config.identity import secure_process, tls_files
 from scalai.launch.coordinator import person_calls as calls
 from scalai.runtime.calls import Channel
+from scalai.runtime.tls import Tls
 from scalai.store.places import check_job, default_store_dir
 
 
@@ -33,10 +35,16 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="where the coordinator is, if not on this machine",
     )
+    parser.add_argument(
+        "--tls", metavar="CERT,KEY,CA",
+        help="PEM files, as the job has them (default: SCALAI_TLS; on the coordinator's machine "
+        "what it has)",
+    )  # fmt: skip
 
 
 def _ask(arguments: argparse.Namespace, request: Request[JsonText]) -> Any:
     """Ask the job's coordinator."""
+    secure_process(tls_files(arguments.tls))
     if arguments.coordinator is not None:
         token = os.environ.get(TOKEN_VARIABLE)
         if token is None:
@@ -49,11 +57,13 @@ def _ask(arguments: argparse.Namespace, request: Request[JsonText]) -> Any:
             f"no job {arguments.job!r} runs here (looked in {folder}). Name it by --job, "
             f"--store-dir or --coordinator."
         )
-    return _answer(*card, request)
+    return _answer(*card, request, read_identity(folder))
 
 
-def _answer(address: tuple[str, int], token: bytes, request: Request[JsonText]) -> Any:
-    with contextlib.closing(Channel(address, token)) as channel:
+def _answer(
+    address: tuple[str, int], token: bytes, request: Request[JsonText], tls: Tls | None = None
+) -> Any:
+    with contextlib.closing(Channel(address, token, tls=tls)) as channel:
         return channel.call(request).value()
 
 

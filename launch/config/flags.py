@@ -15,6 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from scalai.core.errors import UsageError
 from scalai.launch.config.endpoint import join_endpoint
+from scalai.launch.config.identity import tls_files
 from scalai.launch.config.options import DEFAULT_MASTER_PORT, Options
 from scalai.store.places import check_host, check_job
 
@@ -46,7 +47,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     if flags.host_id is not None:
         check_host(flags.host_id)
     min_nodes, max_nodes = _node_range(flags.nnodes)
-    plain = {f.name for f in fields(Options)} & set(vars(flags)) - {"elastic"}
+    plain = {f.name for f in fields(Options)} & set(vars(flags)) - {"elastic", "tls"}
     return Options(
         **{name: getattr(flags, name) for name in plain},
         script=flags.training_script,
@@ -59,6 +60,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         is_module=flags.module,
         elastic=flags.elastic if elastic_in_script is None else elastic_in_script,
         is_check=flags.check_elastic,
+        tls=tls_files(flags.tls),
         overrides=_overrides(flags),
     )
 
@@ -112,6 +114,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--include", metavar="HOST[:SLOT,...]@...", help="hosts and slots of the host file to use")
     add("--exclude", metavar="HOST[:SLOT,...]@...", help="those not to use")
     add("--host-id", metavar="NAME", help="name of this host in the job (default: its host name)")
+    add("--tls", metavar="CERT,KEY,CA",
+        help="PEM files: speak TLS with the coordinator and the other agents, which are certified "
+        "by CA as this host is (default: SCALAI_TLS, else none)")  # fmt: skip
     add("--store-dir", metavar="DIR", help="folder of the Tensor Store (default: in /dev/shm)")
     add("--store-budget-gb", type=float, metavar="GB", help="how much the store may take")
     add(

@@ -48,6 +48,8 @@ class Options:
     host_id: str | None = None
     domain: str | None = None
     """What this host may fail together with, such as its rack; None: nothing."""
+    tls: str | None = None
+    """``CERT,KEY,CA`` by their full paths; None: no TLS."""
     report_dir: str | None = None
     is_check: bool = False
     is_fresh: bool = False

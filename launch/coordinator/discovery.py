@@ -14,13 +14,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scalai.core.errors import PeerError, RefusedError, ScalaiError, UsageError, VersionError
+from scalai.core.errors import (
+    PeerError,
+    RefusedError,
+    ScalaiError,
+    TlsError,
+    UsageError,
+    VersionError,
+)
 from scalai.launch import host_signals
 from scalai.launch.config.endpoint import (
     CARD,
     TOKEN_VARIABLE,
     join_endpoint,
     read_card,
+    read_identity,
     remove_card,
     split_endpoint,
 )
@@ -105,6 +113,7 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
                     "this one another --job, or leave --job out."
                 )
             if card is not None:
+                _refuse_other_tls(spec, folder)
                 return Place(*card, is_here=True)
             return _start_coordinator(spec, folder, endpoint, token)
     if token is None:
@@ -120,7 +129,7 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
             Channel(address, token.encode()).close()
             return Place(address, token.encode())
         except PeerError as error:
-            if isinstance(error, VersionError):
+            if isinstance(error, VersionError | TlsError):
                 raise
             if time.monotonic() > deadline:
                 raise PeerError(
@@ -129,6 +138,17 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
                     "host, or `scalai coordinator` there."
                 ) from error
             time.sleep(0.2)
+
+
+def _refuse_other_tls(spec: JobSpec, folder: Path) -> None:
+    """Raise where the coordinator's card speaks of TLS, and this agent's command line does not: it
+    would start the job's next coordinator, and listen to other hosts."""
+    there = read_identity(folder)
+    if spec.options.tls is None and there is not None:
+        raise UsageError(
+            f"the job {spec.job!r} speaks TLS (its coordinator has --tls {there.files}). Give this "
+            "agent --tls too."
+        )
 
 
 def _start_coordinator(

@@ -10,6 +10,7 @@ from pathlib import Path
 from scalai.core.errors import ScalaiError, UsageError
 from scalai.launch import host_signals
 from scalai.launch.config.endpoint import join_endpoint, read_card, split_endpoint, write_card
+from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.discovery import clear_away, one_at_a_time
 from scalai.launch.coordinator.server import Coordinator
@@ -40,6 +41,7 @@ def serve(
             coordinator here stands still.
     """
     host_signals.ignore()
+    secure_process(spec.options.tls)
     # An agent of this machine may be starting one: two must not listen, nor leave two cards.
     with one_at_a_time(folder):
         card = read_card(folder)
@@ -86,6 +88,7 @@ def main() -> int:
     try:
         spec = JobSpec.from_json(order["job"])
         host_signals.ignore()
+        secure_process(spec.options.tls)
         coordinator = Coordinator(spec, (host, port), token, log.info)
     except ScalaiError as error:
         print(error, flush=True)

@@ -70,6 +70,11 @@ class VersionError(PeerError):
     that this one does."""
 
 
+class TlsError(PeerError):
+    """Two processes do not agree on TLS: one speaks none, or does not take the other's
+    certificate."""
+
+
 class MessageError(PeerError):
     """Bytes that are no message of the kind that is expected, or a message that cannot be sent."""
 

@@ -10,12 +10,13 @@ import os
 import socket
 import struct
 import time
+from contextlib import suppress
 from typing import Protocol
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from scalai.core.errors import MessageError, PeerError, SilentError
+from scalai.core.errors import MessageError, PeerError, SilentError, TlsError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -129,6 +130,8 @@ class FramedSocket:
         (length,) = _LENGTH.unpack(head)
         extra = _TAG_BYTES if self._opening is not None else 0
         if not extra <= length <= most + extra:
+            if head[1] == _TLS_VERSION and head[0] in (_TLS_ALERT, _TLS_HANDSHAKE):
+                raise self._in_tls(is_greeting=head[0] == _TLS_HANDSHAKE)
             raise PeerError(
                 f"{self.peer} announces a message of {length - extra} bytes; 0 to {most} are "
                 "expected. Is something else listening on that port?"
@@ -158,6 +161,20 @@ class FramedSocket:
                 )
             view = view[count:]
 
+    def _in_tls(self, *, is_greeting: bool) -> TlsError:
+        """Say so to the other side too, where it waits for an answer in TLS."""
+        if is_greeting:
+            with suppress(OSError):
+                self._stream.settimeout(0.0)
+                self._armed_s = _NEVER_ARMED
+                # Closed with bytes unread, the connection is reset, and nobody reads the answer.
+                self._stream.recv_into(memoryview(bytearray(_JOINED_BYTES)))
+                self._stream.sendall(NO_TLS)
+        return TlsError(
+            f"{self.peer} speaks TLS, and this process does not. Give both the same --tls "
+            "CERT,KEY,CA, or none."
+        )
+
     def _arm(self) -> None:
         """Wait no longer than the other side may be silent, nor than is left of the time for
         all."""
@@ -177,6 +194,11 @@ class FramedSocket:
             return SilentError(f"{self.peer} was silent for {limit_s:g} s. Is its host alive?")
         return PeerError(f"the connection to {self.peer} broke ({error}). Is its host alive?")
 
+
+_TLS_ALERT, _TLS_HANDSHAKE, _TLS_VERSION = 0x15, 0x16, 3
+"""A record of TLS begins with its kind and with 3, in every version (RFC 8446, 5.1)."""
+NO_TLS = bytes((_TLS_ALERT, _TLS_VERSION, 3, 0, 2, 2, 70))
+"""The alert ``protocol_version``, which is fatal (RFC 8446, 6)."""
 
 _NEVER_ARMED = -1.0
 _JOINED_BYTES = 1 << 16

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,20 @@ def test_flags_overrule_the_configuration_by_dotted_name() -> None:
         "probe.kind": "file",
         "probe.file": "/run/n",
     }
+
+
+def test_the_files_of_tls_are_named_by_a_flag_or_else_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse("t.py").tls is None
+    monkeypatch.setenv("SCALAI_TLS", "/x/a.crt,/x/a.key,/x/ca.pem")
+    assert parse("t.py").tls == "/x/a.crt,/x/a.key,/x/ca.pem"
+    assert parse("--tls", "b.crt,/x/b.key,ca.pem", "t.py").tls == (
+        f"{tmp_path}/b.crt,/x/b.key,{tmp_path}/ca.pem"  # its coordinator has another folder
+    )
+    with pytest.raises(UsageError, match="is not CERT,KEY,CA"):
+        parse("--tls", "b.crt", "t.py")
 
 
 def test_a_coordinator_is_told_what_was_read() -> None:
