@@ -129,5 +129,4 @@ class ProgressWatch:
             "event=no_progress host=%s rank=%s step=%d since=%.0f s",
             self._host, ",".join(map(str, ranks)), last, waited,
         )  # fmt: skip
-        pids = group.pids()
-        self._stacks.ask({str(rank): pids[str(rank)] for rank in ranks if str(rank) in pids})
+        self._stacks.ask(group.pids())  # of all: who waits says for what

@@ -70,7 +70,7 @@ def test_what_goes_over_the_wire_is_tls(authority: Authority) -> None:
         thread.start()
         with pytest.raises(PeerError):
             connect(server.getsockname(), TOKEN, WAIT_S, tls=authority.identity())
-        thread.join()
+        thread.join(WAIT_S)
     record = heard.get()
     assert record[:2] == b"\x16\x03" and b"scalai" not in record
 
@@ -274,7 +274,7 @@ def test_a_server_that_trickles_its_handshake_has_one_deadline_for_all(
         with pytest.raises(SilentError, match=r"silent for 0\.5 s"):
             connect(server.getsockname(), TOKEN, 0.5, tls=authority.identity())
         enough.set()
-        thread.join()
+        thread.join(WAIT_S)
 
 
 def test_who_leaves_in_the_middle_is_an_error_that_may_be_tried_again(
@@ -289,7 +289,7 @@ def test_who_leaves_in_the_middle_is_an_error_that_may_be_tried_again(
         with pytest.raises(PeerError, match="middle of the TLS handshake") as raised:
             connect(server.getsockname(), TOKEN, WAIT_S, tls=authority.identity())
         assert not isinstance(raised.value, TlsError)
-        thread.join()
+        thread.join(WAIT_S)
 
 
 @pytest.mark.parametrize("end", ["cut", "close"])
