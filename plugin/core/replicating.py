@@ -28,6 +28,14 @@ def is_to_be_replicated(job: Job) -> bool:
     return bool(job.replicas) and job.phase in TRAINING and len(keepers(job)) > 1
 
 
+def needs_older(job: Job) -> bool:
+    """Whether an older generation stays, because there will be replicas of the newest one, and are
+    none yet."""
+    newest = job.newest_generation
+    is_made = newest is not None and job.replicated == (newest.number, keepers(job))
+    return is_to_be_replicated(job) and not is_made
+
+
 def replicate(job: Job) -> Result:
     """Have replicas made of the newest generation, where there are none of it on the present hosts;
     say how long it takes. Asked with every tick."""
@@ -35,8 +43,11 @@ def replicate(job: Job) -> Result:
     if before is not None and before.awaited:
         return _reported(job, before)
     newest, hosts = job.newest_generation, keepers(job)
-    if newest is None or job.uncommitted or not is_to_be_replicated(job):
+    if newest is None or job.uncommitted:
         return job, ()
+    if not is_to_be_replicated(job):  # an older one may have stayed for hosts that are gone
+        is_left = job.phase in TRAINING and job.generations[0].number < newest.number
+        return release_older(job) if is_left else (job, ())
     if job.replicated == (newest.number, hosts) or (before and job.now < before.again_at):
         return job, ()
     order, is_again = job.last_replication + 1, before is not None
@@ -95,6 +106,14 @@ def _done(job: Job, replication: Replication) -> Result:
     # Later ones have no replicas yet: what is older than this one is not needed.
     job, released = _keep_from(job, number) if job.phase in TRAINING else (job, ())
     return job, (*lines, *released)
+
+
+def without(job: Job, released: frozenset[str]) -> Job:
+    """These hosts leave the job: who is left makes replicas anew, and waits for none of them."""
+    under_way = job.replication
+    if under_way is None or not released & under_way.hosts:
+        return job
+    return replace(job, replication=None)
 
 
 def give_up(job: Job) -> Job:

@@ -42,7 +42,7 @@ from scalai.core.membership import (
     present_degrees,
     staying,
 )
-from scalai.core.replicating import give_up, release_older
+from scalai.core.replicating import give_up, needs_older, release_older, without
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -330,9 +330,11 @@ def release_leaving(job: Job) -> Result:
     """Let the leaving hosts go that run no workers."""
     released = leaving(job) - active(job)
     hosts = {name: host for name, host in job.hosts.items() if name not in released}
-    # Older generations stay while some host has yet to rename its part of the newest.
-    source = None if job.uncommitted else job.newest_generation
-    job = replace(job, hosts=hosts, generations=(source,) if source else job.generations)
+    job = without(replace(job, hosts=hosts), released)
+    # Older generations stay while some host has yet to rename its part of the newest, or to make
+    # its replicas.
+    source = None if job.uncommitted or needs_older(job) else job.newest_generation
+    job = replace(job, generations=(source,) if source else job.generations)
     return job, (Release(job.round, source.number if source else None, tuple(sorted(released))),)
 
 

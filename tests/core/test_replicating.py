@@ -1,0 +1,68 @@
+"""The rules of membership: how long an older generation stays for a newer one that has no replicas
+yet, whoever comes and goes meanwhile."""
+
+from dataclasses import replace
+
+from scalai.core import actions, events
+from scalai.core import membership as m
+from scalai.core.actions import Action
+from scalai.core.resize import advance
+from support.membership_simulation import assign_all
+
+
+def training(workers: str, idle: str) -> m.Job:
+    """Return a job whose hosts with workers have just committed generation 2; of generation 1 there
+    are replicas."""
+    hosts = {name: m.Host(name, 1, number) for number, name in enumerate(workers + idle)}
+    assign = assign_all(allowed=(len(workers),))
+    current = assign(tuple((name, 1) for name in hosts), None)
+    older, newest = (m.Generation(n, 10 * n, frozenset(workers)) for n in (1, 2))
+    return m.Job(
+        assign=assign, max_hosts=len(hosts), replicas=1, phase=m.Phase.RUNNING, hosts=hosts,
+        joined=len(hosts), round=1, last_round=1, current=current, ran=current, has_state=True,
+        generations=(older, newest), committing=2, newest=25, now=100.0,
+        replicated=(1, frozenset(hosts)), has_durable_dir=True,
+    )  # fmt: skip
+
+
+def ticked(job: m.Job, seconds: float = 1.0) -> tuple[m.Job, tuple[Action, ...]]:
+    return advance(job, events.Ticked(job.now + seconds, 25))
+
+
+def ordered(due: tuple[Action, ...]) -> actions.Replicate:
+    """Return the one order to make replicas."""
+    (found,) = [action for action in due if isinstance(action, actions.Replicate)]
+    return found
+
+
+def test_a_host_that_is_released_while_it_makes_replicas_is_not_waited_for() -> None:
+    job, due = ticked(training("ab", "c"))
+    first = ordered(due)
+    assert first.hosts == ("a", "b", "c")
+    job, due = advance(job, events.HostLeaving("c", job.now))
+    assert any(isinstance(a, actions.Release) and a.leaving == ("c",) for a in due)
+    job, due = ticked(job)
+    again = ordered(due)
+    assert again.hosts == ("a", "b") and again.order > first.order
+    for host in again.hosts:
+        job, due = advance(job, events.Replicated(host, again.order, 16))
+    assert actions.Release(1, 2, ()) in due and [g.number for g in job.generations] == [2]
+
+
+def test_a_host_that_is_released_takes_no_generation_along_that_alone_has_replicas() -> None:
+    job, due = ticked(training("ab", "c"))
+    job, due = advance(job, events.HostLeaving("c", job.now))
+    assert actions.Release(1, None, ("c",)) in due
+    assert [generation.number for generation in job.generations] == [1, 2]
+
+
+def test_where_nobody_is_left_to_keep_replicas_an_older_generation_goes() -> None:
+    """The next snapshot needs its room: workers would wait for it."""
+    job, _ = ticked(training("a", "b"))
+    covered = tuple(replace(g, hosts=g.hosts - {"b"}) for g in job.generations)
+    job, due = advance(job, events.HostLost("b", covered, job.now))
+    assert job.phase is m.Phase.RUNNING
+    job, _ = ticked(job)  # the loss of a host without workers changes no degrees
+    job, due = ticked(job)
+    assert actions.Release(1, 2, ()) in due
+    assert [generation.number for generation in job.generations] == [2]
