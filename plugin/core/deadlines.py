@@ -68,8 +68,8 @@ TABLE = (
     ),
     Deadline(
         Phase.RUNNING, "a worker of the host stepped last", "60 s (`stall_s`), and 10 usual steps",
-        "its workers are reported, by `scalai status` and, with their stacks, in the log; after "
-        "1800 s (`hang_s`), and 3 times the longest pause, the round is started again",
+        "who is behind is reported, by `scalai status` and, with the stacks of all, in the log; "
+        "after 1800 s (`hang_s`), and 3 times the longest pause, the round is started again",
         lambda job: None,
     ),
     Deadline(
