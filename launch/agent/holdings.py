@@ -9,11 +9,13 @@ from itertools import islice
 from scalai.core import events, reports
 from scalai.core.commands import Ending
 from scalai.core.errors import ScalaiError
+from scalai.launch.agent.archiver import Archiver
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.durable import attach_durable, numbers, set_aside, write_finished
 from scalai.launch.agent.leftovers import left_by_others
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Joined
+from scalai.store.archive import mend
 from scalai.store.host import HostStore
 from scalai.store.manifest import UNNUMBERED, HostManifest
 from scalai.store.parts import summary_bytes
@@ -56,6 +58,7 @@ class Holdings:
         self._store, self._tell, self._background, self._put = store, tell, background, put
         folder = spec.durable_dir if spec.is_elastic else None
         self._folder = None if folder is None else folder / spec.job
+        self.archiver = Archiver(store, self._folder, tell, put)
         self._is_fresh = spec.is_fresh
         self._keeps = True
         self.last_step = 0
@@ -76,7 +79,10 @@ class Holdings:
         return Found(self._parts(), sealed, (*sorted(damaged.items()), *unread))
 
     def _attach(self) -> dict[int, str]:
-        found = {} if self._folder is None else attach_durable(self._store, self._folder)
+        found = {}
+        if self._folder is not None:
+            mend(self._folder, self._store.host)
+            found = attach_durable(self._store, self._folder)
         return {**self._store.damaged, **found}
 
     def _parts(self) -> tuple[bytes, ...]:
@@ -138,6 +144,7 @@ class Holdings:
         """Bring this host's part of a generation to the durable directory, and tell."""
         folder = self._folder
         assert folder is not None
+        self.archiver.give_up("the job ends, and is saved.")
 
         def save() -> None:
             report: reports.Report = events.Saved(self._store.host)
@@ -165,6 +172,7 @@ class Holdings:
         """Remove the store where the job goes on elsewhere, is done, or lies in the durable
         directory; leave everything that could still be resumed."""
         store = self._store
+        self.archiver.close()
         if self._keeps:
             store.detach()
         holds = store.generations() or store.sealed() or store.damaged or store.damaged_snapshots

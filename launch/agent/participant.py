@@ -195,12 +195,14 @@ def open_agent(
         )  # fmt: skip
         background, stacks = Background(loop.put), Stacks(directory)
         background.start()
+        holdings = Holdings(spec, store, link.tell, background, loop.put)
+        holdings.archiver.start()
         hands = Hands(
             spec=spec,
             host=host,
             token=place.token,
             store=store,
-            holdings=Holdings(spec, store, link.tell, background, loop.put),
+            holdings=holdings,
             groups=WorkerGroups(spec, directory, make_workers),
             stacks=stacks,
             background=background,
@@ -215,7 +217,7 @@ def open_agent(
         progress = ProgressWatch(host, agent, stacks, resize.stall_s)
         workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
         opened.callback(workers.close)
-        served = Served(store, hands.holdings, data, link, workers, performer)
+        served = Served(store, holdings, data, link, workers, performer)
         member = Participant(spec, agent, served, progress)
         member.enter()
         opened.pop_all()  # from now on the member closes it

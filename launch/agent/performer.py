@@ -248,6 +248,8 @@ class Performer:
                     store.drop(generation)
             case actions.Save(generation):
                 holdings.save(generation)
+            case actions.Archive(command):
+                holdings.archiver.obey(command)
             case actions.Doubt(generation):
                 holdings.doubt(generation)
             case actions.Look():

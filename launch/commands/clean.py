@@ -130,7 +130,7 @@ def _checked_saved(folder: Path) -> Path:
     for path in sorted(folder.iterdir()):
         match = NUMBERED.fullmatch(path.name)
         is_part = match is not None and match[1] == "generation" and path.is_dir()
-        is_mark = path.name.lstrip(".").startswith((FINISHED, "probe-"))
+        is_mark = path.name.lstrip(".").startswith((FINISHED, "probe-", "retired-"))
         if path.is_symlink() or not (is_part or is_mark):
             raise UsageError(
                 f"{folder} is not what a job has saved: {path} is neither a generation nor "

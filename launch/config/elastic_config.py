@@ -25,7 +25,10 @@ class StoreConfig:
         replicas: On how many other hosts to keep what would be lost with a host.
         emergency: Whether workers that outlive a failure write the state that stands between two
             updates, so that the job goes on from there.
-        durable_dir: Folder on disk for the generation that the last host leaves; None: none.
+        durable_dir: Folder on disk for generations that outlive all hosts; None: none.
+        durable_every_s: Seconds between generations that come there while the job trains, at least;
+            0: only what the last host leaves.
+        durable_keep: How many of them stay there.
     """
 
     dir: str | None = None
@@ -34,11 +37,16 @@ class StoreConfig:
     replicas: int = 1
     emergency: bool = True
     durable_dir: str | None = None
+    durable_every_s: float = 1800.0
+    durable_keep: int = 2
 
     def __post_init__(self) -> None:
         _expect(self.budget_gb is None or self.budget_gb > 0, "budget_gb", self.budget_gb, "> 0")
         _expect(self.snapshot_every >= 0, "snapshot_every", self.snapshot_every, "0 or more steps")
         _expect(self.replicas >= 0, "replicas", self.replicas, "0 or more")
+        every_s = self.durable_every_s
+        _expect(every_s >= 0, "durable_every_s", every_s, "0 or more seconds")
+        _expect(self.durable_keep >= 1, "durable_keep", self.durable_keep, "1 or more")
 
 
 @dataclass(frozen=True, slots=True)

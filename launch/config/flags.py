@@ -106,11 +106,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="where the coordinator is; the same as --rdzv-endpoint")  # fmt: skip
     add("--job", dest="rdzv_id", metavar="NAME", default=argparse.SUPPRESS,
         help="name of the job; the same as --rdzv-id")  # fmt: skip
-    add(
-        "--hostfile",
-        metavar="FILE",
-        help="DeepSpeed's host file: the hosts, and the workers of this one",
-    )
+    add("--hostfile", metavar="FILE",
+        help="DeepSpeed's host file: the hosts, and the workers of this one")  # fmt: skip
     add("--include", metavar="HOST[:SLOT,...]@...", help="hosts and slots of the host file to use")
     add("--exclude", metavar="HOST[:SLOT,...]@...", help="those not to use")
     add("--host-id", metavar="NAME", help="name of this host in the job (default: its host name)")
@@ -119,26 +116,22 @@ def build_parser() -> argparse.ArgumentParser:
         "by CA as this host is (default: SCALAI_TLS, else none)")  # fmt: skip
     add("--store-dir", metavar="DIR", help="folder of the Tensor Store (default: in /dev/shm)")
     add("--store-budget-gb", type=float, metavar="GB", help="how much the store may take")
-    add(
-        "--durable-dir",
-        metavar="DIR",
-        help="directory for the newest state, written when the last host is drained by a signal; "
-        "no periodic checkpoint",
-    )
+    add("--durable-dir", metavar="DIR",
+        help="directory for states that outlive all hosts: what the last host leaves when it is "
+        "drained, and newer ones on the way")  # fmt: skip
+    add("--durable-every", dest="durable_every_s", type=float, metavar="S",
+        help="bring a generation there after so many seconds (default: 1800); 0: only at the "
+        "end")  # fmt: skip
+    add("--durable-keep", type=int, metavar="N",
+        help="how many of them stay there (default: 2)")  # fmt: skip
     add("--snapshot-every", type=int, metavar="STEPS", help="make a generation every so many steps")
     add("--replicas", type=int, metavar="N",
         help="how many other hosts keep what would be lost with a host (default: 1)")  # fmt: skip
-    add(
-        "--domain",
-        metavar="NAME",
-        help="what this host may fail with, such as rack=7: its replicas go elsewhere",
-    )
-    add(
-        "--settle-s",
-        type=float,
-        metavar="S",
-        help="wait so long after a host joins, so that several joins are one change",
-    )
+    add("--domain", metavar="NAME",
+        help="what this host may fail with, such as rack=7: its replicas go elsewhere")  # fmt: skip
+    add("--settle-s", type=float, metavar="S",
+        help="wait so long after a host joins, so that several joins are one "
+        "change")  # fmt: skip
     add("--drain-timeout", "--drain-timeout-s", dest="drain_timeout", type=float, metavar="S",
         help="most seconds between SIGTERM and exit")  # fmt: skip
     add("--allowed-sizes", type=_sizes, metavar="N,N,...",
@@ -158,6 +151,8 @@ _DOTTED = {
     "store_dir": "store.dir",
     "store_budget_gb": "store.budget_gb",
     "durable_dir": "store.durable_dir",
+    "durable_every_s": "store.durable_every_s",
+    "durable_keep": "store.durable_keep",
     "snapshot_every": "store.snapshot_every",
     "replicas": "store.replicas",
     "settle_s": "resize.settle_s",

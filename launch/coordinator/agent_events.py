@@ -167,6 +167,7 @@ class AgentEvents:
         live.recount()
         if live.state.phase is Phase.WAITING and live.state.obstacle not in ("", before):
             live.log(f"event=note waiting {live.state.obstacle}")
+        self._feed(events.Looked(host, time.monotonic()))
 
     def _leaving(self, host: str) -> None:
         self._live.timeline.begin(f"host {host} drains")

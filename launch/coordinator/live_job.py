@@ -18,6 +18,7 @@ from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.judging import judge_rescue, judge_snapshot, judge_stop
 from scalai.launch.coordinator.members import Members
+from scalai.launch.coordinator.orders import command_of
 from scalai.launch.coordinator.proving import Answers, doubted, prove
 from scalai.launch.coordinator.recoveries import Recoveries
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
@@ -88,6 +89,8 @@ class LiveJob:
             has_emergency=spec.is_elastic and spec.config.store.emergency,
             replicas=spec.replicas,
             has_durable_dir=spec.durable_dir is not None,
+            archive_every_s=spec.config.store.durable_every_s,
+            archive_keep=spec.config.store.durable_keep,
             is_elastic=spec.is_elastic,
             build_timeout_s=0.0 if resize.standby == "never" else resize.build_timeout_s,
             drain_timeout_s=resize.drain_timeout_s,
@@ -195,8 +198,10 @@ class LiveJob:
             text = text or unread_obstacle(self.generations.unread(whole), whole, self._job)
             if not text and not whole:
                 text = sealed_obstacle(self.generations.unfinished(self.members.hosts()))
-        # A job that runs goes back by itself to what it holds in memory, and to nothing older.
+        # A job that runs goes back by itself to what it holds in memory or has brought to a disk
+        # itself, and to nothing older.
         is_old = bool(whole) and self.generations.is_offered(whole[-1].number)
+        is_old = is_old and whole[-1].number not in self.state.archived
         is_held_back = bool(text) and (self.state.round == 0 or is_old)
         self.state = m.replace_obstacle(self.state, text, is_held_back=is_held_back)
         return whole
@@ -323,32 +328,7 @@ class LiveJob:
             case actions.Say(text):
                 self.log(f"event=note {text}")
             case _:
-                self._only_command(action)
-
-    def _only_command(self, action: actions.Action) -> None:
-        """Carry an action out that is a command to some hosts, and nothing else."""
-        round = self.state.round
-        match action:
-            case actions.Prepare(hosts, stop):
-                self.command(hosts, commands.Prepare(round, stop))
-            case actions.Agree(hosts, stop):
-                self.command(hosts, commands.Agree(round, stop))
-            case actions.Withdraw(hosts):
-                self.command(hosts, commands.Withdraw(round))
-            case actions.TakeSnapshot(hosts):
-                self.command(hosts, commands.TakeSnapshot(round))
-            case actions.Freeze(hosts):
-                self.command(hosts, commands.Freeze(round))
-            case actions.Rescue(hosts, step):
-                self.command(hosts, commands.Rescue(round, step))
-            case actions.Proceed(hosts):
-                self.command(hosts, commands.Proceed(round))
-            case actions.SaveDurable(hosts, generation):
-                self.command(hosts, commands.Save(generation))
-            case actions.Look(hosts):
-                self.command(hosts, commands.Look())
-            case _:
-                raise AssertionError(f"nobody carries out {action!r}")
+                self.command(*command_of(action, self.state.round, self.generations))
 
     def _give_up(self, host: str, reason: str) -> None:
         """Lose a host that does not answer, where the others can go on."""

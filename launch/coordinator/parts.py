@@ -22,9 +22,7 @@ from scalai.core.fingerprint import (
 from scalai.core.region import Box
 from scalai.store.generation import contradiction
 from scalai.store.manifest import HostManifest
-
-_FETCHED = "fetched-"
-"""In the names of files whose pieces came from other hosts."""
+from scalai.store.parts import is_fetched
 
 
 def check_whole(parts: Iterable[HostManifest], *, exact: bool = True) -> None:
@@ -105,7 +103,7 @@ def _fingerprints_of_a_cover(
     """Add up pieces that cover every one of these tensors once: those that were written, before
     those that were fetched and may overlap with them."""
     pieces = [
-        (_FETCHED in part.files[file].name, -int(size), number, row)
+        (is_fetched(part.files[file]), -int(size), number, row)
         for number, part in enumerate(parts)
         for row, (file, size) in enumerate(
             zip(part.file.tolist(), part.collection.size_bytes().tolist(), strict=True)

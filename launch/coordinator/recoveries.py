@@ -62,8 +62,9 @@ class Recoveries:
             )  # fmt: skip
 
     def _origin(self, number: int) -> Origin:
-        found = Origin.DISK if self._generations.is_offered(number) else Origin.STORE
-        return self._origins.get(number, found)
+        if self._generations.is_offered(number):
+            return Origin.DISK
+        return self._origins.get(number, Origin.STORE)
 
 
 def what_lacks(state: Incomplete) -> str:

@@ -218,6 +218,33 @@ class SaveDurable:
 
 
 @dataclass(frozen=True, slots=True)
+class Archive:
+    """These hosts bring their parts of a generation to the durable directory, where nobody sees
+    them yet."""
+
+    hosts: tuple[str, ...]
+    order: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishArchive:
+    """Every part of the generation is written: these hosts let them appear."""
+
+    hosts: tuple[str, ...]
+    order: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Generations ``before`` this number may go from the durable directory."""
+
+    hosts: tuple[str, ...]
+    before: int
+
+
+@dataclass(frozen=True, slots=True)
 class Look:
     """No state in memory is whole: these hosts say what their durable directories hold."""
 
@@ -243,6 +270,6 @@ class Say:
 Action = (
     Build | GiveUp | Prepare | Agree | Withdraw | TakeSnapshot | Lose | Report | Judge | Commit
     | Replicate | JudgeSnapshot | Freeze | Rescue | JudgeRescue | StopWorkers | Discard | GoBack
-    | StartRound | Expect | Prove | Proceed | Doubt | Drop | Release | SaveDurable | Look | Exit
-    | Say
+    | StartRound | Expect | Prove | Proceed | Doubt | Drop | Release | SaveDurable | Archive
+    | FinishArchive | Retire | Look | Exit | Say
 )  # fmt: skip

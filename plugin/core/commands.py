@@ -199,6 +199,32 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Archive:
+    """Bring the part of a generation to the durable directory beside the training, where nobody
+    sees it yet; ``own_only``: without what came from hosts that bring it themselves. ``order`` goes
+    back with the answer. What was ordered before is given up."""
+
+    order: int
+    generation: int
+    own_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FinishArchive:
+    """Let the parts of a generation that were archived appear; ``order`` goes back."""
+
+    order: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Remove generations ``before`` this number from the durable directory."""
+
+    before: int
+
+
+@dataclass(frozen=True, slots=True)
 class Replicate:
     """Fetch what this host is to keep, by the ``ring``, of the generation that the hosts of
     ``sources`` hold; ``order`` goes back with the answer."""
@@ -241,5 +267,6 @@ class Exit:
 
 Command = (
     Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw | TakeSnapshot | Report
-    | Freeze | Rescue | Discard | Commit | Stop | Drop | Save | Replicate | Doubt | Look | Exit
+    | Freeze | Rescue | Discard | Commit | Stop | Drop | Save | Archive | FinishArchive | Retire
+    | Replicate | Doubt | Look | Exit
 )  # fmt: skip

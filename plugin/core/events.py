@@ -342,10 +342,30 @@ class NotSaved:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Archived:
+    """This host's part is written to the durable directory, or appears there, whatever ``order``
+    asked for; or it cannot be, for a ``reason``."""
+
+    host: str
+    order: int
+    size_bytes: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A host has told what its durable directory holds."""
+
+    host: str
+    at: float
+
+
 Event = (
     HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Built | NotBuilt
     | Prepared | Held | Arrived | SnapshotWritten | Judged | Frozen | Rescued | RescueJudged
     | Sealed | SnapshotJudged | Committed
     | Stopped | WorkersFailed | Stepped | Progressed | Unhooked | Hooked | Finished | Saved
-    | NotSaved | Replicated | Published | Restored | Proven | ProofFailed | Resumed
+    | NotSaved | Archived | Looked | Replicated | Published | Restored | Proven | ProofFailed
+    | Resumed
 )  # fmt: skip

@@ -152,6 +152,26 @@ class Replication:
 
 
 @dataclass(frozen=True, slots=True)
+class Archiving:
+    """A ``generation`` of this ``step`` that ``hosts`` bring to the durable directory: since when,
+    and which of them have yet to answer. ``is_written``: all parts lie there, and have yet to
+    appear. ``order`` tells it from what was asked before; ``failed`` are hosts that could not, and
+    are asked ``again_at`` that time (0: not yet)."""
+
+    order: int
+    generation: int
+    step: int
+    hosts: frozenset[str]
+    since: float
+    awaited: frozenset[str] = frozenset()
+    reports: int = 0
+    size_bytes: int = 0
+    failed: frozenset[str] = frozenset()
+    is_written: bool = False
+    again_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """The clock of the present phase: when it began or made its last progress (None: the next tick
     tells), and how often it was reported since."""
@@ -201,6 +221,11 @@ class Job:
     is_loss_free: bool = False
     """Whether the loss of a host is a change, which costs no restart."""
     has_durable_dir: bool = False
+    archive_every_s: float = 0.0
+    """How long after one generation the next one comes to the durable directory while the job
+    trains, at the soonest; 0: none does."""
+    archive_keep: int = 2
+    """So many of them stay there."""
     is_elastic: bool = True
     """False: a plain job, whose workers are stopped and started anew as under torchrun."""
     has_emergency: bool = False
@@ -273,6 +298,13 @@ class Job:
     replicated: tuple[int, frozenset[str]] | None = None
     """The generation of which replicas were made last, and on which hosts."""
     last_replication: int = 0
+    archiving: Archiving | None = None
+    archived: tuple[int, ...] = ()
+    """The generations that this job has brought to the durable directory, as far as they are kept
+    there."""
+    archive_at: float | None = None
+    """When the next one comes there, at the soonest."""
+    last_archive: int = 0
     sealed: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """By its name the hosts that have sealed a snapshot of the present round, until all have."""
     obstacle: str = ""

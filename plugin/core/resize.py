@@ -8,7 +8,7 @@ stays until a newer one is committed and, after a resize, until every new rank h
 from dataclasses import replace
 from functools import singledispatch
 
-from scalai.core import commits, events, failures, hangs, replicating, starting
+from scalai.core import archiving, commits, events, failures, hangs, replicating, starting
 from scalai.core.actions import Action, Commit, Drop, Release, Report, Say, Withdraw
 from scalai.core.deadlines import clock_of
 from scalai.core.failures import excuse_loss, fail
@@ -142,7 +142,7 @@ def _workers_gone(before: Job, job: Job, host: str, at: float) -> Result:
     job = replace(job, gone=job.gone | {host}, uncommitted=job.uncommitted - {host}, now=at)
     job, lines = strike(job, [host])
     job, excused = excuse_loss(job, host)
-    lines, job = (*lines, *excused), replicating.give_up(job)
+    lines, job = (*lines, *excused), archiving.lose(replicating.give_up(job), [host])
     given_up: tuple[Action, ...] = ()
     if job.standby is not None and host in job.standby.assignment.active:
         job, given_up = without_standby(job)
@@ -209,8 +209,9 @@ def _ticked(event: events.Ticked, job: Job) -> Result:
     if stuck := hangs.hung(job, event.stalled):
         return stuck
     job, copied = replicating.replicate(job)
+    job, archived = archiving.archive(job)
     job, late = overdue(job)
-    return job, (*copied, *late)
+    return job, (*copied, *archived, *late)
 
 
 def _refill(job: Job, newest: int) -> Job:
@@ -318,10 +319,20 @@ def _hooked(event: events.Hooked, job: Job) -> Result:
 
 
 for _rule in (commits.judged, commits.sealed, commits.snapshot_judged, commits.committed,
-              commits.rescue_judged, replicating.replicated, failures.frozen, failures.rescued,
+              commits.rescue_judged, replicating.replicated, archiving.archived,
+              failures.frozen, failures.rescued,
               starting.progressed, starting.published, starting.restored, starting.proven,
               starting.proof_failed):  # fmt: skip
     _on.register(_rule)
+
+
+@_on.register
+def _looked(event: events.Looked, job: Job) -> Result:
+    """What lies on disks may be gone on from unasked; other hosts may still tell of more."""
+    is_found = job.generations and not job.is_held_back
+    if job.phase is not Phase.WAITING or not is_found or job.changed_at is not None:
+        return job, ()
+    return replace(job, changed_at=event.at), ()
 
 
 @_on.register

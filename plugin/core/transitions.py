@@ -28,6 +28,7 @@ from scalai.core.actions import (
     TakeSnapshot,
     Withdraw,
 )
+from scalai.core.archiving import lose
 from scalai.core.deadlines import LONGEST_BACKOFF_S
 from scalai.core.membership import (
     RESIZABLE,
@@ -330,7 +331,7 @@ def release_leaving(job: Job) -> Result:
     """Let the leaving hosts go that run no workers."""
     released = leaving(job) - active(job)
     hosts = {name: host for name, host in job.hosts.items() if name not in released}
-    job = without(replace(job, hosts=hosts), released)
+    job = lose(without(replace(job, hosts=hosts), released), released)
     # Older generations stay while some host has yet to rename its part of the newest, or to make
     # its replicas.
     source = None if job.uncommitted or needs_older(job) else job.newest_generation

@@ -1,6 +1,7 @@
 """A committed part copied elsewhere: the same bytes and manifest, on a disk."""
 
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,23 +26,28 @@ def copy_part(rows: StoredRows, directory: Path) -> Path:
     manifest = rows.manifest
     folder = directory / generation_name(manifest.generation)
     try:
-        there = _parts(folder, manifest)
-        wanted = _missing(manifest, there)
+        there = parts_there(folder, manifest)
+        wanted = missing_files(manifest, there)
         if there and not wanted:
             return folder / manifest.host if folder / manifest.host in there else folder
-        target = _free_name(folder, manifest.host)
-        _write(rows, wanted, target, directory)
+        target = free_name(folder, manifest.host)
+        write_part(rows, wanted, target.name, target, write_new)
     except OSError as error:
-        room = f", {free_bytes(directory)} are free" if directory.is_dir() else ""
-        raise StoreError(
-            f"{folder / manifest.host} cannot be written ({error.strerror}); "
-            f"{manifest.size_bytes} bytes are needed{room}. Make room or choose another "
-            "--durable-dir."
-        ) from error
+        raise no_disk(directory, manifest, error) from error
     return target
 
 
-def _parts(folder: Path, manifest: HostManifest) -> dict[Path, HostManifest]:
+def no_disk(directory: Path, part: HostManifest, error: OSError) -> StoreError:
+    """Return the error for a part that cannot be written below a durable directory."""
+    room = f", {free_bytes(directory)} are free" if directory.is_dir() else ""
+    return StoreError(
+        f"{directory / generation_name(part.generation) / part.host} cannot be written "
+        f"({error.strerror}); {part.size_bytes} bytes are needed{room}. Make room or choose "
+        "another --durable-dir."
+    )
+
+
+def parts_there(folder: Path, manifest: HostManifest) -> dict[Path, HostManifest]:
     """Return the parts of this generation that are on the disk. Raises ``StoreError`` where they
     are of another state; damaged ones count as absent."""
     found = {}
@@ -66,7 +72,7 @@ def _parts(folder: Path, manifest: HostManifest) -> dict[Path, HostManifest]:
     return found
 
 
-def _missing(manifest: HostManifest, there: dict[Path, HostManifest]) -> list[int]:
+def missing_files(manifest: HostManifest, there: dict[Path, HostManifest]) -> list[int]:
     """Return the files of a part that have to be written: all, or where it came from the disk or
     lies there already, those with pieces that no part there has."""
     if not attached_hosts(manifest) and not any(p.host == manifest.host for p in there.values()):
@@ -81,25 +87,37 @@ def _missing(manifest: HostManifest, there: dict[Path, HostManifest]) -> list[in
     return sorted({file for piece, file in zip(mine, files, strict=True) if piece not in held})
 
 
-def _free_name(folder: Path, host: str) -> Path:
+def free_name(folder: Path, host: str) -> Path:
+    """Return where one more part of a host appears: ``<host>``, or ``<host>.<k>``."""
     target, number = folder / host, 2
     while target.exists():
         target, number = folder / f"{host}.{number}", number + 1
     return target
 
 
-def _write(rows: StoredRows, wanted: list[int], target: Path, directory: Path) -> None:
-    """Write these files of a part, and the manifest of what lies in them."""
-    manifest = replace(with_files(rows.manifest, wanted), host=target.name)
-    partial = target.parent / f".{target.name}.partial"
+def write_part(
+    rows: StoredRows,
+    wanted: Sequence[int],
+    name: str,
+    place: Path,
+    write: Callable[[Path, memoryview], None],
+) -> None:
+    """Write these files of a part, and the manifest of what lies in them, so that it is the part
+    ``name``; it appears at ``place`` when it is whole. What an attempt leaves is removed.
+
+    Args:
+        write: Writes one file and brings its bytes to disk.
+    """
+    manifest = replace(with_files(rows.manifest, wanted), host=name)
+    partial = place.parent / f".{name}.partial"
     try:
-        make_folder(target.parent)
+        make_folder(place.parent)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         for number in wanted:
-            write_new(partial / rows.manifest.files[number].name, rows.files[number])
+            write(partial / rows.manifest.files[number].name, rows.files[number])
         write_manifest(partial, manifest)
-        rename_durably(partial, target)
-    except OSError:
+        rename_durably(partial, place)
+    except (OSError, StoreError):
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from scalai.core.collection import Collection, Columns
 from scalai.core.errors import StoreError
 from scalai.core.jsonable import Json
+from scalai.store.archive import Archive, write_hidden
 from scalai.store.atomic import rename_durably
 from scalai.store.attachment import attachment
 from scalai.store.directory import HostDirectory
@@ -27,6 +28,7 @@ from scalai.store.manifest import (
     write_manifest,
 )
 from scalai.store.parts import (
+    FETCHED,
     Extras,
     StoredRows,
     empty_part,
@@ -55,6 +57,7 @@ class HeldGenerations:
         self._mutex = folders.mutex
         self._committed: dict[int, HostManifest] = {}
         self._readers: dict[int, int] = {}
+        self._archive: Archive | None = None
         self.damaged: dict[int, str] = {}
         """Committed generations that cannot be used, with the reason. They are left as they are,
         and their numbers are never used again."""
@@ -135,7 +138,7 @@ class HeldGenerations:
         there is no room."""
         layout = lay_out(pieces, {"format": "scalai"})
         with self._folders.makings.begin(is_snapshot=False) as making:
-            path = self._folders.new("fetched") / "pieces.safetensors"
+            path = self._folders.new(FETCHED) / "pieces.safetensors"
             try:
                 self._folders.make_file(path, layout, making)
             except (OSError, StoreError):
@@ -333,6 +336,34 @@ class HeldGenerations:
         ``<directory>/generation-<n>/<host>``; see ``copy_part``."""
         with self.open_rows(generation) as rows:
             return copy_part(rows, directory)
+
+    def archive(self, generation: int, directory: Path, *, own_only: bool) -> int:
+        """Copy a committed generation as ``write_hidden`` does, one at a time. It may be dropped
+        meanwhile. Returns how many bytes were written; ``StoreError`` where it was given up."""
+        with self.open_rows(generation) as rows:
+            with self._mutex:
+                archive = self._archive = Archive(generation)
+            try:
+                return write_hidden(rows, directory, own_only=own_only, check=archive.check)
+            finally:
+                with self._mutex:
+                    self._archive = None
+
+    def give_up_archive(self, reason: str) -> None:
+        """End the copy that is being made, if any."""
+        with self._mutex:
+            if self._archive is not None:
+                self._archive.give_up(reason)
+
+    def _give_up_dropped_archive(self) -> None:
+        """A snapshot needs the room of what was dropped and is still read."""
+        with self._mutex:
+            if self._archive is not None and self._archive.generation not in self._committed:
+                self.give_up_archive(
+                    "a snapshot needed the room of the generation that was copied: the store has "
+                    "too little for a third one meanwhile. Give it more (--store-budget-gb, "
+                    "--shm-size), or take snapshots less often."
+                )
 
     def _adopt_generation(self, number: int, path: Path) -> None:
         """Take over a generation that an earlier owner has left."""

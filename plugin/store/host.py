@@ -133,6 +133,7 @@ class HostStore(HeldGenerations):
         """Whether room is taken by what will soon be given back: a snapshot of a round that has
         ended, or what was dropped and is still read."""
         with self._mutex:
+            self._give_up_dropped_archive()
             return bool(self._unsealed) or bool(set(self._readers) - set(self._committed))
 
     def seal(

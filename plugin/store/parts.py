@@ -23,6 +23,9 @@ from scalai.core.source_list import Pieces, Reference, merged, used_only
 from scalai.store.files import box_view, map_file, slices
 from scalai.store.manifest import HostManifest, StoredFile, manifest_bytes
 
+FETCHED = "fetched"
+"""In the names of files whose pieces came from other hosts."""
+
 
 class StoredRows:
     """Read-only views of the pieces of one host's part. The files are mapped once, when it is made.
@@ -218,6 +221,12 @@ def extended(
         ranks=tuple(sorted({*own.ranks, *extras.ranks})),
         committed=extras.committed if stated is None else stated.united(extras.committed),
     )
+
+
+def is_fetched(file: StoredFile) -> bool:
+    """Whether the pieces in a file of a part came from other hosts: ``HeldGenerations.stage`` makes
+    such files, and gives them their names."""
+    return f"{FETCHED}-" in file.name
 
 
 def proven_only(own: HostManifest) -> HostManifest:

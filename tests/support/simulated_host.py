@@ -153,8 +153,12 @@ class SimulatedHands:
                 host.unsent.append(reports.Doubted(generation, found))
             case actions.Replicate(command):
                 host.work.append(lambda: host.replicate(command))
+            case actions.Archive(commands.Retire(before)):
+                host.work.append(lambda: host.world.disk.retire(before))
+            case actions.Archive(commands.Archive() | commands.FinishArchive() as order):
+                host.work.append(lambda: host.world.disk.obey(host, order))
             case actions.Look():
-                host.unsent.append(reports.Attached((), ()))
+                host.unsent.append(reports.Attached(host.found(), ()))
         return ()
 
     # ------------------------------------------------------------------ workers
@@ -401,6 +405,11 @@ class SimulatedHost:
         self.store[number] = made
         return events.Replicated(command.order, summary_bytes(made), 16, reason)
 
+    def found(self) -> tuple[bytes, ...]:
+        """Make what the disk shows this host's own; return what it holds then."""
+        self.world.disk.attach(self)
+        return tuple(summary_bytes(part) for part in self.store.values())
+
     def commit(self, action: actions.TryCommit) -> Iterable[Event]:
         number, there = action.generation, self.store.get(action.generation)
         if there is not None and snapshot_name(there) == action.snapshot:
@@ -426,7 +435,7 @@ class SimulatedHost:
         self.unsent.clear()
         request = Join(
             "j", self.name, self.incarnation, StoreIdentity("m", hash(self.name) % 1000, 0),
-            self.slots, ("h", 1), tuple(summary_bytes(part) for part in self.store.values()),
+            self.slots, ("h", 1), self.found(),
             tuple(summary_bytes(part) for part in self.sealed.values()), (),
             JsonText.of(self.world.spec.to_json()),
         )  # fmt: skip

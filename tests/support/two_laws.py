@@ -16,6 +16,7 @@ from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.person_calls import Scale
+from support.simulated_disk import SimulatedDisk
 from support.simulated_host import SimulatedHost
 from support.simulated_workers import TENSORS, Clock, Group, NoStores, Worker
 
@@ -34,6 +35,9 @@ class World:
     flags: tuple[str, ...] = ("--nnodes", "1:4", "--max-restarts", "9")
     is_replicated: bool = True
     snapshot_every: int = 0
+    archive_every_s: float = 0.0
+    """How often generations come to the disk that all hosts share; 0: it stays empty."""
+    disk: SimulatedDisk = field(default_factory=SimulatedDisk)
     hosts: dict[str, SimulatedHost] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     started: list[tuple[int, int | None]] = field(default_factory=list)
@@ -57,6 +61,8 @@ class World:
             "start_timeout_s = 600.0\nhang_s = 300.0\n"
         )
         given = ["--elastic", str(config), "--job", "j", "--nproc-per-node", "2", *self.flags]
+        if self.archive_every_s:
+            given += ["--durable-dir", "disk", "--durable-every", str(self.archive_every_s)]
         self.spec = JobSpec.read(parse_options([*given, "script.py"]))
         self._open()
 
@@ -357,7 +363,7 @@ class World:
     def heal(self) -> None:
         """Faults stop: what hung goes on, who was silent speaks, who had no room has."""
         self.ghosts.clear()
-        self.save = None
+        self.save, self.disk.is_full = None, False
         for host in self.hosts.values():
             host.is_spoilt = host.is_silent = host.is_full = host.cannot_start = False
             for group in host.hands._groups.values():

@@ -230,6 +230,14 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Archive:
+    """Bring the part of a generation to the durable directory beside the training, let it appear
+    there and report either, or let older ones go. What was asked for before is given up."""
+
+    command: commands.Archive | commands.FinishArchive | commands.Retire
+
+
+@dataclass(frozen=True, slots=True)
 class Replicate:
     """Fetch what this host is to keep for others: ``Replicated``. An earlier one is given up."""
 
@@ -265,6 +273,6 @@ class Rejoin:
 Action = (
     Log | Tell | Answer | Refuse | Welcome | StartGroup | BeginGroup | EndGroup | Poll | WantStop
     | Propose | Agree | WithdrawStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving
-    | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | Drop | Save | Replicate | Doubt
-    | Look | LeaveState | Rejoin
+    | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | Drop | Save | Archive
+    | Replicate | Doubt | Look | LeaveState | Rejoin
 )  # fmt: skip

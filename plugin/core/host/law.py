@@ -212,6 +212,8 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             step.do(actions.Drop(generation))
         case commands.Save(generation):
             step.do(actions.Save(generation))
+        case commands.Archive() | commands.FinishArchive() | commands.Retire():
+            step.do(actions.Archive(command))
         case commands.Replicate():
             step.do(actions.Replicate(command))
         case commands.Doubt(generation):

@@ -3,8 +3,6 @@ delays and repeats, with hosts that die, hang, fall silent and come back."""
 
 import os
 import random
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import Phase as HypothesisPhase
-from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    rule,
     run_state_machine_as_test,
 )
 
@@ -28,14 +22,9 @@ from scalai.core.membership import Phase
 from scalai.launch.coordinator.admission import Admission
 from scalai.launch.coordinator.calls import Join
 from scalai.launch.coordinator.members import Members
-from support.simulated_workers import Clock, use_real_time, use_virtual_time
-from support.two_laws import TICK_S, World
-
-NAMES = st.sampled_from("abc")
-LONG_S = 1500.0
-"""Within so long of virtual time a job without faults steps again, or says what it waits for."""
-STEP_S = 30.0
-"""Within so long it makes a step."""
+from support.histories import Histories
+from support.simulated_workers import use_real_time, use_virtual_time
+from support.two_laws import World
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -235,169 +224,6 @@ def test_a_coordinator_that_fails_leaves_the_state_for_the_same_job(tmp_path: Pa
     world.restart()
     world.go_on(60.0)
     assert world.is_training() and world.started[-1][1] == newest
-
-
-_HANGS = ["is_hung", "is_late", "is_stopped", "is_torn"]
-
-
-class Histories(RuleBasedStateMachine):
-    """What happens to the hosts of a job."""
-
-    @initialize(
-        present=st.sampled_from(["a", "ab", "ab", "abc"]), is_replicated=st.booleans(),
-        begins_s=st.sampled_from([0.0, 60.0]), snapshot_every=st.sampled_from([0, 0, 7]),
-    )  # fmt: skip
-    def begin(
-        self, present: str, is_replicated: bool, begins_s: float, snapshot_every: int
-    ) -> None:
-        use_virtual_time()
-        Clock.now = 1000.0
-        self.folder = tempfile.TemporaryDirectory()
-        self.world = World(
-            Path(self.folder.name), is_replicated=is_replicated, snapshot_every=snapshot_every
-        )
-        for name in present:
-            self.world.add(name)
-        self.world.go_on(begins_s)
-
-    def teardown(self) -> None:
-        if hasattr(self, "folder"):
-            try:
-                if sys.exc_info()[0] is None:
-                    self.rest()
-            finally:
-                self.folder.cleanup()
-
-    @rule(name=NAMES)
-    def add(self, name: str) -> None:
-        self.world.add(name)
-
-    @rule(name=NAMES, is_disk_lost=st.sampled_from([False, False, True]))
-    def kill(self, name: str, is_disk_lost: bool) -> None:
-        self.world.kill(name, is_disk_lost=is_disk_lost)
-
-    @rule(name=NAMES)
-    def replace(self, name: str) -> None:
-        self.world.replace(name)
-
-    @rule()
-    def restart(self) -> None:
-        self.world.restart()
-
-    @rule()
-    def wake_ghosts(self) -> None:
-        self.world.wake_ghosts()
-
-    @rule(name=NAMES)
-    def cut(self, name: str) -> None:
-        self.world.cut(name)
-
-    @rule(name=NAMES)
-    def leave(self, name: str) -> None:
-        self.world.leave(name)
-
-    @rule(name=NAMES, rank=st.integers(0, 5))
-    def kill_worker(self, name: str, rank: int) -> None:
-        self.world.kill_worker(name, rank)
-
-    @rule(name=NAMES, fault=st.sampled_from(["is_silent", "is_full", "cannot_start", "is_spoilt"]))
-    def break_host(self, name: str, fault: str) -> None:
-        if name in self.world.hosts:
-            host = self.world.hosts[name]
-            setattr(host, fault, not getattr(host, fault))
-
-    @rule(name=NAMES, rank=st.integers(0, 5), what=st.sampled_from(_HANGS))
-    def hang(self, name: str, rank: int, what: str) -> None:
-        """A worker makes no steps, or makes them and does not come to the stop, or does nothing at
-        all, or is in the middle of an update; or does again."""
-        host = self.world.hosts.get(name)
-        for group in host.hands._groups.values() if host else ():
-            if rank in group.workers:
-                worker = group.workers[rank]
-                setattr(worker, what, not getattr(worker, what))
-
-    @rule(which=st.integers(0, 5), nproc=st.sampled_from([1, 2, 3, 4]))
-    def change_while_one_is_late(self, which: int, nproc: int) -> None:
-        """A change is wanted, and a worker does not come to the stop in time."""
-        groups = [g for host in self.world.hosts.values() for g in host.hands._groups.values()]
-        workers = [worker for group in groups for worker in group.workers.values()]
-        if workers:
-            workers[which % len(workers)].is_late = True
-        self.world.scale(nproc)
-        self.world.go_on(70.0)
-
-    @rule(begins=st.booleans())
-    def save(self, begins: bool) -> None:
-        """A save of the training's own begins or ends."""
-        if begins:
-            self.world.begin_save()
-        else:
-            self.world.end_save()
-
-    @rule(nproc=st.sampled_from([1, 2, 3, 4, 6]))
-    def slip(self, nproc: int) -> None:
-        """The coordinator fails while it does what the law says; the job is started again."""
-        if self.world.slip(nproc):
-            self.world.restart()
-
-    @rule(nproc=st.sampled_from([1, 2, 3, 4, 6]))
-    def scale(self, nproc: int) -> None:
-        self.world.scale(nproc)
-
-    @rule(
-        steps=st.lists(
-            st.tuples(NAMES, st.sampled_from(["net", "work", "workers"]), st.booleans()),
-            min_size=1, max_size=12,
-        )
-    )  # fmt: skip
-    def act(self, steps: list[tuple[str, str, bool]]) -> None:
-        for name, what, is_repeated in steps:
-            self.world.act(name, what, is_repeated=is_repeated)
-
-    @rule(seconds=st.sampled_from([0.1, 2.0, TICK_S, 70.0]))
-    def tick(self, seconds: float) -> None:
-        self.world.tick(seconds)
-
-    @rule(count=st.integers(1, 3))
-    def train(self, count: int) -> None:
-        for _ in range(count):
-            self.world.train()
-
-    @rule(seconds=st.sampled_from([2.0, 10.0]))
-    def go_on(self, seconds: float) -> None:
-        self.world.go_on(seconds)
-
-    @rule()
-    def rest(self) -> None:
-        """Faults stop: the job steps again within bounded time, or waits for something that it
-        says, or has ended with a reason."""
-        world = self.world
-        world.heal()
-        known = len(world.log)
-        world.go_on(LONG_S)
-        before = world.furthest()
-        hung = [line for line in world.log[known:] if "hangs: no worker" in line]
-        assert not hung, "nobody is at fault any more: the laws let a round hang"
-        for report in world.live.timeline.reports:
-            state = report["recovery"]["state"]
-            assert (state and state["generation"]) == report["generation"], report
-        world.go_on(STEP_S)
-        assert not any("event=crashed" in line for line in world.log), world.log
-        if world.phase is Phase.RUNNING:
-            assert world.is_training(), (world.live.state, world.log[-30:])
-            assert world.furthest() > before, "it makes no steps"
-        elif world.phase is Phase.ENDED:
-            assert any("event=exit" in line for line in world.log)
-        else:
-            assert world.phase is Phase.WAITING, (world.phase, world.log[-30:])
-            assert world.live.state.obstacle or not self._is_enough(), world.log[-30:]
-
-    def _is_enough(self) -> bool:
-        """Whether hosts are there that a job could run on."""
-        return any(
-            host.is_in and host.agent.exit is None and host.agent.state.leaving_at is None
-            for host in self.world.hosts.values()
-        )
 
 
 TestHistories = Histories.TestCase

@@ -1,0 +1,122 @@
+"""A host's part in bringing generations to the durable directory while the job trains, in a thread
+of its own: a disk that is slow, or hangs, holds nothing else up."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from scalai.core import commands, reports
+from scalai.core.errors import ScalaiError, StoreError
+from scalai.core.events import Archived
+from scalai.store.archive import retire, show
+from scalai.store.host import HostStore
+from scalai.store.parts import snapshot_name
+
+CLOSE_S = 2.0
+"""How long the copy of an agent that ends may take to remove what it has written; a later agent of
+this host removes what is left."""
+
+Command = commands.Archive | commands.FinishArchive | commands.Retire
+
+log = logging.getLogger(__name__)
+
+
+class Archiver:
+    """Obeys one command after the other. Only the agent's own thread calls it.
+
+    Args:
+        store: This host's.
+        directory: ``<durable_dir>/<job>``; None where this host was given none.
+        tell: Reports to the coordinator, in the agent's loop.
+        put: Hands the agent's loop something to do.
+    """
+
+    def __init__(
+        self,
+        store: HostStore,
+        directory: Path | None,
+        tell: Callable[[reports.Report], None],
+        put: Callable[[Callable[[], None]], object],
+    ) -> None:
+        self._store, self._directory, self._tell, self._put = store, directory, tell, put
+        self._commands = queue.SimpleQueue[Command | None]()
+        self._newest: Command | None = None
+        self._snapshots: dict[int, str] = {}
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread now: later there may be no room for another one."""
+        if self._directory is not None:
+            self._thread = threading.Thread(target=self._work, name="archiver", daemon=True)
+            self._thread.start()
+
+    def obey(self, command: Command) -> None:
+        """Do this next; a copy that is being made is given up for another one."""
+        if self._directory is None:
+            if not isinstance(command, commands.Retire):
+                reason = "it was started without --durable-dir."
+                self._tell(Archived(self._store.host, command.order, 0, reason))
+            return
+        if isinstance(command, commands.Archive):
+            self._newest = command
+            self._store.give_up_archive("another one is to be archived.")
+        self._commands.put(command)
+
+    def give_up(self, reason: str) -> None:
+        """Make no copy any more that was asked for."""
+        self._newest = None
+        self._store.give_up_archive(reason)
+
+    def close(self) -> None:
+        """End. Does not wait for a disk that hangs."""
+        self.give_up("the agent ends.")
+        self._commands.put(None)
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _work(self) -> None:
+        while (command := self._commands.get()) is not None:
+            try:
+                report = self._done(command)
+            except Exception as error:  # it ends the agent, in its loop, with its reason
+                self._put(lambda error=error: _fail(error))  # type: ignore[misc]
+                return
+            if report is not None:
+                self._put(lambda report=report: self._tell(report))  # type: ignore[misc]
+
+    def _done(self, command: Command) -> Archived | None:
+        directory, host = self._directory, self._store.host
+        assert directory is not None, "the thread runs only with one"
+        try:
+            match command:
+                case commands.Archive():
+                    return Archived(host, command.order, self._copy(command, directory))
+                case commands.FinishArchive(order, generation):
+                    if generation not in self._snapshots:
+                        raise StoreError(f"this agent has not written generation {generation}.")
+                    show(directory, generation, self._snapshots[generation])
+                    return Archived(host, order)
+                case commands.Retire(before):
+                    for number in retire(directory, before):
+                        log.info("event=retired generation=%d directory=%s", number, directory)
+        except (ScalaiError, OSError, MemoryError) as error:
+            reason = str(error) or "the agent's memory ran out."
+            if not isinstance(command, commands.Retire):
+                return Archived(host, command.order, 0, reason)
+            log.warning("event=not_retired %s", reason)
+        return None
+
+    def _copy(self, command: commands.Archive, directory: Path) -> int:
+        if self._newest is not command:
+            raise StoreError("it is not needed any more: something newer is archived.")
+        generation = command.generation
+        self._snapshots[generation] = snapshot_name(self._store.manifest(generation))
+        return self._store.archive(generation, directory, own_only=command.own_only)
+
+
+def _fail(error: BaseException) -> None:
+    raise error

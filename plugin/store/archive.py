@@ -1,0 +1,186 @@
+"""Parts of a generation that come to a durable directory while the job trains. A part is written
+under a hidden name, and appears once the parts of all hosts are written; so what a directory shows
+was whole, whoever died meanwhile. What went wrong between is mended when a job looks there again.
+
+``<durable_dir>/<job>/generation-<n>/.<host>.archived`` has yet to appear;
+``<durable_dir>/<job>/.retired-<n>-<token>`` is being removed.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from scalai.core.errors import StoreError
+from scalai.store.atomic import rename_durably, sync_directory
+from scalai.store.durable import free_name, missing_files, no_disk, parts_there, write_part
+from scalai.store.manifest import HostManifest, read_manifest
+from scalai.store.parts import StoredRows, is_fetched, snapshot_name
+from scalai.store.places import NUMBERED, generation_name
+
+STEP_BYTES = 64 << 20
+"""So much is written before it is brought to disk: the page cache is left to the training, and a
+copy can be given up in between."""
+HIDDEN = ".archived"
+RETIRED = ".retired-"
+
+log = logging.getLogger(__name__)
+
+
+class Archive:
+    """A copy of this generation that is being made. Any thread may give it up."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self._reason: str | None = None
+
+    def give_up(self, reason: str) -> None:
+        self._reason = self._reason or reason
+
+    def check(self) -> None:
+        """Raise ``StoreError`` where it was given up."""
+        if self._reason is not None:
+            raise StoreError(f"generation {self.generation} is not archived: {self._reason}")
+
+
+def write_hidden(
+    rows: StoredRows, directory: Path, *, own_only: bool, check: Callable[[], None]
+) -> int:
+    """Write what of a part is not on the disk yet, so that ``show`` can let it appear as
+    ``<directory>/generation-<n>/<host>``.
+
+    Args:
+        rows: The part.
+        own_only: Without the files whose pieces came from other hosts: those write them.
+        check: Called between blocks of ``STEP_BYTES``; raises where the copy is to end.
+
+    Returns:
+        How many bytes were written.
+
+    Raises:
+        StoreError: No room; or another state is there under this number.
+    """
+    manifest = rows.manifest
+    folder = directory / generation_name(manifest.generation)
+    try:
+        there = parts_there(folder, manifest)
+        wanted = missing_files(manifest, there)
+        if there and not wanted:
+            return 0
+        if own_only:
+            wanted = [number for number in wanted if not is_fetched(manifest.files[number])]
+        name = free_name(folder, manifest.host).name
+        place = folder / f".{name}{HIDDEN}"
+        shutil.rmtree(place, ignore_errors=True)  # of an attempt that came to nothing
+        write_part(rows, wanted, name, place, lambda path, data: _write(path, data, check))
+    except OSError as error:
+        raise no_disk(directory, manifest, error) from error
+    return sum(manifest.files[number].size_bytes for number in wanted)
+
+
+def _write(path: Path, content: memoryview, check: Callable[[], None]) -> None:
+    with open(path, "xb") as file:
+        for low in range(0, len(content), STEP_BYTES):
+            check()
+            file.write(content[low : low + STEP_BYTES])
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), low, STEP_BYTES, os.POSIX_FADV_DONTNEED)
+
+
+def show(directory: Path, generation: int, snapshot: str) -> None:
+    """Let all parts of a generation appear that can be seen and are of this snapshot: also those of
+    a host that was lost after it had written. Several hosts may do so at once.
+
+    Raises:
+        StoreError: The disk refuses.
+    """
+    folder = directory / generation_name(generation)
+    try:
+        for path, part in _hidden(folder):
+            if snapshot_name(part) == snapshot:
+                _appear(path, part)
+    except OSError as error:
+        raise StoreError(
+            f"{error.filename or folder} cannot be renamed ({error.strerror}), as the last step of "
+            "archiving it. Repair the disk, or name another --durable-dir."
+        ) from error
+
+
+def mend(directory: Path, host: str) -> None:
+    """See to what a death has left below ``<durable_dir>/<job>``: parts appear whose generation is
+    shown already, for it was written as a whole; what this host had begun to write goes."""
+    for folder in sorted(directory.glob("generation-*")) if directory.is_dir() else ():
+        if NUMBERED.fullmatch(folder.name) is None:
+            continue
+        try:
+            shown = {snapshot_name(part) for part in _shown(folder)}
+            for path, part in _hidden(folder) if shown else ():
+                if snapshot_name(part) in shown:
+                    log.warning("event=mended directory=%s", path)
+                    _appear(path, part)
+            # Of a hidden part nobody knows here whether the others have theirs: it goes with later
+            # generations, by ``retire``.
+            shutil.rmtree(folder / f".{host}.partial", ignore_errors=True)
+        except OSError as error:
+            log.debug("%s: %s", folder, error)
+    _remove_retired(directory)
+
+
+def retire(directory: Path, before: int) -> list[int]:
+    """Remove the generations below ``<durable_dir>/<job>`` that are older than ``before``; each
+    disappears by one rename. Several hosts may do so at once. Returns those that this one removed.
+
+    Raises:
+        StoreError: The disk refuses.
+    """
+    removed = []
+    try:
+        for folder in sorted(directory.glob("generation-*")):
+            match = NUMBERED.fullmatch(folder.name)
+            if match is None or int(match[2]) >= before:
+                continue
+            with suppress(FileNotFoundError):  # another host was faster
+                target = directory / f"{RETIRED}{match[2]}-{secrets.token_hex(4)}"
+                rename_durably(folder, target)
+                removed.append(int(match[2]))
+    except OSError as error:
+        raise StoreError(
+            f"{error.filename or directory} cannot be removed ({error.strerror}), which is older "
+            "than what is kept there. Remove it by hand."
+        ) from error
+    finally:
+        _remove_retired(directory)
+    return removed
+
+
+def _remove_retired(directory: Path) -> None:
+    for left in directory.glob(f"{RETIRED}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _hidden(folder: Path) -> Iterator[tuple[Path, HostManifest]]:
+    for path in sorted(folder.glob(f".*{HIDDEN}")):
+        with suppress(StoreError):  # it was shown meanwhile, or is torn: it counts for nothing
+            yield path, read_manifest(path)
+
+
+def _shown(folder: Path) -> Iterator[HostManifest]:
+    for path in sorted(folder.iterdir()):
+        if not path.name.startswith("."):
+            with suppress(StoreError):
+                yield read_manifest(path)
+
+
+def _appear(path: Path, part: HostManifest) -> None:
+    """Rename a hidden part. One of that name is the same state, saved at the end of a job."""
+    target = path.parent / part.host
+    with suppress(FileNotFoundError):  # another host was faster
+        if target.exists():
+            shutil.rmtree(path)
+        else:
+            os.rename(path, target)
+        sync_directory(path.parent)
