@@ -10,7 +10,7 @@ import pytest
 
 from scalai.core.errors import StoreError
 from scalai.store import archive
-from scalai.store.archive import mend, retire, show
+from scalai.store.archive import repair, retire, show
 from scalai.store.manifest import HostManifest, read_manifest
 from scalai.store.parts import snapshot_name
 from scalai.store.places import find_generations
@@ -62,13 +62,13 @@ def test_a_host_lets_the_part_of_another_appear_that_died(
         generation(store, 3, step=30)
         name = snapshot_name(store.manifest(3))
         store.archive(3, disk, own_only=True)
-    mend(disk, "b")
+    repair(disk, "b")
     assert names(disk / "generation-3") == [".a.archived"], "nobody knows whether all are written"
     shutil.copytree(disk / "generation-3" / ".a.archived", disk / "generation-3" / "b")
     (disk / "generation-3" / ".b.partial").mkdir()
     (disk / "generation-3" / ".a.partial").mkdir()
     (disk / ".retired-1-x").mkdir()
-    mend(disk, "b")
+    repair(disk, "b")
     assert names(disk / "generation-3") == [".a.partial", "a", "b"], "a may still write"
     assert names(disk) == ["generation-3"]
     show(disk, 3, name)
