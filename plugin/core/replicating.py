@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from scalai.core import events
 from scalai.core.actions import Action, Release, Replicate, Say
-from scalai.core.deadlines import REPORT_S
 from scalai.core.membership import TRAINING, Job, Phase, Replication
+from scalai.core.slow import report_if_slow
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -41,7 +41,8 @@ def replicate(job: Job) -> Result:
     say how long it takes. Asked with every tick."""
     before = job.replication
     if before is not None and before.awaited:
-        return _reported(job, before)
+        under_way, lines = report_if_slow(before, "replicas", job.now)
+        return replace(job, replication=under_way), lines
     newest, hosts = job.newest_generation, keepers(job)
     if newest is None or job.uncommitted:
         return job, ()
@@ -55,18 +56,6 @@ def replicate(job: Job) -> Result:
     return replace(job, replication=replication, last_replication=order), (
         Replicate(tuple(sorted(hosts)), order, newest.number, job.replicas),
     )
-
-
-def _reported(job: Job, replication: Replication) -> Result:
-    waited = job.now - replication.since
-    if waited < REPORT_S * float(2**replication.reports):
-        return job, ()
-    text = (
-        f"event=slow replicas of generation {replication.generation} since_s={waited:.0f} awaited: "
-        f"{', '.join(sorted(replication.awaited))}"
-    )
-    replication = replace(replication, reports=replication.reports + 1)
-    return replace(job, replication=replication), (Say(text),)
 
 
 def replicated(event: events.Replicated, job: Job) -> Result:
