@@ -165,14 +165,14 @@ def _remove_retired(directory: Path) -> None:
 
 def _hidden(folder: Path) -> Iterator[tuple[Path, HostManifest]]:
     for path in sorted(folder.glob(f".*{HIDDEN}")):
-        with suppress(StoreError):  # it was shown meanwhile, or is torn: it counts for nothing
+        with suppress(StoreError, FileNotFoundError):  # it was shown meanwhile, or is torn
             yield path, read_manifest(path)
 
 
 def _shown(folder: Path) -> Iterator[HostManifest]:
     for path in sorted(folder.iterdir()):
         if not path.name.startswith("."):
-            with suppress(StoreError):
+            with suppress(StoreError, FileNotFoundError):
                 yield read_manifest(path)
 
 

@@ -84,6 +84,33 @@ def test_what_is_saved_at_the_end_meanwhile_is_the_same(open_store: Opener, tmp_
     assert names(disk / "generation-3") == ["a"]
 
 
+def test_several_hosts_show_the_same_parts_at_once(open_store: Opener, tmp_path: Path) -> None:
+    """Each looks at parts that another one renames meanwhile."""
+    written, hosts, problems = tmp_path / "written", "abcdef", list[BaseException]()
+    for host in hosts:
+        with open_store(host=host) as store:
+            generation(store, 3, step=30)
+            name = snapshot_name(store.manifest(3))
+            store.archive(3, written, own_only=True)
+
+    def run(disk: Path) -> None:
+        try:
+            show(disk, 3, name)
+        except BaseException as error:
+            problems.append(error)
+
+    for number in range(30):
+        disk = tmp_path / f"disk-{number}"
+        shutil.copytree(written, disk)
+        threads = [threading.Thread(target=run, args=(disk,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not problems, problems
+        assert names(disk / "generation-3") == list(hosts)
+
+
 def test_generations_before_a_number_go_and_nothing_else(
     open_store: Opener, tmp_path: Path
 ) -> None:
