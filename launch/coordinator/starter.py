@@ -9,9 +9,8 @@ from scalai.core.source_list import Listed, SourceList, source_list
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
-from scalai.store.attachment import ATTACHED
 from scalai.store.generation import unite
-from scalai.store.parts import reference_of
+from scalai.store.parts import ATTACHED, reference_of
 
 
 class Starter:
