@@ -12,7 +12,7 @@ from scalai.core.transitions import Result
 
 LATE_S = 5.0
 """An agent ends by itself when its host's time is over; one that has not for so long may hang."""
-SAME_S = 1.0
+SAME_S = 3.0
 """Deadlines of two notices that differ by less are one."""
 
 

@@ -10,7 +10,7 @@ from scalai.core.host.state import HostState
 from scalai.core.host.step import Step
 
 SIGNAL = "a signal"
-SAME_S = 1.0
+SAME_S = 3.0
 """Deadlines of one source that differ by less are one."""
 
 
