@@ -136,6 +136,15 @@ class Participant:
             )  # fmt: skip
         self._agent.leave()
 
+    def noticed(self, source: str, left_s: float | None) -> None:
+        """A source says that this host will be taken away, in so many seconds (None: at some
+        time); told again as long as it holds."""
+        self._agent.noticed(source, left_s)
+
+    def notice_withdrawn(self, source: str) -> None:
+        """It says so no more."""
+        self._agent.notice_withdrawn(source)
+
     def stop_now(self, code: int) -> None:
         """A second signal: end at once; the state stays in the store for a restarted agent."""
         self._agent.stop_now(code)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from scalai.core.choice import DegreePolicy, Rule
 from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.core.errors import UsageError
+from scalai.launch.config.notice_source import NoticeSource, parse_source
 
 STANDBY = ("auto", "always", "never")
 PROBE_KINDS = ("nvidia-smi", "command", "file", "none")
@@ -131,6 +132,28 @@ class ProbeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PreemptionConfig:
+    """Who tells this host that it will be taken away.
+
+    Attributes:
+        sources: ``signal`` (SIGUSR1), ``file:PATH``, ``aws``, ``gcp``, ``azure``; the last three
+            also with ``@`` and an address.
+        interval_s: Seconds between two questions to one of them.
+    """
+
+    sources: tuple[str, ...] = ("signal",)
+    interval_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        _expect(self.interval_s > 0, "interval_s", self.interval_s, "> 0 seconds")
+        parsed = self.parsed()
+        _expect(len(set(parsed)) == len(parsed), "sources", list(self.sources), "each once")
+
+    def parsed(self) -> tuple[NoticeSource, ...]:
+        return tuple(map(parse_source, self.sources))
+
+
+@dataclass(frozen=True, slots=True)
 class DeepSpeedConfig:
     """What DeepSpeed's own configuration cannot say of an elastic job.
 
@@ -170,6 +193,7 @@ class ElasticConfig:
     store: StoreConfig = field(default_factory=StoreConfig)
     resize: ResizeConfig = field(default_factory=ResizeConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     origin: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where a value comes from, by its dotted name: ``flag`` or ``file``; absent: the default."""
@@ -195,12 +219,12 @@ class ElasticConfig:
         ]
         if self.default_degrees is not None:
             lines.append(("degrees.default", str(self.default_degrees)))
-        for section in ("model", "store", "resize", "probe", "deepspeed"):
+        for section in ("model", "store", "resize", "probe", "preemption", "deepspeed"):
             part = getattr(self, section)
             for item in fields(part):
                 value = getattr(part, item.name)
                 # What nobody stated here says nothing; the other sections are shown whole.
-                is_quiet = section in ("model", "deepspeed")
+                is_quiet = section in ("model", "preemption", "deepspeed")
                 if not is_quiet or f"{section}.{item.name}" in self.origin:
                     shown = list(value) if isinstance(value, tuple) else value
                     lines.append(

@@ -16,6 +16,7 @@ from torch.distributed.run import get_args_parser
 from scalai.core.errors import UsageError
 from scalai.launch.config.endpoint import join_endpoint
 from scalai.launch.config.identity import tls_files
+from scalai.launch.config.notice_source import parse_source
 from scalai.launch.config.options import DEFAULT_MASTER_PORT, Options
 from scalai.store.places import check_host, check_job
 
@@ -139,6 +140,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--min-model-parallel", type=int, metavar="N", help="smallest TP*PP that fits in memory")
     add("--probe", type=_probe, metavar="nvidia-smi|command:CMD|file:PATH|none",
         help="how to ask for the number of working devices of this host")  # fmt: skip
+    add("--preemption", type=_notice_sources, metavar="SOURCE,...",
+        help="who tells this host that it will be taken away: signal (SIGUSR1; the default), "
+        "file:PATH, aws, gcp, azure; or none")  # fmt: skip
     add("--report-dir", metavar="DIR", help="where the JSON report of each resize goes")
     add("--fresh", dest="is_fresh", action="store_true",
         help="begin anew although the job has a state, which is given up")  # fmt: skip
@@ -155,6 +159,7 @@ _DOTTED = {
     "durable_keep": "store.durable_keep",
     "snapshot_every": "store.snapshot_every",
     "replicas": "store.replicas",
+    "preemption": "preemption.sources",
     "settle_s": "resize.settle_s",
     "drain_timeout": "resize.drain_timeout_s",
     "allowed_sizes": "resize.allowed_sizes",
@@ -249,6 +254,16 @@ def _sizes(text: str) -> tuple[int, ...]:
     if not sizes or min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} names no world size of 1 or more")
     return tuple(sorted(sizes))
+
+
+def _notice_sources(text: str) -> tuple[str, ...]:
+    sources = () if text == "none" else tuple(part.strip() for part in text.split(","))
+    try:
+        for source in sources:
+            parse_source(source)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return sources
 
 
 def _probe(text: str) -> dict[str, object]:

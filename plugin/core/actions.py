@@ -115,13 +115,14 @@ class Commit:
 @dataclass(frozen=True, slots=True)
 class Replicate:
     """These hosts fetch from each other what would be lost of this generation with one of them, so
-    that of everything there are so many ``replicas``; each answers ``order`` with
-    ``Replicated``."""
+    that of everything there are so many ``replicas``; each answers ``order`` with ``Replicated``.
+    ``giving``: only of what nobody holds but these, which will be taken away and keep nothing."""
 
     hosts: tuple[str, ...]
     order: int
     generation: int
     replicas: int
+    giving: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

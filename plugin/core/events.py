@@ -28,7 +28,22 @@ class HostJoined:
 
 @dataclass(frozen=True, slots=True)
 class HostLeaving:
-    """A first SIGTERM or SIGINT: the host drains."""
+    """A host was told to leave: it drains. ``source`` says by whom; it has ``left_s`` seconds to go
+    (None: no haste), after which it is gone whatever becomes of its drain where that ``is_final``.
+    It holds so many bytes of the newest generation. A later one of the same host says what holds
+    from then on."""
+
+    host: str
+    at: float
+    source: str = ""
+    left_s: float | None = None
+    is_final: bool = False
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostStaying:
+    """Every notice was withdrawn by which a host was to leave."""
 
     host: str
     at: float
@@ -362,9 +377,9 @@ class Looked:
 
 
 Event = (
-    HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Built | NotBuilt
-    | Prepared | Held | Arrived | SnapshotWritten | Judged | Frozen | Rescued | RescueJudged
-    | Sealed | SnapshotJudged | Committed
+    HostJoined | HostLeaving | HostStaying | HostLost | SlotsChanged | Rescaled | Ticked | Built
+    | NotBuilt | Prepared | Held | Arrived | SnapshotWritten | Judged | Frozen | Rescued
+    | RescueJudged | Sealed | SnapshotJudged | Committed
     | Stopped | WorkersFailed | Stepped | Progressed | Unhooked | Hooked | Finished | Saved
     | NotSaved | Archived | Looked | Replicated | Published | Restored | Proven | ProofFailed
     | Resumed

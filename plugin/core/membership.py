@@ -24,6 +24,7 @@ from enum import Enum
 from operator import attrgetter
 
 from scalai.core.degrees import Degrees
+from scalai.core.pace import Pace
 
 
 class Phase(Enum):
@@ -66,12 +67,15 @@ others hold may be the whole state."""
 @dataclass(frozen=True, slots=True)
 class Host:
     """An agent and its devices. ``order`` is the sequence number of its joining: survivors keep
-    their relative order."""
+    their relative order. One that is leaving may have to be gone by a time (``leave_by``); it
+    ``is_short`` where that is likely to come before its drain has ended."""
 
     name: str
     slots: int
     order: int
     is_leaving: bool = False
+    leave_by: float | None = None
+    is_short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +140,8 @@ class Replication:
     """Replicas that are made of a ``generation`` by ``hosts``, of which ``awaited`` have not done
     so yet: since when, how often that was reported, how many bytes have crossed, and which hosts
     could not. ``order`` tells it from earlier ones of the same generation. ``is_hopeful``: some
-    could not because another host gave nothing; then all are asked ``again_at`` that time."""
+    could not because another host gave nothing; then all are asked ``again_at`` that time.
+    ``giving``: of what only these hosts hold, which will be taken away, and of nothing else."""
 
     order: int
     generation: int
@@ -149,6 +154,7 @@ class Replication:
     is_hopeful: bool = False
     is_again: bool = False
     again_at: float = 0.0
+    giving: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +304,9 @@ class Job:
     replicated: tuple[int, frozenset[str]] | None = None
     """The generation of which replicas were made last, and on which hosts."""
     last_replication: int = 0
+    evacuated: tuple[int, frozenset[str]] | None = None
+    """The generation of which others hold what only these hosts held, which will be taken away."""
+    pace: Pace = field(default_factory=Pace)
     archiving: Archiving | None = None
     archived: tuple[int, ...] = ()
     """The generations that this job has brought to the durable directory, as far as they are kept

@@ -114,7 +114,17 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The host was told to drain."""
+    """The host was told to drain, by this ``source``; it has so many seconds left (None: no haste),
+    and is gone then, whatever becomes of the drain, where that ``is_final``."""
+
+    source: str = ""
+    left_s: float | None = None
+    is_final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """Every notice was withdrawn by which the host was to leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,5 +144,5 @@ HostEvent = (
 
 Report = (
     HostEvent | Sealed | Failed | Published | Moved | Grown | Restored | Unproven | Doubted
-    | Examined | Attached | Leaving | Slots
+    | Examined | Attached | Leaving | Staying | Slots
 )  # fmt: skip

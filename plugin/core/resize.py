@@ -8,7 +8,17 @@ stays until a newer one is committed and, after a resize, until every new rank h
 from dataclasses import replace
 from functools import singledispatch
 
-from scalai.core import archiving, commits, events, failures, hangs, replicating, starting
+from scalai.core import (
+    archiving,
+    commits,
+    evacuating,
+    events,
+    failures,
+    hangs,
+    preemption,
+    replicating,
+    starting,
+)
 from scalai.core.actions import Action, Commit, Drop, Release, Report, Say, Withdraw
 from scalai.core.deadlines import clock_of
 from scalai.core.failures import excuse_loss, fail
@@ -53,6 +63,7 @@ def advance(job: Job, event: events.Event) -> Result:
     if job.phase is Phase.ENDED:
         return job, ()
     after, due = _on(event, job)
+    after = preemption.measured(job, after)
     return (after if clock_of(after) == clock_of(job) else replace(after, wait=Wait())), due
 
 
@@ -90,10 +101,15 @@ def _brought(event: events.HostJoined) -> tuple[Action, ...]:
 
 @_on.register
 def _host_leaving(event: events.HostLeaving, job: Job) -> Result:
-    if event.host not in job.hosts:
+    if event.host not in job.hosts or preemption.is_known(event, job):
         return job, ()
-    host = replace(job.hosts[event.host], is_leaving=True)
-    job = replace(job, hosts={**job.hosts, event.host: host})
+    job, first = preemption.noticed(event, job)
+    job, actions = _leave(job, event)
+    return job, (*first, *actions)
+
+
+def _leave(job: Job, event: events.HostLeaving) -> Result:
+    """Begin the drain of a host that is marked as leaving."""
     if job.phase is Phase.WAITING:
         return _leave_while_waiting(job, event.host)
     if event.host not in active(job) and job.phase in RESIZABLE:
@@ -113,6 +129,19 @@ def _consider_soon(job: Job, at: float) -> Result:
     if job.phase is Phase.PREPARING and job.held and runs_as_requested(job):
         return call_off(job)
     return replace(job, changed_at=at), ()
+
+
+@_on.register
+def _host_staying(event: events.HostStaying, job: Job) -> Result:
+    """The notice is withdrawn: a stop at which nobody has written is taken back, where the job runs
+    as it is to; else the next round has the host again."""
+    if event.host not in job.hosts or not job.hosts[event.host].is_leaving:
+        return job, ()
+    job = preemption.taken_back(job, event.host)
+    has_all = job.current is not None and active(job) == job.current.members
+    if job.phase in (Phase.PREPARING, Phase.DRAINING) and has_all and runs_as_requested(job):
+        return call_off(job)
+    return _consider_soon(job, event.at)
 
 
 def _leave_while_waiting(job: Job, host: str) -> Result:
@@ -208,10 +237,12 @@ def _ticked(event: events.Ticked, job: Job) -> Result:
         return consider(job)
     if stuck := hangs.hung(job, event.stalled):
         return stuck
+    job, given = evacuating.evacuate(job)
     job, copied = replicating.replicate(job)
     job, archived = archiving.archive(job)
+    job, gone = preemption.overdue(job)
     job, late = overdue(job)
-    return job, (*copied, *archived, *late)
+    return job, (*given, *copied, *archived, *gone, *late)
 
 
 def _refill(job: Job, newest: int) -> Job:

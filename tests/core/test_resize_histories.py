@@ -76,6 +76,17 @@ class Histories(RuleBasedStateMachine):
     def leave(self, name: str) -> None:
         self.simulation.feed(events.HostLeaving(name, self.simulation.now))
 
+    @rule(name=NAMES, left_s=st.sampled_from([None, 1.0, 30.0, 600.0]), is_final=st.booleans())
+    def notice(self, name: str, left_s: float | None, is_final: bool) -> None:
+        """It is told that it will be taken away, for the first time or once more."""
+        now = self.simulation.now
+        self.simulation.feed(events.HostLeaving(name, now, "file", left_s, is_final))
+
+    @rule(name=NAMES)
+    def take_back(self, name: str) -> None:
+        """It stays after all."""
+        self.simulation.feed(events.HostStaying(name, self.simulation.now))
+
     @rule(name=NAMES)
     def lose(self, name: str) -> None:
         left = self.simulation.job.failures_left

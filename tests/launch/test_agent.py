@@ -142,7 +142,7 @@ def test_signals_reach_the_law_from_any_thread_and_a_second_one_ends_the_loop() 
     again.agent.set_slots(1)
     again.agent.put(events.CoordinatorLost("it is gone."))
     assert again.agent.run() == 1
-    assert again.reported() == [reports.Leaving(), reports.Slots(1)]
+    assert again.reported() == [reports.Leaving("a signal", 9.0), reports.Slots(1)]
 
 
 def participant(made: Made, **served: Any) -> Participant:

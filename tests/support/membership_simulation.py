@@ -188,8 +188,8 @@ class Simulation(Known):
                 self.judge_snapshot(snapshot)
             case actions.Commit(hosts, generation):
                 self.tell(hosts, lambda host: self.commit(host, generation))
-            case actions.Replicate(hosts, order, generation, _):
-                self.tell(hosts, lambda host: self.replicate(host, order, generation))
+            case actions.Replicate(hosts, order, generation, _, giving):
+                self.tell(hosts, lambda host: self.replicate(host, order, generation, giving))
             case actions.StopWorkers(hosts):
                 self.tell(hosts, lambda host: self.stop(host, round))
             case actions.Discard():
@@ -281,16 +281,19 @@ class Simulation(Known):
             self.known[self.numbers] = {h: pieces for h, (_, _, pieces) in mine.items()}
         self.feed(events.Judged(is_covered, self.job.stop, self.numbers, frozenset(mine)))
 
-    def replicate(self, host: SimulatedHost, order: int, generation: int) -> events.Event:
-        """Keep what the host before this one has."""
+    def replicate(
+        self, host: SimulatedHost, order: int, generation: int, giving: tuple[str, ...]
+    ) -> events.Event:
+        """Keep what the host before this one has, or what those have that will be taken away."""
         names = sorted(self.hosts)
-        ward = self.hosts[names[names.index(host.name) - 1]]
-        if generation in ward.parts and generation in self.known and not ward.is_silent:
-            host.parts[generation] = (
-                host.parts.get(generation, frozenset()) | ward.parts[generation]
-            )
-            self.known[generation][host.name] = host.parts[generation]
-            self.job = m.replace_generations(self.job, self.covered())
+        before = names[names.index(host.name) - 1]
+        for ward in [self.hosts[name] for name in giving or (before,) if name in self.hosts]:
+            if generation in ward.parts and generation in self.known and not ward.is_silent:
+                host.parts[generation] = (
+                    host.parts.get(generation, frozenset()) | ward.parts[generation]
+                )
+                self.known[generation][host.name] = host.parts[generation]
+                self.job = m.replace_generations(self.job, self.covered())
         return events.Replicated(host.name, order, 16)
 
     def commit(self, host: SimulatedHost, generation: int) -> events.Event:

@@ -224,6 +224,22 @@ class LeaveAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class Noticed:
+    """A ``source`` says that this host will be taken away in so many seconds (None: at some time).
+    What a source has said before holds no more."""
+
+    source: str
+    left_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeWithdrawn:
+    """A source says that this host stays after all."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class SlotsChanged:
     """The device probe reports another number."""
 
@@ -267,5 +283,6 @@ Event = (
     Commanded | Called | WorkerGone | Ticked | GroupStarted | GroupNotStarted | GroupEnded
     | GroupOver | Proposed | Agreed | Reserved | NoRoom | Sealed | Fetched | NotProven | Moved
     | WorkFailed | CommitDone | CommitWaits | NothingToCommit | Holds | Replicated | LeaveAsked
-    | SlotsChanged | Expelled | Rejoined | NotRejoined | CoordinatorLost | ActionFailed
+    | Noticed | NoticeWithdrawn | SlotsChanged | Expelled | Rejoined | NotRejoined
+    | CoordinatorLost | ActionFailed
 )  # fmt: skip

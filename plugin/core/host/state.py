@@ -276,7 +276,8 @@ class HostState:
         expelled: Rounds that ended because the job went on without this host: what they seal may
             be brought when it joins again.
         save_looks: How often the workers had looked for a save when a leaving host last asked.
-        leaving_at: Since when the host leaves.
+        leaving_at: Since when the host leaves, because a signal has told it to.
+        notices: Who else says that it will be taken away, and when that is (None: at some time).
         is_rejoining: Whether the host joins again once its workers are gone.
         last_step: The last step of workers that came to the end of their script.
         exit: With which code the agent ends.
@@ -294,6 +295,7 @@ class HostState:
     expelled: frozenset[int] = frozenset()
     save_looks: int = 0
     leaving_at: float | None = None
+    notices: Mapping[str, float | None] = field(default_factory=dict)
     is_rejoining: bool = False
     last_step: int = 0
     exit: int | None = None
