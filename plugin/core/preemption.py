@@ -78,7 +78,10 @@ def _with(job: Job, host: Host) -> Job:
 
 
 def measured(before: Job, after: Job) -> Job:
-    """Return ``after`` with what has been measured on the way there from ``before``."""
+    """Return ``after`` with what has been measured on the way there from ``before``; what changes
+    nothing measures nothing."""
+    if after is before:
+        return after
     pace = after.pace
     if after.phase is not before.phase:
         pace = _entered(pace, before.phase, after.phase, after.now)
