@@ -245,7 +245,8 @@ def recover(hosts: Hosts, side: Side, home: Path, *, is_cut: bool) -> Recovery:
     found = Marks(marks)
     last = max(found.rounds)
     restored = min(e["step"] for e in found.rounds[last][0] if e["event"] == "step") - 1
-    stages = [killed_at, *(found.when(last, stage) for stage in STAGES)]
+    # A worker that was forked has its imports behind it since long before.
+    stages = [killed_at, *(max(killed_at, found.when(last, stage)) for stage in STAGES)]
     stages += [found.when(last, "step", at) for at in dict.fromkeys((restored + 1, step + 1))]
     names = [*STAGES, "first step", "steps again"]
     parts = {
