@@ -326,7 +326,7 @@ class LiveJob:
             case actions.Exit():
                 self._exit(action)
             case actions.Say(text):
-                self.log(f"event=note {text}")
+                self.log(text if text.startswith("event=") else f"event=note {text}")
             case _:
                 self.command(*command_of(action, self.state.round, self.generations))
 
