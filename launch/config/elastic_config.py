@@ -64,6 +64,7 @@ class ResizeConfig:
             least: three times the longest pause so far may pass too; 0: for ever.
         quarantine_s: How long a host waits that was lost three times within an hour; twice as long
             each further time; 0: it does not.
+        silent_s: After so much silence of its agent a host counts as lost, where others can go on.
         allowed_sizes: World sizes that may be used, ascending; empty: any.
         min_model_parallel: Smallest TP·PP that memory is known to hold; None: the present one.
         standby: Whether the next round's workers build their models while the present ones
@@ -83,6 +84,7 @@ class ResizeConfig:
     stall_s: float = 60.0
     hang_s: float = 1800.0
     quarantine_s: float = 60.0
+    silent_s: float = 15.0
 
     def __post_init__(self) -> None:
         policies = "one of " + ", ".join(STANDBY)
@@ -94,6 +96,7 @@ class ResizeConfig:
         _expect(self.stall_s > 0, "stall_s", self.stall_s, "> 0 seconds")
         _expect(self.hang_s >= 0, "hang_s", self.hang_s, "0 or more seconds")
         _expect(self.quarantine_s >= 0, "quarantine_s", self.quarantine_s, "0 or more seconds")
+        _expect(self.silent_s >= 3, "silent_s", self.silent_s, "3 or more seconds")
         _expect(self.settle_s >= 0, "settle_s", self.settle_s, "0 or more seconds")
         _expect(self.drain_timeout_s > 0, "drain_timeout_s", self.drain_timeout_s, "> 0 seconds")
         sizes = self.allowed_sizes

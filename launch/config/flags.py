@@ -134,6 +134,8 @@ def build_parser() -> argparse.ArgumentParser:
         "change")  # fmt: skip
     add("--drain-timeout", "--drain-timeout-s", dest="drain_timeout", type=float, metavar="S",
         help="most seconds between SIGTERM and exit")  # fmt: skip
+    add("--silent-s", type=float, metavar="S",
+        help="a host whose agent is silent for so long counts as lost (default: 15)")  # fmt: skip
     add("--allowed-sizes", type=_sizes, metavar="N,N,...",
         help="world sizes that may be used, such as 2,4,8-12")  # fmt: skip
     add("--min-model-parallel", type=int, metavar="N", help="smallest TP*PP that fits in memory")
@@ -157,6 +159,7 @@ _DOTTED = {
     "replicas": "store.replicas",
     "settle_s": "resize.settle_s",
     "drain_timeout": "resize.drain_timeout_s",
+    "silent_s": "resize.silent_s",
     "allowed_sizes": "resize.allowed_sizes",
     "min_model_parallel": "resize.min_model_parallel",
 }
