@@ -60,8 +60,9 @@ class ResizeConfig:
             their snapshot before they are ended.
         start_timeout_s: How long a round may make no progress before every rank has stepped.
         stall_s: After how long without a step workers are reported, at the soonest.
-        hang_s: For how long no worker may make a step before the round is started again, at
-            least: three times the longest pause so far may pass too; 0: for ever.
+        hang_s: For how long no worker may make a step before the round is started again, where it
+            is not known how long one takes, and at most; but three times the longest pause so far
+            may always pass. 0: for ever.
         quarantine_s: How long a host waits that was lost three times within an hour; twice as long
             each further time; 0: it does not.
         silent_s: After so much silence of its agent a host counts as lost, where others can go on.

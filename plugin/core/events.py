@@ -66,12 +66,18 @@ class Rescaled:
 @dataclass(frozen=True, slots=True)
 class Stalled:
     """Workers of one host that make no steps: since when ``step`` was made, in seconds.
-    ``longest_s``: how long the longest pause took that ended by itself."""
+    ``longest_s``: how long the longest pause took that ended by itself; ``usual_s``: how long a
+    step of this round takes at most, as a rule, 0 where that is not known yet; ``is_within``: all
+    workers of the host say to be within a step; ``where`` they stand, by rank, as far as they have
+    said so."""
 
     ranks: tuple[int, ...]
     step: int
     for_s: float
     longest_s: float = 0.0
+    usual_s: float = 0.0
+    is_within: bool = False
+    where: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

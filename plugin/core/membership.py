@@ -241,7 +241,8 @@ class Job:
     """How long a host that flaps waits at first; 0: it never does."""
     start_timeout_s: float = 1800.0
     hang_s: float = 0.0
-    """How long no worker may make a step, at least; 0: for ever."""
+    """How long no worker may make a step where it is not known how long one takes, and at most; 0:
+    for ever."""
     has_state: bool = False
     phase: Phase = Phase.WAITING
     hosts: Mapping[str, Host] = field(default_factory=dict)
@@ -282,6 +283,8 @@ class Job:
     stepped_at: float | None = None
     hung: tuple[int, int] = (0, 0)
     """The furthest step when the job hung last, and how often it did without a step in between."""
+    hangs: Mapping[str, int] = field(default_factory=dict)
+    """At how many hangs a host was behind since it joined."""
     strikes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """When hosts were lost, or joined a round that failed (see ``quarantine``)."""
     barred: Mapping[str, float] = field(default_factory=dict)

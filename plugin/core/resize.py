@@ -25,7 +25,7 @@ from scalai.core.membership import (
     staying,
 )
 from scalai.core.overdue import overdue
-from scalai.core.quarantine import pardon, strike
+from scalai.core.quarantine import joined_anew, pardon, strike
 from scalai.core.transitions import (
     UNHOOKED,
     Result,
@@ -66,7 +66,7 @@ def _host_joined(event: events.HostJoined, job: Job) -> Result:
     before, is_replaced = job, event.host in job.hosts
     host = Host(event.host, event.slots, job.joined)
     job = replace(
-        job,
+        joined_anew(job, event.host),
         hosts={**job.hosts, event.host: host},
         joined=job.joined + 1,
         generations=event.covered,

@@ -31,6 +31,7 @@ class Histories(RuleBasedStateMachine):
         minimum=st.integers(1, 2), failures=st.integers(0, 4),
         build_timeout_s=st.sampled_from([0.0, 8.0, 60.0]), is_loss_free=st.booleans(),
         present=st.sampled_from(["", "a", "ab", "ab", "abc"]), replicas=st.integers(0, 1),
+        hang_s=st.sampled_from([0.0, 30.0]), hanger=st.sampled_from(["", "", "b"]),
     )  # fmt: skip
     def begin(
         self,
@@ -43,6 +44,8 @@ class Histories(RuleBasedStateMachine):
         is_loss_free: bool,
         present: str,
         replicas: int,
+        hang_s: float,
+        hanger: str,
     ) -> None:
         self.simulation = Simulation(
             job(
@@ -54,8 +57,10 @@ class Histories(RuleBasedStateMachine):
                 is_loss_free=is_loss_free,
                 replicas=replicas,
                 start_timeout_s=600.0,
+                hang_s=hang_s,
             )
         )
+        self.simulation.hangers = {hanger}
         self.simulation.is_replicated = is_replicated
         self.stores: dict[str, dict[int, frozenset[int]]] = {}
         self.numbers_seen: list[int] = []
@@ -171,6 +176,7 @@ class Histories(RuleBasedStateMachine):
         before = self.simulation.job
         self.simulation.tick(seconds)
         is_overdue = before.phase is m.Phase.STARTING or before.phase in LOSING
+        is_overdue = is_overdue or bool(before.hang_s and self.simulation.stalled())
         assert is_overdue or self.simulation.job.failures_left == before.failures_left
 
     @rule(steps=st.integers(1, 5))
