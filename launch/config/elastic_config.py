@@ -1,5 +1,6 @@
 """The elastic configuration: one frozen tree, checked when built. ``elastic_file`` reads it."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
@@ -116,16 +117,24 @@ class ProbeConfig:
         command: The command line of kind ``command``.
         file: The path of kind ``file``.
         interval_s: Seconds between two questions.
+        health_check: A command, as words of a shell and run without one, that ends with 0 where
+            the host may run workers; None: it may.
+        health_timeout_s: How long the command may take.
     """
 
     kind: str = "nvidia-smi"
     command: str | None = None
     file: str | None = None
     interval_s: float = 5.0
+    health_check: str | None = None
+    health_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         _expect(self.kind in PROBE_KINDS, "kind", self.kind, "one of " + ", ".join(PROBE_KINDS))
         _expect(self.interval_s > 0, "interval_s", self.interval_s, "> 0 seconds")
+        timeout_s = self.health_timeout_s
+        _expect(timeout_s > 0, "health_timeout_s", timeout_s, "> 0 seconds")
+        _check_words(self.health_check)
         for kind, value in (("command", self.command), ("file", self.file)):
             if (self.kind == kind) != (value is not None):
                 raise UsageError(
@@ -213,6 +222,15 @@ class ElasticConfig:
         return "\n".join(
             f"{name} = {value}  ({self.origin.get(name, 'default')})" for name, value in lines
         )
+
+
+def _check_words(command: str | None) -> None:
+    """Check that a health check is a command."""
+    try:
+        is_command = command is None or bool(shlex.split(command))
+    except ValueError:  # a quotation has no end
+        is_command = False
+    _expect(is_command, "health_check", command, "a command, such as '/opt/check --quick'")
 
 
 def _expect(is_met: bool, name: str, found: object, expected: str) -> None:

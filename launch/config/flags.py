@@ -141,6 +141,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--min-model-parallel", type=int, metavar="N", help="smallest TP*PP that fits in memory")
     add("--probe", type=_probe, metavar="nvidia-smi|command:CMD|file:PATH|none",
         help="how to ask for the number of working devices of this host")  # fmt: skip
+    add("--health-check", metavar="CMD",
+        help="command (no shell) that ends with 0 where this host may run workers: asked before "
+        "it does, and after a failure on it")  # fmt: skip
     add("--report-dir", metavar="DIR", help="where the JSON report of each resize goes")
     add("--fresh", dest="is_fresh", action="store_true",
         help="begin anew although the job has a state, which is given up")  # fmt: skip
@@ -160,6 +163,7 @@ _DOTTED = {
     "settle_s": "resize.settle_s",
     "drain_timeout": "resize.drain_timeout_s",
     "silent_s": "resize.silent_s",
+    "health_check": "probe.health_check",
     "allowed_sizes": "resize.allowed_sizes",
     "min_model_parallel": "resize.min_model_parallel",
 }

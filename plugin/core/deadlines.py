@@ -39,6 +39,12 @@ LEAST_HANG_S = 300.0
 HANG_STEPS = 30
 """Within a step, workers hang that make none for so long, and for so many times as long as a usual
 step takes at most."""
+CHECKED_S = 10.0
+"""How long the others wait for the first answer to a health check before they go on without."""
+CHECK_AGAIN_S = 30.0
+LONGEST_CHECK_AGAIN_S = 3600.0
+"""A host that has failed its health check is asked again after so long, then after twice as long
+each time, so long at most."""
 PAUSES = 3
 """So many times as the longest pause that ended by itself (an evaluation, a save) one may take."""
 

@@ -24,6 +24,8 @@ class HostJoined:
     at: float
     obsolete: tuple[int, ...] = ()
     sealed: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    has_check: bool = False
+    """Whether it has a health check, which it passes before it runs workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,11 +369,21 @@ class Looked:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class HealthChecked:
+    """A host has run its health check, as ``order`` asked; ``reason``: why it is not healthy."""
+
+    host: str
+    order: int
+    is_healthy: bool
+    reason: str = ""
+
+
 Event = (
     HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Built | NotBuilt
     | Prepared | Held | Arrived | SnapshotWritten | Judged | Frozen | Rescued | RescueJudged
     | Sealed | SnapshotJudged | Committed
     | Stopped | WorkersFailed | Stepped | Progressed | Unhooked | Hooked | Finished | Saved
     | NotSaved | Archived | Looked | Replicated | Published | Restored | Proven | ProofFailed
-    | Resumed
+    | Resumed | HealthChecked
 )  # fmt: skip

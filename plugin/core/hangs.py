@@ -7,6 +7,7 @@ from scalai.core.behind import Ranks, behind
 from scalai.core.deadlines import HANG_STEPS, LEAST_HANG_S, PAUSES
 from scalai.core.events import Stalled
 from scalai.core.failures import fail
+from scalai.core.health import ask
 from scalai.core.membership import TRAINING, Job, active, next_assignment
 from scalai.core.quarantine import bar_who_hangs
 from scalai.core.transitions import Result
@@ -63,8 +64,9 @@ def hung(job: Job, stalled: Mapping[str, Stalled]) -> Result | None:
     target = next_assignment(job)
     is_without = target is not None and not late.keys() & target.members
     reason = f"{where}; behind are {_names(late, stalls)}"
+    job, asked = ask(job, late, "the others have waited for its workers in vain")
     job, actions = fail(job, reason, is_chance=True, is_loss=is_without)
-    return job, (*lines, *actions)
+    return job, (*lines, *asked, *actions)
 
 
 def _names(late: Ranks, stalls: Mapping[str, Stalled]) -> str:

@@ -61,6 +61,7 @@ class Histories(RuleBasedStateMachine):
             )
         )
         self.simulation.hangers = {hanger}
+        self.simulation.has_check = set("bc") if hanger or replicas else set()
         self.simulation.is_replicated = is_replicated
         self.stores: dict[str, dict[int, frozenset[int]]] = {}
         self.numbers_seen: list[int] = []
@@ -137,6 +138,11 @@ class Histories(RuleBasedStateMachine):
         if host.round == simulation.job.round and simulation.job.phase is not m.Phase.STARTING:
             host.is_done = True
             simulation.feed(events.Finished(name, host.round))
+
+    @rule(name=NAMES)
+    def fall_ill(self, name: str) -> None:
+        """It fails its health check when it is asked next, or passes it again."""
+        self.simulation.sick ^= {name}
 
     @rule(name=NAMES)
     def spoil(self, name: str) -> None:

@@ -66,6 +66,10 @@ class Known:
         """Since when no worker makes a step, because some hang."""
         self.hangers: set[str] = set()
         """Hosts whose workers hang in every round behind their first step."""
+        self.has_check: set[str] = set()
+        """Hosts with a health check."""
+        self.sick: set[str] = set()
+        """Those that fail it."""
         self.cannot_run: set[int] = set()
         """Worlds in which every script raises before its first step."""
 

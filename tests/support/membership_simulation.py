@@ -54,7 +54,12 @@ class Simulation(Known):
         self.commands[name] = []
         for number, pieces in kept.items():
             self.known.setdefault(number, {})[name] = pieces
-        self.feed(events.HostJoined(name, slots, self.covered(), bool(parts), self.now))
+        has_check = name in self.has_check
+        self.feed(
+            events.HostJoined(
+                name, slots, self.covered(), bool(parts), self.now, has_check=has_check
+            )
+        )
 
     def lose(self, name: str) -> SimulatedHost:
         """The agent dies. Return it with what lies in its store."""
@@ -153,6 +158,7 @@ class Simulation(Known):
         """Faults stop: what hung goes on."""
         self.end_save()
         self.cannot_run.clear()
+        self.sick.clear()
         self.spoilt.clear()
         for name in sorted(self.hosts):
             host = self.hosts.get(name)
@@ -233,8 +239,14 @@ class Simulation(Known):
                 self.release(keep, leaving)
             case actions.SaveDurable(hosts, generation):
                 self.tell(hosts, lambda host: events.Saved(host.name))
+            case actions.CheckHealth(hosts, order):
+                self.tell(hosts, lambda host: self.check_health(host, order))
             case actions.Exit():
                 self.exits.append(action)
+
+    def check_health(self, host: SimulatedHost, order: int) -> events.Event:
+        is_sick = host.name in self.sick
+        return events.HealthChecked(host.name, order, not is_sick, "no device" if is_sick else "")
 
     def build(self, host: SimulatedHost, round: int) -> events.Event:
         assert host.built is None, "two rounds are on standby"
@@ -327,6 +339,7 @@ class Simulation(Known):
 
     def start(self, action: actions.StartRound) -> None:
         assert all(host.round is None for host in self.hosts.values()), "workers of two rounds"
+        assert not self.job.checks.keys() & set(action.assignment.active), "a host is not healthy"
         if action.generation is None:
             assert not self.covered(), "a state is there and is not used"
         else:

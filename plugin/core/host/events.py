@@ -231,6 +231,15 @@ class SlotsChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthChecked:
+    """The health check that ``order`` asked for has ended; ``reason``: why it has failed."""
+
+    order: int
+    is_healthy: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Expelled:
     """The job goes on without this host, which was paused or cut off."""
 
@@ -267,5 +276,6 @@ Event = (
     Commanded | Called | WorkerGone | Ticked | GroupStarted | GroupNotStarted | GroupEnded
     | GroupOver | Proposed | Agreed | Reserved | NoRoom | Sealed | Fetched | NotProven | Moved
     | WorkFailed | CommitDone | CommitWaits | NothingToCommit | Holds | Replicated | LeaveAsked
-    | SlotsChanged | Expelled | Rejoined | NotRejoined | CoordinatorLost | ActionFailed
+    | SlotsChanged | HealthChecked | Expelled | Rejoined | NotRejoined | CoordinatorLost
+    | ActionFailed
 )  # fmt: skip
