@@ -25,6 +25,7 @@ from scalai.core.reports import Report
 from scalai.core.worker_messages import Welcome
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.fetch import Moving, Restore, prepare_restore
+from scalai.launch.agent.health import HealthCheck
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.replicas import Replicas
 from scalai.launch.agent.stacks import Stacks
@@ -54,6 +55,7 @@ class Hands:
         feed: Hands the agent's loop an event; any thread may call it.
         rejoin: Joins the job again with what the store holds, beside the loop.
         is_over: Whether the agent itself must end, and waits no longer.
+        health: Checks whether this host may run workers.
     """
 
     spec: JobSpec
@@ -68,6 +70,7 @@ class Hands:
     feed: Callable[[Event], None]
     rejoin: Callable[[], None]
     is_over: Callable[[], bool]
+    health: HealthCheck | None = None
 
 
 class Performer:
@@ -215,6 +218,9 @@ class Performer:
                 self._kill(round, ranks)
             case actions.ShowStacks(round):
                 self._hands.stacks.ask(self.groups[round].pids())
+            case actions.CheckHealth(order, reason):
+                assert self._hands.health is not None
+                self._hands.health.begin(order, reason)
             case actions.WarmUp(imports):
                 self._hands.groups.warm_up(imports, self._hands.background.submit)
             case _:

@@ -1,5 +1,6 @@
 """The elastic configuration: one frozen tree, checked when built. ``elastic_file`` reads it."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
@@ -61,10 +62,12 @@ class ResizeConfig:
             their snapshot before they are ended.
         start_timeout_s: How long a round may make no progress before every rank has stepped.
         stall_s: After how long without a step workers are reported, at the soonest.
-        hang_s: For how long no worker may make a step before the round is started again, at
-            least: three times the longest pause so far may pass too; 0: for ever.
+        hang_s: For how long no worker may make a step before the round is started again, where it
+            is not known how long one takes, and at most; but three times the longest pause so far
+            may always pass. 0: for ever.
         quarantine_s: How long a host waits that was lost three times within an hour; twice as long
             each further time; 0: it does not.
+        silent_s: After so much silence of its agent a host counts as lost, where others can go on.
         allowed_sizes: World sizes that may be used, ascending; empty: any.
         min_model_parallel: Smallest TP·PP that memory is known to hold; None: the present one.
         standby: Whether the next round's workers build their models while the present ones
@@ -84,6 +87,7 @@ class ResizeConfig:
     stall_s: float = 60.0
     hang_s: float = 1800.0
     quarantine_s: float = 60.0
+    silent_s: float = 15.0
 
     def __post_init__(self) -> None:
         policies = "one of " + ", ".join(STANDBY)
@@ -95,6 +99,7 @@ class ResizeConfig:
         _expect(self.stall_s > 0, "stall_s", self.stall_s, "> 0 seconds")
         _expect(self.hang_s >= 0, "hang_s", self.hang_s, "0 or more seconds")
         _expect(self.quarantine_s >= 0, "quarantine_s", self.quarantine_s, "0 or more seconds")
+        _expect(self.silent_s >= 3, "silent_s", self.silent_s, "3 or more seconds")
         _expect(self.settle_s >= 0, "settle_s", self.settle_s, "0 or more seconds")
         _expect(self.drain_timeout_s > 0, "drain_timeout_s", self.drain_timeout_s, "> 0 seconds")
         sizes = self.allowed_sizes
@@ -113,16 +118,24 @@ class ProbeConfig:
         command: The command line of kind ``command``.
         file: The path of kind ``file``.
         interval_s: Seconds between two questions.
+        health_check: A command, as words of a shell and run without one, that ends with 0 where
+            the host may run workers; None: it may.
+        health_timeout_s: How long the command may take.
     """
 
     kind: str = "nvidia-smi"
     command: str | None = None
     file: str | None = None
     interval_s: float = 5.0
+    health_check: str | None = None
+    health_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         _expect(self.kind in PROBE_KINDS, "kind", self.kind, "one of " + ", ".join(PROBE_KINDS))
         _expect(self.interval_s > 0, "interval_s", self.interval_s, "> 0 seconds")
+        timeout_s = self.health_timeout_s
+        _expect(timeout_s > 0, "health_timeout_s", timeout_s, "> 0 seconds")
+        _check_words(self.health_check)
         for kind, value in (("command", self.command), ("file", self.file)):
             if (self.kind == kind) != (value is not None):
                 raise UsageError(
@@ -233,6 +246,15 @@ class ElasticConfig:
         return "\n".join(
             f"{name} = {value}  ({self.origin.get(name, 'default')})" for name, value in lines
         )
+
+
+def _check_words(command: str | None) -> None:
+    """Check that a health check is a command."""
+    try:
+        is_command = command is None or bool(shlex.split(command))
+    except ValueError:  # a quotation has no end
+        is_command = False
+    _expect(is_command, "health_check", command, "a command, such as '/opt/check --quick'")
 
 
 def _expect(is_met: bool, name: str, found: object, expected: str) -> None:

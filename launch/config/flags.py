@@ -135,6 +135,8 @@ def build_parser() -> argparse.ArgumentParser:
         "change")  # fmt: skip
     add("--drain-timeout", "--drain-timeout-s", dest="drain_timeout", type=float, metavar="S",
         help="most seconds between SIGTERM and exit")  # fmt: skip
+    add("--silent-s", type=float, metavar="S",
+        help="a host whose agent is silent for so long counts as lost (default: 15)")  # fmt: skip
     add("--allowed-sizes", type=_sizes, metavar="N,N,...",
         help="world sizes that may be used, such as 2,4,8-12")  # fmt: skip
     add("--min-model-parallel", type=int, metavar="N", help="smallest TP*PP that fits in memory")
@@ -143,6 +145,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--preemption", type=_notice_sources, metavar="SOURCE,...",
         help="who tells this host that it will be taken away: signal (SIGUSR1; the default), "
         "file:PATH, aws, gcp, azure; or none")  # fmt: skip
+    add("--health-check", metavar="CMD",
+        help="command (no shell) that ends with 0 where this host may run workers: asked before "
+        "it does, and after a failure on it")  # fmt: skip
     add("--report-dir", metavar="DIR", help="where the JSON report of each resize goes")
     add("--fresh", dest="is_fresh", action="store_true",
         help="begin anew although the job has a state, which is given up")  # fmt: skip
@@ -162,6 +167,8 @@ _DOTTED = {
     "preemption": "preemption.sources",
     "settle_s": "resize.settle_s",
     "drain_timeout": "resize.drain_timeout_s",
+    "silent_s": "resize.silent_s",
+    "health_check": "probe.health_check",
     "allowed_sizes": "resize.allowed_sizes",
     "min_model_parallel": "resize.min_model_parallel",
 }

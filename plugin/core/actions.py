@@ -262,6 +262,15 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckHealth:
+    """These hosts run their health check, for this reason: ``HealthChecked``."""
+
+    hosts: tuple[str, ...]
+    order: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Say:
     """One line for the log."""
 
@@ -272,5 +281,5 @@ Action = (
     Build | GiveUp | Prepare | Agree | Withdraw | TakeSnapshot | Lose | Report | Judge | Commit
     | Replicate | JudgeSnapshot | Freeze | Rescue | JudgeRescue | StopWorkers | Discard | GoBack
     | StartRound | Expect | Prove | Proceed | Doubt | Drop | Release | SaveDurable | Archive
-    | FinishArchive | Retire | Look | Exit | Say
+    | FinishArchive | Retire | Look | CheckHealth | Exit | Say
 )  # fmt: skip

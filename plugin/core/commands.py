@@ -248,6 +248,14 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckHealth:
+    """Run the health check, for this reason; ``order`` goes back with the answer."""
+
+    order: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """The job has come to its end, at this step and with this newest generation."""
 
@@ -268,5 +276,5 @@ class Exit:
 Command = (
     Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw | TakeSnapshot | Report
     | Freeze | Rescue | Discard | Commit | Stop | Drop | Save | Archive | FinishArchive | Retire
-    | Replicate | Doubt | Look | Exit
+    | Replicate | Doubt | Look | CheckHealth | Exit
 )  # fmt: skip

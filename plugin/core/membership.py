@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
 
+from scalai.core.checks import Check
 from scalai.core.degrees import Degrees
 from scalai.core.pace import Pace
 
@@ -76,6 +77,7 @@ class Host:
     is_leaving: bool = False
     leave_by: float | None = None
     is_short: bool = False
+    has_check: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +249,8 @@ class Job:
     """How long a host that flaps waits at first; 0: it never does."""
     start_timeout_s: float = 1800.0
     hang_s: float = 0.0
-    """How long no worker may make a step, at least; 0: for ever."""
+    """How long no worker may make a step where it is not known how long one takes, and at most; 0:
+    for ever."""
     has_state: bool = False
     phase: Phase = Phase.WAITING
     hosts: Mapping[str, Host] = field(default_factory=dict)
@@ -288,10 +291,15 @@ class Job:
     stepped_at: float | None = None
     hung: tuple[int, int] = (0, 0)
     """The furthest step when the job hung last, and how often it did without a step in between."""
+    hangs: Mapping[str, int] = field(default_factory=dict)
+    """At how many hangs a host was behind since it joined."""
     strikes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """When hosts were lost, or joined a round that failed (see ``quarantine``)."""
     barred: Mapping[str, float] = field(default_factory=dict)
     """Hosts that wait before they run workers again, and until when."""
+    checks: Mapping[str, Check] = field(default_factory=dict)
+    """Of hosts that run no workers: their health check is under way, or has failed (``health``)."""
+    last_check: int = 0
     gone: frozenset[str] = frozenset()
     """Hosts that were lost since the present round began: one that joins anew has no workers of
     it."""
@@ -359,9 +367,11 @@ def replace_obstacle(job: Job, obstacle: str, *, is_held_back: bool) -> Job:
 
 def staying(job: Job) -> tuple[tuple[str, int], ...]:
     """Hosts that take part in the next round, with their slots: those of the current round keep
-    their order. One that is barred does not, unless nothing fits without it."""
+    their order. One that is barred does not, unless nothing fits without it; one that has yet to
+    pass its health check does not at all."""
     current = [name for name, _ in job.current.workers] if job.current else []
-    hosts = [host for host in job.hosts.values() if not host.is_leaving]
+    there = [host for host in job.hosts.values() if not host.is_leaving]
+    hosts = [host for host in there if host.name not in job.checks]
     place = {name: number for number, name in enumerate(current)}
     hosts.sort(key=attrgetter("order"))
     if place:
@@ -410,7 +420,7 @@ def _instead(job: Job, hosts: tuple[tuple[str, int], ...]) -> Assignment | None:
 def _is_possible(job: Job, assignment: Assignment) -> bool:
     """Whether its hosts are all there, with their devices."""
     return all(
-        name in job.hosts and job.hosts[name].slots >= count
+        name in job.hosts and job.hosts[name].slots >= count and name not in job.checks
         for name, count in assignment.workers
         if count
     )

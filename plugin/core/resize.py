@@ -15,6 +15,7 @@ from scalai.core import (
     events,
     failures,
     hangs,
+    health,
     preemption,
     replicating,
     starting,
@@ -35,7 +36,7 @@ from scalai.core.membership import (
     staying,
 )
 from scalai.core.overdue import overdue
-from scalai.core.quarantine import pardon, strike
+from scalai.core.quarantine import joined_anew, pardon, strike
 from scalai.core.transitions import (
     UNHOOKED,
     Result,
@@ -75,15 +76,16 @@ def _on(event: events.Event, job: Job) -> Result:
 @_on.register
 def _host_joined(event: events.HostJoined, job: Job) -> Result:
     before, is_replaced = job, event.host in job.hosts
-    host = Host(event.host, event.slots, job.joined)
+    host = Host(event.host, event.slots, job.joined, has_check=event.has_check)
     job = replace(
-        job,
+        joined_anew(job, event.host),
         hosts={**job.hosts, event.host: host},
         joined=job.joined + 1,
         generations=event.covered,
         has_state=job.has_state or event.has_parts,
     )
-    brought = _brought(event)
+    job, asked = health.joined(job, event.host)
+    brought = (*asked, *_brought(event))
     if not is_replaced:
         job, actions = changed(job, event.at)
         return job, (*brought, *actions)
@@ -230,19 +232,20 @@ def _rescaled(event: events.Rescaled, job: Job) -> Result:
 def _ticked(event: events.Ticked, job: Job) -> Result:
     job = _refill(replace(job, now=event.at), event.newest)
     was_barred = len(job.barred)
-    job = pardon(job)
+    job, asked = health.ask_again(pardon(job))
     is_settled = job.changed_at is not None and event.at - job.changed_at >= job.settle_s
     is_again = job.again_at is not None and event.at >= job.again_at
     if job.phase in RESIZABLE and (is_settled or is_again or len(job.barred) < was_barred):
-        return consider(job)
+        job, actions = consider(job)
+        return job, (*asked, *actions)
     if stuck := hangs.hung(job, event.stalled):
-        return stuck
+        return stuck[0], (*asked, *stuck[1])
     job, given = evacuating.evacuate(job)
     job, copied = replicating.replicate(job)
     job, archived = archiving.archive(job)
     job, gone = preemption.overdue(job)
     job, late = overdue(job)
-    return job, (*given, *copied, *archived, *gone, *late)
+    return job, (*asked, *given, *copied, *archived, *gone, *late)
 
 
 def _refill(job: Job, newest: int) -> Job:
@@ -320,6 +323,14 @@ def _stopped(event: events.Stopped, job: Job) -> Result:
 @_on.register
 def _workers_failed(event: events.WorkersFailed, job: Job) -> Result:
     reason = f"workers of host {event.host} failed: {event.reason}"
+    if event.round == job.round and not event.is_refusal:
+        job, asked = health.ask(job, [event.host], reason)
+        job, actions = _failed(event, job, reason)
+        return job, (*asked, *actions)
+    return _failed(event, job, reason)
+
+
+def _failed(event: events.WorkersFailed, job: Job, reason: str) -> Result:
     if event.round == job.round and job.emergency is not None:
         return job, (Say(reason),)
     if event.round != job.round or job.phase not in FALLIBLE:
@@ -351,7 +362,7 @@ def _hooked(event: events.Hooked, job: Job) -> Result:
 
 for _rule in (commits.judged, commits.sealed, commits.snapshot_judged, commits.committed,
               commits.rescue_judged, replicating.replicated, archiving.archived,
-              failures.frozen, failures.rescued,
+              failures.frozen, failures.rescued, health.checked,
               starting.progressed, starting.published, starting.restored, starting.proven,
               starting.proof_failed):  # fmt: skip
     _on.register(_rule)

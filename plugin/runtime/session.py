@@ -310,6 +310,18 @@ class Session:
         if self._snapshots is not None:
             self._snapshots.begin_update()
 
+    def begin_step(self) -> None:
+        """Say that a step begins; optional. What is between two steps (evaluations, saves) may
+        take as long as ``resize.hang_s`` says; within a step a hang is noticed sooner, once the
+        usual step is known."""
+        if self._agent is not None:
+            self._page.report_within(self._local_rank, is_within=True)
+
+    def end_step(self) -> None:
+        """Say that it has ended, where ``boundary`` is called later, behind an evaluation."""
+        if self._agent is not None:
+            self._page.report_within(self._local_rank, is_within=False)
+
     def boundary(
         self, step: int | None = None, consumed_samples: int | None = None, *, samples: int = 0
     ) -> bool:
@@ -329,6 +341,7 @@ class Session:
         self.consumed_samples = (
             self.consumed_samples + samples if consumed_samples is None else consumed_samples
         )
+        self.end_step()
         if self._agent is None or self._snapshots is None:
             return False
         if not self._has_stepped:

@@ -84,9 +84,10 @@ def test_a_training_that_hangs_is_started_again_and_loses_no_step(tmp_path: Path
     settings = {"resize": "stall_s = 1\nhang_s = 3"}
     with started(tmp_path, REPLICAS, settings=settings, flags=("--max-restarts", "2")) as agents:
         train(agents)
-        os.kill(sorted(agents.workers())[1], signal.SIGSTOP)
+        os.kill(agents.workers()[1], signal.SIGSTOP)
         report = went_on(agents)
         assert "hangs: no worker has made a step for" in report["reason"], report
+        assert "behind are a: rank 1 (does not answer: state='T" in report["reason"], report
         assert "event=stack rank=0" in agents.logs(), "it is said where they stand"
         agents.wait_for_step(report["step"] + 3)
         every_step_once(agents)

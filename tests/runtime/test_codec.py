@@ -53,6 +53,7 @@ PARTS: list[Any] = [
     *(commands.Freeze(1), commands.Rescue(1, 8)),
     *(commands.Prepare(1, 8), commands.Agree(1, 8), commands.Report(), commands.Discard()),
     commands.Commit(3, "r-1-2", Shared(("a", "b")), {"param/w": 2**64 - 1}),
+    *(commands.CheckHealth(4, "it joins"), events.HealthChecked("a", 4, False, "no device")),
     *(commands.Commit(3, "r-1-2", None, {}), commands.Stop(1, True), commands.Look()),
     *(kind(3) for kind in (commands.Drop, commands.Save, commands.Doubt, commands.Retire)),
     *(commands.Archive(1, 3, True), commands.FinishArchive(2, 3), events.Archived("a", 1, 9, "no")),

@@ -257,6 +257,14 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckHealth:
+    """Run the health check beside the loop, for this reason: ``HealthChecked``."""
+
+    order: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveState:
     """The agent will end: whether its store stays as it is, and how the job has ended."""
 
@@ -274,5 +282,5 @@ Action = (
     Log | Tell | Answer | Refuse | Welcome | StartGroup | BeginGroup | EndGroup | Poll | WantStop
     | Propose | Agree | WithdrawStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving
     | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | Drop | Save | Archive
-    | Replicate | Doubt | Look | LeaveState | Rejoin
+    | Replicate | Doubt | Look | CheckHealth | LeaveState | Rejoin
 )  # fmt: skip

@@ -247,6 +247,15 @@ class SlotsChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthChecked:
+    """The health check that ``order`` asked for has ended; ``reason``: why it has failed."""
+
+    order: int
+    is_healthy: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Expelled:
     """The job goes on without this host, which was paused or cut off."""
 
@@ -283,6 +292,6 @@ Event = (
     Commanded | Called | WorkerGone | Ticked | GroupStarted | GroupNotStarted | GroupEnded
     | GroupOver | Proposed | Agreed | Reserved | NoRoom | Sealed | Fetched | NotProven | Moved
     | WorkFailed | CommitDone | CommitWaits | NothingToCommit | Holds | Replicated | LeaveAsked
-    | Noticed | NoticeWithdrawn | SlotsChanged | Expelled | Rejoined | NotRejoined
+    | Noticed | NoticeWithdrawn | SlotsChanged | HealthChecked | Expelled | Rejoined | NotRejoined
     | CoordinatorLost | ActionFailed
 )  # fmt: skip

@@ -130,6 +130,8 @@ def _of_the_host(step: Step, event: events.Event) -> None:
             if slots != step.state.slots:
                 step.change(slots=slots)
                 step.tell(reports.Slots(slots))
+        case events.HealthChecked(order, is_healthy, reason):
+            step.tell(job_events.HealthChecked(step.state.host, order, is_healthy, reason))
         case events.Expelled(reason):
             _expelled(step, reason)
         case events.Rejoined():
@@ -202,6 +204,8 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             step.do(actions.Doubt(generation))
         case commands.Look():
             step.do(actions.Look())
+        case commands.CheckHealth(order, reason):
+            step.do(actions.CheckHealth(order, reason))
         case commands.Report():
             if step.round is not None and step.round.has_group:
                 step.do(actions.ShowStacks(step.round.number))
