@@ -332,6 +332,8 @@ class LiveJob:
 
     def _give_up(self, host: str, reason: str) -> None:
         """Lose a host that does not answer, where the others can go on."""
+        if host not in self.members:
+            return  # the loss of another one has ended it
         can_go_on = self.can_go_on_without(host)
         what = "it counts as lost" if can_go_on else "no other can go on without it; waiting for it"
         self.log(f"event=no_answer host={host} {reason}: {what}")

@@ -85,7 +85,8 @@ def measured(before: Job, after: Job) -> Job:
     pace = after.pace
     if after.phase is not before.phase:
         pace = _entered(pace, before.phase, after.phase, after.now)
-    pace = _stepped(pace, after)
+        pace = pace if after.phase in TRAINING else replace(pace, seen=None)
+    pace = _stepped(pace, after) if after.phase in TRAINING else pace
     return after if pace == after.pace else replace(after, pace=pace)
 
 
@@ -108,8 +109,6 @@ def _entered(pace: Pace, was: Phase, phase: Phase, now: float) -> Pace:
 
 def _stepped(pace: Pace, job: Job) -> Pace:
     """Take note of the furthest step, and of what those since the one before have taken."""
-    if job.phase not in TRAINING:
-        return pace if pace.seen is None else replace(pace, seen=None)
     if pace.seen is None:
         return replace(pace, seen=(job.newest, job.now))
     made = job.newest - pace.seen[0]

@@ -243,9 +243,10 @@ def _ticked(event: events.Ticked, job: Job) -> Result:
     job, given = evacuating.evacuate(job)
     job, copied = replicating.replicate(job)
     job, archived = archiving.archive(job)
-    job, gone = preemption.overdue(job)
-    job, late = overdue(job)
-    return job, (*asked, *given, *copied, *archived, *gone, *late)
+    job, late = preemption.overdue(job)
+    if not late:  # else who is late in the phase too would be lost twice
+        job, late = overdue(job)
+    return job, (*asked, *given, *copied, *archived, *late)
 
 
 def _refill(job: Job, newest: int) -> Job:

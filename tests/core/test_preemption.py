@@ -229,3 +229,12 @@ def test_where_nothing_runs_what_only_that_host_holds_leaves_all_the_same() -> N
 def test_the_last_host_has_nobody_to_give_to_and_saves() -> None:
     _, due = notice(training("c"), 30.0)
     assert kinds(due) == [actions.Prepare]
+
+
+def test_a_host_whose_time_is_over_and_that_is_late_in_its_phase_is_lost_once() -> None:
+    job, _ = notice(training(), 30.0)
+    assert job.phase is m.Phase.PREPARING
+    job, _ = ticked(job, 1.0)
+    job, due = ticked(job, 100.0)
+    lost = [host for a in due if isinstance(a, actions.Lose) for host in a.hosts]
+    assert lost == ["c"]

@@ -205,7 +205,8 @@ class Simulation(Known):
                 self.tell(hosts, lambda host: self.write_snapshot(host, round, stop))
             case actions.Lose(hosts):
                 for name in hosts:
-                    self.lose(name)
+                    if name in self.hosts:  # else the loss of another one has ended it
+                        self.lose(name)
             case actions.Judge(hosts):
                 self.judge(hosts)
             case actions.JudgeSnapshot(_, snapshot):
