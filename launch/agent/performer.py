@@ -27,6 +27,7 @@ from scalai.launch.agent.background import Background
 from scalai.launch.agent.fetch import Moving, Restore, prepare_restore
 from scalai.launch.agent.health import HealthCheck
 from scalai.launch.agent.holdings import Holdings
+from scalai.launch.agent.oom_kills import describe_rise, oom_kills
 from scalai.launch.agent.replicas import Replicas
 from scalai.launch.agent.stacks import Stacks
 from scalai.launch.agent.standby import obstacle, offer
@@ -87,6 +88,7 @@ class Performer:
         """Workers by the number of their round."""
         self._calls: dict[Call, Future[Any]] = {}
         self._last_call = 0
+        self._oom_kills = oom_kills()
         self._moving: Moving | None = None
         self._replicas = Replicas(hands.store, hands.token)
 
@@ -312,7 +314,15 @@ class Performer:
         memory = any(f"exited with {OUT_OF_MEMORY_EXIT}" in failure for failure in failures)
         # Whom a signal kills may take others with it that talk to it.
         is_chance = any("was killed by" in failure for failure in failures)
+        if is_chance:
+            failures = self._with_the_kernels_word(failures)
         return [GroupOver(round, failures, memory, is_chance)]
+
+    def _with_the_kernels_word(self, failures: tuple[str, ...]) -> tuple[str, ...]:
+        """Say of those that SIGKILL ended whether the kernel has killed for want of memory."""
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        rise = describe_rise(before, self._oom_kills)
+        return tuple(f"{f} ({rise})" if rise and "SIGKILL" in f else f for f in failures)
 
     def _kill(self, round: int, ranks: frozenset[int]) -> None:
         pids = self.groups[round].pids()

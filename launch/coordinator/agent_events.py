@@ -105,6 +105,7 @@ class AgentEvents:
             live.limit()
             reason += f"; {current.degrees} is not tried again"
         live.timeline.begin(reason)
+        live.note_failure(host, reason)
         live.feed(
             events.WorkersFailed(host, report.round, reason, report.is_chance, report.is_refusal)
         )

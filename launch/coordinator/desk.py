@@ -273,6 +273,7 @@ class Desk:
             },
             "waiting_hosts": {h: round(until - job.now) for h, until in job.barred.items()},
             "failed_changes": [f"{f.assignment.degrees}: {f.reason}" for f in job.failed],
+            "last_failure": self._live.last_failure,
             "last_resize": reports[-1] if reports else None,
         }
 

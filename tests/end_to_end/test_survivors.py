@@ -53,6 +53,9 @@ def test_a_worker_that_is_killed_costs_no_step_where_another_has_its_state(tmp_p
         agents.kill_worker(1)
         report = went_on(agents)
         assert "was killed by SIGKILL" in report["reason"], report
+        failure = report["failure"]
+        assert (failure["host"], failure["rank"]) == ("a", 1), failure
+        assert failure["kind"] == "killed by SIGKILL", failure
         agents.wait_for_step(report["step"] + 3)
         every_step_once(agents)
 
@@ -101,6 +104,8 @@ def test_a_script_that_raises_costs_no_step_though_nobody_else_has_its_state(
         (tmp_path / "raise-1").touch()
         report = went_on(agents)
         assert "rank 1: RuntimeError: raise-1 was wanted" in report["reason"], report
+        assert report["failure"]["kind"] == "the script raised RuntimeError", report
+        assert "event=failed round=1 kind='the script raised RuntimeError'" in agents.logs()
         agents.wait_for_step(report["step"] + 3)
         every_step_once(agents)
         assert "Traceback" in agents.logs(), "the script's own words are in the log"
