@@ -251,9 +251,11 @@ class Performer:
                     if name not in kept:
                         store.discard(sealed)
                 store.set_damaged_aside()
-            case actions.Drop(generation):
+            case actions.Drop(generation, snapshot):
                 if generation in store.generations():
                     store.drop(generation)
+                elif snapshot in (waiting := self._sealed()):
+                    store.discard(waiting[snapshot])
             case actions.Save(generation):
                 holdings.save(generation)
             case actions.Archive(command):

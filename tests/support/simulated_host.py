@@ -145,8 +145,9 @@ class SimulatedHands:
                 return host.commit(action)
             case actions.DiscardSealed(kept):
                 host.sealed = {n: m for n, m in host.sealed.items() if n in kept}
-            case actions.Drop(generation):
+            case actions.Drop(generation, snapshot):
                 host.store.pop(generation, None)
+                host.sealed.pop(snapshot, None)
             case actions.Doubt(generation):
                 left = host.store.get(generation)
                 found = None if left is None else summary_bytes(left)

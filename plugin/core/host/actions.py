@@ -217,9 +217,11 @@ class DiscardSealed:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Let go of a generation: ``Holds``."""
+    """Let go of a generation, and of the sealed snapshot of this name that would become it; "":
+    there is none. ``Holds``."""
 
     generation: int
+    snapshot: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,7 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
         case commands.Discard():
             commits.discard(step)
         case commands.Drop(generation):
-            step.do(actions.Drop(generation))
+            commits.drop(step, generation)
         case commands.Save(generation):
             step.do(actions.Save(generation))
         case commands.Archive() | commands.FinishArchive() | commands.Retire():
