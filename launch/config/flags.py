@@ -8,7 +8,7 @@ torch.
 import argparse
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from torch.distributed.run import get_args_parser
@@ -99,6 +99,14 @@ def build_parser() -> argparse.ArgumentParser:
         )
         group.add_argument(*spellings, **settings)  # type: ignore[arg-type]  # argparse's overloads
 
+    _add_job(add)
+    _add_state(add)
+    _add_changes(add)
+    return parser
+
+
+def _add_job(add: Callable[..., None]) -> None:
+    """Which job, and which host of it."""
     add("--elastic", metavar="CONFIG", 
         help="elastic configuration: TOML, or a DeepSpeed configuration with a block "
         '"scalai"; makes the job elastic')  # fmt: skip
@@ -115,6 +123,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tls", metavar="CERT,KEY,CA",
         help="PEM files: speak TLS with the coordinator and the other agents, which are certified "
         "by CA as this host is (default: SCALAI_TLS, else none)")  # fmt: skip
+
+
+def _add_state(add: Callable[..., None]) -> None:
+    """Where the job's state lies, and what it outlives."""
     add("--store-dir", metavar="DIR", help="folder of the Tensor Store (default: in /dev/shm)")
     add("--store-budget-gb", type=float, metavar="GB", help="how much the store may take")
     add("--durable-dir", metavar="DIR",
@@ -130,6 +142,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="how many other hosts keep what would be lost with a host (default: 1)")  # fmt: skip
     add("--domain", metavar="NAME",
         help="what this host may fail with, such as rack=7: its replicas go elsewhere")  # fmt: skip
+
+
+def _add_changes(add: Callable[..., None]) -> None:
+    """When resources change, and to what."""
     add("--settle-s", type=float, metavar="S",
         help="wait so long after a host joins, so that several joins are one "
         "change")  # fmt: skip
@@ -153,7 +169,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="begin anew although the job has a state, which is given up")  # fmt: skip
     add("--check-elastic", action="store_true",
         help="print what may change and the degrees for every allowed world, and exit")  # fmt: skip
-    return parser
 
 
 _DOTTED = {
