@@ -151,7 +151,9 @@ def participant(made: Made, **served: Any) -> Participant:
     parts["store"] = SimpleNamespace(directory="/store")
     holdings = SimpleNamespace(newest=lambda: "newest: generation 7 of step 40")
     given = Served(**{**parts, "holdings": holdings, **served})
-    spec: Any = SimpleNamespace(job="j", to_json=dict, options=SimpleNamespace(domain="rack=1"))
+    config = SimpleNamespace(probe=SimpleNamespace(health_check=None))
+    options = SimpleNamespace(domain="rack=1")
+    spec: Any = SimpleNamespace(job="j", to_json=dict, options=options, config=config)
     progress: Any = None
     return Participant(spec, made.agent, given, progress)
 

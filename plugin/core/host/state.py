@@ -153,6 +153,7 @@ class Round:
         unwritten: Ranks that had an order when last looked at, and had not written.
         give_up_at: When ranks that may write and do not count as hung.
         raised: What the first worker said whose script raised.
+        raised_at: When it did, in seconds.
         is_unhooked: Whether a worker trains that nothing connects to the job.
         uses_devices: Whether workers keep their state in device memory.
     """
@@ -188,6 +189,7 @@ class Round:
     unwritten: frozenset[int] = frozenset()
     give_up_at: float | None = None
     raised: str = ""
+    raised_at: float = 0.0
     has_failed: bool = False
     has_finished: bool = False
     is_unhooked: bool = False
