@@ -20,7 +20,7 @@ def test_a_host_whose_check_fails_behind_a_failure_stays_idle_until_it_passes(
         agents.wait_until(lambda: agents.lines()[-1]["world"] == 4, "both hosts run workers")
         good.unlink()
         agents.kill_worker(3)
-        agents.wait_until(lambda: "b fails its health check" in agents.logs(), "it is said")
+        agents.wait_until(lambda: "b fails its health check" in agents.text(), "it is said")
         agents.wait_until(lambda: agents.lines()[-1]["world"] == 2, "the others train on")
         good.touch()
         agents.wait_until(lambda: agents.lines()[-1]["world"] == 4, "it is asked again")

@@ -45,8 +45,8 @@ def test_what_only_a_host_holds_leaves_it_where_a_drain_takes_too_long(tmp_path:
         (tmp_path / "tear-2").touch()
         time.sleep(20.0)  # a long step, which with a snapshot takes longer than what is left
         notice.write_text("24")
-        agents.wait_until(lambda: "event=evacuated" in agents.logs(), "it has given what it held")
-        assert "that is too long" in agents.logs()
+        agents.wait_until(lambda: "event=evacuated" in agents.text(), "it has given what it held")
+        assert "that is too long" in agents.text()
         agents.kill("c", with_its_memory=True)
         (tmp_path / "tear-2").unlink()
         agents.wait_until(lambda: workers(agents) == {*"ab"}, "the others go on")
@@ -87,9 +87,9 @@ def test_a_clouds_notice_that_is_withdrawn_keeps_the_host_and_one_that_stands_dr
         rank = tmp_path / "tear-1"
         rank.touch()  # no step ends, so the stop is not reached
         server.says[preempted] = Said(text="TRUE", headers=google)
-        agents.wait_until(lambda: "event=notice host=b" in agents.logs(), "it is heard")
+        agents.wait_until(lambda: "event=notice host=b" in agents.text(), "it is heard")
         server.says[preempted] = Said(text="FALSE", headers=google)
-        agents.wait_until(lambda: "event=staying host=b" in agents.logs(), "it is taken back")
+        agents.wait_until(lambda: "event=staying host=b" in agents.text(), "it is taken back")
         rank.unlink()
         agents.wait_for_step(agents.lines()[-1]["step"] + 20, world=2)
         assert agents.exit_codes() == {"a": None, "b": None}
