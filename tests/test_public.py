@@ -14,7 +14,7 @@ from scalai.core import errors
 ERRORS = {
     "AbsentError", "AnswerError", "EndedError", "LayoutError", "MemoryShortError", "MessageError",
     "PeerError", "ProofError", "RefusedError", "RoomError", "ScalaiError", "SilentError",
-    "StaleError", "StoreError", "TlsError", "UsageError", "VersionError",
+    "ReplacedError", "StaleError", "StoreError", "TlsError", "UsageError", "VersionError",
 }  # fmt: skip
 PLACES = {
     "current": "scalai.runtime.session",

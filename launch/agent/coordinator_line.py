@@ -48,7 +48,7 @@ class Waits:
     poll_s: float = 5.0
     tell_s: float = TELL_S
     join_s: float = JOIN_S
-    dead_s: float = 3.0
+    dead_s: float = 1.5
 
 
 class Health:

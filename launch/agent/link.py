@@ -19,6 +19,7 @@ from scalai.core.commands import Command, Exit
 from scalai.core.errors import (
     AnswerError,
     PeerError,
+    ReplacedError,
     SilentError,
     StaleError,
 )
@@ -46,6 +47,10 @@ REJOIN_S = 0.5
 """How long an agent that was expelled waits before it joins again."""
 CLOSE_S = 2.0
 """How long an agent that ends waits until what it has told is delivered."""
+
+_OUTDATED = (
+    "the coordinator that answers is of an earlier term than the one that this agent joined."
+)
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +84,9 @@ class CoordinatorLink:
             had all of its commands.
         expelled: Is told, in the loop, that this host is not in the job any more.
         waits: How long the coordinator is waited for.
+        succeed: Returns where the coordinator is that takes the place of one that is gone; None: no
+            other one does.
+        replaced: Is told, in the loop, that another one has.
     """
 
     def __init__(
@@ -91,7 +99,12 @@ class CoordinatorLink:
         lost: Callable[[PeerError], None],
         expelled: Callable[[PeerError], None],
         waits: Waits = Waits(),  # noqa: B008  # it is frozen
+        *,
+        succeed: Callable[[Place, int, threading.Event], Place] | None = None,
+        replaced: Callable[[], None] = lambda: None,
     ) -> None:
+        self._succeed, self._replaced = succeed, replaced
+        self._closing, self._term = threading.Event(), 0
         self._place, self._job, self._host = place, job, host
         self._put, self._lost, self._expelled = put, lost, expelled
         self._waits = waits
@@ -126,7 +139,7 @@ class CoordinatorLink:
             except SilentError:  # of many that come at once it takes some in later; twice is once
                 if time.monotonic() - began > self._waits.knock_s:
                     raise
-        self._taken_in = member.incarnation
+        self._taken_in, self._term = member.incarnation, answer.term
         return answer
 
     def rejoin(self, brings: Callable[[str], Join], joined: Callable[[], None]) -> None:
@@ -139,7 +152,7 @@ class CoordinatorLink:
             if member.is_over.wait(REJOIN_S):
                 return
             member.calls.allow(self._waits.join_s)
-            member.calls.call(request)
+            self._term = max(self._term, member.calls.call(request).term)
             self._taken_in = member.incarnation
             self._put(joined)
 
@@ -168,6 +181,7 @@ class CoordinatorLink:
         """The agent ends: deliver what it has told, and say goodbye. Waits ``CLOSE_S`` for that at
         most, and not at all for a coordinator that is silent."""
         member, self._is_closed = self._member, True
+        self._closing.set()
         end = time.monotonic() + CLOSE_S
         member.untold.put(None)
         if self.silence_s is None:
@@ -244,6 +258,8 @@ class CoordinatorLink:
                     keep_s=keep_s,
                 )
             )
+            if answer.term < self._term:
+                raise AnswerError(_OUTDATED, ReplacedError.__name__)
             keep_s = min(max(0.0, answer.keep_s), LONGEST_KEPT_S)
             member.extra_s = max(0.0, keep_s - KEEP_S)
             for number, command in enumerate(answer.commands, answer.first):
@@ -289,8 +305,38 @@ class CoordinatorLink:
         # Else it went before this host had done all that it was told.
         if member.is_told_to_exit or self._is_closed:
             return
-        is_stale = isinstance(error, AnswerError) and error.kind == StaleError.__name__
-        (self._expelled if is_stale else self._lost)(error)
+        kind = error.kind if isinstance(error, AnswerError) else None
+        if kind == StaleError.__name__:
+            self._expelled(error)
+        elif self._succeed is not None and kind in (None, ReplacedError.__name__):
+            self._search(self._succeed)
+        else:
+            self._lost(error)
+
+    def _search(self, succeed: Callable[[Place, int, threading.Event], Place]) -> None:
+        """Look for who takes the coordinator's place, beside the loop."""
+
+        def look() -> None:
+            try:
+                place = succeed(self._place, self._term, self._closing)
+            except PeerError as error:
+                self._put(partial(self._not_found, error))
+            except Exception as error:  # our own slip: the agent would wait for ever
+                self._put(partial(_fail, error))
+            else:
+                self._put(partial(self._found, place))
+
+        threading.Thread(target=look, name="succession", daemon=True).start()
+
+    def _not_found(self, error: PeerError) -> None:
+        if not self._is_closed:
+            self._lost(error)
+
+    def _found(self, place: Place) -> None:
+        if not self._is_closed:
+            self._place = place
+            self._health.answered()
+            self._replaced()
 
 
 def _fail(error: Exception) -> None:

@@ -1,6 +1,7 @@
 """An agent as a member of its job: what it opens, how it joins, and how it ends."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,7 +11,9 @@ from pathlib import Path
 from scalai.core.errors import PeerError, UsageError
 from scalai.core.host import events
 from scalai.core.host.state import HostState, Settings
+from scalai.core.host.succession import underway
 from scalai.core.messages import JsonText
+from scalai.core.underway import Underway
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.health import HealthCheck
@@ -26,9 +29,14 @@ from scalai.launch.agent.worker_group import WorkerGroups
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
+from scalai.launch.coordinator.leases import LEASE_S, RENEW_S
+from scalai.launch.coordinator.succession import Succession
 from scalai.runtime.control import MAX_WORKERS
 from scalai.store.host import HostStore
 from scalai.store.secure import Folder
+
+REPLACE_SILENT_S = 60.0
+"""After so much silence a coordinator of this machine is replaced."""
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +95,19 @@ class Participant:
             spec=spec,
             domain=self._spec.options.domain or "",
             has_check=self._spec.config.probe.health_check is not None,
+            underway=self._underway(),
         )
+
+    def _underway(self) -> Underway | None:
+        """Return the round that this host's workers are in."""
+        state = self._agent.state
+        if state.round is None:
+            return None
+        return underway(state, self._served.performer.seen(state.round))
+
+    def replaced(self) -> None:
+        """Another coordinator has taken the place of one that is gone; in the loop."""
+        self._agent.feed(events.CoordinatorReplaced())
 
     def expelled(self, error: PeerError) -> None:
         """The job goes on without this host; in the loop."""
@@ -200,9 +220,11 @@ def open_agent(
             directory = folder.path
         data = DataPlaneServer(store, place.token, interface)
         opened.callback(data.close)
+        succession = Succession(spec, interface)
         link = CoordinatorLink(
-            place, spec.job, host, resize.coordinator_timeout_s, loop.put,
+            place, spec.job, host, _patience_s(spec, place, succession), loop.put,
             lambda error: member.lost(error), lambda error: member.expelled(error),
+            succeed=succession.find, replaced=lambda: member.replaced(),
         )  # fmt: skip
         background, stacks = Background(loop.put), Stacks(directory)
         background.start()
@@ -229,11 +251,22 @@ def open_agent(
         progress = ProgressWatch(host, agent, stacks, resize.stall_s)
         workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
         opened.callback(workers.close)
+        if succession.has_lease:
+            threading.Thread(target=_watch_lease, args=(succession, link), daemon=True).start()
         served = Served(store, holdings, data, link, workers, performer)
         member = Participant(spec, agent, served, progress)
         member.enter()
         opened.pop_all()  # from now on the member closes it
     return member
+
+
+def _patience_s(spec: JobSpec, place: Place, succession: Succession) -> float:
+    """Return after how much silence the coordinator counts as gone. Where that is a process of this
+    machine, it is ended then, and another one started; with a lease, that tells who is."""
+    most_s = spec.config.resize.coordinator_timeout_s
+    if succession.has_lease:
+        return min(most_s, LEASE_S)
+    return min(most_s, REPLACE_SILENT_S) if place.is_here else most_s
 
 
 def _check_slots(slots: int) -> None:
@@ -253,6 +286,14 @@ def _health_check(spec: JobSpec, host: str, feed: Callable[[events.Event], None]
     check = HealthCheck(probe.health_check, probe.health_timeout_s, variables, feed)
     check.start()
     return check
+
+
+def _watch_lease(succession: Succession, link: CoordinatorLink) -> None:
+    """Look at the lease while the coordinator is silent."""
+    while True:
+        time.sleep(RENEW_S)
+        if link.silence_s is not None:
+            succession.look()
 
 
 def _watch(progress: ProgressWatch, stacks: Stacks) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +137,37 @@ def _answers(
     return False
 
 
-def write_card(folder: Path, address: tuple[str, int], token: bytes) -> None:
-    """Leave the card, readable by this user alone. Raises ``StoreError`` where that cannot be."""
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Whose card it is: the how-manieth coordinator of the job, and its process."""
+
+    term: int
+    pid: int
+
+
+def read_holder(folder: Path) -> Holder | None:
+    """Return whose card lies in the job's folder, whether it lives or not; None: no card does, so
+    no coordinator has died here. Raises ``StoreError`` as ``read_card``."""
+    try:
+        with open_below(folder.parent, folder.name) as job:
+            card = json.loads(job.read(CARD))
+        return Holder(int(card.get("term", 1)), int(card.get("pid", 0)))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, AttributeError):  # torn
+        return Holder(1, 0)
+
+
+def write_card(folder: Path, address: tuple[str, int], token: bytes, term: int = 1) -> None:
+    """Leave the card of this process, readable by this user alone. Raises ``StoreError`` where that
+    cannot be."""
     card: Mapping[str, Any] = {
         "host": address[0],
         "port": address[1],
         "token": token.hex(),
         "tls": files_of_this_process(),
+        "term": term,
+        "pid": os.getpid(),
     }
     with open_below(folder.parent, folder.name) as job:
         job.write(CARD, json.dumps(card).encode())

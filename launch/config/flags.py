@@ -113,6 +113,9 @@ def _add_job(add: Callable[..., None]) -> None:
     # SUPPRESS: an alias that is not given must not undo the default of the flag it stands for.
     add("--coordinator", dest="rdzv_endpoint", metavar="HOST:PORT", default=argparse.SUPPRESS,
         help="where the coordinator is; the same as --rdzv-endpoint")  # fmt: skip
+    add("--coordinator-lease", metavar="file:/FOLDER|etcd:URL",
+        help="what all hosts reach, and says which coordinator a job has: where its host is gone, "
+        "another host takes over")  # fmt: skip
     add("--job", dest="rdzv_id", metavar="NAME", default=argparse.SUPPRESS,
         help="name of the job; the same as --rdzv-id")  # fmt: skip
     add("--hostfile", metavar="FILE",

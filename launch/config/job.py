@@ -20,6 +20,7 @@ COMPARED = (
     "min_nodes",
     "max_nodes",
     "max_restarts",
+    "coordinator_lease",
     "elastic_text",
     "deepspeed",
 )

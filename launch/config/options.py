@@ -45,6 +45,9 @@ class Options:
     shutdown_timeout: int | None
     elastic: str | None = None
     """Path of the elastic configuration; None: the framework is not hooked."""
+    coordinator_lease: str | None = None
+    """Where it stands which coordinator the job has: ``file:/FOLDER`` or ``etcd:URL``; None:
+    nowhere, and only the host that ``coordinator`` names starts one."""
     host_id: str | None = None
     domain: str | None = None
     """What this host may fail together with, such as its rack; None: nothing."""

@@ -7,6 +7,7 @@ from scalai.core import events
 from scalai.core.admission import Brought, Verdict, admit
 from scalai.core.errors import EndedError, ProofError, UsageError
 from scalai.core.membership import Phase
+from scalai.core.underway import Underway
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.agent_events import Manifests
 from scalai.launch.coordinator.calls import Join, Joined
@@ -49,6 +50,8 @@ class Admission:
         self._check(host, spec, replaces=replaces)
         live = self._live
         manifests = [read[part] for part in join.parts]
+        if join.underway is not None:
+            self._take_over(join.underway)
         aside = self._set_aside(host, manifests, spec)
         manifests = [part for part in manifests if part not in aside]
         obsolete = [part.generation for part in manifests if self._is_obsolete(part)]
@@ -84,14 +87,23 @@ class Admission:
                 tuple(dropped),
                 tuple(renaming),
                 join.has_check,
+                join.underway,
             )
         )
         return answer
 
+    def _take_over(self, underway: Underway) -> None:
+        """A host brings its round, begun by a coordinator that is gone: this is the same run of the
+        job, and what persons had asked of it holds."""
+        live, over = self._live, self._live.state.taking_over
+        if over is not None and underway.round >= (over.newest or 0):
+            live.run = underway.run
+            live.sizing.take_over(underway.request)
+
     def answer(self) -> Joined:
         """Return what an agent that is taken in is told."""
         round = self._live.state.round
-        return Joined(round, self._live.is_fresh and round == 0)
+        return Joined(round, self._live.is_fresh and round == 0, self._live.members.term)
 
     def _set_aside(
         self, host: str, manifests: Sequence[HostManifest], spec: JobSpec
@@ -102,7 +114,7 @@ class Admission:
             UsageError: Not every host says ``--fresh``.
         """
         live, job = self._live, self._spec.job
-        if spec.is_fresh and not live.is_fresh:
+        if spec.is_fresh and not live.is_fresh and not live.is_successor:
             raise UsageError(
                 f"--fresh begins job {job!r} anew, but its coordinator was started without it (the "
                 f"job is {live.state.phase.value}, round {live.state.round}). Leave it out to take "

@@ -10,6 +10,7 @@ from scalai.core.commands import Command, Exit
 from scalai.core.events import Stalled
 from scalai.core.messages import JsonText, Named, Request
 from scalai.core.reports import Report
+from scalai.core.underway import Underway
 from scalai.launch.coordinator.person_calls import PersonCall
 
 
@@ -26,10 +27,11 @@ class StoreIdentity:
 @dataclass(frozen=True, slots=True)
 class Joined:
     """A host takes part: in which ``round`` the job is, and whether the host sets its durable
-    directory aside, because the job begins anew."""
+    directory aside, because the job begins anew. ``term`` counts the coordinators of the job."""
 
     round: int
     sets_aside: bool
+    term: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class Join(Request[Joined]):
     passes it before it runs workers. ``parts`` are the manifests, as bytes, of the committed
     generations in its store, ``sealed`` those of what is sealed there and not committed;
     ``damaged`` are numbers of generations that it cannot read, with the reason (``UNNUMBERED``:
-    what it had sealed). ``spec`` is the job as the agent's command line states it.
+    what it had sealed). ``spec`` is the job as the agent's command line states it. ``underway``:
+    the round that its workers are in, which another coordinator has begun.
     """
 
     job: str
@@ -56,13 +59,16 @@ class Join(Request[Joined]):
     spec: JsonText
     domain: str = ""
     has_check: bool = False
+    underway: Underway | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Commands:
     """Commands of one agent, of which the first has number ``first``; and for how many seconds the
-    next poll would best be kept."""
+    next poll would best be kept. ``term`` is that of the coordinator whose they are: one of an
+    earlier term than the agent has joined is not obeyed."""
 
+    term: int
     first: int
     commands: tuple[Named[Command], ...]
     keep_s: float

@@ -55,6 +55,8 @@ class Desk:
         stores: What they meet at there.
         say: Takes log lines.
         patience: How long it waits for agents that are away.
+        term: Counts the coordinators of the job.
+        is_successor: This one takes the place of another, which is gone.
     """
 
     def __init__(
@@ -64,13 +66,18 @@ class Desk:
         stores: RendezvousStores,
         say: Callable[[str], None],
         patience: Patience,
+        term: int = 1,
+        *,
+        is_successor: bool = False,
     ) -> None:
         self._spec, self._stores, self._patience = spec, stores, patience
         self._lock = threading.RLock()
         self._reading = threading.Lock()
         """Of one manifest at a time: more at once are not read faster, and keep calls waiting that
         bring none."""
-        self._live = LiveJob(spec, interface, stores, say, self._lock)
+        self._live = LiveJob(
+            spec, interface, stores, say, self._lock, term, is_successor=is_successor
+        )
         self._admission = Admission(spec, self._live)
         self._agent_events = AgentEvents(self._live)
         self._losses = Losses(self._live, patience, TICK_S)
@@ -220,7 +227,7 @@ class Desk:
             agent.ready.wait(max(0.0, min(poll.keep_s, keep_s)))
             # Unless it was lost or replaced meanwhile.
             agent = members.find(poll.host, poll.incarnation)
-        return agent.waiting(keep_s)
+        return agent.waiting(members.term, keep_s)
 
     def _tell(self, peer: Peer, tell: Tell, manifests: Manifests) -> None:
         """Hear a report once: a number that was heard before is one told again."""
@@ -255,6 +262,7 @@ class Desk:
         newest = job.newest_generation
         return {
             "job": self._spec.job,
+            "term": self._live.members.term,
             "phase": job.phase.value,
             "round": job.round,
             "world_size": job.current.degrees.world_size if job.current else 0,

@@ -28,11 +28,13 @@ from scalai.launch.config.endpoint import (
     TOKEN_VARIABLE,
     join_endpoint,
     read_card,
+    read_holder,
     read_identity,
     remove_card,
     split_endpoint,
 )
 from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.leases import LEASE_S, Register, Watch, open_register
 from scalai.runtime.calls import Channel
 from scalai.store.places import default_store_dir
 from scalai.store.secure import open_below
@@ -43,6 +45,7 @@ LOCK = "coordinator.lock"
 LOCK_TIMEOUT_S = 2 * JOIN_TIMEOUT_S
 """Who holds the lock waits at most so long for the coordinator that it starts, and then some."""
 LOCK_QUIET_S = 5.0
+LOOK_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +107,12 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
         PeerError: Nobody answers there within the time.
     """
     endpoint, folder = spec.options.coordinator, job_directory(spec)
-    if endpoint is None or _is_here(split_endpoint(endpoint)[0]):
+    register = open_register(spec.options.coordinator_lease, spec.job)
+    if register is not None:
+        found = _holder(register, endpoint, token)
+        if found is not None:
+            return found
+    if endpoint is None or is_here(split_endpoint(endpoint)[0]):
         with one_at_a_time(folder):
             card = read_card(folder)
             if card is not None and spec.options.is_standalone:
@@ -115,7 +123,7 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
             if card is not None:
                 _refuse_other_tls(spec, folder)
                 return Place(*card, is_here=True)
-            return _start_coordinator(spec, folder, endpoint, token)
+            return start_coordinator(spec, folder, endpoint, token)
     if token is None:
         raise UsageError(
             f"the coordinator {endpoint} is on another host; set {TOKEN_VARIABLE} to the same "
@@ -140,6 +148,24 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
             time.sleep(0.2)
 
 
+def _holder(register: Register, endpoint: str | None, token: str | None) -> Place | None:
+    """Return where the coordinator is that holds the job's lease; None: nobody holds it."""
+    if endpoint is None or token is None:
+        raise UsageError(
+            "--coordinator-lease is for jobs on several hosts: give --coordinator HOST:PORT, and "
+            f"{TOKEN_VARIABLE}, the same on all of them."
+        )
+    watch = Watch(register)
+    while True:
+        entry, unchanged_s = watch.look()
+        if entry is None or entry.is_over or unchanged_s > LEASE_S:
+            return None
+        with suppress(PeerError):
+            Channel(entry.address, token.encode()).close()
+            return Place(entry.address, token.encode(), is_here=is_here(entry.host))
+        time.sleep(LOOK_S)
+
+
 def _refuse_other_tls(spec: JobSpec, folder: Path) -> None:
     """Raise where the coordinator's card speaks of TLS, and this agent's command line does not: it
     would start the job's next coordinator, and listen to other hosts."""
@@ -151,11 +177,12 @@ def _refuse_other_tls(spec: JobSpec, folder: Path) -> None:
         )
 
 
-def _start_coordinator(
+def start_coordinator(
     spec: JobSpec, folder: Path, endpoint: str | None, token: str | None
 ) -> Place:
-    """Start a coordinator that outlives this agent, and wait until it answers."""
-    remove_card(folder)
+    """Start a coordinator that outlives this agent, and wait until it answers. Where another one
+    has died here, whose card is left, it takes its place."""
+    term, is_successor = next_term(spec, folder)
     token = token or secrets.token_hex(32)
     host, port = split_endpoint(endpoint) if endpoint else ("127.0.0.1", 0)
     command = [sys.executable, *COORDINATOR]
@@ -169,10 +196,12 @@ def _start_coordinator(
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it has ended: below it is asked why
         with process.stdin as order:
-            order.write(json.dumps({"job": spec.to_json(), "token": token}).encode())
+            orders = {"job": spec.to_json(), "token": token, "term": term}
+            order.write(json.dumps({**orders, "is_successor": is_successor}).encode())
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while time.monotonic() < deadline:
-        card = read_card(folder)
+        now = read_holder(folder)
+        card = read_card(folder) if now is not None and now.term == term else None
         if card is not None:
             return Place(*card, started=process, is_here=True)
         if process.poll() is not None:
@@ -186,6 +215,16 @@ def _start_coordinator(
         f"the coordinator does not answer at {host}:{port} after {JOIN_TIMEOUT_S:.0f} s. Name "
         "another --coordinator HOST:PORT."
     )
+
+
+def next_term(spec: JobSpec, folder: Path) -> tuple[int, bool]:
+    """Return the number of the job's next coordinator, and whether it takes the place of one that
+    has died: a card or a lease was left. Raises ``PeerError`` where the lease cannot be read."""
+    before, register = read_holder(folder), open_register(spec.options.coordinator_lease, spec.job)
+    entry = register.newest() if register is not None else None
+    term = 1 + max(before.term if before else 0, entry.term if entry else 0)
+    has_died = before is not None if entry is None else not entry.is_over
+    return term, has_died and not spec.is_fresh
 
 
 @contextmanager
@@ -243,7 +282,7 @@ def _take_turn(descriptor: int, path: Path, patience_s: float) -> None:
         time.sleep(0.05)
 
 
-def _is_here(host: str) -> bool:
+def is_here(host: str) -> bool:
     """Whether an address of ``host`` can be bound on this machine."""
     try:
         for family, kind, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):

@@ -196,6 +196,11 @@ class Generations:
                 found.append(Unfinished(step, tuple(sorted(self._snapshots[name])), missing))
         return tuple(sorted(found, key=lambda snapshot: (-snapshot.step, snapshot.present)))
 
+    def on_the_way(self, run: str, round: int) -> list[tuple[str, tuple[str, ...]]]:
+        """Return a round's snapshots that are sealed in part, with the hosts that hold parts."""
+        found = self._snapshots.items()
+        return [(name, tuple(its)) for name, its in found if name.startswith(f"{run}-{round}-")]
+
     def forget_sealed(self) -> tuple[HostManifest, ...]:
         """A round begins: what was sealed and not committed is of no use any more. Return it."""
         given_up = tuple(part for parts in self._snapshots.values() for part in parts.values())

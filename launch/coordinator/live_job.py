@@ -17,6 +17,7 @@ from scalai.core.messages import Shared
 from scalai.core.recovery import Origin
 from scalai.core.resize import advance
 from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.first_state import first_state
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.judging import judge_rescue, judge_snapshot, judge_stop
 from scalai.launch.coordinator.members import Members
@@ -34,6 +35,8 @@ from scalai.launch.coordinator.standing import (
 from scalai.launch.coordinator.starter import Starter
 from scalai.launch.coordinator.timeline import Timeline
 
+SUCCESSORS_GAP = 8
+"""Numbers that a new coordinator leaves out: who is away may have them from the one before."""
 RESUMABLE = 75
 """Exit code: the state lies in the durable directory."""
 
@@ -47,6 +50,8 @@ class LiveJob:
         stores: What they meet at there.
         say: Takes log lines.
         lock: Held by whoever calls.
+        term: Counts the coordinators of the job.
+        is_successor: This one takes the place of another, which is gone.
     """
 
     def __init__(
@@ -56,18 +61,23 @@ class LiveJob:
         stores: RendezvousStores,
         say: Callable[[str], None],
         lock: "threading.RLock",
+        term: int = 1,
+        *,
+        is_successor: bool = False,
     ) -> None:
         self._say = say
         self._job = spec.job
-        self.is_fresh = spec.is_fresh
+        self.is_successor = is_successor
+        self.is_fresh = spec.is_fresh and not is_successor
         """The job begins anew: what hosts hold from before is set aside."""
         self.finished_step: int | None = None
         """The step at which the job came to its end."""
         self.run = secrets.token_hex(4)  # so that snapshots of two runs have different names
         self._last_number = 0
+        self._gap = SUCCESSORS_GAP if is_successor else 0
         self._degrees_before: str | None = None
         self.sizing = Sizing(spec)
-        self.members = Members(lock)
+        self.members = Members(lock, term)
         self.generations = Generations()
         self.recoveries = Recoveries(self.generations)
         self.timeline = Timeline(spec.report_dir, self.log)
@@ -80,28 +90,9 @@ class LiveJob:
         """What every agent is told once the job has ended: the command to exit."""
         self.has_crashed = False
         """Whether the coordinator itself has failed, which has ended the job."""
-        self._starter = Starter(self.run, interface, stores, self.members, self.generations)
-        resize = spec.config.resize
-        self.state = m.Job(
-            assign=self.sizing.assign(),
-            settle_s=spec.settle_s,
-            max_hosts=spec.max_hosts,
-            failures_left=spec.failures,
-            most_failures=spec.failures,
-            does_refill=spec.is_loss_free,
-            is_loss_free=spec.is_loss_free,
-            has_emergency=spec.is_elastic and spec.config.store.emergency,
-            replicas=spec.replicas,
-            has_durable_dir=spec.durable_dir is not None,
-            archive_every_s=spec.config.store.durable_every_s,
-            archive_keep=spec.config.store.durable_keep,
-            is_elastic=spec.is_elastic,
-            build_timeout_s=0.0 if resize.standby == "never" else resize.build_timeout_s,
-            drain_timeout_s=resize.drain_timeout_s,
-            start_timeout_s=resize.start_timeout_s,
-            hang_s=resize.hang_s if spec.is_elastic else 0.0,
-            quarantine_s=resize.quarantine_s,
-        )
+        self._starter = Starter(self, interface, stores)
+        took_over_at = time.monotonic() if is_successor else None
+        self.state = first_state(spec, self.sizing, term, took_over_at)
 
     @property
     def has_ended(self) -> bool:
@@ -165,7 +156,7 @@ class LiveJob:
 
     def commit(self, name: str, origin: Origin) -> int:
         """Number the parts of a snapshot: from now on they are a generation."""
-        self._last_number += 1
+        self._last_number, self._gap = self._last_number + 1 + self._gap, 0
         self.generations.commit(self._last_number, name)
         self.recoveries.note_committed(self._last_number, origin)
         parts = self.generations.parts(self._last_number).values()
@@ -233,7 +224,7 @@ class LiveJob:
 
     def feed(self, event: events.Event) -> None:
         """Let the rules decide about an event, and do what they say."""
-        was = self.state.phase
+        was, was_taking_over = self.state.phase, self.state.taking_over is not None
         self.state, due = advance(self.state, event)
         if self.state.phase is not was:
             self._entered(was, self.state.phase)
@@ -246,6 +237,16 @@ class LiveJob:
                 return  # the law has gone on, and what it asks for is not done
         if self.state.phase is m.Phase.RUNNING and self.state.changed_at is None:
             self.timeline.forget()
+        if was_taking_over and self.state.taking_over is None:
+            self._count_sealed()
+
+    def _count_sealed(self) -> None:
+        """Parts of snapshots on the way count that only the coordinator before had heard of."""
+        round = self.state.round
+        for name, hosts in self.generations.on_the_way(self.run, round):
+            for host in hosts:
+                if self.state.phase in (*m.TRAINING, m.Phase.STARTING):
+                    self.feed(events.Sealed(host, round, "snapshot", name))
 
     def crash(self, error: Exception) -> None:
         """What must never happen has: end the job with its reason. The state stays in the

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from scalai.core.commands import Command, Exit
-from scalai.core.errors import StaleError
+from scalai.core.errors import ReplacedError, StaleError
 from scalai.core.events import Stalled
 from scalai.core.messages import Named
 from scalai.launch.coordinator.calls import Commands, StoreIdentity
@@ -114,12 +114,12 @@ class Member:
         self._received += len(done)
         self.is_dismissed |= any(isinstance(command, Exit) for command in done)
 
-    def waiting(self, keep_s: float) -> Commands:
+    def waiting(self, term: int, keep_s: float) -> Commands:
         """Return the commands that it has not said to have, and the number of the first, to be
-        sent now; the next poll may be kept for ``keep_s``."""
+        sent now in this ``term``; the next poll may be kept for ``keep_s``."""
         self.was_sent_exit |= any(isinstance(command, Exit) for command in self._commands)
         named = tuple(Named(command) for command in self._commands)
-        return Commands(self._received + 1, named, keep_s)
+        return Commands(term, self._received + 1, named, keep_s)
 
 
 class Members:
@@ -128,10 +128,11 @@ class Members:
 
     Args:
         lock: Held by whoever calls, but for ``heard``.
+        term: Counts the coordinators of the job; this one has that number.
     """
 
-    def __init__(self, lock: "threading.RLock") -> None:
-        self._lock = lock
+    def __init__(self, lock: "threading.RLock", term: int = 1) -> None:
+        self._lock, self.term = lock, term
         self._present: dict[str, Member] = {}
         self._released: dict[str, Member] = {}
         self._incarnations: set[tuple[str, str]] = set()
@@ -186,10 +187,13 @@ class Members:
 
         Raises:
             StaleError: It is another incarnation that does, or none.
+            ReplacedError: It took part under another coordinator.
         """
         for agent in (self._present.get(host), self._released.get(host)):
             if agent is not None and agent.incarnation == incarnation:
                 return agent
+        if self.term > 1 and not self.has_had(host, incarnation):
+            raise ReplacedError(f"this is coordinator {self.term} of the job: join it.")
         if host in self._present:
             raise StaleError(f"host {host!r} is in the job with another agent, which replaced it.")
         raise StaleError(f"host {host!r} is not in the job (any more).")

@@ -36,6 +36,8 @@ def command_of(action: actions.Action, round: int, generations: Generations) -> 
             return hosts, commands.FinishArchive(order, generation)
         case actions.Retire(hosts, before):
             return hosts, commands.Retire(before)
+        case actions.EndWorkers(hosts, ended):
+            return hosts, commands.Stop(ended, has_written=False)
         case actions.Look(hosts):
             return hosts, commands.Look()
         case actions.CheckHealth(hosts, order, reason):

@@ -9,10 +9,16 @@ from pathlib import Path
 
 from scalai.core.errors import ScalaiError, UsageError
 from scalai.launch import host_signals
-from scalai.launch.config.endpoint import join_endpoint, read_card, split_endpoint, write_card
+from scalai.launch.config.endpoint import (
+    join_endpoint,
+    read_card,
+    split_endpoint,
+    write_card,
+)
 from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.discovery import clear_away, one_at_a_time
+from scalai.launch.coordinator.discovery import clear_away, next_term, one_at_a_time
+from scalai.launch.coordinator.leases import Entry, Lease, open_register
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.server import Coordinator
 from scalai.launch.logs import configure
@@ -52,26 +58,51 @@ def serve(
                 f"the job {spec.job!r} has a coordinator on this machine already, at {there}. "
                 "Agents here find it. A coordinator by hand is started before the first of them."
             )
-        patience = Patience(lost_after_s=spec.config.resize.silent_s)
-        coordinator = Coordinator(spec, (host, port), token, log.info, alone_s, patience)
+        term, is_successor = next_term(spec, folder)
+        coordinator = _open(spec, (host, port), token, term, alone_s, is_successor=is_successor)
         address = _leave_card(coordinator, folder, host, token)
     return _run(coordinator, spec, folder, address)
+
+
+def _open(
+    spec: JobSpec,
+    address: tuple[str, int],
+    token: bytes,
+    term: int,
+    alone_s: float = 60.0,
+    *,
+    is_successor: bool,
+) -> Coordinator:
+    """Listen, and hold the job's lease where it has one."""
+    patience = Patience(lost_after_s=spec.config.resize.silent_s)
+    coordinator = Coordinator(
+        spec, address, token, log.info, alone_s, patience, term=term, is_successor=is_successor
+    )
+    register = open_register(spec.options.coordinator_lease, spec.job)
+    if register is not None:
+        try:
+            entry = Entry(term, address[0], int(coordinator.address[1]))
+            coordinator.lease = Lease(register, entry)
+        except ScalaiError:
+            coordinator.close()
+            raise
+    return coordinator
 
 
 def _leave_card(coordinator: Coordinator, folder: Path, host: str, token: bytes) -> tuple[str, int]:
     """Have agents find this coordinator. Returns where it listens."""
     assert not isinstance(coordinator.address, str)
     address = host, coordinator.address[1]
-    write_card(folder, address, token)
+    write_card(folder, address, token, coordinator.term)
     return address
 
 
 def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[str, int]) -> int:
     expect_many_threads()
     log.info(
-        "event=coordinator job=%s address=%s:%d: it runs on this host: if that goes away, "
-        "the job stops and must be started again",
-        spec.job, *address,
+        "event=coordinator job=%s term=%d address=%s:%d: it runs on this host. If its process "
+        "dies, an agent of this host starts another one, and the workers train on meanwhile",
+        spec.job, coordinator.term, *address,
     )  # fmt: skip
     try:
         return coordinator.run()
@@ -91,7 +122,9 @@ def main() -> int:
         spec = JobSpec.from_json(order["job"])
         host_signals.ignore()
         secure_process(spec.options.tls)
-        coordinator = Coordinator(spec, (host, port), token, log.info)
+        coordinator = _open(
+            spec, (host, port), token, int(order["term"]), is_successor=bool(order["is_successor"])
+        )
     except ScalaiError as error:
         print(error, flush=True)
         return error.exit_code

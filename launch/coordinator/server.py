@@ -1,7 +1,7 @@
 """The coordinator: one small process a job, which agents and persons call.
 
-It holds no tensor. What it answers is in ``launch.coordinator.desk``. If its host goes away the job
-stops; any agent may drain, the first one too.
+It holds no tensor. What it answers is in ``launch.coordinator.desk``. Where it is gone, another one
+takes its place (``launch.coordinator.discovery``); any agent may drain, the first one too.
 """
 
 import time
@@ -11,12 +11,15 @@ from scalai.core.errors import PeerError
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import CoordinatorRequest
 from scalai.launch.coordinator.desk import TICK_S, Desk
+from scalai.launch.coordinator.leases import Lease
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.runtime.calls import Address, Server
 
 FAREWELL_S = 30.0
 """How long the coordinator of a job that has ended waits until every agent has its exit."""
+STOOD_DOWN = 4
+"""Exit code of a coordinator that does not hold its lease any more."""
 SEND_S = 60.0
 """How long an agent may take to read an answer."""
 
@@ -32,6 +35,7 @@ class Coordinator(Desk):
         alone_s: How long it waits for a first or another agent before it ends.
         patience: How long it waits for agents that are away.
         stores: What workers meet at; a process of its own if not given.
+        term, is_successor: As of ``Desk``.
     """
 
     def __init__(
@@ -43,10 +47,15 @@ class Coordinator(Desk):
         alone_s: float = 60.0,
         patience: Patience = Patience(),  # noqa: B008  # it is frozen
         stores: RendezvousStores | None = None,
+        term: int = 1,
+        *,
+        is_successor: bool = False,
     ) -> None:
         stores = stores or RendezvousStores(address[0])
-        super().__init__(spec, address[0], stores, say, patience)
+        super().__init__(spec, address[0], stores, say, patience, term, is_successor=is_successor)
         self._alone_s = alone_s
+        self.lease: Lease | None = None
+        """Says whether this is the job's coordinator; None: no other can be."""
         try:
             self._server = Server(
                 address, token, CoordinatorRequest, self.handle, self.gone, send_s=SEND_S
@@ -54,6 +63,11 @@ class Coordinator(Desk):
         except PeerError:
             self._stores.end()
             raise
+
+    @property
+    def term(self) -> int:
+        """Counts the coordinators of the job."""
+        return self._live.members.term
 
     @property
     def address(self) -> Address:
@@ -67,6 +81,8 @@ class Coordinator(Desk):
         while True:
             time.sleep(TICK_S)
             with self._lock:
+                if self.lease is not None and not self.lease.is_held():
+                    return self._stand_down()
                 self.tick()
                 now = time.monotonic()
                 if live.has_ended:
@@ -81,7 +97,21 @@ class Coordinator(Desk):
                     break
         self._server.close()
         self._stores.end()
+        if self.lease is not None:
+            self.lease.end(is_over=live.has_ended)
         return live.exit_code
+
+    def _stand_down(self) -> int:
+        """End without a word to the agents: another coordinator may have taken this one's place, or
+        may do so at any time. Where the workers meet stays, for as long as they do."""
+        self._live.log("event=stood_down: the lease is not held any more; the workers train on")
+        self._server.close()
+        return STOOD_DOWN
+
+    def close(self) -> None:
+        """End before anybody was served."""
+        self._server.close()
+        self._stores.end()
 
     def _is_farewell_over(self, took_s: float) -> bool:
         """Whether every agent of a job that has ended has its exit, or had the time for it."""

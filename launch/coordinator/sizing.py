@@ -9,6 +9,7 @@ from scalai.core.assignment import make_assign
 from scalai.core.choice import Choice
 from scalai.core.degrees import parse_request
 from scalai.core.membership import Assign, Assignment
+from scalai.core.messages import JsonText
 from scalai.launch.config.job import JobSpec
 
 
@@ -48,6 +49,17 @@ class Sizing:
         """A person wants so many workers in total, hosts at most, and these degrees."""
         self._max_workers, self._degrees = nproc, degrees
         self._max_hosts = nnodes or self._max_hosts
+
+    @property
+    def request(self) -> JsonText:
+        """What persons have asked for, for whoever takes this coordinator's place."""
+        return JsonText.of([self._max_workers, self._max_hosts, self._degrees])
+
+    def take_over(self, request: JsonText) -> None:
+        """Persons had asked the coordinator before for this. Raises ``ValueError`` where it is
+        nothing that ``request`` gives."""
+        nproc, nnodes, degrees = request.value()
+        self.rescale(nproc, nnodes, degrees)
 
     def exclude(self, assignment: Assignment) -> None:
         """These degrees ran out of memory in their first step."""

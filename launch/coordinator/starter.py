@@ -1,5 +1,7 @@
 """How the workers of a round are started: where they meet, and what they begin from."""
 
+from typing import Protocol
+
 from scalai.core import actions, commands
 from scalai.core import membership as m
 from scalai.core.assignment import place_ranks
@@ -9,33 +11,34 @@ from scalai.core.source_list import Listed, SourceList, source_list
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
+from scalai.launch.coordinator.sizing import Sizing
 from scalai.store.generation import unite
 from scalai.store.parts import ATTACHED, reference_of
+
+
+class Run(Protocol):
+    """What a starter needs of the job: the name of its present run, the agents and the commands
+    that wait for them, what workers may begin from, and what persons have asked for."""
+
+    run: str
+    members: Members
+    generations: Generations
+    sizing: Sizing
 
 
 class Starter:
     """Tells the agents which workers to start, and where these meet.
 
     Args:
-        run: The name of this run of the job.
+        run: What is started.
         interface: The address at which workers meet.
         stores: What they meet at there.
-        members: The agents, and the commands that wait for them.
-        generations: What workers may begin from.
     """
 
-    def __init__(
-        self,
-        run: str,
-        interface: str,
-        stores: RendezvousStores,
-        members: Members,
-        generations: Generations,
-    ) -> None:
+    def __init__(self, run: Run, interface: str, stores: RendezvousStores) -> None:
         self._run = run
         self._interface = interface
-        self._roster = members
-        self._generations = generations
+        self._roster, self._generations = run.members, run.generations
         self._stores = stores
         self._port: int | None = None
         self._standby_port: int | None = None
@@ -124,7 +127,7 @@ class Starter:
         facts = {} if generation is None else self._generations.facts(generation)
         return {
             host: commands.Workers(
-                run=self._run,
+                run=self._run.run,
                 round=round,
                 placement=placement,
                 degrees=assignment.degrees.to_json(),
@@ -134,6 +137,7 @@ class Starter:
                 generation=generation,
                 restorable_step=step,
                 facts=JsonText.of(facts),
+                request=self._run.sizing.request,
             )
             for host, placement in place_ranks(assignment).items()
         }

@@ -135,6 +135,14 @@ class StopWorkers:
 
 
 @dataclass(frozen=True, slots=True)
+class EndWorkers:
+    """Make the workers of a round exit that the job goes on without."""
+
+    hosts: tuple[str, ...]
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class StartRound:
     """Start these workers from this generation (None: from the script's own initial state).
     ``steps_lost``: steps that were made and are in no generation; ``is_built``: the workers were
@@ -281,5 +289,5 @@ Action = (
     Build | GiveUp | Prepare | Agree | Withdraw | TakeSnapshot | Lose | Report | Judge | Commit
     | Replicate | JudgeSnapshot | Freeze | Rescue | JudgeRescue | StopWorkers | Discard | GoBack
     | StartRound | Expect | Prove | Proceed | Doubt | Drop | Release | SaveDurable | Archive
-    | FinishArchive | Retire | Look | CheckHealth | Exit | Say
+    | FinishArchive | Retire | Look | CheckHealth | Exit | Say | EndWorkers
 )  # fmt: skip

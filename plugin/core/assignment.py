@@ -59,12 +59,14 @@ def make_assign(
 def place_ranks(assignment: Assignment) -> dict[str, Placement]:
     """Return where each host with workers stands in the world."""
     hosts, first = Shared(assignment.active), 0
+    counts = Shared(tuple(count for _, count in assignment.workers if count))
     places: dict[str, Placement] = {}
     for host, count in assignment.workers:
         if not count:
             continue
         places[host] = Placement(
             hosts=hosts,
+            counts=counts,
             group_rank=len(places),
             first_rank=first,
             local_world_size=count,

@@ -16,10 +16,12 @@ class Placement:
     """Where a host's workers stand in the world of a round.
 
     Names are those of torchrun's environment: ``group_rank`` counts hosts; ``first_rank`` is the
-    host's lowest global rank; ``hosts`` are all that have workers, in rank order.
+    host's lowest global rank; ``hosts`` are all that have workers, in rank order, and ``counts``
+    how many each of them has.
     """
 
     hosts: Shared[tuple[str, ...]]
+    counts: Shared[tuple[int, ...]]
     group_rank: int
     first_rank: int
     local_world_size: int
@@ -29,6 +31,11 @@ class Placement:
     def group(self) -> tuple[str, ...]:
         """All hosts with workers, in rank order."""
         return self.hosts.value
+
+    @property
+    def workers(self) -> tuple[tuple[str, int], ...]:
+        """All hosts with how many workers each has, in rank order."""
+        return tuple(zip(self.hosts.value, self.counts.value, strict=True))
 
     @property
     def group_world_size(self) -> int:
@@ -47,7 +54,8 @@ class Workers:
 
     ``run`` names this run of the job; ``degrees`` are as of ``Degrees.to_json``; workers meet at
     ``master_addr``, ``master_port``. Of the newest ``generation`` (None: there is none)
-    ``restorable_step`` and ``facts`` are known.
+    ``restorable_step`` and ``facts`` are known. ``request`` is what persons have asked of the job:
+    who takes the coordinator's place asks the hosts for it.
     """
 
     run: str
@@ -60,6 +68,7 @@ class Workers:
     generation: int | None
     restorable_step: int | None
     facts: JsonText
+    request: JsonText
 
 
 @dataclass(frozen=True, slots=True)

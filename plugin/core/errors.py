@@ -94,5 +94,9 @@ class StaleError(ScalaiError):
     """An agent that is not in the job (any more) calls: it was lost, replaced or released."""
 
 
+class ReplacedError(ScalaiError):
+    """An agent calls that another coordinator had taken in, which is gone: it joins this one."""
+
+
 class EndedError(UsageError):
     """A job has ended that an agent wants to join."""

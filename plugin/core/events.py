@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scalai.core.membership import Assign, Generation
+from scalai.core.underway import Underway
 
 NOT_COVERED = "the snapshots that survive do not cover the state"
 
@@ -26,6 +27,8 @@ class HostJoined:
     sealed: tuple[tuple[int, tuple[str, ...]], ...] = ()
     has_check: bool = False
     """Whether it has a health check, which it passes before it runs workers."""
+    underway: Underway | None = None
+    """The round that its workers are in, which another coordinator has begun."""
 
 
 @dataclass(frozen=True, slots=True)

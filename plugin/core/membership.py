@@ -26,6 +26,7 @@ from operator import attrgetter
 from scalai.core.checks import Check
 from scalai.core.degrees import Degrees
 from scalai.core.pace import Pace
+from scalai.core.underway import TakingOver
 
 
 class Phase(Enum):
@@ -249,10 +250,11 @@ class Job:
     """How long a host that flaps waits at first; 0: it never does."""
     start_timeout_s: float = 1800.0
     hang_s: float = 0.0
-    """How long no worker may make a step where it is not known how long one takes, and at most; 0:
-    for ever."""
+    """How long no worker may make a step at most, and where it is not known how long one takes."""
     has_state: bool = False
     phase: Phase = Phase.WAITING
+    taking_over: TakingOver | None = None
+    """Until it is known which round another coordinator, which is gone, had under way."""
     hosts: Mapping[str, Host] = field(default_factory=dict)
     joined: int = 0
     round: int = 0

@@ -19,6 +19,7 @@ from scalai.core import (
     preemption,
     replicating,
     starting,
+    succession,
 )
 from scalai.core.actions import Action, Commit, Drop, Release, Report, Say, Withdraw
 from scalai.core.deadlines import clock_of
@@ -84,10 +85,12 @@ def _host_joined(event: events.HostJoined, job: Job) -> Result:
         generations=event.covered,
         has_state=job.has_state or event.has_parts,
     )
-    job, asked = health.joined(job, event.host)
+    asked: tuple[Action, ...] = ()
+    if event.underway is None:  # else it has passed, and runs workers
+        job, asked = health.joined(job, event.host)
     brought = (*asked, *_brought(event))
-    if not is_replaced:
-        job, actions = changed(job, event.at)
+    if not is_replaced or job.taking_over is not None:
+        job, actions = succession.joined(event, job)
         return job, (*brought, *actions)
     # What it brings counts before the loss of the one before it is judged.
     job = replace(job, changed_at=event.at)
@@ -112,6 +115,8 @@ def _host_leaving(event: events.HostLeaving, job: Job) -> Result:
 
 def _leave(job: Job, event: events.HostLeaving) -> Result:
     """Begin the drain of a host that is marked as leaving."""
+    if job.taking_over is not None:
+        return job, ()
     if job.phase is Phase.WAITING:
         return _leave_while_waiting(job, event.host)
     if event.host not in active(job) and job.phase in RESIZABLE:
@@ -233,6 +238,9 @@ def _ticked(event: events.Ticked, job: Job) -> Result:
     job = _refill(replace(job, now=event.at), event.newest)
     was_barred = len(job.barred)
     job, asked = health.ask_again(pardon(job))
+    if job.taking_over is not None:
+        job, adopted = succession.ticked(job)
+        return job, (*asked, *adopted)
     is_settled = job.changed_at is not None and event.at - job.changed_at >= job.settle_s
     is_again = job.again_at is not None and event.at >= job.again_at
     if job.phase in RESIZABLE and (is_settled or is_again or len(job.barred) < was_barred):

@@ -60,6 +60,8 @@ _NOT_WHOLE = (
 
 def consider(job: Job) -> Result:
     """Begin a resize if the hosts now present would be assigned otherwise than they are."""
+    if job.taking_over is not None:
+        return replace(job, changed_at=job.now), ()
     job = replace(job, changed_at=None, again_at=None)
     if job.phase is Phase.WAITING:
         return _start_round(job)

@@ -299,7 +299,7 @@ def test_an_exit_that_comes_late_is_no_exit_of_an_agent_that_has_joined_again(
     def answer_late(request: object) -> Commands:
         asked.set()
         assert answers.wait(60.0)
-        return Commands(old.received + 1, (Named(Exit(0, "late")),), 0.1)
+        return Commands(1, old.received + 1, (Named(Exit(0, "late")),), 0.1)
 
     monkeypatch.setattr(old.polls, "try_call", answer_late)
     wait_until(asked.is_set, "it waits for commands")

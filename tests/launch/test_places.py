@@ -65,7 +65,7 @@ def test_an_agent_that_stands_still_while_it_looks_is_named(
 class EndingCoordinator:
     """One whose job ends while ``meanwhile`` happens."""
 
-    address = ("127.0.0.1", 1)
+    address, term, lease = ("127.0.0.1", 1), 1, None
 
     def __init__(self, meanwhile: Callable[[], object]) -> None:
         self._meanwhile = meanwhile
@@ -189,4 +189,4 @@ def test_a_coordinator_that_ends_at_once_is_heard(
     monkeypatch.setattr(places, "COORDINATOR", ["-c", text])
     spec = JobSpec.read(parse_options(["--job", "job", "script.py", "x" * size]))
     with pytest.raises(UsageError, match="no such job, says the coordinator"):
-        places._start_coordinator(spec, folder, None, None)
+        places.start_coordinator(spec, folder, None, None)

@@ -377,7 +377,7 @@ def test_what_was_fetched_of_a_generation_that_was_left_behind_goes(
 
 def test_a_late_host_of_a_fresh_job_sets_nothing_aside(fresh_line: Line) -> None:
     fresh_line.join("a").wait_for("start")
-    assert fresh_line.join("b").answer == {"round": 1, "sets_aside": False}
+    assert fresh_line.join("b").answer["sets_aside"] is False
 
 
 # ------------------------------------------------------------------ a proof that fails

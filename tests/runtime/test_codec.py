@@ -93,10 +93,11 @@ PARTS: list[Any] = [
     *(data_plane.PiecesHeld(PIECES, None), data_plane.Parts(2), data_plane.Refused("no")),
 ]  # fmt: skip
 ANSWERS: list[Any] = [
-    words.Welcome({"tp": 2}, None, 5, True, None, True, TEXT, TEXT), ORDER, calls.Joined(1, False),
+    words.Welcome({"tp": 2}, None, 5, True, None, True, TEXT, TEXT), ORDER,
+    calls.Joined(1, False, 1),
     words.Source(ReadOrder(("/x",), *([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)), 1, 2,
                  TEXT, TEXT, 2),
-    calls.Commands(7, (Named(commands.Report()), Named(commands.Drop(3))), 1.0),
+    calls.Commands(2, 7, (Named(commands.Report()), Named(commands.Drop(3))), 1.0),
 ]  # fmt: skip
 UNIONS = (
     commands.Command, reports.Report, words.WorkerRequest, calls.CoordinatorRequest,

@@ -167,9 +167,13 @@ class Agents:
 
     def kill_coordinator(self) -> None:
         """Kill the process that lives as long as the job."""
+        self.signal_coordinator(signal.SIGKILL)
+
+    def signal_coordinator(self, number: signal.Signals) -> None:
+        """Send a signal to the process that lives as long as the job."""
         name = "scalai.launch.coordinator.process"
         (process,) = [p for p in self.family() if name in p.cmdline()]
-        process.kill()
+        process.send_signal(number)
 
     def kill_worker(self, rank: int) -> None:
         """Kill the worker of this rank, on the job's one host or in its first round."""

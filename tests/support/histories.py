@@ -65,6 +65,12 @@ class Histories(RuleBasedStateMachine):
         self.world.restart()
 
     @rule()
+    def replace_coordinator(self) -> None:
+        """The coordinator dies, and another one takes its place."""
+        if self.world.phase is not Phase.ENDED:
+            self.world.replace_coordinator()
+
+    @rule()
     def wake_ghosts(self) -> None:
         self.world.wake_ghosts()
 

@@ -59,13 +59,7 @@ class NetworkHosts:
 
     def __exit__(self, *_: object) -> None:
         for name in self.addresses:
-            found = subprocess.run(
-                ["ip", "netns", "pids", self._space(name)],
-                capture_output=True, text=True, check=False, timeout=30,
-            )  # fmt: skip
-            for pid in found.stdout.split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), 9)
+            self.kill(name)
             _ip("netns", "del", self._space(name), check=False)
 
     def on(self, name: str, command: Sequence[str]) -> list[str]:
@@ -73,6 +67,17 @@ class NetworkHosts:
         own_memory = 'mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
         space = ["ip", "netns", "exec", self._space(name), "unshare", "--mount"]
         return [*space, "sh", "-c", own_memory, "sh", *command]
+
+    def kill(self, name: str) -> None:
+        """A host dies: all of its processes end at once, and nobody hears of it where its wire is
+        pulled out before."""
+        found = subprocess.run(
+            ["ip", "netns", "pids", self._space(name)],
+            capture_output=True, text=True, check=False, timeout=30,
+        )  # fmt: skip
+        for pid in found.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), 9)
 
     def set_link(self, name: str, *, up: bool) -> None:
         """Plug a host's wire in, or pull it out."""

@@ -12,11 +12,12 @@ import numpy as np
 from scalai.core import commands
 from scalai.core.collection import Collection, Tensor
 from scalai.core.deadlines import STALL_S
-from scalai.core.errors import PeerError, ScalaiError
+from scalai.core.errors import PeerError, ReplacedError, ScalaiError
 from scalai.core.events import Stalled
 from scalai.core.host import actions, events
 from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Settings
+from scalai.core.host.succession import underway
 from scalai.core.messages import JsonText, Named
 from scalai.core.region import whole
 from scalai.core.replicas import to_keep
@@ -193,6 +194,7 @@ class SimulatedHost:
             self.slots, ("h", 1), self.found(),
             tuple(summary_bytes(part) for part in self.sealed.values()), (),
             JsonText.of(self.world.spec.to_json()),
+            underway=underway(self.agent.state, self.hands.seen(self.agent.state.round)),
         )  # fmt: skip
         try:
             self.world.desk.handle(self, travelled(request))  # type: ignore[arg-type]
@@ -246,6 +248,10 @@ class SimulatedHost:
         return Stalled(ranks, lowest, for_s) if ranks and for_s > STALL_S else None
 
     def _refused(self, error: ScalaiError) -> None:
+        if isinstance(error, ReplacedError):
+            self.is_in = False
+            self.agent.feed(events.CoordinatorReplaced())
+            return
         farewell: Any = self.world.desk.handle(
             self,  # type: ignore[arg-type]
             Farewell("j", self.name, self.incarnation),

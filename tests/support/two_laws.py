@@ -50,6 +50,8 @@ class World:
     """It ends with the next step, for all ranks alike."""
     happened: int = 0
     """Counts what the hosts have done."""
+    term: int = 1
+    """Counts the coordinators."""
     spec: JobSpec = field(init=False)
     desk: Desk = field(init=False)
 
@@ -66,11 +68,15 @@ class World:
         self.spec = JobSpec.read(parse_options([*given, "script.py"]))
         self._open()
 
-    def _open(self) -> None:
+    def _open(self, *, is_successor: bool = False) -> None:
         """A coordinator begins, and knows nothing."""
+        self.term = self.term + 1 if is_successor else 1
         patience = Patience(poll_s=0.0)
         stores: Any = NoStores()
-        self.desk = Desk(self.spec, "127.0.0.1", stores, self.log.append, patience)
+        self.desk = Desk(
+            self.spec, "127.0.0.1", stores, self.log.append, patience, self.term,
+            is_successor=is_successor,
+        )  # fmt: skip
         live = self.live
         start = live._start
 
@@ -164,6 +170,10 @@ class World:
         self.ghosts.clear()
         self.log.clear()
         self._open()
+
+    def replace_coordinator(self) -> None:
+        """The coordinator dies, and another one takes its place, which knows nothing."""
+        self._open(is_successor=True)
 
     def replace(self, name: str) -> None:
         """A host's agent is paused for good or bad, and another one is started on its store."""

@@ -66,7 +66,8 @@ def workers(
 ) -> commands.Workers:
     """Return which workers a host runs; what is not given is of no interest."""
     placement = commands.Placement(
-        hosts=messages.Shared(facts.pop("group", ("a",))),
+        hosts=messages.Shared(group := facts.pop("group", ("a",))),
+        counts=messages.Shared((local_world_size,) * len(group)),
         group_rank=0,
         first_rank=first_rank,
         local_world_size=local_world_size,
@@ -81,6 +82,7 @@ def workers(
         "generation": None,
         "restorable_step": None,
         "facts": messages.JsonText.of({}),
+        "request": messages.JsonText.of(None),
     }
     return commands.Workers(round=round, placement=placement, **{**given, **facts})
 

@@ -44,6 +44,10 @@ def freeze(step: Step) -> None:
     current = step.present()
     if not current.has_group:
         step.tell(job_events.Frozen(step.state.host, current.number, ()))
+    if current.emergency is not None and current.has_group:
+        # Another coordinator has told it before, and may not have heard the answer.
+        step.change_round(emergency=replace(current.emergency, is_reported=False))
+        _report(step)
     if current.emergency is not None or not current.has_group:
         return
     step.log(Level.INFO, f"event=freeze round={current.number}")
@@ -101,6 +105,9 @@ def write(step: Step, at: int) -> None:
     current = step.present()
     if current.emergency is None or not current.emergency.is_reported:
         step.tell(job_events.Rescued(step.state.host, current.number, at))
+        return
+    if current.emergency.step == at and current.sealed_step == at:  # it was told before
+        _done(step)
         return
     if current.emergency.has_sealed:  # of a step of which not enough was written
         step.do(actions.DiscardSealed(frozenset(name for name, _ in step.state.late.values())))

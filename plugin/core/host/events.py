@@ -282,6 +282,11 @@ class CoordinatorLost:
 
 
 @dataclass(frozen=True, slots=True)
+class CoordinatorReplaced:
+    """Another coordinator has taken the place of one that is gone."""
+
+
+@dataclass(frozen=True, slots=True)
 class ActionFailed:
     """An action has failed for want of room, of a file or of a process."""
 
@@ -293,5 +298,5 @@ Event = (
     | GroupOver | Proposed | Agreed | Reserved | NoRoom | Sealed | Fetched | NotProven | Moved
     | WorkFailed | CommitDone | CommitWaits | NothingToCommit | Holds | Replicated | LeaveAsked
     | Noticed | NoticeWithdrawn | SlotsChanged | HealthChecked | Expelled | Rejoined | NotRejoined
-    | CoordinatorLost | ActionFailed
+    | CoordinatorLost | CoordinatorReplaced | ActionFailed
 )  # fmt: skip

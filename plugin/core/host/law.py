@@ -9,7 +9,17 @@ whoever waits for an answer gets one, or an error once its round has ended."""
 
 from scalai.core import commands, reports
 from scalai.core import events as job_events
-from scalai.core.host import actions, commits, emergency, events, leaving, rounds, snapshots, stops
+from scalai.core.host import (
+    actions,
+    commits,
+    emergency,
+    events,
+    leaving,
+    rounds,
+    snapshots,
+    stops,
+    succession,
+)
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.state import Call, HostState
 from scalai.core.host.step import Step
@@ -136,6 +146,8 @@ def _of_the_host(step: Step, event: events.Event) -> None:
             _expelled(step, reason)
         case events.Rejoined():
             _rejoined(step)
+        case events.CoordinatorReplaced():
+            succession.replaced(step)
         case events.NotRejoined(reason) | events.CoordinatorLost(reason):
             step.log(Level.ERROR, reason)
             step.change(exit=1)
@@ -240,6 +252,7 @@ def _rejoined(step: Step) -> None:
     step.log(Level.INFO, f"event=rejoined host={step.state.host}")
     step.tell(reports.Slots(step.state.slots))
     leaving.tell_again(step)
+    succession.tell_again(step)
 
 
 # ---------------------------------------------------------------------- what workers say

@@ -93,7 +93,7 @@ def stop(step: Step, number: int, *, has_written: bool) -> None:
 
 def end(step: Step, grace_s: float) -> None:
     """End the workers of the present round."""
-    current = step.present()
+    current = step.change_round(is_ending=True)
     if current.has_group:
         step.do(actions.EndGroup(current.number, grace_s))
     else:
@@ -149,7 +149,7 @@ def group_over(step: Step, over: GroupOver) -> None:
         step.fail(
             "; ".join(over.failures), out_of_memory=over.out_of_memory, is_chance=over.is_chance
         )
-    elif not current.has_failed and not current.has_finished:
+    elif current.failure is None and not current.has_finished:
         step.change_round(has_finished=True)
         step.tell(job_events.Finished(step.state.host, over.round))
 
@@ -203,6 +203,7 @@ def _begin_restore(step: Step) -> None:
         wants = {rank: entry.want for rank, entry in current.published.items()}
         step.do(actions.Fetch(current.command, wants))
         return
+    step.change_round(is_proven=True)
     for entry in current.published.values():
         step.answer(entry.call)
     snapshots.reserve(step)
@@ -267,6 +268,7 @@ def proceed(step: Step) -> None:
     current = step.present()
     generation = current.workers.generation
     assert generation is not None, "what was proven is of a generation"
+    step.change_round(is_proven=True)
     step.do(actions.Prove(generation))
     for _, call in current.restored.values():
         step.answer(call)

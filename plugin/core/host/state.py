@@ -12,6 +12,7 @@ from scalai.core.collection import Collection
 from scalai.core.commands import Build, Start, Workers
 from scalai.core.fingerprint import Committed
 from scalai.core.jsonable import Json
+from scalai.core.reports import Failed
 from scalai.core.worker_messages import (
     BeginSnapshot,
     RankRestored,
@@ -154,6 +155,9 @@ class Round:
         give_up_at: When ranks that may write and do not count as hung.
         raised: What the first worker said whose script raised.
         raised_at: When it did, in seconds.
+        is_proven: Whether its workers may train: what they began from is proven.
+        is_ending: Whether its workers are being ended.
+        failure: What was reported of its failure.
         is_unhooked: Whether a worker trains that nothing connects to the job.
         uses_devices: Whether workers keep their state in device memory.
     """
@@ -190,7 +194,9 @@ class Round:
     give_up_at: float | None = None
     raised: str = ""
     raised_at: float = 0.0
-    has_failed: bool = False
+    is_proven: bool = False
+    is_ending: bool = False
+    failure: Failed | None = None
     has_finished: bool = False
     is_unhooked: bool = False
     uses_devices: bool = False

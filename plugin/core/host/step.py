@@ -89,9 +89,10 @@ class Step:
         """The present round cannot go on: report it, once. ``is_chance``: a signal was the cause,
         which says nothing of the degrees."""
         current = self.state.round
-        if current is None or current.has_failed:
+        if current is None or current.failure is not None:
             return
-        self.change_round(has_failed=True)
+        failure = Failed(current.number, reason, out_of_memory, is_chance, is_refusal)
+        self.change_round(failure=failure)
         kind = kind_of(reason)
         self.log(Level.ERROR, f"event=failed round={current.number} kind={kind!r} {reason}")
-        self.tell(Failed(current.number, reason, out_of_memory, is_chance, is_refusal))
+        self.tell(failure)

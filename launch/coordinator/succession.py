@@ -1,0 +1,180 @@
+"""An agent whose coordinator is gone looks for the one that takes its place, and starts it where
+that is this machine's affair.
+
+A machine has one coordinator of a job at most: whoever starts one holds the lock of the job's
+folder, and finds nobody who answers at the address on the card there. A card without anybody behind
+it is that of a coordinator that has died; where there is none the job has ended. On another host
+one may be started only where a lease says that the one before is gone (``leases``).
+"""
+
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from scalai.core.errors import AbsentError, PeerError, ScalaiError, TlsError, VersionError
+from scalai.launch.config.endpoint import join_endpoint, read_card, read_holder, split_endpoint
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.discovery import (
+    COORDINATOR,
+    Place,
+    is_here,
+    job_directory,
+    one_at_a_time,
+    start_coordinator,
+)
+from scalai.launch.coordinator.leases import LEASE_S, Watch, open_register
+from scalai.runtime.calls import Channel
+
+SEARCH_S = 60.0
+"""For how long a successor is looked for, where no lease says who is the coordinator."""
+LOOK_S = 0.25
+JITTER_S = 1.0
+"""Agents of many hosts do not begin to take over at one moment."""
+
+log = logging.getLogger(__name__)
+
+
+class OverError(PeerError):
+    """There will be no successor."""
+
+
+class Succession:
+    """How one agent finds the coordinator that takes the place of one that is gone.
+
+    Args:
+        spec: The job.
+        interface: Where a coordinator of this host listens if it takes the place of another host's.
+    """
+
+    def __init__(self, spec: JobSpec, interface: str) -> None:
+        self._spec, self._interface = spec, interface
+        register = open_register(spec.options.coordinator_lease, spec.job)
+        self._watch = None if register is None else Watch(register)
+        self._search_s = SEARCH_S if register is None else spec.config.resize.coordinator_timeout_s
+
+    @property
+    def has_lease(self) -> bool:
+        """Whether any host may have the next coordinator."""
+        return self._watch is not None
+
+    def find(self, place: Place, term: int, is_over: threading.Event) -> Place:
+        """Return where the job's coordinator is, once there is one again.
+
+        Args:
+            place: Where the one was that is gone.
+            term: How many coordinators the job had, with that one.
+            is_over: Set when nobody needs one any more.
+
+        Raises:
+            PeerError: There is none within the time, or there will be none.
+        """
+        deadline, problem = time.monotonic() + self._search_s, "it does not answer"
+        while time.monotonic() < deadline:
+            try:
+                if self._watch is not None:
+                    found = self._by_lease(self._watch, place, term)
+                else:
+                    found = self._here(place, term) if place.is_here else _there(place)
+                if found is not None:
+                    return found
+            except (OverError, VersionError, TlsError):
+                raise
+            except (ScalaiError, OSError) as error:
+                problem = str(error)
+            if is_over.wait(LOOK_S):
+                break
+        raise PeerError(f"nobody takes its place within {self._search_s:.0f} s: {problem}")
+
+    def look(self) -> None:
+        """The coordinator is silent: does its lease still change?"""
+        if self._watch is not None:
+            with suppress(PeerError):
+                self._watch.look()
+
+    def _by_lease(self, watch: Watch, place: Place, term: int) -> Place | None:
+        """Return who holds the lease, if that is another one and answers; claim it where nobody
+        does any more, or its holder was a process of this machine that is gone."""
+        entry, unchanged_s = watch.look()
+        if entry is not None and entry.is_over:
+            raise OverError("its lease says that the job is over.")
+        if entry is not None and entry.term > term and _answers(entry.address, place.token):
+            return Place(entry.address, place.token, is_here=is_here(entry.host))
+        is_holder = entry is None or entry.term == term
+        has_died = is_holder and place.is_here and _is_absent(place)
+        if unchanged_s <= LEASE_S and not has_died:
+            return None
+        time.sleep(random.uniform(0.0, JITTER_S))
+        if watch.look()[0] != entry:
+            return None
+        folder = job_directory(self._spec)
+        with one_at_a_time(folder):
+            log.warning("event=succession: nobody holds the lease of the coordinator any more")
+            endpoint = self._spec.options.coordinator
+            if endpoint is None or not is_here(split_endpoint(endpoint)[0]):
+                endpoint = join_endpoint(self._interface, 0)
+            return start_coordinator(self._spec, folder, endpoint, place.token.decode())
+
+    def _here(self, place: Place, term: int) -> Place:
+        """Return who answers by this machine's card, or start another coordinator."""
+        folder = job_directory(self._spec)
+        with one_at_a_time(folder):
+            holder = read_holder(folder)
+            if holder is None:
+                raise OverError("it has ended, and has left no card: the job is over.")
+            if holder.term <= term:
+                _end_silent(folder, holder.pid, place)
+            card = read_card(folder)
+            if card is not None:
+                return Place(*card, is_here=True)
+            log.warning("event=succession term=%d: the coordinator has died", holder.term + 1)
+            endpoint, token = self._spec.options.coordinator, place.token.decode()
+            return start_coordinator(self._spec, folder, endpoint, token)
+
+
+def _there(place: Place) -> Place:
+    """Return the same place, once somebody answers there: an agent of that host starts another one,
+    or a person does."""
+    Channel(place.address, place.token).close()
+    return place
+
+
+def _answers(address: tuple[str, int], token: bytes) -> bool:
+    try:
+        Channel(address, token).close()
+    except PeerError as error:
+        if isinstance(error, VersionError | TlsError):
+            raise
+        return False
+    return True
+
+
+def _is_absent(place: Place) -> bool:
+    """Whether nobody listens where the coordinator was."""
+    try:
+        Channel(place.address, place.token).close()
+    except AbsentError:
+        return True
+    except PeerError:
+        pass
+    return False
+
+
+def _end_silent(folder: Path, pid: int, place: Place) -> None:
+    """End a coordinator that was silent for too long, and may be stopped: it must not go on beside
+    another one. Who answers now is left alone."""
+    with suppress(PeerError):
+        Channel(place.address, place.token).close()
+        return
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return
+    if COORDINATOR[-1].encode() in words and str(folder).encode() in words:
+        log.warning("event=silent_coordinator process %d answers nobody: it is ended", pid)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,75 @@
+"""What becomes of a host whose coordinator was replaced: its workers train on, and it joins the new
+one with what it knows of their round."""
+
+from scalai.core import events as job_events
+from scalai.core.host import actions, commits, rounds, stops
+from scalai.core.host.actions import Level
+from scalai.core.host.events import Seen
+from scalai.core.host.state import HostState
+from scalai.core.host.step import Step
+from scalai.core.underway import Underway
+
+
+def replaced(step: Step) -> None:
+    """Forget what only the coordinator that is gone knew the rest of, and join the new one.
+
+    A stop is taken back unless all workers of this host stand at it: then those of another host may
+    have been told to write there. Workers that are being ended are waited for.
+    """
+    host, current = step.state.host, step.round
+    step.log(
+        Level.WARNING,
+        f"event=coordinator_replaced host={host}: it joins the new one"
+        + (", and its workers train on" if current is not None else ""),
+    )
+    commits.forget(step)
+    rounds.give_up(step)
+    if current is None:
+        step.do(actions.Rejoin())
+        return
+    if current.is_ending:
+        step.change(is_rejoining=True, expelled=step.state.expelled | {current.number})
+        return
+    if not current.has_arrived and current.emergency is None:
+        stops.withdraw(step)
+    step.do(actions.Rejoin())
+
+
+def tell_again(step: Step) -> None:
+    """What was reported of the present round may not have been heard."""
+    current = step.round
+    if current is None:
+        return
+    if current.failure is not None:
+        step.tell(current.failure)
+    if current.has_finished:
+        step.tell(job_events.Finished(step.state.host, current.number))
+
+
+def underway(state: HostState, seen: Seen | None) -> Underway | None:
+    """Return what a host brings of its round; None where it has none, or is ending its workers."""
+    current = state.round
+    if current is None or current.is_ending:
+        return None
+    workers, is_trained = current.workers, current.has_group
+    if state.settings.is_elastic and not current.is_unhooked:
+        is_trained = current.is_complete(current.stepped)
+    has_begun = current.is_proven and current.tensors is not None
+    return Underway(
+        run=workers.run,
+        round=current.number,
+        last_round=max(current.number, state.standby.number if state.standby else 0),
+        workers=workers.placement.workers,
+        degrees=workers.degrees,
+        micro_batch_size=workers.micro_batch_size,
+        generation=workers.generation,
+        newest=seen.newest if seen is not None else 0,
+        is_proven=has_begun or not state.settings.is_elastic or current.is_unhooked,
+        is_stepping=is_trained,
+        is_hooked=not current.is_unhooked,
+        has_arrived=current.has_arrived,
+        is_writing=current.may_write,
+        is_sealed=current.has_sealed,
+        is_failed=current.failure is not None or current.emergency is not None,
+        request=workers.request,
+    )

@@ -1,0 +1,134 @@
+"""The rules by which a coordinator takes the place of one that is gone, and goes on with the round
+under way.
+
+It knows nothing but what agents bring when they join it (``underway``). Once all hosts of the
+newest round are there, or the time is over, that round is adopted: it runs on where every host's
+workers train; a stop at which some write already is gone on with, so that all do; anything else
+counts as a failure of the round, and those that live write what they have.
+"""
+
+from dataclasses import replace
+
+from scalai.core import events
+from scalai.core.actions import Action, EndWorkers, Say, TakeSnapshot, Withdraw
+from scalai.core.failures import fail
+from scalai.core.membership import Assignment, Job, Phase, Start, active
+from scalai.core.transitions import Result, changed, next_phase, release_leaving, stop_workers
+from scalai.core.underway import TakingOver, Underway
+
+HEARD_S = 6.0
+"""How long a new coordinator waits for a first host that has a round under way: an agent whose
+coordinator has died looks for the next one within a moment."""
+ADOPT_S = 15.0
+"""How long it waits for the other hosts of that round: as long as a host may be silent by default
+before it is lost."""
+
+
+def begin(job: Job, at: float) -> Job:
+    """Return the job of a coordinator that takes another one's place at this time."""
+    return replace(job, taking_over=TakingOver(at + HEARD_S))
+
+
+def joined(event: events.HostJoined, job: Job) -> Result:
+    """A host has joined while the job, whose member it is by now, may have a round under way."""
+    over, its = job.taking_over, event.underway
+    if over is None:
+        return _late(event, job) if its is not None else changed(job, event.at)
+    of = {host: each for host, each in over.of.items() if host != event.host}
+    if its is not None:
+        of[event.host] = its
+        over = replace(over, until=max(over.until, event.at + ADOPT_S))
+    job = replace(job, taking_over=replace(over, of=of), changed_at=event.at, now=event.at)
+    return adopt(job) if _is_known(job) else (job, ())
+
+
+def ticked(job: Job) -> Result:
+    """Time passes while the hosts of the round under way are awaited."""
+    over = job.taking_over
+    if over is None or (job.now < over.until and not _is_known(job)):
+        return job, ()
+    return adopt(job)
+
+
+def _is_known(job: Job) -> bool:
+    """Whether every host of the newest round is there, with workers of it or without."""
+    over = job.taking_over
+    found = over.of_newest(job.hosts) if over else {}
+    return any(each.members <= job.hosts.keys() for each in found.values())
+
+
+def _late(event: events.HostJoined, job: Job) -> Result:
+    """A host comes with workers of a round that the job goes on without: they end. If it has its
+    part in the present one, the round has failed for its absence already."""
+    assert event.underway is not None
+    job, actions = changed(job, event.at)
+    return job, (EndWorkers((event.host,), event.underway.round), *actions)
+
+
+def adopt(job: Job) -> Result:
+    """Go on with the newest round that hosts have told of; with none, begin one."""
+    over = job.taking_over
+    assert over is not None
+    job, found = replace(job, taking_over=None), over.of_newest(job.hosts)
+    ends: tuple[Action, ...] = tuple(
+        EndWorkers((host,), each.round)
+        for host, each in sorted(over.of.items())
+        if host in job.hosts and host not in found
+    )
+    if not found:
+        return replace(job, changed_at=job.now), ends
+    one = next(iter(found.values()))
+    gone = one.members - found.keys()
+    job = replace(
+        job,
+        round=one.round,
+        last_round=max(each.last_round for each in over.of.values()),
+        current=Assignment(one.workers, one.layout, one.micro_batch_size, "it ran so"),
+        newest=max(each.newest for each in found.values()),
+        is_hooked=all(each.is_hooked for each in found.values()),
+        gone=gone,
+        has_state=job.has_state or any(each.is_stepping for each in found.values()),
+        start=Start(one.generation, one.members, one.members, is_proven=True),
+        stepped_at=None,
+        changed_at=job.now,
+    )
+    said = Say(f"event=adopted round={one.round} hosts={','.join(sorted(found))}")
+    job, actions = _go_on(job, found, gone)
+    return job, (*ends, said, *actions)
+
+
+def _go_on(job: Job, found: dict[str, Underway], gone: frozenset[str]) -> Result:
+    """Enter the phase that the hosts of a round are in."""
+    hosts = active(job)
+    if any(each.is_writing for each in found.values()):
+        return _go_on_writing(job, found)
+    job = replace(job, phase=Phase.RUNNING, awaited=frozenset(), ran=job.current)
+    if gone:
+        reason = f"hosts {sorted(gone)} have not come to the new coordinator"
+        return fail(job, reason, is_loss=True)
+    failed = sorted(host for host, each in found.items() if each.is_failed)
+    if failed:
+        return fail(job, f"the round had failed on hosts {failed}", is_chance=True)
+    early = sorted(host for host, each in found.items() if not each.is_proven)
+    if early:
+        # Nothing was trained yet: the same start is made anew.
+        return stop_workers(job, f"the coordinator was lost before hosts {early} had their state")
+    at_stop = any(each.has_arrived for each in found.values())
+    sent_on: tuple[Action, ...] = (Withdraw(tuple(sorted(hosts))),) if at_stop else ()
+    starting = frozenset(host for host, each in found.items() if not each.is_stepping)
+    if starting:
+        job = replace(job, phase=Phase.STARTING, awaited=starting, ran=None)
+        return job, sent_on
+    job, released = release_leaving(job)
+    return job, (*sent_on, *released)
+
+
+def _go_on_writing(job: Job, found: dict[str, Underway]) -> Result:
+    """All stand at one agreed stop, or nobody had been told to write: the others write, too."""
+    left = frozenset(host for host, each in found.items() if not each.is_sealed)
+    if not left:
+        return stop_workers(job, "the state was written before the coordinator was lost",
+                            has_written=True)  # fmt: skip
+    job = replace(job, phase=Phase.SNAPSHOTTING, awaited=left & active(job), ran=job.current)
+    job, actions = next_phase(job)
+    return job, (TakeSnapshot(tuple(sorted(left))), *actions)

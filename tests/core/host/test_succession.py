@@ -1,0 +1,124 @@
+"""A coordinator dies, and another one takes its place: the workers train on, no step is lost, and
+the job can be changed again."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scalai.core.membership import Phase
+from support.simulated_workers import Clock, use_virtual_time
+from support.two_laws import World
+
+MOST_ACTS = 400
+
+
+@pytest.fixture(autouse=True)
+def virtual_time() -> Iterator[None]:
+    use_virtual_time()
+    Clock.now = 1000.0
+    yield
+
+
+def training(folder: Path, hosts: str = "ab", **facts: object) -> World:
+    world = World(folder, **facts)  # type: ignore[arg-type]
+    for name in hosts:
+        world.add(name)
+    world.go_on(60.0)
+    assert world.is_training(), world.log[-5:]
+    return world
+
+
+def test_the_workers_train_on_under_the_new_coordinator(tmp_path: Path) -> None:
+    world = training(tmp_path)
+    number, step = world.furthest()
+    started = list(world.started)
+    world.replace_coordinator()
+    world.go_on(10.0)
+    assert world.phase is Phase.RUNNING and world.live.state.round == number
+    world.go_on(30.0)
+    assert world.started == started, "nothing was started anew"
+    assert world.furthest()[1] > step
+    assert any("event=adopted" in line for line in world.log)
+
+
+def test_the_new_coordinator_takes_a_persons_request(tmp_path: Path) -> None:
+    world = training(tmp_path)
+    world.replace_coordinator()
+    world.go_on(10.0)
+    step = world.furthest()[1]
+    world.scale(2)
+    world.go_on(60.0)
+    assert world.is_training() and len(world._workers()) == 2
+    assert world.furthest()[1] > step and world.started[-1][1] is not None
+
+
+def test_what_a_person_had_asked_for_holds_under_the_new_coordinator(tmp_path: Path) -> None:
+    world = training(tmp_path)
+    world.scale(2)
+    world.go_on(60.0)
+    assert len(world._workers()) == 2
+    world.replace_coordinator()
+    world.go_on(60.0)
+    assert world.is_training() and len(world._workers()) == 2
+
+
+def test_a_host_that_is_gone_with_the_coordinator_costs_no_step(tmp_path: Path) -> None:
+    world = training(tmp_path, "abc")
+    step = world.furthest()[1]
+    world.kill("a", is_disk_lost=True)
+    world.replace_coordinator()
+    world.go_on(100.0)
+    assert world.is_training(), world.log[-8:]
+    assert "a" not in world.live.state.current.members
+    assert world.furthest()[1] >= step
+
+
+def test_a_job_that_waits_goes_on_waiting(tmp_path: Path) -> None:
+    world = World(tmp_path, flags=("--nnodes", "2:4", "--max-restarts", "9"))
+    world.add("a")
+    world.go_on(10.0)
+    assert world.phase is Phase.WAITING
+    world.replace_coordinator()
+    world.go_on(60.0)
+    assert world.phase is Phase.WAITING
+    world.add("b")
+    world.go_on(60.0)
+    assert world.is_training()
+
+
+def step_by_step(world: World, count: int) -> bool:
+    """Let so many things happen, one at a time; return whether there were so many."""
+    for _ in range(count):
+        before = world.happened
+        for name in list(world.hosts):
+            for what in ("net", "work", "workers"):
+                if world.happened == before:
+                    world.act(name, what)
+        if world.happened == before:
+            world.train()
+            world.tick(1.0)
+    return world.phase is not Phase.RUNNING or world.is_training()
+
+
+@pytest.mark.parametrize("is_replicated", [True, False])
+@pytest.mark.parametrize("hosts", ["ab", "abc"])
+def test_wherever_a_change_is_when_the_coordinator_dies_no_step_is_lost(
+    tmp_path: Path, hosts: str, is_replicated: bool
+) -> None:
+    phases = set()
+    for acts in range(0, MOST_ACTS, 3):
+        Clock.now = 1000.0
+        world = training(tmp_path, hosts, is_replicated=is_replicated, snapshot_every=7)
+        world.scale(2)
+        step_by_step(world, acts)
+        phases.add(world.phase)
+        _, step = world.furthest()
+        newest = world.newest_whole()
+        world.replace_coordinator()
+        world.go_on(150.0)
+        why = f"after {acts} acts: {world.phase} {world.log[-12:]}"
+        assert world.is_training(), why
+        assert world.furthest()[1] >= step, why
+        assert (world.newest_whole() or 0) >= (newest or 0), why
+    assert {Phase.RUNNING, Phase.BUILDING, Phase.STARTING, Phase.SNAPSHOTTING} <= phases

@@ -1,0 +1,60 @@
+"""Hosts on a network and a lease that both reach: where the coordinator's host dies, the other one
+takes its place, and one that cannot renew the lease is no coordinator any more."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from support.network_namespaces import NetworkAgents, NetworkHosts, network_agents
+from support.tiny_job import check_steps
+
+obstacle = NetworkHosts.obstacle()
+pytestmark = [
+    pytest.mark.campaign,
+    pytest.mark.skipif(obstacle is not None, reason=str(obstacle)),
+]
+
+
+@contextmanager
+def leased(folder: Path) -> Iterator[tuple[NetworkAgents, NetworkHosts]]:
+    flags = ("--coordinator-lease", f"file:{folder / 'leases'}")
+    degrees = '2 = "tp1"\n1 = "tp1"'
+    with network_agents(folder, degrees, slots=1, flags=flags) as (agents, hosts):
+        agents.start("h1")
+        agents.wait_for_step(3, world=1)
+        agents.start("h2")
+        agents.wait_for_step(agents.wait_for_world(2) + 5, world=2)
+        yield agents, hosts
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_the_other_host_takes_over_and_no_step_is_lost(tmp_path: Path, is_heard: bool) -> None:
+    with leased(tmp_path) as (agents, hosts):
+        if not is_heard:
+            hosts.set_link("h1", up=False)
+        hosts.kill("h1")
+        agents.wait_until(lambda: agents.lines()[-1]["world"] == 1, "h2 goes on")
+        agents.wait_for_step(agents.lines()[-1]["step"] + 5, world=1)
+        steps = check_steps(agents.lines())
+        assert steps == list(range(1, steps[-1] + 1)), "no step was lost"
+        hosts.set_link("h1", up=True)
+        agents.start("h1")  # the same command line, which names itself as the coordinator's host
+        agents.wait_for_step(agents.wait_for_world(2) + 3, world=2)
+        assert agents.text().count("event=coordinator job=") == 2, "h1 has started no other one"
+
+
+def test_a_coordinator_that_cannot_renew_ends_and_is_followed(tmp_path: Path) -> None:
+    with leased(tmp_path) as (agents, _):
+        workers = sorted(agents.workers())
+        (tmp_path / "leases").rename(tmp_path / "away")
+        (tmp_path / "leases").write_text("no folder")
+        agents.wait_until(lambda: "event=stood_down" in agents.text(), "it stands down")
+        step = agents.lines()[-1]["step"]
+        agents.wait_for_step(step + 20, world=2)
+        (tmp_path / "leases").unlink()
+        (tmp_path / "away").rename(tmp_path / "leases")
+        agents.wait_until(lambda: "event=adopted" in agents.text(), "another one follows")
+        agents.wait_for_step(agents.lines()[-1]["step"] + 5, world=2)
+        assert sorted(agents.workers()) == workers, "the workers are the same"

@@ -1,0 +1,136 @@
+"""The process of the coordinator dies, or stands still: the workers train on, another one takes its
+place, and the job can be changed again."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.agents import Agents, tiny_agents
+from support.tiny_job import check_steps
+
+DEGREES = '2 = "tp2"\n1 = "tp1"'
+REPLICAS = '2 = "tp1"\n1 = "tp1"'
+
+
+def two_hosts(folder: Path, degrees: str = DEGREES, **facts: Any) -> Any:
+    return tiny_agents(folder, degrees, slots=1, **facts)
+
+
+def train(agents: Agents, step: int = 5) -> list[int]:
+    """Start two hosts and return their workers once these have made some steps."""
+    agents.start("a")
+    agents.start("b")
+    agents.wait_for_step(step, world=2)
+    agents.wait_for_all(2)
+    return sorted(agents.workers())
+
+
+def adopted(agents: Agents, term: int = 2) -> None:
+    agents.wait_until(
+        lambda: agents.text().count("event=adopted") >= term - 1, "the round is adopted"
+    )
+
+
+def no_step_was_lost(agents: Agents) -> None:
+    steps = check_steps(agents.lines())
+    assert steps == list(range(1, steps[-1] + 1)), steps
+    assert not any(report.get("steps_lost") for report in agents.resizes())
+
+
+def test_workers_train_on_while_another_coordinator_takes_its_place(tmp_path: Path) -> None:
+    with two_hosts(tmp_path) as agents:
+        workers = train(agents)
+        agents.kill_coordinator()
+        adopted(agents)
+        step = agents.lines()[-1]["step"]
+        agents.wait_for_step(step + 5, world=2)
+        assert sorted(agents.workers()) == workers, "they are the same processes"
+        agents.scale(nproc=1)
+        agents.wait_for_world(1)
+        agents.kill_coordinator()
+        adopted(agents, 3)
+        agents.scale(nproc=2)
+        step = agents.wait_for_world(2)
+        agents.wait_for_step(step + 3)
+        no_step_was_lost(agents)
+        agents.let_end()
+        assert agents.exit_code("a") == agents.exit_code("b") == 0
+
+
+def test_a_coordinator_that_stands_still_is_ended_and_replaced(tmp_path: Path) -> None:
+    settings = {"resize": "coordinator_timeout_s = 8"}
+    with two_hosts(tmp_path, settings=settings) as agents:
+        workers = train(agents)
+        agents.signal_coordinator(signal.SIGSTOP)
+        adopted(agents)
+        agents.wait_for_step(agents.lines()[-1]["step"] + 3, world=2)
+        assert sorted(agents.workers()) == workers
+        assert "event=silent_coordinator" in agents.text()
+        no_step_was_lost(agents)
+
+
+def test_a_host_that_dies_with_the_coordinator_costs_no_step(tmp_path: Path) -> None:
+    with two_hosts(tmp_path, REPLICAS) as agents:
+        train(agents)
+        agents.kill_coordinator()
+        agents.kill("b", with_its_memory=True)
+        agents.wait_until(lambda: agents.lines()[-1]["world"] == 1, "the other goes on")
+        step = agents.lines()[-1]["step"]
+        agents.wait_for_step(step + 3, world=1)
+        no_step_was_lost(agents)
+
+
+@pytest.mark.campaign
+def test_a_job_that_has_ended_is_not_taken_over(tmp_path: Path) -> None:
+    """An agent stands still while the job ends, and comes back to nobody."""
+    with two_hosts(tmp_path) as agents:
+        train(agents)
+        agents.drain("b")
+        agents.wait_for_world(1)
+        assert agents.exit_code("b") == 0
+        agents.let_end()
+        assert agents.exit_code("a") == 0
+        agents.wait_until(lambda: not agents.family(), "nothing of the job is left")
+        assert "event=succession" not in agents.text()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 0.8, 1.5, 2.5, 4.0])
+def test_wherever_a_change_is_when_the_coordinator_dies_no_step_is_lost(
+    tmp_path: Path, after_s: float
+) -> None:
+    with two_hosts(tmp_path) as agents:
+        train(agents)
+        agents.scale(nproc=1)
+        time.sleep(after_s)
+        agents.kill_coordinator()
+        adopted(agents)
+        agents.wait_until(lambda: bool(agents.workers()), "workers are there")
+        step = agents.lines()[-1]["step"]
+        agents.wait_for_step(step + 5)
+        agents.scale(nproc=2)
+        agents.wait_for_all(2)
+        agents.scale(nproc=1)
+        step = agents.wait_for_world(1)
+        agents.wait_for_step(step + 3)
+        no_step_was_lost(agents)
+
+
+@pytest.mark.campaign
+def test_every_agent_is_killed_and_started_again_beside_a_new_coordinator(tmp_path: Path) -> None:
+    """What a new agent brings is no round under way: the newest state is gone on from."""
+    with two_hosts(tmp_path, settings={"store": "snapshot_every = 5"}) as agents:
+        train(agents, 8)
+        agents.kill_coordinator()
+        for host in "ab":
+            os.kill(agents.agent_pid(host), signal.SIGKILL)
+        agents.wait_until(lambda: not agents.workers(), "workers end with their agents")
+        made = agents.lines()[-1]["step"]
+        agents.start("a")
+        agents.start("b")
+        agents.wait_for_step(made + 3, world=2)
+        check_steps(agents.lines())

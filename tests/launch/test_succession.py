@@ -1,0 +1,111 @@
+"""How an agent finds the coordinator that takes the place of one that is gone."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from scalai.core.errors import PeerError
+from scalai.launch.config.endpoint import read_holder, write_card
+from scalai.launch.config.flags import parse_options
+from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator import succession
+from scalai.launch.coordinator.discovery import Place, job_directory, next_term
+from scalai.launch.coordinator.leases import Entry, FolderRegister
+from scalai.launch.coordinator.succession import OverError, Succession
+from scalai.runtime.calls import Server
+from support.ports import free_port
+
+TOKEN = b"a token of the job"
+
+
+def spec_of(folder: Path, *flags: str) -> JobSpec:
+    given = ["--job", "j", "--nproc-per-node", "1", "--store-dir", str(folder), *flags]
+    return JobSpec.read(parse_options([*given, "script.py"]))
+
+
+def gone() -> Place:
+    return Place(("127.0.0.1", free_port("127.0.0.1")), TOKEN, is_here=True)
+
+
+def test_where_the_job_has_ended_nobody_follows(tmp_path: Path) -> None:
+    """A coordinator that has ended with its job has taken its card away."""
+    found = Succession(spec_of(tmp_path), "127.0.0.1")
+    with pytest.raises(OverError, match="the job is over"):
+        found.find(gone(), 1, threading.Event())
+
+
+def test_who_has_taken_over_on_this_machine_is_followed(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
+    try:
+        address = ("127.0.0.1", int(server.address[1]))
+        write_card(job_directory(spec), address, TOKEN, 2)
+        place = Succession(spec, "127.0.0.1").find(gone(), 1, threading.Event())
+        assert place.address == address
+    finally:
+        server.close()
+
+
+def test_who_waits_for_another_hosts_coordinator_starts_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(succession, "SEARCH_S", 1.0)
+    found = Succession(spec_of(tmp_path), "127.0.0.1")
+    place = Place(("127.0.0.1", free_port("127.0.0.1")), TOKEN, is_here=False)
+    with pytest.raises(PeerError, match="nobody takes its place within 1 s"):
+        found.find(place, 1, threading.Event())
+    assert read_holder(job_directory(spec_of(tmp_path))) is None
+
+
+def test_who_ends_meanwhile_waits_no_longer(tmp_path: Path) -> None:
+    place = Place(("127.0.0.1", free_port("127.0.0.1")), TOKEN, is_here=False)
+    is_over = threading.Event()
+    is_over.set()
+    with pytest.raises(PeerError):
+        Succession(spec_of(tmp_path), "127.0.0.1").find(place, 1, is_over)
+
+
+def leased(folder: Path) -> tuple[JobSpec, FolderRegister]:
+    root = folder / "leases"
+    flags = ("--coordinator", "192.0.2.1:29400", "--coordinator-lease", f"file:{root}")
+    return spec_of(folder, *flags), FolderRegister(root, "j")
+
+
+def test_who_holds_the_lease_on_another_host_is_followed(tmp_path: Path) -> None:
+    spec, register = leased(tmp_path)
+    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
+    try:
+        register.claim(Entry(7, "127.0.0.1", int(server.address[1])))
+        place = Place(("192.0.2.1", 29400), TOKEN, is_here=False)
+        found = Succession(spec, "127.0.0.1").find(place, 6, threading.Event())
+        assert found.address == server.address
+    finally:
+        server.close()
+
+
+def test_a_lease_of_a_job_that_is_over_is_not_claimed(tmp_path: Path) -> None:
+    spec, register = leased(tmp_path)
+    register.claim(Entry(7, "127.0.0.1", 1, is_over=True))
+    place = Place(("192.0.2.1", 29400), TOKEN, is_here=False)
+    with pytest.raises(OverError, match="the job is over"):
+        Succession(spec, "127.0.0.1").find(place, 6, threading.Event())
+
+
+def test_terms_grow_over_cards_and_leases(tmp_path: Path) -> None:
+    spec, register = leased(tmp_path)
+    folder = job_directory(spec)
+    assert next_term(spec, folder) == (1, False)
+    write_card(folder, ("127.0.0.1", 1), TOKEN, 4)
+    assert next_term(spec, folder) == (5, True)
+    register.claim(Entry(9, "127.0.0.1", 1))
+    assert next_term(spec, folder) == (10, True)
+    register.renew(Entry(9, "127.0.0.1", 1, is_over=True))
+    assert next_term(spec, folder) == (10, False), "the job had ended, and begins again"
+
+
+def test_a_job_that_begins_anew_takes_nobodys_place(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "--fresh")
+    folder = job_directory(spec)
+    write_card(folder, ("127.0.0.1", 1), TOKEN, 4)
+    assert next_term(spec, folder) == (5, False)
