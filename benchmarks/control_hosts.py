@@ -233,7 +233,8 @@ class Hands:
             case "start" | "stop":
                 return BeginSnapshot(rank, number, what, group.step)
             case "write start" | "write stop":
-                return RankWritten(rank, number, (), f"r{rank}", NO_FACTS, NO_FACTS, 1, {})
+                done = group.step
+                return RankWritten(rank, number, done, (), f"r{rank}", NO_FACTS, NO_FACTS, 1, {})
             case "restored":
                 prints = fingerprints(self._host.wanted(group)[rank - group.ranks.start])
                 return RankRestored(rank, number, prints, {}, "restored")

@@ -133,6 +133,7 @@ class Performer:
             degrees=workers.degrees,
             micro_batch_size=workers.micro_batch_size,
             snapshot_every=spec.config.store.snapshot_every,
+            is_async=spec.config.store.async_snapshots,
             has_emergency=spec.config.store.emergency,
             restorable_step=workers.restorable_step,
             is_standby=action.is_standby,
@@ -243,6 +244,9 @@ class Performer:
                     if name not in kept:
                         store.discard(sealed)
                 store.set_damaged_aside()
+            case actions.DropSnapshot(name):
+                if name in self._sealed():
+                    store.discard(self._sealed()[name])
             case actions.Drop(generation):
                 if generation in store.generations():
                     store.drop(generation)

@@ -22,6 +22,7 @@ class StoreConfig:
             there.
         snapshot_every: Steps between generations without a change; 0: only at the start and at
             changes.
+        async_snapshots: Whether those are written while the training goes on; else it stands still.
         replicas: On how many other hosts to keep what would be lost with a host.
         emergency: Whether workers that outlive a failure write the state that stands between two
             updates, so that the job goes on from there.
@@ -34,6 +35,7 @@ class StoreConfig:
     dir: str | None = None
     budget_gb: float | None = None
     snapshot_every: int = 0
+    async_snapshots: bool = True
     replicas: int = 1
     emergency: bool = True
     durable_dir: str | None = None

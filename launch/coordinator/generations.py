@@ -197,12 +197,13 @@ class Generations:
                 found.append(Unfinished(step, tuple(sorted(self._snapshots[name])), missing))
         return tuple(sorted(found, key=lambda snapshot: (-snapshot.step, snapshot.present)))
 
-    def forget_sealed(self) -> tuple[HostManifest, ...]:
-        """A round begins: what was sealed and not committed is of no use any more. Return it."""
-        given_up = tuple(part for parts in self._snapshots.values() for part in parts.values())
-        self._snapshots.clear()
-        self._sealed.clear()
-        return given_up
+    def forget_sealed(self, name: str | None = None) -> tuple[HostManifest, ...]:
+        """What was sealed and not committed is of no use any more, because a round begins; or the
+        snapshot of this name, because it is no state. Return it."""
+        names = {*self._snapshots, *self._sealed} if name is None else {name}
+        given_up = [part for n in names for part in self._snapshots.pop(n, HeldParts()).values()]
+        self._sealed = {n: entry for n, entry in self._sealed.items() if n not in names}
+        return tuple(given_up)
 
     def number(self, name: str) -> int | None:
         """Return the number that a snapshot was given, None where it was never committed."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from scalai.core import events
+from scalai.core import commands, events
 from scalai.core.errors import LayoutError, ProofError
 from scalai.core.recovery import Origin
 from scalai.launch.coordinator.parts import check_whole
@@ -45,14 +45,27 @@ def judge_rescue(live: "LiveJob", step: int) -> None:
 def judge_snapshot(live: "LiveJob", reason: str, snapshot: str) -> None:
     """Unite the parts of a snapshot that was made on the way, and tell the law if it is a state."""
     held = live.generations.sealed_parts(snapshot, live.members.hosts())
-    step = max(part.step for part in held.values())
+    step = int(snapshot.rpartition("-")[2])
     try:
         number, parts = _commit(live, snapshot, held, Origin.SNAPSHOT)
     except (LayoutError, ProofError) as error:
         live.log(f"event={reason} step={step} refused: {error}")
+        if reason == "snapshot":
+            live.generations.forget_sealed(snapshot)
+            live.command(sorted(held), commands.DropSnapshot(snapshot))
         return
-    live.log(f"event={reason} committed={number} step={step}")
+    live.log(f"event={reason} committed={number} step={step}{_cost(live, snapshot)}")
     live.feed(events.SnapshotJudged(tuple(sorted(parts)), step, number))
+
+
+def _cost(live: "LiveJob", snapshot: str) -> str:
+    """Return what a snapshot on the way has cost the worker that it cost most."""
+    seconds = live.answers.on_the_way.pop(snapshot, {})
+    return "".join(
+        f" {what}_s={seconds[key]:.3f}"
+        for what, key in (("stall", "stall"), ("copy", "snapshot"), ("proof", "snapshot_proof"))
+        if key in seconds
+    )
 
 
 def _name(live: "LiveJob", step: int) -> str:

@@ -160,6 +160,13 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
+class DropSnapshot:
+    """Give up the sealed part of this ``snapshot``, which was made on the way and is no state."""
+
+    snapshot: str
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """Rename the sealed ``snapshot`` to ``generation``, with what is stated of it: the ``hosts``
     that wrote (None: nothing is stated) and the fingerprints of the tensors of which this host
@@ -267,6 +274,6 @@ class Exit:
 
 Command = (
     Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw | TakeSnapshot | Report
-    | Freeze | Rescue | Discard | Commit | Stop | Drop | Save | Archive | FinishArchive | Retire
-    | Replicate | Doubt | Look | Exit
+    | Freeze | Rescue | Discard | DropSnapshot | Commit | Stop | Drop | Save | Archive
+    | FinishArchive | Retire | Replicate | Doubt | Look | Exit
 )  # fmt: skip

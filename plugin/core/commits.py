@@ -40,12 +40,21 @@ def rescue_judged(event: events.RescueJudged, job: Job) -> Result:
 def sealed(event: events.Sealed, job: Job) -> Result:
     """A snapshot on the way is judged once every host with workers has sealed its part. That of a
     stop is waited for otherwise: there workers may be dead."""
+    return _answered(event, event.reason, job)
+
+
+def skipped(event: events.Skipped, job: Job) -> Result:
+    """A host has nothing of a snapshot on the way: the others may have all of it."""
+    return _answered(event, "snapshot", job)
+
+
+def _answered(event: events.Sealed | events.Skipped, reason: str, job: Job) -> Result:
     if event.round != job.round or job.phase is Phase.COMMITTING:
         return job, ()  # something later is committed
     hosts = job.sealed.get(event.snapshot, frozenset()) | {event.host}
     if not hosts >= active(job):
         return replace(job, sealed={**job.sealed, event.snapshot: hosts}), ()
-    return forget_sealed(job, event.snapshot), (JudgeSnapshot(event.reason, event.snapshot),)
+    return forget_sealed(job, event.snapshot), (JudgeSnapshot(reason, event.snapshot),)
 
 
 def snapshot_judged(event: events.SnapshotJudged, job: Job) -> Result:

@@ -193,6 +193,15 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True)
+class Skipped:
+    """A host has nothing of a ``snapshot`` that was to be made on the way, and trains on."""
+
+    host: str
+    round: int
+    snapshot: str
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotJudged:
     """What these hosts have sealed without a stop covers the state, and has this number (asked for
     by ``JudgeSnapshot``)."""
@@ -364,7 +373,7 @@ class Looked:
 Event = (
     HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Built | NotBuilt
     | Prepared | Held | Arrived | SnapshotWritten | Judged | Frozen | Rescued | RescueJudged
-    | Sealed | SnapshotJudged | Committed
+    | Sealed | Skipped | SnapshotJudged | Committed
     | Stopped | WorkersFailed | Stepped | Progressed | Unhooked | Hooked | Finished | Saved
     | NotSaved | Archived | Looked | Replicated | Published | Restored | Proven | ProofFailed
     | Resumed

@@ -318,7 +318,8 @@ def _hooked(event: events.Hooked, job: Job) -> Result:
     return replace(job, is_hooked=True, changed_at=job.now), ()
 
 
-for _rule in (commits.judged, commits.sealed, commits.snapshot_judged, commits.committed,
+for _rule in (commits.judged, commits.sealed, commits.skipped, commits.snapshot_judged,
+              commits.committed,
               commits.rescue_judged, replicating.replicated, archiving.archived,
               failures.frozen, failures.rescued,
               starting.progressed, starting.published, starting.restored, starting.proven,

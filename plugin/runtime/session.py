@@ -114,7 +114,7 @@ class Session:
         self._is_stopped = False
         self._has_stepped = False
         self._save_in_flight: int | None = None
-        self._snapshot_every, self._has_emergency = 0, False
+        self._snapshot_every, self._is_async, self._has_emergency = 0, False, False
         self._snapshots: Snapshots | None = None
         self._agent: Channel | None = None
         degrees = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, **defaults}
@@ -127,7 +127,7 @@ class Session:
             welcome = self._agent.call(Hello(self._rank, self._round))
             degrees.update(welcome.degrees)
             self.micro_batch_size = welcome.micro_batch_size
-            self._snapshot_every = welcome.snapshot_every
+            self._snapshot_every, self._is_async = welcome.snapshot_every, welcome.is_async
             self._has_emergency = welcome.has_emergency
             self.restorable_step = welcome.restorable_step
             self.is_standby = welcome.is_standby
@@ -268,6 +268,8 @@ class Session:
         self._snapshots = Snapshots(
             self._agent, self._rank, self._round, state, self._held, self._rings, self._registered
         )
+        if self._snapshot_every and self._is_async:
+            self._snapshots.write_beside_training()
         if source is None:
             self._snapshot("start")
         else:
@@ -343,8 +345,7 @@ class Session:
         if self._page.must_stop(self.step) and self._come_to_stop():
             self._is_stopped = True
         elif self._snapshot_every and self.step % self._snapshot_every == 0:
-            self._snapshot("snapshot")
-            self._snapshots.map_next()
+            self._snapshots.take_on_the_way(self.step, self.consumed_samples)
         return self._is_stopped
 
     @property
@@ -378,6 +379,8 @@ class Session:
         self.check_end()
         is_fork = os.getpid() != self._process  # its end is not that of the training
         if self._agent is not None and not self._is_stopped and not is_fork:
+            if self._snapshots is not None:
+                self._snapshots.settle()
             self._agent.call(RankFinished(self._rank, self._round, self.step))
             self._is_stopped = True
 

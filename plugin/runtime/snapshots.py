@@ -1,9 +1,11 @@
-"""A worker's part in the snapshots of its job: between two steps it writes what is ordered."""
+"""A worker's part in the snapshots of its job: between two steps it writes what is ordered, or
+begins to, where the training can go on meanwhile."""
 
+import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -18,6 +20,7 @@ from scalai.core.worker_messages import (
     WriteOrder,
 )
 from scalai.runtime.agent_folder import AGENT_DIRECTORY
+from scalai.runtime.async_snapshots import AsyncSnapshots
 from scalai.runtime.calls import Channel
 from scalai.runtime.emergency import Between, Emergency
 from scalai.runtime.failpoints import reached
@@ -27,6 +30,8 @@ from scalai.runtime.staging import StagingRing
 from scalai.runtime.writing import MappedFile, map_beside, ordered_fingerprints, place_rows
 
 Row = tuple[Slot, Piece]
+
+log = logging.getLogger(__name__)
 
 
 class Snapshots:
@@ -55,12 +60,19 @@ class Snapshots:
         self._state, self._rows, self._rings = state, rows, rings
         self._registered = registered
         self._mapped: MappedFile | None = None
+        self._turn = threading.Lock()
         self._emergency: Emergency | None = None
+        self._beside: AsyncSnapshots | None = None
+        self._between_now: Between | None = None
+        self._obstacle = ""
         self._is_leaving = False
 
     def renew(self, state: LiveState, rows: Sequence[Row]) -> None:
         """The same tensors may lie elsewhere now."""
+        self.settle()
         self._state, self._rows = state, rows
+        if self._beside is not None:
+            self._beside.renew(rows)
         if self._emergency is not None:
             self._emergency.renew(rows)
 
@@ -72,25 +84,77 @@ class Snapshots:
 
     def watch_for_failures(self) -> None:
         """From now on this worker writes what it has where others fail."""
-        directory = os.environ[AGENT_DIRECTORY]
-        self._emergency = Emergency(self._rank, self._round, directory, self._rows, self._rings)
+        directory, beside = os.environ[AGENT_DIRECTORY], self._beside
+        self._emergency = Emergency(
+            self._rank, self._round, directory, self._rows, self._rings, self._turn,
+            beside.give_up if beside is not None else lambda: None,
+        )  # fmt: skip
         self._emergency.begin()
+
+    def write_beside_training(self) -> None:
+        """From now on snapshots on the way are written while the training goes on. Call it before
+        ``watch_for_failures``."""
+        directory = os.environ[AGENT_DIRECTORY]
+        self._beside = AsyncSnapshots(
+            self._agent, self._rank, self._round, directory, self._rows, self._rings, self._turn
+        )
+        self._beside.watch()
 
     def begin_update(self) -> None:
         """What the slots hold is about to change."""
+        if self._beside is not None:
+            self._beside.begin_update()
         if self._emergency is not None:
             self._emergency.begin_update()
 
     def step_ended(self, step: int, samples: Samples) -> None:
         """A step has ended: what the next one changes before its update is copied."""
+        self._between_now = None
         if not self.are_watched:
             return
         assert self._emergency is not None
-        self._emergency.step_ended(self._registered.refresh, lambda: self._between(step, samples))
+
+        def capture() -> Between:
+            self._between_now = self._between(step, samples)
+            return self._between_now
+
+        self._emergency.step_ended(self._registered.refresh, capture)
+
+    def settle(self) -> None:
+        """Return once no snapshot is written beside the training any more."""
+        if self._beside is not None:
+            self._beside.settle()
+
+    def take_on_the_way(self, step: int, samples: Samples) -> None:
+        """Write a snapshot of this step, beside the training where that can be; else the training
+        stands still for it, and it is said why."""
+        began = time.monotonic()
+        self.settle()
+        if self._begin(step, samples, began):
+            return
+        self.take("snapshot", step, samples)
+        self.map_next()
+
+    def _begin(self, step: int, samples: Samples, began: float) -> bool:
+        """Begin a snapshot beside the training; False: it cannot be."""
+        if self._beside is None:
+            return False
+        obstacle = self._beside.obstacle()
+        if obstacle != self._obstacle and obstacle and self._rank == 0:
+            log.warning("event=no_async_snapshot %s: the training stands still for it", obstacle)
+        self._obstacle = obstacle
+        if obstacle:
+            return False
+        self._registered.refresh()
+        between = self._between_now or self._between(step, samples)
+        mapped, self._mapped = self._mapped, None
+        return self._beside.begin(between, mapped, began, self.map_next)
 
     def take(self, reason: str, step: int, samples: Samples) -> bool:
         """Write what the agent orders. Returns False where the stop was taken back instead: at a
         stop the order comes once the workers of every host have come to it, if they do."""
+        began = time.monotonic()
+        self.settle()
         if reason == "stop":
             reached("drain")
         order = self._agent.call(BeginSnapshot(self._rank, self._round, reason, step))
@@ -101,14 +165,16 @@ class Snapshots:
         self._registered.refresh()
         while order is not None:
             # More than once where this rank writes for a replica that died.
-            order = self._write(order, step, samples)
+            order = self._write(order, step, samples, began)
         reached("leave" if reason == "stop" else "train")
         return True
 
-    def _write(self, order: WriteOrder, step: int, samples: Samples) -> WriteOrder | None:
+    def _write(
+        self, order: WriteOrder, step: int, samples: Samples, stands_since: float
+    ) -> WriteOrder | None:
         """Write what the agent ordered and tell it. Returns the next order, or None."""
         began = time.monotonic()
-        with nullcontext() if self._emergency is None else self._emergency.writing:
+        with self._turn:
             place_rows(self._rows, order, self._rings, self._mapped)
             self._mapped = None
             placed = time.monotonic()
@@ -119,12 +185,17 @@ class Snapshots:
             RankWritten(
                 rank=self._rank,
                 round=self._round,
+                step=step,
                 fingerprints=tuple(fingerprints),
                 coordinate=between.coordinate,
                 scalars=between.scalars,
                 rank_state=between.rank_state,
                 consumed_samples=between.consumed_samples,
-                seconds={"snapshot": time.monotonic() - began, "snapshot_proof": hashed - placed},
+                seconds={
+                    "snapshot": time.monotonic() - began,
+                    "snapshot_proof": hashed - placed,
+                    "stall": time.monotonic() - stands_since,
+                },
             )
         )
 

@@ -67,7 +67,8 @@ class Set:
         background.start()
         resize = SimpleNamespace(standby="never")
         config = SimpleNamespace(
-            resize=resize, store=SimpleNamespace(snapshot_every=5, emergency=True)
+            resize=resize,
+            store=SimpleNamespace(snapshot_every=5, async_snapshots=True, emergency=True),
         )
         spec: Any = SimpleNamespace(config=config, hook_settings=lambda world: {"world": world})
         nothing: Any = None

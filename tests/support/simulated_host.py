@@ -56,6 +56,8 @@ class SimulatedHands:
         self.waits: dict[int, Worker] = {}
         self.threads: dict[int, Worker] = {}
         """Calls of the threads of workers that wait for a failure."""
+        self.copies: dict[int, Worker] = {}
+        """Calls of threads that write a snapshot beside the training."""
         self.calls = 0
 
     @property
@@ -99,6 +101,7 @@ class SimulatedHands:
             case actions.Refuse(call):
                 self.waits.pop(call, None)
                 self.threads.pop(call, None)
+                self._copy_answered(self.copies.pop(call, None), None)
             case actions.StartGroup(workers):
                 return self._start(workers)
             case actions.EndGroup(number):
@@ -145,6 +148,8 @@ class SimulatedHands:
                 return host.commit(action)
             case actions.DiscardSealed(kept):
                 host.sealed = {n: m for n, m in host.sealed.items() if n in kept}
+            case actions.DropSnapshot(name):
+                host.sealed.pop(name, None)
             case actions.Drop(generation):
                 host.store.pop(generation, None)
             case actions.Doubt(generation):
@@ -191,6 +196,8 @@ class SimulatedHands:
         match worker.thread:
             case "watch":
                 worker.thread = "frozen"
+                if worker.copy == "begin":  # it is given up; what is copied may still be told
+                    worker.copy = ""
             case "frozen" | "rescue":
                 worker.thread = "rescue" if value is not None else "end"
 
@@ -206,13 +213,34 @@ class SimulatedHands:
         else:
             held = self._host.held_by(worker, number)
             made = tuple(print_of(tensor, worker.step) for tensor in held.tensors)
-            request = RankWritten(rank, number, made, f"r{rank}", none, none, 1, {})
+            request = RankWritten(rank, number, worker.step, made, f"r{rank}", none, none, 1, {})
         self.calls += 1
         worker.thread_call = self.calls
         self.threads[self.calls] = worker
         self._host.agent.feed(events.Called(self.calls, travelled(request)))
 
+    def ask_copy(self, number: int, worker: Worker) -> None:
+        """Let the thread of a worker go on that writes a snapshot beside the training."""
+        rank, step, none = worker.rank, worker.snapped, JsonText.of({})
+        request: Any = BeginSnapshot(rank, number, "snapshot", step)
+        if worker.copy == "write":
+            held = self._host.held_by(worker, number)
+            made = tuple(print_of(tensor, step) for tensor in held.tensors)
+            request = RankWritten(rank, number, step, made, f"r{rank}", none, none, 1, {})
+        self.calls += 1
+        worker.copy_call = self.calls
+        self.copies[self.calls] = worker
+        self._host.agent.feed(events.Called(self.calls, travelled(request)))
+
+    def _copy_answered(self, worker: Worker | None, value: object) -> None:
+        if worker is not None:
+            worker.copy_call = None
+            worker.copy = "write" if worker.copy == "begin" and value is not None else ""
+
     def _answered(self, call: int, value: object) -> None:
+        if call in self.copies:
+            self._copy_answered(self.copies.pop(call), value)
+            return
         if call in self.threads:
             self._thread_answered(self.threads.pop(call), value)
             return
@@ -272,7 +300,7 @@ class SimulatedHands:
                 return BeginSnapshot(rank, number, worker.doing, worker.step)
             case "write":
                 made = tuple(print_of(tensor, worker.step) for tensor in held.tensors)
-                return RankWritten(rank, number, made, f"r{rank}", none, none, 1, {})
+                return RankWritten(rank, number, worker.step, made, f"r{rank}", none, none, 1, {})
             case "stand":
                 return Stand(rank, number, worker.step, self._host.world.save_of(number) or 0)
             case "finish":

@@ -117,6 +117,12 @@ class Worker:
     thread_call: int | None = None
     snapped: int = 0
     """The step of its last snapshot."""
+    copy: str = ""
+    """What a snapshot beside its training does next: ``begin`` and, once all is copied, ``write``;
+    empty: there is none."""
+    copy_call: int | None = None
+    is_copying: bool = False
+    """What it has copied is told late."""
 
 
 @dataclass(slots=True)

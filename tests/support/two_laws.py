@@ -35,6 +35,8 @@ class World:
     flags: tuple[str, ...] = ("--nnodes", "1:4", "--max-restarts", "9")
     is_replicated: bool = True
     snapshot_every: int = 0
+    is_async: bool = False
+    """Whether snapshots on the way are written beside the training."""
     archive_every_s: float = 0.0
     """How often generations come to the disk that all hosts share; 0: it stays empty."""
     disk: SimulatedDisk = field(default_factory=SimulatedDisk)
@@ -228,15 +230,25 @@ class World:
                     host.hands.ask_thread(number, worker)
                 if host.agent.state.exit is not None:
                     return
+                is_told = worker.copy != "write" or not worker.is_copying or worker.doing != "train"
+                if not is_gone and worker.copy and worker.copy_call is None and is_told:
+                    self.happened += 1
+                    host.hands.ask_copy(number, worker)
+                if host.agent.state.exit is not None:
+                    return
                 if not is_gone and not worker.is_hung and worker.call is None:
                     if worker.doing != "train":
                         self.happened += 1
                         host.hands.ask(number, worker)
                     elif group.agreed is not None and worker.step >= group.agreed:
-                        if not worker.is_late:
+                        if not worker.is_late and not self._has_copy(worker):
                             worker.doing = "stand" if self.save_of(number) is not None else "stop"
-                    elif self._is_to_snapshot(group, worker):
-                        worker.doing, worker.snapped = "snapshot", worker.step
+                    elif self._is_to_snapshot(group, worker) and not self._has_copy(worker):
+                        worker.snapped = worker.step
+                        if self.is_async:
+                            worker.copy = "begin"
+                        else:
+                            worker.doing = "snapshot"
                 if host.agent.state.exit is not None:
                     return
 
@@ -252,12 +264,19 @@ class World:
                 return
             if worker.is_stopped or worker.thread not in ("", "watch"):
                 return  # others wait for it, or it has been told to make no further update
+            if worker.copy == "begin":
+                return  # the update waits until all is copied
             if (stop is not None and worker.step >= stop) or self._is_to_snapshot(group, worker):
                 return
         for _, worker in workers:
             worker.step += 1
         if workers and self.is_save_ending:
             self.save, self.is_save_ending = None, False
+
+    def _has_copy(self, worker: Worker) -> bool:
+        """Whether a worker has to wait for what it has copied: from now on that is not late."""
+        worker.is_copying = worker.is_copying and not worker.copy
+        return bool(worker.copy)
 
     def furthest(self) -> tuple[int, int]:
         """Return the present round, and the step of the worker of it that is furthest."""
@@ -369,4 +388,4 @@ class World:
             for group in host.hands._groups.values():
                 for worker in group.workers.values():
                     worker.is_hung = worker.is_late = False
-                    worker.is_stopped = worker.is_torn = False
+                    worker.is_stopped = worker.is_torn = worker.is_copying = False

@@ -216,6 +216,13 @@ class DiscardSealed:
 
 
 @dataclass(frozen=True, slots=True)
+class DropSnapshot:
+    """Give up the sealed snapshot of this name."""
+
+    snapshot: str
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """Let go of a generation: ``Holds``."""
 
@@ -273,6 +280,6 @@ class Rejoin:
 Action = (
     Log | Tell | Answer | Refuse | Welcome | StartGroup | BeginGroup | EndGroup | Poll | WantStop
     | Propose | Agree | WithdrawStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving
-    | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | Drop | Save | Archive
-    | Replicate | Doubt | Look | LeaveState | Rejoin
+    | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | DropSnapshot | Drop | Save
+    | Archive | Replicate | Doubt | Look | LeaveState | Rejoin
 )  # fmt: skip

@@ -26,6 +26,7 @@ from scalai.core.worker_messages import (
     RankRestored,
     RankStepped,
     RankUnhooked,
+    RankUnwritten,
     RankWritten,
     Stand,
     WorkerRequest,
@@ -95,7 +96,8 @@ def _on(step: Step, event: events.Event) -> None:
             if step.is_present(number):
                 step.tell(reports.Moved(number, count))
         case events.WorkFailed(number, reason):
-            if step.is_present(number) and not emergency.cannot(step, reason):
+            is_present = step.is_present(number) and not emergency.cannot(step, reason)
+            if is_present and not snapshots.cannot(step, reason):
                 step.fail(reason)
         case _:
             _of_the_host(step, event)
@@ -148,6 +150,7 @@ def _ticked(step: Step, at: float, seen: events.Seen | None) -> None:
         return
     commits.retry(step)
     snapshots.retry(step)
+    snapshots.watch(step)
     stops.watch(step, seen)
     emergency.watch(step, seen)
     rounds.poll(step)
@@ -208,6 +211,8 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             commits.commit(step, command)
         case commands.Discard():
             commits.discard(step)
+        case commands.DropSnapshot(snapshot):
+            step.do(actions.DropSnapshot(snapshot))
         case commands.Drop(generation):
             step.do(actions.Drop(generation))
         case commands.Save(generation):
@@ -287,6 +292,8 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
             stops.stand(step, call, request)
         case RankWritten():
             snapshots.written(step, call, request)
+        case RankUnwritten():
+            snapshots.unwritten(step, call, request)
         case RankRestored():
             rounds.restored(step, call, request)
         case RankStepped():
