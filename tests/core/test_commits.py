@@ -22,6 +22,17 @@ def test_a_snapshot_is_judged_once_every_host_with_workers_has_sealed_it() -> No
     assert due == (actions.JudgeSnapshot("snapshot", NAME),) and not job.sealed
 
 
+def test_a_snapshot_is_judged_though_a_host_has_nothing_of_it() -> None:
+    """What the others have written may be the whole state."""
+    job = two_hosts().job
+    job, due = advance(job, events.Skipped("b", 99, NAME))
+    assert not due and not job.sealed, "of another round"
+    job, due = advance(job, events.Skipped("b", job.round, NAME))
+    assert not due
+    job, due = advance(job, sealed("a", job.round))
+    assert due == (actions.JudgeSnapshot("snapshot", NAME),) and not job.sealed
+
+
 def test_parts_of_two_snapshots_or_rounds_make_none() -> None:
     job = two_hosts().job
     for event in (sealed("a", job.round), sealed("b", job.round, "run-1-9"), sealed("b", 99)):

@@ -142,6 +142,16 @@ def test_what_was_sealed_and_has_no_number_is_given_up(store: HostStore, made: S
     assert store.sealed() == [] and not slot.directory.exists()
 
 
+def test_a_sealed_snapshot_that_is_no_state_goes_and_others_stay(
+    store: HostStore, made: Set
+) -> None:
+    slot, manifest = snapshot(store, 3)
+    made.perform(actions.DropSnapshot("another"))
+    assert len(store.sealed()) == 1
+    made.perform(actions.DropSnapshot(snapshot_name(manifest)))
+    assert store.sealed() == [] and not slot.directory.exists()
+
+
 # ---------------------------------------------------------------------- snapshots
 
 
