@@ -44,7 +44,7 @@ def differing(rank: int, store: dist.Store, trainer: str, job: Any) -> list[str]
             releases = threading.Thread(target=_release_late, args=(snapshots, turn))
             releases.start()
             training.train(range(step, step + 1))
-            releases.join()
+            releases.join(WAIT_S)
             snapshots.settle()
             written = list(agent.told()[-1].fingerprints)
             found += [
