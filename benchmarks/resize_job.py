@@ -175,7 +175,8 @@ def load(job: Job, folder: Path) -> int:
     return int(loaded["iteration"])
 
 
-def arguments() -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
+    """Return the flags of model and batch."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--hidden", type=int, required=True)
@@ -184,12 +185,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--global-batch-size", type=int, default=2)
     parser.add_argument("--marks", type=Path, required=True)
     parser.add_argument("--tp", type=int, default=1, help="under torchrun; else the session's")
-    parser.add_argument("--round", help="under torchrun; else the restart count")
-    parser.add_argument("--steps", type=int, help="steps of this round, under torchrun")
-    parser.add_argument("--load", type=Path)
-    parser.add_argument("--save", type=Path)
-    parser.add_argument("--pairs", type=int, help="compare steps with and without the boundary")
-    return parser.parse_args()
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    options = parser()
+    options.add_argument("--round", help="under torchrun; else the restart count")
+    options.add_argument("--steps", type=int, help="steps of this round, under torchrun")
+    options.add_argument("--load", type=Path)
+    options.add_argument("--save", type=Path)
+    options.add_argument("--pairs", type=int, help="compare steps with and without the boundary")
+    return options.parse_args()
 
 
 def train(options: argparse.Namespace, session: Session, job: Job, marks: Marks, step: int) -> int:

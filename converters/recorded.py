@@ -25,8 +25,8 @@ def checked_fingerprints(checkpoint: Checkpoint, workers: int) -> Mapping[str, i
     check_coverage(checkpoint.placed.collection, exact_partition=False)
     check_recorded(checkpoint, range(len(checkpoint.recorded)), workers)
     known, unsure = recorded_fingerprints(checkpoint)
-    is_told = not unsure and checkpoint.recorded_version == VERSION
-    return known if is_told else fingerprints(checkpoint, workers)
+    is_comparable = not unsure and checkpoint.recorded_version == VERSION
+    return known if is_comparable else fingerprints(checkpoint, workers)
 
 
 def check_recorded(checkpoint: Checkpoint, rows: Sequence[int], workers: int) -> None:

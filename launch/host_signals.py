@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-MEANT_FOR_THE_AGENT = (signal.SIGTERM, signal.SIGINT)
+NOTICE = signal.SIGUSR1
+"""Says that the host will be taken away: a scheduler may send it before it ends a job."""
+MEANT_FOR_THE_AGENT = (signal.SIGTERM, signal.SIGINT, NOTICE)
 
 
 @contextmanager
@@ -39,6 +41,7 @@ class Heard:
     def __init__(self) -> None:
         self._numbers: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.count = 0
+        """How often the agent was told to end: a notice does not count."""
 
     def listen(self) -> None:
         """Hear them from here on. Main thread only."""
@@ -46,7 +49,7 @@ class Heard:
             signal.signal(number, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+        self.count += number != NOTICE
         self._numbers.put(number)
 
     def next(self, timeout_s: float) -> int | None:

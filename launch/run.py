@@ -19,6 +19,7 @@ from scalai.launch.agent.caretaker import AHEAD, stay
 from scalai.launch.agent.containers import all_end_with_this_process
 from scalai.launch.agent.durable import check_writable, refuse_finished
 from scalai.launch.agent.interfaces import address_towards, interface_environment
+from scalai.launch.agent.notice_watch import watch
 from scalai.launch.agent.participant import Participant, open_agent
 from scalai.launch.agent.probe import DeviceProbe
 from scalai.launch.agent.torch_elastic import WorkerSet, self_check
@@ -104,6 +105,11 @@ def run_agent(spec: JobSpec) -> int:
     heard = host_signals.Heard()
     heard.listen()
     _start_probe(spec, agent, slots)
+    preemption = spec.config.preemption
+    watch(
+        preemption.parsed(), agent.noticed, agent.notice_withdrawn, preemption.interval_s,
+        spec.config.resize.drain_timeout_s,
+    )  # fmt: skip
     ended: list[int] = []
 
     # torch's process contexts set signal handlers when they are started from the main thread; ours
@@ -116,23 +122,34 @@ def run_agent(spec: JobSpec) -> int:
 
     thread = threading.Thread(target=work, name="agent")
     thread.start()
-    _wait(thread, agent, heard)
+    _wait(thread, agent, heard, hears_notice="signal" in preemption.sources)
     if keeps_coordinator and place.started is not None and heard.count < 2:
         before = heard.count
         stay(place.started, lambda: heard.count > before)
     return ended[0] if ended else 1
 
 
-def _wait(loop: threading.Thread, agent: Participant, heard: host_signals.Heard) -> None:
-    """Drain at the first signal, stop at the second. Return once the agent's loop has ended, or
-    has not for long although it must.
+def _wait(
+    loop: threading.Thread,
+    agent: Participant,
+    heard: host_signals.Heard,
+    *,
+    hears_notice: bool = True,
+) -> None:
+    """Drain at the first signal, stop at the second; a notice (SIGUSR1) drains and is neither.
+    Return once the agent's loop has ended, or has not for long although it must.
 
     The workers end with this process, in any case.
     """
     is_leaving, stopped_at = False, None
     while loop.is_alive():
         number = heard.next(POLL_S)
-        if number is not None and is_leaving:
+        if number == host_signals.NOTICE:
+            what = "draining" if hears_notice else "not heeded, --preemption does not name signal"
+            log.info("event=signal SIGUSR1: %s", what)
+            if hears_notice:
+                agent.leave()
+        elif number is not None and is_leaving:
             agent.stop_now(128 + number)
             stopped_at = stopped_at or time.monotonic()
         elif number is not None:

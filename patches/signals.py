@@ -1,8 +1,9 @@
 """Signals that mean the agent.
 
 A scheduler sends SIGTERM to every process of a host, a terminal SIGINT to every process before it.
-Both ask the agent to drain, for which its workers must live on: they ignore the two unless the
-script installs a handler of its own. The agent ends its workers by SIGKILL.
+Both ask the agent to drain, as SIGUSR1 does, by which schedulers tell that a job's time is nearly
+over. For that its workers must live on: they ignore these unless the script installs a handler of
+its own. The agent ends its workers by SIGKILL.
 """
 
 import os
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch.utils.data import _utils
 
-MEANT_FOR_THE_AGENT = (signal.SIGTERM, signal.SIGINT)
+MEANT_FOR_THE_AGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def leave_signals_to_the_agent() -> None:

@@ -5,6 +5,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from scalai.core import commands, reports
@@ -82,11 +83,11 @@ class Archiver:
         while (command := self._commands.get()) is not None:
             try:
                 report = self._done(command)
-            except Exception as error:  # it ends the agent, in its loop, with its reason
-                self._put(lambda error=error: _fail(error))  # type: ignore[misc]
+            except Exception as error:  # our own slip: it ends the agent, in its loop
+                self._put(partial(_fail, error))
                 return
             if report is not None:
-                self._put(lambda report=report: self._tell(report))  # type: ignore[misc]
+                self._put(partial(self._tell, report))
 
     def _done(self, command: Command) -> Archived | None:
         directory, host = self._directory, self._store.host
@@ -118,5 +119,6 @@ class Archiver:
         return self._store.archive(generation, directory, own_only=command.own_only)
 
 
-def _fail(error: BaseException) -> None:
-    raise error
+def _fail(error: Exception) -> None:
+    """What must not happen to the thread ends the agent, whose loop calls this."""
+    raise RuntimeError("the thread that archives generations has failed") from error

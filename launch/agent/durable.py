@@ -18,7 +18,7 @@ from scalai.core.jsonable import Json
 from scalai.store.atomic import make_folder, rename_durably, replace_file, write_new
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest, read_saved_manifest
-from scalai.store.places import NUMBERED
+from scalai.store.places import NUMBERED, generation_name
 
 FINISHED = "finished.json"
 
@@ -32,10 +32,15 @@ class Seen:
     parts: dict[int, list[tuple[Path, HostManifest]]] = field(default_factory=dict)
     damaged: dict[int, str] = field(default_factory=dict)
 
+    def forget(self, number: int) -> None:
+        self.parts.pop(number, None)
+        self.damaged.pop(number, None)
+
 
 def look(folder: Path) -> Seen:
-    """Read the manifests of all parts below ``<durable_dir>/<job>``. Raises ``StoreError`` where
-    the directory itself cannot be read."""
+    """Read the manifests of all parts below ``<durable_dir>/<job>``. What a running job removes
+    meanwhile, as older than what it keeps, is not there. Raises ``StoreError`` where the directory
+    itself cannot be read."""
     seen = Seen()
     try:
         entries = sorted(folder.glob("generation-*")) if folder.is_dir() else []
@@ -43,9 +48,12 @@ def look(folder: Path) -> Seen:
             match = NUMBERED.fullmatch(entry.name)
             if match is None or not entry.is_dir():
                 continue
-            for path in sorted(entry.iterdir()):
-                if not path.name.startswith("."):
-                    _read(path, int(match[2]), seen)
+            with suppress(FileNotFoundError):
+                for path in sorted(entry.iterdir()):
+                    if not path.name.startswith("."):
+                        _read(path, int(match[2]), seen)
+            if not entry.is_dir():
+                seen.forget(int(match[2]))
     except OSError as error:
         raise StoreError(
             f"{error.filename} cannot be read ({error.strerror}), and may hold the job's state. "
@@ -80,7 +88,8 @@ def attach_durable(store: HostStore, folder: Path) -> dict[int, str]:
         try:
             store.attach(parts)
         except (StoreError, LayoutError) as error:
-            seen.damaged[number] = str(error)
+            if (folder / generation_name(number)).is_dir():
+                seen.damaged[number] = str(error)
     for number, reason in sorted(seen.damaged.items()):
         log.warning("event=damaged generation=%d directory=%s: %s", number, folder, reason)
     return seen.damaged

@@ -15,7 +15,7 @@ from scalai.launch.agent.durable import attach_durable, numbers, set_aside, writ
 from scalai.launch.agent.leftovers import left_by_others
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Joined
-from scalai.store.archive import mend
+from scalai.store.archive import repair
 from scalai.store.host import HostStore
 from scalai.store.manifest import UNNUMBERED, HostManifest
 from scalai.store.parts import summary_bytes
@@ -81,7 +81,7 @@ class Holdings:
     def _attach(self) -> dict[int, str]:
         found = {}
         if self._folder is not None:
-            mend(self._folder, self._store.host)
+            repair(self._folder, self._store.host)
             found = attach_durable(self._store, self._folder)
         return {**self._store.damaged, **found}
 

@@ -162,6 +162,14 @@ class Agent:
         """A first SIGTERM or SIGINT: drain."""
         self.put(events.LeaveAsked())
 
+    def noticed(self, source: str, left_s: float | None) -> None:
+        """A source says that this host will be taken away."""
+        self.put(events.Noticed(source, left_s))
+
+    def notice_withdrawn(self, source: str) -> None:
+        """It says so no more."""
+        self.put(events.NoticeWithdrawn(source))
+
     def stop_now(self, code: int) -> None:
         """A second signal: end at once; the state stays in the store for a restarted agent."""
         self._forced = code  # now, because the loop may be waiting for workers to leave

@@ -13,6 +13,7 @@ from scalai.core.host.state import HostState, Settings
 from scalai.core.messages import JsonText
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.data_plane import DataPlaneServer
+from scalai.launch.agent.health import HealthCheck
 from scalai.launch.agent.holdings import Holdings
 from scalai.launch.agent.link import CoordinatorLink
 from scalai.launch.agent.loop import Agent, Loop
@@ -85,6 +86,7 @@ class Participant:
             damaged=found.damaged,
             spec=spec,
             domain=self._spec.options.domain or "",
+            has_check=self._spec.config.probe.health_check is not None,
         )
 
     def expelled(self, error: PeerError) -> None:
@@ -135,6 +137,15 @@ class Participant:
                 self._served.store.directory,
             )  # fmt: skip
         self._agent.leave()
+
+    def noticed(self, source: str, left_s: float | None) -> None:
+        """A source says that this host will be taken away, in so many seconds (None: at some
+        time); told again as long as it holds."""
+        self._agent.noticed(source, left_s)
+
+    def notice_withdrawn(self, source: str) -> None:
+        """It says so no more."""
+        self._agent.notice_withdrawn(source)
 
     def stop_now(self, code: int) -> None:
         """A second signal: end at once; the state stays in the store for a restarted agent."""
@@ -210,6 +221,7 @@ def open_agent(
             feed=lambda event: agent.put(event),
             rejoin=lambda: member.rejoin(),
             is_over=lambda: agent.is_over(),
+            health=_health_check(spec, host, lambda event: agent.put(event)),
         )
         performer = Performer(hands)
         state = _first_state(spec, host, slots, performer)
@@ -233,6 +245,14 @@ def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> 
     """Return what the law knows of a host that has no workers yet."""
     settings = Settings(host, spec.is_elastic, spec.config.resize.drain_timeout_s)
     return HostState(settings, slots, time.monotonic(), performer.generations())
+
+
+def _health_check(spec: JobSpec, host: str, feed: Callable[[events.Event], None]) -> HealthCheck:
+    variables = {"SCALAI_HOST": host, "SCALAI_JOB": spec.job}
+    probe = spec.config.probe
+    check = HealthCheck(probe.health_check, probe.health_timeout_s, variables, feed)
+    check.start()
+    return check
 
 
 def _watch(progress: ProgressWatch, stacks: Stacks) -> None:

@@ -25,7 +25,9 @@ from scalai.core.reports import Report
 from scalai.core.worker_messages import Welcome
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.fetch import Moving, Restore, prepare_restore
+from scalai.launch.agent.health import HealthCheck
 from scalai.launch.agent.holdings import Holdings
+from scalai.launch.agent.oom_kills import describe_rise, oom_kills
 from scalai.launch.agent.replicas import Replicas
 from scalai.launch.agent.stacks import Stacks
 from scalai.launch.agent.standby import obstacle, offer
@@ -54,6 +56,7 @@ class Hands:
         feed: Hands the agent's loop an event; any thread may call it.
         rejoin: Joins the job again with what the store holds, beside the loop.
         is_over: Whether the agent itself must end, and waits no longer.
+        health: Checks whether this host may run workers.
     """
 
     spec: JobSpec
@@ -68,6 +71,7 @@ class Hands:
     feed: Callable[[Event], None]
     rejoin: Callable[[], None]
     is_over: Callable[[], bool]
+    health: HealthCheck | None = None
 
 
 class Performer:
@@ -84,6 +88,7 @@ class Performer:
         """Workers by the number of their round."""
         self._calls: dict[Call, Future[Any]] = {}
         self._last_call = 0
+        self._oom_kills = oom_kills()
         self._moving: Moving | None = None
         self._replicas = Replicas(hands.store, hands.token)
 
@@ -216,6 +221,9 @@ class Performer:
                 self._kill(round, ranks)
             case actions.ShowStacks(round):
                 self._hands.stacks.ask(self.groups[round].pids())
+            case actions.CheckHealth(order, reason):
+                assert self._hands.health is not None
+                self._hands.health.begin(order, reason)
             case actions.WarmUp(imports):
                 self._hands.groups.warm_up(imports, self._hands.background.submit)
             case _:
@@ -244,12 +252,11 @@ class Performer:
                     if name not in kept:
                         store.discard(sealed)
                 store.set_damaged_aside()
-            case actions.DropSnapshot(name):
-                if name in self._sealed():
-                    store.discard(self._sealed()[name])
-            case actions.Drop(generation):
-                if generation in store.generations():
-                    store.drop(generation)
+            case actions.Drop(generation) if generation in store.generations():
+                store.drop(generation)
+            case actions.Drop(_, snapshot) | actions.DropSnapshot(snapshot):
+                if snapshot in (waiting := self._sealed()):
+                    store.discard(waiting[snapshot])
             case actions.Save(generation):
                 holdings.save(generation)
             case actions.Archive(command):
@@ -310,7 +317,15 @@ class Performer:
         memory = any(f"exited with {OUT_OF_MEMORY_EXIT}" in failure for failure in failures)
         # Whom a signal kills may take others with it that talk to it.
         is_chance = any("was killed by" in failure for failure in failures)
+        if is_chance:
+            failures = self._with_the_kernels_word(failures)
         return [GroupOver(round, failures, memory, is_chance)]
+
+    def _with_the_kernels_word(self, failures: tuple[str, ...]) -> tuple[str, ...]:
+        """Say of those that SIGKILL ended whether the kernel has killed for want of memory."""
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        rise = describe_rise(before, self._oom_kills)
+        return tuple(f"{f} ({rise})" if rise and "SIGKILL" in f else f for f in failures)
 
     def _kill(self, round: int, ranks: frozenset[int]) -> None:
         pids = self.groups[round].pids()

@@ -14,6 +14,11 @@ from scalai.launch.agent.stacks import Stacks
 
 USUAL = 32
 """Steps whose times make up what is usual."""
+KNOWN = 8
+"""As long as there were fewer in a round, which begins with steps that compile and warm up, it is
+not known."""
+SPREAD = 3 * 1.4826
+"""Three standard deviations of a normal distribution, as median deviations."""
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +42,15 @@ class Progress:
     def patience_s(self) -> float:
         """How long the next step may take."""
         return max(self._stall_s, STALL_STEPS * median(self._took) if self._took else 0.0)
+
+    @property
+    def usual_s(self) -> float:
+        """How long a step of this round takes at most, as a rule; 0: not known yet. Few steps that
+        take much longer do not change it."""
+        if len(self._took) < KNOWN:
+            return 0.0
+        middle = median(self._took)
+        return middle + SPREAD * median(abs(each - middle) for each in self._took)
 
     def stalled_s(self, steps: Mapping[int, int], now: float) -> float | None:
         """Take note of how far the workers are.
@@ -95,6 +109,7 @@ class ProgressWatch:
         self._host, self._present, self._stacks = host, present, stacks
         self._progress = Progress(stall_s)
         self._stall: _Stall | None = None
+        self._is_within = False
 
     @property
     def stalled(self) -> Stalled | None:
@@ -104,7 +119,15 @@ class ProgressWatch:
         if stall is None:
             return None
         for_s = round(time.monotonic() - stall.since, 1)
-        return Stalled(stall.ranks, stall.step, for_s, round(self._progress.longest_s, 1))
+        return Stalled(
+            stall.ranks,
+            stall.step,
+            for_s,
+            longest_s=round(self._progress.longest_s, 1),
+            usual_s=round(self._progress.usual_s, 3),
+            is_within=self._is_within,
+            where=self._stacks.where,
+        )
 
     def watch(self) -> None:
         """Look once. Nothing is ended here: the job's law decides what is a hang."""
@@ -113,6 +136,7 @@ class ProgressWatch:
             self._stall = None
             return
         alive = set(current.ranks) & current.stepped - current.finished - current.lost
+        self._is_within = group.are_within_steps()
         steps = group.steps()
         steps = {rank: steps[rank] for rank in sorted(alive)}
         self._stall = self._stall and self._stall.left(steps)

@@ -87,6 +87,8 @@ def _keep(
     store: HostStore, command: Replicate, token: bytes, arrived: Callable[[int], None]
 ) -> Kept:
     listed, ring, host = command.sources.value, command.ring.value, store.host
+    if not ring.wards(host):
+        return Kept(None, 0, "")
     own, failed = own_part(store, listed), list[str]()
     wards: dict[str, Collection] = {}
     for ward in ring.wards(host):

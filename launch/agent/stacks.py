@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from scalai.core.behind import FRAMES_APART, SILENT
 from scalai.runtime.stacks import STACK_SIGNAL, stacks_path
 
 ANSWER_S = 1.0
@@ -38,6 +39,8 @@ class Stacks:
         self._directory = directory
         for left in directory.glob("stacks-*"):  # of an agent that was killed
             left.unlink(missing_ok=True)
+        self.where: tuple[tuple[int, str], ...] = ()
+        """Where the workers stood that were asked last, by rank. Any thread may read it."""
         self._asked: list[_Asked] = []
         self._answers_at = 0.0
 
@@ -45,6 +48,7 @@ class Stacks:
         """Have these workers, process numbers by rank, write where they stand."""
         if self._asked:
             return
+        self.where = ()
         for rank, pid in pids.items():
             if can_answer(pid):
                 path = stacks_path(self._directory, pid)
@@ -52,7 +56,7 @@ class Stacks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STACK_SIGNAL)
             else:
-                log.warning("event=stack rank=%s pid=%d %s", rank, pid, describe(pid))
+                self._note(rank, pid, describe(pid))
         self._answers_at = time.monotonic() + ANSWER_S
 
     def watch(self) -> None:
@@ -62,11 +66,15 @@ class Stacks:
         for asked in self._asked:
             path = stacks_path(self._directory, asked.pid)
             text = path.read_text()[asked.begin :] if path.exists() else ""
-            where = " < ".join(main_thread(text)[:FRAMES]) or describe(asked.pid)
-            log.warning("event=stack rank=%s pid=%d %s", asked.rank, asked.pid, where)
+            where = FRAMES_APART.join(main_thread(text)[:FRAMES]) or describe(asked.pid)
+            self._note(asked.rank, asked.pid, where)
             if not _status(asked.pid):
                 path.unlink(missing_ok=True)
         self._asked.clear()
+
+    def _note(self, rank: str, pid: int, where: str) -> None:
+        log.warning("event=stack rank=%s pid=%d %s", rank, pid, where)
+        self.where = (*self.where, (int(rank), where))
 
 
 def main_thread(text: str) -> list[str]:
@@ -91,7 +99,7 @@ def describe(pid: int) -> str:
     waits = ""
     with contextlib.suppress(OSError):
         waits = Path(f"/proc/{pid}/wchan").read_text()
-    return f"does not answer: state={state!r} wchan={waits or '-'}"
+    return f"{SILENT}: state={state!r} wchan={waits or '-'}"
 
 
 def _status(pid: int) -> dict[str, str]:

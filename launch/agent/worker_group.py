@@ -57,6 +57,10 @@ class WorkerGroup:
         steps = self.page.steps(self._place.local_world_size)
         return {self._place.first_rank + local: step for local, step in enumerate(steps)}
 
+    def are_within_steps(self) -> bool:
+        """Return whether every worker says to be within a step."""
+        return self.page.are_within_steps(self._place.local_world_size)
+
     def ended(self) -> dict[int, int]:
         """Return the exit codes of the workers that have ended, by global rank, and 0 for those
         that have come to their script's end and wait for the others; ends nobody, unlike

@@ -87,6 +87,10 @@ def _status(arguments: argparse.Namespace) -> int:
     status["waits_for"] = "; ".join(f"{host}: {what}" for host, what in held.items()) or None
     status["workers"] = ", ".join(f"{host}: {count}" for host, count in status["workers"].items())
     status["hosts"] = ", ".join(f"{h} ({of['slots']} slots)" for h, of in status["hosts"].items())
+    unhealthy = status.pop("unhealthy_hosts", None) or {}
+    status["unhealthy"] = "; ".join(f"{h}: {why}" for h, why in unhealthy.items()) or None
+    failure = status.pop("last_failure", None)
+    status["last_failure"] = failure and f"{failure['host']}: {failure['kind']}"
     status["no_progress"] = "; ".join(_describe_stall(*stall) for stall in stalls.items()) or None
     for key, value in status.items():
         print(f"{key.replace('_', ' '):16} {value if value is not None else '-'}")

@@ -1,11 +1,13 @@
 """The elastic configuration: one frozen tree, checked when built. ``elastic_file`` reads it."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from scalai.core.choice import DegreePolicy, Rule
 from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.core.errors import UsageError
+from scalai.launch.config.notice_source import NoticeSource, parse_source
 
 STANDBY = ("auto", "always", "never")
 PROBE_KINDS = ("nvidia-smi", "command", "file", "none")
@@ -62,10 +64,12 @@ class ResizeConfig:
             their snapshot before they are ended.
         start_timeout_s: How long a round may make no progress before every rank has stepped.
         stall_s: After how long without a step workers are reported, at the soonest.
-        hang_s: For how long no worker may make a step before the round is started again, at
-            least: three times the longest pause so far may pass too; 0: for ever.
+        hang_s: For how long no worker may make a step before the round is started again, where it
+            is not known how long one takes, and at most; but three times the longest pause so far
+            may always pass. 0: for ever.
         quarantine_s: How long a host waits that was lost three times within an hour; twice as long
             each further time; 0: it does not.
+        silent_s: After so much silence of its agent a host counts as lost, where others can go on.
         allowed_sizes: World sizes that may be used, ascending; empty: any.
         min_model_parallel: Smallest TP·PP that memory is known to hold; None: the present one.
         standby: Whether the next round's workers build their models while the present ones
@@ -85,6 +89,7 @@ class ResizeConfig:
     stall_s: float = 60.0
     hang_s: float = 1800.0
     quarantine_s: float = 60.0
+    silent_s: float = 15.0
 
     def __post_init__(self) -> None:
         policies = "one of " + ", ".join(STANDBY)
@@ -96,6 +101,7 @@ class ResizeConfig:
         _expect(self.stall_s > 0, "stall_s", self.stall_s, "> 0 seconds")
         _expect(self.hang_s >= 0, "hang_s", self.hang_s, "0 or more seconds")
         _expect(self.quarantine_s >= 0, "quarantine_s", self.quarantine_s, "0 or more seconds")
+        _expect(self.silent_s >= 3, "silent_s", self.silent_s, "3 or more seconds")
         _expect(self.settle_s >= 0, "settle_s", self.settle_s, "0 or more seconds")
         _expect(self.drain_timeout_s > 0, "drain_timeout_s", self.drain_timeout_s, "> 0 seconds")
         sizes = self.allowed_sizes
@@ -114,22 +120,52 @@ class ProbeConfig:
         command: The command line of kind ``command``.
         file: The path of kind ``file``.
         interval_s: Seconds between two questions.
+        health_check: A command, as words of a shell and run without one, that ends with 0 where
+            the host may run workers; None: it may.
+        health_timeout_s: How long the command may take.
     """
 
     kind: str = "nvidia-smi"
     command: str | None = None
     file: str | None = None
     interval_s: float = 5.0
+    health_check: str | None = None
+    health_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         _expect(self.kind in PROBE_KINDS, "kind", self.kind, "one of " + ", ".join(PROBE_KINDS))
         _expect(self.interval_s > 0, "interval_s", self.interval_s, "> 0 seconds")
+        timeout_s = self.health_timeout_s
+        _expect(timeout_s > 0, "health_timeout_s", timeout_s, "> 0 seconds")
+        _check_words(self.health_check)
         for kind, value in (("command", self.command), ("file", self.file)):
             if (self.kind == kind) != (value is not None):
                 raise UsageError(
                     f"kind = {self.kind!r} with {kind} = {value!r}: "
                     f"{kind} belongs to kind = {kind!r}, which needs it."
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionConfig:
+    """Who tells this host that it will be taken away.
+
+    Attributes:
+        sources: ``signal`` (SIGUSR1), ``file:PATH``, ``aws``, ``gcp``, ``azure``; the last three
+            also with ``@`` and an address.
+        interval_s: Seconds between two questions to one of them.
+    """
+
+    sources: tuple[str, ...] = ("signal",)
+    interval_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        _expect(self.interval_s > 0, "interval_s", self.interval_s, "> 0 seconds")
+        parsed = self.parsed()
+        _expect(len(set(parsed)) == len(parsed), "sources", list(self.sources), "each once")
+
+    def parsed(self) -> tuple[NoticeSource, ...]:
+        return tuple(map(parse_source, self.sources))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +208,7 @@ class ElasticConfig:
     store: StoreConfig = field(default_factory=StoreConfig)
     resize: ResizeConfig = field(default_factory=ResizeConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     origin: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where a value comes from, by its dotted name: ``flag`` or ``file``; absent: the default."""
@@ -197,12 +234,12 @@ class ElasticConfig:
         ]
         if self.default_degrees is not None:
             lines.append(("degrees.default", str(self.default_degrees)))
-        for section in ("model", "store", "resize", "probe", "deepspeed"):
+        for section in ("model", "store", "resize", "probe", "preemption", "deepspeed"):
             part = getattr(self, section)
             for item in fields(part):
                 value = getattr(part, item.name)
                 # What nobody stated here says nothing; the other sections are shown whole.
-                is_quiet = section in ("model", "deepspeed")
+                is_quiet = section in ("model", "preemption", "deepspeed")
                 if not is_quiet or f"{section}.{item.name}" in self.origin:
                     shown = list(value) if isinstance(value, tuple) else value
                     lines.append(
@@ -211,6 +248,15 @@ class ElasticConfig:
         return "\n".join(
             f"{name} = {value}  ({self.origin.get(name, 'default')})" for name, value in lines
         )
+
+
+def _check_words(command: str | None) -> None:
+    """Check that a health check is a command."""
+    try:
+        is_command = command is None or bool(shlex.split(command))
+    except ValueError:  # a quotation has no end
+        is_command = False
+    _expect(is_command, "health_check", command, "a command, such as '/opt/check --quick'")
 
 
 def _expect(is_met: bool, name: str, found: object, expected: str) -> None:

@@ -14,6 +14,7 @@ block ``"scalai"``. What a person writes::
     [store]                  # where generations lie
     [resize]                 # when and to what
     [probe]                  # how many devices of this host work
+    [preemption]             # who tells this host that it will be taken away
     [deepspeed]              # what DeepSpeed's own configuration cannot say of an elastic job
 
 A key names the change where the world alone does not decide. Entries taken in order of use would
@@ -35,12 +36,13 @@ from scalai.core.errors import UsageError
 from scalai.launch.config.elastic_config import (
     DeepSpeedConfig,
     ElasticConfig,
+    PreemptionConfig,
     ProbeConfig,
     ResizeConfig,
     StoreConfig,
 )
 
-SECTIONS = ("degrees", "model", "store", "resize", "probe", "deepspeed")
+SECTIONS = ("degrees", "model", "store", "resize", "probe", "preemption", "deepspeed")
 FORMER_NAMES = {"resize.build_ahead": "standby"}
 """Keys by the names that they had before, which are still taken."""
 
@@ -113,6 +115,7 @@ def _build(document: Mapping[str, object], overrides: Mapping[str, object]) -> E
         _read_section(StoreConfig, tables["store"], "store"),
         _read_section(ResizeConfig, tables["resize"], "resize"),
         _read_section(ProbeConfig, tables["probe"], "probe"),
+        _read_section(PreemptionConfig, tables["preemption"], "preemption"),
         _read_section(DeepSpeedConfig, tables["deepspeed"], "deepspeed"),
         origin,
     )

@@ -8,7 +8,7 @@ torch.
 import argparse
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from torch.distributed.run import get_args_parser
@@ -16,6 +16,7 @@ from torch.distributed.run import get_args_parser
 from scalai.core.errors import UsageError
 from scalai.launch.config.endpoint import join_endpoint
 from scalai.launch.config.identity import tls_files
+from scalai.launch.config.notice_source import parse_source
 from scalai.launch.config.options import DEFAULT_MASTER_PORT, Options
 from scalai.store.places import check_host, check_job
 
@@ -98,6 +99,14 @@ def build_parser() -> argparse.ArgumentParser:
         )
         group.add_argument(*spellings, **settings)  # type: ignore[arg-type]  # argparse's overloads
 
+    _add_job(add)
+    _add_state(add)
+    _add_changes(add)
+    return parser
+
+
+def _add_job(add: Callable[..., None]) -> None:
+    """Which job, and which host of it."""
     add("--elastic", metavar="CONFIG", 
         help="elastic configuration: TOML, or a DeepSpeed configuration with a block "
         '"scalai"; makes the job elastic')  # fmt: skip
@@ -114,6 +123,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tls", metavar="CERT,KEY,CA",
         help="PEM files: speak TLS with the coordinator and the other agents, which are certified "
         "by CA as this host is (default: SCALAI_TLS, else none)")  # fmt: skip
+
+
+def _add_state(add: Callable[..., None]) -> None:
+    """Where the job's state lies, and what it outlives."""
     add("--store-dir", metavar="DIR", help="folder of the Tensor Store (default: in /dev/shm)")
     add("--store-budget-gb", type=float, metavar="GB", help="how much the store may take")
     add("--durable-dir", metavar="DIR",
@@ -129,22 +142,33 @@ def build_parser() -> argparse.ArgumentParser:
         help="how many other hosts keep what would be lost with a host (default: 1)")  # fmt: skip
     add("--domain", metavar="NAME",
         help="what this host may fail with, such as rack=7: its replicas go elsewhere")  # fmt: skip
+
+
+def _add_changes(add: Callable[..., None]) -> None:
+    """When resources change, and to what."""
     add("--settle-s", type=float, metavar="S",
         help="wait so long after a host joins, so that several joins are one "
         "change")  # fmt: skip
     add("--drain-timeout", "--drain-timeout-s", dest="drain_timeout", type=float, metavar="S",
         help="most seconds between SIGTERM and exit")  # fmt: skip
+    add("--silent-s", type=float, metavar="S",
+        help="a host whose agent is silent for so long counts as lost (default: 15)")  # fmt: skip
     add("--allowed-sizes", type=_sizes, metavar="N,N,...",
         help="world sizes that may be used, such as 2,4,8-12")  # fmt: skip
     add("--min-model-parallel", type=int, metavar="N", help="smallest TP*PP that fits in memory")
     add("--probe", type=_probe, metavar="nvidia-smi|command:CMD|file:PATH|none",
         help="how to ask for the number of working devices of this host")  # fmt: skip
+    add("--preemption", type=_notice_sources, metavar="SOURCE,...",
+        help="who tells this host that it will be taken away: signal (SIGUSR1; the default), "
+        "file:PATH, aws, gcp, azure; or none")  # fmt: skip
+    add("--health-check", metavar="CMD",
+        help="command (no shell) that ends with 0 where this host may run workers: asked before "
+        "it does, and after a failure on it")  # fmt: skip
     add("--report-dir", metavar="DIR", help="where the JSON report of each resize goes")
     add("--fresh", dest="is_fresh", action="store_true",
         help="begin anew although the job has a state, which is given up")  # fmt: skip
     add("--check-elastic", action="store_true",
         help="print what may change and the degrees for every allowed world, and exit")  # fmt: skip
-    return parser
 
 
 _DOTTED = {
@@ -155,8 +179,11 @@ _DOTTED = {
     "durable_keep": "store.durable_keep",
     "snapshot_every": "store.snapshot_every",
     "replicas": "store.replicas",
+    "preemption": "preemption.sources",
     "settle_s": "resize.settle_s",
     "drain_timeout": "resize.drain_timeout_s",
+    "silent_s": "resize.silent_s",
+    "health_check": "probe.health_check",
     "allowed_sizes": "resize.allowed_sizes",
     "min_model_parallel": "resize.min_model_parallel",
 }
@@ -249,6 +276,16 @@ def _sizes(text: str) -> tuple[int, ...]:
     if not sizes or min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} names no world size of 1 or more")
     return tuple(sorted(sizes))
+
+
+def _notice_sources(text: str) -> tuple[str, ...]:
+    sources = () if text == "none" else tuple(part.strip() for part in text.split(","))
+    try:
+        for source in sources:
+            parse_source(source)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return sources
 
 
 def _probe(text: str) -> dict[str, object]:

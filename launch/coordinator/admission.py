@@ -76,7 +76,14 @@ class Admission:
         has_parts = bool(manifests or covered or is_known)
         live.feed(
             events.HostJoined(
-                host, slots, covered, has_parts, time.monotonic(), tuple(dropped), tuple(renaming)
+                host,
+                slots,
+                covered,
+                has_parts,
+                time.monotonic(),
+                tuple(dropped),
+                tuple(renaming),
+                join.has_check,
             )
         )
         return answer

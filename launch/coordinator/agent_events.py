@@ -53,7 +53,10 @@ class AgentEvents:
             case reports.Attached():
                 self._attached(host, report, manifests)
             case reports.Leaving():
-                self._leaving(host)
+                self._leaving(host, report)
+            case reports.Staying():
+                self._live.log(f"event=staying host={host}: what told it to leave is withdrawn")
+                self._feed(events.HostStaying(host, time.monotonic()))
             case reports.Slots(slots):
                 self._slots(host, slots)
             case _:
@@ -105,6 +108,7 @@ class AgentEvents:
             live.limit()
             reason += f"; {current.degrees} is not tried again"
         live.timeline.begin(reason)
+        live.note_failure(host, reason)
         live.feed(
             events.WorkersFailed(host, report.round, reason, report.is_chance, report.is_refusal)
         )
@@ -172,10 +176,17 @@ class AgentEvents:
             live.log(f"event=note waiting {live.state.obstacle}")
         self._feed(events.Looked(host, time.monotonic()))
 
-    def _leaving(self, host: str) -> None:
-        self._live.timeline.begin(f"host {host} drains")
-        self._live.log(f"event=leaving host={host}")
-        self._live.feed(events.HostLeaving(host, time.monotonic()))
+    def _leaving(self, host: str, report: reports.Leaving) -> None:
+        live, newest = self._live, self._live.state.newest_generation
+        live.timeline.begin(f"host {host} drains")
+        live.log(f"event=leaving host={host} source={report.source!r}")
+        part = live.generations.parts(newest.number).get(host) if newest else None
+        size = part.size_bytes if part else 0
+        self._feed(
+            events.HostLeaving(
+                host, time.monotonic(), report.source, report.left_s, report.is_final, size
+            )
+        )
 
     def _slots(self, host: str, slots: int) -> None:
         self._live.timeline.begin(f"host {host} has {slots} devices")

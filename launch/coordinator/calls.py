@@ -37,11 +37,11 @@ class Join(Request[Joined]):
     """Take part in the job.
 
     ``incarnation`` is a random name of the agent's present try; ``address`` is where its data plane
-    listens; hosts of one ``domain`` (of no name: none) may fail together. ``parts`` are the
-    manifests, as bytes, of the committed generations in its store, ``sealed`` those of what is
-    sealed there and not committed; ``damaged`` are numbers of generations that it cannot read, with
-    the reason (``UNNUMBERED``: what it had sealed). ``spec`` is the job as the agent's command line
-    states it.
+    listens; hosts of one ``domain`` (of no name: none) may fail together; one that ``has_check``
+    passes it before it runs workers. ``parts`` are the manifests, as bytes, of the committed
+    generations in its store, ``sealed`` those of what is sealed there and not committed;
+    ``damaged`` are numbers of generations that it cannot read, with the reason (``UNNUMBERED``:
+    what it had sealed). ``spec`` is the job as the agent's command line states it.
     """
 
     job: str
@@ -55,6 +55,7 @@ class Join(Request[Joined]):
     damaged: tuple[tuple[int, str], ...]
     spec: JsonText
     domain: str = ""
+    has_check: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,8 +268,12 @@ class Desk:
             "no_progress": {host: asdict(each) for host, each in stalled.items()},
             "held": dict(job.held) if job.phase is Phase.PREPARING else {},
             "restarts_left": job.failures_left,
+            "unhealthy_hosts": {
+                host: check.reason or "is being checked" for host, check in job.checks.items()
+            },
             "waiting_hosts": {h: round(until - job.now) for h, until in job.barred.items()},
             "failed_changes": [f"{f.assignment.degrees}: {f.reason}" for f in job.failed],
+            "last_failure": self._live.last_failure,
             "last_resize": reports[-1] if reports else None,
         }
 

@@ -16,9 +16,8 @@ from scalai.launch.coordinator.parts import (
     committed_fingerprints,
     written_fingerprints,
 )
-from scalai.store.attachment import attached_hosts
 from scalai.store.manifest import HostManifest
-from scalai.store.parts import proven_only, snapshot_name
+from scalai.store.parts import attached_hosts, proven_only, snapshot_name
 
 NAMED = 5
 """Damaged pieces that an error names."""

@@ -45,7 +45,7 @@ def judge_rescue(live: "LiveJob", step: int) -> None:
 def judge_snapshot(live: "LiveJob", reason: str, snapshot: str) -> None:
     """Unite the parts of a snapshot that was made on the way, and tell the law if it is a state."""
     held = live.generations.sealed_parts(snapshot, live.members.hosts())
-    step = int(snapshot.rpartition("-")[2])
+    step, cost = int(snapshot.rpartition("-")[2]), _cost(live, snapshot)
     try:
         number, parts = _commit(live, snapshot, held, Origin.SNAPSHOT)
     except (LayoutError, ProofError) as error:
@@ -54,7 +54,7 @@ def judge_snapshot(live: "LiveJob", reason: str, snapshot: str) -> None:
             live.generations.forget_sealed(snapshot)
             live.command(sorted(held), commands.DropSnapshot(snapshot))
         return
-    live.log(f"event={reason} committed={number} step={step}{_cost(live, snapshot)}")
+    live.log(f"event={reason} committed={number} step={step}{cost}")
     live.feed(events.SnapshotJudged(tuple(sorted(parts)), step, number))
 
 

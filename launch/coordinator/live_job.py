@@ -5,12 +5,14 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from scalai.core import actions, commands, events
 from scalai.core import membership as m
+from scalai.core.endings import kind_of, rank_of
 from scalai.core.errors import PeerError, ProofError
+from scalai.core.jsonable import Json
 from scalai.core.messages import Shared
 from scalai.core.recovery import Origin
 from scalai.core.resize import advance
@@ -71,6 +73,8 @@ class LiveJob:
         self.timeline = Timeline(spec.report_dir, self.log)
         self.answers = Answers()
         """What hosts have told about the present round."""
+        self.last_failure: Mapping[str, Json] | None = None
+        """Host, rank, kind and reason of the first that failed in the newest round that did."""
         self.exit_code = 0
         self.farewell: commands.Exit | None = None
         """What every agent is told once the job has ended: the command to exit."""
@@ -133,6 +137,16 @@ class LiveJob:
         self.members.remove(host)
         self.generations.forget(host)
         self.timeline.begin(f"host {host} is lost")
+
+    def note_failure(self, host: str, reason: str) -> None:
+        """Workers of a host have failed. Those that fail behind it in a round did so by it."""
+        last, round = self.last_failure, self.state.round
+        if last is None or last["round"] != round:
+            self.last_failure = {
+                "host": host, "rank": rank_of(reason), "kind": kind_of(reason), "reason": reason,
+                "round": round,
+            }  # fmt: skip
+            self.timeline.note(failure=self.last_failure)
 
     def lose(self, host: str) -> None:
         """Go on without an agent that is gone without a word."""
@@ -326,12 +340,14 @@ class LiveJob:
             case actions.Exit():
                 self._exit(action)
             case actions.Say(text):
-                self.log(f"event=note {text}")
+                self.log(text if text.startswith("event=") else f"event=note {text}")
             case _:
                 self.command(*command_of(action, self.state.round, self.generations))
 
     def _give_up(self, host: str, reason: str) -> None:
         """Lose a host that does not answer, where the others can go on."""
+        if host not in self.members:
+            return  # the loss of another one has ended it
         can_go_on = self.can_go_on_without(host)
         what = "it counts as lost" if can_go_on else "no other can go on without it; waiting for it"
         self.log(f"event=no_answer host={host} {reason}: {what}")

@@ -16,8 +16,13 @@ POLLS_PER_S = 200
 little of the coordinator's time."""
 MOST_POLL_S = 10.0
 LOST_AFTER_S = 15.0
-"""An agent polls once in ``MOST_POLL_S`` at least; one that is silent for so long is gone with its
-machine."""
+"""An agent polls once in ``MOST_POLL_S`` at least; one that gives no sign of life for so long is
+gone with its machine."""
+KEPT_SHARE = 2 / 3
+"""Of that time a poll is kept for this share at most; and so much of it behind the answer to a poll
+is silence, at least."""
+LOOK_S = 0.5
+"""How much later than its time a silence may be seen."""
 REPLACED_AFTER_S = 4.0
 """An agent that is silent for so long gives way to another one of its host."""
 RETURN_S = 10.0
@@ -44,7 +49,14 @@ class Patience:
 
     def to_keep_s(self, agents: int) -> float:
         """How long a poll is kept where so many agents take part."""
-        return max(self.poll_s, min(agents / POLLS_PER_S, MOST_POLL_S))
+        most_s = min(MOST_POLL_S, KEPT_SHARE * self.lost_after_s)
+        return max(self.poll_s, min(agents / POLLS_PER_S, most_s))
+
+    def to_lose_s(self, agents: int) -> float:
+        """After how much silence one of so many agents is lost. Its poll was kept before, and may
+        have been its last sign of life."""
+        behind_s = self.lost_after_s - self.to_keep_s(agents) - LOOK_S
+        return max(KEPT_SHARE * self.lost_after_s, behind_s)
 
     def to_grace_s(self, agents: int) -> float:
         """How long one of so many agents may be without a connection: where all of them make new
@@ -83,7 +95,8 @@ class Losses:
         if late_s > STALL_S:
             live.excuse(late_s)
             live.log(f"event=stalled for_s={late_s:.1f}: it is not taken for silence of agents")
-        for host in live.members.doubtful(patience.lost_after_s):
+        lose_s = patience.to_lose_s(len(live.members))
+        for host in live.members.doubtful(lose_s):
             if host not in live.members:
                 continue  # another loss has ended it
             agent = live.members[host]
@@ -95,7 +108,7 @@ class Losses:
                 live.log(f"event=lost host={host}: its connections have ended")
                 live.lose(host)
             else:
-                self._listen(host, agent)
+                self._listen(host, agent, lose_s)
         live.members.forget_released(patience.grace_s)
 
     def is_replaceable(self, agent: Member, store: object) -> bool:
@@ -106,10 +119,10 @@ class Losses:
         is_silent = agent.silence_s() > limit_s
         return is_same_store or is_silent or agent.unlinked_s() is not None
 
-    def _listen(self, host: str, agent: Member) -> None:
+    def _listen(self, host: str, agent: Member, lose_s: float) -> None:
         """Lose a silent agent, where the job can go on without its host."""
         live, silence_s = self._live, agent.silence_s()
-        if silence_s <= self._patience.lost_after_s:
+        if silence_s <= lose_s:
             if agent.is_reported:
                 agent.is_reported = False
                 live.log(f"event=host_back host={host}")

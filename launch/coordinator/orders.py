@@ -38,6 +38,8 @@ def command_of(action: actions.Action, round: int, generations: Generations) -> 
             return hosts, commands.Retire(before)
         case actions.Look(hosts):
             return hosts, commands.Look()
+        case actions.CheckHealth(hosts, order, reason):
+            return hosts, commands.CheckHealth(order, reason)
         case _:
             raise AssertionError(f"nobody carries out {action!r}")
 

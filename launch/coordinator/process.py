@@ -13,6 +13,7 @@ from scalai.launch.config.endpoint import join_endpoint, read_card, split_endpoi
 from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.discovery import clear_away, one_at_a_time
+from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.server import Coordinator
 from scalai.launch.logs import configure
 
@@ -51,7 +52,8 @@ def serve(
                 f"the job {spec.job!r} has a coordinator on this machine already, at {there}. "
                 "Agents here find it. A coordinator by hand is started before the first of them."
             )
-        coordinator = Coordinator(spec, (host, port), token, log.info, alone_s)
+        patience = Patience(lost_after_s=spec.config.resize.silent_s)
+        coordinator = Coordinator(spec, (host, port), token, log.info, alone_s, patience)
         address = _leave_card(coordinator, folder, host, token)
     return _run(coordinator, spec, folder, address)
 

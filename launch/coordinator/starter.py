@@ -4,14 +4,13 @@ from scalai.core import actions, commands
 from scalai.core import membership as m
 from scalai.core.assignment import place_ranks
 from scalai.core.messages import JsonText, Shared
-from scalai.core.replicas import ring_of
+from scalai.core.replicas import leaving_ring, ring_of
 from scalai.core.source_list import Listed, SourceList, source_list
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
-from scalai.store.attachment import ATTACHED
 from scalai.store.generation import unite
-from scalai.store.parts import reference_of
+from scalai.store.parts import ATTACHED, reference_of
 
 
 class Starter:
@@ -71,9 +70,12 @@ class Starter:
         the hosts that it keeps replicas for."""
         domains = {host: self._roster[host].domain for host in action.hosts if host in self._roster}
         ring, sources = ring_of(domains, action.replicas), self._sources(action.generation, None)
+        if action.giving:
+            ring = leaving_ring(domains, action.giving)
         shared_ring, lists = Shared(ring), dict[tuple[int, ...], Shared[SourceList]]()
-        for host, wards in ring.all_wards().items():
-            numbers = tuple(sources.sharers(wards))
+        wards = ring.all_wards()
+        for host in domains:
+            numbers = tuple(sources.sharers(wards.get(host) or action.giving))
             if numbers not in lists:
                 lists[numbers] = Shared(sources.only(numbers))
             command = commands.Replicate(action.order, lists[numbers], shared_ring)

@@ -80,6 +80,12 @@ class ElasticSession(Protocol):
     def renew(self, state: LiveState, *, step: int, samples: int) -> None:
         """Say that the framework has loaded a checkpoint of its own."""
 
+    def begin_step(self) -> None:
+        """Say that a step is under way."""
+
+    def end_step(self) -> None:
+        """Say that it has ended; an evaluation or a save may follow."""
+
     def boundary(self, step: int | None = None, *, samples: int = 0) -> bool:
         """Say after each step whether the state was written and this process has to end."""
 
@@ -216,6 +222,7 @@ class EngineHooks:
 
     def count_step(self) -> None:
         """An optimizer step has ended: its samples are consumed."""
+        self._session.end_step()
         if self.feed.is_counting and _draws_samples(self.engine):
             self._accumulation.end_step(self.engine.gradient_accumulation_steps())
             self.feed.step()
@@ -328,6 +335,7 @@ class EngineHooks:
                     self.end_step()
                 self.auxiliary.schedules.begin()
                 self._continue_rng_state()
+                self._session.begin_step()
             return method(*args, **kwargs)
 
         return begin

@@ -73,6 +73,12 @@ class ElasticSession(Protocol):
     def note_save(self, iteration: int | None) -> None:
         """Say which save of Megatron's own is in flight."""
 
+    def begin_step(self) -> None:
+        """Say that a step begins."""
+
+    def end_step(self) -> None:
+        """Say that it has ended; an evaluation or a save may follow."""
+
     def boundary(self, step: int | None = None, consumed_samples: int | None = None) -> bool:
         """Say after each step whether the state was written and this process has to end."""
 
@@ -168,7 +174,9 @@ class TrainingHooks:
         return iterators
 
     def train_step(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        self._session.begin_step()
         result = wrapped(*args, **kwargs)
+        self._session.end_step()
         if self._ledger:
             self._ledger.keep_loss(result[0])
         return result

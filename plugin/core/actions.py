@@ -115,13 +115,14 @@ class Commit:
 @dataclass(frozen=True, slots=True)
 class Replicate:
     """These hosts fetch from each other what would be lost of this generation with one of them, so
-    that of everything there are so many ``replicas``; each answers ``order`` with
-    ``Replicated``."""
+    that of everything there are so many ``replicas``; each answers ``order`` with ``Replicated``.
+    ``giving``: only of what nobody holds but these, which will be taken away and keep nothing."""
 
     hosts: tuple[str, ...]
     order: int
     generation: int
     replicas: int
+    giving: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +262,15 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckHealth:
+    """These hosts run their health check, for this reason: ``HealthChecked``."""
+
+    hosts: tuple[str, ...]
+    order: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Say:
     """One line for the log."""
 
@@ -271,5 +281,5 @@ Action = (
     Build | GiveUp | Prepare | Agree | Withdraw | TakeSnapshot | Lose | Report | Judge | Commit
     | Replicate | JudgeSnapshot | Freeze | Rescue | JudgeRescue | StopWorkers | Discard | GoBack
     | StartRound | Expect | Prove | Proceed | Doubt | Drop | Release | SaveDurable | Archive
-    | FinishArchive | Retire | Look | Exit | Say
+    | FinishArchive | Retire | Look | CheckHealth | Exit | Say
 )  # fmt: skip

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from scalai.core import events
 from scalai.core.actions import Action, Archive, FinishArchive, Retire, Say
-from scalai.core.deadlines import REPORT_S
 from scalai.core.membership import TRAINING, Archiving, Generation, Job
+from scalai.core.slow import report_if_slow
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -88,15 +88,8 @@ def lose(job: Job, hosts: Collection[str]) -> Job:
 def _watched(job: Job, under_way: Archiving) -> Result:
     if not under_way.awaited:
         return _go_on(job, under_way) if job.now >= under_way.again_at else (job, ())
-    waited = job.now - under_way.since
-    if waited < REPORT_S * float(2**under_way.reports):
-        return job, ()
-    text = (
-        f"event=slow archive of generation {under_way.generation} since_s={waited:.0f} awaited: "
-        f"{', '.join(sorted(under_way.awaited))}"
-    )
-    under_way = replace(under_way, reports=under_way.reports + 1)
-    return replace(job, archiving=under_way), (Say(text),)
+    under_way, lines = report_if_slow(under_way, "archive", job.now)
+    return replace(job, archiving=under_way), lines
 
 
 def _go_on(job: Job, under_way: Archiving) -> Result:

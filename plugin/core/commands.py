@@ -255,6 +255,14 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckHealth:
+    """Run the health check, for this reason; ``order`` goes back with the answer."""
+
+    order: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """The job has come to its end, at this step and with this newest generation."""
 
@@ -275,5 +283,5 @@ class Exit:
 Command = (
     Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw | TakeSnapshot | Report
     | Freeze | Rescue | Discard | DropSnapshot | Commit | Stop | Drop | Save | Archive
-    | FinishArchive | Retire | Replicate | Doubt | Look | Exit
+    | FinishArchive | Retire | Replicate | Doubt | Look | CheckHealth | Exit
 )  # fmt: skip

@@ -35,6 +35,18 @@ STALL_S = 60.0
 STALL_STEPS = 10
 """An agent reports workers that make no step for so long, and for so many times as a usual step
 takes."""
+LEAST_HANG_S = 300.0
+HANG_STEPS = 30
+"""Within a step, workers hang that make none for so long, and for so many times as long as a usual
+step takes at most."""
+CHECKED_S = 10.0
+"""How long the others wait for the first answer to a health check before they go on without."""
+CHECK_AGAIN_S = 30.0
+LONGEST_CHECK_AGAIN_S = 3600.0
+"""A host that has failed its health check is asked again after so long, then after twice as long
+each time, so long at most."""
+PAUSES = 3
+"""So many times as the longest pause that ended by itself (an evaluation, a save) one may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +81,8 @@ TABLE = (
     Deadline(
         Phase.RUNNING, "a worker of the host stepped last", "60 s (`stall_s`), and 10 usual steps",
         "who is behind is reported, by `scalai status` and, with the stacks of all, in the log; "
-        "after 1800 s (`hang_s`), and 3 times the longest pause, the round is started again",
+        "within a step after 300 s and 30 usual steps, elsewhere and at most after 1800 s "
+        "(`hang_s`), and never before 3 times the longest pause, the round is started again",
         lambda job: None,
     ),
     Deadline(

@@ -24,11 +24,28 @@ class HostJoined:
     at: float
     obsolete: tuple[int, ...] = ()
     sealed: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    has_check: bool = False
+    """Whether it has a health check, which it passes before it runs workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLeaving:
-    """A first SIGTERM or SIGINT: the host drains."""
+    """A host was told to leave: it drains. ``source`` says by whom; it has ``left_s`` seconds to go
+    (None: no haste), after which it is gone whatever becomes of its drain where that ``is_final``.
+    It holds so many bytes of the newest generation. A later one of the same host says what holds
+    from then on."""
+
+    host: str
+    at: float
+    source: str = ""
+    left_s: float | None = None
+    is_final: bool = False
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostStaying:
+    """Every notice was withdrawn by which a host was to leave."""
 
     host: str
     at: float
@@ -66,12 +83,18 @@ class Rescaled:
 @dataclass(frozen=True, slots=True)
 class Stalled:
     """Workers of one host that make no steps: since when ``step`` was made, in seconds.
-    ``longest_s``: how long the longest pause took that ended by itself."""
+    ``longest_s``: how long the longest pause took that ended by itself; ``usual_s``: how long a
+    step of this round takes at most, as a rule, 0 where that is not known yet; ``is_within``: all
+    workers of the host say to be within a step; ``where`` they stand, by rank, as far as they have
+    said so."""
 
     ranks: tuple[int, ...]
     step: int
     for_s: float
     longest_s: float = 0.0
+    usual_s: float = 0.0
+    is_within: bool = False
+    where: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,11 +393,21 @@ class Looked:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class HealthChecked:
+    """A host has run its health check, as ``order`` asked; ``reason``: why it is not healthy."""
+
+    host: str
+    order: int
+    is_healthy: bool
+    reason: str = ""
+
+
 Event = (
-    HostJoined | HostLeaving | HostLost | SlotsChanged | Rescaled | Ticked | Built | NotBuilt
-    | Prepared | Held | Arrived | SnapshotWritten | Judged | Frozen | Rescued | RescueJudged
-    | Sealed | Skipped | SnapshotJudged | Committed
+    HostJoined | HostLeaving | HostStaying | HostLost | SlotsChanged | Rescaled | Ticked | Built
+    | NotBuilt | Prepared | Held | Arrived | SnapshotWritten | Judged | Frozen | Rescued
+    | RescueJudged | Sealed | Skipped | SnapshotJudged | Committed
     | Stopped | WorkersFailed | Stepped | Progressed | Unhooked | Hooked | Finished | Saved
     | NotSaved | Archived | Looked | Replicated | Published | Restored | Proven | ProofFailed
-    | Resumed
+    | Resumed | HealthChecked
 )  # fmt: skip

@@ -23,7 +23,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
 
+from scalai.core.checks import Check
 from scalai.core.degrees import Degrees
+from scalai.core.pace import Pace
 
 
 class Phase(Enum):
@@ -66,12 +68,16 @@ others hold may be the whole state."""
 @dataclass(frozen=True, slots=True)
 class Host:
     """An agent and its devices. ``order`` is the sequence number of its joining: survivors keep
-    their relative order."""
+    their relative order. One that is leaving may have to be gone by a time (``leave_by``); it
+    ``is_short`` where that is likely to come before its drain has ended."""
 
     name: str
     slots: int
     order: int
     is_leaving: bool = False
+    leave_by: float | None = None
+    is_short: bool = False
+    has_check: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +142,8 @@ class Replication:
     """Replicas that are made of a ``generation`` by ``hosts``, of which ``awaited`` have not done
     so yet: since when, how often that was reported, how many bytes have crossed, and which hosts
     could not. ``order`` tells it from earlier ones of the same generation. ``is_hopeful``: some
-    could not because another host gave nothing; then all are asked ``again_at`` that time."""
+    could not because another host gave nothing; then all are asked ``again_at`` that time.
+    ``giving``: of what only these hosts hold, which will be taken away, and of nothing else."""
 
     order: int
     generation: int
@@ -149,6 +156,7 @@ class Replication:
     is_hopeful: bool = False
     is_again: bool = False
     again_at: float = 0.0
+    giving: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +249,8 @@ class Job:
     """How long a host that flaps waits at first; 0: it never does."""
     start_timeout_s: float = 1800.0
     hang_s: float = 0.0
-    """How long no worker may make a step, at least; 0: for ever."""
+    """How long no worker may make a step where it is not known how long one takes, and at most; 0:
+    for ever."""
     has_state: bool = False
     phase: Phase = Phase.WAITING
     hosts: Mapping[str, Host] = field(default_factory=dict)
@@ -282,10 +291,15 @@ class Job:
     stepped_at: float | None = None
     hung: tuple[int, int] = (0, 0)
     """The furthest step when the job hung last, and how often it did without a step in between."""
+    hangs: Mapping[str, int] = field(default_factory=dict)
+    """At how many hangs a host was behind since it joined."""
     strikes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """When hosts were lost, or joined a round that failed (see ``quarantine``)."""
     barred: Mapping[str, float] = field(default_factory=dict)
     """Hosts that wait before they run workers again, and until when."""
+    checks: Mapping[str, Check] = field(default_factory=dict)
+    """Of hosts that run no workers: their health check is under way, or has failed (``health``)."""
+    last_check: int = 0
     gone: frozenset[str] = frozenset()
     """Hosts that were lost since the present round began: one that joins anew has no workers of
     it."""
@@ -298,6 +312,9 @@ class Job:
     replicated: tuple[int, frozenset[str]] | None = None
     """The generation of which replicas were made last, and on which hosts."""
     last_replication: int = 0
+    evacuated: tuple[int, frozenset[str]] | None = None
+    """The generation of which others hold what only these hosts held, which will be taken away."""
+    pace: Pace = field(default_factory=Pace)
     archiving: Archiving | None = None
     archived: tuple[int, ...] = ()
     """The generations that this job has brought to the durable directory, as far as they are kept
@@ -350,9 +367,11 @@ def replace_obstacle(job: Job, obstacle: str, *, is_held_back: bool) -> Job:
 
 def staying(job: Job) -> tuple[tuple[str, int], ...]:
     """Hosts that take part in the next round, with their slots: those of the current round keep
-    their order. One that is barred does not, unless nothing fits without it."""
+    their order. One that is barred does not, unless nothing fits without it; one that has yet to
+    pass its health check does not at all."""
     current = [name for name, _ in job.current.workers] if job.current else []
-    hosts = [host for host in job.hosts.values() if not host.is_leaving]
+    there = [host for host in job.hosts.values() if not host.is_leaving]
+    hosts = [host for host in there if host.name not in job.checks]
     place = {name: number for number, name in enumerate(current)}
     hosts.sort(key=attrgetter("order"))
     if place:
@@ -401,7 +420,7 @@ def _instead(job: Job, hosts: tuple[tuple[str, int], ...]) -> Assignment | None:
 def _is_possible(job: Job, assignment: Assignment) -> bool:
     """Whether its hosts are all there, with their devices."""
     return all(
-        name in job.hosts and job.hosts[name].slots >= count
+        name in job.hosts and job.hosts[name].slots >= count and name not in job.checks
         for name, count in assignment.workers
         if count
     )

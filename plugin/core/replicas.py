@@ -25,12 +25,16 @@ from scalai.core.sources import Holder, index_sources
 @dataclass(frozen=True, slots=True)
 class Ring:
     """Hosts that keep replicas for each other, in order, with the failure domain of each; of every
-    piece there are to be ``replicas`` beside the first one. ``is_apart``: in as many domains."""
+    piece there are to be ``replicas`` beside the first one. ``is_apart``: in as many domains.
+
+    Where hosts of it are ``giving``, they will be taken away: they keep nothing, and the others
+    keep so many replicas of what only these hold, and of nothing else."""
 
     hosts: tuple[str, ...]
     domains: tuple[str, ...]
     replicas: int
     is_apart: bool
+    giving: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.domains) != len(self.hosts):
@@ -43,34 +47,46 @@ class Ring:
         taken = {self.domains[place]}
         for number in range(place + 1, place + count):
             domain = self.domains[number % count]
-            if domain not in taken:
+            if domain not in taken and self.hosts[number % count] not in self.giving:
                 taken.add(domain)
                 yield self.hosts[number % count]
 
     def wards(self, keeper: str) -> tuple[str, ...]:
         """Return the hosts of which ``keeper`` may have to keep something."""
-        return tuple(h for h in self.hosts if keeper in islice(self.keepers(h), self.replicas))
+        warded = self.giving or self.hosts
+        return tuple(h for h in warded if keeper in islice(self.keepers(h), self.replicas))
 
     def all_wards(self) -> dict[str, tuple[str, ...]]:
         """Return the ``wards`` of every host."""
         found: dict[str, list[str]] = {host: [] for host in self.hosts}
-        for host in self.hosts:
+        for host in self.giving or self.hosts:
             for keeper in islice(self.keepers(host), self.replicas):
                 found[keeper].append(host)
         return {keeper: tuple(wards) for keeper, wards in found.items()}
 
     def keeps(self, host: str, holders: Set[str]) -> bool:
         """Whether a host is to keep a replica of what these hold."""
-        if host in holders:
+        if host in holders or host in self.giving:
             return False
         held = [number for number, name in enumerate(self.hosts) if name in holders]
         taken = {self.domains[number] for number in held}
         missing = self.replicas + 1 - len(taken)
+        if self.giving:
+            is_elsewhere = any(self.hosts[number] not in self.giving for number in held)
+            missing = 0 if is_elsewhere else self.replicas
         if not held or missing <= 0:
             return False
         domain = dict(zip(self.hosts, self.domains, strict=True))
         others = (h for h in self.keepers(self.hosts[held[0]]) if domain[h] not in taken)
         return host in islice(others, missing)
+
+
+def leaving_ring(staying: Iterable[str], giving: Iterable[str]) -> Ring:
+    """Return the ring of hosts that keep what only those hold that will be taken away. Which
+    domains they are of says nothing: there is no time to lose, and replicas are made anew later."""
+    giving = tuple(sorted(giving))
+    hosts = tuple(sorted({*staying, *giving}))
+    return Ring(hosts, hosts, 1, True, giving)
 
 
 def ring_of(domains: Mapping[str, str], replicas: int) -> Ring:

@@ -6,14 +6,16 @@ from dataclasses import replace
 
 from scalai.core import events
 from scalai.core.actions import Action, Release, Replicate, Say
-from scalai.core.deadlines import REPORT_S
 from scalai.core.membership import TRAINING, Job, Phase, Replication
+from scalai.core.slow import report_if_slow
 
 Result = tuple[Job, tuple[Action, ...]]
 
 AGAIN_S = 30.0
 """After so long replicas are tried again that a host could not make: one that is lost is known to
 be by then."""
+GIVEN_AGAIN_S = 2.0
+"""The same for what only hosts hold that will be taken away: there is little time."""
 _NEEDING = (Phase.WAITING, Phase.STARTING, Phase.STOPPING, Phase.FREEZING, Phase.RESCUING)
 """Phases in which an older generation may still be gone back to."""
 
@@ -41,7 +43,10 @@ def replicate(job: Job) -> Result:
     say how long it takes. Asked with every tick."""
     before = job.replication
     if before is not None and before.awaited:
-        return _reported(job, before)
+        under_way, lines = report_if_slow(before, "replicas", job.now)
+        return replace(job, replication=under_way), lines
+    if before is not None and before.giving:
+        return job, ()  # tried again first
     newest, hosts = job.newest_generation, keepers(job)
     if newest is None or job.uncommitted:
         return job, ()
@@ -55,18 +60,6 @@ def replicate(job: Job) -> Result:
     return replace(job, replication=replication, last_replication=order), (
         Replicate(tuple(sorted(hosts)), order, newest.number, job.replicas),
     )
-
-
-def _reported(job: Job, replication: Replication) -> Result:
-    waited = job.now - replication.since
-    if waited < REPORT_S * float(2**replication.reports):
-        return job, ()
-    text = (
-        f"event=slow replicas of generation {replication.generation} since_s={waited:.0f} awaited: "
-        f"{', '.join(sorted(replication.awaited))}"
-    )
-    replication = replace(replication, reports=replication.reports + 1)
-    return replace(job, replication=replication), (Say(text),)
 
 
 def replicated(event: events.Replicated, job: Job) -> Result:
@@ -93,6 +86,8 @@ def _done(job: Job, replication: Replication) -> Result:
     """All replicas are made that could be: older generations may go. Where some could not because
     another host gave nothing, that one may turn out to be lost: it is tried again first."""
     number, took_s = replication.generation, job.now - replication.since
+    if replication.giving:
+        return _given(job, replication)
     if replication.is_hopeful and not replication.is_again:
         return replace(job, replication=replace(replication, again_at=job.now + AGAIN_S)), ()
     job = replace(job, replication=None, replicated=(number, replication.hosts))
@@ -108,17 +103,33 @@ def _done(job: Job, replication: Replication) -> Result:
     return job, (*lines, *released)
 
 
+def _given(job: Job, replication: Replication) -> Result:
+    """What only hosts held that will be taken away is elsewhere; where some of it could not come
+    because a host gave nothing, it is asked for again soon."""
+    if replication.is_hopeful:
+        again = replace(replication, again_at=job.now + GIVEN_AGAIN_S)
+        return replace(job, replication=again), ()
+    number, names = replication.generation, ",".join(sorted(replication.giving))
+    job = replace(job, replication=None, evacuated=(number, replication.giving))
+    text = (
+        f"event=evacuated generation={number} from={names} bytes={replication.size_bytes} "
+        f"took_s={job.now - replication.since:.0f} "
+        f"failed={','.join(sorted(replication.failed)) or 'none'}"
+    )
+    return job, (Say(text),)
+
+
 def without(job: Job, released: frozenset[str]) -> Job:
     """These hosts leave the job: who is left makes replicas anew, and waits for none of them."""
     under_way = job.replication
-    if under_way is None or not released & under_way.hosts:
+    if under_way is None or not released & (under_way.hosts | under_way.giving):
         return job
     return replace(job, replication=None)
 
 
 def give_up(job: Job) -> Job:
     """A host is lost, with what it kept for others: they are made anew."""
-    return replace(job, replication=None, replicated=None)
+    return replace(job, replication=None, replicated=None, evacuated=None)
 
 
 def release_older(job: Job) -> Result:

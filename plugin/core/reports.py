@@ -114,7 +114,17 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The host was told to drain."""
+    """The host was told to drain, by this ``source``; it has so many seconds left (None: no haste),
+    and is gone then, whatever becomes of the drain, where that ``is_final``."""
+
+    source: str = ""
+    left_s: float | None = None
+    is_final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """Every notice was withdrawn by which the host was to leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +138,11 @@ HostEvent = (
     events.Built | events.NotBuilt | events.Prepared | events.Held | events.Arrived
     | events.Frozen | events.Rescued | events.Stopped | events.Stepped | events.Unhooked
     | events.Hooked | events.Finished | events.Committed | events.Replicated | events.Saved
-    | events.NotSaved | events.Archived | events.Skipped
+    | events.NotSaved | events.Archived | events.Skipped | events.HealthChecked
 )  # fmt: skip
 """What the law of the job takes as a host reports it."""
 
 Report = (
     HostEvent | Sealed | Failed | Published | Moved | Grown | Restored | Unproven | Doubted
-    | Examined | Attached | Leaving | Slots
+    | Examined | Attached | Leaving | Staying | Slots
 )  # fmt: skip

@@ -8,7 +8,18 @@ stays until a newer one is committed and, after a resize, until every new rank h
 from dataclasses import replace
 from functools import singledispatch
 
-from scalai.core import archiving, commits, events, failures, hangs, replicating, starting
+from scalai.core import (
+    archiving,
+    commits,
+    evacuating,
+    events,
+    failures,
+    hangs,
+    health,
+    preemption,
+    replicating,
+    starting,
+)
 from scalai.core.actions import Action, Commit, Drop, Release, Report, Say, Withdraw
 from scalai.core.deadlines import clock_of
 from scalai.core.failures import excuse_loss, fail
@@ -25,7 +36,7 @@ from scalai.core.membership import (
     staying,
 )
 from scalai.core.overdue import overdue
-from scalai.core.quarantine import pardon, strike
+from scalai.core.quarantine import joined_anew, pardon, strike
 from scalai.core.transitions import (
     UNHOOKED,
     Result,
@@ -53,6 +64,7 @@ def advance(job: Job, event: events.Event) -> Result:
     if job.phase is Phase.ENDED:
         return job, ()
     after, due = _on(event, job)
+    after = preemption.measured(job, after)
     return (after if clock_of(after) == clock_of(job) else replace(after, wait=Wait())), due
 
 
@@ -64,15 +76,16 @@ def _on(event: events.Event, job: Job) -> Result:
 @_on.register
 def _host_joined(event: events.HostJoined, job: Job) -> Result:
     before, is_replaced = job, event.host in job.hosts
-    host = Host(event.host, event.slots, job.joined)
+    host = Host(event.host, event.slots, job.joined, has_check=event.has_check)
     job = replace(
-        job,
+        joined_anew(job, event.host),
         hosts={**job.hosts, event.host: host},
         joined=job.joined + 1,
         generations=event.covered,
         has_state=job.has_state or event.has_parts,
     )
-    brought = _brought(event)
+    job, asked = health.joined(job, event.host)
+    brought = (*asked, *_brought(event))
     if not is_replaced:
         job, actions = changed(job, event.at)
         return job, (*brought, *actions)
@@ -90,10 +103,15 @@ def _brought(event: events.HostJoined) -> tuple[Action, ...]:
 
 @_on.register
 def _host_leaving(event: events.HostLeaving, job: Job) -> Result:
-    if event.host not in job.hosts:
+    if event.host not in job.hosts or preemption.is_known(event, job):
         return job, ()
-    host = replace(job.hosts[event.host], is_leaving=True)
-    job = replace(job, hosts={**job.hosts, event.host: host})
+    job, first = preemption.noticed(event, job)
+    job, actions = _leave(job, event)
+    return job, (*first, *actions)
+
+
+def _leave(job: Job, event: events.HostLeaving) -> Result:
+    """Begin the drain of a host that is marked as leaving."""
     if job.phase is Phase.WAITING:
         return _leave_while_waiting(job, event.host)
     if event.host not in active(job) and job.phase in RESIZABLE:
@@ -113,6 +131,19 @@ def _consider_soon(job: Job, at: float) -> Result:
     if job.phase is Phase.PREPARING and job.held and runs_as_requested(job):
         return call_off(job)
     return replace(job, changed_at=at), ()
+
+
+@_on.register
+def _host_staying(event: events.HostStaying, job: Job) -> Result:
+    """The notice is withdrawn: a stop at which nobody has written is taken back, where the job runs
+    as it is to; else the next round has the host again."""
+    if event.host not in job.hosts or not job.hosts[event.host].is_leaving:
+        return job, ()
+    job = preemption.taken_back(job, event.host)
+    has_all = job.current is not None and active(job) == job.current.members
+    if job.phase in (Phase.PREPARING, Phase.DRAINING) and has_all and runs_as_requested(job):
+        return call_off(job)
+    return _consider_soon(job, event.at)
 
 
 def _leave_while_waiting(job: Job, host: str) -> Result:
@@ -201,17 +232,21 @@ def _rescaled(event: events.Rescaled, job: Job) -> Result:
 def _ticked(event: events.Ticked, job: Job) -> Result:
     job = _refill(replace(job, now=event.at), event.newest)
     was_barred = len(job.barred)
-    job = pardon(job)
+    job, asked = health.ask_again(pardon(job))
     is_settled = job.changed_at is not None and event.at - job.changed_at >= job.settle_s
     is_again = job.again_at is not None and event.at >= job.again_at
     if job.phase in RESIZABLE and (is_settled or is_again or len(job.barred) < was_barred):
-        return consider(job)
+        job, actions = consider(job)
+        return job, (*asked, *actions)
     if stuck := hangs.hung(job, event.stalled):
-        return stuck
+        return stuck[0], (*asked, *stuck[1])
+    job, given = evacuating.evacuate(job)
     job, copied = replicating.replicate(job)
     job, archived = archiving.archive(job)
-    job, late = overdue(job)
-    return job, (*copied, *archived, *late)
+    job, late = preemption.overdue(job)
+    if not late:  # else who is late in the phase too would be lost twice
+        job, late = overdue(job)
+    return job, (*asked, *given, *copied, *archived, *late)
 
 
 def _refill(job: Job, newest: int) -> Job:
@@ -289,6 +324,14 @@ def _stopped(event: events.Stopped, job: Job) -> Result:
 @_on.register
 def _workers_failed(event: events.WorkersFailed, job: Job) -> Result:
     reason = f"workers of host {event.host} failed: {event.reason}"
+    if event.round == job.round and not event.is_refusal:
+        job, asked = health.ask(job, [event.host], reason)
+        job, actions = _failed(event, job, reason)
+        return job, (*asked, *actions)
+    return _failed(event, job, reason)
+
+
+def _failed(event: events.WorkersFailed, job: Job, reason: str) -> Result:
     if event.round == job.round and job.emergency is not None:
         return job, (Say(reason),)
     if event.round != job.round or job.phase not in FALLIBLE:
@@ -321,7 +364,7 @@ def _hooked(event: events.Hooked, job: Job) -> Result:
 for _rule in (commits.judged, commits.sealed, commits.skipped, commits.snapshot_judged,
               commits.committed,
               commits.rescue_judged, replicating.replicated, archiving.archived,
-              failures.frozen, failures.rescued,
+              failures.frozen, failures.rescued, health.checked,
               starting.progressed, starting.published, starting.restored, starting.proven,
               starting.proof_failed):  # fmt: skip
     _on.register(_rule)

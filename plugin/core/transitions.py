@@ -29,7 +29,7 @@ from scalai.core.actions import (
     Withdraw,
 )
 from scalai.core.archiving import lose
-from scalai.core.deadlines import LONGEST_BACKOFF_S
+from scalai.core.deadlines import CHECKED_S, LONGEST_BACKOFF_S
 from scalai.core.membership import (
     RESIZABLE,
     Assignment,
@@ -222,9 +222,13 @@ def withdraw(job: Job, reason: str) -> Result:
 
 def _start_round(job: Job) -> Result:
     """No worker is alive: assign the next round, or wait, or save and leave."""
+    if job.standby is None and is_being_checked(job):
+        return _wait(replace(job, again_at=job.now + CHECKED_S))
     target = next_assignment(job)
     source = job.newest_generation
     step = source.step if source else 0
+    if target is None and _unfit(job):
+        return _wait(job)
     if target is None and job.current is not None:
         job, given_up = without_standby(job)
         job, actions = save(job)
@@ -269,6 +273,19 @@ def _starts(job: Job, target: Assignment, steps_lost: int, *, is_built: bool) ->
     return (*message, Discard(everyone), GoBack(everyone, source), *lost, start)
 
 
+def _unfit(job: Job) -> list[str]:
+    """Hosts that would stay, and have yet to pass their health check."""
+    return sorted(job.checks.keys() & job.hosts.keys() - leaving(job))
+
+
+def is_being_checked(job: Job) -> bool:
+    """Whether a host that would take part has just been asked whether it is healthy: the answer is
+    worth a moment. Not of one that joins a job which trains without it."""
+    expected = job.current.members if job.current else job.hosts.keys()
+    asked = [job.checks[host] for host in _unfit(job) if host in expected]
+    return any(c.is_asked and not c.failures and job.now - c.since < CHECKED_S for c in asked)
+
+
 def _wait(job: Job) -> Result:
     """Wait for more hosts, or for what makes the newest state whole."""
     looked = _look(job)
@@ -291,7 +308,12 @@ def missing(job: Job) -> str:
     hosts = staying(job)
     fits = bool(hosts) and job.assign(hosts, present_degrees(job)) is not None
     found = (job.obstacle or _NOT_WHOLE) if fits else "for hosts"
-    return f"waiting, {len(job.hosts)} hosts present, {found}"
+    checked = [
+        f"; host {host} "
+        + (f"fails its health check: {check.reason}" if check.reason else "runs its health check")
+        for host, check in ((host, job.checks[host]) for host in _unfit(job))
+    ]
+    return f"waiting, {len(job.hosts)} hosts present, {found}{''.join(checked)}"
 
 
 def save(job: Job) -> Result:
@@ -299,7 +321,7 @@ def save(job: Job) -> Result:
     resumable."""
     source = None if job.is_held_back else job.newest_generation
     if source is None or not job.has_durable_dir:
-        if staying(job):
+        if staying(job) or _unfit(job):
             return replace(job, phase=Phase.WAITING, awaited=frozenset()), (
                 Say("waiting for more hosts"),
                 *_look(job),

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,8 @@ class AsyncSnapshots:
         rows: The held rows of this rank.
         rings: Pinned buffers by device.
         turn: Who writes a snapshot has it: the rings are used by one thread at a time.
+        pause: Returns a context in which an update waits for the copy: that is within a step and no
+            part of it, and may take longer than one.
     """
 
     def __init__(
@@ -108,9 +110,10 @@ class AsyncSnapshots:
         rows: Sequence[Row],
         rings: Mapping[torch.device, StagingRing],
         turn: threading.Lock,
+        pause: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._agent, self._rank, self._round, self._directory = agent, rank, round, directory
-        self._rings, self._turn, self._rows = rings, turn, rows
+        self._rings, self._turn, self._pause, self._rows = rings, turn, pause, rows
         self._copies: Copies | None = None
         self._process = os.getpid()
         self._present: Writing | None = None
@@ -155,12 +158,15 @@ class AsyncSnapshots:
             then: Called once it is over.
 
         Returns:
-            False: there is no room for a thread.
+            False: there is no room for it, or for a thread.
         """
-        if self._copies is None:
-            self._copies = Copies(self._rows)
-        self._copies.take()
-        writing = Writing(between, self._copies, mapped, time.monotonic() - began)
+        try:
+            copies = self._copies = self._copies or Copies(self._rows)
+            copies.take()
+        except (RuntimeError, MemoryError):  # of a device too
+            self._copies = None
+            return False
+        writing = Writing(between, copies, mapped, time.monotonic() - began)
         self._present = writing
         thread = threading.Thread(
             target=self._run, args=(writing, then), name="async-snapshot", daemon=True
@@ -179,10 +185,11 @@ class AsyncSnapshots:
         if writing is None or writing.is_copied or os.getpid() != self._process:
             return
         writing.waits_since = time.monotonic()
-        writing.copied.wait()
-        if not writing.is_copied and not writing.is_given_up:
-            writing.ended.wait()
-            self._copy_here(writing)
+        with self._pause():
+            writing.copied.wait()
+            if not writing.is_copied and not writing.is_given_up:
+                writing.ended.wait()
+                self._copy_here(writing)
 
     def settle(self) -> None:
         """Wait until the agent knows what came of the snapshot under way, if one is.

@@ -10,6 +10,8 @@ import errno
 import mmap
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,8 @@ STOP, AGREED, IN_FLIGHT, LOOKS, WANTED, FIRST_WORKER = 0, 1, 2, 3, 4, 8
 PAGE_BYTES = 4096
 OUT_OF_MEMORY_EXIT = errno.ENOMEM
 """Exit code by which a worker tells its agent that these degrees do not fit into its device."""
-MAX_WORKERS = PAGE_BYTES // 8 - FIRST_WORKER
+MAX_WORKERS = (PAGE_BYTES // 8 - FIRST_WORKER) // 2
+FIRST_IN_STEP = FIRST_WORKER + MAX_WORKERS
 
 
 def control_path(directory: Path, round: int) -> Path:
@@ -47,8 +50,8 @@ def _make(folder: Folder, name: str) -> int:
 
 class ControlPage:
     """Eight-byte cells: the prepared stop, the agreed stop, the save that is in flight (its
-    iteration and 1), how often the workers looked for it, how much a stop waits for it, and each
-    worker's newest step.
+    iteration and 1), how often the workers looked for it, how much a stop waits for it, each
+    worker's newest step, and whether it says to be within the next one.
 
     Eight aligned bytes are written at once on every platform that torch supports, and every cell
     has one writer.
@@ -74,7 +77,7 @@ class ControlPage:
     def clear(self) -> None:
         """Agent, before a round's workers start: no stop, and nobody has made a step."""
         self._cells[:] = 0
-        self._cells[FIRST_WORKER:] = -1
+        self._cells[FIRST_WORKER:FIRST_IN_STEP] = -1
 
     def prepare(self, stop: int) -> None:
         """Agent: ask every worker to wait for the word at the end of step ``stop``."""
@@ -118,6 +121,26 @@ class ControlPage:
         """Agent: whether this worker has ended the step at which all agreed to stop."""
         agreed = int(self._cells[AGREED])
         return bool(agreed and self._cells[FIRST_WORKER + local_rank] >= agreed)
+
+    def are_within_steps(self, workers: int) -> bool:
+        """Agent: whether each of the first ``workers`` workers says to be within a step, and not
+        in an evaluation, a save or whatever else is between two steps."""
+        return bool(self._cells[FIRST_IN_STEP : FIRST_IN_STEP + workers].all())
+
+    def report_within(self, local_rank: int, *, is_within: bool) -> None:
+        """Worker: a step is under way here, or none is."""
+        self._cells[FIRST_IN_STEP + local_rank] = is_within
+
+    @contextmanager
+    def between_steps(self, local_rank: int) -> Iterator[None]:
+        """Worker: what happens here is no part of a step, though one may be under way, as a wait
+        for a copy."""
+        was = bool(self._cells[FIRST_IN_STEP + local_rank])
+        self.report_within(local_rank, is_within=False)
+        try:
+            yield
+        finally:
+            self.report_within(local_rank, is_within=was)
 
     def report(self, local_rank: int, step: int) -> None:
         """Worker: step ``step`` has ended here."""

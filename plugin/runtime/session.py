@@ -17,14 +17,13 @@ restores nothing and never stops the loop.
 """
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import cast
 
-import numpy as np
 import torch
 
 from scalai.core.errors import LayoutError, PeerError, RefusedError, UsageError
@@ -36,7 +35,6 @@ from scalai.core.worker_messages import (
     Publish,
     RankFailed,
     RankFinished,
-    RankRestored,
     RankStepped,
     Source,
     Stand,
@@ -45,11 +43,10 @@ from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_numbe
 from scalai.runtime.calls import Channel
 from scalai.runtime.control import ControlPage, control_path
 from scalai.runtime.failpoints import here, reached
-from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.imports import imported
 from scalai.runtime.live import LiveState, Slot, collection_of, held_rows, wanted_rows
 from scalai.runtime.registered import Get, Registered, Set
-from scalai.runtime.restore import map_sources, read_rows
+from scalai.runtime.restore import fill_state
 from scalai.runtime.snapshots import Snapshots
 from scalai.runtime.staging import StagingRing, rings_for
 
@@ -266,8 +263,9 @@ class Session:
             )
         )
         self._snapshots = Snapshots(
-            self._agent, self._rank, self._round, state, self._held, self._rings, self._registered
-        )
+            self._agent, self._rank, self._round, state, self._held, self._rings, self._registered,
+            partial(self._page.between_steps, self._local_rank),
+        )  # fmt: skip
         if self._snapshot_every and self._is_async:
             self._snapshots.write_beside_training()
         if source is None:
@@ -312,6 +310,18 @@ class Session:
         if self._snapshots is not None:
             self._snapshots.begin_update()
 
+    def begin_step(self) -> None:
+        """Say that a step begins; optional. What is between two steps (evaluations, saves) may
+        take as long as ``resize.hang_s`` says; within a step a hang is noticed sooner, once the
+        usual step is known."""
+        if self._agent is not None:
+            self._page.report_within(self._local_rank, is_within=True)
+
+    def end_step(self) -> None:
+        """Say that it has ended, where ``boundary`` is called later, behind an evaluation."""
+        if self._agent is not None:
+            self._page.report_within(self._local_rank, is_within=False)
+
     def boundary(
         self, step: int | None = None, consumed_samples: int | None = None, *, samples: int = 0
     ) -> bool:
@@ -331,6 +341,7 @@ class Session:
         self.consumed_samples = (
             self.consumed_samples + samples if consumed_samples is None else consumed_samples
         )
+        self.end_step()
         if self._agent is None or self._snapshots is None:
             return False
         if not self._has_stepped:
@@ -407,30 +418,9 @@ class Session:
 
     def _restore(self, wanted: Sequence[Row], source: Source) -> None:
         assert self._agent is not None and self._state is not None
-        began = time.monotonic()
-        reached("restore")
-        sources = map_sources(wanted, source.order)
-        mapped = time.monotonic()
-        read_rows(wanted, source.order, self._rings, sources)
-        scalars, rank_state = source.scalars.value(), source.rank_state.value()
-        self._state.load_scalars(scalars)
-        note = self._state.load_rank_state(rank_state.get(self._state.coordinate), source.step)
+        filled = fill_state(self._state, wanted, source, self._rings)
         self.step = source.step
         self.consumed_samples = cast(int, source.consumed_samples)  # or as the script counts them
         self._restored_step = self.step
-        self._registered.put(scalars["user"])
-        read = time.monotonic()
-        fingerprints = live_fingerprints(wanted, source.fingerprint_version)
-        self._agent.call(
-            RankRestored(
-                rank=self._rank,
-                round=self._round,
-                fingerprints=np.asarray(fingerprints, dtype=np.uint64),
-                seconds={
-                    "restore": read - began,
-                    "page_fault": mapped - began,
-                    "proof": time.monotonic() - read,
-                },
-                note=note,
-            )
-        )
+        self._registered.put(filled.scalars["user"])
+        self._agent.call(filled.proven(self._rank, self._round, wanted, source.fingerprint_version))

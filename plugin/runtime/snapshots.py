@@ -5,7 +5,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -44,6 +45,7 @@ class Snapshots:
         rows: The rows that it holds.
         rings: Pinned buffers by device.
         registered: What the script keeps beside.
+        pause: Returns a context for what is within a step and no part of it.
     """
 
     def __init__(
@@ -55,10 +57,11 @@ class Snapshots:
         rows: Sequence[Row],
         rings: Mapping[torch.device, StagingRing],
         registered: Registered,
+        pause: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._agent, self._rank, self._round = agent, rank, round
         self._state, self._rows, self._rings = state, rows, rings
-        self._registered = registered
+        self._registered, self._pause = registered, pause
         self._mapped: MappedFile | None = None
         self._turn = threading.Lock()
         self._emergency: Emergency | None = None
@@ -96,8 +99,9 @@ class Snapshots:
         ``watch_for_failures``."""
         directory = os.environ[AGENT_DIRECTORY]
         self._beside = AsyncSnapshots(
-            self._agent, self._rank, self._round, directory, self._rows, self._rings, self._turn
-        )
+            self._agent, self._rank, self._round, directory, self._rows, self._rings, self._turn,
+            self._pause,
+        )  # fmt: skip
         self._beside.watch()
 
     def begin_update(self) -> None:

@@ -152,16 +152,16 @@ class TlsStream:
     def _refusal(self, error: ssl.SSLError) -> TlsError:
         reason = why(error)
         if "alert" in reason:
-            said = f"it refuses this side's certificate, or TLS ({reason})"
+            problem = f"it refuses this side's certificate, or TLS ({reason})"
         elif isinstance(error, ssl.SSLCertVerificationError):
-            said = f"its certificate is not taken ({reason})"
+            problem = f"its certificate is not taken ({reason})"
         elif "did not return a certificate" in reason:
-            said = "it shows no certificate"
+            problem = "it shows no certificate"
         else:
-            said = f"it does not speak TLS ({reason})"
+            problem = f"it does not speak TLS ({reason})"
         return TlsError(
-            f"{self._peer} and this process do not agree on TLS: {said}. Give all processes of the "
-            "job --tls with certificates that are valid now, of one authority."
+            f"{self._peer} and this process do not agree on TLS: {problem}. Give all processes of "
+            "the job --tls with certificates that are valid now, of one authority."
         )
 
     # ------------------------------------------------------------------ one call of OpenSSL

@@ -1,6 +1,7 @@
 """Parts of a generation that come to a durable directory while the job trains. A part is written
 under a hidden name, and appears once the parts of all hosts are written; so what a directory shows
-was whole, whoever died meanwhile. What went wrong between is mended when a job looks there again.
+was whole, whoever died meanwhile. What a death left between is repaired when a job looks there
+again.
 
 ``<durable_dir>/<job>/generation-<n>/.<host>.archived`` has yet to appear;
 ``<durable_dir>/<job>/.retired-<n>-<token>`` is being removed.
@@ -110,7 +111,7 @@ def show(directory: Path, generation: int, snapshot: str) -> None:
         ) from error
 
 
-def mend(directory: Path, host: str) -> None:
+def repair(directory: Path, host: str) -> None:
     """See to what a death has left below ``<durable_dir>/<job>``: parts appear whose generation is
     shown already, for it was written as a whole; what this host had begun to write goes."""
     for folder in sorted(directory.glob("generation-*")) if directory.is_dir() else ():
@@ -120,7 +121,7 @@ def mend(directory: Path, host: str) -> None:
             shown = {snapshot_name(part) for part in _shown(folder)}
             for path, part in _hidden(folder) if shown else ():
                 if snapshot_name(part) in shown:
-                    log.warning("event=mended directory=%s", path)
+                    log.warning("event=repaired directory=%s", path)
                     _appear(path, part)
             # Of a hidden part nobody knows here whether the others have theirs: it goes with later
             # generations, by ``retire``.
@@ -164,14 +165,14 @@ def _remove_retired(directory: Path) -> None:
 
 def _hidden(folder: Path) -> Iterator[tuple[Path, HostManifest]]:
     for path in sorted(folder.glob(f".*{HIDDEN}")):
-        with suppress(StoreError):  # it was shown meanwhile, or is torn: it counts for nothing
+        with suppress(StoreError, FileNotFoundError):  # it was shown meanwhile, or is torn
             yield path, read_manifest(path)
 
 
 def _shown(folder: Path) -> Iterator[HostManifest]:
     for path in sorted(folder.iterdir()):
         if not path.name.startswith("."):
-            with suppress(StoreError):
+            with suppress(StoreError, FileNotFoundError):
                 yield read_manifest(path)
 
 

@@ -13,10 +13,7 @@ from scalai.core.collection import concatenate
 from scalai.core.errors import StoreError
 from scalai.store.generation import unite_hosts
 from scalai.store.manifest import HostManifest, StoredFile
-from scalai.store.parts import empty_part, piece_keys
-
-ATTACHED = "attached"
-"""In ``about`` of a manifest: hosts whose parts were attached, and the directory they lie in."""
+from scalai.store.parts import ATTACHED, attached_hosts, empty_part, piece_keys
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -86,11 +83,6 @@ def attachment(
 def _state(part: HostManifest) -> tuple[object, int, int]:
     """Return what parts of one state have in common."""
     return part.about.get("snapshot"), part.step, part.fingerprint_version
-
-
-def attached_hosts(manifest: HostManifest) -> list[str]:
-    """Return the hosts whose durable parts a manifest has the rows of."""
-    return [str(host) for host in manifest.about.get(ATTACHED, {}).get("hosts", ())]
 
 
 def _with_rows(

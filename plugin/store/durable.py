@@ -7,9 +7,8 @@ from pathlib import Path
 
 from scalai.core.errors import StoreError
 from scalai.store.atomic import make_folder, rename_durably, write_new
-from scalai.store.attachment import attached_hosts
 from scalai.store.manifest import HostManifest, read_manifest, write_manifest
-from scalai.store.parts import StoredRows, piece_keys, with_files
+from scalai.store.parts import StoredRows, attached_hosts, piece_keys, with_files
 from scalai.store.places import generation_name
 from scalai.store.pool import free_bytes
 

@@ -23,6 +23,8 @@ from scalai.core.source_list import Pieces, Reference, merged, used_only
 from scalai.store.files import box_view, map_file, slices
 from scalai.store.manifest import HostManifest, StoredFile, manifest_bytes
 
+ATTACHED = "attached"
+"""In ``about`` of a manifest: hosts whose parts were attached, and the directory they lie in."""
 FETCHED = "fetched"
 """In the names of files whose pieces came from other hosts."""
 
@@ -227,6 +229,11 @@ def is_fetched(file: StoredFile) -> bool:
     """Whether the pieces in a file of a part came from other hosts: ``HeldGenerations.stage`` makes
     such files, and gives them their names."""
     return f"{FETCHED}-" in file.name
+
+
+def attached_hosts(part: HostManifest) -> list[str]:
+    """Return the hosts whose durable parts this one has the rows of."""
+    return [str(host) for host in part.about.get(ATTACHED, {}).get("hosts", ())]
 
 
 def proven_only(own: HostManifest) -> HostManifest:

@@ -3,12 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from scalai.core import events
 from scalai.core import membership as m
 from scalai.core.actions import Freeze, Say
 from scalai.core.events import Stalled
 from scalai.core.resize import advance
-from support.membership_simulation import Simulation, job
+from support.membership_simulation import Simulation, assign_all, job, rounds
 
 
 def trained(**settings: Any) -> Simulation:
@@ -73,9 +75,9 @@ def test_a_job_that_hangs_again_without_a_step_waits_twice_as_long() -> None:
     assert is_frozen((after, due)) and after.hung == (40, 1)
 
 
-def test_the_host_that_is_behind_is_named_and_counts_as_one_that_breaks_rounds() -> None:
+def test_the_host_that_is_behind_is_named() -> None:
     after, due = look(trained(), a=at(40, 200), b=Stalled((2,), 39, 201))
-    assert is_frozen((after, due)) and set(after.strikes) == {"b"}
+    assert is_frozen((after, due)) and after.hangs == {"b": 1} and not after.barred
     assert any("behind are b: rank 2" in a.text for a in due if isinstance(a, Say))
 
 
@@ -89,3 +91,81 @@ def test_no_hang_is_seen_where_none_is_to_be() -> None:
         was = replace(simulation.job, **settings)
         after, due = advance(was, events.Ticked(simulation.now + 1.0, 40, stalls))
         assert after.phase is was.phase and not any(isinstance(a, Freeze) for a in due)
+
+
+def within(for_s: float, usual_s: float, longest_s: float = 0.0) -> Stalled:
+    return Stalled((0,), 40, for_s, longest_s, usual_s, True)
+
+
+def test_within_a_step_the_usual_one_says_what_is_too_long() -> None:
+    """Never less than five minutes, nor than three pauses; a person's limit is the highest."""
+    simulation = trained()
+    simulation.job = replace(simulation.job, hang_s=1800.0)
+    assert not is_frozen(look(simulation, a=within(299, 1.0), b=within(299, 0.5)))
+    assert is_frozen(look(simulation, a=within(301, 1.0), b=within(301, 0.5)))
+    assert not is_frozen(look(simulation, a=within(590, 1.0), b=within(590, 20.0)))
+    assert is_frozen(look(simulation, a=within(610, 1.0), b=within(610, 20.0)))
+    assert not is_frozen(look(simulation, a=within(1700, 100.0), b=within(1700, 1.0)))
+    assert is_frozen(look(simulation, a=within(1801, 100.0), b=within(1801, 1.0)))
+    assert not is_frozen(look(simulation, a=within(590, 1.0, 200.0), b=within(590, 1.0)))
+    simulation.job = replace(simulation.job, hang_s=50.0)
+    assert is_frozen(look(simulation, a=within(51, 1.0), b=within(51, 1.0)))
+
+
+@pytest.mark.parametrize("one", [{"is_within": False}, {"usual_s": 0.0}])
+def test_an_evaluation_a_save_or_the_first_steps_may_take_as_long_as_a_person_said(
+    one: dict[str, Any],
+) -> None:
+    simulation = trained()
+    simulation.job = replace(simulation.job, hang_s=1800.0)
+    other = replace(within(1700, 1.0), **one)
+    assert not is_frozen(look(simulation, a=within(1700, 1.0), b=other))
+    assert is_frozen(look(simulation, a=within(1801, 1.0), b=replace(other, for_s=1801.0)))
+
+
+def test_a_second_hang_on_a_host_leaves_it_out_at_the_price_of_a_lost_host() -> None:
+    simulation = trained(is_loss_free=True)
+    stalls = {"a": at(40, 200), "b": Stalled((2,), 39, 200)}
+    simulation.job = replace(simulation.job, hangs={"b": 1})
+    after, due = look(simulation, **stalls)
+    assert is_frozen((after, due)) and after.failures_left == 9
+    assert after.barred == {"b": after.now + 800.0}
+    assert any("host b has kept the others waiting at 2 hangs" in a.text for a in due
+               if isinstance(a, Say))  # fmt: skip
+
+
+def test_where_none_can_go_on_without_it_it_is_a_failure_as_any() -> None:
+    simulation = trained(is_loss_free=True, assign=assign_all(minimum=2))
+    simulation.job = replace(simulation.job, hangs={"b": 1})
+    after, due = look(simulation, a=at(40, 200), b=Stalled((2,), 39, 200))
+    assert is_frozen((after, due)) and after.failures_left == 8
+
+
+def test_what_hung_is_forgotten_when_the_agent_of_the_host_is_started_anew() -> None:
+    simulation = trained(is_loss_free=True)
+    simulation.job = replace(simulation.job, hangs={"b": 2}, barred={"b": 1e6, "c": 1e6})
+    simulation.lose("b")
+    simulation.join("b", 2)
+    assert simulation.job.hangs == {} and simulation.job.barred == {"c": 1e6}
+
+
+@pytest.mark.parametrize("hosts", ["ab", "abc"])
+def test_a_host_that_hangs_in_every_round_never_keeps_the_job_from_stepping(hosts: str) -> None:
+    """For a day; each time it is taken again it is left out for longer."""
+    simulation = Simulation(
+        job(hang_s=1800.0, max_hosts=len(hosts), failures_left=3, does_refill=True,
+            is_loss_free=True)
+    )  # fmt: skip
+    simulation.hangers = {"b"}
+    for name in hosts:
+        simulation.join(name, 2)
+    made, steps = 0.0, 0
+    while simulation.now < 86400.0:
+        simulation.deliver()
+        before = simulation.job
+        simulation.train(1)
+        simulation.tick(10.0)
+        is_training = before.phase is m.Phase.RUNNING and "b" not in m.active(before)
+        made, steps = made + 10.0 * is_training, steps + is_training
+        assert simulation.job.phase is not m.Phase.ENDED
+    assert made > 0.75 * 86400.0, f"{made} s of a day were trained in {len(rounds(simulation))}"

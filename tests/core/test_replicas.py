@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from scalai.core.collection import Collection, Tensor, concatenate
 from scalai.core.region import Box, whole
-from scalai.core.replicas import Ring, ring_of, to_keep
+from scalai.core.replicas import Ring, leaving_ring, ring_of, to_keep
 
 SHAPE = (5, 4)
 BOXES = st.tuples(
@@ -99,3 +99,23 @@ def test_with_too_few_domains_each_host_is_one() -> None:
 def test_a_ring_whose_domains_do_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="1 domains of 2 hosts"):
         Ring(("a", "b"), ("x",), 1, is_apart=True)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.lists(BOXES, max_size=4), min_size=2),
+    st.integers(1, 5),
+)
+def test_what_only_hosts_hold_that_go_is_kept_once_by_those_that_stay_and_nothing_else(
+    drawn: dict[str, Any], going: int
+) -> None:
+    staying = set(sorted(drawn)[min(going, len(drawn) - 1) :])
+    ring = leaving_ring(staying, set(drawn) - staying)
+    held = {host: collection(boxes) for host, boxes in drawn.items()}
+    kept = {host: to_keep(ring, host, held) for host in held}
+    assert ring.all_wards() == {host: ring.wards(host) for host in ring.hosts}
+    before = holders_of(held)
+    after = holders_of({host: concatenate([held[host], kept[host]]) for host in held})
+    for at, hosts in before.items():
+        wanted = 0 if hosts & staying else 1
+        assert len(after[at] - hosts) == wanted and after[at] & staying, (at, hosts, after[at])

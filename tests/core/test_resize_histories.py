@@ -31,6 +31,7 @@ class Histories(RuleBasedStateMachine):
         minimum=st.integers(1, 2), failures=st.integers(0, 4),
         build_timeout_s=st.sampled_from([0.0, 8.0, 60.0]), is_loss_free=st.booleans(),
         present=st.sampled_from(["", "a", "ab", "ab", "abc"]), replicas=st.integers(0, 1),
+        hang_s=st.sampled_from([0.0, 30.0]), hanger=st.sampled_from(["", "", "b"]),
     )  # fmt: skip
     def begin(
         self,
@@ -43,6 +44,8 @@ class Histories(RuleBasedStateMachine):
         is_loss_free: bool,
         present: str,
         replicas: int,
+        hang_s: float,
+        hanger: str,
     ) -> None:
         self.simulation = Simulation(
             job(
@@ -54,8 +57,11 @@ class Histories(RuleBasedStateMachine):
                 is_loss_free=is_loss_free,
                 replicas=replicas,
                 start_timeout_s=600.0,
+                hang_s=hang_s,
             )
         )
+        self.simulation.hangers = {hanger}
+        self.simulation.has_check = set("bc") if hanger or replicas else set()
         self.simulation.is_replicated = is_replicated
         self.stores: dict[str, dict[int, frozenset[int]]] = {}
         self.numbers_seen: list[int] = []
@@ -75,6 +81,17 @@ class Histories(RuleBasedStateMachine):
     @rule(name=NAMES)
     def leave(self, name: str) -> None:
         self.simulation.feed(events.HostLeaving(name, self.simulation.now))
+
+    @rule(name=NAMES, left_s=st.sampled_from([None, 1.0, 30.0, 600.0]), is_final=st.booleans())
+    def notice(self, name: str, left_s: float | None, is_final: bool) -> None:
+        """It is told that it will be taken away, for the first time or once more."""
+        now = self.simulation.now
+        self.simulation.feed(events.HostLeaving(name, now, "file", left_s, is_final))
+
+    @rule(name=NAMES)
+    def take_back(self, name: str) -> None:
+        """It stays after all."""
+        self.simulation.feed(events.HostStaying(name, self.simulation.now))
 
     @rule(name=NAMES)
     def lose(self, name: str) -> None:
@@ -134,6 +151,11 @@ class Histories(RuleBasedStateMachine):
             simulation.feed(events.Finished(name, host.round))
 
     @rule(name=NAMES)
+    def fall_ill(self, name: str) -> None:
+        """It fails its health check when it is asked next, or passes it again."""
+        self.simulation.sick ^= {name}
+
+    @rule(name=NAMES)
     def spoil(self, name: str) -> None:
         """What it fetches next is not what was committed."""
         if name in self.simulation.hosts:
@@ -171,6 +193,7 @@ class Histories(RuleBasedStateMachine):
         before = self.simulation.job
         self.simulation.tick(seconds)
         is_overdue = before.phase is m.Phase.STARTING or before.phase in LOSING
+        is_overdue = is_overdue or bool(before.hang_s and self.simulation.stalled())
         assert is_overdue or self.simulation.job.failures_left == before.failures_left
 
     @rule(steps=st.integers(1, 5))

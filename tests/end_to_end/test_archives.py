@@ -63,7 +63,7 @@ def test_a_job_that_loses_more_than_it_keeps_goes_back_to_the_disk_unasked(tmp_p
         assert report["generation"] in archived(agents), report
         agents.wait_for_step(report["step"] + 16)
         check_steps(agents.lines())
-        assert "event=exit" not in agents.logs()
+        assert "event=exit" not in agents.text()
 
 
 def test_after_all_hosts_died_others_go_on_from_the_newest_that_is_shown(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_disk_that_refuses_ends_nothing(tmp_path: Path) -> None:
         (job,) = (tmp_path / "disk").iterdir()
         job.rename(tmp_path / "away")
         job.write_text("no folder any more")
-        agents.wait_until(lambda: "event=not_archived host=" in agents.logs(), "it is said")
+        agents.wait_until(lambda: "event=not_archived host=" in agents.text(), "it is said")
         step = agents.lines()[-1]["step"]
         agents.wait_for_step(step + 20)
         job.unlink()

@@ -77,7 +77,7 @@ def test_the_agent_that_started_the_coordinator_stays_until_the_job_has_ended(
         agents.start("b")
         joined = agents.wait_for_all(2)
         agents.drain("a")
-        agents.wait_until(lambda: "event=stay" in agents.logs(), "a stays")
+        agents.wait_until(lambda: "event=stay" in agents.text(), "a stays")
         alone = agents.wait_for_all(1)
         agents.wait_for_step(alone + 20, world=1)
         assert agents.exit_codes()["a"] is None, agents.logs()
@@ -96,10 +96,10 @@ def test_a_second_signal_ends_an_agent_that_stays(tmp_path: Path) -> None:
         agents.start("b")
         agents.wait_for_all(2)
         agents.drain("a")
-        agents.wait_until(lambda: "event=stay" in agents.logs(), "a stays")
+        agents.wait_until(lambda: "event=stay" in agents.text(), "a stays")
         agents.drain("a")
         assert agents.exit_code("a") == 0, agents.logs()
-        agents.wait_until(lambda: "event=coordinator_lost" in agents.logs(), "b is told")
+        agents.wait_until(lambda: "event=coordinator_lost" in agents.text(), "b is told")
 
 
 def test_where_another_program_began_the_namespace_nothing_is_said() -> None:

@@ -160,4 +160,4 @@ def test_stages_between_which_fp16_would_fork_are_refused_at_the_start(
     with Agents(tmp_path, None, arguments(tmp_path), nodes="1", slots=2) as agents:
         agents.start("a")
         assert agents.exit_code("a") != 0
-        assert "fp16 with ZeRO stages 0, 1 in one job" in agents.logs()
+        assert "fp16 with ZeRO stages 0, 1 in one job" in agents.text()

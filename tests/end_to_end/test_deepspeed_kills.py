@@ -28,13 +28,18 @@ PLACES = ("drain", "write", "written", "commit", "relaunch", "plan", "move", "re
 
 @contextlib.contextmanager
 def training(
-    folder: Path, stage: int, monkeypatch: pytest.MonkeyPatch, **settings: Any
+    folder: Path,
+    stage: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    replicas: int = 1,
+    **settings: Any,
 ) -> Iterator[Agents]:
     """Give a job that may lose anybody. Then it trains to its end, and each of its steps, however
     often it was made, must be that of the uninterrupted run."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     resize = {"settle_s": 0.2, "quarantine_s": 0}  # the same hosts die again and again
-    given = config(stage, store={"snapshot_every": 5}, resize=resize)
+    given = config(stage, store={"snapshot_every": 5, "replicas": replicas}, resize=resize)
     flags = ("--loader-workers", "0", "--epochs", str(EPOCHS))
     alone = run_alone(folder / "alone", given, *flags)
     elastic = folder / "elastic"
@@ -150,9 +155,10 @@ def test_a_host_may_die_with_its_memory(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_host_whose_shards_are_needed_brings_them_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In stage 3 nobody else has them: the job waits for the host, whose memory has stayed. What
-    was written is not lost; of what was not, the newest snapshot counts."""
-    with training(tmp_path, 3, monkeypatch, slots=1) as agents:
+    """In stage 3 nobody else has them, where there are no replicas: the job waits for the host,
+    whose memory has stayed. What was written is not lost; of what was not, the newest snapshot
+    counts."""
+    with training(tmp_path, 3, monkeypatch, replicas=0, slots=1) as agents:
         two_hosts(agents)
         for world, place, position in ((1, "write", 1), (2, "commit", 0), (1, "restore", 0)):
             victim = place_of(agents, position)

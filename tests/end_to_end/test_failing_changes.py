@@ -32,7 +32,7 @@ def test_degrees_that_a_script_cannot_run_are_given_up_for_those_that_ran(
         agents.start("a")
         agents.wait_for_all(2)
         agents.scale(nproc=1)
-        agents.wait_until(lambda: "is not tried again" in agents.logs(), "the change has failed")
+        agents.wait_until(lambda: "is not tried again" in agents.text(), "the change has failed")
         made = agents.lines()[-1]["step"]
         agents.wait_for_step(made + 5, world=2)
         with pytest.raises(PeerError, match="failed on these hosts before"):
@@ -47,7 +47,7 @@ def test_a_host_whose_joining_fails_stays_idle_and_the_others_train_on(tmp_path:
         agents.start("a")
         agents.wait_for_all(2)
         agents.start("b")
-        agents.wait_until(lambda: "is not tried again" in agents.logs(), "the change has failed")
+        agents.wait_until(lambda: "is not tried again" in agents.text(), "the change has failed")
         made = agents.lines()[-1]["step"]
         agents.wait_for_step(made + 5, world=2)
         agents.drain("b")
@@ -74,7 +74,7 @@ def test_a_script_that_ends_while_a_stop_waits_for_it_has_ended(
     ) as agents:  # fmt: skip
         agents.start("a")
         if is_forked:
-            agents.wait_until(lambda: "event=warm" in agents.logs(), "workers can be forked")
+            agents.wait_until(lambda: "event=warm" in agents.text(), "workers can be forked")
             agents.scale(nproc=1)
         agents.wait_for_all(1 if is_forked else 2)
         agents.let_end()

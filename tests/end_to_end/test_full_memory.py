@@ -39,7 +39,7 @@ def scenario(folder: Path, memory: Path) -> None:
         assert os.statvfs(memory).f_bavail == 0
         agents.scale(nproc=3)
         made = agents.wait_for_all(3)
-        log = agents.logs()
+        log = agents.text()
         assert "control-2 needs 4096 bytes, but No space left on device" in log, log
         filler.unlink()
         agents.scale(nproc=2)

@@ -188,9 +188,9 @@ def test_a_second_signal_stops_now_and_the_state_stays(tmp_path: Path) -> None:
     # A step is long enough for the second signal to come before the stop of the first.
     with one_worker(tmp_path, step_s=6.0) as agents:
         agents.start("a")
-        agents.wait_until(lambda: "event=resized" in agents.logs(), "the first step")
+        agents.wait_until(lambda: "event=resized" in agents.text(), "the first step")
         agents.drain("a")
-        agents.wait_until(lambda: "event=leaving" in agents.logs(), "the first signal is heard")
+        agents.wait_until(lambda: "event=leaving" in agents.text(), "the first signal is heard")
         agents.drain("a")
         assert agents.exit_code("a", deadline_s=15) == 128 + 15, agents.logs()
         agents.wait_until(lambda: not agents.family(), "nothing of the job is left")
@@ -231,14 +231,14 @@ def test_workers_that_hang_while_they_build_are_given_up(tmp_path: Path) -> None
     settings = {"resize": "build_timeout_s = 10"}
     with tiny_agents(tmp_path, '2 = "tp2"\n1 = "tp1"', nodes="1", settings=settings) as agents:
         agents.start("a")
-        agents.wait_until(lambda: "event=warm" in agents.logs(), "workers can be forked")
+        agents.wait_until(lambda: "event=warm" in agents.text(), "workers can be forked")
         agents.arm("build", "0", "SIGSTOP")
         agents.scale(nproc=1)
         agents.wait_for_death()
         agents.wait_for_world(1)
         steps = check_steps(agents.lines())
         assert steps == list(range(1, len(steps) + 1)), "each step is made once"
-        assert "not built within 10 s" in agents.logs()
+        assert "not built within 10 s" in agents.text()
         agents.wait_until(lambda: len(agents.workers()) == 1, "nothing else is left")
 
 

@@ -50,13 +50,13 @@ def test_a_worker_that_stands_still_in_training_is_reported_with_its_state(tmp_p
         agents.wait_for_step(10, world=2)
         stopped = worker(agents, 1)
         stopped.suspend()
-        agents.wait_until(lambda: "event=no_progress" in agents.logs(), "the stall is reported")
-        agents.wait_until(lambda: "state='T (stopped)'" in agents.logs(), "the stopped one")
-        agents.wait_until(lambda: "in all_reduce" in agents.logs(), "the stack of one that waits")
+        agents.wait_until(lambda: "event=no_progress" in agents.text(), "the stall is reported")
+        agents.wait_until(lambda: "state='T (stopped)'" in agents.text(), "the stopped one")
+        agents.wait_until(lambda: "in all_reduce" in agents.text(), "the stack of one that waits")
         made = agents.lines()[-1]["step"]
         agents.wait_until(lambda: 1 in stalled(agents), "the status shows it")
         agents.scale(degrees="tp1")
-        agents.wait_until(lambda: "event=withdrawn" in agents.logs(), "the stop is taken back")
+        agents.wait_until(lambda: "event=withdrawn" in agents.text(), "the stop is taken back")
         os.kill(stopped.pid, signal.SIGCONT)
         agents.wait_for_step(made + 5)
         agents.wait_until(lambda: agents.lines()[-1]["tp"] == 1, "the change is tried again")
@@ -75,7 +75,7 @@ def test_a_start_that_hangs_goes_back_to_the_degrees_that_ran(tmp_path: Path) ->
         agents.scale(degrees="tp1")
         agents.wait_for_death()
         made = agents.lines()[-1]["step"]
-        agents.wait_until(lambda: "no progress of the start" in agents.logs(), "it is overdue")
+        agents.wait_until(lambda: "no progress of the start" in agents.text(), "it is overdue")
         agents.wait_for_step(made + 5)
         assert agents.lines()[-1]["tp"] == 2
         steps = check_steps(agents.lines())

@@ -128,4 +128,4 @@ def test_steps_by_which_a_framework_builds_its_state_are_no_training(
     with agents_of(tmp_path, script.format(steps=3, then="")) as agents:
         agents.start("a")
         agents.exit_code("a")
-        assert ("event=unhooked" in agents.logs()) == (builder == "train")
+        assert ("event=unhooked" in agents.text()) == (builder == "train")

@@ -38,8 +38,8 @@ def workers(agents: Agents) -> dict[str, int]:
 def replicated_bytes(agents: Agents, count: int = 1) -> int:
     """Return how many bytes have crossed for replicas, once they were made so many times."""
     pattern = r"event=replicated generation=\d+ bytes=(\d+)"
-    agents.wait_until(lambda: len(re.findall(pattern, agents.logs())) >= count, "replicas are made")
-    return sum(int(size) for size in re.findall(pattern, agents.logs())[:count])
+    agents.wait_until(lambda: len(re.findall(pattern, agents.text())) >= count, "replicas are made")
+    return sum(int(size) for size in re.findall(pattern, agents.text())[:count])
 
 
 @pytest.mark.parametrize("lost", ["a", "c"])
@@ -67,7 +67,7 @@ def test_one_host_after_the_other_may_be_lost(tmp_path: Path) -> None:
     with hosts_abc(tmp_path, settings=EVERY_7) as agents:
         train(agents)
         for lost, left in (("c", "ab"), ("b", "a")):
-            made = agents.logs().count("event=replicated")
+            made = agents.text().count("event=replicated")
             replicated_bytes(agents, made + 1)
             agents.kill(lost, with_its_memory=True)
             agents.wait_until(lambda left=left: {*workers(agents)} == {*left}, f"{left} go on")
@@ -80,7 +80,7 @@ def test_hosts_of_one_rack_may_be_lost_together(tmp_path: Path) -> None:
         for host, rack in (("a", "rack=1"), ("b", "rack=2"), ("c", "rack=2")):
             agents.start(host, "--domain", rack)
         agents.wait_until(lambda: len(workers(agents)) == 3, "all train")
-        replicated_bytes(agents, agents.logs().count("event=replicated") + 2)
+        replicated_bytes(agents, agents.text().count("event=replicated") + 2)
         agents.kill("b", with_its_memory=True)
         agents.kill("c", with_its_memory=True)
         agents.wait_until(lambda: {*workers(agents)} == {"a"}, "the other rack goes on")
@@ -91,7 +91,7 @@ def test_hosts_of_one_rack_may_be_lost_together(tmp_path: Path) -> None:
 def test_without_room_for_replicas_the_training_goes_on_and_says_so(tmp_path: Path) -> None:
     with hosts_abc(tmp_path, flags=("--store-budget-gb", "0.0000025")) as agents:
         train(agents)
-        agents.wait_until(lambda: "event=no_replica" in agents.logs(), "it is said")
+        agents.wait_until(lambda: "event=no_replica" in agents.text(), "it is said")
         newest = agents.lines()[-1]["step"]
         agents.wait_for_step(newest + 10)
         check_steps(agents.lines())

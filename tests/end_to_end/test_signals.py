@@ -50,7 +50,7 @@ def test_a_signal_to_every_process_of_the_last_host_saves_the_state(
         agents.start("a")
         agents.wait_for_step(5)
         if is_warm:
-            agents.wait_until(lambda: "event=warm" in agents.logs(), "the fork server is there")
+            agents.wait_until(lambda: "event=warm" in agents.text(), "the fork server is there")
             agents.scale(nproc=1)
             agents.wait_for_world(1)
         send_to_all(agents, number)
@@ -81,7 +81,7 @@ def start_and_fork(agents: Agents) -> None:
     """Start a host's agent, and bring its job to workers that were forked."""
     agents.start("a")
     agents.wait_for_all(2)
-    agents.wait_until(lambda: "event=warm" in agents.logs(), "the fork server is there")
+    agents.wait_until(lambda: "event=warm" in agents.text(), "the fork server is there")
     agents.scale(nproc=1)
     agents.wait_for_world(1)
 
@@ -109,7 +109,7 @@ def test_a_second_signal_ends_the_agent_and_its_workers_at_once(tmp_path: Path) 
         agents.wait_for_step(5)
         psutil.Process(agents.workers()[0]).suspend()  # so that the drain waits for it
         send_to_all(agents, signal.SIGTERM)
-        agents.wait_until(lambda: "event=signal" in agents.logs(), "the first one is heard")
+        agents.wait_until(lambda: "event=signal" in agents.text(), "the first one is heard")
         agents.drain("a")
         assert agents.exit_code("a") == 128 + signal.SIGTERM
         agents.wait_until(lambda: not agents.workers(), "the workers are gone")

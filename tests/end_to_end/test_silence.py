@@ -25,7 +25,7 @@ def test_a_silent_coordinator_holds_nobody_up(tmp_path: Path) -> None:
         agents.start("a")
         agents.wait_for_step(5)
         coordinator_of(agents.family()).suspend()
-        agents.wait_until(lambda: "event=coordinator_silent" in agents.logs(), "it is told of")
+        agents.wait_until(lambda: "event=coordinator_silent" in agents.text(), "it is told of")
         step = int(agents.lines()[-1]["step"])
         agents.wait_for_step(step + 20)
         status = subprocess.run(
@@ -35,7 +35,7 @@ def test_a_silent_coordinator_holds_nobody_up(tmp_path: Path) -> None:
         )  # fmt: skip
         assert status.returncode == 1 and "does not answer" in status.stderr
         agents.drain("a")
-        agents.wait_until(lambda: "so nobody can stop the job" in agents.logs(), "it says so")
+        agents.wait_until(lambda: "so nobody can stop the job" in agents.text(), "it says so")
         agents.drain("a")
         assert agents.exit_code("a") == 128 + signal.SIGTERM
         agents.wait_until(lambda: not agents.workers(), "the workers are gone")
@@ -51,7 +51,7 @@ def test_a_drain_that_a_silent_coordinator_cannot_serve_ends_by_its_timeout(tmp_
         assert agents.exit_code("a") == 1
         agents.wait_until(lambda: not agents.workers(), "the workers are gone")
         assert agents.generations("a")
-        assert "event=drain_timeout" in agents.logs()
+        assert "event=drain_timeout" in agents.text()
 
 
 def test_an_agent_whose_host_was_lost_joins_again(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_an_agent_whose_host_was_lost_joins_again(tmp_path: Path) -> None:
         for process in paused:
             process.resume()
         agents.wait_for_world(2)
-        assert "event=expelled host=b" in agents.logs()
-        assert "event=rejoined host=b" in agents.logs()
+        assert "event=expelled host=b" in agents.text()
+        assert "event=rejoined host=b" in agents.text()
 
 
 def test_workers_do_not_inherit_the_token_and_meet_on_one_interface(tmp_path: Path) -> None:
@@ -90,6 +90,6 @@ def test_workers_do_not_inherit_the_token_and_meet_on_one_interface(tmp_path: Pa
                     assert token not in str(process.environ()), process.cmdline()
                 listening = [c for c in process.net_connections("tcp") if c.status == "LISTEN"]
                 assert {c.laddr.ip for c in listening} <= {"127.0.0.1"}, process.cmdline()
-            assert token not in agents.logs()
+            assert token not in agents.text()
     finally:
         del os.environ["SCALAI_JOB_TOKEN"]

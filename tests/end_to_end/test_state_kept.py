@@ -51,7 +51,7 @@ def test_a_job_that_grew_and_was_killed_goes_on_at_the_committed_step(tmp_path: 
         agents.wait_until(lambda: len(agents.lines()) > made + 3, "it trains again")
         steps = check_steps(agents.lines())
         assert steps[made] == committed + 1, agents.logs()
-        assert "not the written one" not in agents.logs()
+        assert "not the written one" not in agents.text()
 
 
 def test_a_finished_job_begins_anew_only_where_a_person_says_so(tmp_path: Path) -> None:
@@ -68,8 +68,8 @@ def test_a_finished_job_begins_anew_only_where_a_person_says_so(tmp_path: Path) 
         assert reported["step"] == 40 and reported["generation"] and reported["at"]
         agents.start("a")
         assert agents.exit_code("a") == 3
-        assert "job 'tiny' finished at step 40 on" in agents.logs()
-        assert "--fresh" in agents.logs() and not agents.workers()
+        assert "job 'tiny' finished at step 40 on" in agents.text()
+        assert "--fresh" in agents.text() and not agents.workers()
         agents.start("a", "--fresh")
         agents.wait_until(lambda: len(agents.lines()) > 43, "it begins anew")
         assert [line["step"] for line in agents.lines()[40:43]] == [1, 2, 3]
@@ -98,8 +98,8 @@ def test_a_damaged_newest_state_is_waited_for_until_a_person_decides(tmp_path: P
         manifest.write_text(manifest.read_text()[:-40])
         made = len(agents.lines())
         agents.start("a")
-        agents.wait_until(lambda: "scalai resume" in agents.logs(), "it says the way out")
-        assert "is not whole (host 'a': " in agents.logs() and not agents.workers()
+        agents.wait_until(lambda: "scalai resume" in agents.text(), "it says the way out")
+        assert "is not whole (host 'a': " in agents.text() and not agents.workers()
         number = older.name.split("-")[1]
         command = [sys.executable, "-m", "scalai.launch.cli", "resume", "--job", "tiny",
                    "--store-dir", str(agents.store), "--generation", number]  # fmt: skip
@@ -127,13 +127,13 @@ def test_a_state_of_an_older_release_goes_on_proven_by_its_own_fingerprints(tmp_
         made = agents.lines()[-1]["step"]
         agents.start("a")
         assert agents.exit_code("a") == 3, agents.logs()
-        assert "cannot be gone on from, twice" in agents.logs()
+        assert "cannot be gone on from, twice" in agents.text()
         content[-1] ^= 1
         file.write_bytes(content)
         agents.wait_until(lambda: not agents.family(), "nothing of the job is left")
         agents.start("a")
         goes_on(agents, made)
-        assert "fingerprint_version=1" in agents.logs()
+        assert "fingerprint_version=1" in agents.text()
         agents.drain("a")
         assert agents.exit_code("a") == 75, agents.logs()
         manifest = json.loads((newest_on_disk(tmp_path) / "a" / "manifest.json").read_text())
@@ -153,7 +153,7 @@ def test_bytes_that_rot_on_the_disk_end_the_start_and_are_named(tmp_path: Path) 
         made = len(agents.lines())
         agents.start("a")
         assert agents.exit_code("a") == 3, agents.logs()
-        log = agents.logs()
+        log = agents.text()
         assert "cannot be gone on from, twice" in log and len(agents.lines()) == made
         assert str(file.parent.parent) in log and "--fresh" in log
         # The state is kept, and another copy of it is taken as it is.
@@ -180,12 +180,12 @@ def test_where_memory_is_lost_an_older_state_on_disk_is_named_and_not_taken_unas
         agents.start("b")
         agents.wait_for_step(saved + 12, world=2)
         agents.kill("b", with_its_memory=True)
-        agents.wait_until(lambda: "scalai resume" in agents.logs(), "it names the way out")
-        assert f"of step {saved}" in agents.logs()
+        agents.wait_until(lambda: "scalai resume" in agents.text(), "it names the way out")
+        assert f"of step {saved}" in agents.text()
         agents.start("b")
-        agents.wait_until(lambda: agents.logs().count("event=join host=b") > 1, "b is back, empty")
+        agents.wait_until(lambda: agents.text().count("event=join host=b") > 1, "b is back, empty")
         made = len(agents.lines())
-        number = re.findall(r"resume --job tiny --generation (\d+)", agents.logs())[-1]
+        number = re.findall(r"resume --job tiny --generation (\d+)", agents.text())[-1]
         command = [sys.executable, "-m", "scalai.launch.cli", "resume", "--job", "tiny",
                    "--store-dir", str(agents.store), "--generation", number]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -202,7 +202,7 @@ def test_a_durable_directory_that_cannot_be_written_is_refused_at_the_start(
     with one_worker(tmp_path, flags=durable(tmp_path)) as agents:
         agents.start("a")
         assert agents.exit_code("a") == 3
-        assert "cannot be written" in agents.logs() and not agents.family()
+        assert "cannot be written" in agents.text() and not agents.family()
 
 
 def test_a_state_that_cannot_be_saved_stays_in_memory_and_says_where(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_state_that_cannot_be_saved_stays_in_memory_and_says_where(tmp_path: P
         (tmp_path / "durable").write_text("stands for a full disk")
         agents.drain("a")
         assert agents.exit_code("a") == 1
-        assert f"The state stays in {agents.store}" in agents.logs()
+        assert f"The state stays in {agents.store}" in agents.text()
         made = agents.lines()[-1]["step"]
         (tmp_path / "durable").unlink()
         agents.wait_until(lambda: not agents.family(), "nothing of the job is left")

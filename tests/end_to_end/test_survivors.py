@@ -53,6 +53,9 @@ def test_a_worker_that_is_killed_costs_no_step_where_another_has_its_state(tmp_p
         agents.kill_worker(1)
         report = went_on(agents)
         assert "was killed by SIGKILL" in report["reason"], report
+        failure = report["failure"]
+        assert (failure["host"], failure["rank"]) == ("a", 1), failure
+        assert failure["kind"] == "killed by SIGKILL", failure
         agents.wait_for_step(report["step"] + 3)
         every_step_once(agents)
 
@@ -84,10 +87,11 @@ def test_a_training_that_hangs_is_started_again_and_loses_no_step(tmp_path: Path
     settings = {"resize": "stall_s = 1\nhang_s = 3"}
     with started(tmp_path, REPLICAS, settings=settings, flags=("--max-restarts", "2")) as agents:
         train(agents)
-        os.kill(sorted(agents.workers())[1], signal.SIGSTOP)
+        os.kill(agents.workers()[1], signal.SIGSTOP)
         report = went_on(agents)
         assert "hangs: no worker has made a step for" in report["reason"], report
-        assert "event=stack rank=0" in agents.logs(), "it is said where they stand"
+        assert "behind are a: rank 1 (does not answer: state='T" in report["reason"], report
+        assert "event=stack rank=0" in agents.text(), "it is said where they stand"
         agents.wait_for_step(report["step"] + 3)
         every_step_once(agents)
 
@@ -100,9 +104,11 @@ def test_a_script_that_raises_costs_no_step_though_nobody_else_has_its_state(
         (tmp_path / "raise-1").touch()
         report = went_on(agents)
         assert "rank 1: RuntimeError: raise-1 was wanted" in report["reason"], report
+        assert report["failure"]["kind"] == "the script raised RuntimeError", report
+        assert "event=failed round=1 kind='the script raised RuntimeError'" in agents.text()
         agents.wait_for_step(report["step"] + 3)
         every_step_once(agents)
-        assert "Traceback" in agents.logs(), "the script's own words are in the log"
+        assert "Traceback" in agents.text(), "the script's own words are in the log"
 
 
 def test_shards_of_two_steps_are_no_state(tmp_path: Path) -> None:
@@ -115,7 +121,7 @@ def test_shards_of_two_steps_are_no_state(tmp_path: Path) -> None:
         agents.wait_until(lambda: len(agents.resizes()) == 2, "the job goes on")
         report = agents.resizes()[-1]
         assert report["step"] % 7 == 0 and 1 <= report["steps_lost"] <= 8, report
-        assert agents.logs().count("event=not_rescued step=") == 2, agents.logs()
+        assert agents.text().count("event=not_rescued step=") == 2, agents.logs()
         passed_over = report["recovery"]["others"]
         assert [each["origin"] for each in passed_over[:2]] == ["survivors"] * 2, report
         assert passed_over[0]["step"] == passed_over[1]["step"] + 1, report
@@ -130,7 +136,7 @@ def test_a_worker_in_the_middle_of_an_update_is_not_believed(tmp_path: Path) -> 
         agents.wait_until(lambda: agents.lines()[-1]["step"] > newest or True, "it stands")
         time.sleep(1.0)
         agents.kill_worker(1)
-        agents.wait_until(lambda: "event=torn rank=0" in agents.logs(), "it says so")
+        agents.wait_until(lambda: "event=torn rank=0" in agents.text(), "it says so")
         (tmp_path / "tear-0").unlink()
         agents.wait_until(lambda: len(agents.resizes()) == 2, "the job goes on")
         report = agents.resizes()[-1]
@@ -148,7 +154,7 @@ def test_what_nobody_holds_any_more_is_lost_since_the_newest_generation(tmp_path
         agents.wait_until(lambda: len(agents.resizes()) == 2, "the job goes on")
         report = agents.resizes()[-1]
         assert report["step"] % 7 == 0 and report["step"] >= 7, report
-        assert "event=not_rescued" in agents.logs(), agents.logs()
+        assert "event=not_rescued" in agents.text(), agents.logs()
 
 
 @pytest.mark.campaign

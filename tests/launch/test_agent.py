@@ -142,7 +142,7 @@ def test_signals_reach_the_law_from_any_thread_and_a_second_one_ends_the_loop() 
     again.agent.set_slots(1)
     again.agent.put(events.CoordinatorLost("it is gone."))
     assert again.agent.run() == 1
-    assert again.reported() == [reports.Leaving(), reports.Slots(1)]
+    assert again.reported() == [reports.Leaving("a signal", 9.0), reports.Slots(1)]
 
 
 def participant(made: Made, **served: Any) -> Participant:
@@ -151,7 +151,9 @@ def participant(made: Made, **served: Any) -> Participant:
     parts["store"] = SimpleNamespace(directory="/store")
     holdings = SimpleNamespace(newest=lambda: "newest: generation 7 of step 40")
     given = Served(**{**parts, "holdings": holdings, **served})
-    spec: Any = SimpleNamespace(job="j", to_json=dict, options=SimpleNamespace(domain="rack=1"))
+    config = SimpleNamespace(probe=SimpleNamespace(health_check=None))
+    options = SimpleNamespace(domain="rack=1")
+    spec: Any = SimpleNamespace(job="j", to_json=dict, options=options, config=config)
     progress: Any = None
     return Participant(spec, made.agent, given, progress)
 

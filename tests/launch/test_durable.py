@@ -1,6 +1,7 @@
 """What an agent finds in the durable directory, and what it leaves there."""
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from scalai.core.collection import Collection
 from scalai.core.errors import ProofError, RefusedError, StoreError
 from scalai.core.region import Box
+from scalai.launch.agent import durable
 from scalai.launch.agent.durable import (
     attach_durable,
     check_writable,
@@ -19,10 +21,14 @@ from scalai.launch.agent.durable import (
     write_finished,
 )
 from scalai.launch.agent.fetch import check_arrived
-from scalai.store.manifest import write_manifest
+from scalai.store.archive import retire
+from scalai.store.host import HostStore
+from scalai.store.manifest import HostManifest, read_saved_manifest, write_manifest
 from scalai.store.moves import FetchList
 from scalai.store.parts import piece_keys, pieces_of
 from support.store_states import Opener, generation, two_ranks
+
+MOMENTS = ["before it is read", "while it is read", "before it is attached"]
 
 
 def saved(open_store: Opener, folder: Path, *numbers: int) -> None:
@@ -54,6 +60,42 @@ def test_all_that_can_be_seen_is_attached_and_what_cannot_be_read_is_told(
     assert store.generations() == [3]
     assert sorted(damaged) == [5, 7, 9, 11] and "about says no tensors" in damaged[11]
     assert "generation 6" in damaged[5] and str(torn) in damaged[7] and "missing" in damaged[9]
+
+
+@pytest.mark.parametrize(
+    "moment", ["before it is read", "while it is read", "before it is attached"]
+)
+def test_what_a_running_job_removes_meanwhile_is_not_there_and_not_damaged(
+    open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    folder = tmp_path / "disk" / "job"
+    saved(open_store, folder, 3, 5)
+    store, read = open_store(host="a"), read_saved_manifest
+    attach, listed = HostStore.attach, Path.iterdir
+
+    def read_late(path: Path, number: int) -> HostManifest:
+        if moment == "while it is read":
+            retire(folder, 5)
+        return read(path, number)
+
+    def attach_late(self: HostStore, parts: Sequence[tuple[Path, HostManifest]]) -> HostManifest:
+        if moment == "before it is attached":
+            retire(folder, 5)
+        return attach(self, parts)
+
+    def list_late(self: Path) -> Iterator[Path]:
+        if moment == "before it is read":
+            retire(folder, 5)
+        return listed(self)
+
+    monkeypatch.setattr(durable, "read_saved_manifest", read_late)
+    monkeypatch.setattr(HostStore, "attach", attach_late)
+    monkeypatch.setattr(Path, "iterdir", list_late)
+    assert attach_durable(store, folder) == {}
+    monkeypatch.undo()
+    assert 5 in store.generations()
+    if 3 in store.generations():  # its links lead nowhere by now: it is seen when it is read
+        assert moment == "before it is attached"
 
 
 def test_no_directory_is_nothing_seen(open_store: Opener, tmp_path: Path) -> None:

@@ -350,3 +350,13 @@ def test_polls_of_many_agents_are_kept_longer_and_silence_is_judged_by_it() -> N
         assert patience.to_keep_s(agents) < patience.to_replace_s(agents) < patience.lost_after_s
     assert patience.to_replace_s(1) == patience.replaced_after_s
     assert patience.to_grace_s(1) == patience.grace_s < patience.to_grace_s(1024)
+
+
+@pytest.mark.parametrize("silent_s", [6.0, 15.0, 120.0])
+def test_the_poll_that_is_kept_counts_as_silence_too(silent_s: float) -> None:
+    """The last sign of life may lie as long before the silence as a poll is kept."""
+    patience = Patience(lost_after_s=silent_s)
+    for agents in (1, 64, 200):
+        assert patience.to_keep_s(agents) + patience.to_lose_s(agents) + TICK_S < silent_s
+    most = 1 << 20
+    assert patience.to_keep_s(most) <= silent_s * 2 / 3 <= patience.to_lose_s(most)

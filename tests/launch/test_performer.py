@@ -122,6 +122,21 @@ def test_what_there_is_no_room_for_stays_sealed_and_is_committed_later(
     assert is_whole(store, 3, step=3) and made.performer.generations() == {3}
 
 
+def test_what_waits_for_its_commit_is_let_go_of_with_its_number(
+    store: HostStore, made: Set, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot, manifest = snapshot(store, 3)
+    name = snapshot_name(manifest)
+    with monkeypatch.context() as context:
+        context.setattr("os.fsync", full)
+        commit = actions.TryCommit(3, name, None, is_again=False)
+        assert made.perform(commit) == [events.CommitWaits(3)]
+    made.perform(actions.Drop(2, "another"))
+    assert [sealed.directory for sealed, _ in store.sealed()] == [slot.directory]
+    made.perform(actions.Drop(3, name))
+    assert store.sealed() == [] and store.generations() == [] and not slot.directory.exists()
+
+
 def test_nothing_to_commit_is_said_once(store: HostStore, made: Set) -> None:
     snapshot(store, 3)
     (found,) = made.perform(actions.TryCommit(4, "another", None, is_again=False))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from scalai.launch.agent import progress
-from scalai.launch.agent.progress import ProgressWatch
+from scalai.launch.agent.progress import KNOWN, Progress, ProgressWatch
 
 STALL_S = 60.0
 
@@ -16,13 +16,16 @@ class Workers:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps, self.now = {2: 41, 3: 41}, 1000.0
+        self.is_within = False
         self.round: Any = SimpleNamespace(
             ranks=range(2, 4), stepped={2, 3}, finished=set(), lost=set(), is_draining=False
         )
-        self.group: Any = SimpleNamespace(steps=lambda: dict(self.steps), pids=dict)
+        self.group: Any = SimpleNamespace(
+            steps=lambda: dict(self.steps), pids=dict, are_within_steps=lambda: self.is_within
+        )
         monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: self.now))
         present: Any = self
-        stacks: Any = SimpleNamespace(ask=lambda pids: None)
+        stacks: Any = SimpleNamespace(ask=lambda pids: None, where=((2, "here"),))
         self.watch = ProgressWatch("a", present, stacks, STALL_S)
 
     def shown(self, wait_s: float = 0.0) -> tuple[list[int], int] | None:
@@ -58,3 +61,25 @@ def test_who_is_gone_is_shown_no_longer(workers: Workers, *, is_draining: bool) 
     assert workers.shown(1.0) == ([2], 41)
     workers.round = None
     assert workers.shown(1.0) is None
+
+
+def test_it_is_shown_whether_they_are_within_a_step_and_where_they_stand(workers: Workers) -> None:
+    workers.is_within = True
+    workers.shown(1.0)
+    stalled = workers.watch.stalled
+    assert stalled is not None and stalled.is_within and stalled.where == ((2, "here"),)
+    assert stalled.usual_s == 0.0, "no step of the round is known"
+
+
+def test_what_is_usual_is_known_after_some_steps_of_a_round_and_few_long_ones_change_nothing() -> (
+    None
+):
+    progress, now = Progress(), 0.0
+    progress.stalled_s({0: 0}, now)
+    for step in range(1, 30):
+        now += 400.0 if step in (1, 20) else 2.0 + 0.01 * (step % 3)
+        progress.stalled_s({0: step}, now)
+        assert (progress.usual_s > 0) == (step >= KNOWN)
+    assert 2.0 <= progress.usual_s < 2.2 and progress.longest_s == 400.0
+    progress.stalled_s({1: 30}, now)
+    assert progress.usual_s == 0.0, "another round has other ranks"

@@ -29,6 +29,7 @@ class FakeSession:
         self.stop = stop
         self.facts: dict[str, Any] = {}
         self.boundaries: list[tuple[int | None, int | None]] = []
+        self.within: list[bool] = []
         self.registered: tuple[Callable[[], Any], Callable[[Any], None]] | None = None
         self.attached: Mapping[str, Any] = {}
 
@@ -47,6 +48,12 @@ class FakeSession:
             saved["progress"] |= {"iteration": self.restorable_step, "consumed_train_samples": 40}
             put(saved)
         return restore
+
+    def begin_step(self) -> None:
+        self.within.append(True)
+
+    def end_step(self) -> None:
+        self.within.append(False)
 
     def boundary(self, step: int | None = None, consumed_samples: int | None = None) -> bool:
         self.boundaries.append((step, consumed_samples))
@@ -194,6 +201,13 @@ def test_the_boundary_comes_after_the_decision_of_the_framework() -> None:
     framework.has_decided = True
     assert framework.step(2) is True
     assert session.boundaries == [(1, 4)]
+
+
+def test_a_step_is_under_way_while_megatron_makes_it_and_not_behind_it() -> None:
+    session = FakeSession()
+    framework = hooked(session)
+    framework.train_step()
+    assert session.within == [True, False], "an evaluation or a save may follow"
 
 
 def test_a_drained_worker_closes_its_writers_and_ends_with_0() -> None:

@@ -8,6 +8,7 @@ what it hears.
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,18 @@ class Training:
             row("buffer/mean", self.mean, (5,), (1,), is_volatile=True),
         ]
         self.agent, self.turn = AnsweringAgent(folder, self.rows), threading.Lock()
+        self.pauses = 0
         directory = str(self.agent.directory)
         self.snapshots = AsyncSnapshots(
-            self.agent.channel, 0, 1, directory, self.rows, {}, self.turn
+            self.agent.channel, 0, 1, directory, self.rows, {}, self.turn, self.pause
         )
         self.snapshots.begin_update()  # the update of the first step
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        self.pauses += 1
+        yield
+        self.pauses -= 1
 
     def begin(self, step: int) -> bool:
         return self.snapshots.begin(between(step), None, time.monotonic())
@@ -128,7 +136,8 @@ def test_what_is_written_is_the_state_of_its_step_though_the_training_goes_on(
         wait_until(lambda: under_way.waits_since is not None)
         update.join(0.3)
         assert update.is_alive() and training.state()[0] == before[0], "the update waits"
-    assert ends(update)
+        assert training.pauses == 1, "that is no part of its step"
+    assert ends(update) and not training.pauses
     training.snapshots.settle()
     assert training.file() == before
     (told,) = training.told()
@@ -241,6 +250,21 @@ def test_where_no_thread_can_begin_the_snapshot_is_not_begun(
     monkeypatch.setattr(threading.Thread, "start", full)
     assert not training.begin(7)
     training.update()
+
+
+def test_where_there_is_no_room_for_copies_the_snapshot_is_not_begun(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty_like", full)
+        assert not training.begin(7)
+    training.update()
+    assert training.begin(8)
+    training.snapshots.settle()
+    assert [told.step for told in training.told()] == [8]
 
 
 def test_a_snapshot_is_given_up_when_workers_fail(training: Training) -> None:

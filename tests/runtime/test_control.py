@@ -41,7 +41,25 @@ def test_the_newest_step_is_that_of_the_furthest_worker_of_the_round(
 
 def test_the_last_possible_worker_has_a_cell(agent: ControlPage, worker: ControlPage) -> None:
     worker.report(MAX_WORKERS - 1, 3)
+    worker.report_within(MAX_WORKERS - 1, is_within=True)
     assert agent.newest_step(MAX_WORKERS) == 3
+
+
+def test_workers_are_within_steps_where_each_of_them_says_so(
+    agent: ControlPage, worker: ControlPage
+) -> None:
+    assert not agent.are_within_steps(2), "who says nothing may be anywhere"
+    for local_rank in range(2):
+        assert not agent.are_within_steps(2)
+        worker.report_within(local_rank, is_within=True)
+    assert agent.are_within_steps(2) and agent.newest_step(2) == -1
+    with worker.between_steps(0):
+        assert not agent.are_within_steps(2), "a wait within a step is no part of it"
+    assert agent.are_within_steps(2)
+    worker.report_within(0, is_within=False)
+    with worker.between_steps(0):
+        pass
+    assert not agent.are_within_steps(2)
 
 
 def test_a_worker_below_the_stop_goes_on(agent: ControlPage, worker: ControlPage) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from scalai.core.errors import StoreError
 from scalai.store import archive
-from scalai.store.archive import mend, retire, show
+from scalai.store.archive import repair, retire, show
 from scalai.store.manifest import HostManifest, read_manifest
 from scalai.store.parts import snapshot_name
 from scalai.store.places import find_generations
@@ -62,13 +62,13 @@ def test_a_host_lets_the_part_of_another_appear_that_died(
         generation(store, 3, step=30)
         name = snapshot_name(store.manifest(3))
         store.archive(3, disk, own_only=True)
-    mend(disk, "b")
+    repair(disk, "b")
     assert names(disk / "generation-3") == [".a.archived"], "nobody knows whether all are written"
     shutil.copytree(disk / "generation-3" / ".a.archived", disk / "generation-3" / "b")
     (disk / "generation-3" / ".b.partial").mkdir()
     (disk / "generation-3" / ".a.partial").mkdir()
     (disk / ".retired-1-x").mkdir()
-    mend(disk, "b")
+    repair(disk, "b")
     assert names(disk / "generation-3") == [".a.partial", "a", "b"], "a may still write"
     assert names(disk) == ["generation-3"]
     show(disk, 3, name)
@@ -82,6 +82,33 @@ def test_what_is_saved_at_the_end_meanwhile_is_the_same(open_store: Opener, tmp_
         store.copy_to(3, disk)
         show(disk, 3, snapshot_name(store.manifest(3)))
     assert names(disk / "generation-3") == ["a"]
+
+
+def test_several_hosts_show_the_same_parts_at_once(open_store: Opener, tmp_path: Path) -> None:
+    """Each looks at parts that another one renames meanwhile."""
+    written, hosts, problems = tmp_path / "written", "abcdef", list[BaseException]()
+    for host in hosts:
+        with open_store(host=host) as store:
+            generation(store, 3, step=30)
+            name = snapshot_name(store.manifest(3))
+            store.archive(3, written, own_only=True)
+
+    def run(disk: Path) -> None:
+        try:
+            show(disk, 3, name)
+        except BaseException as error:
+            problems.append(error)
+
+    for number in range(30):
+        disk = tmp_path / f"disk-{number}"
+        shutil.copytree(written, disk)
+        threads = [threading.Thread(target=run, args=(disk,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not problems, problems
+        assert names(disk / "generation-3") == list(hosts)
 
 
 def test_generations_before_a_number_go_and_nothing_else(

@@ -281,8 +281,12 @@ class Agents:
         folder = self.store / self.job / host
         return sorted(p.name for p in folder.glob("*") if p.name.startswith(kinds))
 
+    def text(self) -> str:
+        """Return all that the agents have logged: where a test looks for something."""
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
+
     def logs(self) -> str:
-        """Return the ends of all logs."""
+        """Return the ends of all logs: what a failing test prints."""
         texts = []
         for path in sorted(self.folder.glob("*.log")):
             texts.append(f"--- {path.name}\n" + "\n".join(path.read_text().splitlines()[-60:]))

@@ -79,6 +79,16 @@ class Histories(RuleBasedStateMachine):
     def leave(self, name: str) -> None:
         self.world.leave(name)
 
+    @rule(name=NAMES, left_s=st.sampled_from([None, 2.0, 30.0, 300.0]))
+    def notice(self, name: str, left_s: float | None) -> None:
+        """A host is told that it will be taken away."""
+        self.world.notice(name, left_s)
+
+    @rule(name=NAMES)
+    def take_back(self, name: str) -> None:
+        """It is told that it will not."""
+        self.world.take_back(name)
+
     @rule(name=NAMES, rank=st.integers(0, 5))
     def kill_worker(self, name: str, rank: int) -> None:
         self.world.kill_worker(name, rank)

@@ -64,6 +64,14 @@ class Known:
         """Hosts of which the next fetch brings something else than was committed."""
         self.doubted: set[int] = set()
         self.begun: actions.StartRound | None = None
+        self.still_since: float | None = None
+        """Since when no worker makes a step, because some hang."""
+        self.hangers: set[str] = set()
+        """Hosts whose workers hang in every round behind their first step."""
+        self.has_check: set[str] = set()
+        """Hosts with a health check."""
+        self.sick: set[str] = set()
+        """Those that fail it."""
         self.cannot_run: set[int] = set()
         """Worlds in which every script raises before its first step."""
 

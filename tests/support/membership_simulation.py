@@ -7,6 +7,7 @@ from typing import Any
 
 from scalai.core import actions, events
 from scalai.core import membership as m
+from scalai.core.behind import SILENT
 from scalai.core.degrees import Degrees
 from scalai.core.membership import TRAINING, active
 from scalai.core.resize import advance
@@ -53,7 +54,12 @@ class Simulation(Known):
         self.commands[name] = []
         for number, pieces in kept.items():
             self.known.setdefault(number, {})[name] = pieces
-        self.feed(events.HostJoined(name, slots, self.covered(), bool(parts), self.now))
+        has_check = name in self.has_check
+        self.feed(
+            events.HostJoined(
+                name, slots, self.covered(), bool(parts), self.now, has_check=has_check
+            )
+        )
 
     def lose(self, name: str) -> SimulatedHost:
         """The agent dies. Return it with what lies in its store."""
@@ -77,7 +83,24 @@ class Simulation(Known):
             if host.held is not None and not host.is_silent and host.round is not None:
                 self.feed(events.Held(name, host.round, host.held, f"a save at {self.now}"))
         self.now += seconds
-        self.feed(events.Ticked(self.now, max((h.step for h in self.hosts.values()), default=0)))
+        newest = max((host.step for host in self.hosts.values()), default=0)
+        self.feed(events.Ticked(self.now, newest, self.stalled()))
+
+    def stalled(self) -> dict[str, events.Stalled]:
+        """Return who makes no step in training: all, where some hang. Each host has one rank."""
+        names = sorted(active(self.job))
+        if self.job.phase not in TRAINING or not any(self.hosts[n].is_hung for n in names):
+            self.still_since = None
+            return {}
+        self.still_since = self.now if self.still_since is None else self.still_since
+        for_s, step = self.now - self.still_since, max(self.hosts[name].step for name in names)
+        return {
+            name: events.Stalled(
+                (rank,), step, for_s, 0.0, 1.0, not self.hosts[name].is_silent,
+                ((rank, SILENT if self.hosts[name].is_hung else "torch/distributed/"),),
+            )
+            for rank, name in enumerate(names)
+        }  # fmt: skip
 
     def train(self, steps: int) -> None:
         """Make steps, where the workers run freely."""
@@ -135,6 +158,7 @@ class Simulation(Known):
         """Faults stop: what hung goes on."""
         self.end_save()
         self.cannot_run.clear()
+        self.sick.clear()
         self.spoilt.clear()
         for name in sorted(self.hosts):
             host = self.hosts.get(name)
@@ -181,15 +205,16 @@ class Simulation(Known):
                 self.tell(hosts, lambda host: self.write_snapshot(host, round, stop))
             case actions.Lose(hosts):
                 for name in hosts:
-                    self.lose(name)
+                    if name in self.hosts:  # else the loss of another one has ended it
+                        self.lose(name)
             case actions.Judge(hosts):
                 self.judge(hosts)
             case actions.JudgeSnapshot(_, snapshot):
                 self.judge_snapshot(snapshot)
             case actions.Commit(hosts, generation):
                 self.tell(hosts, lambda host: self.commit(host, generation))
-            case actions.Replicate(hosts, order, generation, _):
-                self.tell(hosts, lambda host: self.replicate(host, order, generation))
+            case actions.Replicate(hosts, order, generation, _, giving):
+                self.tell(hosts, lambda host: self.replicate(host, order, generation, giving))
             case actions.StopWorkers(hosts):
                 self.tell(hosts, lambda host: self.stop(host, round))
             case actions.Discard():
@@ -215,8 +240,14 @@ class Simulation(Known):
                 self.release(keep, leaving)
             case actions.SaveDurable(hosts, generation):
                 self.tell(hosts, lambda host: events.Saved(host.name))
+            case actions.CheckHealth(hosts, order):
+                self.tell(hosts, lambda host: self.check_health(host, order))
             case actions.Exit():
                 self.exits.append(action)
+
+    def check_health(self, host: SimulatedHost, order: int) -> events.Event:
+        is_sick = host.name in self.sick
+        return events.HealthChecked(host.name, order, not is_sick, "no device" if is_sick else "")
 
     def build(self, host: SimulatedHost, round: int) -> events.Event:
         assert host.built is None, "two rounds are on standby"
@@ -281,16 +312,19 @@ class Simulation(Known):
             self.known[self.numbers] = {h: pieces for h, (_, _, pieces) in mine.items()}
         self.feed(events.Judged(is_covered, self.job.stop, self.numbers, frozenset(mine)))
 
-    def replicate(self, host: SimulatedHost, order: int, generation: int) -> events.Event:
-        """Keep what the host before this one has."""
+    def replicate(
+        self, host: SimulatedHost, order: int, generation: int, giving: tuple[str, ...]
+    ) -> events.Event:
+        """Keep what the host before this one has, or what those have that will be taken away."""
         names = sorted(self.hosts)
-        ward = self.hosts[names[names.index(host.name) - 1]]
-        if generation in ward.parts and generation in self.known and not ward.is_silent:
-            host.parts[generation] = (
-                host.parts.get(generation, frozenset()) | ward.parts[generation]
-            )
-            self.known[generation][host.name] = host.parts[generation]
-            self.job = m.replace_generations(self.job, self.covered())
+        before = names[names.index(host.name) - 1]
+        for ward in [self.hosts[name] for name in giving or (before,) if name in self.hosts]:
+            if generation in ward.parts and generation in self.known and not ward.is_silent:
+                host.parts[generation] = (
+                    host.parts.get(generation, frozenset()) | ward.parts[generation]
+                )
+                self.known[generation][host.name] = host.parts[generation]
+                self.job = m.replace_generations(self.job, self.covered())
         return events.Replicated(host.name, order, 16)
 
     def commit(self, host: SimulatedHost, generation: int) -> events.Event:
@@ -309,6 +343,7 @@ class Simulation(Known):
 
     def start(self, action: actions.StartRound) -> None:
         assert all(host.round is None for host in self.hosts.values()), "workers of two rounds"
+        assert not self.job.checks.keys() & set(action.assignment.active), "a host is not healthy"
         if action.generation is None:
             assert not self.covered(), "a state is there and is not used"
         else:
@@ -382,6 +417,7 @@ class Simulation(Known):
     def step(self, host: SimulatedHost, start: actions.StartRound) -> events.Event:
         """The first step."""
         host.step = 1 if start.generation is None else self.steps[start.generation] + 1
+        host.is_hung = host.name in self.hangers
         return events.Stepped(host.name, start.round)
 
     def release(self, keep: int | None, leaving: tuple[str, ...]) -> None:

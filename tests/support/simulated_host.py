@@ -4,309 +4,36 @@ A state is four tensors, whole on whoever holds them; the fingerprint of one tel
 """
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scalai.core import commands, reports
+from scalai.core import commands
 from scalai.core.collection import Collection, Tensor
 from scalai.core.deadlines import STALL_S
 from scalai.core.errors import PeerError, ScalaiError
 from scalai.core.events import Stalled
 from scalai.core.host import actions, events
-from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
-from scalai.core.host.state import HostState, Round, Settings
+from scalai.core.host.state import HostState, Settings
 from scalai.core.messages import JsonText, Named
 from scalai.core.region import whole
 from scalai.core.replicas import to_keep
 from scalai.core.reports import Report
 from scalai.core.worker_messages import (
-    AwaitFreeze,
-    BeginSnapshot,
-    Hello,
-    Publish,
-    RankFinished,
-    RankFrozen,
-    RankRestored,
-    RankStepped,
-    RankWritten,
     Source,
-    Stand,
 )
 from scalai.launch.agent.loop import Agent, Loop
 from scalai.launch.coordinator.calls import Farewell, Join, Poll, StoreIdentity, Tell
 from scalai.store.manifest import HostManifest, StoredFile
 from scalai.store.parts import pieces_of, snapshot_name, summary_bytes
-from support.simulated_workers import TENSORS, Clock, EverySlot, Group, Worker, print_of
+from support.simulated_hands import SimulatedHands
+from support.simulated_workers import TENSORS, Clock, EverySlot, Worker, print_of
 from support.wire import travelled
 
 if TYPE_CHECKING:
     from support.two_laws import World
-
-
-class SimulatedHands:
-    """Does on simulated workers and files what the law of a host decides."""
-
-    def __init__(self, host: "SimulatedHost") -> None:
-        self._host = host
-        self._groups: dict[int, Group] = {}
-        self.waits: dict[int, Worker] = {}
-        self.threads: dict[int, Worker] = {}
-        """Calls of the threads of workers that wait for a failure."""
-        self.copies: dict[int, Worker] = {}
-        """Calls of threads that write a snapshot beside the training."""
-        self.calls = 0
-
-    @property
-    def groups(self) -> Any:
-        return self._groups
-
-    def generations(self) -> frozenset[int]:
-        return frozenset(self._host.store)
-
-    def seen(self, current: Round | None) -> events.Seen | None:
-        group = None if current is None else self._groups.get(current.number)
-        if group is None:
-            return None
-        workers = group.workers.values()
-        agreed = group.agreed
-        return events.Seen(
-            newest=max((worker.step for worker in workers), default=0),
-            save=self._host.world.save_of(current.number) if current is not None else None,
-            looks=int(Clock.now),
-            reached=frozenset(w.rank for w in workers if agreed is not None and w.step >= agreed),
-            ended={w.rank: w.exit for w in workers if w.exit is not None},
-        )
-
-    def arrivals(self) -> Iterable[Event]:
-        return ()
-
-    def take_call(self, answer: "Future[Any]") -> int:
-        raise AssertionError("workers call the law")
-
-    def perform(self, action: Action) -> Iterable[Event]:
-        host = self._host
-        match action:
-            case actions.Log():
-                host.log.append(action.text)
-            case actions.Tell(report):
-                host.unsent.append(report)
-            case actions.Answer(call, value):
-                self._answered(call, value)
-            case actions.Welcome(call):
-                self._answered(call, "welcome")
-            case actions.Refuse(call):
-                self.waits.pop(call, None)
-                self.threads.pop(call, None)
-                self._copy_answered(self.copies.pop(call, None), None)
-            case actions.StartGroup(workers):
-                return self._start(workers)
-            case actions.EndGroup(number):
-                return [self._end(number)]
-            case actions.Poll(number):
-                return self._poll(number)
-            case actions.Propose(number, stop):
-                group = self._groups[number]
-                group.proposed = stop
-                newest = max(worker.step for worker in group.workers.values())
-                return [events.Proposed(number, stop, newest)]
-            case actions.Agree(number, stop):
-                over = self._poll(number)
-                if over:
-                    return over
-                self._groups[number].agreed = stop
-                return [events.Agreed(number, stop)]
-            case actions.WithdrawStop(number):
-                self._groups[number].proposed = self._groups[number].agreed = None
-            case actions.Kill(number, ranks):
-                for rank in ranks:
-                    self._groups[number].workers[rank].exit = -9
-            case actions.Rejoin():
-                host.wants_to_join = True
-            case _:
-                return self._of_the_store(action)
-        return ()
-
-    def _of_the_store(self, action: Action) -> Iterable[Event]:
-        host = self._host
-        match action:
-            case actions.Reserve(number, held):
-                slot = EverySlot(dict(held))
-                is_full = host.is_full
-                host.work.append(
-                    lambda: events.NoRoom(number, "full") if is_full
-                    else events.Reserved(number, slot)
-                )  # fmt: skip
-            case actions.Seal():
-                host.work.append(lambda: host.seal(action))
-            case actions.Fetch(start, wants):
-                host.work.append(lambda: host.fetch(start, wants))
-            case actions.TryCommit():
-                return host.commit(action)
-            case actions.DiscardSealed(kept):
-                host.sealed = {n: m for n, m in host.sealed.items() if n in kept}
-            case actions.DropSnapshot(name):
-                host.sealed.pop(name, None)
-            case actions.Drop(generation):
-                host.store.pop(generation, None)
-            case actions.Doubt(generation):
-                left = host.store.get(generation)
-                found = None if left is None else summary_bytes(left)
-                host.unsent.append(reports.Doubted(generation, found))
-            case actions.Replicate(command):
-                host.work.append(lambda: host.replicate(command))
-            case actions.Archive(commands.Retire(before)):
-                host.work.append(lambda: host.world.disk.retire(before))
-            case actions.Archive(commands.Archive() | commands.FinishArchive() as order):
-                host.work.append(lambda: host.world.disk.obey(host, order))
-            case actions.Look():
-                host.unsent.append(reports.Attached(host.found(), ()))
-        return ()
-
-    # ------------------------------------------------------------------ workers
-
-    def _start(self, workers: commands.Workers) -> Iterable[Event]:
-        if self._host.cannot_start:
-            return [events.GroupNotStarted(workers.round, "no process")]
-        ranks = workers.placement.ranks
-        self._groups[workers.round] = Group({rank: Worker(rank) for rank in ranks})
-        return [events.GroupStarted(workers.round)]
-
-    def _end(self, number: int) -> Event:
-        group = self._groups.pop(number)
-        self._host.is_spoilt &= not self._host.has_spoilt
-        self._host.has_spoilt = False
-        newest = max((worker.step for worker in group.workers.values()), default=0)
-        return events.GroupEnded(number, newest)
-
-    def _poll(self, number: int) -> list[Event]:
-        workers = self._groups[number].workers.values()
-        failed = tuple(f"rank {w.rank} exited with {w.exit}" for w in workers if w.exit)
-        if failed:
-            return [events.GroupOver(number, failed, False, True)]
-        if all(worker.exit == 0 for worker in workers):
-            return [events.GroupOver(number)]
-        return []
-
-    def _thread_answered(self, worker: Worker, value: object) -> None:
-        worker.thread_call = None
-        match worker.thread:
-            case "watch":
-                worker.thread = "frozen"
-                if worker.copy == "begin":  # it is given up; what is copied may still be told
-                    worker.copy = ""
-            case "frozen" | "rescue":
-                worker.thread = "rescue" if value is not None else "end"
-
-    def ask_thread(self, number: int, worker: Worker) -> None:
-        """Let the thread of a worker do what it does next."""
-        rank, none = worker.rank, JsonText.of({})
-        request: Any
-        if worker.thread == "watch":
-            request = AwaitFreeze(rank, number)
-        elif worker.thread == "frozen":
-            step = None if worker.is_torn else worker.step
-            request = RankFrozen(rank, number, step, "torn")
-        else:
-            held = self._host.held_by(worker, number)
-            made = tuple(print_of(tensor, worker.step) for tensor in held.tensors)
-            request = RankWritten(rank, number, worker.step, made, f"r{rank}", none, none, 1, {})
-        self.calls += 1
-        worker.thread_call = self.calls
-        self.threads[self.calls] = worker
-        self._host.agent.feed(events.Called(self.calls, travelled(request)))
-
-    def ask_copy(self, number: int, worker: Worker) -> None:
-        """Let the thread of a worker go on that writes a snapshot beside the training."""
-        rank, step, none = worker.rank, worker.snapped, JsonText.of({})
-        request: Any = BeginSnapshot(rank, number, "snapshot", step)
-        if worker.copy == "write":
-            held = self._host.held_by(worker, number)
-            made = tuple(print_of(tensor, step) for tensor in held.tensors)
-            request = RankWritten(rank, number, step, made, f"r{rank}", none, none, 1, {})
-        self.calls += 1
-        worker.copy_call = self.calls
-        self.copies[self.calls] = worker
-        self._host.agent.feed(events.Called(self.calls, travelled(request)))
-
-    def _copy_answered(self, worker: Worker | None, value: object) -> None:
-        if worker is not None:
-            worker.copy_call = None
-            worker.copy = "write" if worker.copy == "begin" and value is not None else ""
-
-    def _answered(self, call: int, value: object) -> None:
-        if call in self.copies:
-            self._copy_answered(self.copies.pop(call), value)
-            return
-        if call in self.threads:
-            self._thread_answered(self.threads.pop(call), value)
-            return
-        worker = self.waits.pop(call, None)
-        if worker is None or worker.exit is not None:
-            return
-        worker.call = None
-        match worker.doing:
-            case "hello":
-                worker.doing = "publish"
-            case "publish" if isinstance(value, Source):
-                worker.source, worker.doing = value.step, "restored"
-                worker.step = value.step
-            case "publish":
-                worker.doing = "start"
-            case "start" | "stop" | "snapshot":
-                worker.doing = f"write {worker.doing}" if value is not None else "train"
-            case "write start" | "write stop" | "write snapshot":
-                if value is not None:
-                    return  # once more, for another rank
-                if worker.doing == "write stop":
-                    worker.exit = 0
-                worker.doing = "train" if worker.source is not None else "stepped"
-                worker.source = worker.source if worker.source is not None else 0
-            case "restored":
-                worker.doing = "stepped"
-            case "stepped":
-                worker.doing, worker.thread = "train", "watch"
-                worker.step += 1
-            case "stand":
-                worker.doing = "train"
-
-    def ask(self, number: int, worker: Worker) -> None:
-        """Let a worker do what it does next."""
-        request = self._request(number, worker)
-        self.calls += 1
-        worker.call = self.calls
-        self.waits[self.calls] = worker
-        self._host.agent.feed(events.Called(self.calls, travelled(request)))
-
-    def _request(self, number: int, worker: Worker) -> Any:
-        rank, none = worker.rank, JsonText.of({})
-        held = self._host.held_by(worker, number)
-        match worker.doing.partition(" ")[0]:
-            case "hello":
-                return Hello(rank, number)
-            case "publish":
-                return Publish(rank, number, True, held, held, f"r{rank}", none, False)
-            case "restored":
-                self._host.has_spoilt = self._host.is_spoilt
-                step = (worker.source or 0) + self._host.is_spoilt
-                prints = np.array([print_of(t, step) for t in held.tensors], np.uint64)
-                return RankRestored(rank, number, prints, {}, "restored")
-            case "stepped":
-                return RankStepped(rank, number, worker.step, None)
-            case "start" | "stop" | "snapshot":
-                return BeginSnapshot(rank, number, worker.doing, worker.step)
-            case "write":
-                made = tuple(print_of(tensor, worker.step) for tensor in held.tensors)
-                return RankWritten(rank, number, worker.step, made, f"r{rank}", none, none, 1, {})
-            case "stand":
-                return Stand(rank, number, worker.step, self._host.world.save_of(number) or 0)
-            case "finish":
-                return RankFinished(rank, number, worker.step)
-            case _:
-                raise AssertionError(worker.doing)
 
 
 class SimulatedHost:

@@ -189,6 +189,15 @@ class World:
         if name in self.hosts and self.hosts[name].number:  # one that never joined just ends
             self.hosts[name].agent.feed(events.LeaveAsked())
 
+    def notice(self, name: str, left_s: float | None, source: str = "file") -> None:
+        """A host is told that it will be taken away."""
+        if name in self.hosts and self.hosts[name].number:
+            self.hosts[name].agent.feed(events.Noticed(source, left_s))
+
+    def take_back(self, name: str, source: str = "file") -> None:
+        if name in self.hosts and self.hosts[name].number:
+            self.hosts[name].agent.feed(events.NoticeWithdrawn(source))
+
     def scale(self, nproc: int) -> None:
         """A person asks for another number of workers, of which there may be none."""
         person: Any = None

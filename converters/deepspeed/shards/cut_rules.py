@@ -91,7 +91,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class CutRules:
-    """What a checkpoint says (``info``), and a file (``told``: patterns and rules)."""
+    """What a checkpoint says (``info``), and a file (``given``: patterns and rules)."""
 
     info: Mapping[str, Any]
     given: tuple[tuple[re.Pattern[str], Rule], ...] = ()

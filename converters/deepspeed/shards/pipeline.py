@@ -108,11 +108,11 @@ def stages_at(
         pipeline: The source's.
         pp: Stages wanted.
         trained: Shapes of all trained parameters.
-        told: What the user says.
+        given: What the user says of it.
 
     Raises:
-        RefusedError: No method cuts the source's stages as they are, and nothing is told; or what
-            is told does not fit.
+        RefusedError: No method cuts the source's stages as they are, and nothing is given; or what
+            is given does not fit.
     """
     if pp == 1:
         return (frozenset().union(*pipeline.stages),), ""

@@ -293,12 +293,12 @@ class ZeroReader:
         are of other ranks than their names say."""
         directory = self.files.directory
         optimizers = dict(zip(self.files.optimizer, self.optimizers, strict=True))
-        is_told = check_names(directory, optimizers)
+        is_certain = check_names(directory, optimizers)
         if not self.files.is_stage_3:
             return
         models = dict(zip(self.files.model, self.model.states, strict=True))
         check_names(directory, models)
-        is_told |= check_devices(directory, models, optimizers)
+        is_certain |= check_devices(directory, models, optimizers)
         for group in groups:
             moments = (
                 {key: entry for key, entry in state.items() if _is_flat(entry) and key != MASTERS}
@@ -306,7 +306,7 @@ class ZeroReader:
             )
             ranks = list(zip(self.files.optimizer, moments, strict=True))
             check_padding(directory, group.shapes, ranks)
-        if not is_told and len(optimizers) > 1:
+        if not is_certain and len(optimizers) > 1:
             yield NO_SECOND_COPY
 
     def _notes(self) -> Iterator[str]:

@@ -224,9 +224,11 @@ class DropSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Let go of a generation: ``Holds``."""
+    """Let go of a generation, and of the sealed snapshot of this name that would become it; "":
+    there is none. ``Holds``."""
 
     generation: int
+    snapshot: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,14 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckHealth:
+    """Run the health check beside the loop, for this reason: ``HealthChecked``."""
+
+    order: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveState:
     """The agent will end: whether its store stays as it is, and how the job has ended."""
 
@@ -281,5 +291,5 @@ Action = (
     Log | Tell | Answer | Refuse | Welcome | StartGroup | BeginGroup | EndGroup | Poll | WantStop
     | Propose | Agree | WithdrawStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving
     | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | DropSnapshot | Drop | Save
-    | Archive | Replicate | Doubt | Look | LeaveState | Rejoin
+    | Archive | Replicate | Doubt | Look | CheckHealth | LeaveState | Rejoin
 )  # fmt: skip

@@ -41,6 +41,15 @@ def nothing(step: Step, generation: int, found: str) -> None:
     )
 
 
+def drop(step: Step, generation: int) -> None:
+    """Let go of a generation. What there was no room for yet is committed no more: the job has left
+    it behind, and would not know that it takes room."""
+    snapshot, _ = step.state.late.get(generation, ("", None))
+    late = {number: each for number, each in step.state.late.items() if number != generation}
+    step.change(late=late)
+    step.do(actions.Drop(generation, snapshot))
+
+
 def retry(step: Step) -> None:
     """Commit what there was no room for, where there is some now."""
     for generation, (snapshot, committed) in step.state.late.items():

@@ -15,6 +15,10 @@ from scalai.core.host.state import Call, Emergency, Snapshot
 from scalai.core.host.step import Step
 from scalai.core.worker_messages import AwaitFreeze, RankFailed, RankFrozen
 
+CAUSE_S = 0.5
+"""A process that is killed closes its connections before it has ended: others may raise for that so
+much sooner than its end can be seen."""
+
 
 def await_freeze(step: Step, call: Call, request: AwaitFreeze) -> None:
     """A thread of a worker waits beside the training."""
@@ -27,10 +31,10 @@ def await_freeze(step: Step, call: Call, request: AwaitFreeze) -> None:
 
 def failed(step: Step, request: RankFailed) -> None:
     """A worker's script has raised. Its process waits to be ended, and may write meanwhile. One
-    that died may be the cause, and is named instead: it is looked for first."""
+    that died may be the cause, and is named instead: it is looked for first, for ``CAUSE_S``."""
     current = step.present()
     if not current.raised:
-        step.change_round(raised=f"rank {request.rank}: {request.reason}")
+        step.change_round(raised=f"rank {request.rank}: {request.reason}", raised_at=step.now)
         step.do(actions.Poll(current.number))
 
 
@@ -170,7 +174,7 @@ def _done(step: Step) -> None:
 def watch(step: Step, seen: Seen | None) -> None:
     """Do without workers that end or hang meanwhile."""
     current = step.round
-    if current is not None and current.raised:
+    if current is not None and current.raised and step.now - current.raised_at >= CAUSE_S:
         step.fail(current.raised)
     if current is None or current.emergency is None or not current.has_group:
         return

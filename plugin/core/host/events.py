@@ -224,10 +224,35 @@ class LeaveAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class Noticed:
+    """A ``source`` says that this host will be taken away in so many seconds (None: at some time).
+    What a source has said before holds no more."""
+
+    source: str
+    left_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeWithdrawn:
+    """A source says that this host stays after all."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class SlotsChanged:
     """The device probe reports another number."""
 
     slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class HealthChecked:
+    """The health check that ``order`` asked for has ended; ``reason``: why it has failed."""
+
+    order: int
+    is_healthy: bool
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,5 +292,6 @@ Event = (
     Commanded | Called | WorkerGone | Ticked | GroupStarted | GroupNotStarted | GroupEnded
     | GroupOver | Proposed | Agreed | Reserved | NoRoom | Sealed | Fetched | NotProven | Moved
     | WorkFailed | CommitDone | CommitWaits | NothingToCommit | Holds | Replicated | LeaveAsked
-    | SlotsChanged | Expelled | Rejoined | NotRejoined | CoordinatorLost | ActionFailed
+    | Noticed | NoticeWithdrawn | SlotsChanged | HealthChecked | Expelled | Rejoined | NotRejoined
+    | CoordinatorLost | ActionFailed
 )  # fmt: skip

@@ -9,7 +9,7 @@ whoever waits for an answer gets one, or an error once its round has ended."""
 
 from scalai.core import commands, reports
 from scalai.core import events as job_events
-from scalai.core.host import actions, commits, emergency, events, rounds, snapshots, stops
+from scalai.core.host import actions, commits, emergency, events, leaving, rounds, snapshots, stops
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.state import Call, HostState
 from scalai.core.host.step import Step
@@ -123,13 +123,17 @@ def _of_the_host(step: Step, event: events.Event) -> None:
                 )
             )
         case events.LeaveAsked():
-            if step.state.leaving_at is None:
-                step.change(leaving_at=step.now)
-                step.tell(reports.Leaving())
+            leaving.asked(step)
+        case events.Noticed():
+            leaving.noticed(step, event)
+        case events.NoticeWithdrawn(source):
+            leaving.withdrawn(step, source)
         case events.SlotsChanged(slots):
             if slots != step.state.slots:
                 step.change(slots=slots)
                 step.tell(reports.Slots(slots))
+        case events.HealthChecked(order, is_healthy, reason):
+            step.tell(job_events.HealthChecked(step.state.host, order, is_healthy, reason))
         case events.Expelled(reason):
             _expelled(step, reason)
         case events.Rejoined():
@@ -146,7 +150,7 @@ def _of_the_host(step: Step, event: events.Event) -> None:
 
 def _ticked(step: Step, at: float, seen: events.Seen | None) -> None:
     step.change(now=at)
-    if _is_leaving_too_long(step, seen):
+    if leaving.is_over(step, seen):
         return
     commits.retry(step)
     snapshots.retry(step)
@@ -154,26 +158,6 @@ def _ticked(step: Step, at: float, seen: events.Seen | None) -> None:
     stops.watch(step, seen)
     emergency.watch(step, seen)
     rounds.poll(step)
-
-
-def _is_leaving_too_long(step: Step, seen: events.Seen | None) -> bool:
-    """Whether the host leaves without a goodbye. The time of a save that it waits for is its own,
-    as long as the workers look for the save's end."""
-    state, patience_s = step.state, step.state.settings.drain_timeout_s
-    if state.leaving_at is None:
-        return False
-    if seen is not None and seen.save is not None:
-        if seen.looks != state.save_looks:
-            step.change(leaving_at=step.now)
-        step.change(save_looks=seen.looks)
-    assert step.state.leaving_at is not None
-    if step.now - step.state.leaving_at <= patience_s:
-        return False
-    step.log(
-        Level.ERROR, f"event=drain_timeout after_s={patience_s:.0f}: leaving without a goodbye"
-    )
-    step.change(exit=1)
-    return True
 
 
 # ---------------------------------------------------------------------- what the coordinator says
@@ -214,7 +198,7 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
         case commands.DropSnapshot(snapshot):
             step.do(actions.DropSnapshot(snapshot))
         case commands.Drop(generation):
-            step.do(actions.Drop(generation))
+            commits.drop(step, generation)
         case commands.Save(generation):
             step.do(actions.Save(generation))
         case commands.Archive() | commands.FinishArchive() | commands.Retire():
@@ -225,6 +209,8 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             step.do(actions.Doubt(generation))
         case commands.Look():
             step.do(actions.Look())
+        case commands.CheckHealth(order, reason):
+            step.do(actions.CheckHealth(order, reason))
         case commands.Report():
             if step.round is not None and step.round.has_group:
                 step.do(actions.ShowStacks(step.round.number))
@@ -258,8 +244,7 @@ def _expelled(step: Step, reason: str) -> None:
 def _rejoined(step: Step) -> None:
     step.log(Level.INFO, f"event=rejoined host={step.state.host}")
     step.tell(reports.Slots(step.state.slots))
-    if step.state.leaving_at is not None:
-        step.tell(reports.Leaving())
+    leaving.tell_again(step)
 
 
 # ---------------------------------------------------------------------- what workers say

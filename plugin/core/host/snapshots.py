@@ -81,13 +81,18 @@ def no_room(step: Step, number: int, reason: str) -> None:
 def watch(step: Step) -> None:
     """Go on without a snapshot on the way that has waited too long for its files: an older
     generation keeps their room until the newest one has its replicas, or the coordinator is
-    back."""
+    back. Where a stop is agreed nothing is waited for: its snapshot is newer, and needs the room
+    and the time."""
     current = step.round
     under_way = None if current is None else current.snapshot
     if current is None or under_way is None or under_way.reason != "snapshot":
         return
+    if current.reserved is not None or under_way.is_given_up:
+        return
     waited = step.now - under_way.since
-    if current.reserved is None and not under_way.is_given_up and waited > FILES_S:
+    if current.is_draining:
+        _give_up(step, f"there are no files for it before the stop at step {current.stop}")
+    elif waited > FILES_S:
         _give_up(step, f"there have been no files for it for {waited:.0f} s")
 
 

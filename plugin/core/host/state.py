@@ -158,6 +158,7 @@ class Round:
         unwritten: Ranks that had an order when last looked at, and had not written.
         give_up_at: When ranks that may write and do not count as hung.
         raised: What the first worker said whose script raised.
+        raised_at: When it did, in seconds.
         is_unhooked: Whether a worker trains that nothing connects to the job.
         uses_devices: Whether workers keep their state in device memory.
     """
@@ -193,6 +194,7 @@ class Round:
     unwritten: frozenset[int] = frozenset()
     give_up_at: float | None = None
     raised: str = ""
+    raised_at: float = 0.0
     has_failed: bool = False
     has_finished: bool = False
     is_unhooked: bool = False
@@ -281,7 +283,8 @@ class HostState:
         expelled: Rounds that ended because the job went on without this host: what they seal may
             be brought when it joins again.
         save_looks: How often the workers had looked for a save when a leaving host last asked.
-        leaving_at: Since when the host leaves.
+        leaving_at: Since when the host leaves, because a signal has told it to.
+        notices: Who else says that it will be taken away, and when that is (None: at some time).
         is_rejoining: Whether the host joins again once its workers are gone.
         last_step: The last step of workers that came to the end of their script.
         exit: With which code the agent ends.
@@ -299,6 +302,7 @@ class HostState:
     expelled: frozenset[int] = frozenset()
     save_looks: int = 0
     leaving_at: float | None = None
+    notices: Mapping[str, float | None] = field(default_factory=dict)
     is_rejoining: bool = False
     last_step: int = 0
     exit: int | None = None

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from scalai.core.endings import kind_of
 from scalai.core.host import actions
 from scalai.core.host.actions import Action, Level
 from scalai.core.host.state import Call, HostState, Round
@@ -91,5 +92,6 @@ class Step:
         if current is None or current.has_failed:
             return
         self.change_round(has_failed=True)
-        self.log(Level.ERROR, f"event=failed round={current.number} {reason}")
+        kind = kind_of(reason)
+        self.log(Level.ERROR, f"event=failed round={current.number} kind={kind!r} {reason}")
         self.tell(Failed(current.number, reason, out_of_memory, is_chance, is_refusal))

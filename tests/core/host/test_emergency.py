@@ -199,6 +199,28 @@ def orders(host: LawHost) -> list[Any]:
     return [a.value.rank for a in host.all(actions.Answer) if hasattr(a.value, "rank")]
 
 
+def test_who_was_killed_is_named_though_its_end_is_seen_after_others_have_raised() -> None:
+    host = LawHost()
+    host.train()
+    host.ask(RankFailed(0, 1, "Connection closed by peer"))
+    host.tick()
+    assert "failed" not in host.reported(), "a process closes its connections before it has ended"
+    host.feed(events.GroupOver(1, ("rank 1 was killed by SIGKILL",), is_chance=True))
+    host.tick(9.0)
+    (failed,) = [each for each in host.reports() if isinstance(each, reports.Failed)]
+    assert failed.reason == "rank 1 was killed by SIGKILL"
+
+
+def test_who_raises_is_named_where_nobody_was_killed() -> None:
+    host = LawHost()
+    host.train()
+    host.ask(RankFailed(0, 1, "ValueError: no such token"))
+    for _ in range(9):
+        host.tick()
+    (failed,) = [each for each in host.reports() if isinstance(each, reports.Failed)]
+    assert failed.reason == "rank 0: ValueError: no such token"
+
+
 def test_workers_are_asked_at_once_and_written_when_it_is_wanted() -> None:
     host = frozen_host({0: 9, 1: 9})
     assert host.reports()[-1] == job_events.Frozen("a", 1, (9,))

@@ -260,6 +260,24 @@ def test_a_coordinator_that_fails_leaves_the_state_for_the_same_job(tmp_path: Pa
     assert world.is_training() and world.started[-1][1] == newest
 
 
+def test_a_commit_that_found_no_room_in_time_takes_none_for_ever(tmp_path: Path) -> None:
+    """A host has no room for a manifest while the job goes on to later generations: once it has
+    room, it keeps nothing of what the job has left behind."""
+    world = World(tmp_path, is_replicated=True, snapshot_every=7)
+    world.add("a")
+    world.add("b")
+    world.go_on(60.0)
+    world.hosts["b"].is_full = True
+    world.go_on(120.0)
+    world.heal()
+    world.go_on(300.0)
+    assert world.is_training(), world.log[-30:]
+    newest = world.live.state.newest_generation
+    assert newest is not None
+    for host in world.hosts.values():
+        assert min(host.store, default=newest.number) >= newest.number - 1, sorted(host.store)
+
+
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
     max_examples=16, stateful_step_count=20, deadline=None,

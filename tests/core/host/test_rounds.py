@@ -271,6 +271,20 @@ def test_what_there_is_no_room_for_is_committed_later() -> None:
     assert host.all(actions.DiscardSealed)[-1].kept == frozenset()
 
 
+def test_what_there_is_no_room_for_goes_where_the_job_has_left_it_behind() -> None:
+    """Else it would be committed once there is room, and nobody would let go of it any more."""
+    host = LawHost()
+    host.obey(commands.Commit(3, "r-1-7", None, {}))
+    host.feed(CommitWaits(3))
+    host.obey(commands.Drop(3))
+    assert host.all(actions.Drop) == [actions.Drop(3, "r-1-7")]
+    before = len(host.all(actions.TryCommit))
+    host.tick()
+    assert len(host.all(actions.TryCommit)) == before and not host.state.late
+    host.obey(commands.Drop(2))
+    assert host.all(actions.Drop)[-1] == actions.Drop(2)
+
+
 def test_nothing_to_commit_fails_the_round() -> None:
     host = LawHost()
     host.train()

@@ -173,6 +173,26 @@ def test_a_snapshot_on_the_way_that_has_no_files_is_done_without(how: str) -> No
     assert set(snapshot(host, 11).parts) == {0, 1}, "the next one is written"
 
 
+def test_a_stop_waits_for_no_snapshot_on_the_way_that_has_no_files() -> None:
+    """Its own is newer, and needs the room and the time."""
+    host = without_files()
+    host.feed(Holds(frozenset({1, 2})))
+    calls = [host.ask(BeginSnapshot(rank, 1, "snapshot", 9)) for rank in range(2)]
+    host.agree(10)
+    host.tick(1.0)
+    assert [host.answers()[call] for call in calls] == [None, None]
+    assert host.reports()[-1] == job_events.Skipped("a", 1, "r-1-9")
+    for rank in range(2):
+        host.ask(BeginSnapshot(rank, 1, "stop", 10))
+    host.obey(commands.TakeSnapshot(1))
+    host.feed(Holds(frozenset({2})))
+    host.tick(snapshots.AGAIN_S)
+    host.feed(Reserved(1, MadeSlot(range(2))))
+    for rank in range(2):
+        host.ask(written(rank, 10))
+    assert [seal.step for seal in host.all(actions.Seal)] == [7, 10]
+
+
 def test_a_rank_that_cannot_write_is_left_out_and_trains_on() -> None:
     """What others hold of it may make the snapshot whole all the same."""
     host = LawHost()

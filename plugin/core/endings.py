@@ -1,0 +1,55 @@
+"""What kind of failure ended a worker, by what is told of it: how its process ended, or what its
+script raised, and what the kernel has counted."""
+
+import re
+
+OUT_OF_HOST_MEMORY = "out of host memory"
+OUT_OF_DEVICE_MEMORY = "out of device memory"
+PEER_GONE = "a collective failed: another rank may have gone"
+
+_KINDS = (
+    (rf"{OUT_OF_HOST_MEMORY}|\bMemoryError|CPUAllocator: can't allocate", OUT_OF_HOST_MEMORY),
+    (r"OutOfMemoryError|CUDA out of memory|exited with 12\b", OUT_OF_DEVICE_MEMORY),
+    (r"uncorrectable ECC|ECC error", "CUDA error: uncorrectable ECC error"),
+    (r"illegal memory access", "CUDA error: illegal memory access"),
+    (
+        r"Connection closed by peer|Connection reset by peer|Broken pipe|remote process exited"
+        r"|ncclRemoteError",
+        PEER_GONE,
+    ),
+    (r"\bnccl\w*Error|NCCL (WARN|error)|NCCL communicator was aborted", "NCCL error"),
+    (r"CUDA error|cudaError|CUBLAS_STATUS|CUDNN_STATUS", "CUDA error"),
+    (r"killed by SIGSEGV", "segmentation fault"),
+    (r"killed by SIGBUS", "bus error (is the shared memory full?)"),
+    (r"killed by SIGABRT", "aborted (a check of a library failed; its output says which)"),
+    (r"No space left on device", "no space left on device"),
+)
+
+
+def kind_of(reason: str) -> str:
+    """Return the kind of a failure.
+
+    Args:
+        reason: What is told of it, such as ``rank 3 was killed by SIGKILL`` or ``rank 1:
+            RuntimeError: CUDA error: ...``.
+
+    Returns:
+        One of few texts; what fits none is told by its signal, its exception or its exit code.
+    """
+    for pattern, kind in _KINDS:
+        if re.search(pattern, reason):
+            return kind
+    if found := re.search(r"was killed by (SIG\w+)", reason):
+        return f"killed by {found[1]}"
+    if found := re.search(r"rank \d+: (the script left with .*|[A-Za-z_][\w.]*)", reason):
+        told = found[1]
+        return told if told.startswith("the script") else f"the script raised {told}"
+    if found := re.search(r"exited with (\d+)", reason):
+        return f"exit {found[1]}"
+    return "other"
+
+
+def rank_of(reason: str) -> int | None:
+    """Return the rank that is named first, None where none is."""
+    found = re.search(r"\brank (\d+)", reason)
+    return None if found is None else int(found[1])
