@@ -173,6 +173,8 @@ class Hands:
                 group.pause(stop)
                 self._later(self._all, group, "stop")
                 return [events.Agreed(number, stop)]
+            case actions.Space(number, begin, every):
+                return [events.Spaced(number, begin, every, self.groups[number].newest_step())]
             case actions.WithdrawStop(number):
                 self.groups[number].go_on()
             case actions.Rejoin():

@@ -137,7 +137,7 @@ class Performer:
         welcome = Welcome(
             degrees=workers.degrees,
             micro_batch_size=workers.micro_batch_size,
-            snapshot_every=spec.config.store.snapshot_every,
+            snapshot_every=workers.snapshot_every,
             is_async=spec.config.store.async_snapshots,
             has_emergency=spec.config.store.emergency,
             restorable_step=workers.restorable_step,
@@ -215,6 +215,8 @@ class Performer:
                     return over
                 self.groups[round].page.agree(stop)
                 return [events.Agreed(round, stop)]
+            case actions.Space(round, begin, every):
+                return [events.Spaced(round, begin, every, self.groups[round].space(begin, every))]
             case actions.WithdrawStop(round):
                 self.groups[round].page.withdraw()
             case actions.Kill(round, ranks):

@@ -45,7 +45,8 @@ class Placement:
 class Workers:
     """Which workers a host runs in a round, and what they are told before they build their models.
 
-    ``run`` names this run of the job; ``degrees`` are as of ``Degrees.to_json``; workers meet at
+    ``run`` names this run of the job; snapshots on the way lie ``snapshot_every`` steps apart (0:
+    there are none); ``degrees`` are as of ``Degrees.to_json``; workers meet at
     ``master_addr``, ``master_port``. Of the newest ``generation`` (None: there is none)
     ``restorable_step`` and ``facts`` are known.
     """
@@ -60,6 +61,7 @@ class Workers:
     generation: int | None
     restorable_step: int | None
     facts: JsonText
+    snapshot_every: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,15 @@ class TakeSnapshot:
     """Every worker of the job stands at the stop: write the state, and leave."""
 
     round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """From step ``begin`` on, the snapshots on the way lie ``every`` steps apart."""
+
+    round: int
+    begin: int
+    every: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +293,6 @@ class Exit:
 
 Command = (
     Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw | TakeSnapshot | Report
-    | Freeze | Rescue | Discard | DropSnapshot | Commit | Stop | Drop | Save | Archive
+    | Space | Freeze | Rescue | Discard | DropSnapshot | Commit | Stop | Drop | Save | Archive
     | FinishArchive | Retire | Replicate | Doubt | Look | CheckHealth | Exit
 )  # fmt: skip

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scalai.core.membership import Assign, Generation
+from scalai.core.spacing import Measured
 
 NOT_COVERED = "the snapshots that survive do not cover the state"
 
@@ -227,11 +228,12 @@ class Skipped:
 @dataclass(frozen=True, slots=True)
 class SnapshotJudged:
     """What these hosts have sealed without a stop covers the state, and has this number (asked for
-    by ``JudgeSnapshot``)."""
+    by ``JudgeSnapshot``). ``measured``: what it has cost, where it was made on the way."""
 
     hosts: tuple[str, ...]
     step: int
     number: int
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from operator import attrgetter
 from scalai.core.checks import Check
 from scalai.core.degrees import Degrees
 from scalai.core.pace import Pace
+from scalai.core.spacing import Spacing
 
 
 class Phase(Enum):
@@ -315,6 +316,7 @@ class Job:
     evacuated: tuple[int, frozenset[str]] | None = None
     """The generation of which others hold what only these hosts held, which will be taken away."""
     pace: Pace = field(default_factory=Pace)
+    spacing: Spacing = field(default_factory=Spacing)
     archiving: Archiving | None = None
     archived: tuple[int, ...] = ()
     """The generations that this job has brought to the durable directory, as far as they are kept

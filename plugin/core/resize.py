@@ -18,6 +18,7 @@ from scalai.core import (
     health,
     preemption,
     replicating,
+    respacing,
     starting,
 )
 from scalai.core.actions import Action, Commit, Drop, Release, Report, Say, Withdraw
@@ -240,13 +241,14 @@ def _ticked(event: events.Ticked, job: Job) -> Result:
         return job, (*asked, *actions)
     if stuck := hangs.hung(job, event.stalled):
         return stuck[0], (*asked, *stuck[1])
+    job, spaced = respacing.ticked(job)
     job, given = evacuating.evacuate(job)
     job, copied = replicating.replicate(job)
     job, archived = archiving.archive(job)
     job, late = preemption.overdue(job)
     if not late:  # else who is late in the phase too would be lost twice
         job, late = overdue(job)
-    return job, (*asked, *given, *copied, *archived, *late)
+    return job, (*asked, *spaced, *given, *copied, *archived, *late)
 
 
 def _refill(job: Job, newest: int) -> Job:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ class Writing:
         is_copied: Whether all is copied.
         is_told: Whether the agent knows what came of it.
         is_given_up: Whether workers have failed meanwhile: nothing more is written.
+        seconds: What was measured beside it.
     """
 
     between: Between
@@ -81,6 +83,7 @@ class Writing:
     is_given_up: bool = False
     copy_s: float = 0.0
     failure: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -148,6 +151,7 @@ class AsyncSnapshots:
         mapped: MappedFile | None,
         began: float,
         then: Callable[[], None] = lambda: None,
+        seconds: Mapping[str, float] = MappingProxyType({}),
     ) -> bool:
         """Begin a snapshot of what is there now; call it between two steps, with none under way.
 
@@ -156,6 +160,7 @@ class AsyncSnapshots:
             mapped: The file, where it is mapped already.
             began: Since when the training stands still for it.
             then: Called once it is over.
+            seconds: What was measured beside it, to be told with it.
 
         Returns:
             False: there is no room for it, or for a thread.
@@ -166,7 +171,7 @@ class AsyncSnapshots:
         except (RuntimeError, MemoryError):  # of a device too
             self._copies = None
             return False
-        writing = Writing(between, copies, mapped, time.monotonic() - began)
+        writing = Writing(between, copies, mapped, time.monotonic() - began, seconds=seconds)
         self._present = writing
         thread = threading.Thread(
             target=self._run, args=(writing, then), name="async-snapshot", daemon=True
@@ -190,6 +195,12 @@ class AsyncSnapshots:
             if not writing.is_copied and not writing.is_given_up:
                 writing.ended.wait()
                 self._copy_here(writing)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a snapshot is written beside the training now."""
+        writing = self._present
+        return writing is not None and not writing.ended.is_set()
 
     def settle(self) -> None:
         """Wait until the agent knows what came of the snapshot under way, if one is.
@@ -282,6 +293,7 @@ class AsyncSnapshots:
                 rank_state=between.rank_state,
                 consumed_samples=between.consumed_samples,
                 seconds={
+                    **writing.seconds,
                     "snapshot": writing.copy_s,
                     "snapshot_proof": time.monotonic() - began,
                     "stall": writing.stall_s,

@@ -17,9 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from scalai.core.errors import StoreError
+from scalai.core.schedule import Schedule
 from scalai.store.secure import Folder
 
-STOP, AGREED, IN_FLIGHT, LOOKS, WANTED, FIRST_WORKER = 0, 1, 2, 3, 4, 8
+STOP, AGREED, IN_FLIGHT, LOOKS, WANTED, SPACED, FIRST_WORKER = 0, 1, 2, 3, 4, 5, 8
+EVERY_BITS = 20
+"""So many bits say how many steps lie between snapshots."""
 PAGE_BYTES = 4096
 OUT_OF_MEMORY_EXIT = errno.ENOMEM
 """Exit code by which a worker tells its agent that these degrees do not fit into its device."""
@@ -50,8 +53,9 @@ def _make(folder: Folder, name: str) -> int:
 
 class ControlPage:
     """Eight-byte cells: the prepared stop, the agreed stop, the save that is in flight (its
-    iteration and 1), how often the workers looked for it, how much a stop waits for it, each
-    worker's newest step, and whether it says to be within the next one.
+    iteration and 1), how often the workers looked for it, how much a stop waits for it, how many
+    steps lie between snapshots and from which step on, each worker's newest step, and whether it
+    says to be within the next one.
 
     Eight aligned bytes are written at once on every platform that torch supports, and every cell
     has one writer.
@@ -94,6 +98,17 @@ class ControlPage:
     def withdraw(self) -> None:
         """Agent: forget the prepared stop; whoever waits at it goes on."""
         self._cells[STOP] = 0
+
+    def space(self, schedule: Schedule) -> None:
+        """Agent: which steps have snapshots, from its first one on."""
+        # One cell, so that nobody reads a half of it.
+        self._cells[SPACED] = schedule.begin << EVERY_BITS | schedule.every
+        time.sleep(0.002)  # as of ``prepare``
+
+    def spaced(self) -> Schedule | None:
+        """Worker, after ``report``: which steps have snapshots; None: as it was told at first."""
+        cell = int(self._cells[SPACED])
+        return Schedule(cell & (1 << EVERY_BITS) - 1, cell >> EVERY_BITS) if cell else None
 
     def save_in_flight(self) -> int | None:
         """Agent: the iteration of the save of the training's own that must end before a stop."""

@@ -30,6 +30,7 @@ from scalai.core.errors import LayoutError, PeerError, RefusedError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText
 from scalai.core.region import Piece
+from scalai.core.schedule import Schedule
 from scalai.core.worker_messages import (
     Hello,
     Publish,
@@ -111,7 +112,7 @@ class Session:
         self._is_stopped = False
         self._has_stepped = False
         self._save_in_flight: int | None = None
-        self._snapshot_every, self._is_async, self._has_emergency = 0, False, False
+        self._schedule, self._is_async, self._has_emergency = Schedule(0), False, False
         self._snapshots: Snapshots | None = None
         self._agent: Channel | None = None
         degrees = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, **defaults}
@@ -124,7 +125,7 @@ class Session:
             welcome = self._agent.call(Hello(self._rank, self._round))
             degrees.update(welcome.degrees)
             self.micro_batch_size = welcome.micro_batch_size
-            self._snapshot_every, self._is_async = welcome.snapshot_every, welcome.is_async
+            self._schedule, self._is_async = Schedule(welcome.snapshot_every), welcome.is_async
             self._has_emergency = welcome.has_emergency
             self.restorable_step = welcome.restorable_step
             self.is_standby = welcome.is_standby
@@ -266,7 +267,7 @@ class Session:
             self._agent, self._rank, self._round, state, self._held, self._rings, self._registered,
             partial(self._page.between_steps, self._local_rank),
         )  # fmt: skip
-        if self._snapshot_every and self._is_async:
+        if self._schedule.every and self._is_async:
             self._snapshots.write_beside_training()
         if source is None:
             self._snapshot("start")
@@ -353,9 +354,10 @@ class Session:
                 self._snapshots.watch_for_failures()
         self._snapshots.step_ended(self.step, self.consumed_samples)
         self._page.report(self._local_rank, self.step)
+        self._schedule = self._schedule.at(self.step, self._page.spaced())
         if self._page.must_stop(self.step) and self._come_to_stop():
             self._is_stopped = True
-        elif self._snapshot_every and self.step % self._snapshot_every == 0:
+        elif self._schedule.is_due(self.step):
             self._snapshots.take_on_the_way(self.step, self.consumed_samples)
         return self._is_stopped
 

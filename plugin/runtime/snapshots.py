@@ -13,6 +13,7 @@ import torch
 
 from scalai.core.messages import JsonText
 from scalai.core.region import Piece
+from scalai.core.step_times import StepTimes
 from scalai.core.worker_messages import (
     AwaitSlot,
     BeginSnapshot,
@@ -69,6 +70,7 @@ class Snapshots:
         self._between_now: Between | None = None
         self._obstacle = ""
         self._is_leaving = False
+        self._times, self._is_beside = StepTimes(), False
 
     def renew(self, state: LiveState, rows: Sequence[Row]) -> None:
         """The same tensors may lie elsewhere now."""
@@ -113,6 +115,8 @@ class Snapshots:
 
     def step_ended(self, step: int, samples: Samples) -> None:
         """A step has ended: what the next one changes before its update is copied."""
+        self._times = self._times.ended(time.monotonic(), is_beside=self._is_beside)
+        self._is_beside = self._beside is not None and self._beside.is_writing
         self._between_now = None
         if not self.are_watched:
             return
@@ -132,7 +136,7 @@ class Snapshots:
     def take_on_the_way(self, step: int, samples: Samples) -> None:
         """Write a snapshot of this step, beside the training where that can be; else the training
         stands still for it, and it is said why."""
-        began = time.monotonic()
+        began, self._is_beside = time.monotonic(), True
         self.settle()
         if self._begin(step, samples, began):
             return
@@ -152,7 +156,7 @@ class Snapshots:
         self._registered.refresh()
         between = self._between_now or self._between(step, samples)
         mapped, self._mapped = self._mapped, None
-        return self._beside.begin(between, mapped, began, self.map_next)
+        return self._beside.begin(between, mapped, began, self.map_next, self._measured())
 
     def take(self, reason: str, step: int, samples: Samples) -> bool:
         """Write what the agent orders. Returns False where the stop was taken back instead: at a
@@ -199,9 +203,16 @@ class Snapshots:
                     "snapshot": time.monotonic() - began,
                     "snapshot_proof": hashed - placed,
                     "stall": time.monotonic() - stands_since,
+                    **self._measured(),
                 },
             )
         )
+
+    def _measured(self) -> dict[str, float]:
+        """Return how long a usual step takes, and how much longer those beside the last snapshot
+        have taken, as far as it is known."""
+        found = {"step": self._times.step_s, "cost": self._times.cost_s}
+        return {name: seconds for name, seconds in found.items() if seconds is not None}
 
     def _between(self, step: int, samples: Samples) -> Between:
         """Return what belongs to the state of a step beside its tensors."""

@@ -2,6 +2,7 @@
 of one step, whoever dies, hangs or stops in the middle of a copy. The tiny job changes every number
 of its state with every step."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,37 @@ def test_a_job_goes_on_from_a_snapshot_that_was_written_beside_its_training(
         check_steps(agents.lines())
         assert "event=no_async_snapshot" not in agents.logs(), agents.logs()
         assert "stall_s=" in snapshots(agents)[-1] and "copy_s=" in snapshots(agents)[-1]
+
+
+def test_a_job_that_chooses_how_often_learns_it_and_keeps_it_through_a_failure(
+    tmp_path: Path,
+) -> None:
+    """It fails so often, as is assumed, that snapshots are as near as they may be: 10 s."""
+    store = 'snapshot_every = "auto"\nmtbf_hours_per_worker = 0.001\nemergency = false'
+    settings = {"store": store, "resize": "silent_s = 3"}
+    with tiny_agents(tmp_path, SHARDS, nodes="1", settings=settings, flags=RESTARTS) as agents:
+
+        def found(pattern: str) -> list[list[int]]:
+            return [[int(n) for n in each.groups()] for each in re.finditer(pattern, agents.text())]
+
+        def made(least: int) -> list[int]:
+            steps = found(r"event=snapshot committed=\d+ step=(\d+)")
+            return [step for (step,) in steps if step >= least]
+
+        agents.start("a")
+        agents.wait_until(lambda: bool(found(r"event=spaced .*begin=(\d+)")), "workers are told")
+        assert made(1)[0] == 50 and "event=snapshot_every k=50 is assumed" in agents.text()
+        begin, every = found(r"event=spaced .*begin=(\d+) every=(\d+)")[0]
+        assert every > 75, agents.logs()
+        agents.wait_until(lambda: bool(made(begin)), "a snapshot is made where it was told")
+        agents.kill_worker(1)
+        agents.wait_until(lambda: len(agents.resizes()) == 2, "the job goes on")
+        step = agents.resizes()[-1]["step"]
+        assert step >= begin and (step - begin) % every == 0, agents.logs()
+        agents.wait_until(lambda: bool(made(step + 1)), "and makes snapshots as it has learned")
+        ((last,),) = found(r"event=snapshot_every k=(\d+) cost_s=")[-1:]
+        assert made(step + 1)[0] % last == 0, agents.logs()
+        check_steps(agents.lines())
 
 
 def test_a_stop_that_comes_while_a_snapshot_is_written_loses_no_step(tmp_path: Path) -> None:

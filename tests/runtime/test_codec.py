@@ -59,6 +59,7 @@ PARTS: list[Any] = [
     commands.DropSnapshot("r-1-8"),
     *(commands.Archive(1, 3, True), commands.FinishArchive(2, 3), events.Archived("a", 1, 9, "no")),
     commands.Replicate(4, SOURCES, Shared(Ring(("a", "b"), ("x", "y"), 1, True, ("b",)))),
+    commands.Space(1, 20, 5),
     *(commands.Exit(0, "done", False, commands.Ending(9, None)), commands.Exit(75, "saved")),
     *(events.Built("a", 1), events.NotBuilt("a", 1, "no"), events.Prepared("a", 1, 8, 7)),
     *(events.Held("a", 1, 8, "a save"), events.Arrived("a", 1, 8), events.Stopped("a", 1, 8)),

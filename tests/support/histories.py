@@ -119,6 +119,11 @@ class Histories(RuleBasedStateMachine):
         self.world.scale(nproc)
         self.world.go_on(70.0)
 
+    @rule(every=st.sampled_from([0, 1, 3, 7]), ahead=st.sampled_from([-2, 0, 1, 20]))
+    def space(self, every: int, ahead: int) -> None:
+        """Snapshots come at other steps; workers may hear of it too late, and of different ones."""
+        self.world.space(every, ahead)
+
     @rule(begins=st.booleans())
     def save(self, begins: bool) -> None:
         """A save of the training's own begins or ends."""

@@ -33,7 +33,11 @@ def assign_all(minimum: int = 1, allowed: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) 
 
 def _at_rest(job: m.Job) -> m.Job:
     """Return what of a job does not change by time alone."""
-    return replace(job, newest=0, now=0.0, wait=m.Wait(), stepped_at=None, trained_s=0.0, barred={})
+    spacing = replace(job.spacing, worker_s=0.0, counted_at=None)
+    return replace(
+        job, newest=0, now=0.0, wait=m.Wait(), stepped_at=None, trained_s=0.0, barred={},
+        spacing=spacing,
+    )  # fmt: skip
 
 
 class Simulation(Known):

@@ -12,6 +12,7 @@ from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.state import Round
 from scalai.core.messages import JsonText
+from scalai.core.schedule import Schedule
 from scalai.core.worker_messages import (
     AwaitFreeze,
     BeginSnapshot,
@@ -105,6 +106,11 @@ class SimulatedHands:
                     return over
                 self._groups[number].agreed = stop
                 return [events.Agreed(number, stop)]
+            case actions.Space(number, begin, every):
+                group = self._groups[number]
+                group.spaced = Schedule(every, begin)
+                newest = max(worker.step for worker in group.workers.values())
+                return [events.Spaced(number, begin, every, newest)]
             case actions.WithdrawStop(number):
                 self._groups[number].proposed = self._groups[number].agreed = None
             case actions.Kill(number, ranks):
@@ -159,7 +165,9 @@ class SimulatedHands:
         if self._host.cannot_start:
             return [events.GroupNotStarted(workers.round, "no process")]
         ranks = workers.placement.ranks
-        self._groups[workers.round] = Group({rank: Worker(rank) for rank in ranks})
+        schedule = Schedule(workers.snapshot_every)
+        made = {rank: Worker(rank, schedule=schedule) for rank in ranks}
+        self._groups[workers.round] = Group(made)
         return [events.GroupStarted(workers.round)]
 
     def _end(self, number: int) -> Event:
@@ -200,7 +208,9 @@ class SimulatedHands:
         else:
             held = self._host.held_by(worker, number)
             made = tuple(print_of(tensor, worker.step) for tensor in held.tensors)
-            request = RankWritten(rank, number, worker.step, made, f"r{rank}", none, none, 1, {})
+            request = RankWritten(
+                rank, number, worker.step, made, f"r{rank}", none, none, 1, self._host.seconds
+            )
         self.calls += 1
         worker.thread_call = self.calls
         self.threads[self.calls] = worker
@@ -213,7 +223,9 @@ class SimulatedHands:
         if worker.copy == "write":
             held = self._host.held_by(worker, number)
             made = tuple(print_of(tensor, step) for tensor in held.tensors)
-            request = RankWritten(rank, number, step, made, f"r{rank}", none, none, 1, {})
+            request = RankWritten(
+                rank, number, step, made, f"r{rank}", none, none, 1, self._host.seconds
+            )
         self.calls += 1
         worker.copy_call = self.calls
         self.copies[self.calls] = worker
@@ -287,7 +299,9 @@ class SimulatedHands:
                 return BeginSnapshot(rank, number, worker.doing, worker.step)
             case "write":
                 made = tuple(print_of(tensor, worker.step) for tensor in held.tensors)
-                return RankWritten(rank, number, worker.step, made, f"r{rank}", none, none, 1, {})
+                return RankWritten(
+                    rank, number, worker.step, made, f"r{rank}", none, none, 1, self._host.seconds
+                )
             case "stand":
                 return Stand(rank, number, worker.step, self._host.world.save_of(number) or 0)
             case "finish":

@@ -8,6 +8,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from scalai.core import commands
 from scalai.core.errors import ScalaiError
 from scalai.core.host import events
 from scalai.core.membership import Phase
@@ -34,7 +35,7 @@ class World:
     folder: Any
     flags: tuple[str, ...] = ("--nnodes", "1:4", "--max-restarts", "9")
     is_replicated: bool = True
-    snapshot_every: int = 0
+    snapshot_every: int | str = 0
     is_async: bool = False
     """Whether snapshots on the way are written beside the training."""
     archive_every_s: float = 0.0
@@ -61,6 +62,7 @@ class World:
             "[model]\nglobal_batch_size = 12\n[probe]\nkind = 'none'\n"
             "[resize]\nsettle_s = 1.0\ndrain_timeout_s = 60.0\nbuild_timeout_s = 20.0\n"
             "start_timeout_s = 600.0\nhang_s = 300.0\n"
+            f"[store]\nsnapshot_every = {self.snapshot_every!r}\n"
         )
         given = ["--elastic", str(config), "--job", "j", "--nproc-per-node", "2", *self.flags]
         if self.archive_every_s:
@@ -204,6 +206,14 @@ class World:
         with contextlib.suppress(ScalaiError):
             self.desk.handle(person, Scale(nproc, None, None, dry_run=False))
 
+    def space(self, every: int, ahead: int) -> None:
+        """The hosts are told, each when it hears of it, that snapshots lie so many steps apart from
+        a step on that is so far ahead: behind them where that is negative."""
+        number, step = self.furthest()
+        begin = max(0, step + ahead)
+        with self.desk._lock:
+            self.live.command(self.live.active(), commands.Space(number, begin, every))
+
     def kill_worker(self, name: str, rank: int) -> None:
         host = self.hosts.get(name)
         for number, group in list(host.hands._groups.items()) if host else []:
@@ -308,8 +318,10 @@ class World:
         it waits for the word first."""
         stop = group.agreed if group.agreed is not None else group.proposed
         is_at_stop = stop is not None and worker.step >= stop
-        is_due = self.snapshot_every and worker.step % self.snapshot_every == 0
-        return bool(is_due) and worker.snapped != worker.step and not is_at_stop
+        worker.schedule = worker.schedule.at(worker.step, group.spaced)
+        return (
+            worker.schedule.is_due(worker.step) and worker.snapped != worker.step and not is_at_stop
+        )
 
     def save_of(self, number: int) -> int | None:
         """Return the iteration of the save that is in flight in a round, if one is."""

@@ -81,6 +81,7 @@ def workers(
         "generation": None,
         "restorable_step": None,
         "facts": messages.JsonText.of({}),
+        "snapshot_every": 0,
     }
     return commands.Workers(round=round, placement=placement, **{**given, **facts})
 

@@ -78,6 +78,8 @@ def _on(step: Step, event: events.Event) -> None:
             stops.proposed(step, number, stop, newest)
         case events.Agreed(number, stop):
             stops.agreed(step, number, stop)
+        case events.Spaced():
+            snapshots.spaced(step, event)
         case events.Reserved(number, slot):
             snapshots.reserved(step, number, slot)
             emergency.go_on(step, number)
@@ -195,6 +197,9 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             commits.commit(step, command)
         case commands.Discard():
             commits.discard(step)
+        case commands.Space(number, begin, every):
+            if step.is_present(number) and step.present().has_group:
+                step.do(actions.Space(number, begin, every))
         case commands.DropSnapshot(snapshot):
             step.do(actions.DropSnapshot(snapshot))
         case commands.Drop(generation):

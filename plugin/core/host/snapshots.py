@@ -11,6 +11,7 @@ from scalai.core import events as job_events
 from scalai.core import reports
 from scalai.core.host import actions
 from scalai.core.host.actions import Level
+from scalai.core.host.events import Spaced
 from scalai.core.host.state import Call, Round, Slot, Snapshot
 from scalai.core.host.step import Step
 from scalai.core.worker_messages import (
@@ -156,9 +157,13 @@ def begin(step: Step, call: Call, request: BeginSnapshot) -> None:
     if current.snapshot is None:
         under_way = Snapshot(request.reason, request.step, since=step.now)
         current = step.change_round(snapshot=under_way)
+    elif request.step < current.snapshot.step:
+        step.answer(call)  # others have passed this one over
+        return
     elif current.snapshot.step != request.step:
         # The others still write what this rank has written: its next snapshot comes after it.
         step.change_round(postponed=(*current.postponed, (call, request)))
+        _pass_over(step, current.snapshot, request)
         return
     assert current.snapshot is not None
     if current.snapshot.is_given_up:
@@ -170,6 +175,24 @@ def begin(step: Step, call: Call, request: BeginSnapshot) -> None:
     reserve(step)
     tell_arrived(step)
     give_orders(step)
+
+
+def _pass_over(step: Step, under_way: Snapshot, later: BeginSnapshot) -> None:
+    """A worker comes to a later snapshot and has never come to the one on the way: it has learned
+    too late at which steps they are, and writes nothing of it."""
+    known = under_way.ordered | set(under_way.waiting) | under_way.unwritten_by
+    if later.step > under_way.step and not under_way.is_last and later.rank not in known:
+        _without(step, later.rank)
+
+
+def spaced(step: Step, event: Spaced) -> None:
+    """The workers can read at which steps snapshots are."""
+    text = f"event=spaced round={event.round} begin={event.begin} every={event.every}"
+    if event.newest < event.begin:
+        step.log(Level.INFO, text)
+        return
+    text += f": a worker was at step {event.newest} by then, and may leave out or add a snapshot"
+    step.log(Level.WARNING, text)
 
 
 def tell_arrived(step: Step) -> None:

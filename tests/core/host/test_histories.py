@@ -89,6 +89,28 @@ def test_what_is_copied_beside_the_training_may_be_told_late(tmp_path: Path) -> 
     assert logged(world, "event=snapshot committed="), world.log
 
 
+def test_a_job_chooses_how_often_by_the_slowest_host_and_all_workers_agree(tmp_path: Path) -> None:
+    world = two_hosts(tmp_path, snapshot_every="auto", is_async=True)
+    for name, cost_s in (("a", 1.0), ("b", 4.0)):
+        world.hosts[name].seconds = {"cost": cost_s, "step": 5.0}
+    while not logged(world, "event=snapshot committed="):
+        world.go_on(60.0)
+        assert world.furthest()[1] < 500, world.log
+    world.go_on(60.0)
+    assert logged(world, "event=snapshot_every k=720 cost_s=4.000 step_s=5 "), world.log
+    number, _ = world.furthest()
+    told = {host.hands.groups[number].spaced for host in world.hosts.values()}
+    assert len(told) == 1 and {each.every for each in told} == {720}
+    assert not any("may leave out" in line for host in world.hosts.values() for line in host.log)
+    world.kill_worker("a", 0)
+    world.go_on(120.0)
+    assert world.is_training() and world.furthest()[0] > number, world.log
+    assert logged(world, "event=snapshot_every k=34 cost_s=4.000 step_s=5 mtbf_s=36"), world.log
+    groups = [host.hands.groups[world.furthest()[0]] for host in world.hosts.values()]
+    workers = [worker for group in groups for worker in group.workers.values()]
+    assert {worker.schedule.every for worker in workers} == {34}
+
+
 def test_a_host_without_room_leaves_snapshots_out_and_holds_up_nobody(tmp_path: Path) -> None:
     """Each host alone has some of the state: what the other one has written of it goes."""
     world = two_hosts(tmp_path, snapshot_every=4, is_async=True, is_replicated=False)

@@ -13,6 +13,7 @@ from scalai.core.host.events import (
     Reserved,
     Sealed,
     Seen,
+    Spaced,
     Ticked,
     WorkerGone,
     WorkFailed,
@@ -294,6 +295,53 @@ def test_a_worker_that_is_ahead_by_a_snapshot_waits_for_the_others() -> None:
     host.feed(Holds(frozenset({1})))
     host.feed(Reserved(1, MadeSlot(range(2))))
     assert host.answers()[early] is not None
+
+
+def test_who_comes_to_a_later_snapshot_writes_nothing_of_an_earlier_one() -> None:
+    """It has learned too late at which steps they are. The other has written, and counts."""
+    host = LawHost()
+    slot = host.train()
+    host.ask(BeginSnapshot(0, 1, "snapshot", 7))
+    host.ask(written(0))
+    assert not host.all(actions.Seal)
+    later = host.ask(BeginSnapshot(1, 1, "snapshot", 9))
+    (seal,) = host.all(actions.Seal)
+    assert seal.step == 7 and set(seal.parts) == {0} and not seal.taken_over
+    host.feed(Sealed(1, slot, b""))
+    host.feed(Holds(frozenset({1})))
+    host.feed(Reserved(1, MadeSlot(range(2))))
+    assert host.answers()[later] is not None
+    host.ask(BeginSnapshot(0, 1, "snapshot", 9))
+    for rank in range(2):
+        host.ask(written(rank, 9))
+    assert set(host.all(actions.Seal)[-1].parts) == {0, 1}
+
+
+def test_a_snapshot_that_others_have_passed_over_holds_up_nobody() -> None:
+    host = LawHost()
+    host.train()
+    host.ask(BeginSnapshot(0, 1, "snapshot", 9))
+    early = host.ask(BeginSnapshot(1, 1, "snapshot", 7))
+    host.ask(BeginSnapshot(1, 1, "snapshot", 9))
+    assert host.answers()[early] is None
+    for rank in range(2):
+        host.ask(written(rank, 9))
+    assert set(host.all(actions.Seal)[-1].parts) == {0, 1}
+
+
+@pytest.mark.parametrize(("newest", "level"), [(19, "INFO"), (20, "WARNING")])
+def test_a_change_of_the_steps_with_snapshots_is_told_and_said(newest: int, level: str) -> None:
+    host = LawHost()
+    host.obey(commands.Space(1, 20, 5))
+    assert not host.all(actions.Space), "nobody trains"
+    host.train()
+    host.obey(commands.Space(2, 20, 5))
+    assert not host.all(actions.Space), "of another round"
+    host.obey(commands.Space(1, 20, 5))
+    assert host.all(actions.Space) == [actions.Space(1, 20, 5)]
+    host.feed(Spaced(1, 20, 5, newest))
+    (said,) = [each for each in host.all(actions.Log) if "event=spaced" in each.text]
+    assert said.level.name == level and "begin=20 every=5" in said.text
 
 
 def test_slots_are_handed_out_ahead_of_time_and_to_ranks_of_this_host_alone() -> None:
