@@ -173,6 +173,8 @@ class Hands:
                 group.pause(stop)
                 self._later(self._all, group, "stop")
                 return [events.Agreed(number, stop)]
+            case actions.Space(number, begin, every):
+                return [events.Spaced(number, begin, every, self.groups[number].newest_step())]
             case actions.WithdrawStop(number):
                 self.groups[number].go_on()
             case actions.Rejoin():
@@ -233,7 +235,8 @@ class Hands:
             case "start" | "stop":
                 return BeginSnapshot(rank, number, what, group.step)
             case "write start" | "write stop":
-                return RankWritten(rank, number, (), f"r{rank}", NO_FACTS, NO_FACTS, 1, {})
+                done = group.step
+                return RankWritten(rank, number, done, (), f"r{rank}", NO_FACTS, NO_FACTS, 1, {})
             case "restored":
                 prints = fingerprints(self._host.wanted(group)[rank - group.ranks.start])
                 return RankRestored(rank, number, prints, {}, "restored")

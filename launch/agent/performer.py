@@ -137,7 +137,8 @@ class Performer:
         welcome = Welcome(
             degrees=workers.degrees,
             micro_batch_size=workers.micro_batch_size,
-            snapshot_every=spec.config.store.snapshot_every,
+            snapshot_every=workers.snapshot_every,
+            is_async=spec.config.store.async_snapshots,
             has_emergency=spec.config.store.emergency,
             restorable_step=workers.restorable_step,
             is_standby=action.is_standby,
@@ -214,6 +215,8 @@ class Performer:
                     return over
                 self.groups[round].page.agree(stop)
                 return [events.Agreed(round, stop)]
+            case actions.Space(round, begin, every):
+                return [events.Spaced(round, begin, every, self.groups[round].space(begin, every))]
             case actions.WithdrawStop(round):
                 self.groups[round].page.withdraw()
             case actions.Kill(round, ranks):
@@ -251,10 +254,10 @@ class Performer:
                     if name not in kept:
                         store.discard(sealed)
                 store.set_damaged_aside()
-            case actions.Drop(generation, snapshot):
-                if generation in store.generations():
-                    store.drop(generation)
-                elif snapshot in (waiting := self._sealed()):
+            case actions.Drop(generation) if generation in store.generations():
+                store.drop(generation)
+            case actions.Drop(_, snapshot) | actions.DropSnapshot(snapshot):
+                if snapshot in (waiting := self._sealed()):
                     store.discard(waiting[snapshot])
             case actions.Save(generation):
                 holdings.save(generation)

@@ -13,6 +13,7 @@ from scalai.core import commands
 from scalai.core.commands import Workers
 from scalai.core.degrees import Degrees
 from scalai.core.errors import ScalaiError
+from scalai.core.schedule import Schedule
 from scalai.core.worker_messages import Imports
 from scalai.launch.agent.extension_locks import WorkersLocks, extensions_root
 from scalai.launch.agent.torch_elastic import (
@@ -56,6 +57,12 @@ class WorkerGroup:
         """Return the step that each worker has ended, by global rank; -1 before it takes part."""
         steps = self.page.steps(self._place.local_world_size)
         return {self._place.first_rank + local: step for local, step in enumerate(steps)}
+
+    def space(self, begin: int, every: int) -> int:
+        """From step ``begin`` on have snapshots every so many steps. Return the newest step that a
+        worker had ended by then."""
+        self.page.space(Schedule(every, begin))
+        return self.newest_step()
 
     def are_within_steps(self) -> bool:
         """Return whether every worker says to be within a step."""

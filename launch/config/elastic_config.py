@@ -3,15 +3,19 @@
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 
 from scalai.core.choice import DegreePolicy, Rule
 from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.core.errors import UsageError
+from scalai.core.young_daly import MOST_STEPS, MTBF_HOURS
 from scalai.launch.config.notice_source import NoticeSource, parse_source
 
 STANDBY = ("auto", "always", "never")
 PROBE_KINDS = ("nvidia-smi", "command", "file", "none")
 DATA_ORDERS = ("loader", "own")
+AUTO = "auto"
+"""For ``snapshot_every``: the job chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,10 @@ class StoreConfig:
         budget_gb: Upper bound of what generations may take, in 10^9 bytes; None: what is free
             there.
         snapshot_every: Steps between generations without a change; 0: only at the start and at
-            changes.
+            changes; ``auto``: as many as lose the least time, by what one is measured to cost.
+        mtbf_hours_per_worker: How long a worker is taken to train between two failures, for
+            ``auto``.
+        async_snapshots: Whether those are written while the training goes on; else it stands still.
         replicas: On how many other hosts to keep what would be lost with a host.
         emergency: Whether workers that outlive a failure write the state that stands between two
             updates, so that the job goes on from there.
@@ -35,7 +42,9 @@ class StoreConfig:
 
     dir: str | None = None
     budget_gb: float | None = None
-    snapshot_every: int = 0
+    snapshot_every: int | str = 0
+    mtbf_hours_per_worker: float = MTBF_HOURS
+    async_snapshots: bool = True
     replicas: int = 1
     emergency: bool = True
     durable_dir: str | None = None
@@ -44,7 +53,11 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         _expect(self.budget_gb is None or self.budget_gb > 0, "budget_gb", self.budget_gb, "> 0")
-        _expect(self.snapshot_every >= 0, "snapshot_every", self.snapshot_every, "0 or more steps")
+        every, hours = self.snapshot_every, self.mtbf_hours_per_worker
+        is_every = every == AUTO if isinstance(every, str) else 0 <= every <= MOST_STEPS
+        steps = f"0 to {MOST_STEPS} steps, or {AUTO!r}"
+        _expect(is_every, "snapshot_every", every, steps)
+        _expect(0 < hours < inf, "mtbf_hours_per_worker", hours, "> 0 hours")
         _expect(self.replicas >= 0, "replicas", self.replicas, "0 or more")
         every_s = self.durable_every_s
         _expect(every_s >= 0, "durable_every_s", every_s, "0 or more seconds")

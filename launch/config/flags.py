@@ -14,6 +14,7 @@ from dataclasses import fields
 from torch.distributed.run import get_args_parser
 
 from scalai.core.errors import UsageError
+from scalai.launch.config.elastic_config import AUTO
 from scalai.launch.config.endpoint import join_endpoint
 from scalai.launch.config.identity import tls_files
 from scalai.launch.config.notice_source import parse_source
@@ -140,7 +141,9 @@ def _add_state(add: Callable[..., None]) -> None:
         "end")  # fmt: skip
     add("--durable-keep", type=int, metavar="N",
         help="how many of them stay there (default: 2)")  # fmt: skip
-    add("--snapshot-every", type=int, metavar="STEPS", help="make a generation every so many steps")
+    add("--snapshot-every", type=_every, metavar="STEPS|auto",
+        help="make a generation every so many steps; auto: as often as loses the least "
+        "time")  # fmt: skip
     add("--replicas", type=int, metavar="N",
         help="how many other hosts keep what would be lost with a host (default: 1)")  # fmt: skip
     add("--domain", metavar="NAME",
@@ -279,6 +282,12 @@ def _sizes(text: str) -> tuple[int, ...]:
     if not sizes or min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} names no world size of 1 or more")
     return tuple(sorted(sizes))
+
+
+def _every(text: str) -> int | str:
+    if text == AUTO or text.isdecimal():
+        return text if text == AUTO else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps nor {AUTO}")
 
 
 def _notice_sources(text: str) -> tuple[str, ...]:

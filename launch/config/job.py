@@ -7,7 +7,8 @@ from pathlib import Path
 
 from scalai.converters.deepspeed.config import BLOCK, find_config, json_config
 from scalai.core.jsonable import Json
-from scalai.launch.config.elastic_config import ElasticConfig
+from scalai.core.spacing import FIRST_STEPS, Spacing
+from scalai.launch.config.elastic_config import AUTO, ElasticConfig
 from scalai.launch.config.elastic_file import parse_config, read_text
 from scalai.launch.config.options import Options
 from scalai.launch.config.script import ScriptFacts, read_script
@@ -124,6 +125,14 @@ class JobSpec:
     def store_budget_bytes(self) -> int | None:
         budget = self.config.store.budget_gb
         return None if budget is None else int(budget * 1e9)
+
+    @property
+    def spacing(self) -> Spacing:
+        """How many steps lie between snapshots on the way, at first."""
+        store, lead_s = self.config.store, 2.0 * self.config.resize.silent_s
+        every, is_auto = store.snapshot_every, store.snapshot_every == AUTO
+        steps = FIRST_STEPS if isinstance(every, str) else every
+        return Spacing(steps, is_auto, store.mtbf_hours_per_worker, lead_s)
 
     @property
     def replicas(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from scalai.core import commands, events, reports
 from scalai.core.errors import UsageError
+from scalai.core.host.snapshots import longest
 from scalai.core.membership import Phase
 from scalai.core.reports import HostEvent, Report
 from scalai.launch.coordinator.live_job import LiveJob
@@ -89,7 +90,9 @@ class AgentEvents:
             live.answers.snapshots[host] = report.seconds
             live.feed(events.SnapshotWritten(host, report.round))
         elif part is not None and report.reason != "emergency":
-            live.feed(events.Sealed(host, report.round, report.reason, snapshot_name(part)))
+            name, kept = snapshot_name(part), live.answers.on_the_way
+            kept[name] = longest(kept.get(name, {}), report.seconds)
+            live.feed(events.Sealed(host, report.round, report.reason, name))
 
     def _committed(self, event: events.Committed) -> None:
         line = self._live.timeline

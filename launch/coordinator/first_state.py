@@ -34,6 +34,7 @@ def first_state(spec: JobSpec, sizing: Sizing, term: int, took_over_at: float | 
         start_timeout_s=resize.start_timeout_s,
         hang_s=resize.hang_s if spec.is_elastic else 0.0,
         quarantine_s=resize.quarantine_s,
+        spacing=spec.spacing,
         last_replication=orders,
         last_archive=orders,
         last_check=orders,

@@ -198,15 +198,15 @@ class Generations:
 
     def on_the_way(self, run: str, round: int) -> list[tuple[str, tuple[str, ...]]]:
         """Return a round's snapshots that are sealed in part, with the hosts that hold parts."""
-        found = self._snapshots.items()
-        return [(name, tuple(its)) for name, its in found if name.startswith(f"{run}-{round}-")]
+        its = f"{run}-{round}-"
+        return [(name, tuple(p)) for name, p in self._snapshots.items() if name.startswith(its)]
 
-    def forget_sealed(self) -> tuple[HostManifest, ...]:
-        """A round begins: what was sealed and not committed is of no use any more. Return it."""
-        given_up = tuple(part for parts in self._snapshots.values() for part in parts.values())
-        self._snapshots.clear()
-        self._sealed.clear()
-        return given_up
+    def forget_sealed(self, name: str | None = None) -> tuple[HostManifest, ...]:
+        """Forget, and return, what was sealed and not committed; or one snapshot, by its name."""
+        names = {*self._snapshots, *self._sealed} if name is None else {name}
+        given_up = [part for n in names for part in self._snapshots.pop(n, HeldParts()).values()]
+        self._sealed = {n: entry for n, entry in self._sealed.items() if n not in names}
+        return tuple(given_up)
 
     def number(self, name: str) -> int | None:
         """Return the number that a snapshot was given, None where it was never committed."""

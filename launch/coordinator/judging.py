@@ -1,11 +1,13 @@
 """Whether what hosts have sealed is a state: at a stop, on the way, and after a failure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from scalai.core import events
+from scalai.core import commands, events
+from scalai.core.commits import step_of
 from scalai.core.errors import LayoutError, ProofError
 from scalai.core.recovery import Origin
+from scalai.core.spacing import Measured
 from scalai.launch.coordinator.parts import check_whole
 
 if TYPE_CHECKING:
@@ -45,14 +47,34 @@ def judge_rescue(live: "LiveJob", step: int) -> None:
 def judge_snapshot(live: "LiveJob", reason: str, snapshot: str) -> None:
     """Unite the parts of a snapshot that was made on the way, and tell the law if it is a state."""
     held = live.generations.sealed_parts(snapshot, live.members.hosts())
-    step = max(part.step for part in held.values())
+    step, seconds = step_of(snapshot), live.answers.on_the_way.pop(snapshot, {})
     try:
         number, parts = _commit(live, snapshot, held, Origin.SNAPSHOT)
     except (LayoutError, ProofError) as error:
         live.log(f"event={reason} step={step} refused: {error}")
+        if reason == "snapshot":
+            live.generations.forget_sealed(snapshot)
+            live.command(sorted(held), commands.DropSnapshot(snapshot))
         return
-    live.log(f"event={reason} committed={number} step={step}")
-    live.feed(events.SnapshotJudged(tuple(sorted(parts)), step, number))
+    live.log(f"event={reason} committed={number} step={step}{_cost(seconds)}")
+    measured = _measured(seconds) if reason == "snapshot" else None
+    live.feed(events.SnapshotJudged(tuple(sorted(parts)), step, number, measured))
+
+
+def _measured(seconds: Mapping[str, float]) -> Measured:
+    """Return what a snapshot on the way has cost. What the steps beside it took longer is known of
+    the one before it; of the first one it is known how long the training stood still."""
+    write_s = seconds.get("snapshot", 0.0) + seconds.get("snapshot_proof", 0.0)
+    return Measured(seconds.get("cost", seconds.get("stall")), seconds.get("step"), write_s)
+
+
+def _cost(seconds: Mapping[str, float]) -> str:
+    """Say what a snapshot on the way has cost the worker that it cost most."""
+    return "".join(
+        f" {what}_s={seconds[key]:.3f}"
+        for what, key in (("stall", "stall"), ("copy", "snapshot"), ("proof", "snapshot_proof"))
+        if key in seconds
+    )
 
 
 def _name(live: "LiveJob", step: int) -> str:

@@ -295,8 +295,8 @@ class LiveJob:
 
     def _perform(self, action: actions.Action) -> None:
         match action:
-            case actions.Build(standby):
-                self._build(standby)
+            case actions.Build():
+                self._build(action)
             case actions.GiveUp(round):
                 self._starter.give_up()
                 self.command(self.members.hosts(), commands.GiveUp(round))
@@ -376,11 +376,12 @@ class LiveJob:
         nothing of what is there, and one that failed may be resumed."""
         return self.state.round == 0 if code == 0 else code != RESUMABLE
 
-    def _build(self, standby: m.Standby) -> None:
+    def _build(self, action: actions.Build) -> None:
+        standby = action.standby
         self.log(f"event=build {standby.assignment.reason!r} standby_round={standby.round}")
         newest = self.state.newest_generation
         try:
-            self._starter.build(standby, newest.number if newest else None)
+            self._starter.build(action, newest.number if newest else None)
         except PeerError as error:  # nothing depends on what is on standby
             host = standby.assignment.active[0]
             self.feed(events.NotBuilt(host, standby.round, str(error)))

@@ -21,6 +21,8 @@ def command_of(action: actions.Action, round: int, generations: Generations) -> 
             return hosts, commands.Withdraw(round)
         case actions.TakeSnapshot(hosts):
             return hosts, commands.TakeSnapshot(round)
+        case actions.Space(hosts, begin, every):
+            return hosts, commands.Space(round, begin, every)
         case actions.Freeze(hosts):
             return hosts, commands.Freeze(round)
         case actions.Rescue(hosts, step):

@@ -29,6 +29,8 @@ class Answers:
     """Two hosts have restored one piece otherwise."""
     snapshots: dict[str, Mapping[str, float]] = field(default_factory=dict)
     """Seconds of each host's snapshot at the stop."""
+    on_the_way: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    """By its name the seconds of a snapshot on the way on the host that needed most."""
 
     def slowest(self, what: str) -> float:
         """Return the longest time that a host took for a part of the restore, in seconds."""

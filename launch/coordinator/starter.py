@@ -43,12 +43,14 @@ class Starter:
         self._port: int | None = None
         self._standby_port: int | None = None
 
-    def build(self, standby: m.Standby, newest: int | None) -> None:
+    def build(self, action: actions.Build, newest: int | None) -> None:
         """Start the next round's workers beside the present ones, which will go on to a later
         generation than the ``newest``."""
+        standby = action.standby
         self.give_up()
         self._standby_port = self._stores.open()
-        workers = self._workers(standby.round, standby.assignment, self._standby_port, newest)
+        port = self._standby_port
+        workers = self._workers(standby.round, standby.assignment, port, newest, action.every)
         for host, each in workers.items():
             self._roster.command([host], commands.Build(each))
 
@@ -64,7 +66,9 @@ class Starter:
         sources = None
         if action.generation is not None:
             sources = Shared(self._sources(action.generation, action.assignment))
-        workers = self._workers(action.round, action.assignment, self._port, action.generation)
+        workers = self._workers(
+            action.round, action.assignment, self._port, action.generation, action.every
+        )
         for host, each in workers.items():
             self._roster.command([host], commands.Start(each, sources, action.is_built))
 
@@ -119,7 +123,12 @@ class Starter:
             self._stores.close(port)
 
     def _workers(
-        self, round: int, assignment: m.Assignment, port: int, generation: int | None
+        self,
+        round: int,
+        assignment: m.Assignment,
+        port: int,
+        generation: int | None,
+        every: int,
     ) -> dict[str, commands.Workers]:
         """Return which workers each host of an assignment runs, with what is known of the newest
         generation."""
@@ -138,6 +147,7 @@ class Starter:
                 restorable_step=step,
                 facts=JsonText.of(facts),
                 request=self._run.sizing.request,
+                snapshot_every=every,
             )
             for host, placement in place_ranks(assignment).items()
         }

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import wrapt
 
-from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN
+from scalai.converters.deepspeed.config import ACCUMULATION, BLOCK, MICRO, TRAIN
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.patches.accelerate import schedules
@@ -43,7 +43,19 @@ def install(get_session: Callable[[], ElasticSession], engines: EngineHooks) -> 
     hooks = LoopHooks(get_session, engines)
     wrapt.register_post_import_hook(hooks.hook_accelerator, "accelerate.accelerator")
     wrapt.register_post_import_hook(hooks.hook_scheduler, "accelerate.scheduler")
+    wrapt.register_post_import_hook(hook_plugin, "accelerate.utils.dataclasses")
     return hooks
+
+
+def hook_plugin(module: Any) -> None:
+    wrapt.wrap_function_wrapper(module, "DeepSpeedPlugin.fill_match", _pass_over_block)
+
+
+def _pass_over_block(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Accelerate fills in each value of the configuration that is ``auto``, and refuses those that
+    it does not know: ours mean something else."""
+    key = args[0] if args else kwargs["ds_key_long"]
+    return None if str(key).startswith(f"{BLOCK}.") else wrapped(*args, **kwargs)
 
 
 class LoopHooks:

@@ -41,6 +41,9 @@ class Renewable(Protocol):
     step: int
     settings: Mapping[str, Json]
 
+    def begin_update(self) -> None:
+        """Say that memory of the state is about to change."""
+
     def renew(self, state: LiveState, *, step: int, samples: int) -> None:
         """Say that the framework has loaded a checkpoint of its own."""
 
@@ -91,6 +94,7 @@ class Checkpoints:
             directory = request.directory()
             if self._is_generation_newer(request, directory):
                 return self._as_the_first_round(directory)
+        self._session.begin_update()
         path, client = method(*args, **kwargs)
         self._reported = [path, plain_client_state(client or {})]
         if path is not None:

@@ -74,6 +74,9 @@ class ElasticSession(Protocol):
     def attach(self, state: LiveState) -> bool:
         """Restore the generation into ``state``, or make a start generation of ``state``."""
 
+    def begin_update(self) -> None:
+        """Say that memory of the state is about to change."""
+
     def renew(self, state: LiveState, *, step: int, samples: int) -> None:
         """Say that the framework has loaded a checkpoint of its own."""
 

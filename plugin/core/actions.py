@@ -8,9 +8,11 @@ from scalai.core.membership import Assignment, Standby
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Start these workers beside the present ones; they build their models and wait."""
+    """Start these workers beside the present ones; they build their models and wait. Their
+    snapshots lie ``every`` steps apart."""
 
     standby: Standby
+    every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,16 @@ class TakeSnapshot:
     leave. From here on the stop is not taken back."""
 
     hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """From step ``begin`` on, the snapshots of the workers of these hosts lie ``every`` steps
+    apart."""
+
+    hosts: tuple[str, ...]
+    begin: int
+    every: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +158,14 @@ class EndWorkers:
 class StartRound:
     """Start these workers from this generation (None: from the script's own initial state).
     ``steps_lost``: steps that were made and are in no generation; ``is_built``: the workers were
-    started by ``Build``."""
+    started by ``Build``. Their snapshots lie ``every`` steps apart."""
 
     round: int
     assignment: Assignment
     generation: int | None
     steps_lost: int = 0
     is_built: bool = False
+    every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +299,8 @@ class Say:
 
 
 Action = (
-    Build | GiveUp | Prepare | Agree | Withdraw | TakeSnapshot | Lose | Report | Judge | Commit
+    Build | GiveUp | Prepare | Agree | Withdraw | TakeSnapshot | Space | Lose | Report | Judge
+    | Commit
     | Replicate | JudgeSnapshot | Freeze | Rescue | JudgeRescue | StopWorkers | Discard | GoBack
     | StartRound | Expect | Prove | Proceed | Doubt | Drop | Release | SaveDurable | Archive
     | FinishArchive | Retire | Look | CheckHealth | Exit | Say | EndWorkers

@@ -52,7 +52,8 @@ class Placement:
 class Workers:
     """Which workers a host runs in a round, and what they are told before they build their models.
 
-    ``run`` names this run of the job; ``degrees`` are as of ``Degrees.to_json``; workers meet at
+    ``run`` names this run of the job; snapshots on the way lie ``snapshot_every`` steps apart (0:
+    there are none); ``degrees`` are as of ``Degrees.to_json``; workers meet at
     ``master_addr``, ``master_port``. Of the newest ``generation`` (None: there is none)
     ``restorable_step`` and ``facts`` are known. ``request`` is what persons have asked of the job:
     who takes the coordinator's place asks the hosts for it.
@@ -69,6 +70,7 @@ class Workers:
     restorable_step: int | None
     facts: JsonText
     request: JsonText
+    snapshot_every: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,15 @@ class TakeSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Space:
+    """From step ``begin`` on, the snapshots on the way lie ``every`` steps apart."""
+
+    round: int
+    begin: int
+    every: int
+
+
+@dataclass(frozen=True, slots=True)
 class Freeze:
     """Workers of the round have failed: those that live make no further update. Say where they
     stand."""
@@ -166,6 +177,13 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class Discard:
     """Give up what was sealed and has no number."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropSnapshot:
+    """Give up the sealed part of this ``snapshot``, which was made on the way and is no state."""
+
+    snapshot: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +302,6 @@ class Exit:
 
 Command = (
     Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw | TakeSnapshot | Report
-    | Freeze | Rescue | Discard | Commit | Stop | Drop | Save | Archive | FinishArchive | Retire
-    | Replicate | Doubt | Look | CheckHealth | Exit
+    | Space | Freeze | Rescue | Discard | DropSnapshot | Commit | Stop | Drop | Save | Archive
+    | FinishArchive | Retire | Replicate | Doubt | Look | CheckHealth | Exit
 )  # fmt: skip

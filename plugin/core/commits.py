@@ -3,8 +3,8 @@ its part, and when older generations may go."""
 
 from dataclasses import replace
 
-from scalai.core import events
-from scalai.core.actions import Commit, JudgeSnapshot
+from scalai.core import events, respacing
+from scalai.core.actions import Action, Commit, JudgeSnapshot
 from scalai.core.failures import fail
 from scalai.core.membership import Generation, Job, Phase, active, forget_sealed
 from scalai.core.replicating import is_to_be_replicated, release_older
@@ -40,18 +40,51 @@ def rescue_judged(event: events.RescueJudged, job: Job) -> Result:
 def sealed(event: events.Sealed, job: Job) -> Result:
     """A snapshot on the way is judged once every host with workers has sealed its part. That of a
     stop is waited for otherwise: there workers may be dead."""
+    return _answered(event, event.reason, job)
+
+
+def skipped(event: events.Skipped, job: Job) -> Result:
+    """A host has nothing of a snapshot on the way: the others may have all of it."""
+    return _answered(event, "snapshot", job)
+
+
+def _answered(event: events.Sealed | events.Skipped, reason: str, job: Job) -> Result:
     if event.round != job.round or job.phase is Phase.COMMITTING:
         return job, ()  # something later is committed
+    job, over = _passed_over(event, job)
     hosts = job.sealed.get(event.snapshot, frozenset()) | {event.host}
     if not hosts >= active(job):
-        return replace(job, sealed={**job.sealed, event.snapshot: hosts}), ()
-    return forget_sealed(job, event.snapshot), (JudgeSnapshot(event.reason, event.snapshot),)
+        return replace(job, sealed={**job.sealed, event.snapshot: hosts}), over
+    job = forget_sealed(job, event.snapshot)
+    return job, (*over, JudgeSnapshot(reason, event.snapshot))
+
+
+def _passed_over(event: events.Sealed | events.Skipped, job: Job) -> Result:
+    """A host comes to its snapshots in their order: of an earlier one that it has not answered for
+    it has nothing, because it learned too late at which steps they are."""
+    at, over = step_of(event.snapshot), list[Action]()
+    for name in sorted(job.sealed, key=step_of):
+        if step_of(name) >= at or event.host in job.sealed[name]:
+            continue
+        hosts = job.sealed[name] | {event.host}
+        if hosts >= active(job):
+            job = forget_sealed(job, name)
+            over.append(JudgeSnapshot("snapshot", name))
+        else:
+            job = replace(job, sealed={**job.sealed, name: hosts})
+    return job, tuple(over)
+
+
+def step_of(snapshot: str) -> int:
+    """Return the step of a snapshot of this name."""
+    return int(snapshot.rpartition("-")[2])
 
 
 def snapshot_judged(event: events.SnapshotJudged, job: Job) -> Result:
     generation = Generation(event.number, event.step, frozenset(event.hosts))
     job = _with_generation(replace(job, uncommitted=generation.hosts), generation)
-    return job, (Commit(event.hosts, generation.number),)
+    job, respaced = respacing.measured(job, event.measured)
+    return job, (Commit(event.hosts, generation.number), *respaced)
 
 
 def _with_generation(job: Job, generation: Generation) -> Job:

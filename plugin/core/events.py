@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scalai.core.membership import Assign, Generation
+from scalai.core.spacing import Measured
 from scalai.core.underway import Underway
 
 NOT_COVERED = "the snapshots that survive do not cover the state"
@@ -219,13 +220,23 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True)
+class Skipped:
+    """A host has nothing of a ``snapshot`` that was to be made on the way, and trains on."""
+
+    host: str
+    round: int
+    snapshot: str
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotJudged:
     """What these hosts have sealed without a stop covers the state, and has this number (asked for
-    by ``JudgeSnapshot``)."""
+    by ``JudgeSnapshot``). ``measured``: what it has cost, where it was made on the way."""
 
     hosts: tuple[str, ...]
     step: int
     number: int
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +411,7 @@ class HealthChecked:
 Event = (
     HostJoined | HostLeaving | HostStaying | HostLost | SlotsChanged | Rescaled | Ticked | Built
     | NotBuilt | Prepared | Held | Arrived | SnapshotWritten | Judged | Frozen | Rescued
-    | RescueJudged | Sealed | SnapshotJudged | Committed
+    | RescueJudged | Sealed | Skipped | SnapshotJudged | Committed
     | Stopped | WorkersFailed | Stepped | Progressed | Unhooked | Hooked | Finished | Saved
     | NotSaved | Archived | Looked | Replicated | Published | Restored | Proven | ProofFailed
     | Resumed | HealthChecked

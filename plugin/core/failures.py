@@ -3,7 +3,7 @@ and the job goes on, with other degrees where these are to blame."""
 
 from dataclasses import replace
 
-from scalai.core import events
+from scalai.core import events, respacing
 from scalai.core.actions import Action, Freeze, Say
 from scalai.core.membership import (
     TRAINING,
@@ -55,6 +55,7 @@ def fail(
     was_built = job.was_standby and is_starting
     if is_refusal and not is_change:
         return end(job, 3, reason)
+    job, respaced = respacing.failed(job) if job.phase in STEPPING else (job, ())
     job, given_up = without_standby(job)
     message: tuple[Action, ...] = ()
     if is_change and not (job.tries == 0 and not is_refusal and (is_chance or was_built)):
@@ -65,13 +66,13 @@ def fail(
     if job.failures_left <= 0 and not is_free:
         ending = f"{reason}; the restart budget (--max-restarts) is used up"
         job, actions = _freeze(job, reason, ending=ending)
-        return job, (*given_up, *message, *actions)
+        return job, (*respaced, *given_up, *message, *actions)
     job = replace(
         job, failures_left=job.failures_left - (not is_free), was_standby=False, trained_s=0.0
     )
     job, actions = _freeze(job, reason, is_counted=not is_free)
     message = (Say(f"{reason}; {job.failures_left} restarts left"), *message)
-    return job, (*given_up, *message, *actions)
+    return job, (*respaced, *given_up, *message, *actions)
 
 
 def _freeze(job: Job, reason: str, *, is_counted: bool = False, ending: str = "") -> Result:

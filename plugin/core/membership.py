@@ -26,6 +26,7 @@ from operator import attrgetter
 from scalai.core.checks import Check
 from scalai.core.degrees import Degrees
 from scalai.core.pace import Pace
+from scalai.core.spacing import Spacing
 from scalai.core.underway import TakingOver
 
 
@@ -231,8 +232,7 @@ class Job:
     """Whether the loss of a host is a change, which costs no restart."""
     has_durable_dir: bool = False
     archive_every_s: float = 0.0
-    """How long after one generation the next one comes to the durable directory while the job
-    trains, at the soonest; 0: none does."""
+    """How long after one generation the next one comes to the durable directory; 0: none does."""
     archive_keep: int = 2
     """So many of them stay there."""
     is_elastic: bool = True
@@ -317,10 +317,10 @@ class Job:
     evacuated: tuple[int, frozenset[str]] | None = None
     """The generation of which others hold what only these hosts held, which will be taken away."""
     pace: Pace = field(default_factory=Pace)
+    spacing: Spacing = field(default_factory=Spacing)
     archiving: Archiving | None = None
     archived: tuple[int, ...] = ()
-    """The generations that this job has brought to the durable directory, as far as they are kept
-    there."""
+    """The generations that this job has brought to the durable directory and keeps there."""
     archive_at: float | None = None
     """When the next one comes there, at the soonest."""
     last_archive: int = 0

@@ -4,7 +4,7 @@ generation that outlives hosts stays until a newer one does."""
 
 from dataclasses import replace
 
-from scalai.core import events
+from scalai.core import events, respacing
 from scalai.core.actions import Action, Release, Replicate, Say
 from scalai.core.membership import TRAINING, Job, Phase, Replication
 from scalai.core.slow import report_if_slow
@@ -98,6 +98,7 @@ def _done(job: Job, replication: Replication) -> Result:
             f"took_s={took_s:.0f} failed={','.join(sorted(replication.failed)) or 'none'}"
         )
         lines = (Say(text),)
+        job = respacing.replicated(job, took_s)
     # Later ones have no replicas yet: what is older than this one is not needed.
     job, released = _keep_from(job, number) if job.phase in TRAINING else (job, ())
     return job, (*lines, *released)

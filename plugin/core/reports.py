@@ -138,7 +138,7 @@ HostEvent = (
     events.Built | events.NotBuilt | events.Prepared | events.Held | events.Arrived
     | events.Frozen | events.Rescued | events.Stopped | events.Stepped | events.Unhooked
     | events.Hooked | events.Finished | events.Committed | events.Replicated | events.Saved
-    | events.NotSaved | events.Archived | events.HealthChecked
+    | events.NotSaved | events.Archived | events.Skipped | events.HealthChecked
 )  # fmt: skip
 """What the law of the job takes as a host reports it."""
 

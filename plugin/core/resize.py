@@ -18,6 +18,7 @@ from scalai.core import (
     health,
     preemption,
     replicating,
+    respacing,
     starting,
     succession,
 )
@@ -248,13 +249,14 @@ def _ticked(event: events.Ticked, job: Job) -> Result:
         return job, (*asked, *actions)
     if stuck := hangs.hung(job, event.stalled):
         return stuck[0], (*asked, *stuck[1])
+    job, spaced = respacing.ticked(job)
     job, given = evacuating.evacuate(job)
     job, copied = replicating.replicate(job)
     job, archived = archiving.archive(job)
     job, late = preemption.overdue(job)
     if not late:  # else who is late in the phase too would be lost twice
         job, late = overdue(job)
-    return job, (*asked, *given, *copied, *archived, *late)
+    return job, (*asked, *spaced, *given, *copied, *archived, *late)
 
 
 def _refill(job: Job, newest: int) -> Job:
@@ -369,7 +371,8 @@ def _hooked(event: events.Hooked, job: Job) -> Result:
     return replace(job, is_hooked=True, changed_at=job.now), ()
 
 
-for _rule in (commits.judged, commits.sealed, commits.snapshot_judged, commits.committed,
+for _rule in (commits.judged, commits.sealed, commits.skipped, commits.snapshot_judged,
+              commits.committed,
               commits.rescue_judged, replicating.replicated, archiving.archived,
               failures.frozen, failures.rescued, health.checked,
               starting.progressed, starting.published, starting.restored, starting.proven,

@@ -6,6 +6,7 @@ What leads to them is in ``resize``. Nothing here waits, sends or reads a clock.
 
 from dataclasses import replace
 
+from scalai.core import respacing
 from scalai.core.actions import (
     Action,
     Agree,
@@ -130,14 +131,14 @@ def _build(job: Job, target: Assignment | None) -> Result:
         return job, (*given_up, *actions)
     standby = Standby(job.last_round + 1, target)
     job = replace(
-        job,
+        respacing.built(job),
         phase=Phase.BUILDING,
         awaited=frozenset(target.active),
         standby=standby,
         last_round=standby.round,
     )
     job, actions = prepare(job) if leaving(job) else (job, ())
-    return job, (*given_up, Build(standby), *actions)
+    return job, (*given_up, Build(standby, job.spacing.every), *actions)
 
 
 def _is_built_for(job: Job, target: Assignment | None) -> bool:
@@ -243,7 +244,7 @@ def _start_round(job: Job) -> Result:
     job, given_up = (job, ()) if is_built else without_standby(job)
     number = job.standby.round if job.standby else job.last_round + 1
     job = replace(
-        give_up(job),
+        give_up(respacing.started(job, is_built=is_built)),
         phase=Phase.STARTING,
         round=number,
         last_round=max(number, job.last_round),
@@ -271,7 +272,8 @@ def _starts(job: Job, target: Assignment, steps_lost: int, *, is_built: bool) ->
     everyone, source = tuple(sorted(job.hosts)), job.start.source
     message = [Report(f"event=round {target.reason!r} generation={source}", ())]
     lost = [Report(f"event=went_back steps_lost={steps_lost}", ())] if steps_lost else []
-    start = StartRound(job.round, target, source, steps_lost, is_built)
+    every = job.spacing.told
+    start = StartRound(job.round, target, source, steps_lost, is_built, every)
     return (*message, Discard(everyone), GoBack(everyone, source), *lost, start)
 
 

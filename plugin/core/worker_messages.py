@@ -78,15 +78,17 @@ class Welcome:
     """What a worker has to know before it builds its model.
 
     ``degrees`` are sizes by their short names (``tp``, ``pp``, ``vpp``, ``cp``, ``ep``);
-    ``micro_batch_size`` is in samples; ``has_emergency``: a worker that outlives a failure writes
-    what it has; ``restorable_step`` is the step of the generation that
-    ``Publish`` will hand out, None where there is none; ``facts`` are those of the job's first
-    workers; ``settings`` are the elastic configuration's words to a framework's hooks.
+    ``micro_batch_size`` is in samples; ``is_async``: snapshots on the way are written beside the
+    training; ``has_emergency``: a worker that outlives a failure writes what it has;
+    ``restorable_step`` is the step of the generation that ``Publish`` will hand out, None where
+    there is none; ``facts`` are those of the job's first workers; ``settings`` are the elastic
+    configuration's words to a framework's hooks.
     """
 
     degrees: Mapping[str, int]
     micro_batch_size: int | None
     snapshot_every: int
+    is_async: bool
     has_emergency: bool
     restorable_step: int | None
     is_standby: bool
@@ -171,11 +173,13 @@ class Stand(Request[None]):
 
 @dataclass(frozen=True, slots=True)
 class RankWritten(Request[WriteOrder | None]):
-    """This rank has written its order, and has these fingerprints of its rows, in that order; the
-    rest is as of ``RankSnapshot``. The answer is what to write for another rank that died."""
+    """This rank has written its order of ``step``, and has these fingerprints of its rows, in that
+    order; the rest is as of ``RankSnapshot``. The answer is what to write for another rank that
+    died."""
 
     rank: int
     round: int
+    step: int
     fingerprints: tuple[int, ...]
     coordinate: str
     scalars: JsonText
@@ -188,6 +192,17 @@ class RankWritten(Request[WriteOrder | None]):
         """What it has written, for the manifest."""
         scalars, rank_state = self.scalars.value(), self.rank_state.value()
         return RankSnapshot(self.fingerprints, self.coordinate, scalars, rank_state)
+
+
+@dataclass(frozen=True, slots=True)
+class RankUnwritten(Request[None]):
+    """This rank has written nothing that counts of the snapshot of ``step``, which was made on the
+    way, for this ``reason``; it trains on."""
+
+    rank: int
+    round: int
+    step: int
+    reason: str
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -277,6 +292,7 @@ class RankUnhooked(Request[None]):
 
 
 WorkerRequest = (
-    Hello | Publish | AwaitSlot | BeginSnapshot | Stand | RankWritten | RankRestored | RankStepped
-    | RankFinished | RankRefused | RankUnhooked | AwaitFreeze | RankFrozen | RankFailed
+    Hello | Publish | AwaitSlot | BeginSnapshot | Stand | RankWritten | RankUnwritten | RankRestored
+    | RankStepped | RankFinished | RankRefused | RankUnhooked | AwaitFreeze | RankFrozen
+    | RankFailed
 )  # fmt: skip

@@ -10,14 +10,19 @@ import errno
 import mmap
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from scalai.core.errors import StoreError
+from scalai.core.schedule import Schedule
 from scalai.store.secure import Folder
 
-STOP, AGREED, IN_FLIGHT, LOOKS, WANTED, FIRST_WORKER = 0, 1, 2, 3, 4, 8
+STOP, AGREED, IN_FLIGHT, LOOKS, WANTED, SPACED, FIRST_WORKER = 0, 1, 2, 3, 4, 5, 8
+EVERY_BITS = 20
+"""So many bits say how many steps lie between snapshots."""
 PAGE_BYTES = 4096
 OUT_OF_MEMORY_EXIT = errno.ENOMEM
 """Exit code by which a worker tells its agent that these degrees do not fit into its device."""
@@ -48,8 +53,9 @@ def _make(folder: Folder, name: str) -> int:
 
 class ControlPage:
     """Eight-byte cells: the prepared stop, the agreed stop, the save that is in flight (its
-    iteration and 1), how often the workers looked for it, how much a stop waits for it, each
-    worker's newest step, and whether it says to be within the next one.
+    iteration and 1), how often the workers looked for it, how much a stop waits for it, how many
+    steps lie between snapshots and from which step on, each worker's newest step, and whether it
+    says to be within the next one.
 
     Eight aligned bytes are written at once on every platform that torch supports, and every cell
     has one writer.
@@ -93,6 +99,17 @@ class ControlPage:
         """Agent: forget the prepared stop; whoever waits at it goes on."""
         self._cells[STOP] = 0
 
+    def space(self, schedule: Schedule) -> None:
+        """Agent: which steps have snapshots, from its first one on."""
+        # One cell, so that nobody reads a half of it.
+        self._cells[SPACED] = schedule.begin << EVERY_BITS | schedule.every
+        time.sleep(0.002)  # as of ``prepare``
+
+    def spaced(self) -> Schedule | None:
+        """Worker, after ``report``: which steps have snapshots; None: as it was told at first."""
+        cell = int(self._cells[SPACED])
+        return Schedule(cell & (1 << EVERY_BITS) - 1, cell >> EVERY_BITS) if cell else None
+
     def save_in_flight(self) -> int | None:
         """Agent: the iteration of the save of the training's own that must end before a stop."""
         return int(self._cells[IN_FLIGHT]) - 1 if self._cells[IN_FLIGHT] else None
@@ -128,6 +145,17 @@ class ControlPage:
     def report_within(self, local_rank: int, *, is_within: bool) -> None:
         """Worker: a step is under way here, or none is."""
         self._cells[FIRST_IN_STEP + local_rank] = is_within
+
+    @contextmanager
+    def between_steps(self, local_rank: int) -> Iterator[None]:
+        """Worker: what happens here is no part of a step, though one may be under way, as a wait
+        for a copy."""
+        was = bool(self._cells[FIRST_IN_STEP + local_rank])
+        self.report_within(local_rank, is_within=False)
+        try:
+            yield
+        finally:
+            self.report_within(local_rank, is_within=was)
 
     def report(self, local_rank: int, step: int) -> None:
         """Worker: step ``step`` has ended here."""

@@ -183,6 +183,8 @@ class Emergency:
         directory: The agent's, of this host.
         rows: The held rows of this rank.
         rings: Pinned buffers by device.
+        turn: Who writes a snapshot has it: the rings are used by one thread at a time.
+        on_freeze: Gives up a snapshot that is written beside the training, where one is.
     """
 
     def __init__(
@@ -192,9 +194,10 @@ class Emergency:
         directory: str,
         rows: Sequence[Row],
         rings: Mapping[torch.device, StagingRing],
+        turn: "threading.Lock | None" = None,
+        on_freeze: Callable[[], None] = lambda: None,
     ) -> None:
-        self.writing = threading.Lock()
-        """Who writes a snapshot has it: the rings are used by one thread at a time."""
+        self._turn, self._on_freeze = turn or threading.Lock(), on_freeze
         self._rank, self._round, self._directory = rank, round, directory
         self._rings, self._copies, self._gate, self._cost = rings, Copies(rows), Gate(), Cost()
         self.is_on = self._copies.size_bytes <= COPIED_BYTES
@@ -260,6 +263,7 @@ class Emergency:
             channel = call_agent(self._directory)
             channel.call(AwaitFreeze(self._rank, self._round))
             reached("freeze")
+            self._on_freeze()
             found = self._gate.freeze()
             if isinstance(found, str):
                 channel.call(RankFrozen(self._rank, self._round, None, found))
@@ -267,7 +271,7 @@ class Emergency:
             order = channel.call(RankFrozen(self._rank, self._round, found.step, ""))
             while order is not None:
                 try:
-                    with self.writing:  # the main thread may be in the middle of a snapshot
+                    with self._turn:  # the main thread may be in the middle of a snapshot
                         written = self._write(order, found)
                 except (ScalaiError, OSError, RuntimeError) as error:
                     channel.call(
@@ -289,6 +293,7 @@ class Emergency:
         return RankWritten(
             rank=self._rank,
             round=self._round,
+            step=between.step,
             fingerprints=tuple(fingerprints),
             coordinate=between.coordinate,
             scalars=between.scalars,

@@ -1,7 +1,9 @@
 """The worker's side of a restore: pieces in files of this host into live memory."""
 
 import mmap
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,12 @@ import torch
 from scalai.core.collection import MAX_NDIM, Columns
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import LayoutError, StoreError
+from scalai.core.jsonable import Json
 from scalai.core.region import Box, Piece
-from scalai.core.worker_messages import ReadOrder
-from scalai.runtime.live import Slot, piece_view
+from scalai.core.worker_messages import RankRestored, ReadOrder, Source
+from scalai.runtime.failpoints import reached
+from scalai.runtime.fingerprints import live_fingerprints
+from scalai.runtime.live import LiveState, Slot, piece_view
 from scalai.runtime.staging import RING_BYTES, StagingRing, rings_for
 from scalai.runtime.torch_dtypes import INTEGERS
 from scalai.store.files import MADV_POPULATE_READ, advise, blocks, slices
@@ -20,6 +25,56 @@ from scalai.store.files import MADV_POPULATE_READ, advise, blocks, slices
 Row = tuple[Slot, Piece]
 NEAR_BYTES = 1 << 16
 """Stretches of a file that are nearer than this are mapped as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A live state that was filled from a generation. ``scalars`` are what belongs to it beside its
+    tensors; ``note`` is the state's own; ``began`` and ``mapped_s``: when that was, in seconds of
+    the monotonic clock, and how long the files' mapping took."""
+
+    scalars: dict[str, Json]
+    note: str
+    began: float
+    mapped_s: float
+
+    def proven(self, rank: int, round: int, wanted: Sequence[Row], version: int) -> RankRestored:
+        """Return what this rank has, with fingerprints of this version of its wanted rows."""
+        read = time.monotonic()
+        fingerprints = live_fingerprints(wanted, version)
+        return RankRestored(
+            rank=rank,
+            round=round,
+            fingerprints=np.asarray(fingerprints, dtype=np.uint64),
+            seconds={
+                "restore": read - self.began,
+                "page_fault": self.mapped_s,
+                "proof": time.monotonic() - read,
+            },
+            note=self.note,
+        )
+
+
+def fill_state(
+    state: LiveState,
+    wanted: Sequence[Row],
+    source: Source,
+    rings: Mapping[torch.device, StagingRing],
+) -> Filled:
+    """Fill the live state of this rank from the files of its host.
+
+    Raises:
+        As of ``read_rows``.
+    """
+    began = time.monotonic()
+    reached("restore")
+    sources = map_sources(wanted, source.order)
+    mapped_s = time.monotonic() - began
+    read_rows(wanted, source.order, rings, sources)
+    scalars, rank_state = source.scalars.value(), source.rank_state.value()
+    state.load_scalars(scalars)
+    note = state.load_rank_state(rank_state.get(state.coordinate), source.step)
+    return Filled(scalars, note, began, mapped_s)
 
 
 def read_rows(

@@ -17,26 +17,25 @@ restores nothing and never stops the loop.
 """
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import cast
 
-import numpy as np
 import torch
 
 from scalai.core.errors import LayoutError, PeerError, RefusedError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText
 from scalai.core.region import Piece
+from scalai.core.schedule import Schedule
 from scalai.core.worker_messages import (
     Hello,
     Publish,
     RankFailed,
     RankFinished,
-    RankRestored,
     RankStepped,
     Source,
     Stand,
@@ -45,11 +44,10 @@ from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_numbe
 from scalai.runtime.calls import Channel
 from scalai.runtime.control import ControlPage, control_path
 from scalai.runtime.failpoints import here, reached
-from scalai.runtime.fingerprints import live_fingerprints
 from scalai.runtime.imports import imported
 from scalai.runtime.live import LiveState, Slot, collection_of, held_rows, wanted_rows
 from scalai.runtime.registered import Get, Registered, Set
-from scalai.runtime.restore import map_sources, read_rows
+from scalai.runtime.restore import fill_state
 from scalai.runtime.snapshots import Snapshots
 from scalai.runtime.staging import StagingRing, rings_for
 
@@ -114,7 +112,7 @@ class Session:
         self._is_stopped = False
         self._has_stepped = False
         self._save_in_flight: int | None = None
-        self._snapshot_every, self._has_emergency = 0, False
+        self._schedule, self._is_async, self._has_emergency = Schedule(0), False, False
         self._snapshots: Snapshots | None = None
         self._agent: Channel | None = None
         degrees = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, **defaults}
@@ -127,7 +125,7 @@ class Session:
             welcome = self._agent.call(Hello(self._rank, self._round))
             degrees.update(welcome.degrees)
             self.micro_batch_size = welcome.micro_batch_size
-            self._snapshot_every = welcome.snapshot_every
+            self._schedule, self._is_async = Schedule(welcome.snapshot_every), welcome.is_async
             self._has_emergency = welcome.has_emergency
             self.restorable_step = welcome.restorable_step
             self.is_standby = welcome.is_standby
@@ -266,8 +264,11 @@ class Session:
             )
         )
         self._snapshots = Snapshots(
-            self._agent, self._rank, self._round, state, self._held, self._rings, self._registered
-        )
+            self._agent, self._rank, self._round, state, self._held, self._rings, self._registered,
+            partial(self._page.between_steps, self._local_rank),
+        )  # fmt: skip
+        if self._schedule.every and self._is_async:
+            self._snapshots.write_beside_training()
         if source is None:
             self._snapshot("start")
         else:
@@ -353,11 +354,11 @@ class Session:
                 self._snapshots.watch_for_failures()
         self._snapshots.step_ended(self.step, self.consumed_samples)
         self._page.report(self._local_rank, self.step)
+        self._schedule = self._schedule.at(self.step, self._page.spaced())
         if self._page.must_stop(self.step) and self._come_to_stop():
             self._is_stopped = True
-        elif self._snapshot_every and self.step % self._snapshot_every == 0:
-            self._snapshot("snapshot")
-            self._snapshots.map_next()
+        elif self._schedule.is_due(self.step):
+            self._snapshots.take_on_the_way(self.step, self.consumed_samples)
         return self._is_stopped
 
     @property
@@ -391,6 +392,8 @@ class Session:
         self.check_end()
         is_fork = os.getpid() != self._process  # its end is not that of the training
         if self._agent is not None and not self._is_stopped and not is_fork:
+            if self._snapshots is not None:
+                self._snapshots.settle()
             self._agent.call(RankFinished(self._rank, self._round, self.step))
             self._is_stopped = True
 
@@ -417,30 +420,9 @@ class Session:
 
     def _restore(self, wanted: Sequence[Row], source: Source) -> None:
         assert self._agent is not None and self._state is not None
-        began = time.monotonic()
-        reached("restore")
-        sources = map_sources(wanted, source.order)
-        mapped = time.monotonic()
-        read_rows(wanted, source.order, self._rings, sources)
-        scalars, rank_state = source.scalars.value(), source.rank_state.value()
-        self._state.load_scalars(scalars)
-        note = self._state.load_rank_state(rank_state.get(self._state.coordinate), source.step)
+        filled = fill_state(self._state, wanted, source, self._rings)
         self.step = source.step
         self.consumed_samples = cast(int, source.consumed_samples)  # or as the script counts them
         self._restored_step = self.step
-        self._registered.put(scalars["user"])
-        read = time.monotonic()
-        fingerprints = live_fingerprints(wanted, source.fingerprint_version)
-        self._agent.call(
-            RankRestored(
-                rank=self._rank,
-                round=self._round,
-                fingerprints=np.asarray(fingerprints, dtype=np.uint64),
-                seconds={
-                    "restore": read - began,
-                    "page_fault": mapped - began,
-                    "proof": time.monotonic() - read,
-                },
-                note=note,
-            )
-        )
+        self._registered.put(filled.scalars["user"])
+        self._agent.call(filled.proven(self._rank, self._round, wanted, source.fingerprint_version))

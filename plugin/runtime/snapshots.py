@@ -1,15 +1,19 @@
-"""A worker's part in the snapshots of its job: between two steps it writes what is ordered."""
+"""A worker's part in the snapshots of its job: between two steps it writes what is ordered, or
+begins to, where the training can go on meanwhile."""
 
+import logging
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 
 from scalai.core.messages import JsonText
 from scalai.core.region import Piece
+from scalai.core.step_times import StepTimes
 from scalai.core.worker_messages import (
     AwaitSlot,
     BeginSnapshot,
@@ -18,6 +22,7 @@ from scalai.core.worker_messages import (
     WriteOrder,
 )
 from scalai.runtime.agent_folder import AGENT_DIRECTORY
+from scalai.runtime.async_snapshots import AsyncSnapshots
 from scalai.runtime.calls import Channel
 from scalai.runtime.emergency import Between, Emergency
 from scalai.runtime.failpoints import reached
@@ -27,6 +32,8 @@ from scalai.runtime.staging import StagingRing
 from scalai.runtime.writing import MappedFile, map_beside, ordered_fingerprints, place_rows
 
 Row = tuple[Slot, Piece]
+
+log = logging.getLogger(__name__)
 
 
 class Snapshots:
@@ -39,6 +46,7 @@ class Snapshots:
         rows: The rows that it holds.
         rings: Pinned buffers by device.
         registered: What the script keeps beside.
+        pause: Returns a context for what is within a step and no part of it.
     """
 
     def __init__(
@@ -50,17 +58,26 @@ class Snapshots:
         rows: Sequence[Row],
         rings: Mapping[torch.device, StagingRing],
         registered: Registered,
+        pause: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._agent, self._rank, self._round = agent, rank, round
         self._state, self._rows, self._rings = state, rows, rings
-        self._registered = registered
+        self._registered, self._pause = registered, pause
         self._mapped: MappedFile | None = None
+        self._turn = threading.Lock()
         self._emergency: Emergency | None = None
+        self._beside: AsyncSnapshots | None = None
+        self._between_now: Between | None = None
+        self._obstacle = ""
         self._is_leaving = False
+        self._times, self._is_beside = StepTimes(), False
 
     def renew(self, state: LiveState, rows: Sequence[Row]) -> None:
         """The same tensors may lie elsewhere now."""
+        self.settle()
         self._state, self._rows = state, rows
+        if self._beside is not None:
+            self._beside.renew(rows)
         if self._emergency is not None:
             self._emergency.renew(rows)
 
@@ -72,25 +89,80 @@ class Snapshots:
 
     def watch_for_failures(self) -> None:
         """From now on this worker writes what it has where others fail."""
-        directory = os.environ[AGENT_DIRECTORY]
-        self._emergency = Emergency(self._rank, self._round, directory, self._rows, self._rings)
+        directory, beside = os.environ[AGENT_DIRECTORY], self._beside
+        self._emergency = Emergency(
+            self._rank, self._round, directory, self._rows, self._rings, self._turn,
+            beside.give_up if beside is not None else lambda: None,
+        )  # fmt: skip
         self._emergency.begin()
+
+    def write_beside_training(self) -> None:
+        """From now on snapshots on the way are written while the training goes on. Call it before
+        ``watch_for_failures``."""
+        directory = os.environ[AGENT_DIRECTORY]
+        self._beside = AsyncSnapshots(
+            self._agent, self._rank, self._round, directory, self._rows, self._rings, self._turn,
+            self._pause,
+        )  # fmt: skip
+        self._beside.watch()
 
     def begin_update(self) -> None:
         """What the slots hold is about to change."""
+        if self._beside is not None:
+            self._beside.begin_update()
         if self._emergency is not None:
             self._emergency.begin_update()
 
     def step_ended(self, step: int, samples: Samples) -> None:
         """A step has ended: what the next one changes before its update is copied."""
+        self._times = self._times.ended(time.monotonic(), is_beside=self._is_beside)
+        self._is_beside = self._beside is not None and self._beside.is_writing
+        self._between_now = None
         if not self.are_watched:
             return
         assert self._emergency is not None
-        self._emergency.step_ended(self._registered.refresh, lambda: self._between(step, samples))
+
+        def capture() -> Between:
+            self._between_now = self._between(step, samples)
+            return self._between_now
+
+        self._emergency.step_ended(self._registered.refresh, capture)
+
+    def settle(self) -> None:
+        """Return once no snapshot is written beside the training any more."""
+        if self._beside is not None:
+            self._beside.settle()
+
+    def take_on_the_way(self, step: int, samples: Samples) -> None:
+        """Write a snapshot of this step, beside the training where that can be; else the training
+        stands still for it, and it is said why."""
+        began, self._is_beside = time.monotonic(), True
+        self.settle()
+        if self._begin(step, samples, began):
+            return
+        self.take("snapshot", step, samples)
+        self.map_next()
+
+    def _begin(self, step: int, samples: Samples, began: float) -> bool:
+        """Begin a snapshot beside the training; False: it cannot be."""
+        if self._beside is None:
+            return False
+        obstacle = self._beside.obstacle()
+        if obstacle != self._obstacle and obstacle and self._rank == 0:
+            log.warning("event=no_async_snapshot %s: the training stands still for it", obstacle)
+        self._obstacle = obstacle
+        if obstacle:
+            return False
+        self._registered.refresh()
+        between = self._between_now or self._between(step, samples)
+        mapped, self._mapped = self._mapped, None
+        return self._beside.begin(between, mapped, began, self.map_next, self._measured())
 
     def take(self, reason: str, step: int, samples: Samples) -> bool:
         """Write what the agent orders. Returns False where the stop was taken back instead: at a
         stop the order comes once the workers of every host have come to it, if they do."""
+        began = time.monotonic()
+        self.settle()
         if reason == "stop":
             reached("drain")
         order = self._agent.call(BeginSnapshot(self._rank, self._round, reason, step))
@@ -101,14 +173,16 @@ class Snapshots:
         self._registered.refresh()
         while order is not None:
             # More than once where this rank writes for a replica that died.
-            order = self._write(order, step, samples)
+            order = self._write(order, step, samples, began)
         reached("leave" if reason == "stop" else "train")
         return True
 
-    def _write(self, order: WriteOrder, step: int, samples: Samples) -> WriteOrder | None:
+    def _write(
+        self, order: WriteOrder, step: int, samples: Samples, stands_since: float
+    ) -> WriteOrder | None:
         """Write what the agent ordered and tell it. Returns the next order, or None."""
         began = time.monotonic()
-        with nullcontext() if self._emergency is None else self._emergency.writing:
+        with self._turn:
             place_rows(self._rows, order, self._rings, self._mapped)
             self._mapped = None
             placed = time.monotonic()
@@ -119,14 +193,26 @@ class Snapshots:
             RankWritten(
                 rank=self._rank,
                 round=self._round,
+                step=step,
                 fingerprints=tuple(fingerprints),
                 coordinate=between.coordinate,
                 scalars=between.scalars,
                 rank_state=between.rank_state,
                 consumed_samples=between.consumed_samples,
-                seconds={"snapshot": time.monotonic() - began, "snapshot_proof": hashed - placed},
+                seconds={
+                    "snapshot": time.monotonic() - began,
+                    "snapshot_proof": hashed - placed,
+                    "stall": time.monotonic() - stands_since,
+                    **self._measured(),
+                },
             )
         )
+
+    def _measured(self) -> dict[str, float]:
+        """Return how long a usual step takes, and how much longer those beside the last snapshot
+        have taken, as far as it is known."""
+        found = {"step": self._times.step_s, "cost": self._times.cost_s}
+        return {name: seconds for name, seconds in found.items() if seconds is not None}
 
     def _between(self, step: int, samples: Samples) -> Between:
         """Return what belongs to the state of a step beside its tensors."""

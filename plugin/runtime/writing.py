@@ -11,13 +11,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import torch
 
 from scalai.core.errors import LayoutError, PeerError, StoreError
-from scalai.core.region import Piece
+from scalai.core.region import Piece, row_major
 from scalai.core.worker_messages import AwaitSlot, WriteOrder
 from scalai.runtime.agent_folder import call_agent
 from scalai.runtime.fingerprints import live_fingerprints
@@ -72,6 +73,12 @@ class MappedFile:
         size = prod(like.shape) * like.element_size()
         return self.bytes[begin : begin + size].view(like.dtype).view(like.shape)
 
+    def as_row(self, slot: Slot, piece: Piece, begin: int) -> "Row":
+        """Return a piece as it lies at byte ``begin``, as if that were the live memory of it."""
+        placed = self.place(begin, piece_view(slot, piece)).view(-1)
+        moved = Piece(piece.box, 0, row_major(piece.box.shape))
+        return replace(slot, buffer=placed, pieces=(moved,)), moved
+
 
 def map_beside(directory: str, asked: AwaitSlot, keep: Callable[[MappedFile], None]) -> None:
     """Map a rank's file of the next snapshot in a thread of its own, once the agent, whose folder
@@ -121,19 +128,32 @@ def place_rows(
     """
     if not order.rows:
         return
+    views = ordered_views(rows, order)
+    rings = rings or rings_for({view.device for view in views})
+    if mapped is not None and mapped.is_current(order.path):
+        for view, begin in zip(views, order.begins, strict=True):
+            _copy_into(mapped, view, begin, rings)
+    else:
+        _write_file(order, views, rings)
+
+
+def ordered_views(rows: Sequence[Row], order: WriteOrder) -> list[torch.Tensor]:
+    """Return the bits of the ordered rows in the live memory, in the order's order.
+
+    Raises:
+        LayoutError: The order names rows that this rank does not have.
+        StoreError: The order's file is missing or too short.
+    """
+    if not order.rows:
+        return []
     if min(order.rows) < 0 or max(order.rows) >= len(rows):
         raise LayoutError(
             f"the order names row {max(order.rows)}, but this rank holds {len(rows)}. The slots "
             "changed since they were published; publish them again."
         )
     views = [piece_view(slot, piece) for slot, piece in (rows[row] for row in order.rows)]
-    rings = rings or rings_for({view.device for view in views})
     _check_size(order, views)
-    if mapped is not None and mapped.is_current(order.path):
-        for view, begin in zip(views, order.begins, strict=True):
-            _copy_into(mapped, view, begin, rings)
-    else:
-        _write_file(order, views, rings)
+    return views
 
 
 def _check_size(order: WriteOrder, views: Sequence[torch.Tensor]) -> None:
@@ -162,6 +182,13 @@ def _copy_into(
     if view.device.type == "cpu":
         mapped.place(begin, view).copy_(view)
         return
+    copy_from_device(mapped, view, begin, rings)
+
+
+def copy_from_device(
+    mapped: MappedFile, view: torch.Tensor, begin: int, rings: Mapping[torch.device, StagingRing]
+) -> None:
+    """Copy a piece of a device to byte ``begin`` of a mapped file, through the device's ring."""
     for chunk in _device_chunks(view, rings[view.device]):
         mapped.place(begin, chunk).copy_(chunk)
         begin += len(chunk)

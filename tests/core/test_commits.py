@@ -22,11 +22,41 @@ def test_a_snapshot_is_judged_once_every_host_with_workers_has_sealed_it() -> No
     assert due == (actions.JudgeSnapshot("snapshot", NAME),) and not job.sealed
 
 
+def test_a_snapshot_is_judged_though_a_host_has_nothing_of_it() -> None:
+    """What the others have written may be the whole state."""
+    job = two_hosts().job
+    job, due = advance(job, events.Skipped("b", 99, NAME))
+    assert not due and not job.sealed, "of another round"
+    job, due = advance(job, events.Skipped("b", job.round, NAME))
+    assert not due
+    job, due = advance(job, sealed("a", job.round))
+    assert due == (actions.JudgeSnapshot("snapshot", NAME),) and not job.sealed
+
+
 def test_parts_of_two_snapshots_or_rounds_make_none() -> None:
     job = two_hosts().job
-    for event in (sealed("a", job.round), sealed("b", job.round, "run-1-9"), sealed("b", 99)):
+    for event in (sealed("a", job.round, "run-1-9"), sealed("b", job.round), sealed("b", 99)):
         job, due = advance(job, event)
         assert not due
+
+
+def test_who_comes_to_a_later_snapshot_has_nothing_of_an_earlier_one() -> None:
+    """It learned too late at which steps they are; the part of the other may be the whole state."""
+    job, due = advance(two_hosts().job, sealed("a", 1))
+    job, due = advance(job, sealed("b", 1, "run-1-9"))
+    assert due == (actions.JudgeSnapshot("snapshot", NAME),)
+    assert job.sealed == {"run-1-9": frozenset("b")}
+    job, due = advance(job, sealed("a", 1, "run-1-9"))
+    assert due == (actions.JudgeSnapshot("snapshot", "run-1-9"),) and not job.sealed
+
+
+def test_a_snapshot_that_some_of_several_hosts_have_passed_over_is_judged_with_the_last() -> None:
+    job = two_hosts(max_hosts=3).job
+    job, _ = advance(job, sealed("a", 1))
+    job, due = advance(job, events.Skipped("b", 1, "run-1-12"))
+    assert [action.snapshot for action in due if isinstance(action, actions.JudgeSnapshot)] == [
+        NAME
+    ], "the third host has no workers"
 
 
 def test_what_is_a_generation_already_waits_for_no_more_parts() -> None:

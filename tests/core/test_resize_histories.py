@@ -211,15 +211,15 @@ class Histories(RuleBasedStateMachine):
         elif not begins:
             simulation.end_save()
 
-    @rule(late=st.sets(NAMES))
-    def snapshot(self, late: set[str]) -> None:
+    @rule(late=st.sets(NAMES), without=st.sets(NAMES, max_size=1))
+    def snapshot(self, late: set[str], without: set[str]) -> None:
         job = self.simulation.job
         is_early = job.phase in (*TRAINING, m.Phase.PREPARING, m.Phase.DRAINING)
         hosts = self.simulation.hosts
         has_room = all(len(hosts[name].parts) < 2 for name in active(job) if is_early)
         stands = any(hosts[name].stands or hosts[name].is_hung for name in active(job) if is_early)
         if is_early and has_room and not stands and not job.uncommitted:
-            self.simulation.snapshot(late & active(job))
+            self.simulation.snapshot(late & active(job), without & active(job))
 
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from scalai.core.degrees import Degrees
 from scalai.core.errors import RefusedError, UsageError
+from scalai.core.spacing import FIRST_STEPS
 from scalai.launch.commands.check_elastic import check_elastic
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
@@ -44,6 +45,15 @@ def test_a_block_makes_the_job_elastic_and_no_block_does_not(read: Read) -> None
     assert not read({"train_batch_size": 12}).is_elastic
     other = read({"train_batch_size": 24, "scalai": {"store": {"snapshot_every": 7}}})
     assert "deepspeed is" in (spec.difference(other) or "")
+
+
+def test_a_job_chooses_how_often_a_snapshot_is_made_where_it_is_to(read: Read) -> None:
+    said = read({"scalai": {"store": {"snapshot_every": 7}}})
+    assert (said.spacing.every, said.spacing.is_auto) == (7, False)
+    store = {"snapshot_every": "auto", "mtbf_hours_per_worker": 100}
+    chosen = read({"scalai": {"store": store, "resize": {"silent_s": 4}}}).spacing
+    assert (chosen.every, chosen.is_auto) == (FIRST_STEPS, True)
+    assert (chosen.mtbf_hours, chosen.lead_s) == (100.0, 8.0)
 
 
 def test_a_slip_in_the_block_is_named_with_the_file(read: Read) -> None:

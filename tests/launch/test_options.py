@@ -97,6 +97,17 @@ def test_flags_overrule_the_configuration_by_dotted_name() -> None:
     }
 
 
+@pytest.mark.parametrize("text", ["often", "-1", "1.5", ""])
+def test_steps_between_snapshots_are_a_number_or_chosen(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = parse("--snapshot-every", "auto", "t.py")
+    assert chosen.overrides == {"store.snapshot_every": "auto"}
+    with pytest.raises(SystemExit):
+        parse(f"--snapshot-every={text}", "t.py")
+    assert "neither a number of steps nor auto" in capsys.readouterr().err
+
+
 def test_the_files_of_tls_are_named_by_a_flag_or_else_by_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -51,6 +51,10 @@ class FakeGroup:
     def newest_step(self) -> int:
         return 7
 
+    def space(self, begin: int, every: int) -> int:
+        self.page.written.append(("space", begin, every))
+        return self.newest_step()
+
     def end(self) -> None:
         self.is_ended = True
 
@@ -67,7 +71,8 @@ class Set:
         background.start()
         resize = SimpleNamespace(standby="never")
         config = SimpleNamespace(
-            resize=resize, store=SimpleNamespace(snapshot_every=5, emergency=True)
+            resize=resize,
+            store=SimpleNamespace(async_snapshots=True, emergency=True),
         )
         spec: Any = SimpleNamespace(config=config, hook_settings=lambda world: {"world": world})
         nothing: Any = None
@@ -153,6 +158,16 @@ def test_a_commit_that_is_told_twice_is_done_once(store: HostStore, made: Set) -
 def test_what_was_sealed_and_has_no_number_is_given_up(store: HostStore, made: Set) -> None:
     slot, _ = snapshot(store, 3)
     made.perform(actions.DiscardSealed(frozenset()))
+    assert store.sealed() == [] and not slot.directory.exists()
+
+
+def test_a_sealed_snapshot_that_is_no_state_goes_and_others_stay(
+    store: HostStore, made: Set
+) -> None:
+    slot, manifest = snapshot(store, 3)
+    made.perform(actions.DropSnapshot("another"))
+    assert len(store.sealed()) == 1
+    made.perform(actions.DropSnapshot(snapshot_name(manifest)))
     assert store.sealed() == [] and not slot.directory.exists()
 
 
@@ -247,9 +262,10 @@ def test_workers_are_started_asked_and_ended(made: Set) -> None:
         events.GroupStarted(3)
     ]
     assert made.perform(actions.Propose(3, 8)) == [events.Proposed(3, 8, 7)]
+    assert made.perform(actions.Space(3, 9, 4)) == [events.Spaced(3, 9, 4, 7)]
     assert made.perform(actions.Poll(3)) == []
     assert made.perform(actions.Agree(3, 8)) == [events.Agreed(3, 8)]
-    assert made.group.page.written == [("prepare", 8), ("agree", 8)]
+    assert made.group.page.written == [("prepare", 8), ("space", 9, 4), ("agree", 8)]
     made.group.outcome = SimpleNamespace(failures=("rank 1 was killed by SIGKILL",))
     over = events.GroupOver(3, ("rank 1 was killed by SIGKILL",), False, True)
     assert made.perform(actions.Poll(3)) == [over] == made.perform(actions.Agree(3, 9))
@@ -289,7 +305,9 @@ def test_calls_are_answered_refused_and_welcomed(made: Set) -> None:
     calls = [made.performer.take_call(answer) for answer in answers]
     made.perform(actions.Answer(calls[0], 5))
     made.perform(actions.Refuse(calls[1], "it has ended."))
-    made.perform(actions.Welcome(calls[2], workers(3, facts=JsonText.of({"a": 1})), True))
+    made.perform(
+        actions.Welcome(calls[2], workers(3, facts=JsonText.of({"a": 1}), snapshot_every=5), True)
+    )
     assert answers[0].result() == 5
     with pytest.raises(PeerError, match="it has ended"):
         answers[1].result()

@@ -14,7 +14,7 @@ from scalai.launch.agent.worker_calls import WorkerCalls
 from scalai.runtime.agent_folder import call_agent
 
 WELCOME = Welcome(
-    {"tp": 1}, 2, 0, True, None, False, JsonText.of({"large": 1 << 100}), JsonText.of({})
+    {"tp": 1}, 2, 0, True, True, None, False, JsonText.of({"large": 1 << 100}), JsonText.of({})
 )
 
 

@@ -56,13 +56,15 @@ PARTS: list[Any] = [
     *(commands.CheckHealth(4, "it joins"), events.HealthChecked("a", 4, False, "no device")),
     *(commands.Commit(3, "r-1-2", None, {}), commands.Stop(1, True), commands.Look()),
     *(kind(3) for kind in (commands.Drop, commands.Save, commands.Doubt, commands.Retire)),
+    commands.DropSnapshot("r-1-8"),
     *(commands.Archive(1, 3, True), commands.FinishArchive(2, 3), events.Archived("a", 1, 9, "no")),
     commands.Replicate(4, SOURCES, Shared(Ring(("a", "b"), ("x", "y"), 1, True, ("b",)))),
+    commands.Space(1, 20, 5),
     *(commands.Exit(0, "done", False, commands.Ending(9, None)), commands.Exit(75, "saved")),
     *(events.Built("a", 1), events.NotBuilt("a", 1, "no"), events.Prepared("a", 1, 8, 7)),
     *(events.Held("a", 1, 8, "a save"), events.Arrived("a", 1, 8), events.Stopped("a", 1, 8)),
     *(kind("a", 1) for kind in (events.Stepped, events.Unhooked, events.Hooked, events.Finished)),
-    *(events.Frozen("a", 1, (8, 9)), events.Rescued("a", 1, 8)),
+    *(events.Frozen("a", 1, (8, 9)), events.Rescued("a", 1, 8), events.Skipped("a", 1, "r-1-8")),
     *(events.Replicated("a", 4, 16, "full", True), events.Replicated("a", 4, 0)),
     *(events.Committed("a", 3), events.Saved("a"), events.NotSaved("a", "full")),
     reports.Sealed(1, "stop", MANIFEST, {"snapshot": 0.5}),
@@ -75,8 +77,9 @@ PARTS: list[Any] = [
     reports.Slots(4),
     *(words.Hello(1, 2), words.Publish(1, 2, True, ROWS, ROWS, "tp0", TEXT, False)),
     *(words.AwaitSlot(1, 2), words.BeginSnapshot(1, 2, "stop", 8), words.Stand(1, 2, 8, 6)),
-    words.RankWritten(1, 2, (2**64 - 1, 0), "tp0", TEXT, JsonText.of(None), 7, {"snapshot": 1.0}),
+    words.RankWritten(1, 2, 8, (2**64 - 1, 0), "tp0", TEXT, JsonText.of(None), 7, {"proof": 1.0}),
     *(words.RankRestored(1, 2, PRINTS, {}, "note"), words.RankFinished(1, 2, 8)),
+    words.RankUnwritten(1, 2, 8, "full"),
     words.RankStepped(1, 2, 8, words.Imports(("torch",), ("/lib",))),
     *(words.RankStepped(1, 2, 8, None), words.RankRefused(1, 2, "no"), words.RankUnhooked(1, 2)),
     *(words.AwaitFreeze(1, 2), words.RankFrozen(1, 2, None, "torn"), words.RankFailed(1, 2, "no")),
@@ -93,7 +96,7 @@ PARTS: list[Any] = [
     *(data_plane.PiecesHeld(PIECES, None), data_plane.Parts(2), data_plane.Refused("no")),
 ]  # fmt: skip
 ANSWERS: list[Any] = [
-    words.Welcome({"tp": 2}, None, 5, True, None, True, TEXT, TEXT), ORDER,
+    words.Welcome({"tp": 2}, None, 5, True, True, None, True, TEXT, TEXT), ORDER,
     calls.Joined(1, False, 1),
     words.Source(ReadOrder(("/x",), *([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)), 1, 2,
                  TEXT, TEXT, 2),
@@ -190,7 +193,7 @@ def test_samples_are_any_number_or_not_known(samples: float | None) -> None:
     """A script counts them as it likes, and a converted checkpoint may not say."""
     columns = [COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2
     source = words.Source(ReadOrder(("/x",), *columns), 1, samples, TEXT, TEXT, 2)
-    part = words.RankWritten(1, 2, (0,), "tp0", TEXT, TEXT, samples, {})
+    part = words.RankWritten(1, 2, 8, (0,), "tp0", TEXT, TEXT, samples, {})
     for message in (source, part):
         again = travelled(message).consumed_samples
         assert again == samples and type(again) in (type(samples), float)

@@ -2,12 +2,17 @@
 
 import errno
 import os
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scalai.core.errors import StoreError
+from scalai.core.schedule import Schedule
+from scalai.core.young_daly import MOST_STEPS
 from scalai.runtime.control import MAX_WORKERS, ControlPage
 
 
@@ -45,6 +50,18 @@ def test_the_last_possible_worker_has_a_cell(agent: ControlPage, worker: Control
     assert agent.newest_step(MAX_WORKERS) == 3
 
 
+@settings(max_examples=30)
+@given(st.integers(0, 1 << 42), st.integers(0, MOST_STEPS))
+def test_the_steps_with_snapshots_are_read_as_they_were_written(begin: int, every: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        page = ControlPage(Path(folder) / "control", create=True)
+        page.clear()
+        assert page.spaced() is None, "it is as the workers were told at first"
+        page.space(Schedule(every, begin))
+        found = ControlPage(Path(folder) / "control").spaced()
+        assert found == (Schedule(every, begin) if begin or every else None)
+
+
 def test_workers_are_within_steps_where_each_of_them_says_so(
     agent: ControlPage, worker: ControlPage
 ) -> None:
@@ -53,7 +70,12 @@ def test_workers_are_within_steps_where_each_of_them_says_so(
         assert not agent.are_within_steps(2)
         worker.report_within(local_rank, is_within=True)
     assert agent.are_within_steps(2) and agent.newest_step(2) == -1
+    with worker.between_steps(0):
+        assert not agent.are_within_steps(2), "a wait within a step is no part of it"
+    assert agent.are_within_steps(2)
     worker.report_within(0, is_within=False)
+    with worker.between_steps(0):
+        pass
     assert not agent.are_within_steps(2)
 
 

@@ -17,7 +17,7 @@ LONG_S = 1500.0
 """Within so long of virtual time a job without faults steps again, or says what it waits for."""
 STEP_S = 30.0
 """Within so long it makes a step."""
-_HANGS = ["is_hung", "is_late", "is_stopped", "is_torn"]
+_HANGS = ["is_hung", "is_late", "is_stopped", "is_torn", "is_copying"]
 
 
 class Histories(RuleBasedStateMachine):
@@ -26,16 +26,19 @@ class Histories(RuleBasedStateMachine):
     @initialize(
         present=st.sampled_from(["a", "ab", "ab", "abc"]), is_replicated=st.booleans(),
         begins_s=st.sampled_from([0.0, 60.0]), snapshot_every=st.sampled_from([0, 0, 7]),
+        is_async=st.booleans(),
     )  # fmt: skip
     def begin(
-        self, present: str, is_replicated: bool, begins_s: float, snapshot_every: int
-    ) -> None:
+        self, present: str, is_replicated: bool, begins_s: float, snapshot_every: int,
+        is_async: bool,
+    ) -> None:  # fmt: skip
         use_virtual_time()
         Clock.now = 1000.0
         self.folder = tempfile.TemporaryDirectory()
         self.world = World(
-            Path(self.folder.name), is_replicated=is_replicated, snapshot_every=snapshot_every
-        )
+            Path(self.folder.name), is_replicated=is_replicated, snapshot_every=snapshot_every,
+            is_async=is_async,
+        )  # fmt: skip
         for name in present:
             self.world.add(name)
         self.world.go_on(begins_s)
@@ -105,7 +108,7 @@ class Histories(RuleBasedStateMachine):
     @rule(name=NAMES, rank=st.integers(0, 5), what=st.sampled_from(_HANGS))
     def hang(self, name: str, rank: int, what: str) -> None:
         """A worker makes no steps, or makes them and does not come to the stop, or does nothing at
-        all, or is in the middle of an update; or does again."""
+        all, or is in the middle of an update, or tells late what it has copied; or does again."""
         host = self.world.hosts.get(name)
         for group in host.hands._groups.values() if host else ():
             if rank in group.workers:
@@ -121,6 +124,11 @@ class Histories(RuleBasedStateMachine):
             workers[which % len(workers)].is_late = True
         self.world.scale(nproc)
         self.world.go_on(70.0)
+
+    @rule(every=st.sampled_from([0, 1, 3, 7]), ahead=st.sampled_from([-2, 0, 1, 20]))
+    def space(self, every: int, ahead: int) -> None:
+        """Snapshots come at other steps; workers may hear of it too late, and of different ones."""
+        self.world.space(every, ahead)
 
     @rule(begins=st.booleans())
     def save(self, begins: bool) -> None:

@@ -50,6 +50,8 @@ class Known:
         self.snapshots: dict[str, tuple[int, int, frozenset[int]]] = {}
         self.marked = (0, 0)
         """Round and step of the snapshot on the way that was begun last."""
+        self.skipped: set[tuple[str, int, int]] = set()
+        """Hosts that have nothing of a snapshot on the way, with its round and step."""
         self.steps: dict[int, int] = {}
         self.known: dict[int, dict[str, frozenset[int]]] = {}
         self.abandoned: set[int] = set()

@@ -33,7 +33,11 @@ def assign_all(minimum: int = 1, allowed: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) 
 
 def _at_rest(job: m.Job) -> m.Job:
     """Return what of a job does not change by time alone."""
-    return replace(job, newest=0, now=0.0, wait=m.Wait(), stepped_at=None, trained_s=0.0, barred={})
+    spacing = replace(job.spacing, worker_s=0.0, counted_at=None)
+    return replace(
+        job, newest=0, now=0.0, wait=m.Wait(), stepped_at=None, trained_s=0.0, barred={},
+        spacing=spacing,
+    )  # fmt: skip
 
 
 class Simulation(Known):
@@ -435,14 +439,15 @@ class Simulation(Known):
             for number in [n for n in host.parts if n < keep]:
                 del host.parts[number]
 
-    def snapshot(self, late: Collection[str] = ()) -> None:
-        """Every active host seals a snapshot, the late ones after what they do already; the
-        coordinator commits it."""
+    def snapshot(self, late: Collection[str] = (), without: Collection[str] = ()) -> None:
+        """Every active host seals a snapshot, the late ones after what they do already, but for
+        those ``without``, which say so; the coordinator commits it, if it is whole."""
         hosts = tuple(sorted(active(self.job)))
         round, step = self.job.round, max(self.hosts[name].step for name in hosts)
         if (round, step) == self.marked:
             return  # no worker comes to the same boundary twice
         self.marked = round, step
+        self.skipped |= {(name, round, step) for name in without}
         self.tell(tuple(late), lambda host: self.seal(host, round, step))
         for name in hosts:
             reported = None if name in late else self.seal(self.hosts[name], round, step)
@@ -453,6 +458,8 @@ class Simulation(Known):
         sealed = self.snapshots.get(host.name, (0, 0))
         if host.round != round or len(host.parts) > 1 or sealed[:2] > (round, step):
             return None
+        if (host.name, round, step) in self.skipped:
+            return events.Skipped(host.name, round, f"run-{round}-{step}")
         self.snapshots[host.name] = (round, step, self.pieces(host.name))
         return events.Sealed(host.name, round, "snapshot", f"run-{round}-{step}")
 
@@ -461,7 +468,8 @@ class Simulation(Known):
         mine = {h: d[2] for h, d in self.snapshots.items() if d[:2] == (self.job.round, step)}
         # Who has sealed a later one by now has given this one up for it.
         later = {h for h, d in self.snapshots.items() if d[:2] > (self.job.round, step)}
-        assert active(self.job) <= mine.keys() | later, "not all have sealed"
+        skipped = {h for h, *at in self.skipped if at == [self.job.round, step]}
+        assert active(self.job) <= mine.keys() | later | skipped, "not all have sealed"
         if {p for pieces in mine.values() for p in pieces} == set(PIECES):
             self.numbers += 1
             self.steps[self.numbers] = step

@@ -12,6 +12,7 @@ from scalai.core.host.actions import Action
 from scalai.core.host.events import Event
 from scalai.core.host.state import Round
 from scalai.core.messages import JsonText
+from scalai.core.schedule import Schedule
 from scalai.core.worker_messages import (
     AwaitFreeze,
     BeginSnapshot,
@@ -42,6 +43,8 @@ class SimulatedHands:
         self.waits: dict[int, Worker] = {}
         self.threads: dict[int, Worker] = {}
         """Calls of the threads of workers that wait for a failure."""
+        self.copies: dict[int, Worker] = {}
+        """Calls of threads that write a snapshot beside the training."""
         self.calls = 0
 
     @property
@@ -85,6 +88,7 @@ class SimulatedHands:
             case actions.Refuse(call):
                 self.waits.pop(call, None)
                 self.threads.pop(call, None)
+                self._copy_answered(self.copies.pop(call, None), None)
             case actions.StartGroup(workers):
                 return self._start(workers)
             case actions.EndGroup(number):
@@ -102,6 +106,11 @@ class SimulatedHands:
                     return over
                 self._groups[number].agreed = stop
                 return [events.Agreed(number, stop)]
+            case actions.Space(number, begin, every):
+                group = self._groups[number]
+                group.spaced = Schedule(every, begin)
+                newest = max(worker.step for worker in group.workers.values())
+                return [events.Spaced(number, begin, every, newest)]
             case actions.WithdrawStop(number):
                 self._groups[number].proposed = self._groups[number].agreed = None
             case actions.Kill(number, ranks):
@@ -131,6 +140,8 @@ class SimulatedHands:
                 return host.commit(action)
             case actions.DiscardSealed(kept):
                 host.sealed = {n: m for n, m in host.sealed.items() if n in kept}
+            case actions.DropSnapshot(name):
+                host.sealed.pop(name, None)
             case actions.Drop(generation, snapshot):
                 host.store.pop(generation, None)
                 host.sealed.pop(snapshot, None)
@@ -154,7 +165,9 @@ class SimulatedHands:
         if self._host.cannot_start:
             return [events.GroupNotStarted(workers.round, "no process")]
         ranks = workers.placement.ranks
-        self._groups[workers.round] = Group({rank: Worker(rank) for rank in ranks})
+        schedule = Schedule(workers.snapshot_every)
+        made = {rank: Worker(rank, schedule=schedule) for rank in ranks}
+        self._groups[workers.round] = Group(made)
         return [events.GroupStarted(workers.round)]
 
     def _end(self, number: int) -> Event:
@@ -178,6 +191,8 @@ class SimulatedHands:
         match worker.thread:
             case "watch":
                 worker.thread = "frozen"
+                if worker.copy == "begin":  # it is given up; what is copied may still be told
+                    worker.copy = ""
             case "frozen" | "rescue":
                 worker.thread = "rescue" if value is not None else "end"
 
@@ -193,13 +208,38 @@ class SimulatedHands:
         else:
             held = self._host.held_by(worker, number)
             made = tuple(print_of(tensor, worker.step) for tensor in held.tensors)
-            request = RankWritten(rank, number, made, f"r{rank}", none, none, 1, {})
+            request = RankWritten(
+                rank, number, worker.step, made, f"r{rank}", none, none, 1, self._host.seconds
+            )
         self.calls += 1
         worker.thread_call = self.calls
         self.threads[self.calls] = worker
         self._host.agent.feed(events.Called(self.calls, travelled(request)))
 
+    def ask_copy(self, number: int, worker: Worker) -> None:
+        """Let the thread of a worker go on that writes a snapshot beside the training."""
+        rank, step, none = worker.rank, worker.snapped, JsonText.of({})
+        request: Any = BeginSnapshot(rank, number, "snapshot", step)
+        if worker.copy == "write":
+            held = self._host.held_by(worker, number)
+            made = tuple(print_of(tensor, step) for tensor in held.tensors)
+            request = RankWritten(
+                rank, number, step, made, f"r{rank}", none, none, 1, self._host.seconds
+            )
+        self.calls += 1
+        worker.copy_call = self.calls
+        self.copies[self.calls] = worker
+        self._host.agent.feed(events.Called(self.calls, travelled(request)))
+
+    def _copy_answered(self, worker: Worker | None, value: object) -> None:
+        if worker is not None:
+            worker.copy_call = None
+            worker.copy = "write" if worker.copy == "begin" and value is not None else ""
+
     def _answered(self, call: int, value: object) -> None:
+        if call in self.copies:
+            self._copy_answered(self.copies.pop(call), value)
+            return
         if call in self.threads:
             self._thread_answered(self.threads.pop(call), value)
             return
@@ -259,7 +299,9 @@ class SimulatedHands:
                 return BeginSnapshot(rank, number, worker.doing, worker.step)
             case "write":
                 made = tuple(print_of(tensor, worker.step) for tensor in held.tensors)
-                return RankWritten(rank, number, made, f"r{rank}", none, none, 1, {})
+                return RankWritten(
+                    rank, number, worker.step, made, f"r{rank}", none, none, 1, self._host.seconds
+                )
             case "stand":
                 return Stand(rank, number, worker.step, self._host.world.save_of(number) or 0)
             case "finish":

@@ -46,6 +46,8 @@ class SimulatedHost:
         self.sealed: dict[str, HostManifest] = {}
         self.number = 0
         self.is_silent = self.is_full = self.cannot_start = False
+        self.seconds: dict[str, float] = {}
+        """What its workers tell of a snapshot."""
         self.is_spoilt = self.has_spoilt = False
         """Of the next round that its workers restore in, what they restore is not what was
         committed."""

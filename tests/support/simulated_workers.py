@@ -4,9 +4,10 @@ that they write."""
 import time
 import types
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scalai.core.collection import Collection, Tensor
+from scalai.core.schedule import Schedule
 from scalai.core.worker_messages import WriteOrder
 from scalai.launch.coordinator import (
     admission,
@@ -117,6 +118,14 @@ class Worker:
     thread_call: int | None = None
     snapped: int = 0
     """The step of its last snapshot."""
+    copy: str = ""
+    """What a snapshot beside its training does next: ``begin`` and, once all is copied, ``write``;
+    empty: there is none."""
+    copy_call: int | None = None
+    is_copying: bool = False
+    """What it has copied is told late."""
+    schedule: Schedule = field(default_factory=lambda: Schedule(0))
+    """At which steps it makes snapshots."""
 
 
 @dataclass(slots=True)
@@ -126,3 +135,4 @@ class Group:
     workers: dict[int, Worker]
     proposed: int | None = None
     agreed: int | None = None
+    spaced: Schedule | None = None

@@ -8,6 +8,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from scalai.core import commands
 from scalai.core.errors import ScalaiError
 from scalai.core.host import events
 from scalai.core.membership import Phase
@@ -34,7 +35,9 @@ class World:
     folder: Any
     flags: tuple[str, ...] = ("--nnodes", "1:4", "--max-restarts", "9")
     is_replicated: bool = True
-    snapshot_every: int = 0
+    snapshot_every: int | str = 0
+    is_async: bool = False
+    """Whether snapshots on the way are written beside the training."""
     archive_every_s: float = 0.0
     """How often generations come to the disk that all hosts share; 0: it stays empty."""
     disk: SimulatedDisk = field(default_factory=SimulatedDisk)
@@ -61,6 +64,7 @@ class World:
             "[model]\nglobal_batch_size = 12\n[probe]\nkind = 'none'\n"
             "[resize]\nsettle_s = 1.0\ndrain_timeout_s = 60.0\nbuild_timeout_s = 20.0\n"
             "start_timeout_s = 600.0\nhang_s = 300.0\n"
+            f"[store]\nsnapshot_every = {self.snapshot_every!r}\n"
         )
         given = ["--elastic", str(config), "--job", "j", "--nproc-per-node", "2", *self.flags]
         if self.archive_every_s:
@@ -212,6 +216,14 @@ class World:
         with contextlib.suppress(ScalaiError):
             self.desk.handle(person, Scale(nproc, None, None, dry_run=False))
 
+    def space(self, every: int, ahead: int) -> None:
+        """The hosts are told, each when it hears of it, that snapshots lie so many steps apart from
+        a step on that is so far ahead: behind them where that is negative."""
+        number, step = self.furthest()
+        begin = max(0, step + ahead)
+        with self.desk._lock:
+            self.live.command(self.live.active(), commands.Space(number, begin, every))
+
     def kill_worker(self, name: str, rank: int) -> None:
         host = self.hosts.get(name)
         for number, group in list(host.hands._groups.items()) if host else []:
@@ -247,15 +259,25 @@ class World:
                     host.hands.ask_thread(number, worker)
                 if host.agent.state.exit is not None:
                     return
+                is_told = worker.copy != "write" or not worker.is_copying or worker.doing != "train"
+                if not is_gone and worker.copy and worker.copy_call is None and is_told:
+                    self.happened += 1
+                    host.hands.ask_copy(number, worker)
+                if host.agent.state.exit is not None:
+                    return
                 if not is_gone and not worker.is_hung and worker.call is None:
                     if worker.doing != "train":
                         self.happened += 1
                         host.hands.ask(number, worker)
                     elif group.agreed is not None and worker.step >= group.agreed:
-                        if not worker.is_late:
+                        if not worker.is_late and not self._has_copy(worker):
                             worker.doing = "stand" if self.save_of(number) is not None else "stop"
-                    elif self._is_to_snapshot(group, worker):
-                        worker.doing, worker.snapped = "snapshot", worker.step
+                    elif self._is_to_snapshot(group, worker) and not self._has_copy(worker):
+                        worker.snapped = worker.step
+                        if self.is_async:
+                            worker.copy = "begin"
+                        else:
+                            worker.doing = "snapshot"
                 if host.agent.state.exit is not None:
                     return
 
@@ -271,12 +293,19 @@ class World:
                 return
             if worker.is_stopped or worker.thread not in ("", "watch"):
                 return  # others wait for it, or it has been told to make no further update
+            if worker.copy == "begin":
+                return  # the update waits until all is copied
             if (stop is not None and worker.step >= stop) or self._is_to_snapshot(group, worker):
                 return
         for _, worker in workers:
             worker.step += 1
         if workers and self.is_save_ending:
             self.save, self.is_save_ending = None, False
+
+    def _has_copy(self, worker: Worker) -> bool:
+        """Whether a worker has to wait for what it has copied: from now on that is not late."""
+        worker.is_copying = worker.is_copying and not worker.copy
+        return bool(worker.copy)
 
     def furthest(self) -> tuple[int, int]:
         """Return the present round, and the step of the worker of it that is furthest."""
@@ -299,8 +328,10 @@ class World:
         it waits for the word first."""
         stop = group.agreed if group.agreed is not None else group.proposed
         is_at_stop = stop is not None and worker.step >= stop
-        is_due = self.snapshot_every and worker.step % self.snapshot_every == 0
-        return bool(is_due) and worker.snapped != worker.step and not is_at_stop
+        worker.schedule = worker.schedule.at(worker.step, group.spaced)
+        return (
+            worker.schedule.is_due(worker.step) and worker.snapped != worker.step and not is_at_stop
+        )
 
     def save_of(self, number: int) -> int | None:
         """Return the iteration of the save that is in flight in a round, if one is."""
@@ -388,4 +419,4 @@ class World:
             for group in host.hands._groups.values():
                 for worker in group.workers.values():
                     worker.is_hung = worker.is_late = False
-                    worker.is_stopped = worker.is_torn = False
+                    worker.is_stopped = worker.is_torn = worker.is_copying = False

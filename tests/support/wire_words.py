@@ -83,6 +83,7 @@ def workers(
         "restorable_step": None,
         "facts": messages.JsonText.of({}),
         "request": messages.JsonText.of(None),
+        "snapshot_every": 0,
     }
     return commands.Workers(round=round, placement=placement, **{**given, **facts})
 

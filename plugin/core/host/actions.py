@@ -121,6 +121,16 @@ class Agree:
 
 
 @dataclass(frozen=True, slots=True)
+class Space:
+    """Write on the workers' page how many steps lie between snapshots from step ``begin`` on, then
+    read the workers: ``Spaced``."""
+
+    round: int
+    begin: int
+    every: int
+
+
+@dataclass(frozen=True, slots=True)
 class WithdrawStop:
     """Forget the stop on the workers' page."""
 
@@ -216,6 +226,13 @@ class DiscardSealed:
 
 
 @dataclass(frozen=True, slots=True)
+class DropSnapshot:
+    """Give up the sealed snapshot of this name."""
+
+    snapshot: str
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """Let go of a generation, and of the sealed snapshot of this name that would become it; "":
     there is none. ``Holds``."""
@@ -282,7 +299,7 @@ class Rejoin:
 
 Action = (
     Log | Tell | Answer | Refuse | Welcome | StartGroup | BeginGroup | EndGroup | Poll | WantStop
-    | Propose | Agree | WithdrawStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving
-    | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | Drop | Save | Archive
-    | Replicate | Doubt | Look | CheckHealth | LeaveState | Rejoin
+    | Propose | Agree | Space | WithdrawStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving
+    | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | DropSnapshot | Drop | Save
+    | Archive | Replicate | Doubt | Look | CheckHealth | LeaveState | Rejoin
 )  # fmt: skip

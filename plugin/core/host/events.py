@@ -112,6 +112,17 @@ class Agreed:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class Spaced:
+    """It was written how many steps lie between snapshots from ``begin`` on, and then the workers
+    were read (``Space``)."""
+
+    round: int
+    begin: int
+    every: int
+    newest: int
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Reserved:
     """There are files for the next snapshot of a round (``Reserve``)."""
@@ -295,7 +306,8 @@ class ActionFailed:
 
 Event = (
     Commanded | Called | WorkerGone | Ticked | GroupStarted | GroupNotStarted | GroupEnded
-    | GroupOver | Proposed | Agreed | Reserved | NoRoom | Sealed | Fetched | NotProven | Moved
+    | GroupOver | Proposed | Agreed | Spaced | Reserved | NoRoom | Sealed | Fetched | NotProven
+    | Moved
     | WorkFailed | CommitDone | CommitWaits | NothingToCommit | Holds | Replicated | LeaveAsked
     | Noticed | NoticeWithdrawn | SlotsChanged | HealthChecked | Expelled | Rejoined | NotRejoined
     | CoordinatorLost | CoordinatorReplaced | ActionFailed

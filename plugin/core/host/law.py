@@ -36,6 +36,7 @@ from scalai.core.worker_messages import (
     RankRestored,
     RankStepped,
     RankUnhooked,
+    RankUnwritten,
     RankWritten,
     Stand,
     WorkerRequest,
@@ -87,6 +88,8 @@ def _on(step: Step, event: events.Event) -> None:
             stops.proposed(step, number, stop, newest)
         case events.Agreed(number, stop):
             stops.agreed(step, number, stop)
+        case events.Spaced():
+            snapshots.spaced(step, event)
         case events.Reserved(number, slot):
             snapshots.reserved(step, number, slot)
             emergency.go_on(step, number)
@@ -105,7 +108,8 @@ def _on(step: Step, event: events.Event) -> None:
             if step.is_present(number):
                 step.tell(reports.Moved(number, count))
         case events.WorkFailed(number, reason):
-            if step.is_present(number) and not emergency.cannot(step, reason):
+            is_present = step.is_present(number) and not emergency.cannot(step, reason)
+            if is_present and not snapshots.cannot(step, reason):
                 step.fail(reason)
         case _:
             _of_the_host(step, event)
@@ -164,6 +168,7 @@ def _ticked(step: Step, at: float, seen: events.Seen | None) -> None:
         return
     commits.retry(step)
     snapshots.retry(step)
+    snapshots.watch(step)
     stops.watch(step, seen)
     emergency.watch(step, seen)
     rounds.poll(step)
@@ -204,6 +209,11 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             commits.commit(step, command)
         case commands.Discard():
             commits.discard(step)
+        case commands.Space(number, begin, every):
+            if step.is_present(number) and step.present().has_group:
+                step.do(actions.Space(number, begin, every))
+        case commands.DropSnapshot(snapshot):
+            step.do(actions.DropSnapshot(snapshot))
         case commands.Drop(generation):
             commits.drop(step, generation)
         case commands.Save(generation):
@@ -285,6 +295,8 @@ def _called(step: Step, call: Call, request: WorkerRequest) -> None:
             stops.stand(step, call, request)
         case RankWritten():
             snapshots.written(step, call, request)
+        case RankUnwritten():
+            snapshots.unwritten(step, call, request)
         case RankRestored():
             rounds.restored(step, call, request)
         case RankStepped():

@@ -11,10 +11,19 @@ from scalai.core import events as job_events
 from scalai.core import reports
 from scalai.core.host import actions
 from scalai.core.host.actions import Level
+from scalai.core.host.events import Spaced
 from scalai.core.host.state import Call, Round, Slot, Snapshot
 from scalai.core.host.step import Step
-from scalai.core.worker_messages import AwaitSlot, BeginSnapshot, RankWritten, WriteOrder
+from scalai.core.worker_messages import (
+    AwaitSlot,
+    BeginSnapshot,
+    RankUnwritten,
+    RankWritten,
+    WriteOrder,
+)
 
+FILES_S = 20.0
+"""How long a snapshot on the way waits for its files: then the training goes on without it."""
 AGAIN_S, LONGEST_AGAIN_S = 5.0, 300.0
 """How long after a vain try room for the next snapshot is made again: at first, and at most."""
 
@@ -53,7 +62,9 @@ def no_room(step: Step, number: int, reason: str) -> None:
     if not step.is_present(number):
         return
     current = step.change_round(is_reserving=False)
-    if current.snapshot is not None or not current.is_complete(current.stepped):
+    is_on_the_way = current.snapshot is not None and current.snapshot.reason == "snapshot"
+    is_wanted = current.snapshot is not None and not is_on_the_way
+    if is_wanted or not current.is_complete(current.stepped):
         step.fail(f"making room for a snapshot: {reason}")
         return
     wait_s = min(2 * current.reserve_wait_s or AGAIN_S, LONGEST_AGAIN_S)
@@ -64,6 +75,39 @@ def no_room(step: Step, number: int, reason: str) -> None:
         "but a change or an end would lose the steps since the newest generation. Tried again in "
         f"{wait_s:.0f} s.",
     )
+    if is_on_the_way:
+        _give_up(step, "there is no room for it")
+
+
+def watch(step: Step) -> None:
+    """Go on without a snapshot on the way that has waited too long for its files: an older
+    generation keeps their room until the newest one has its replicas, or the coordinator is
+    back. Where a stop is agreed nothing is waited for: its snapshot is newer, and needs the room
+    and the time."""
+    current = step.round
+    under_way = None if current is None else current.snapshot
+    if current is None or under_way is None or under_way.reason != "snapshot":
+        return
+    if current.reserved is not None or under_way.is_given_up:
+        return
+    waited = step.now - under_way.since
+    if current.is_draining:
+        _give_up(step, f"there are no files for it before the stop at step {current.stop}")
+    elif waited > FILES_S:
+        _give_up(step, f"there have been no files for it for {waited:.0f} s")
+
+
+def _give_up(step: Step, reason: str) -> None:
+    """No rank of this host writes the snapshot that is on the way: they train on."""
+    under_way = step.present().snapshot
+    assert under_way is not None
+    text = f"event=snapshot_skipped step={under_way.step} {reason}; the training goes on."
+    step.log(Level.WARNING, text)
+    by, waiting = under_way.unwritten_by | set(under_way.waiting), under_way.waiting
+    step.change_round(snapshot=replace(under_way, is_given_up=True, waiting={}, unwritten_by=by))
+    for call in waiting.values():
+        step.answer(call)
+    seal_if_complete(step)
 
 
 def retry(step: Step) -> None:
@@ -111,17 +155,44 @@ def begin(step: Step, call: Call, request: BeginSnapshot) -> None:
         step.answer(call)
         return
     if current.snapshot is None:
-        current = step.change_round(snapshot=Snapshot(request.reason, request.step))
+        under_way = Snapshot(request.reason, request.step, since=step.now)
+        current = step.change_round(snapshot=under_way)
+    elif request.step < current.snapshot.step:
+        step.answer(call)  # others have passed this one over
+        return
     elif current.snapshot.step != request.step:
         # The others still write what this rank has written: its next snapshot comes after it.
         step.change_round(postponed=(*current.postponed, (call, request)))
+        _pass_over(step, current.snapshot, request)
         return
     assert current.snapshot is not None
+    if current.snapshot.is_given_up:
+        step.answer(call)
+        _without(step, request.rank)
+        return
     waiting = {**current.snapshot.waiting, request.rank: call}
     step.change_round(snapshot=replace(current.snapshot, waiting=waiting))
     reserve(step)
     tell_arrived(step)
     give_orders(step)
+
+
+def _pass_over(step: Step, under_way: Snapshot, later: BeginSnapshot) -> None:
+    """A worker comes to a later snapshot and has never come to the one on the way: it has learned
+    too late at which steps they are, and writes nothing of it."""
+    known = under_way.ordered | set(under_way.waiting) | under_way.unwritten_by
+    if later.step > under_way.step and not under_way.is_last and later.rank not in known:
+        _without(step, later.rank)
+
+
+def spaced(step: Step, event: Spaced) -> None:
+    """The workers can read at which steps snapshots are."""
+    text = f"event=spaced round={event.round} begin={event.begin} every={event.every}"
+    if event.newest < event.begin:
+        step.log(Level.INFO, text)
+        return
+    text += f": a worker was at step {event.newest} by then, and may leave out or add a snapshot"
+    step.log(Level.WARNING, text)
 
 
 def tell_arrived(step: Step) -> None:
@@ -168,7 +239,9 @@ def written(step: Step, call: Call, written: RankWritten) -> None:
     """A worker has written its share, or what it took over from one that died."""
     current = step.present()
     under_way = current.snapshot
-    if under_way is None:  # it was sealed without a worker that had died by then
+    if under_way is None or written.step != under_way.step:
+        # It was sealed without a worker that had died by then; or it is of a snapshot beside the
+        # training, which was given up when workers failed.
         step.answer(call)
         return
     is_again = written.rank in under_way.parts and written.rank not in under_way.writing
@@ -185,6 +258,25 @@ def written(step: Step, call: Call, written: RankWritten) -> None:
         consumed_samples=written.consumed_samples,
     )
     step.change_round(snapshot=under_way)
+    seal_if_complete(step)
+
+
+def unwritten(step: Step, call: Call, request: RankUnwritten) -> None:
+    """Nothing of this worker counts of a snapshot on the way: what others of this host, or of other
+    hosts, have written may be the whole state."""
+    step.answer(call)
+    text = f"event=unwritten rank={request.rank} step={request.step} {request.reason}"
+    step.log(Level.WARNING, text)
+    under_way = step.present().snapshot
+    if under_way is not None and under_way.step == request.step and not under_way.is_last:
+        _without(step, request.rank)
+
+
+def _without(step: Step, rank: int) -> None:
+    under_way = step.present().snapshot
+    assert under_way is not None
+    by = under_way.unwritten_by | {rank}
+    step.change_round(snapshot=replace(under_way, unwritten_by=by))
     seal_if_complete(step)
 
 
@@ -208,19 +300,60 @@ def seal_if_complete(step: Step) -> None:
     if is_stop and not is_emergency and not current.may_write:
         return
     written = set(under_way.parts) if under_way else set()
-    if not current.is_complete(written | current.absent):
+    by = under_way.unwritten_by if under_way else frozenset[int]()
+    if not current.is_complete(written | current.absent | by):
+        return
+    is_on_the_way = under_way is not None and not under_way.is_last
+    if is_on_the_way and current.lost - written and not current.is_draining:
+        return  # the round has failed
+    if under_way is not None and is_on_the_way and not written:
+        _skip(step, current, under_way)
         return
     if not written and current.is_draining and not is_emergency:
         _tell_sealed(step, None)
     if not written or under_way is None or under_way.is_sealing:
         return
-    if not under_way.is_last and current.lost - written:
-        return  # the round has failed
-    _hand_over(step)
+    if under_way.is_last:
+        _hand_over(step)
     current = step.present()
     assert current.snapshot is not None
     if current.snapshot.is_handed_over:
         _seal(step, current, current.snapshot)
+
+
+def cannot(step: Step, reason: str) -> bool:
+    """Whether what has failed is the sealing of a snapshot on the way: the training goes on."""
+    current = step.present()
+    under_way = current.snapshot
+    if under_way is None or under_way.reason != "snapshot" or not under_way.is_sealing:
+        return False
+    text = f"event=snapshot_skipped step={under_way.step} {reason} The training goes on."
+    step.log(Level.WARNING, text)
+    step.change_round(reserved=None)  # it was given back
+    _skip(step, current, under_way)
+    reserve(step)
+    return True
+
+
+def _skip(step: Step, current: Round, under_way: Snapshot) -> None:
+    """This host has nothing of a snapshot on the way; others may have the whole state."""
+    name = _name(current, under_way.step)
+    step.tell(job_events.Skipped(step.state.host, current.number, name))
+    step.change_round(snapshot=None)
+    _begin_postponed(step)
+    seal_if_complete(step)
+
+
+def _name(current: Round, at: int) -> str:
+    return f"{current.workers.run}-{current.number}-{at}"
+
+
+def _begin_postponed(step: Step) -> None:
+    """Workers that have come to their next snapshot begin it."""
+    postponed = step.present().postponed
+    step.change_round(postponed=())
+    for call, request in postponed:
+        begin(step, call, request)
 
 
 def _seal(step: Step, current: Round, under_way: Snapshot) -> None:
@@ -229,7 +362,7 @@ def _seal(step: Step, current: Round, under_way: Snapshot) -> None:
     for call in under_way.done.values():
         step.answer(call)
     about = {
-        "snapshot": f"{current.workers.run}-{current.number}-{under_way.step}",
+        "snapshot": _name(current, under_way.step),
         "consumed_samples": under_way.consumed_samples,
         "degrees": dict(current.workers.degrees),
         "world_size": current.workers.placement.world_size,
@@ -256,10 +389,8 @@ def sealed(step: Step, number: int, slot: Slot, manifest: bytes) -> None:
     under_way = step.present().snapshot
     if under_way is not None:
         step.change_round(sealed_step=under_way.step)
-    postponed = step.present().postponed
-    step.change_round(reserved=None, snapshot=None, postponed=())
-    for call, request in postponed:
-        begin(step, call, request)
+    step.change_round(reserved=None, snapshot=None)
+    _begin_postponed(step)
 
 
 def _tell_sealed(step: Step, manifest: bytes | None) -> None:

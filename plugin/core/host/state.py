@@ -67,6 +67,8 @@ class Snapshot:
     ``done`` are ranks that have written at a stop: kept, because a replica of theirs may die.
     ``taken_over`` is what was written for ranks that died, with its fingerprints; ``replaced`` are
     those ranks. ``queued`` and ``writing`` are what substitute writers will write, and write now.
+    ``unwritten_by`` are ranks of which nothing counts, and that train on; ``since`` when the first
+    one asked; ``is_given_up``: there were no files, and none are waited for.
     """
 
     reason: str
@@ -82,6 +84,9 @@ class Snapshot:
     seconds: Mapping[str, float] = field(default_factory=dict)
     consumed_samples: Samples = 0
     is_sealing: bool = False
+    unwritten_by: frozenset[int] = frozenset()
+    since: float = 0.0
+    is_given_up: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -91,7 +96,7 @@ class Snapshot:
     @property
     def unwritten(self) -> frozenset[int]:
         """Ranks that have an order and have not written."""
-        return (self.ordered - set(self.parts)) | set(self.writing)
+        return (self.ordered - set(self.parts) - self.unwritten_by) | set(self.writing)
 
     @property
     def is_handed_over(self) -> bool:

@@ -191,8 +191,8 @@ def frozen_host(steps: dict[int, int | None]) -> LawHost:
     return host
 
 
-def written(rank: int) -> RankWritten:
-    return RankWritten(rank, 1, (rank,), f"dp{rank}", NONE, NONE, 12, {})
+def written(rank: int, step: int = 9) -> RankWritten:
+    return RankWritten(rank, 1, step, (rank,), f"dp{rank}", NONE, NONE, 12, {})
 
 
 def orders(host: LawHost) -> list[Any]:
@@ -280,7 +280,7 @@ def rescued_behind_a_snapshot() -> tuple[LawHost, Any]:
         host.ask(AwaitFreeze(rank, 1))
         host.ask(BeginSnapshot(rank, 1, "snapshot", 7))
     for rank in range(2):
-        host.ask(written(rank))
+        host.ask(written(rank, 7))
     host.obey(commands.Freeze(1))
     for rank in range(2):
         host.ask(RankFrozen(rank, 1, 9, ""))
@@ -315,10 +315,10 @@ def test_a_snapshot_in_the_middle_of_which_workers_fail_is_written_again() -> No
     for rank in range(2):
         host.ask(RankFrozen(rank, 1, 7, ""))
     host.obey(commands.Rescue(1, 7))
-    host.ask(written(0))  # its main thread
-    host.ask(written(0))
+    host.ask(written(0, 7))  # its main thread
+    host.ask(written(0, 7))
     assert not host.all(actions.Seal)
-    host.ask(written(1))
+    host.ask(written(1, 7))
     assert len(host.all(actions.Seal)) == 1
 
 

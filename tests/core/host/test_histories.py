@@ -71,6 +71,62 @@ def test_snapshots_are_made_on_the_way(tmp_path: Path) -> None:
     assert logged(world, "event=snapshot committed=") and len(world.hosts["a"].store) == 1
 
 
+def test_what_is_copied_beside_the_training_may_be_told_late(tmp_path: Path) -> None:
+    world = two_hosts(tmp_path, snapshot_every=4, is_async=True)
+    world.go_on(60.0)
+    number, step = world.furthest()
+    for host in world.hosts.values():
+        for worker in host.hands.groups[number].workers.values():
+            worker.is_copying = True
+    for _ in range(6):
+        world.train()
+        world.act("a", "workers")
+        world.act("b", "workers")
+    assert world.furthest()[1] > step, "the training does not wait for it"
+    world.scale(2)
+    world.go_on(120.0)
+    assert world.is_training() and world.live.state.current.degrees.world_size == 2, world.log
+    assert logged(world, "event=snapshot committed="), world.log
+
+
+def test_a_job_chooses_how_often_by_the_slowest_host_and_all_workers_agree(tmp_path: Path) -> None:
+    world = two_hosts(tmp_path, snapshot_every="auto", is_async=True)
+    for name, cost_s in (("a", 1.0), ("b", 4.0)):
+        world.hosts[name].seconds = {"cost": cost_s, "step": 5.0}
+    while not logged(world, "event=snapshot committed="):
+        world.go_on(60.0)
+        assert world.furthest()[1] < 500, world.log
+    world.go_on(60.0)
+    assert logged(world, "event=snapshot_every k=720 cost_s=4.000 step_s=5 "), world.log
+    number, _ = world.furthest()
+    told = {host.hands.groups[number].spaced for host in world.hosts.values()}
+    assert len(told) == 1 and {each.every for each in told} == {720}
+    assert not any("may leave out" in line for host in world.hosts.values() for line in host.log)
+    world.kill_worker("a", 0)
+    world.go_on(120.0)
+    assert world.is_training() and world.furthest()[0] > number, world.log
+    assert logged(world, "event=snapshot_every k=34 cost_s=4.000 step_s=5 mtbf_s=36"), world.log
+    groups = [host.hands.groups[world.furthest()[0]] for host in world.hosts.values()]
+    workers = [worker for group in groups for worker in group.workers.values()]
+    assert {worker.schedule.every for worker in workers} == {34}
+
+
+def test_a_host_without_room_leaves_snapshots_out_and_holds_up_nobody(tmp_path: Path) -> None:
+    """Each host alone has some of the state: what the other one has written of it goes."""
+    world = two_hosts(tmp_path, snapshot_every=4, is_async=True, is_replicated=False)
+    world.go_on(30.0)
+    world.hosts["a"].is_full = True
+    before, (_, step) = len(world.log), world.furthest()
+    world.go_on(120.0)
+    assert world.furthest()[1] > step + 8, world.log
+    refused = [line for line in world.log[before:] if "event=snapshot step=" in line]
+    assert refused and not world.hosts["b"].sealed, world.log
+    assert any("event=snapshot_skipped" in line for line in world.hosts["a"].log)
+    world.hosts["a"].is_full, before = False, len(world.log)
+    world.go_on(600.0)
+    assert any("event=snapshot committed=" in line for line in world.log[before:]), world.log
+
+
 def test_a_training_that_hangs_is_started_again_and_loses_no_step(tmp_path: Path) -> None:
     world = two_hosts(tmp_path)
     world.go_on(60.0)

@@ -3,6 +3,7 @@
 import pytest
 
 from scalai.core import commands, reports
+from scalai.core import events as job_events
 from scalai.core.host import actions, snapshots
 from scalai.core.host.events import (
     Expelled,
@@ -11,19 +12,28 @@ from scalai.core.host.events import (
     NoRoom,
     Reserved,
     Sealed,
+    Seen,
+    Spaced,
     Ticked,
+    WorkerGone,
     WorkFailed,
 )
 from scalai.core.messages import JsonText
-from scalai.core.worker_messages import AwaitSlot, BeginSnapshot, RankStepped, RankWritten
+from scalai.core.worker_messages import (
+    AwaitSlot,
+    BeginSnapshot,
+    RankStepped,
+    RankUnwritten,
+    RankWritten,
+)
 from support.law_host import LawHost, MadeSlot
 from support.wire_words import start
 
 NONE = JsonText.of(None)
 
 
-def written(rank: int, number: int = 1) -> RankWritten:
-    return RankWritten(rank, number, (rank,), f"dp{rank}", NONE, NONE, 12, {"snapshot": 1.0})
+def written(rank: int, step: int = 7) -> RankWritten:
+    return RankWritten(rank, 1, step, (rank,), f"dp{rank}", NONE, NONE, 12, {"snapshot": 1.0})
 
 
 def snapshot(host: LawHost, step: int = 7) -> actions.Seal:
@@ -31,7 +41,7 @@ def snapshot(host: LawHost, step: int = 7) -> actions.Seal:
     for rank in range(2):
         host.ask(BeginSnapshot(rank, 1, "snapshot", step))
     for rank in range(2):
-        host.ask(written(rank))
+        host.ask(written(rank, step))
     return host.all(actions.Seal)[-1]
 
 
@@ -88,14 +98,22 @@ def test_a_round_that_trains_goes_on_without_room_and_takes_it_when_it_is_there(
     assert host.state.round is not None and host.state.round.reserved is not None
 
 
-def test_a_snapshot_that_is_wanted_and_finds_no_room_fails_the_round() -> None:
+def without_files() -> LawHost:
+    """Return a host that trains behind a snapshot, and has no room for the next one."""
     host = LawHost()
     host.train()
     slot = snapshot(host).slot
     host.feed(Sealed(1, slot, b""))
     host.feed(Holds(frozenset({1})))
     host.feed(NoRoom(1, "no room."))
-    host.ask(BeginSnapshot(0, 1, "snapshot", 9))
+    return host
+
+
+def test_a_snapshot_that_is_wanted_at_a_stop_and_finds_no_room_fails_the_round() -> None:
+    host = without_files()
+    host.agree(9)
+    host.ask(BeginSnapshot(0, 1, "stop", 9))
+    host.tick(snapshots.AGAIN_S + 1)
     host.feed(NoRoom(1, "no room."))
     failed = host.reports()[-1]
     assert isinstance(failed, reports.Failed)
@@ -132,10 +150,124 @@ def test_files_that_come_when_their_round_has_ended_are_used_again() -> None:
     assert host.discarded() == [slot]
 
 
-def test_a_snapshot_that_cannot_be_sealed_fails_the_round() -> None:
+@pytest.mark.parametrize("how", ["no room", "never"])
+def test_a_snapshot_on_the_way_that_has_no_files_is_done_without(how: str) -> None:
+    host = without_files()
+    if how == "never":  # an older generation does not go, as where the coordinator is gone
+        host.feed(Holds(frozenset({1, 2})))
+    first = host.ask(BeginSnapshot(0, 1, "snapshot", 9))
+    assert first not in host.answers(), "it may be made in time"
+    host.tick(snapshots.AGAIN_S + 1)
+    if how == "no room":
+        host.feed(NoRoom(1, "no room."))
+    else:
+        host.tick(snapshots.FILES_S)
+    assert host.answers()[first] is None and "event=snapshot_skipped step=9" in host.log()
+    assert "skipped" not in host.reported(), "the other rank has yet to come to it"
+    second = host.ask(BeginSnapshot(1, 1, "snapshot", 9))
+    assert host.answers()[second] is None
+    assert host.reports()[-1] == job_events.Skipped("a", 1, "r-1-9")
+    assert "failed" not in host.reported()
+    host.feed(Holds(frozenset({2})))
+    host.tick(snapshots.LONGEST_AGAIN_S)
+    host.feed(Reserved(1, MadeSlot(range(2))))
+    assert set(snapshot(host, 11).parts) == {0, 1}, "the next one is written"
+
+
+def test_a_stop_waits_for_no_snapshot_on_the_way_that_has_no_files() -> None:
+    """Its own is newer, and needs the room and the time."""
+    host = without_files()
+    host.feed(Holds(frozenset({1, 2})))
+    calls = [host.ask(BeginSnapshot(rank, 1, "snapshot", 9)) for rank in range(2)]
+    host.agree(10)
+    host.tick(1.0)
+    assert [host.answers()[call] for call in calls] == [None, None]
+    assert host.reports()[-1] == job_events.Skipped("a", 1, "r-1-9")
+    for rank in range(2):
+        host.ask(BeginSnapshot(rank, 1, "stop", 10))
+    host.obey(commands.TakeSnapshot(1))
+    host.feed(Holds(frozenset({2})))
+    host.tick(snapshots.AGAIN_S)
+    host.feed(Reserved(1, MadeSlot(range(2))))
+    for rank in range(2):
+        host.ask(written(rank, 10))
+    assert [seal.step for seal in host.all(actions.Seal)] == [7, 10]
+
+
+def test_a_rank_that_cannot_write_is_left_out_and_trains_on() -> None:
+    """What others hold of it may make the snapshot whole all the same."""
+    host = LawHost()
+    host.train()
+    for rank in range(2):
+        host.ask(BeginSnapshot(rank, 1, "snapshot", 7))
+    call = host.ask(RankUnwritten(0, 1, 7, "No space left on device"))
+    assert host.answers()[call] is None and "No space left" in host.log()
+    host.ask(written(1))
+    (seal,) = host.all(actions.Seal)
+    assert set(seal.parts) == {1} and not seal.taken_over and "failed" not in host.reported()
+
+
+def test_where_no_rank_can_write_the_files_are_kept_for_the_next_snapshot() -> None:
+    host = LawHost()
+    slot = host.train()
+    for rank in range(2):
+        host.ask(BeginSnapshot(rank, 1, "snapshot", 7))
+    for rank in range(2):
+        host.ask(RankUnwritten(rank, 1, 7, "full"))
+    assert host.reports()[-1] == job_events.Skipped("a", 1, "r-1-7") and not host.all(actions.Seal)
+    assert snapshot(host, 9).slot is slot
+
+
+def test_what_is_written_of_another_step_does_not_count() -> None:
+    """It comes late, of a snapshot that was given up when workers failed."""
+    host = LawHost()
+    host.train()
+    for rank in range(2):
+        host.ask(BeginSnapshot(rank, 1, "snapshot", 7))
+    host.ask(written(1))
+    call = host.ask(written(0, 6))
+    assert host.answers()[call] is None and not host.all(actions.Seal)
+    host.ask(written(0))
+    assert len(host.all(actions.Seal)) == 1
+
+
+def test_who_dies_at_the_stop_with_a_snapshot_under_way_does_not_hold_up_the_stop() -> None:
+    """It has made the steps to the stop while the agent has yet to hear what it wrote."""
+    host = LawHost()
+    slot = host.train()
+    for rank in range(2):
+        host.ask(BeginSnapshot(rank, 1, "snapshot", 7))
+    host.agree(8)
+    host.ask(written(0))
+    host.ask(BeginSnapshot(0, 1, "stop", 8))
+    host.feed(WorkerGone(1, 1, Seen(reached=frozenset({0, 1}))))
+    (seal,) = host.all(actions.Seal)
+    assert set(seal.parts) == {0} and seal.step == 7
+    host.feed(Sealed(1, slot, b"manifest"))
+    assert host.reported()[-2:] == ["sealed", "arrived"]
+
+
+def test_a_snapshot_on_the_way_that_cannot_be_sealed_is_done_without() -> None:
     host = LawHost()
     host.train()
     snapshot(host)
+    host.feed(WorkFailed(1, "sealing the snapshot: no room for the manifest."))
+    assert host.reports()[-1] == job_events.Skipped("a", 1, "r-1-7")
+    assert "event=snapshot_skipped step=7 sealing the snapshot" in host.log()
+    host.feed(Holds(frozenset({1})))
+    host.feed(Reserved(1, MadeSlot(range(2))))
+    assert snapshot(host, 9).step == 9 and "failed" not in host.reported()
+
+
+def test_a_snapshot_at_a_stop_that_cannot_be_sealed_fails_the_round() -> None:
+    host = LawHost()
+    host.train()
+    host.agree(8)
+    for rank in range(2):
+        host.ask(BeginSnapshot(rank, 1, "stop", 8))
+    host.obey(commands.TakeSnapshot(1))
+    for rank in range(2):
+        host.ask(written(rank, 8))
     host.feed(WorkFailed(1, "sealing the snapshot: no room for the manifest."))
     assert "no room for the manifest" in str(host.reports()[-1])
     host.feed(WorkFailed(1, "and again"))
@@ -165,6 +297,53 @@ def test_a_worker_that_is_ahead_by_a_snapshot_waits_for_the_others() -> None:
     assert host.answers()[early] is not None
 
 
+def test_who_comes_to_a_later_snapshot_writes_nothing_of_an_earlier_one() -> None:
+    """It has learned too late at which steps they are. The other has written, and counts."""
+    host = LawHost()
+    slot = host.train()
+    host.ask(BeginSnapshot(0, 1, "snapshot", 7))
+    host.ask(written(0))
+    assert not host.all(actions.Seal)
+    later = host.ask(BeginSnapshot(1, 1, "snapshot", 9))
+    (seal,) = host.all(actions.Seal)
+    assert seal.step == 7 and set(seal.parts) == {0} and not seal.taken_over
+    host.feed(Sealed(1, slot, b""))
+    host.feed(Holds(frozenset({1})))
+    host.feed(Reserved(1, MadeSlot(range(2))))
+    assert host.answers()[later] is not None
+    host.ask(BeginSnapshot(0, 1, "snapshot", 9))
+    for rank in range(2):
+        host.ask(written(rank, 9))
+    assert set(host.all(actions.Seal)[-1].parts) == {0, 1}
+
+
+def test_a_snapshot_that_others_have_passed_over_holds_up_nobody() -> None:
+    host = LawHost()
+    host.train()
+    host.ask(BeginSnapshot(0, 1, "snapshot", 9))
+    early = host.ask(BeginSnapshot(1, 1, "snapshot", 7))
+    host.ask(BeginSnapshot(1, 1, "snapshot", 9))
+    assert host.answers()[early] is None
+    for rank in range(2):
+        host.ask(written(rank, 9))
+    assert set(host.all(actions.Seal)[-1].parts) == {0, 1}
+
+
+@pytest.mark.parametrize(("newest", "level"), [(19, "INFO"), (20, "WARNING")])
+def test_a_change_of_the_steps_with_snapshots_is_told_and_said(newest: int, level: str) -> None:
+    host = LawHost()
+    host.obey(commands.Space(1, 20, 5))
+    assert not host.all(actions.Space), "nobody trains"
+    host.train()
+    host.obey(commands.Space(2, 20, 5))
+    assert not host.all(actions.Space), "of another round"
+    host.obey(commands.Space(1, 20, 5))
+    assert host.all(actions.Space) == [actions.Space(1, 20, 5)]
+    host.feed(Spaced(1, 20, 5, newest))
+    (said,) = [each for each in host.all(actions.Log) if "event=spaced" in each.text]
+    assert said.level.name == level and "begin=20 every=5" in said.text
+
+
 def test_slots_are_handed_out_ahead_of_time_and_to_ranks_of_this_host_alone() -> None:
     host = LawHost()
     host.begin()
@@ -191,7 +370,7 @@ def test_where_nobody_else_holds_it_what_the_dead_had_is_left_out(lost: set[int]
     for rank in lost:
         host.feed(WorkerGone(1, rank, Seen(reached=frozenset({0, 1}))))
     for rank in {0, 1} - lost:
-        host.ask(written(rank))
+        host.ask(written(rank, 8))
     if lost == {0, 1}:
         sealed = host.reports()[-1]
         assert isinstance(sealed, reports.Sealed) and sealed.manifest is None
@@ -212,8 +391,8 @@ def test_a_substitute_that_dies_too_is_not_waited_for() -> None:
     host.obey(commands.TakeSnapshot(1))
     seen = Seen(reached=frozenset({0, 1, 2}))
     host.feed(WorkerGone(1, 1, seen))
-    host.ask(written(0))
-    host.ask(written(2))
+    host.ask(written(0, 8))
+    host.ask(written(2, 8))
     assert not host.all(actions.Seal), "rank 0 writes for rank 1"
     host.feed(WorkerGone(1, 0, seen))
     (seal,) = host.all(actions.Seal)

@@ -18,7 +18,7 @@ SAVING = Seen(newest=7, save=4, looks=1)
 
 
 def written(rank: int) -> WorkerRequest:
-    return RankWritten(rank, 1, (rank,), f"dp{rank}", NONE, NONE, 12, {"snapshot": 1.0})
+    return RankWritten(rank, 1, 8, (rank,), f"dp{rank}", NONE, NONE, 12, {"snapshot": 1.0})
 
 
 @pytest.fixture

@@ -1,0 +1,385 @@
+"""Snapshots on the way that the training does not stand still for.
+
+What the next forward and backward passes change is copied between two steps, as for an emergency
+(``Copies``). What only an update changes (parameters, masters, moments) is copied by a thread while
+those passes run, into the files that the agent has made; the next update waits until that has
+ended. Fingerprints are then computed of the files: of what was written, and not of memory that
+trains on.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from scalai.core.errors import PeerError, ScalaiError
+from scalai.core.region import Piece
+from scalai.core.worker_messages import BeginSnapshot, RankUnwritten, RankWritten, WriteOrder
+from scalai.runtime.agent_folder import call_agent
+from scalai.runtime.calls import Channel
+from scalai.runtime.emergency import COPIED_BYTES, Between, Copies
+from scalai.runtime.failpoints import reached
+from scalai.runtime.fingerprints import live_fingerprints
+from scalai.runtime.live import Slot, host_bits
+from scalai.runtime.staging import StagingRing
+from scalai.runtime.writing import MappedFile, copy_from_device, ordered_views
+from scalai.store.files import blocks, slices
+
+Row = tuple[Slot, Piece]
+
+NICE = 10
+"""By how much the thread that copies gives way to those that train."""
+BLOCK_BYTES = 16 << 20
+"""What is copied at a time on the host; whether the copy is given up is looked at in between."""
+
+FAILURES = (ScalaiError, OSError, RuntimeError, MemoryError)
+"""What a snapshot may fail by, and a training does not end by."""
+
+log = logging.getLogger(__name__)
+
+
+class GivenUpError(RuntimeError):
+    """What is being written is not wanted any more."""
+
+
+@dataclass(eq=False, slots=True)
+class Writing:
+    """One snapshot that is written beside the training.
+
+    Attributes:
+        between: What belongs to its step beside the rows.
+        copies: The rows, with copies of those that the next passes change.
+        mapped: Its file, where it was mapped beforehand.
+        stall_s: How long the training has stood still for it so far.
+        waits_since: Since when an update waits for it.
+        order: What is written, once the agent has said so.
+        copied: Memory may change: all is copied, or it has failed.
+        ended: The thread does nothing any more.
+        is_copied: Whether all is copied.
+        is_told: Whether the agent knows what came of it.
+        is_given_up: Whether workers have failed meanwhile: nothing more is written.
+        seconds: What was measured beside it.
+    """
+
+    between: Between
+    copies: Copies
+    mapped: MappedFile | None
+    stall_s: float
+    waits_since: float | None = None
+    order: WriteOrder | None = None
+    copied: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    is_copied: bool = False
+    is_told: bool = False
+    is_given_up: bool = False
+    copy_s: float = 0.0
+    failure: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return self.between.step
+
+
+class AsyncSnapshots:
+    """A worker's snapshots on the way, one at a time. The training's thread calls it.
+
+    Args:
+        agent: The connection of the training's thread.
+        rank, round: Of this worker.
+        directory: The agent's, of this host.
+        rows: The held rows of this rank.
+        rings: Pinned buffers by device.
+        turn: Who writes a snapshot has it: the rings are used by one thread at a time.
+        pause: Returns a context in which an update waits for the copy: that is within a step and no
+            part of it, and may take longer than one.
+    """
+
+    def __init__(
+        self,
+        agent: Channel,
+        rank: int,
+        round: int,
+        directory: str,
+        rows: Sequence[Row],
+        rings: Mapping[torch.device, StagingRing],
+        turn: threading.Lock,
+        pause: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._agent, self._rank, self._round, self._directory = agent, rank, round, directory
+        self._rings, self._turn, self._pause, self._rows = rings, turn, pause, rows
+        self._copies: Copies | None = None
+        self._process = os.getpid()
+        self._present: Writing | None = None
+        self._has_updated = False
+        self._channel: Channel | None = None
+
+    def watch(self) -> None:
+        """Notice updates from now on. Before an emergency does: one that waits here has not
+        begun."""
+        register_optimizer_step_pre_hook(self.begin_update)
+
+    def renew(self, rows: Sequence[Row]) -> None:
+        """The same rows may lie elsewhere now."""
+        self._rows, self._copies = rows, None
+
+    def obstacle(self) -> str:
+        """Return why snapshots cannot be written beside the training; empty: they can."""
+        if not self._has_updated:
+            return "no update was seen here: see Session.begin_update"
+        volatile = {id(slot): slot.buffer.nbytes for slot, _ in self._rows if slot.is_volatile}
+        size_bytes = sum(volatile.values())
+        if size_bytes > COPIED_BYTES:
+            return (
+                f"buffers and registered tensors of {size_bytes / 1e6:.0f} MB are too large to be "
+                f"copied at once (at most {COPIED_BYTES / 1e6:.0f})"
+            )
+        return ""
+
+    def begin(
+        self,
+        between: Between,
+        mapped: MappedFile | None,
+        began: float,
+        then: Callable[[], None] = lambda: None,
+        seconds: Mapping[str, float] = MappingProxyType({}),
+    ) -> bool:
+        """Begin a snapshot of what is there now; call it between two steps, with none under way.
+
+        Args:
+            between: What belongs to the step beside the rows.
+            mapped: The file, where it is mapped already.
+            began: Since when the training stands still for it.
+            then: Called once it is over.
+            seconds: What was measured beside it, to be told with it.
+
+        Returns:
+            False: there is no room for it, or for a thread.
+        """
+        try:
+            copies = self._copies = self._copies or Copies(self._rows)
+            copies.take()
+        except (RuntimeError, MemoryError):  # of a device too
+            self._copies = None
+            return False
+        writing = Writing(between, copies, mapped, time.monotonic() - began, seconds=seconds)
+        self._present = writing
+        thread = threading.Thread(
+            target=self._run, args=(writing, then), name="async-snapshot", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            self._present = None
+            return False
+        return True
+
+    def begin_update(self, *_: Any) -> None:
+        """The memory of the rows is about to change: wait until it is copied."""
+        self._has_updated = True
+        writing = self._present
+        if writing is None or writing.is_copied or os.getpid() != self._process:
+            return
+        writing.waits_since = time.monotonic()
+        with self._pause():
+            writing.copied.wait()
+            if not writing.is_copied and not writing.is_given_up:
+                writing.ended.wait()
+                self._copy_here(writing)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a snapshot is written beside the training now."""
+        writing = self._present
+        return writing is not None and not writing.ended.is_set()
+
+    def settle(self) -> None:
+        """Wait until the agent knows what came of the snapshot under way, if one is.
+
+        Raises:
+            PeerError: The agent is gone.
+        """
+        writing = self._present
+        if writing is None or os.getpid() != self._process:
+            return
+        writing.ended.wait()
+        if not writing.is_told and not writing.is_given_up:
+            if not writing.is_copied:
+                self._copy_here(writing)
+            if not writing.is_told:
+                self._tell_here(writing)
+        self._present = None
+
+    def give_up(self) -> None:
+        """Workers of the job have failed, and what this one holds may be wanted at once. Any thread
+        may call it."""
+        writing = self._present
+        if writing is not None:
+            writing.is_given_up = True
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self, writing: Writing, then: Callable[[], None]) -> None:
+        try:
+            _give_way()
+            if self._channel is None:
+                self._channel = call_agent(self._directory)
+            self._copy(writing, self._channel)
+            self._copied(writing)
+            if writing.order is not None and not writing.is_given_up:
+                self._tell(writing, self._channel)
+            reached("train")
+        except FAILURES as error:
+            writing.failure = str(error) or type(error).__name__
+            if isinstance(error, PeerError) and self._channel is not None:
+                self._channel.close()
+                self._channel = None
+        finally:
+            writing.copied.set()
+            writing.ended.set()
+        then()
+
+    def _copy(self, writing: Writing, channel: Channel) -> None:
+        """Ask for an order, and copy what it names."""
+        asked = BeginSnapshot(self._rank, self._round, "snapshot", writing.step)
+        order = writing.order = writing.order or channel.call(asked)
+        if order is None:  # the host has no files for it
+            writing.is_told = True
+            return
+        reached("snapshot")
+        began = time.monotonic()
+        if order.rows and (writing.mapped is None or not writing.mapped.is_current(order.path)):
+            writing.mapped = MappedFile(order)
+        views = ordered_views(writing.copies.rows, order)
+        with self._turn, writing.copies.beside(self._rings):
+            for number, (view, begin) in enumerate(zip(views, order.begins, strict=True)):
+                assert writing.mapped is not None
+                _copy_row(writing, writing.mapped, view, begin, self._rings)
+                if not number:
+                    reached("copying")
+        writing.copy_s = time.monotonic() - began
+
+    def _copied(self, writing: Writing) -> None:
+        writing.is_copied = True
+        if writing.waits_since is not None:
+            writing.stall_s += time.monotonic() - writing.waits_since
+        writing.copied.set()
+
+    def _tell(self, writing: Writing, channel: Channel) -> None:
+        """Say what was written, as it is in the file."""
+        order, between, began = writing.order, writing.between, time.monotonic()
+        assert order is not None
+        fingerprints = file_fingerprints(self._rows, order, writing.mapped)
+        reached("written")
+        if writing.is_given_up:
+            return
+        channel.call(
+            RankWritten(
+                rank=self._rank,
+                round=self._round,
+                step=between.step,
+                fingerprints=fingerprints,
+                coordinate=between.coordinate,
+                scalars=between.scalars,
+                rank_state=between.rank_state,
+                consumed_samples=between.consumed_samples,
+                seconds={
+                    **writing.seconds,
+                    "snapshot": writing.copy_s,
+                    "snapshot_proof": time.monotonic() - began,
+                    "stall": writing.stall_s,
+                },
+            )
+        )
+        writing.is_told = True
+
+    # ------------------------------------------------------------------ where the thread failed
+
+    def _copy_here(self, writing: Writing) -> None:
+        """The thread has failed: copy what it has not, while the memory is as it was."""
+        try:
+            self._copy(writing, self._agent)
+            self._copied(writing)
+        except PeerError:
+            raise
+        except FAILURES as error:
+            self._tell_failure(writing, error)
+
+    def _tell_here(self, writing: Writing) -> None:
+        """The thread has failed behind its copy: say what was written."""
+        try:
+            if writing.order is not None:
+                self._tell(writing, self._agent)
+        except PeerError:
+            raise
+        except FAILURES as error:
+            self._tell_failure(writing, error)
+
+    def _tell_failure(self, writing: Writing, error: BaseException) -> None:
+        """Nothing of this rank counts of the snapshot: the training goes on."""
+        reason = f"{str(error) or type(error).__name__} (before: {writing.failure or 'nothing'})"
+        self._agent.call(RankUnwritten(self._rank, self._round, writing.step, reason))
+        writing.is_copied = writing.is_told = True
+
+
+def _give_way() -> None:
+    """Let this thread have a processor where others do not want it. On Linux a priority is a
+    thread's."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+def _copy_row(
+    writing: Writing,
+    mapped: MappedFile,
+    view: torch.Tensor,
+    begin: int,
+    rings: Mapping[torch.device, StagingRing],
+) -> None:
+    """Copy a piece to byte ``begin`` of the file, by one thread.
+
+    Raises:
+        GivenUpError: It is not wanted any more.
+    """
+    if view.device.type != "cpu":
+        _check(writing)
+        copy_from_device(mapped, view, begin, rings)
+        return
+    # Not by torch, which would begin threads of its own beside those that train.
+    bits, place = host_bits(view), host_bits(mapped.place(begin, view))
+    for block in blocks(view.shape, max(1, BLOCK_BYTES // view.element_size())):
+        _check(writing)
+        np.copyto(place[slices(block)], bits[slices(block)])
+
+
+def _check(writing: Writing) -> None:
+    if writing.is_given_up:
+        raise GivenUpError("workers of the job have failed meanwhile")
+
+
+def file_fingerprints(
+    rows: Sequence[Row], order: WriteOrder, mapped: MappedFile | None
+) -> tuple[int, ...]:
+    """Return the fingerprints of the ordered rows, as they lie in the file, in the order's order.
+
+    Args:
+        rows: The held rows of this rank, for their shapes and places alone.
+        order: Which of them lie where.
+        mapped: The order's file; None where it orders nothing.
+    """
+    if mapped is None:
+        return ()
+    placed = list[Row]()
+    for number, begin in zip(order.rows, order.begins, strict=True):
+        slot, piece = rows[number]
+        placed.append(mapped.as_row(slot, piece, begin))
+    return tuple(int(value) for value in live_fingerprints(placed))
