@@ -266,6 +266,8 @@ class Performer:
                 holdings.look()
             case actions.Replicate(command):
                 self._replicate(command)
+            case actions.TellHeld(round, held):
+                holdings.tell_held(round, held)
             case _:
                 raise AssertionError(f"nobody carries out {action!r}")
         return ()

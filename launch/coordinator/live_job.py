@@ -61,6 +61,7 @@ class LiveJob:
         self._job = spec.job
         self.is_fresh = spec.is_fresh
         """The job begins anew: what hosts hold from before is set aside."""
+        self.are_replicas_asked = spec.are_replicas_asked
         self.finished_step: int | None = None
         """The step at which the job came to its end."""
         self.run = secrets.token_hex(4)  # so that snapshots of two runs have different names

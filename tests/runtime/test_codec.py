@@ -68,6 +68,7 @@ PARTS: list[Any] = [
     reports.Sealed(1, "stop", MANIFEST, {"snapshot": 0.5}),
     *(reports.Sealed(1, "stop", None, {}), reports.Failed(1, "killed", False, True, False)),
     *(reports.Published(1, ("param/w",)), reports.Moved(1, 1 << 40), reports.Grown(MANIFEST)),
+    reports.Holding(1, ROWS, 1 << 40),
     reports.Restored(1, ROWS, PRINTS, {"plan": 0.1}, 5, 6),
     *(reports.Unproven(1, "it differs"), reports.Doubted(3, None), reports.Doubted(3, MANIFEST)),
     *(reports.Examined(3, ("w",), "/d"), reports.Attached((MANIFEST,), ((4, "torn"),))),
