@@ -27,11 +27,13 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Kept:
     """This host's part of a generation with what it keeps for others, None where nothing had to
-    come; how many bytes have come, and why something could not, empty where nothing failed."""
+    come; how many bytes have come, and why something could not, empty where nothing failed;
+    ``unchanged_bytes`` of it were copied from another generation of this host."""
 
     grown: HostManifest | None
     size_bytes: int
     reason: str
+    unchanged_bytes: int = 0
 
 
 class Replicas:
@@ -80,7 +82,9 @@ class Replicas:
             reason = str(error) or "the agent's memory ran out"
             return Replicated(command.order, None, 0, reason, is_lasting)
         grown = None if kept.grown is None else summary_bytes(kept.grown)
-        return Replicated(command.order, grown, kept.size_bytes, kept.reason)
+        return Replicated(
+            command.order, grown, kept.size_bytes, kept.reason, unchanged_bytes=kept.unchanged_bytes
+        )
 
 
 def _keep(
@@ -110,10 +114,10 @@ def _keep(
         Extras(mapped(listed.scalars.value(), "scalars"), states, (), parts.committed),
         token, arrived, is_replica=True,
     )  # fmt: skip
-    grown = moved.fetch[1]
+    grown, unchanged = moved.fetch.grown, moved.fetch.unchanged_bytes
     if grown is None and states:
         grown = _with_states(store, command, states)
-    return Kept(grown, moved.plan.bytes_remote, "; ".join(failed))
+    return Kept(grown, moved.plan.bytes_remote - unchanged, "; ".join(failed), unchanged)
 
 
 def _alike(parts: Parts, hosts: tuple[str, ...], command: Replicate) -> dict[str, Collection]:

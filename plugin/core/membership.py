@@ -140,10 +140,10 @@ class Emergency:
 @dataclass(frozen=True, slots=True)
 class Replication:
     """Replicas that are made of a ``generation`` by ``hosts``, of which ``awaited`` have not done
-    so yet: since when, how often that was reported, how many bytes have crossed, and which hosts
-    could not. ``order`` tells it from earlier ones of the same generation. ``is_hopeful``: some
-    could not because another host gave nothing; then all are asked ``again_at`` that time.
-    ``giving``: of what only these hosts hold, which will be taken away, and of nothing else."""
+    so yet: since when, how often that was reported, how many bytes have crossed or did not have to,
+    which hosts could not. ``order`` tells it from earlier ones. ``is_hopeful``: another host gave
+    some nothing; then all are asked ``again_at`` that time. ``giving``: of what only these hosts
+    hold, which will be taken away."""
 
     order: int
     generation: int
@@ -152,6 +152,7 @@ class Replication:
     since: float
     reports: int = 0
     size_bytes: int = 0
+    unchanged_bytes: int = 0
     failed: frozenset[str] = frozenset()
     is_hopeful: bool = False
     is_again: bool = False

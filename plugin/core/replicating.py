@@ -70,6 +70,7 @@ def replicated(event: events.Replicated, job: Job) -> Result:
         replication,
         awaited=replication.awaited - {event.host},
         size_bytes=replication.size_bytes + event.size_bytes,
+        unchanged_bytes=replication.unchanged_bytes + event.unchanged_bytes,
         failed=replication.failed | ({event.host} if event.reason else frozenset()),
         is_hopeful=replication.is_hopeful or bool(event.reason and not event.is_lasting),
     )
@@ -92,9 +93,10 @@ def _done(job: Job, replication: Replication) -> Result:
         return replace(job, replication=replace(replication, again_at=job.now + AGAIN_S)), ()
     job = replace(job, replication=None, replicated=(number, replication.hosts))
     lines: tuple[Action, ...] = ()
-    if replication.size_bytes:
+    if replication.size_bytes or replication.unchanged_bytes:
         text = (
             f"event=replicated generation={number} bytes={replication.size_bytes} "
+            f"unchanged_bytes={replication.unchanged_bytes} "
             f"took_s={took_s:.0f} failed={','.join(sorted(replication.failed)) or 'none'}"
         )
         lines = (Say(text),)
@@ -113,6 +115,7 @@ def _given(job: Job, replication: Replication) -> Result:
     job = replace(job, replication=None, evacuated=(number, replication.giving))
     text = (
         f"event=evacuated generation={number} from={names} bytes={replication.size_bytes} "
+        f"unchanged_bytes={replication.unchanged_bytes} "
         f"took_s={job.now - replication.since:.0f} "
         f"failed={','.join(sorted(replication.failed)) or 'none'}"
     )

@@ -63,7 +63,7 @@ PARTS: list[Any] = [
     *(events.Held("a", 1, 8, "a save"), events.Arrived("a", 1, 8), events.Stopped("a", 1, 8)),
     *(kind("a", 1) for kind in (events.Stepped, events.Unhooked, events.Hooked, events.Finished)),
     *(events.Frozen("a", 1, (8, 9)), events.Rescued("a", 1, 8)),
-    *(events.Replicated("a", 4, 16, "full", True), events.Replicated("a", 4, 0)),
+    *(events.Replicated("a", 4, 16, "full", True, 8), events.Replicated("a", 4, 0)),
     *(events.Committed("a", 3), events.Saved("a"), events.NotSaved("a", "full")),
     reports.Sealed(1, "stop", MANIFEST, {"snapshot": 0.5}),
     *(reports.Sealed(1, "stop", None, {}), reports.Failed(1, "killed", False, True, False)),
