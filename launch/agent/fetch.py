@@ -184,6 +184,7 @@ def bring(
     extras: Extras,
     token: bytes,
     arrived: Callable[[int], None],
+    expect: Callable[[int], None] = lambda count: None,
     *,
     is_replica: bool = False,
 ) -> Brought:
@@ -195,6 +196,7 @@ def bring(
         hosts: All that do so now, it among them: of replicas each asks another one.
         extras: What goes with the pieces.
         arrived: Is told of bytes that come, by several threads.
+        expect: Is told how many will come, before they do.
         is_replica: It is for others: it leaves room for this host's own next snapshot, and what
             has not changed since another generation that this host holds is copied from there.
 
@@ -212,6 +214,7 @@ def bring(
             extras,
             token,
             arrived,
+            expect,
             gone,
             is_replica=is_replica,
         )
@@ -267,6 +270,7 @@ def _fetch_all(
     extras: Extras,
     token: bytes,
     arrived: Callable[[int], None],
+    expect: Callable[[int], None],
     gone: dict[str, str],
     *,
     is_replica: bool,
@@ -300,6 +304,7 @@ def _fetch_all(
             store, number, version, pieces, stated, path, begins, lambda: arrived(0)
         )
         left, due = _without(fetched, copied)
+        expect(sum(int(entry.asked.pieces.size_bytes().sum()) for entry in due))
         if due:
             at_once(fetch, due, threads=min(len(due), FETCHED_AT_ONCE))
         found = np.zeros(len(pieces), np.uint64)

@@ -19,6 +19,8 @@ from scalai.launch.agent.link import CoordinatorLink
 from scalai.launch.agent.loop import Agent, Loop
 from scalai.launch.agent.performer import Hands, Performer
 from scalai.launch.agent.progress import ProgressWatch
+from scalai.launch.agent.replica_rate import ReplicaRate
+from scalai.launch.agent.replicas import Replicas
 from scalai.launch.agent.stacks import Stacks
 from scalai.launch.agent.torch_elastic import WorkerSet
 from scalai.launch.agent.worker_calls import WorkerCalls
@@ -223,9 +225,11 @@ def open_agent(
             is_over=lambda: agent.is_over(),
             health=_health_check(spec, host, lambda event: agent.put(event)),
         )
-        performer = Performer(hands)
+        kept = spec.config.store
+        rate = ReplicaRate(host, kept.replica_slowdown, kept.snapshot_every)
+        performer = Performer(hands, Replicas(store, place.token, rate))
         state = _first_state(spec, host, slots, performer)
-        agent = Agent(state, performer, loop, lambda: _watch(progress, stacks))
+        agent = Agent(state, performer, loop, lambda: _watch(progress, stacks, rate))
         progress = ProgressWatch(host, agent, stacks, resize.stall_s)
         workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
         opened.callback(workers.close)
@@ -255,8 +259,9 @@ def _health_check(spec: JobSpec, host: str, feed: Callable[[events.Event], None]
     return check
 
 
-def _watch(progress: ProgressWatch, stacks: Stacks) -> None:
+def _watch(progress: ProgressWatch, stacks: Stacks, rate: ReplicaRate) -> None:
     progress.watch()
+    rate.look(progress.seen)
     stacks.watch()
 
 

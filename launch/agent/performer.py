@@ -79,9 +79,10 @@ class Performer:
 
     Args:
         hands: What it works with.
+        replicas: Makes what this host keeps for others; None: as fast as it can.
     """
 
-    def __init__(self, hands: Hands) -> None:
+    def __init__(self, hands: Hands, replicas: Replicas | None = None) -> None:
         self._hands = hands
         self._store = hands.store
         self.groups: dict[int, WorkerGroup] = {}
@@ -90,7 +91,7 @@ class Performer:
         self._last_call = 0
         self._oom_kills = oom_kills()
         self._moving: Moving | None = None
-        self._replicas = Replicas(hands.store, hands.token)
+        self._replicas = replicas or Replicas(hands.store, hands.token)
 
     # ------------------------------------------------------------------ what is to be seen
 

@@ -25,6 +25,8 @@ class StoreConfig:
         snapshot_every: Steps between generations without a change; 0: only at the start and at
             changes.
         replicas: On how many other hosts to keep what would be lost with a host.
+        replica_slowdown: By what part of its time a step may take longer while replicas are made;
+            1: they are made as fast as they can.
         emergency: Whether workers that outlive a failure write the state that stands between two
             updates, so that the job goes on from there.
         durable_dir: Folder on disk for generations that outlive all hosts; None: none.
@@ -37,6 +39,7 @@ class StoreConfig:
     budget_gb: float | None = None
     snapshot_every: int = 0
     replicas: int = 1
+    replica_slowdown: float = 0.01
     emergency: bool = True
     durable_dir: str | None = None
     durable_every_s: float = 1800.0
@@ -46,6 +49,8 @@ class StoreConfig:
         _expect(self.budget_gb is None or self.budget_gb > 0, "budget_gb", self.budget_gb, "> 0")
         _expect(self.snapshot_every >= 0, "snapshot_every", self.snapshot_every, "0 or more steps")
         _expect(self.replicas >= 0, "replicas", self.replicas, "0 or more")
+        slowdown = self.replica_slowdown
+        _expect(0 < slowdown <= 1, "replica_slowdown", slowdown, "more than 0, at most 1")
         every_s = self.durable_every_s
         _expect(every_s >= 0, "durable_every_s", every_s, "0 or more seconds")
         _expect(self.durable_keep >= 1, "durable_keep", self.durable_keep, "1 or more")

@@ -143,7 +143,7 @@ class Replication:
     so yet: since when, how often that was reported, how many bytes have crossed or did not have to,
     which hosts could not. ``order`` tells it from earlier ones. ``is_hopeful``: another host gave
     some nothing; then all are asked ``again_at`` that time. ``giving``: of what only these hosts
-    hold, which will be taken away."""
+    hold, which will be taken away. ``has_skipped``: in place of those of an older generation."""
 
     order: int
     generation: int
@@ -156,6 +156,7 @@ class Replication:
     failed: frozenset[str] = frozenset()
     is_hopeful: bool = False
     is_again: bool = False
+    has_skipped: bool = False
     again_at: float = 0.0
     giving: frozenset[str] = frozenset()
 

@@ -42,6 +42,8 @@ def replicate(job: Job) -> Result:
     """Have replicas made of the newest generation, where there are none of it on the present hosts;
     say how long it takes. Asked with every tick."""
     before = job.replication
+    if before is not None and _is_behind(job, before):
+        return _skip(job, before)
     if before is not None and before.awaited:
         under_way, lines = report_if_slow(before, "replicas", job.now)
         return replace(job, replication=under_way), lines
@@ -55,11 +57,37 @@ def replicate(job: Job) -> Result:
         return release_older(job) if is_left else (job, ())
     if job.replicated == (newest.number, hosts) or (before and job.now < before.again_at):
         return job, ()
-    order, is_again = job.last_replication + 1, before is not None
-    replication = Replication(order, newest.number, hosts, hosts, job.now, is_again=is_again)
-    return replace(job, replication=replication, last_replication=order), (
-        Replicate(tuple(sorted(hosts)), order, newest.number, job.replicas),
+    return _order(job, Replication(0, newest.number, hosts, hosts, job.now, is_again=bool(before)))
+
+
+def _order(job: Job, replication: Replication) -> Result:
+    order, hosts = job.last_replication + 1, tuple(sorted(replication.hosts))
+    job = replace(job, replication=replace(replication, order=order), last_replication=order)
+    return job, (Replicate(hosts, order, replication.generation, job.replicas),)
+
+
+def _is_behind(job: Job, under_way: Replication) -> bool:
+    """Whether a newer generation is there before all hosts have made their replicas of this one."""
+    newest = job.newest_generation
+    is_late = newest is not None and under_way.generation < newest.number and not job.uncommitted
+    is_free = not under_way.giving and not under_way.has_skipped and is_to_be_replicated(job)
+    return bool(under_way.awaited) and is_late and is_free
+
+
+def _skip(job: Job, under_way: Replication) -> Result:
+    """Make those of the newest generation instead: else each would be later than the one before.
+    But never twice in a row, or there might never be any."""
+    newest, hosts = job.newest_generation, keepers(job)
+    assert newest is not None
+    text = (
+        f"event=replicas_skipped generation={under_way.generation} newest={newest.number} awaited="
+        f"{','.join(sorted(under_way.awaited))}: its replicas were not made before the next "
+        "generation was there. Make generations more rarely (--snapshot-every), or let replicas "
+        "slow the training more (--replica-slowdown)"
     )
+    instead = Replication(0, newest.number, hosts, hosts, job.now, has_skipped=True)
+    job, actions = _order(job, instead)
+    return job, (Say(text), *actions)
 
 
 def replicated(event: events.Replicated, job: Job) -> Result:
