@@ -1,12 +1,17 @@
 """Who fetches replicas is held back by the rate, and by nothing else."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
+from scalai.core.collection import Tensor
 from scalai.core.errors import StoreError
-from scalai.core.replica_pace import FIRST_RATE
+from scalai.core.replica_pace import FIRST_RATE, Traffic
 from scalai.launch.agent.replica_rate import ReplicaRate
+from support.keeping_hosts import KeepingHosts
+from support.store_states import Opener
+from support.wire import travelled
 
 
 class Clock:
@@ -136,3 +141,51 @@ def test_what_is_hurried_says_nothing_of_the_rate() -> None:
     made.expect(1 << 20)
     training.run(100, 1.0)
     assert made.pace.rate < FIRST_RATE
+
+
+BIG = Tensor("main/b", (3, 6 << 20), "F32")
+"""A third of it is more than the buffers of a connection hold."""
+
+
+def slow(clock: Clock) -> ReplicaRate:
+    made = rate(clock)
+    made.pace = replace(made.pace, rate=1e7)
+    return made
+
+
+def test_what_crosses_takes_as_long_as_the_rate_says(open_store: Opener) -> None:
+    clock = Clock()
+    job = KeepingHosts(open_store, {"b": slow(clock)})
+    try:
+        job.write(1, {BIG: 0})
+        kept = job.keep("b")
+        assert kept.size_bytes == 4 * (6 << 20)
+        assert clock.now - 100 == pytest.approx(kept.size_bytes / 1e7, abs=0.2)
+    finally:
+        job.close()
+
+
+def test_a_host_that_goes_while_its_bytes_come_slowly_is_named_and_holds_nobody_up(
+    open_store: Opener,
+) -> None:
+    clock = Clock()
+    made = slow(clock)
+    job = KeepingHosts(open_store, {"b": made})
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        job.servers["a"].close()
+
+    made._sleep = sleep
+    try:
+        job.write(1, {BIG: 0})
+        command = job.command()
+        job.keepers["b"].begin(command.order)
+        found = job.keepers["b"].replicated(travelled(command))
+        assert found.grown is None and found.reason and not found.is_lasting, found
+        assert made._traffic is Traffic.NONE
+        store = job.stores["b"]
+        assert store.manifest(1).files == job.parts["b"].files
+        assert not list(store.directory.glob("fetched-*"))
+    finally:
+        job.close()
