@@ -229,7 +229,7 @@ def open_agent(
         rate = ReplicaRate(host, kept.replica_slowdown, kept.snapshot_every)
         performer = Performer(hands, Replicas(store, place.token, rate))
         state = _first_state(spec, host, slots, performer)
-        agent = Agent(state, performer, loop, lambda: _watch(progress, stacks, rate))
+        agent = Agent(state, performer, loop, lambda: _watch(progress, stacks, rate, data))
         progress = ProgressWatch(host, agent, stacks, resize.stall_s)
         workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
         opened.callback(workers.close)
@@ -259,9 +259,11 @@ def _health_check(spec: JobSpec, host: str, feed: Callable[[events.Event], None]
     return check
 
 
-def _watch(progress: ProgressWatch, stacks: Stacks, rate: ReplicaRate) -> None:
+def _watch(
+    progress: ProgressWatch, stacks: Stacks, rate: ReplicaRate, data: DataPlaneServer
+) -> None:
     progress.watch()
-    rate.look(progress.seen)
+    rate.look(progress.seen, is_giving=data.is_giving)
     stacks.watch()
 
 

@@ -56,17 +56,20 @@ class ReplicaRate:
         self._left_bytes = self._came_bytes = 0
         self._is_hurried = False
 
-    def look(self, seen: tuple[int, int] | None) -> None:
+    def look(self, seen: tuple[int, int] | None, *, is_giving: bool = False) -> None:
         """Take note of the round of the workers and the step that all have ended; None: there are
-        none that train. Called often."""
+        none that train. Called often. ``is_giving``: this host gives pieces to others."""
         with self._mutex:
             if seen is None:
                 self._step = None
                 return
             round, self._step = seen
-            # What is hurried comes faster than the rate, of which the steps then say nothing.
-            is_learnt = self._traffic is not Traffic.REPLICAS or not self._is_hurried
-            traffic = self._traffic if is_learnt else Traffic.OTHER
+            # What is hurried comes faster than the rate, of which the steps then say nothing; and
+            # who only gives sees steps beside replicas whose rate is another host's.
+            is_free = self._traffic is Traffic.NONE
+            traffic = (
+                Traffic.OTHER if (is_giving if is_free else self._is_hurried) else self._traffic
+            )
             look = Look(self._clock(), round, self._step, traffic, self._came_bytes)
             self.pace = looked(self.pace, look)
             if not is_noticeable(self._said, self.pace.rate):

@@ -105,12 +105,12 @@ class Training:
     def __init__(self, made: ReplicaRate, clock: Clock) -> None:
         self._made, self._clock, self._step, self._ends_at = made, clock, 0, clock.now
 
-    def run(self, seconds: float, step_s: float) -> None:
+    def run(self, seconds: float, step_s: float, *, is_giving: bool = False) -> None:
         until = self._clock.now + seconds
         while self._clock.now < until:
             while self._ends_at <= self._clock.now:
                 self._step, self._ends_at = self._step + 1, self._ends_at + step_s
-            self._made.look((1, self._step))
+            self._made.look((1, self._step), is_giving=is_giving)
             self._clock.now += 0.1
 
 
@@ -124,6 +124,17 @@ def test_a_change_of_the_rate_is_said(caplog: pytest.LogCaptureFixture) -> None:
         training.run(100, 1.0)
     first = f"event=replica_rate host=a bytes_per_s={FIRST_RATE / 2:.0f} before={FIRST_RATE:.0f}"
     assert first in caplog.text and made.pace.rate < FIRST_RATE / 2
+
+
+def test_steps_beside_what_others_fetch_here_are_not_taken_for_usual_ones() -> None:
+    clock = Clock()
+    training = Training(made := rate(clock), clock)
+    training.run(40, 0.5)
+    training.run(100, 1.0, is_giving=True)
+    assert made.pace.step_s == pytest.approx(0.5, rel=0.1)
+    made.begin(8, is_urgent=False)
+    training.run(100, 1.0, is_giving=True)
+    assert made.pace.rate < FIRST_RATE, "all fetch and give at once, as a rule"
 
 
 def test_what_is_hurried_says_nothing_of_the_rate() -> None:
@@ -170,20 +181,22 @@ def test_a_host_that_goes_while_its_bytes_come_slowly_is_named_and_holds_nobody_
 ) -> None:
     clock = Clock()
     made = slow(clock)
-    job = KeepingHosts(open_store, {"b": made})
+    job, gave = KeepingHosts(open_store, {"b": made}), list[bool]()
 
     def sleep(seconds: float) -> None:
         clock.now += seconds
+        gave.append(job.servers["a"].is_giving)
         job.servers["a"].close()
 
     made._sleep = sleep
+    assert not job.servers["a"].is_giving
     try:
         job.write(1, {BIG: 0})
         command = job.command()
         job.keepers["b"].begin(command.order)
         found = job.keepers["b"].replicated(travelled(command))
         assert found.grown is None and found.reason and not found.is_lasting, found
-        assert made._traffic is Traffic.NONE
+        assert made._traffic is Traffic.NONE and gave[0]
         store = job.stores["b"]
         assert store.manifest(1).files == job.parts["b"].files
         assert not list(store.directory.glob("fetched-*"))
