@@ -54,7 +54,8 @@ class ReplicaRate:
         """The workers', None before they make any."""
         self._of_step = 0
         self._left_bytes = self._came_bytes = 0
-        self._is_hurried = False
+        self._is_hurried = self._was_hurried = False
+        """Whether the present replicas are, and whether those before them were: then it is said."""
 
     def look(self, seen: tuple[int, int] | None, *, is_giving: bool = False) -> None:
         """Take note of the round of the workers and the step that all have ended; None: there are
@@ -84,7 +85,8 @@ class ReplicaRate:
         """Replicas of the generation of this step are made; those that are urgent as fast as they
         come."""
         with self._mutex:
-            self._of_step, self._left_bytes, self._is_hurried = step, 0, False
+            self._of_step, self._left_bytes = step, 0
+            self._was_hurried, self._is_hurried = self._is_hurried, False
             self._traffic = Traffic.OTHER if is_urgent else Traffic.REPLICAS
 
     def end(self) -> None:
@@ -119,8 +121,8 @@ class ReplicaRate:
         due = self._of_step + self._every if self._every else None
         left = None if due is None or self._step is None else due - self._step
         found = limit(self.pace, self._left_bytes, left)
-        if found.is_hurried and not self._is_hurried:
-            self._is_hurried = True
+        is_new, self._is_hurried = not self._is_hurried, self._is_hurried or found.is_hurried
+        if found.is_hurried and is_new and not self._was_hurried:
             log.warning(
                 "event=replica_hurried host=%s step=%d left_bytes=%d steps_left=%s: at %.0f bytes "
                 "a second, which the steps bear, replicas would not be there before the next ones "

@@ -71,8 +71,14 @@ def test_the_next_snapshot_ends_the_waiting_and_that_is_said_once(
     with caplog.at_level(logging.INFO):
         made.came(int(100 * FIRST_RATE), comes)
         made.came(1 << 49, still_needed)
-    assert clock.now == pytest.approx(100.0, abs=0.2)
-    assert caplog.text.count("event=replica_hurried host=a step=8") == 1
+        assert clock.now == pytest.approx(100.0, abs=0.2)
+        assert caplog.text.count("event=replica_hurried host=a step=8") == 1
+        for step, is_late in ((18, True), (28, True), (38, False), (48, True)):
+            made.end()
+            made.look((1, step + 10 * is_late))
+            made.begin(step, is_urgent=False)
+            made.came(1, still_needed)
+    assert caplog.text.count("event=replica_hurried") == 2, "once for each time that it begins"
 
 
 def test_who_is_not_needed_any_more_does_not_wait_to_the_end() -> None:
