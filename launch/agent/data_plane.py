@@ -7,7 +7,9 @@ bytes follow in order, in frames of at most ``BLOCK_BYTES``, sealed and numbered
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -124,12 +126,18 @@ class DataPlaneServer:
         self, store: HostStore, token: bytes, interface: str = "127.0.0.1", port: int = 0
     ) -> None:
         self._store = store
+        self._mutex, self._giving = threading.Lock(), 0
         self._listener = Listener(
             (interface, port), token, self._talk, timeout_s=DEFAULT_TIMEOUT_S, name="data-plane"
         )
         address = self._listener.address
         assert not isinstance(address, str)
         self.address: Address = address
+
+    @property
+    def is_giving(self) -> bool:
+        """Whether parts of pieces are being sent to some peer. Any thread may ask."""
+        return self._giving > 0
 
     def close(self) -> None:
         """Stop listening and cut all connections; a second call does nothing."""
@@ -170,9 +178,20 @@ class DataPlaneServer:
                     found = {name: held[name] for name in coordinates if name in held}
                     _send(framed, RankStates(JsonText.of(found)))
                 case Fetch():
-                    self._send_parts(framed, request)
+                    with self._is_giving_more():
+                        self._send_parts(framed, request)
         except StoreError as error:
             _send(framed, Refused(str(error)))
+
+    @contextmanager
+    def _is_giving_more(self) -> Iterator[None]:
+        with self._mutex:
+            self._giving += 1
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._giving -= 1
 
     def _pieces(self, generation: int, rows: int) -> PiecesHeld:
         manifest = self._store.manifest(generation)

@@ -25,6 +25,7 @@ from scalai.core.sources import Holder
 from scalai.core.worker_messages import ReadOrder, Source
 from scalai.launch.agent.data_plane import Peer
 from scalai.launch.agent.sources import Parts, ask_parts, ask_rank_states, first_part, own_part
+from scalai.launch.agent.unchanged import copy_unchanged
 from scalai.runtime.at_once import at_once
 from scalai.runtime.failpoints import reached
 from scalai.store.host import HostStore
@@ -121,12 +122,12 @@ def prepare_restore(
     directories = {}
     if parts.own is not None:
         directories[store.host] = store.generation_directory(listed.generation)
-    planned, (fetched, grown) = moved.plan, moved.fetch
-    orders = read_orders(planned, moved.parts.all, directories, fetched)
+    planned, moving = moved.plan, moved.fetch
+    orders = read_orders(planned, moved.parts.all, directories, moving.fetched)
     done = time.monotonic()
     return Restore(
         sources=_sources(listed, ranks, orders, states),
-        grown=grown,
+        grown=moving.grown,
         plan_s=moved.began - began,
         move_s=done - moved.began,
         bytes_local=planned.bytes_local,
@@ -155,8 +156,13 @@ def _sources(
     }
 
 
-_Fetch = tuple[list[Fetched], HostManifest | None]
-"""What has come, and this host's part with it, None where nothing had to come."""
+class _Fetch(NamedTuple):
+    """What has come, this host's part with it, None where nothing had to come, and how many bytes
+    did not have to cross, because another generation of this host has them."""
+
+    fetched: list[Fetched]
+    grown: HostManifest | None
+    unchanged_bytes: int = 0
 
 
 class Brought(NamedTuple):
@@ -178,6 +184,7 @@ def bring(
     extras: Extras,
     token: bytes,
     arrived: Callable[[int], None],
+    expect: Callable[[int], None] = lambda count: None,
     *,
     is_replica: bool = False,
 ) -> Brought:
@@ -189,7 +196,9 @@ def bring(
         hosts: All that do so now, it among them: of replicas each asks another one.
         extras: What goes with the pieces.
         arrived: Is told of bytes that come, by several threads.
-        is_replica: It is for others: it leaves room for this host's own next snapshot.
+        expect: Is told how many will come, before they do.
+        is_replica: It is for others: it leaves room for this host's own next snapshot, and what
+            has not changed since another generation that this host holds is copied from there.
 
     Raises: As ``prepare_restore``.
     """
@@ -197,7 +206,18 @@ def bring(
     def fetch(parts: Parts, lists: list[FetchList], gone: dict[str, str]) -> _Fetch:
         if is_replica:
             store.check_spare(sum(int(asked.pieces.size_bytes().sum()) for asked in lists))
-        return _fetch_all(store, listed, parts, lists, extras, token, arrived, gone)
+        return _fetch_all(
+            store,
+            listed,
+            parts,
+            lists,
+            extras,
+            token,
+            arrived,
+            expect,
+            gone,
+            is_replica=is_replica,
+        )
 
     return _plan_and_fetch(store.host, parts, targets, hosts, fetch)
 
@@ -250,12 +270,15 @@ def _fetch_all(
     extras: Extras,
     token: bytes,
     arrived: Callable[[int], None],
+    expect: Callable[[int], None],
     gone: dict[str, str],
+    *,
+    is_replica: bool,
 ) -> _Fetch:
     """Fetch every list into one new file of the store, peers side by side; the store then holds it
     for good. Hosts that do not give theirs are noted in ``gone``, with the reason."""
     if not lists:
-        return [], None
+        return _Fetch([], None)
     number, others = listed.generation, {part.host: part for part in parts.others}
     pieces = concatenate([asked.pieces for asked in lists])
     path, begins = store.stage(pieces)
@@ -273,10 +296,21 @@ def _fetch_all(
             gone[asked.host] = str(error)
             raise
 
+    given = {host: part.pieces for host, part in others.items()}
+    version = listed.fingerprint_version
     try:
-        at_once(fetch, fetched, threads=min(len(fetched), FETCHED_AT_ONCE))
-        found = fingerprints_of(path, pieces, begins, listed.fingerprint_version)
-        check_arrived(lists, {host: part.pieces for host, part in others.items()}, found)
+        stated = stated_fingerprints(lists, given) if is_replica else {}
+        copied = copy_unchanged(
+            store, number, version, pieces, stated, path, begins, lambda: arrived(0)
+        )
+        left, due = _without(fetched, copied)
+        expect(sum(int(entry.asked.pieces.size_bytes().sum()) for entry in due))
+        if due:
+            at_once(fetch, due, threads=min(len(due), FETCHED_AT_ONCE))
+        found = np.zeros(len(pieces), np.uint64)
+        found[list(copied)] = np.array(list(copied.values()), np.uint64)
+        found[left] = fingerprints_of(path, pieces.select(left), begins[left], version)
+        check_arrived(lists, given, found)
         reached("moved")
         store.adopt_empty(first_part(store.host, listed))
         grown = store.extend(number, path, pieces, begins, extras, found)
@@ -291,7 +325,46 @@ def _fetch_all(
             "its container)."
         ) from error
     kept = store.generation_directory(number) / grown.files[-1].name
-    return [Fetched(entry.asked, kept, entry.begin) for entry in fetched], grown
+    unchanged = int(pieces.size_bytes().sum() - pieces.size_bytes()[left].sum())
+    return _Fetch([Fetched(each.asked, kept, each.begin) for each in fetched], grown, unchanged)
+
+
+def _without(
+    fetched: Sequence[Fetched], rows: Mapping[int, int]
+) -> tuple[npt.NDArray[np.int64], list[Fetched]]:
+    """Return which rows of all lists, one behind the other, are left without these, and the lists
+    of them."""
+    if not rows:
+        return np.arange(sum(len(entry.begin) for entry in fetched)), list(fetched)
+    left, lists, first = list[int](), list[Fetched](), 0
+    for entry in fetched:
+        asked, count = entry.asked, len(entry.asked.pieces)
+        mine = np.array([n for n in range(count) if first + n not in rows], dtype=np.int64)
+        if len(mine):
+            chosen = FetchList(
+                asked.host, asked.row[mine], asked.pieces.select(mine), asked.fetch[mine]
+            )
+            lists.append(Fetched(chosen, entry.path, entry.begin[mine]))
+        left += (first + mine).tolist()
+        first += count
+    return np.array(left, dtype=np.int64), lists
+
+
+def stated_fingerprints(lists: Sequence[FetchList], parts: Mapping[str, Pieces]) -> dict[int, int]:
+    """Return what hosts say of the whole pieces among those that are asked for, by their row in all
+    ``lists``, one behind the other."""
+    found: dict[int, int] = {}
+    first = 0
+    for asked in lists:
+        part, pieces = parts[asked.host], asked.pieces
+        held = part.collection
+        is_whole = (held.offset[asked.row] == pieces.offset).all(axis=1)
+        is_whole &= (held.shape[asked.row] == pieces.shape).all(axis=1)
+        rows = np.flatnonzero(is_whole)
+        values = part.fingerprint[asked.row[rows]].tolist()
+        found |= dict(zip((first + rows).tolist(), values, strict=True))
+        first += len(pieces)
+    return found
 
 
 def check_arrived(
@@ -309,19 +382,14 @@ def check_arrived(
     Raises:
         ProofError: Some differ; names them and the hosts.
     """
-    wrong, first = [], 0
-    for asked in lists:
-        part, pieces = parts[asked.host], asked.pieces
-        held = part.collection
-        is_whole = (held.offset[asked.row] == pieces.offset).all(axis=1)
-        is_whole &= (held.shape[asked.row] == pieces.shape).all(axis=1)
-        differs = found[first : first + len(pieces)] != part.fingerprint[asked.row]
-        for row in np.flatnonzero(is_whole & differs).tolist():
-            tensor, box = pieces.box(row)
-            wrong.append(f"{tensor.name!r} {box_text(box)} of host {asked.host!r}")
-        first += len(pieces)
+    stated, values = stated_fingerprints(lists, parts), found.tolist()
+    wrong = [row for row, value in stated.items() if values[row] != value]
     if wrong:
+        boxes = [(asked, row) for asked in lists for row in range(len(asked.pieces))]
+        named = []
+        for asked, row in (boxes[row] for row in wrong[:NAMED]):
+            tensor, box = asked.pieces.box(row)
+            named.append(f"{tensor.name!r} {box_text(box)} of host {asked.host!r}")
         raise ProofError(
-            f"{len(wrong)} fetched pieces are not what their hosts say of them: "
-            f"{', '.join(wrong[:NAMED])}"
+            f"{len(wrong)} fetched pieces are not what their hosts say of them: {', '.join(named)}"
         )

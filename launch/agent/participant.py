@@ -22,6 +22,8 @@ from scalai.launch.agent.link import CoordinatorLink
 from scalai.launch.agent.loop import Agent, Loop
 from scalai.launch.agent.performer import Hands, Performer
 from scalai.launch.agent.progress import ProgressWatch
+from scalai.launch.agent.replica_rate import ReplicaRate
+from scalai.launch.agent.replicas import Replicas
 from scalai.launch.agent.stacks import Stacks
 from scalai.launch.agent.torch_elastic import WorkerSet
 from scalai.launch.agent.worker_calls import WorkerCalls
@@ -245,9 +247,10 @@ def open_agent(
             is_over=lambda: agent.is_over(),
             health=_health_check(spec, host, lambda event: agent.put(event)),
         )
-        performer = Performer(hands)
+        rate = ReplicaRate(host, spec.config.store.replica_slowdown)
+        performer = Performer(hands, Replicas(store, place.token, rate))
         state = _first_state(spec, host, slots, performer)
-        agent = Agent(state, performer, loop, lambda: _watch(progress, stacks))
+        agent = Agent(state, performer, loop, lambda: _watch(agent, progress, stacks, rate, data))
         progress = ProgressWatch(host, agent, stacks, resize.stall_s)
         workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
         opened.callback(workers.close)
@@ -296,8 +299,13 @@ def _watch_lease(succession: Succession, link: CoordinatorLink) -> None:
             succession.look()
 
 
-def _watch(progress: ProgressWatch, stacks: Stacks) -> None:
+def _watch(
+    agent: Agent, progress: ProgressWatch, stacks: Stacks, rate: ReplicaRate, data: DataPlaneServer
+) -> None:
     progress.watch()
+    if agent.round is not None:
+        rate.space(agent.round.workers.snapshot_every)
+    rate.look(progress.seen, is_giving=data.is_giving)
     stacks.watch()
 
 

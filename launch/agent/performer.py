@@ -79,18 +79,17 @@ class Performer:
 
     Args:
         hands: What it works with.
+        replicas: Makes what this host keeps for others; None: as fast as it can.
     """
 
-    def __init__(self, hands: Hands) -> None:
-        self._hands = hands
-        self._store = hands.store
+    def __init__(self, hands: Hands, replicas: Replicas | None = None) -> None:
+        self._hands, self._store = hands, hands.store
         self.groups: dict[int, WorkerGroup] = {}
         """Workers by the number of their round."""
-        self._calls: dict[Call, Future[Any]] = {}
-        self._last_call = 0
+        self._calls, self._last_call = dict[Call, Future[Any]](), 0
         self._oom_kills = oom_kills()
         self._moving: Moving | None = None
-        self._replicas = Replicas(hands.store, hands.token)
+        self._replicas = replicas or Replicas(hands.store, hands.token)
 
     # ------------------------------------------------------------------ what is to be seen
 
@@ -269,6 +268,8 @@ class Performer:
                 holdings.look()
             case actions.Replicate(command):
                 self._replicate(command)
+            case actions.TellHeld(round, held):
+                holdings.tell_held(round, held)
             case _:
                 raise AssertionError(f"nobody carries out {action!r}")
         return ()
@@ -391,12 +392,11 @@ class Performer:
         moving = self._moving = Moving(round)
         self._replicas.give_up()
         reached("plan")
+        store, token = self._store, self._hands.token
 
         def fetch() -> Event:
             try:
-                found = prepare_restore(
-                    self._store, start, wants, self._hands.token, moving.arrived
-                )
+                found = prepare_restore(store, start, wants, token, moving.arrived)
             except ProofError as error:
                 return events.NotProven(round, str(error))  # the coordinator decides
             finally:

@@ -110,6 +110,8 @@ class ProgressWatch:
         self._progress = Progress(stall_s)
         self._stall: _Stall | None = None
         self._is_within = False
+        self.seen: tuple[int, int] | None = None
+        """The round and the step that all of its workers have ended, None where none train."""
 
     @property
     def stalled(self) -> Stalled | None:
@@ -133,12 +135,13 @@ class ProgressWatch:
         """Look once. Nothing is ended here: the job's law decides what is a hang."""
         current, group = self._present.round, self._present.group
         if current is None or group is None:
-            self._stall = None
+            self._stall = self.seen = None
             return
         alive = set(current.ranks) & current.stepped - current.finished - current.lost
         self._is_within = group.are_within_steps()
         steps = group.steps()
         steps = {rank: steps[rank] for rank in sorted(alive)}
+        self.seen = (current.number, min(steps.values())) if steps else None
         self._stall = self._stall and self._stall.left(steps)
         if current.is_draining:
             return

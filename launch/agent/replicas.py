@@ -16,6 +16,7 @@ from scalai.core.replicas import to_keep
 from scalai.core.sources import Holder
 from scalai.launch.agent.data_plane import Peer
 from scalai.launch.agent.fetch import bring
+from scalai.launch.agent.replica_rate import ReplicaRate
 from scalai.launch.agent.sources import Parts, ask_parts, first_part, own_part
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
@@ -27,11 +28,13 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Kept:
     """This host's part of a generation with what it keeps for others, None where nothing had to
-    come; how many bytes have come, and why something could not, empty where nothing failed."""
+    come; how many bytes have come, and why something could not, empty where nothing failed;
+    ``unchanged_bytes`` of it were copied from another generation of this host."""
 
     grown: HostManifest | None
     size_bytes: int
     reason: str
+    unchanged_bytes: int = 0
 
 
 class Replicas:
@@ -40,10 +43,12 @@ class Replicas:
     Args:
         store: This host's.
         token: The job's secret.
+        rate: How fast they come; None: as fast as they can.
     """
 
-    def __init__(self, store: HostStore, token: bytes) -> None:
+    def __init__(self, store: HostStore, token: bytes, rate: ReplicaRate | None = None) -> None:
         self._store, self._token = store, token
+        self._rate = rate or ReplicaRate(store.host, 1.0)
         self._is_working = threading.Lock()
         self._order = 0
 
@@ -63,13 +68,22 @@ class Replicas:
                 or there is no room. LayoutError, PeerError, ProofError: as for a restore.
         """
 
-        def arrived(count: int) -> None:
+        def check() -> None:
             if self._order != command.order:
                 raise StoreError("the replicas are not needed any more: something newer is made.")
 
+        def arrived(count: int) -> None:
+            check()
+            self._rate.came(count, check)
+
         with self._is_working:
-            arrived(0)
-            return _keep(self._store, command, self._token, arrived)
+            check()
+            is_urgent = bool(command.ring.value.giving)
+            self._rate.begin(command.sources.value.step, is_urgent=is_urgent)
+            try:
+                return _keep(self._store, command, self._token, arrived, self._rate.expect)
+            finally:
+                self._rate.end()
 
     def replicated(self, command: Replicate) -> Replicated:
         """Do what ``keep`` does, and return what comes of it as an event of the host."""
@@ -80,11 +94,17 @@ class Replicas:
             reason = str(error) or "the agent's memory ran out"
             return Replicated(command.order, None, 0, reason, is_lasting)
         grown = None if kept.grown is None else summary_bytes(kept.grown)
-        return Replicated(command.order, grown, kept.size_bytes, kept.reason)
+        return Replicated(
+            command.order, grown, kept.size_bytes, kept.reason, unchanged_bytes=kept.unchanged_bytes
+        )
 
 
 def _keep(
-    store: HostStore, command: Replicate, token: bytes, arrived: Callable[[int], None]
+    store: HostStore,
+    command: Replicate,
+    token: bytes,
+    arrived: Callable[[int], None],
+    expect: Callable[[int], None],
 ) -> Kept:
     listed, ring, host = command.sources.value, command.ring.value, store.host
     if not ring.wards(host):
@@ -108,12 +128,12 @@ def _keep(
     moved = bring(
         store, listed, parts, [Holder(host, wanted)], ring.hosts,
         Extras(mapped(listed.scalars.value(), "scalars"), states, (), parts.committed),
-        token, arrived, is_replica=True,
+        token, arrived, expect, is_replica=True,
     )  # fmt: skip
-    grown = moved.fetch[1]
+    grown, unchanged = moved.fetch.grown, moved.fetch.unchanged_bytes
     if grown is None and states:
         grown = _with_states(store, command, states)
-    return Kept(grown, moved.plan.bytes_remote, "; ".join(failed))
+    return Kept(grown, moved.plan.bytes_remote - unchanged, "; ".join(failed), unchanged)
 
 
 def _alike(parts: Parts, hosts: tuple[str, ...], command: Replicate) -> dict[str, Collection]:

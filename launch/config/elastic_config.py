@@ -32,6 +32,8 @@ class StoreConfig:
             ``auto``.
         async_snapshots: Whether those are written while the training goes on; else it stands still.
         replicas: On how many other hosts to keep what would be lost with a host.
+        replica_slowdown: By what part of its time a step may take longer while replicas are made;
+            1: they are made as fast as they can.
         emergency: Whether workers that outlive a failure write the state that stands between two
             updates, so that the job goes on from there.
         durable_dir: Folder on disk for generations that outlive all hosts; None: none.
@@ -46,6 +48,7 @@ class StoreConfig:
     mtbf_hours_per_worker: float = MTBF_HOURS
     async_snapshots: bool = True
     replicas: int = 1
+    replica_slowdown: float = 0.01
     emergency: bool = True
     durable_dir: str | None = None
     durable_every_s: float = 1800.0
@@ -59,6 +62,8 @@ class StoreConfig:
         _expect(is_every, "snapshot_every", every, steps)
         _expect(0 < hours < inf, "mtbf_hours_per_worker", hours, "> 0 hours")
         _expect(self.replicas >= 0, "replicas", self.replicas, "0 or more")
+        slowdown = self.replica_slowdown
+        _expect(0 < slowdown <= 1, "replica_slowdown", slowdown, "more than 0, at most 1")
         every_s = self.durable_every_s
         _expect(every_s >= 0, "durable_every_s", every_s, "0 or more seconds")
         _expect(self.durable_keep >= 1, "durable_keep", self.durable_keep, "1 or more")

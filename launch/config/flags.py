@@ -146,6 +146,9 @@ def _add_state(add: Callable[..., None]) -> None:
         "time")  # fmt: skip
     add("--replicas", type=int, metavar="N",
         help="how many other hosts keep what would be lost with a host (default: 1)")  # fmt: skip
+    add("--replica-slowdown", type=float, metavar="PART",
+        help="by what part of its time a step may take longer while they are made "
+        "(default: 0.01); 1: they are made as fast as they can")  # fmt: skip
     add("--domain", metavar="NAME",
         help="what this host may fail with, such as rack=7: its replicas go elsewhere")  # fmt: skip
 
@@ -185,6 +188,7 @@ _DOTTED = {
     "durable_keep": "store.durable_keep",
     "snapshot_every": "store.snapshot_every",
     "replicas": "store.replicas",
+    "replica_slowdown": "store.replica_slowdown",
     "preemption": "preemption.sources",
     "settle_s": "resize.settle_s",
     "drain_timeout": "resize.drain_timeout_s",

@@ -140,6 +140,11 @@ class JobSpec:
         return self.config.store.replicas if self.is_elastic and self.max_hosts > 1 else 0
 
     @property
+    def are_replicas_asked(self) -> bool:
+        """Whether a person has said how many: where there is no room for them, that is refused."""
+        return "store.replicas" in self.config.origin
+
+    @property
     def durable_dir(self) -> Path | None:
         folder = self.config.store.durable_dir
         return Path(folder) if folder else None

@@ -11,6 +11,7 @@ from scalai.core.membership import Phase
 from scalai.core.reports import HostEvent, Report
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.proving import doubted
+from scalai.launch.coordinator.replica_room import refuse_early, weigh_late
 from scalai.store.manifest import HostManifest
 from scalai.store.parts import snapshot_name
 
@@ -37,6 +38,9 @@ class AgentEvents:
                 self._failed(host, report)
             case reports.Published():
                 self._published(host, report)
+            case reports.Holding():
+                if report.round == self._live.state.round:
+                    self._live.answers.holding[host] = report
             case reports.Moved(round, count):
                 self._feed(events.Progressed(host, round, f"moved {count / 1e9:.6f} GB"))
             case reports.Grown(manifest):
@@ -76,6 +80,9 @@ class AgentEvents:
                 self._feed(event)
             case events.Committed():
                 self._committed(event)
+            case events.Stepped():
+                self._feed(event)
+                weigh_late(self._live)
             case _:
                 self._feed(event)
 
@@ -117,7 +124,10 @@ class AgentEvents:
         """A host's workers have built their models and said what they hold."""
         if report.round == self._live.state.round:
             self._live.answers.tensors[host] = frozenset(report.tensors)
-            self._feed(events.Published(host, report.round))
+            if (refused := refuse_early(self._live)) is None:
+                self._feed(events.Published(host, report.round))
+            else:
+                self._feed(refused)
 
     def _add(self, host: str, part: HostManifest) -> None:
         """Note a host's part; one of a generation that the job has left behind meanwhile goes, or

@@ -70,6 +70,7 @@ class LiveJob:
         self.is_successor = is_successor
         self.is_fresh = spec.is_fresh and not is_successor
         """The job begins anew: what hosts hold from before is set aside."""
+        self.are_replicas_asked = spec.are_replicas_asked
         self.finished_step: int | None = None
         """The step at which the job came to its end."""
         self.run = secrets.token_hex(4)  # so that snapshots of two runs have different names

@@ -10,7 +10,7 @@ import numpy as np
 from scalai.core import events
 from scalai.core.errors import LayoutError, ProofError
 from scalai.core.fingerprint import Tally
-from scalai.core.reports import Restored
+from scalai.core.reports import Holding, Restored
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.timeline import Timeline
 
@@ -21,6 +21,8 @@ class Answers:
 
     tensors: dict[str, frozenset[str]] = field(default_factory=dict)
     """Names of the tensors that each host's workers hold."""
+    holding: dict[str, Holding] = field(default_factory=dict)
+    """What each host's workers hold, where replicas are kept."""
     restored: dict[str, Restored] = field(default_factory=dict)
     """What each host has reported, without its rows: those are in ``tally``."""
     tally: Tally | None = None
@@ -31,6 +33,8 @@ class Answers:
     """Seconds of each host's snapshot at the stop."""
     on_the_way: dict[str, Mapping[str, float]] = field(default_factory=dict)
     """By its name the seconds of a snapshot on the way on the host that needed most."""
+    is_weighed: bool = False
+    """Whether it was said what replicas take of this round."""
 
     def slowest(self, what: str) -> float:
         """Return the longest time that a host took for a part of the restore, in seconds."""

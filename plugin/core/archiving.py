@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from scalai.core import events
 from scalai.core.actions import Action, Archive, FinishArchive, Retire, Say
-from scalai.core.membership import TRAINING, Archiving, Generation, Job
+from scalai.core.copies import Archiving
+from scalai.core.membership import TRAINING, Generation, Job
 from scalai.core.slow import report_if_slow
 
 Result = tuple[Job, tuple[Action, ...]]

@@ -4,7 +4,8 @@ likely to end too late: others fetch it at once, ahead of all other replicas."""
 from dataclasses import replace
 
 from scalai.core.actions import Action, Replicate, Say
-from scalai.core.membership import TRAINING, Job, Phase, Replication
+from scalai.core.copies import Replication
+from scalai.core.membership import TRAINING, Job, Phase
 from scalai.core.replicating import keepers
 
 Result = tuple[Job, tuple[Action, ...]]

@@ -322,15 +322,16 @@ class ProofFailed:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """A host has fetched what it is to keep for others (asked for by ``Replicate``), so many bytes;
-    ``reason``: why it could not, empty where it could; ``is_lasting``: it could not later on
-    either, because it has no room."""
+    """A host has fetched what it is to keep for others (asked for by ``Replicate``), so many bytes,
+    and had ``unchanged_bytes`` more; ``reason``: why it could not, empty where it could;
+    ``is_lasting``: it could not later on either, because it has no room."""
 
     host: str
     order: int
     size_bytes: int
     reason: str = ""
     is_lasting: bool = False
+    unchanged_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

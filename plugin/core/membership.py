@@ -24,6 +24,7 @@ from enum import Enum
 from operator import attrgetter
 
 from scalai.core.checks import Check
+from scalai.core.copies import Archiving, Replication
 from scalai.core.degrees import Degrees
 from scalai.core.pace import Pace
 from scalai.core.spacing import Spacing
@@ -137,48 +138,6 @@ class Emergency:
     step: int | None = None
     is_counted: bool = False
     ending: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Replication:
-    """Replicas that are made of a ``generation`` by ``hosts``, of which ``awaited`` have not done
-    so yet: since when, how often that was reported, how many bytes have crossed, and which hosts
-    could not. ``order`` tells it from earlier ones of the same generation. ``is_hopeful``: some
-    could not because another host gave nothing; then all are asked ``again_at`` that time.
-    ``giving``: of what only these hosts hold, which will be taken away, and of nothing else."""
-
-    order: int
-    generation: int
-    hosts: frozenset[str]
-    awaited: frozenset[str]
-    since: float
-    reports: int = 0
-    size_bytes: int = 0
-    failed: frozenset[str] = frozenset()
-    is_hopeful: bool = False
-    is_again: bool = False
-    again_at: float = 0.0
-    giving: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Archiving:
-    """A ``generation`` of this ``step`` that ``hosts`` bring to the durable directory: since when,
-    and which of them have yet to answer. ``is_written``: all parts lie there, and have yet to
-    appear. ``order`` tells it from what was asked before; ``failed`` are hosts that could not, and
-    are asked ``again_at`` that time (0: not yet)."""
-
-    order: int
-    generation: int
-    step: int
-    hosts: frozenset[str]
-    since: float
-    awaited: frozenset[str] = frozenset()
-    reports: int = 0
-    size_bytes: int = 0
-    failed: frozenset[str] = frozenset()
-    is_written: bool = False
-    again_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

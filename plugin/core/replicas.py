@@ -11,7 +11,7 @@ checkpoints in the memory of peers are Gemini's (SOSP 2023). Differs in: only wh
 does not hold anyway is copied.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 
@@ -43,13 +43,15 @@ class Ring:
     def keepers(self, first: str) -> Iterator[str]:
         """Yield who keeps replicas of what ``first`` holds, best first: the hosts behind it, one of
         each further domain."""
-        place, count = self.hosts.index(first), len(self.hosts)
-        taken = {self.domains[place]}
+        return (self.hosts[number] for number in self._behind(self.hosts.index(first)))
+
+    def _behind(self, place: int) -> Iterator[int]:
+        count, taken = len(self.hosts), {self.domains[place]}
         for number in range(place + 1, place + count):
             domain = self.domains[number % count]
             if domain not in taken and self.hosts[number % count] not in self.giving:
                 taken.add(domain)
-                yield self.hosts[number % count]
+                yield number % count
 
     def wards(self, keeper: str) -> tuple[str, ...]:
         """Return the hosts of which ``keeper`` may have to keep something."""
@@ -69,16 +71,19 @@ class Ring:
         if host in holders or host in self.giving:
             return False
         held = [number for number, name in enumerate(self.hosts) if name in holders]
+        return any(self.hosts[number] == host for number in self.keepers_of(held))
+
+    def keepers_of(self, held: Sequence[int]) -> Iterator[int]:
+        """Yield the places of the hosts that are to keep a replica of what those at the places
+        ``held`` hold, which ascend."""
         taken = {self.domains[number] for number in held}
         missing = self.replicas + 1 - len(taken)
         if self.giving:
             is_elsewhere = any(self.hosts[number] not in self.giving for number in held)
             missing = 0 if is_elsewhere else self.replicas
-        if not held or missing <= 0:
-            return False
-        domain = dict(zip(self.hosts, self.domains, strict=True))
-        others = (h for h in self.keepers(self.hosts[held[0]]) if domain[h] not in taken)
-        return host in islice(others, missing)
+        if held and missing > 0:
+            others = (n for n in self._behind(held[0]) if self.domains[n] not in taken)
+            yield from islice(others, missing)
 
 
 def leaving_ring(staying: Iterable[str], giving: Iterable[str]) -> Ring:

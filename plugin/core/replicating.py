@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from scalai.core import events, respacing
 from scalai.core.actions import Action, Release, Replicate, Say
-from scalai.core.membership import TRAINING, Job, Phase, Replication
+from scalai.core.copies import Replication
+from scalai.core.membership import TRAINING, Job, Phase
 from scalai.core.slow import report_if_slow
 
 Result = tuple[Job, tuple[Action, ...]]
@@ -42,6 +43,8 @@ def replicate(job: Job) -> Result:
     """Have replicas made of the newest generation, where there are none of it on the present hosts;
     say how long it takes. Asked with every tick."""
     before = job.replication
+    if before is not None and _is_behind(job, before):
+        return _skip(job, before)
     if before is not None and before.awaited:
         under_way, lines = report_if_slow(before, "replicas", job.now)
         return replace(job, replication=under_way), lines
@@ -55,11 +58,37 @@ def replicate(job: Job) -> Result:
         return release_older(job) if is_left else (job, ())
     if job.replicated == (newest.number, hosts) or (before and job.now < before.again_at):
         return job, ()
-    order, is_again = job.last_replication + 1, before is not None
-    replication = Replication(order, newest.number, hosts, hosts, job.now, is_again=is_again)
-    return replace(job, replication=replication, last_replication=order), (
-        Replicate(tuple(sorted(hosts)), order, newest.number, job.replicas),
+    return _order(job, Replication(0, newest.number, hosts, hosts, job.now, is_again=bool(before)))
+
+
+def _order(job: Job, replication: Replication) -> Result:
+    order, hosts = job.last_replication + 1, tuple(sorted(replication.hosts))
+    job = replace(job, replication=replace(replication, order=order), last_replication=order)
+    return job, (Replicate(hosts, order, replication.generation, job.replicas),)
+
+
+def _is_behind(job: Job, under_way: Replication) -> bool:
+    """Whether a newer generation is there before all hosts have made their replicas of this one."""
+    newest = job.newest_generation
+    is_late = newest is not None and under_way.generation < newest.number and not job.uncommitted
+    is_free = not under_way.giving and not under_way.has_skipped and is_to_be_replicated(job)
+    return bool(under_way.awaited) and is_late and is_free
+
+
+def _skip(job: Job, under_way: Replication) -> Result:
+    """Make those of the newest generation instead: else each would be later than the one before.
+    But never twice in a row, or there might never be any."""
+    newest, hosts = job.newest_generation, keepers(job)
+    assert newest is not None
+    text = (
+        f"event=replicas_skipped generation={under_way.generation} newest={newest.number} awaited="
+        f"{','.join(sorted(under_way.awaited))}: its replicas were not made before the next "
+        "generation was there. Make generations more rarely (--snapshot-every), or let replicas "
+        "slow the training more (--replica-slowdown)"
     )
+    instead = Replication(0, newest.number, hosts, hosts, job.now, has_skipped=True)
+    job, actions = _order(job, instead)
+    return job, (Say(text), *actions)
 
 
 def replicated(event: events.Replicated, job: Job) -> Result:
@@ -70,6 +99,7 @@ def replicated(event: events.Replicated, job: Job) -> Result:
         replication,
         awaited=replication.awaited - {event.host},
         size_bytes=replication.size_bytes + event.size_bytes,
+        unchanged_bytes=replication.unchanged_bytes + event.unchanged_bytes,
         failed=replication.failed | ({event.host} if event.reason else frozenset()),
         is_hopeful=replication.is_hopeful or bool(event.reason and not event.is_lasting),
     )
@@ -92,9 +122,10 @@ def _done(job: Job, replication: Replication) -> Result:
         return replace(job, replication=replace(replication, again_at=job.now + AGAIN_S)), ()
     job = replace(job, replication=None, replicated=(number, replication.hosts))
     lines: tuple[Action, ...] = ()
-    if replication.size_bytes:
+    if replication.size_bytes or replication.unchanged_bytes:
         text = (
             f"event=replicated generation={number} bytes={replication.size_bytes} "
+            f"unchanged_bytes={replication.unchanged_bytes} "
             f"took_s={took_s:.0f} failed={','.join(sorted(replication.failed)) or 'none'}"
         )
         lines = (Say(text),)
@@ -114,6 +145,7 @@ def _given(job: Job, replication: Replication) -> Result:
     job = replace(job, replication=None, evacuated=(number, replication.giving))
     text = (
         f"event=evacuated generation={number} from={names} bytes={replication.size_bytes} "
+        f"unchanged_bytes={replication.unchanged_bytes} "
         f"took_s={job.now - replication.since:.0f} "
         f"failed={','.join(sorted(replication.failed)) or 'none'}"
     )

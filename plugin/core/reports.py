@@ -43,6 +43,19 @@ class Published:
     tensors: tuple[str, ...]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Holding:
+    """All workers of the host together hold these ``rows``, and its store can hold so many bytes;
+    comes before ``Published``, where replicas are kept."""
+
+    round: int
+    rows: Collection
+    room_bytes: int
+
+    def __post_init__(self) -> None:
+        self.rows.check()
+
+
 @dataclass(frozen=True, slots=True)
 class Moved:
     """So many bytes of the state have come from other hosts."""
@@ -143,6 +156,6 @@ HostEvent = (
 """What the law of the job takes as a host reports it."""
 
 Report = (
-    HostEvent | Sealed | Failed | Published | Moved | Grown | Restored | Unproven | Doubted
-    | Examined | Attached | Leaving | Staying | Slots
+    HostEvent | Sealed | Failed | Published | Holding | Moved | Grown | Restored | Unproven
+    | Doubted | Examined | Attached | Leaving | Staying | Slots
 )  # fmt: skip

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from scalai.core.actions import Action, Say
+from scalai.core.copies import Archiving, Replication
 from scalai.core.deadlines import REPORT_S
-from scalai.core.membership import Archiving, Replication
 
 Work = TypeVar("Work", Replication, Archiving)
 

@@ -109,6 +109,13 @@ class HostStore(HeldGenerations):
                 raise
         return snapshot
 
+    def most_bytes(self) -> int:
+        """Return how many bytes of generations this store can hold, those that it has included."""
+        with self._mutex:
+            room, limit = self._folders.room(), self._budget_bytes
+        most = room.in_use + room.reusable + room.free
+        return most if limit is None else min(most, limit)
+
     def check_spare(self, size_bytes: int) -> None:
         """Raise ``RoomError`` where so many bytes for other hosts would take the room that this
         host's own next snapshot needs."""

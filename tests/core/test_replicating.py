@@ -66,3 +66,39 @@ def test_where_nobody_is_left_to_keep_replicas_an_older_generation_goes() -> Non
     job, due = ticked(job)
     assert actions.Release(1, 2, ()) in due
     assert [generation.number for generation in job.generations] == [2]
+
+
+def with_a_newer_one(job: m.Job) -> m.Job:
+    """Return the job with one more generation, which all hosts have renamed."""
+    newest = job.generations[-1]
+    newer = m.Generation(newest.number + 1, newest.step + 10, newest.hosts)
+    return replace(job, generations=(*job.generations, newer), committing=newer.number)
+
+
+def test_replicas_that_are_late_are_skipped_for_those_of_a_newer_generation_once() -> None:
+    """They do not queue up, and there are some in the end."""
+    job, due = ticked(training("ab", ""))
+    first = ordered(due)
+    job, due = ticked(with_a_newer_one(job))
+    second = ordered(due)
+    assert (first.generation, second.generation) == (2, 3) and second.order > first.order
+    (line,) = [a.text for a in due if isinstance(a, actions.Say)]
+    assert "event=replicas_skipped generation=2 newest=3 awaited=a,b" in line
+    assert [g.number for g in job.generations] == [1, 2, 3], "an older one has replicas"
+    for host in first.hosts:
+        job, due = advance(job, events.Replicated(host, first.order, 16))
+        assert not due, "what was skipped says nothing any more"
+    job, due = ticked(with_a_newer_one(job))
+    assert not due, "these are made, however late"
+    for host in second.hosts:
+        job, due = advance(job, events.Replicated(host, second.order, 16, unchanged_bytes=8))
+    (line,) = [a.text for a in due if isinstance(a, actions.Say)]
+    assert "event=replicated generation=3 bytes=32 unchanged_bytes=16" in line
+    job, due = ticked(job)
+    assert ordered(due).generation == 4
+
+
+def test_replicas_are_not_skipped_for_a_generation_that_hosts_have_yet_to_rename() -> None:
+    job, _ = ticked(training("ab", ""))
+    job, due = ticked(replace(with_a_newer_one(job), uncommitted=frozenset("b")))
+    assert not due

@@ -92,6 +92,8 @@ def test_without_room_for_replicas_the_training_goes_on_and_says_so(tmp_path: Pa
     with hosts_abc(tmp_path, flags=("--store-budget-gb", "0.0000025")) as agents:
         train(agents)
         agents.wait_until(lambda: "event=no_replica" in agents.text(), "it is said")
+        for host in "abc":
+            assert f"event=replica_memory host={host} bytes=" in agents.text()
         newest = agents.lines()[-1]["step"]
         agents.wait_for_step(newest + 10)
         check_steps(agents.lines())

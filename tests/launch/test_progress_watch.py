@@ -18,7 +18,12 @@ class Workers:
         self.steps, self.now = {2: 41, 3: 41}, 1000.0
         self.is_within = False
         self.round: Any = SimpleNamespace(
-            ranks=range(2, 4), stepped={2, 3}, finished=set(), lost=set(), is_draining=False
+            number=1,
+            ranks=range(2, 4),
+            stepped={2, 3},
+            finished=set(),
+            lost=set(),
+            is_draining=False,
         )
         self.group: Any = SimpleNamespace(
             steps=lambda: dict(self.steps), pids=dict, are_within_steps=lambda: self.is_within
@@ -83,3 +88,17 @@ def test_what_is_usual_is_known_after_some_steps_of_a_round_and_few_long_ones_ch
     assert 2.0 <= progress.usual_s < 2.2 and progress.longest_s == 400.0
     progress.stalled_s({1: 30}, now)
     assert progress.usual_s == 0.0, "another round has other ranks"
+
+
+def test_how_far_all_are_is_seen_by_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(monkeypatch)
+    assert workers.watch.seen is None
+    workers.steps[2] = 42
+    workers.shown()
+    assert workers.watch.seen == (1, 41)
+    workers.round.stepped = set()
+    workers.shown()
+    assert workers.watch.seen is None, "none has stepped in this round"
+    workers.round = None
+    workers.shown()
+    assert workers.watch.seen is None

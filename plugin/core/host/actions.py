@@ -263,6 +263,15 @@ class Replicate:
     command: commands.Replicate
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class TellHeld:
+    """Report what the workers of a round hold, by global rank, and what room the store has, where
+    replicas are to be kept."""
+
+    round: int
+    held: Mapping[int, Collection]
+
+
 @dataclass(frozen=True, slots=True)
 class Doubt:
     """Give up what was fetched of a generation, read the rest again, and report both."""
@@ -301,5 +310,5 @@ Action = (
     Log | Tell | Answer | Refuse | Welcome | StartGroup | BeginGroup | EndGroup | Poll | WantStop
     | Propose | Agree | Space | WithdrawStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving
     | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | DropSnapshot | Drop | Save
-    | Archive | Replicate | Doubt | Look | CheckHealth | LeaveState | Rejoin
+    | Archive | Replicate | TellHeld | Doubt | Look | CheckHealth | LeaveState | Rejoin
 )  # fmt: skip

@@ -218,15 +218,16 @@ class Holds:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """What this host keeps for others is here (``Replicate``), so many bytes of it have come:
-    ``grown`` is the manifest of its part, as bytes, None where nothing came; or there is a
-    ``reason`` why not, ``is_lasting`` where it has no room."""
+    """What this host keeps for others is here (``Replicate``), so many bytes of it have come, and
+    ``unchanged_bytes`` more it had: ``grown`` is the manifest of its part, as bytes, None where
+    nothing came; or there is a ``reason`` why not, ``is_lasting`` where it has no room."""
 
     order: int
     grown: bytes | None
     size_bytes: int
     reason: str = ""
     is_lasting: bool = False
+    unchanged_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

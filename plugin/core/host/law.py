@@ -131,7 +131,12 @@ def _of_the_host(step: Step, event: events.Event) -> None:
                 step.tell(reports.Grown(event.grown))
             step.tell(
                 job_events.Replicated(
-                    step.state.host, event.order, event.size_bytes, event.reason, event.is_lasting
+                    step.state.host,
+                    event.order,
+                    event.size_bytes,
+                    event.reason,
+                    event.is_lasting,
+                    event.unchanged_bytes,
                 )
             )
         case events.LeaveAsked():

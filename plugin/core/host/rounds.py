@@ -197,6 +197,7 @@ def _begin_restore(step: Step) -> None:
     current = step.present()
     tables = [entry.held.tensors for entry in current.published.values()]
     names = sorted({tensor.name for table in tables for tensor in table})
+    step.do(actions.TellHeld(current.number, current.held()))  # before the coordinator counts it
     step.tell(reports.Published(current.number, tuple(names)))
     if current.is_restoring:
         assert isinstance(current.command, commands.Start)

@@ -1,0 +1,89 @@
+"""Whether the stores of a job have room for replicas: said for each host, and refused before the
+first step of a job of which a person has asked for them.
+
+A round that only others came before is weighed once it trains: a change is not kept waiting, and a
+job that runs is not ended for want of replicas.
+"""
+
+from typing import TYPE_CHECKING
+
+from scalai.core import events
+from scalai.core.errors import LayoutError
+from scalai.core.membership import TRAINING
+from scalai.core.replica_memory import Memory, memory_of, shortage
+from scalai.core.replicas import ring_of
+from scalai.core.replicating import keepers
+
+if TYPE_CHECKING:
+    from scalai.launch.coordinator.live_job import LiveJob
+
+MOST_ROWS = 200_000
+"""Pieces of all hosts that are weighed: more would hold the coordinator up for seconds."""
+NAMED = 64
+"""Hosts of which a line is said, those with the least room to spare first."""
+
+
+def refuse_early(live: "LiveJob") -> events.WorkersFailed | None:
+    """Weigh the first round of a job once all of its hosts have published, before any step.
+
+    Returns:
+        The refusal, where a person has asked for replicas and there is no room for them.
+    """
+    is_first, told = live.state.ran is None, live.answers.tensors.keys()
+    if not is_first or not told >= live.active():
+        return None
+    found = _weigh(live)
+    reason = shortage(found)
+    if not reason:
+        return None
+    if live.are_replicas_asked:
+        host = next(memory.host for memory in found if memory.is_short)
+        return events.WorkersFailed(host, live.state.round, reason, is_refusal=True)
+    _say_short(live, reason)
+    return None
+
+
+def weigh_late(live: "LiveJob") -> None:
+    """Weigh a later round, once its workers train."""
+    if live.state.phase in TRAINING and (reason := shortage(_weigh(live))):
+        _say_short(live, reason)
+
+
+def _say_short(live: "LiveJob", reason: str) -> None:
+    live.log(f"event=no_replica_room {reason} The training goes on, with those that fit.")
+
+
+def _weigh(live: "LiveJob") -> tuple[Memory, ...]:
+    """Say what replicas take on each host, once a round; nothing where that is not known."""
+    answers, hosts = live.answers, live.active()
+    told = {host: answers.holding[host] for host in hosts & answers.holding.keys()}
+    kept_by = keepers(live.state) & frozenset(live.members.hosts())
+    if answers.is_weighed or not told.keys() >= hosts or len(kept_by) < 2:
+        return ()
+    answers.is_weighed = True
+    ring = ring_of({host: live.members[host].domain for host in kept_by}, live.state.replicas)
+    held = {host: report.rows for host, report in told.items()}
+    room = {host: report.room_bytes for host, report in told.items()}
+    answers.holding.clear()
+    if (rows := sum(map(len, held.values()))) > MOST_ROWS:
+        live.log(f"event=note the memory of replicas is not known: {rows} pieces are too many")
+        return ()
+    try:
+        found = memory_of(ring, held, room)
+    except LayoutError as error:  # the snapshot will say more
+        live.log(f"event=note the memory of replicas is not known: {error}")
+        return ()
+    for memory in sorted(found, key=_spare)[:NAMED]:
+        free = "unknown" if memory.room is None else max(0, memory.room - 2 * memory.own)
+        live.log(
+            f"event=replica_memory host={memory.host} bytes={memory.replicas} free_bytes={free} "
+            f"own_bytes={2 * memory.own}"
+        )
+    if len(found) > NAMED:
+        live.log(f"event=replica_memory hosts={len(found)}: of the others each has more to spare")
+    return found
+
+
+def _spare(memory: Memory) -> tuple[float, str]:
+    left = float("inf") if memory.room is None else memory.room - memory.needed
+    return left, memory.host
