@@ -353,6 +353,7 @@ class Session:
                 self._snapshots.watch_for_failures()
         self._snapshots.step_ended(self.step, self.consumed_samples)
         self._page.report(self._local_rank, self.step)
+        reached("step")
         if self._page.must_stop(self.step) and self._come_to_stop():
             self._is_stopped = True
         elif self._snapshot_every and self.step % self._snapshot_every == 0:

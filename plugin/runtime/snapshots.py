@@ -80,6 +80,7 @@ class Snapshots:
         """What the slots hold is about to change."""
         if self._emergency is not None:
             self._emergency.begin_update()
+        reached("update")
 
     def step_ended(self, step: int, samples: Samples) -> None:
         """A step has ended: what the next one changes before its update is copied."""
