@@ -152,19 +152,23 @@ def end(pids: Sequence[int]) -> None:
 @dataclass(frozen=True, slots=True)
 class Command:
     """How an agent was started, so that it can be started again: its words, variables, directory,
-    and where its output goes (None: nowhere that can be opened)."""
+    where its output goes (None: nowhere that can be opened), and a descriptor of its network, where
+    that is not ours."""
 
     words: tuple[str, ...]
     variables: Mapping[str, str]
     directory: str
     output: str | None
+    network: int | None = None
 
     @classmethod
     def of(cls, pid: int) -> "Command":
         """Read it from a live process."""
+        is_other = namespace(pid, "net") not in ("", namespace("self", "net"))
+        network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY) if is_other else None
         return cls(
             tuple(_words(pid, "cmdline")), environment(pid), os.readlink(f"/proc/{pid}/cwd"),
-            output_of(pid),
+            output_of(pid), network,
         )  # fmt: skip
 
     def start(
@@ -172,6 +176,8 @@ class Command:
     ) -> subprocess.Popen[bytes]:
         """Start it again, by the words ``before`` it, where there are some; it outlives us."""
         where = str(output) if output is not None else self.output or os.devnull
+        if self.network is not None:
+            before = ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self.network}", *before]
         with open(where, "ab") as file:
             return subprocess.Popen(
                 [*before, *self.words], env=dict(self.variables), cwd=self.directory,

@@ -31,7 +31,8 @@ class Plan:
 
     ``every``: steps between the recovery from a fault and the next one; ``bite_s``: a fault that is
     not seen for so long failed, and so did one from which the job is not back for so long;
-    ``is_restarting``: agents that have ended are started again.
+    ``is_restarting``: agents that have ended are started again; ``hosts``: those that are struck,
+    none: any that are here.
     """
 
     seed: int
@@ -42,6 +43,7 @@ class Plan:
     bite_s: float = 60.0
     is_restarting: bool = True
     logs: tuple[Path, ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -118,8 +120,16 @@ class Chaos:
         commands = {host: processes.Command.of(pid) for host, pid in here.items()}
         self._cast = Cast(tuple(workers), status["world_size"], commands)
         self._settings = settings_of(self._folder)
+        strangers = sorted(set(self._plan.hosts) - workers.keys())
+        if strangers:
+            raise UsageError(
+                f"--hosts {','.join(strangers)}: no workers of the job here, but of "
+                f"{', '.join(workers)}."
+            )
+        struck = {host: workers[host] for host in self._plan.hosts or workers}
         return schedule(
-            self._plan.seed, self._plan.wanted, workers, least_hosts=least_hosts(self._folder),
+            self._plan.seed, self._plan.wanted, struck, others=len(workers) - len(struck),
+            least_hosts=least_hosts(self._folder),
             replicas=self._settings.replicas, every=self._plan.every, rounds=self._plan.rounds,
         )  # fmt: skip
 

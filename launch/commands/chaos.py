@@ -55,6 +55,9 @@ def add_parser(commands: Any) -> None:
         "--rounds", type=int, default=1, help="how often each kind comes (default: %(default)s)"
     )
     parser.add_argument(
+        "--hosts", default="", metavar="HOST,...", help="strike these hosts only, all of them here"
+    )
+    parser.add_argument(
         "--out", type=Path, default=Path("scalai-chaos"), help="default: %(default)s"
     )
     parser.add_argument(
@@ -109,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     folder = (args.store_dir or default_store_dir()).resolve() / check_job(args.job)
     plan = Plan(
         args.seed, tuple(map(parse, wanted)), args.every, args.out, args.rounds, args.wait_s,
-        not args.no_restart, tuple(args.log),
+        not args.no_restart, tuple(args.log), tuple(filter(None, args.hosts.split(","))),
     )  # fmt: skip
     began = time.monotonic()
 

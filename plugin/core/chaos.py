@@ -256,6 +256,7 @@ def schedule(
     replicas: int,
     every: int,
     rounds: int = 1,
+    others: int = 0,
 ) -> tuple[Fault, ...]:
     """Return which fault strikes whom, in which order.
 
@@ -267,6 +268,7 @@ def schedule(
         replicas: How many other hosts keep what only one host has. No kind takes away the memory of
             more at once, but the one that says so.
         every: Steps between the job's recovery from a fault and the next one, at least.
+        others: How many more hosts the job has, which are not struck.
 
     Raises:
         UsageError: There are fewer hosts than a kind strikes and the job needs.
@@ -279,7 +281,8 @@ def schedule(
         order.sort(key=lambda each: each.kind.effect is Effect.ENDS)
         for each in order:
             count = struck(each.kind, replicas)
-            if count + least_hosts > len(hosts) and _takes_hosts(each.kind):
+            is_short = count > len(hosts) or count + least_hosts > len(hosts) + others
+            if is_short and _takes_hosts(each.kind):
                 raise UsageError(
                     f"{each.kind.name} strikes {count} of {len(hosts)} hosts (replicas: "
                     f"{replicas}), and the job needs {least_hosts}. Start more hosts, or leave it "
