@@ -71,6 +71,7 @@ NO_TORCH = (
     "scalai.launch.commands.doctor",
     "scalai.launch.commands.reshard",
     "scalai.launch.commands.verify",
+    "scalai.launch.commands.chaos",
     "scalai.launch.cli",
     "scalai.launch.coordinator.process",
     "scalai.launch.coordinator.rendezvous_store",

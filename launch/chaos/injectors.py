@@ -15,6 +15,8 @@ Inject = Callable[[Scene], Injected]
 Obstacle = Callable[[Scene], str]
 CLOCK_S = {"clock-forward": 86_400, "clock-back": None}
 NOTICE_S = "60"
+ENDS_S = 30.0
+"""How long a process may take to end that is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def _duplicate(scene: Scene) -> Injected:
     log = scene.out / f"duplicate-{scene.host}.log"
     log.unlink(missing_ok=True)
     second = scene.commands[scene.host].start(output=log)
-    scene.undo.callback(second.wait)
+    scene.undo.callback(second.wait, ENDS_S)
     scene.undo.callback(second.kill)
 
     def seen() -> str:

@@ -153,6 +153,9 @@ class Chaos:
                     self.outcomes += [Outcome(each, trouble="the job had ended") for each in left]
                     break
         finally:
+            # Who is interrupted may have killed an agent and not started it again yet.
+            if self._plan.is_restarting and self._watch.status is not None:
+                self._start_again({})
             self._watch.close()
         return Verdict(self._plan.seed, tuple(self.outcomes))
 
@@ -249,7 +252,16 @@ class Chaos:
         """Start agents again that have ended; whether all hosts train beyond a step."""
         if self._plan.is_restarting:
             self._start_again(before)
+        else:
+            self._go_on_with_those_left()
         return self._is_whole() and (self._watch.step or 0) > step
+
+    def _go_on_with_those_left(self) -> None:
+        """Nobody starts agents again: from now on the job is whole without those that are gone."""
+        there = processes.agents(self._folder)
+        left = tuple(host for host in self._cast.hosts if host in there)
+        if left and left != self._cast.hosts:
+            self._cast.hosts, self._cast.world = left, 0
 
     def _start_again(self, before: Mapping[str, tuple[str, ...]]) -> None:
         cast, there = self._cast, processes.agents(self._folder)

@@ -117,12 +117,13 @@ class Watch:
         return None if self.status is None else self.status["generation_step"]
 
     def is_whole(self, hosts: Sequence[str], world: int) -> bool:
-        """Whether the job trains on all of these hosts with as many workers as ``world``."""
+        """Whether the job trains on all of these hosts with as many workers as ``world``; 0: any
+        number."""
         status = self.status
         if status is None or status["phase"] != "running" or status["step"] is None:
             return False
         busy = {host for host, count in status["workers"].items() if count}
-        if not busy >= set(hosts) or status["world_size"] != world:
+        if not busy >= set(hosts) or world not in (0, status["world_size"]):
             return False
         last = status["last_resize"]
         return last is not None and last.get("round") == status["round"]
