@@ -4,7 +4,7 @@ full. What fills a file system is small enough to fill, or it is left alone."""
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -143,26 +143,17 @@ def no_workers_here(scene: Scene) -> str:
 
 def corrupt_store(scene: Scene) -> Injected:
     """Turn the bits of the last bytes of each file around, and have the file read."""
-
-    def turn(file: Path) -> None:
-        size = file.stat().st_size
-        with file.open("r+b") as opened:
-            opened.seek(max(0, size - 16))
-            old = opened.read()
-            opened.seek(max(0, size - 16))
-            opened.write(bytes(byte ^ 0xFF for byte in old))
-
-    return _damage_store(scene, turn)
+    return _damage_store(scene, lambda tail: bytes(byte ^ 0xFF for byte in tail), most=16)
 
 
 def truncate_store(scene: Scene) -> Injected:
-    """Cut each file to half of its size, and have it read."""
-    return _damage_store(scene, lambda file: os.truncate(file, file.stat().st_size // 2))
+    """Cut the end of each file off, half of it at most, and have it read."""
+    return _damage_store(scene, lambda tail: b"", most=4096)
 
 
-def _damage_store(scene: Scene, damage: object) -> Injected:
-    """Damage the newest generation of a host while nothing newer can come, and kill a worker."""
-    assert callable(damage)
+def _damage_store(scene: Scene, change: Callable[[bytes], bytes], most: int) -> Injected:
+    """Change the end of each file of a host's newest generation while nothing newer can come, and
+    kill a worker. At the end what is still as it was left has its old end again."""
     victim = scene.worker()
     found = _all_workers(scene)
     for pid in found:
@@ -171,8 +162,30 @@ def _damage_store(scene: Scene, damage: object) -> Injected:
     home = scene.folder / scene.host
     newest = max(home.glob("generation-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     for file in newest.glob("rank-*.safetensors"):
-        damage(file)
+        at = file.stat().st_size - min(most, file.stat().st_size // 2)
+        tail = _replace_end(file, at, change)
+        scene.undo.callback(_mend, file, at, tail, change(tail))
     processes.send(victim, signal.SIGKILL)
     for pid in found:
         processes.send(pid, signal.SIGCONT)
     return Injected(lambda: f"{newest.name} of {scene.host} was damaged")
+
+
+def _replace_end(file: Path, at: int, change: Callable[[bytes], bytes]) -> bytes:
+    """Change a file from a place on. Returns what was there."""
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        tail = opened.read()
+        opened.seek(at)
+        opened.write(change(tail))
+        opened.truncate()
+    return tail
+
+
+def _mend(file: Path, at: int, tail: bytes, left: bytes) -> None:
+    """Put the old end back, unless somebody has written the file since, or removed it."""
+    with suppress(OSError), file.open("r+b") as opened:
+        opened.seek(at)
+        if opened.read() == left and opened.tell() == at + len(left):
+            opened.seek(at)
+            opened.write(tail)

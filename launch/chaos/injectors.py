@@ -48,6 +48,13 @@ def _signal(scene: Scene) -> Injected:
     return Injected()
 
 
+def _no_usr1(scene: Scene) -> str:
+    given = processes.flag(scene.agent(), "--preemption") or "signal"
+    if "signal" not in [each.strip() for each in given.split(",")]:
+        return f"the agent of host {scene.host} listens to --preemption {given}, not to signals"
+    return ""
+
+
 def _failpoint(scene: Scene) -> Path | None:
     given = processes.environment(scene.agent()).get(VARIABLE)
     return None if given is None else Path(given)
@@ -224,6 +231,7 @@ _BY_SIGNAL = {name: Injector(_signal) for name in SIGNALS if name not in _FAILPO
 TABLE: dict[str, Injector] = {
     **_BY_SIGNAL,
     **_FAILPOINT,
+    "usr1-agent": Injector(_signal, _no_usr1),
     "kill-host": Injector(_kill_hosts),
     "kill-hosts": Injector(_kill_hosts),
     "kill-more-hosts": Injector(_kill_hosts, damage.no_disk_state),

@@ -17,6 +17,8 @@ from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.server import Coordinator
 from scalai.launch.logs import configure
 
+ALONE_S = 60.0
+"""How long a coordinator waits for a first or another agent before it ends."""
 SWITCH_S = 0.1
 """How long a thread that runs may keep the others waiting, which wake up once in so long to ask for
 it. Python's 5 ms are too short for two threads a host: with thousands that wait, asking is all that
@@ -31,7 +33,7 @@ def expect_many_threads() -> None:
 
 
 def serve(
-    spec: JobSpec, folder: Path, host: str, port: int, token: bytes, alone_s: float = 60.0
+    spec: JobSpec, folder: Path, host: str, port: int, token: bytes, alone_s: float = ALONE_S
 ) -> int:
     """Be the coordinator of a job until it ends, or nobody has been there for ``alone_s``. Returns
     the job's exit code.
@@ -52,10 +54,17 @@ def serve(
                 f"the job {spec.job!r} has a coordinator on this machine already, at {there}. "
                 "Agents here find it. A coordinator by hand is started before the first of them."
             )
-        patience = Patience(lost_after_s=spec.config.resize.silent_s)
-        coordinator = Coordinator(spec, (host, port), token, log.info, alone_s, patience)
+        coordinator = _open(spec, host, port, token, alone_s)
         address = _leave_card(coordinator, folder, host, token)
     return _run(coordinator, spec, folder, address)
+
+
+def _open(
+    spec: JobSpec, host: str, port: int, token: bytes, alone_s: float = ALONE_S
+) -> Coordinator:
+    """Listen, as patient as the job says."""
+    patience = Patience(lost_after_s=spec.config.resize.silent_s)
+    return Coordinator(spec, (host, port), token, log.info, alone_s, patience)
 
 
 def _leave_card(coordinator: Coordinator, folder: Path, host: str, token: bytes) -> tuple[str, int]:
@@ -91,7 +100,7 @@ def main() -> int:
         spec = JobSpec.from_json(order["job"])
         host_signals.ignore()
         secure_process(spec.options.tls)
-        coordinator = Coordinator(spec, (host, port), token, log.info)
+        coordinator = _open(spec, host, port, token)
     except ScalaiError as error:
         print(error, flush=True)
         return error.exit_code

@@ -34,7 +34,7 @@ class Effect(Enum):
 
     ROUND = "it begins another round"
     NOTED = "it says so, and trains on"
-    ENDS = "it ends, or goes on from its newest state; the same commands go on where it ended"
+    ENDS = "it ends, or goes on from a whole state; undone, the same commands go on where it ended"
 
 
 class Loss(Enum):
@@ -124,9 +124,9 @@ _ROWS = (
     Kind("full-memory", "the store's file system is full",
          Target.STORE, NOTED, Loss.NONE, Heard.WORD, r"event=no_room|No space left on device"),
     Kind("corrupt-store", "bytes of the newest generation change in a host's store, and it is read",
-         Target.STORE, ROUND, Loss.DISK, Heard.PROCESS, r"proof failed|differ"),
-    Kind("truncate-store", "a file of the newest generation is cut in a host's store, and it is "
-         "read", Target.STORE, ROUND, Loss.DISK, Heard.PROCESS, r"damage|too short|truncated"),
+         Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.PROCESS, r"proof|differ"),
+    Kind("truncate-store", "files of the newest generation are cut in a host's store, and are read",
+         Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.PROCESS, r"damage|too short|SIGBUS"),
     Kind("full-disk", "the disk of the durable directory is full",
          Target.DISK, NOTED, Loss.NONE, Heard.WORD, r"event=not_archived"),
     Kind("refuse-disk", "the durable directory of the job cannot be written any more",

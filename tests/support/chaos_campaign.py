@@ -153,12 +153,10 @@ def run_part(part: Part, where: Ground, seed: int, faults: Sequence[str]) -> dic
     folder.mkdir(parents=True)
     disk = where.disk / part.name
     disk.mkdir()
-    (folder / "good").touch()
     flags = (
         "--max-restarts", "1000", "--snapshot-every", str(SNAPSHOT_EVERY),
         "--silent-s", str(SILENT_S), "--durable-dir", str(disk), "--durable-every", "1",
-        "--health-check", f"test -e {folder / 'good'}",
-        "--preemption", f"signal,file:{folder / 'notice'}", *part.flags,
+        *part.flags,
     )  # fmt: skip
     settings = {"resize": "quarantine_s = 0\nhang_s = 3\nstall_s = 1"}
     script = [
@@ -177,7 +175,11 @@ def run_part(part: Part, where: Ground, seed: int, faults: Sequence[str]) -> dic
         else:
             agents = stack.enter_context(Agents(folder, SHARDS, script, **given))
         for host in part.hosts:
-            agents.start(host)
+            good, notice = folder / f"good-{host}", folder / f"notice-{host}"
+            good.touch()
+            agents.start(
+                host, "--health-check", f"test -e {good}", "--preemption", f"signal,file:{notice}"
+            )
         agents.wait_until(lambda: _has_all(agents, len(part.hosts)), "all hosts train")
         _wait_for_disk(agents)
         command = [
