@@ -6,7 +6,9 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from scalai.launch.chaos import processes
 from scalai.launch.chaos.scene import Injected, Scene
@@ -14,6 +16,8 @@ from scalai.store.places import find_generations
 
 MOST_FILLED = 1 << 28
 """Bytes: where more is free, others use that file system, too."""
+TURNED, MOST_CUT = 16, 4096
+"""Bytes of each file that change, or that are cut off at most."""
 FILLER = ".scalai-chaos-filler"
 
 
@@ -142,18 +146,42 @@ def no_workers_here(scene: Scene) -> str:
 
 
 def corrupt_store(scene: Scene) -> Injected:
-    """Turn the bits of the last bytes of each file around, and have the file read."""
-    return _damage_store(scene, lambda tail: bytes(byte ^ 0xFF for byte in tail), most=16)
+    """Turn the first bits of what each file holds around, and have the file read."""
+
+    def turn(opened: BinaryIO) -> Patch:
+        opened.seek(0)
+        at = 8 + int.from_bytes(opened.read(8), "little")  # behind the header
+        opened.seek(at)
+        old = opened.read(TURNED)
+        return Patch(at, old, bytes(byte ^ 0xFF for byte in old))
+
+    return _damage_store(scene, turn)
 
 
 def truncate_store(scene: Scene) -> Injected:
     """Cut the end of each file off, half of it at most, and have it read."""
-    return _damage_store(scene, lambda tail: b"", most=4096)
+
+    def cut(opened: BinaryIO) -> Patch:
+        size = opened.seek(0, os.SEEK_END)
+        at = size - min(MOST_CUT, size // 2)
+        opened.seek(at)
+        return Patch(at, opened.read(), b"")
+
+    return _damage_store(scene, cut)
 
 
-def _damage_store(scene: Scene, change: Callable[[bytes], bytes], most: int) -> Injected:
-    """Change the end of each file of a host's newest generation while nothing newer can come, and
-    kill a worker. At the end what is still as it was left has its old end again."""
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """What was in a file from a place on, and what is there now; nothing: the file ends there."""
+
+    at: int
+    old: bytes
+    new: bytes
+
+
+def _damage_store(scene: Scene, patch_of: Callable[[BinaryIO], Patch]) -> Injected:
+    """Change each file of a host's newest generation while nothing newer can come, and kill a
+    worker. At the end what is still as it was left is as it was before."""
     victim = scene.worker()
     found = _all_workers(scene)
     for pid in found:
@@ -162,30 +190,23 @@ def _damage_store(scene: Scene, change: Callable[[bytes], bytes], most: int) -> 
     home = scene.folder / scene.host
     newest = max(home.glob("generation-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     for file in newest.glob("rank-*.safetensors"):
-        at = file.stat().st_size - min(most, file.stat().st_size // 2)
-        tail = _replace_end(file, at, change)
-        scene.undo.callback(_mend, file, at, tail, change(tail))
+        with file.open("r+b") as opened:
+            patch = patch_of(opened)
+            scene.undo.callback(_mend, file, patch)
+            opened.seek(patch.at)
+            opened.write(patch.new)
+            if not patch.new:
+                opened.truncate()
     processes.send(victim, signal.SIGKILL)
     for pid in found:
         processes.send(pid, signal.SIGCONT)
     return Injected(lambda: f"{newest.name} of {scene.host} was damaged")
 
 
-def _replace_end(file: Path, at: int, change: Callable[[bytes], bytes]) -> bytes:
-    """Change a file from a place on. Returns what was there."""
-    with file.open("r+b") as opened:
-        opened.seek(at)
-        tail = opened.read()
-        opened.seek(at)
-        opened.write(change(tail))
-        opened.truncate()
-    return tail
-
-
-def _mend(file: Path, at: int, tail: bytes, left: bytes) -> None:
-    """Put the old end back, unless somebody has written the file since, or removed it."""
+def _mend(file: Path, patch: Patch) -> None:
+    """Put back what was there, unless somebody has written the file since, or removed it."""
     with suppress(OSError), file.open("r+b") as opened:
-        opened.seek(at)
-        if opened.read() == left and opened.tell() == at + len(left):
-            opened.seek(at)
-            opened.write(tail)
+        opened.seek(patch.at)
+        if opened.read(len(patch.old)) == patch.new:
+            opened.seek(patch.at)
+            opened.write(patch.old)

@@ -23,6 +23,7 @@ def draw(verdict: Mapping[str, Any], path: Path) -> Path | None:
 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
+        from matplotlib.patches import Rectangle
     except ImportError:
         return None
     outcomes = [each for each in verdict["outcomes"] if not each["skipped"]]
@@ -52,7 +53,7 @@ def draw(verdict: Mapping[str, Any], path: Path) -> Path | None:
     steps.set_xlabel("steps lost; |: as many as may be")
     for axes in (times, steps):
         axes.spines[["top", "right"]].set_visible(False)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in PHASES.values()]
+    handles = [Rectangle((0, 0), 1, 1, color=color) for color in PHASES.values()]
     times.legend(handles, list(PHASES), fontsize=7, loc="lower right", ncols=2, frameon=False)
     word = "as stated" if verdict["holds"] else "NOT as stated"
     figure.suptitle(f"{verdict['passed']} of {verdict['faults']} kinds of faults: {word}", x=0.5)

@@ -16,7 +16,7 @@ from scalai.core.chaos import Effect, Fault, Wanted, most_steps_lost, schedule
 from scalai.core.chaos_verdict import Outcome, Verdict, problems, to_json
 from scalai.core.errors import PeerError, UsageError
 from scalai.launch.chaos import processes
-from scalai.launch.chaos.injectors import injector_of
+from scalai.launch.chaos.injectors import CLOCK_S, injector_of
 from scalai.launch.chaos.scene import Injected, Scene, Settings, least_hosts, settings_of
 from scalai.launch.chaos.watch import Watch
 
@@ -173,6 +173,8 @@ class Chaos:
             )  # fmt: skip
             try:
                 skipped = injector_of(fault).obstacle(scene)
+                if fault.kind.name in CLOCK_S and not self._plan.is_restarting:
+                    skipped = "its host has to be started again"
                 if skipped:
                     return Outcome(fault, skipped=skipped)
                 return self._strike(fault, scene)
@@ -212,7 +214,13 @@ class Chaos:
         injected = injector_of(fault).inject(scene)
         outcome = Outcome(fault, step=step, limit=limit)
         sign = _Sign(fault, injected, watch, from_here, wall)
-        if watch.wait(sign.is_there, plan.bite_s):
+
+        def is_seen() -> bool:
+            if scene.before and watch.rounds_since(wall):
+                self._start_again(scene.before)  # it shows once the host is back
+            return sign.is_there()
+
+        if watch.wait(is_seen, plan.bite_s):
             struck = (injected.struck_at and injected.struck_at()) or wall
             outcome = replace(
                 outcome, sign=sign.words, seen_s=round(max(0.0, time.time() - struck), 2)
@@ -229,9 +237,6 @@ class Chaos:
         is_back = watch.wait(lambda: self._is_back(step, scene.before), plan.bite_s)
         if scene.before:
             is_back = is_back and self._as_before(scene)
-            # What an injection shows only once its host is back.
-            if not outcome.sign and sign.is_there():
-                outcome = replace(outcome, sign=sign.words, seen_s=0.0)
         rounds = watch.rounds_since(wall)
         if fault.kind.effect is Effect.ENDS and rounds and rounds[0].step is not None:
             # Another coordinator knows nothing of the steps that were made before.

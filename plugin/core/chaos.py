@@ -119,8 +119,9 @@ _ROWS = (
          H, ROUND, Loss.SNAPSHOT, Heard.SILENCE, r"event=lost host=\S+ silent for"),
     Kind("kill-hosts", "as many hosts as there are replicas die at once with their memory",
          Target.HOSTS, ROUND, Loss.SNAPSHOT, Heard.PROCESS, r"event=lost host="),
-    Kind("kill-more-hosts", "one host more than there are replicas die at once with their memory",
-         Target.MOST_HOSTS, ROUND, Loss.DISK, Heard.PROCESS, r"event=lost host="),
+    Kind("kill-more-hosts", "one host more than there are replicas die at once with their memory, "
+         "and nobody else holds their state", Target.MOST_HOSTS, ROUND, Loss.DISK, Heard.PROCESS,
+         r"event=recovery .*from='a durable directory'"),
     Kind("full-memory", "the store's file system is full",
          Target.STORE, NOTED, Loss.NONE, Heard.WORD, r"event=no_room|No space left on device"),
     Kind("corrupt-store", "bytes of the newest generation change in a host's store, and it is read",
@@ -132,7 +133,8 @@ _ROWS = (
     Kind("refuse-disk", "the durable directory of the job cannot be written any more",
          Target.DISK, NOTED, Loss.NONE, Heard.WORD, r"event=not_archived"),
     Kind("damage-disk", "the newest generation on the disk is cut, and then more hosts die than "
-         "there are replicas", Target.DISK, ROUND, Loss.DISK, Heard.PROCESS, r"event=lost host="),
+         "there are replicas", Target.DISK, ROUND, Loss.DISK, Heard.PROCESS,
+         r"event=recovery .*from='a durable directory'"),
     Kind("clock-forward", "a host comes back with a monotonic clock that is a day ahead",
          H, ROUND, Loss.SNAPSHOT, Heard.PROCESS, r"event=lost host="),
     Kind("clock-back", "a host comes back with a monotonic clock that has just begun",

@@ -73,7 +73,7 @@ PARTS = (
     )),
     Part("replicas", ("kill-hosts",), flags=("--replicas", "2")),
     Part("state", ("full-memory", "full-disk", "refuse-disk", "kill-more-hosts", "damage-disk",
-                   "corrupt-store", "truncate-store")),
+                   "corrupt-store", "truncate-store"), flags=("--replicas", "0")),
     Part("links", ("reset-link", "drop-link", "slow-link"), hosts="ab", has_links=True),
 )  # fmt: skip
 SHORT = {
