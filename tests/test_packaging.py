@@ -35,7 +35,9 @@ ROOMS = {
     "converters/deepspeed": (
         {"plain", "universal", "zero"}, {"reading", "writing"}, {""}, {"shards"},
     ),
-    "launch": ({"cli"}, {"run"}, {"commands"}, {"chaos"}, {"agent"}, {"coordinator"}, {"config"}, {""}),
+    "launch": (
+        {"cli"}, {"run"}, {"commands"}, {"chaos"}, {"agent"}, {"coordinator"}, {"config"}, {""},
+    ),
 }  # fmt: skip
 """Rooms of a folder ("": the files beside them, but for those that have a floor of their own); each
 may import what comes after."""
