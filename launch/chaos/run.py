@@ -20,6 +20,8 @@ from scalai.launch.chaos.injectors import CLOCK_S, injector_of
 from scalai.launch.chaos.scene import Injected, Scene, Settings, least_hosts, settings_of
 from scalai.launch.chaos.watch import Watch
 
+ENDS_S = 20.0
+"""How long a job that cannot go on is left to itself before what was injected is undone."""
 STARTS = 4
 """How often an agent that does not stay is started again."""
 Say = Callable[[str], None]
@@ -231,7 +233,7 @@ class Chaos:
         elif outcome.is_seen and fault.kind.effect is Effect.ENDS:
             watch.wait(
                 lambda: bool(watch.rounds_since(wall)) or not processes.agents(self._folder),
-                plan.bite_s,
+                min(plan.bite_s, ENDS_S),
             )
         scene.undo.close()
         is_back = watch.wait(lambda: self._is_back(step, scene.before), plan.bite_s)

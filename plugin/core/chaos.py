@@ -127,7 +127,7 @@ _ROWS = (
     Kind("corrupt-store", "bytes of the newest generation change in a host's store, and it is read",
          Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.PROCESS, r"proof|differ"),
     Kind("truncate-store", "files of the newest generation are cut in a host's store, and are read",
-         Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.PROCESS, r"damage|too short|SIGBUS"),
+         Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.PROCESS, r"bytes long|damaged"),
     Kind("full-disk", "the disk of the durable directory is full",
          Target.DISK, NOTED, Loss.NONE, Heard.WORD, r"event=not_archived"),
     Kind("refuse-disk", "the durable directory of the job cannot be written any more",
