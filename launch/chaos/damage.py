@@ -64,7 +64,11 @@ def no_small_memory(scene: Scene) -> str:
 
 
 def fill_memory(scene: Scene) -> Injected:
-    return _fill(scene, scene.folder)
+    """Fill it, and have a host drain: what the next round needs finds no room."""
+    agent = scene.agent()
+    found = _fill(scene, scene.folder)
+    processes.send(agent, signal.SIGTERM)
+    return found
 
 
 def no_disk(scene: Scene) -> str:

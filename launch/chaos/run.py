@@ -249,7 +249,7 @@ class Chaos:
 
     def _limit(self, fault: Fault) -> int | None:
         watch = self._watch
-        step, archived = watch.step or 0, watch.archived()
+        step, archived = watch.step or 0, watch.archived(int(fault.kind.name == "damage-disk"))
         return most_steps_lost(
             fault.kind, self._settings.snapshot_every, step - (watch.generation_step or 0),
             None if archived is None else step - archived,

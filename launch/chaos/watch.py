@@ -128,11 +128,11 @@ class Watch:
         last = status["last_resize"]
         return last is not None and last.get("round") == status["round"]
 
-    def archived(self) -> int | None:
-        """Return the step of the newest generation that the log says is in the durable
-        directory."""
+    def archived(self, newer: int = 0) -> int | None:
+        """Return the step of the newest generation that the log says is in the durable directory,
+        but for so many ``newer`` ones."""
         found = re.findall(r"event=archived generation=\d+ step=(\d+)", self.log.text)
-        return int(found[-1]) if found else None
+        return int(found[-1 - newer]) if len(found) > newer else None
 
     def wait(self, is_so: Callable[[], bool], for_s: float) -> bool:
         """Look until something is so, ``for_s`` at most. Returns whether it is."""

@@ -50,8 +50,9 @@ class Outcome:
     @property
     def detect_s(self) -> float | None:
         """Seconds until the job knew of the fault: until its first round behind it was begun, or,
-        where there is none, until it said so."""
-        return self.rounds[0].noticed_s if self.rounds else self.seen_s
+        where there is none or the job has ended in between, until it said so."""
+        is_of_the_job = bool(self.rounds) and self.fault.kind.effect is not Effect.ENDS
+        return self.rounds[0].noticed_s if is_of_the_job else self.seen_s
 
     @property
     def is_seen(self) -> bool:
