@@ -12,7 +12,7 @@ export DS_BUILD_OPS := 0
 # What torch compiles for DeepSpeed: a build that was killed elsewhere leaves a lock that all wait for.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions
 
-.PHONY: demo test campaign coverage check bench clean
+.PHONY: demo test campaign chaos coverage check bench clean
 
 demo: $(VENV)/ready
 	$(PYTHON) examples/demo.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) $(if $(DATA),--data $(DATA))
@@ -26,6 +26,10 @@ test: check
 campaign: JOBS = 2
 campaign: $(VENV)/ready
 	$(if $(ALL),TURN=all) $(PYTEST) -m campaign
+
+# Faults of every kind against a tiny job, beside a run that nobody interrupts; its last line is JSON.
+chaos: $(VENV)/ready
+	@PYTHONPATH=tests $(PYTHON) -m support.chaos_campaign $(if $(SEED),--seed $(SEED)) $(if $(PARTS),--parts $(PARTS))
 
 # Which lines and branches the tests of the default run reach, in all of their processes.
 coverage: $(VENV)/ready

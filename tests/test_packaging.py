@@ -35,7 +35,9 @@ ROOMS = {
     "converters/deepspeed": (
         {"plain", "universal", "zero"}, {"reading", "writing"}, {""}, {"shards"},
     ),
-    "launch": ({"cli"}, {"run"}, {"commands"}, {"agent"}, {"coordinator"}, {"config"}, {""}),
+    "launch": (
+        {"cli"}, {"run"}, {"commands"}, {"chaos"}, {"agent"}, {"coordinator"}, {"config"}, {""},
+    ),
 }  # fmt: skip
 """Rooms of a folder ("": the files beside them, but for those that have a floor of their own); each
 may import what comes after."""
@@ -71,6 +73,7 @@ NO_TORCH = (
     "scalai.launch.commands.doctor",
     "scalai.launch.commands.reshard",
     "scalai.launch.commands.verify",
+    "scalai.launch.commands.chaos",
     "scalai.launch.cli",
     "scalai.launch.coordinator.process",
     "scalai.launch.coordinator.rendezvous_store",

@@ -266,6 +266,8 @@ class LiveJob:
     def _entered(self, was: m.Phase, now: m.Phase) -> None:
         line = self.timeline
         if was is m.Phase.RUNNING and now in (m.Phase.BUILDING, m.Phase.PREPARING):
+            # Nobody came, went or asked: a host is well again, say, or its quarantine is over.
+            line.begin("others may run workers now, or a change is tried again")
             line.phase("detect", line.since("event"))
             line.mark("detected")
         if was is m.Phase.BUILDING:

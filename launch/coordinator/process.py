@@ -23,6 +23,8 @@ from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.server import Coordinator
 from scalai.launch.logs import configure
 
+ALONE_S = 60.0
+"""How long a coordinator waits for a first or another agent before it ends."""
 SWITCH_S = 0.1
 """How long a thread that runs may keep the others waiting, which wake up once in so long to ask for
 it. Python's 5 ms are too short for two threads a host: with thousands that wait, asking is all that
@@ -37,7 +39,7 @@ def expect_many_threads() -> None:
 
 
 def serve(
-    spec: JobSpec, folder: Path, host: str, port: int, token: bytes, alone_s: float = 60.0
+    spec: JobSpec, folder: Path, host: str, port: int, token: bytes, alone_s: float = ALONE_S
 ) -> int:
     """Be the coordinator of a job until it ends, or nobody has been there for ``alone_s``. Returns
     the job's exit code.
@@ -69,7 +71,7 @@ def _open(
     address: tuple[str, int],
     token: bytes,
     term: int,
-    alone_s: float = 60.0,
+    alone_s: float = ALONE_S,
     *,
     is_successor: bool,
 ) -> Coordinator:

@@ -355,6 +355,7 @@ class Session:
         self._snapshots.step_ended(self.step, self.consumed_samples)
         self._page.report(self._local_rank, self.step)
         self._schedule = self._schedule.at(self.step, self._page.spaced())
+        reached("step")
         if self._page.must_stop(self.step) and self._come_to_stop():
             self._is_stopped = True
         elif self._schedule.is_due(self.step):

@@ -112,6 +112,7 @@ class Snapshots:
             self._beside.begin_update()
         if self._emergency is not None:
             self._emergency.begin_update()
+        reached("update")
 
     def step_ended(self, step: int, samples: Samples) -> None:
         """A step has ended: what the next one changes before its update is copied."""

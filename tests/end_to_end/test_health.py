@@ -24,4 +24,8 @@ def test_a_host_whose_check_fails_behind_a_failure_stays_idle_until_it_passes(
         agents.wait_until(lambda: agents.lines()[-1]["world"] == 2, "the others train on")
         good.touch()
         agents.wait_until(lambda: agents.lines()[-1]["world"] == 4, "it is asked again")
+        agents.wait_until(lambda: sum(agents.resizes()[-1]["workers"].values()) == 4, "the report")
+        last = agents.resizes()[-1]
+        assert "failure" not in last and "steps_lost" not in last, "that was the change before"
+        assert "may run workers" in last["reason"], last
         check_steps(agents.lines())

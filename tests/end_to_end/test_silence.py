@@ -1,6 +1,7 @@
 """Processes that stand still: the job goes on, or says what it waits for; signals are obeyed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,6 +75,19 @@ def test_an_agent_whose_host_was_lost_joins_again(tmp_path: Path) -> None:
         agents.wait_for_world(2)
         assert "event=expelled host=b" in agents.text()
         assert "event=rejoined host=b" in agents.text()
+
+
+def test_a_host_is_lost_after_as_much_silence_as_the_command_line_says(tmp_path: Path) -> None:
+    """Also where an agent has started the coordinator."""
+    flags = ("--max-restarts", "5", "--silent-s", "3")
+    with tiny_agents(tmp_path, '2 = "tp1"\n1 = "tp1"', slots=1, flags=flags) as agents:
+        agents.start("a")
+        agents.start("b")
+        agents.wait_for_step(5, world=2)
+        psutil.Process(agents.agent_pid("b")).suspend()
+        agents.wait_until(lambda: "event=lost host=b" in agents.text(), "it is lost")
+        (silent_s,) = re.findall(r"event=lost host=b: silent for (\d+) s", agents.text())
+        assert int(silent_s) < 10, "by default it is 14"
 
 
 def test_workers_do_not_inherit_the_token_and_meet_on_one_interface(tmp_path: Path) -> None:

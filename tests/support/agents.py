@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import psutil
 
+from scalai.launch.chaos.processes import agents
 from scalai.launch.config.endpoint import read_card
 from scalai.launch.coordinator.person_calls import Scale
 from scalai.runtime.calls import Channel
@@ -268,6 +269,10 @@ class Agents:
     def agent_pid(self, host: str) -> int:
         """Return the process number of a host's agent."""
         return self._processes[host].pid
+
+    def agents_now(self) -> dict[int, str]:
+        """Return the live agents, whoever has started them: hosts by process number."""
+        return {pid: host for host, pid in agents(self.store / self.job).items()}
 
     def workers(self, host: str | None = None) -> list[int]:
         """Return the live workers' process numbers, of one host or of all."""

@@ -46,12 +46,12 @@ class NetworkHosts:
 
     def __enter__(self) -> "NetworkHosts":
         for name in self.addresses:
-            _ip("netns", "add", self._space(name))
+            _ip("netns", "add", self.space(name))
         (first, here), (second, there) = self.devices.items()
-        _ip("link", "add", here, "netns", self._space(first), "type", "veth",
-            "peer", "name", there, "netns", self._space(second))  # fmt: skip
+        _ip("link", "add", here, "netns", self.space(first), "type", "veth",
+            "peer", "name", there, "netns", self.space(second))  # fmt: skip
         for name, address in self.addresses.items():
-            space, device = self._space(name), self.devices[name]
+            space, device = self.space(name), self.devices[name]
             _ip("-n", space, "addr", "add", f"{address}/24", "dev", device)
             _ip("-n", space, "link", "set", "lo", "up")
             _ip("-n", space, "link", "set", device, "up")
@@ -60,19 +60,19 @@ class NetworkHosts:
     def __exit__(self, *_: object) -> None:
         for name in self.addresses:
             self.kill(name)
-            _ip("netns", "del", self._space(name), check=False)
+            _ip("netns", "del", self.space(name), check=False)
 
     def on(self, name: str, command: Sequence[str]) -> list[str]:
         """Return a command that runs on a host; the process that it starts is the command's own."""
         own_memory = 'mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
-        space = ["ip", "netns", "exec", self._space(name), "unshare", "--mount"]
+        space = ["ip", "netns", "exec", self.space(name), "unshare", "--mount"]
         return [*space, "sh", "-c", own_memory, "sh", *command]
 
     def kill(self, name: str) -> None:
         """A host dies: all of its processes end at once, and nobody hears of it where its wire is
         pulled out before."""
         found = subprocess.run(
-            ["ip", "netns", "pids", self._space(name)],
+            ["ip", "netns", "pids", self.space(name)],
             capture_output=True, text=True, check=False, timeout=30,
         )  # fmt: skip
         for pid in found.stdout.split():
@@ -82,9 +82,10 @@ class NetworkHosts:
     def set_link(self, name: str, *, up: bool) -> None:
         """Plug a host's wire in, or pull it out."""
         state = "up" if up else "down"
-        _ip("-n", self._space(name), "link", "set", self.devices[name], state)
+        _ip("-n", self.space(name), "link", "set", self.devices[name], state)
 
-    def _space(self, name: str) -> str:
+    def space(self, name: str) -> str:
+        """Return the name of a host's network namespace."""
         return f"{self._mark}-{name}"
 
 

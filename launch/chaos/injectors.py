@@ -1,0 +1,264 @@
+"""How each kind of fault is injected, and where it cannot be."""
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalai.core.chaos import KINDS, SIGNALS, TRIGGERS, Fault, Kind, Target
+from scalai.launch.chaos import damage, links, processes
+from scalai.launch.chaos.scene import Injected, Scene
+from scalai.runtime.failpoints import VARIABLE
+
+Inject = Callable[[Scene], Injected]
+Obstacle = Callable[[Scene], str]
+CLOCK_S = {"clock-forward": 86_400, "clock-back": None}
+NOTICE_S = "60"
+ENDS_S = 30.0
+"""How long a process may take to end that is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Injector:
+    """``inject`` a kind; ``obstacle`` says why that cannot be done here, or nothing."""
+
+    inject: Inject
+    obstacle: Obstacle = lambda scene: ""
+
+
+def injector_of(fault: Fault) -> Injector:
+    """Return how a fault is injected."""
+    if fault.at.station:
+        return Injector(_arm, _no_failpoint)
+    return TABLE[fault.kind.name]
+
+
+# ------------------------------------------------------------------ one process
+
+
+def _signal(scene: Scene) -> Injected:
+    """Send a worker or an agent the signal of the kind; a stopped one is let go on at the end."""
+    kind = scene.fault.kind
+    pid = scene.worker() if kind.target is Target.WORKER else scene.agent()
+    number = signal.Signals[SIGNALS[kind.name]]
+    if number is signal.SIGSTOP:
+        scene.undo.callback(processes.send, pid, signal.SIGCONT)
+    processes.send(pid, number)
+    return Injected()
+
+
+def _no_usr1(scene: Scene) -> str:
+    given = processes.flag(scene.agent(), "--preemption") or "signal"
+    if "signal" not in [each.strip() for each in given.split(",")]:
+        return f"the agent of host {scene.host} listens to --preemption {given}, not to signals"
+    return ""
+
+
+def _failpoint(scene: Scene) -> Path | None:
+    given = processes.environment(scene.agent()).get(VARIABLE)
+    return None if given is None else Path(given)
+
+
+def _no_failpoint(scene: Scene) -> str:
+    if _failpoint(scene) is None:
+        return f"start the agents with {VARIABLE}=FILE in their environment"
+    return ""
+
+
+def _arm(scene: Scene) -> Injected:
+    """Have a process be struck where it gets to a station, and the job go by there."""
+    fault, path = scene.fault, _failpoint(scene)
+    assert path is not None
+    reached = Path(f"{path}.reached")
+    reached.unlink(missing_ok=True)
+    is_worker = fault.kind.target is Target.WORKER
+    trigger = TRIGGERS[fault.at.station]
+    # The first one that is struck is another one; of the next round there is always a rank 0.
+    name = ("0" if trigger else str(scene.rank())) if is_worker else scene.host
+    aside = path.with_name(f"{path.name}.chaos")
+    aside.write_text(f"{fault.at.station}:{name}:{SIGNALS[fault.kind.name]}")
+    aside.rename(path)
+    scene.undo.callback(path.unlink, missing_ok=True)
+    if SIGNALS[fault.kind.name] == "SIGSTOP":
+        scene.undo.callback(_let_go_on, scene)
+    if trigger == "kill-worker":
+        processes.send(scene.worker(), signal.SIGKILL)
+    elif trigger == "term-agent":
+        processes.send(scene.agent(), signal.SIGTERM)
+
+    def struck_at() -> float | None:
+        return reached.stat().st_ctime if reached.exists() else None
+
+    return Injected(lambda: f"station {fault.at.station}" if reached.exists() else "", struck_at)
+
+
+def _let_go_on(scene: Scene) -> None:
+    for host in processes.agents(scene.folder):
+        for pid in processes.family(scene.folder, host):
+            processes.send(pid, signal.SIGCONT)
+
+
+# ------------------------------------------------------------------ hosts
+
+
+def _kill_hosts(scene: Scene) -> Injected:
+    """Kill all processes of hosts at once, and take their memory away."""
+    damage.kill_hosts(scene, scene.fault.hosts)
+    return Injected()
+
+
+def _stop_host(scene: Scene) -> Injected:
+    found = processes.family(scene.folder, scene.host)
+    scene.agent()
+    for pid in found:
+        scene.undo.callback(processes.send, pid, signal.SIGCONT)
+    for pid in found:
+        processes.send(pid, signal.SIGSTOP)
+    return Injected()
+
+
+def _duplicate(scene: Scene) -> Injected:
+    log = scene.out / f"duplicate-{scene.host}.log"
+    log.unlink(missing_ok=True)
+    second = scene.commands[scene.host].start(output=log)
+    scene.undo.callback(second.wait, ENDS_S)
+    scene.undo.callback(second.kill)
+
+    def seen() -> str:
+        refused = second.poll() not in (None, 0) and "is in use by" in log.read_text()
+        return f"the second one is refused: exit code {second.returncode}" if refused else ""
+
+    return Injected(seen)
+
+
+def _notice_file(scene: Scene) -> Path | None:
+    given = processes.flag(scene.agent(), "--preemption") or ""
+    files = [each.strip()[5:] for each in given.split(",") if each.strip().startswith("file:")]
+    return Path(files[0]) if files else None
+
+
+def _notice(scene: Scene) -> Injected:
+    path = _notice_file(scene)
+    assert path is not None
+    scene.undo.callback(path.unlink, missing_ok=True)
+    path.write_text(NOTICE_S)
+    return Injected()
+
+
+def _no_notice(scene: Scene) -> str:
+    if _notice_file(scene) is None:
+        return f"start the agent of host {scene.host} with --preemption file:PATH"
+    return ""
+
+
+def _health_file(scene: Scene) -> Path | None:
+    words = (processes.flag(scene.agent(), "--health-check") or "").split()
+    return Path(words[2]) if words[:2] == ["test", "-e"] and len(words) == 3 else None
+
+
+def _fail_health(scene: Scene) -> Injected:
+    path = _health_file(scene)
+    assert path is not None
+    aside = path.with_name(f".{path.name}.chaos")
+    worker = scene.worker()
+    path.rename(aside)
+    scene.undo.callback(aside.rename, path)
+    processes.send(worker, signal.SIGKILL)
+    return Injected()
+
+
+def _no_health(scene: Scene) -> str:
+    path = _health_file(scene)
+    if path is None or not path.exists():
+        return f"start the agent of host {scene.host} with --health-check 'test -e PATH'"
+    return ""
+
+
+def _clock_words(kind: Kind) -> tuple[str, ...]:
+    offset = CLOCK_S[kind.name]
+    if offset is None:
+        offset = 1 - int(time.clock_gettime(time.CLOCK_MONOTONIC))
+    return "unshare", "--time", "--fork", "--kill-child", "--monotonic", str(offset)
+
+
+def _shift_clock(scene: Scene) -> Injected:
+    """The machine's own clocks stay: the agent comes back in a time namespace."""
+    pid = scene.agent()
+    scene.before[scene.host] = _clock_words(scene.fault.kind)
+    own = processes.namespace("self", "time")
+    processes.send(pid, signal.SIGKILL)
+
+    def seen() -> str:
+        new = processes.agents(scene.folder).get(scene.host)
+        other = "" if new is None else processes.namespace(new, "time")
+        return "it came back with another clock" if other not in ("", own) else ""
+
+    return Injected(seen)
+
+
+def _no_clock(scene: Scene) -> str:
+    if not hasattr(time, "CLOCK_MONOTONIC") or not Path("/proc/self/ns/time").exists():
+        return "the kernel has no time namespaces"
+    tried = links.run("unshare", "--time", "--fork", "--monotonic", "1", "true")
+    return "" if tried is not None else "this user may make no time namespace"
+
+
+# ------------------------------------------------------------------ the coordinator
+
+
+def _signal_coordinator(scene: Scene) -> Injected:
+    pid = processes.coordinator(scene.folder)
+    if pid is None:
+        raise ProcessLookupError("the coordinator does not run here")
+    if scene.fault.kind.name == "stop-coordinator":
+        scene.undo.callback(processes.send, pid, signal.SIGCONT)
+        processes.send(pid, signal.SIGSTOP)
+        return Injected()
+    # While its log is not read any more, its end is the sign.
+    processes.send(pid, signal.SIGKILL)
+    return Injected(
+        lambda: "the coordinator is gone" if processes.state(pid) in "ZX" else "",
+    )
+
+
+def _no_coordinator(scene: Scene) -> str:
+    return "" if processes.coordinator(scene.folder) is not None else "it does not run here"
+
+
+_FAILPOINT = {name: Injector(_arm, _no_failpoint) for name, kind in KINDS.items() if kind.station}
+_BY_SIGNAL = {name: Injector(_signal) for name in SIGNALS if name not in _FAILPOINT}
+TABLE: dict[str, Injector] = {
+    **_BY_SIGNAL,
+    **_FAILPOINT,
+    "usr1-agent": Injector(_signal, _no_usr1),
+    "kill-host": Injector(_kill_hosts),
+    "kill-hosts": Injector(_kill_hosts),
+    "kill-more-hosts": Injector(_kill_hosts, damage.no_disk_state),
+    "stop-host": Injector(_stop_host),
+    "duplicate-host": Injector(_duplicate),
+    "notice": Injector(_notice, _no_notice),
+    "fail-health": Injector(_fail_health, _no_health),
+    "full-memory": Injector(damage.fill_memory, damage.no_small_memory),
+    "corrupt-store": Injector(damage.corrupt_store, damage.no_workers_here),
+    "truncate-store": Injector(damage.truncate_store, damage.no_workers_here),
+    "full-disk": Injector(damage.fill_disk, damage.no_small_disk),
+    "refuse-disk": Injector(damage.refuse_disk, damage.no_disk),
+    "damage-disk": Injector(damage.damage_disk, damage.no_older_disk_state),
+    "clock-forward": Injector(_shift_clock, _no_clock),
+    "clock-back": Injector(_shift_clock, _no_clock),
+    "drop-link": Injector(links.drop, links.no_link),
+    "reset-link": Injector(links.reset, links.no_link),
+    "slow-link": Injector(links.slow, links.no_link),
+    "stop-coordinator": Injector(_signal_coordinator, _no_coordinator),
+    "kill-coordinator": Injector(_signal_coordinator, _no_coordinator),
+}
+"""Every kind, and how it is injected. A test compares it with the kinds that there are."""
+
+
+def describe() -> str:
+    """Return what ``--list`` prints: each kind, what it is, what the job does, what it may cost."""
+    return "\n".join(
+        f"{kind.name:18}{kind.about}; {kind.effect.value}; steps lost: {kind.loss.value}"
+        for kind in KINDS.values()
+    )

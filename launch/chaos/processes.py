@@ -1,0 +1,203 @@
+"""The processes of a job that run on this machine, found by the job's folder: whoever holds the
+lock of a host's store is its agent, and workers and fork servers name the agent's directory in
+their environment."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalai.core.errors import PeerError
+from scalai.store.lock import LOCK, find_owner
+from scalai.store.secure import open_below
+
+COORDINATOR = "scalai.launch.coordinator.process"
+AGENT_FOLDER = "agent"
+ENDS_S = 30.0
+"""How long processes may take to end that were killed."""
+
+
+def agents(folder: Path) -> dict[str, int]:
+    """Return the agents of a job that run on this machine: process numbers by host."""
+    found = {}
+    for lock in sorted(folder.glob(f"*/{LOCK}")):
+        with suppress(OSError), open_below(folder.parent, folder.name, lock.parent.name) as host:
+            owner = find_owner(host)
+            if owner is not None and owner.pid:
+                found[lock.parent.name] = owner.pid
+    return found
+
+
+def coordinator(folder: Path) -> int | None:
+    """Return the process of the job's coordinator, where it runs on this machine."""
+    for pid in _pids():
+        words = _words(pid, "cmdline")
+        if COORDINATOR in words and str(folder) in words and state(pid) not in "ZX":
+            return pid
+    return None
+
+
+def workers(folder: Path, host: str) -> list[int]:
+    """Return the live workers of a host, in the order in which they were made: that of ranks."""
+    home = str(folder / host / AGENT_FOLDER)
+    found = []
+    for pid in _pids():
+        if state(pid) in "ZX":
+            continue
+        variables = environment(pid)
+        is_first = variables.get("SCALAI_AGENT") == home and "RANK" in variables
+        if is_first and not _is_child_of_a_worker(pid, home):
+            found.append((int(variables["RANK"]), pid))
+        elif _is_of_fork_server(pid, home) and _is_of_fork_server(_parent(pid), home):
+            found.append((pid, pid))
+    return [pid for _, pid in sorted(found)]
+
+
+def family(folder: Path, host: str) -> list[int]:
+    """Return the agent of a host, and all that it has started but the coordinator, agent first."""
+    home = folder / host / AGENT_FOLDER
+    preload = f"{home}{os.sep}"
+    found = [pid for name, pid in agents(folder).items() if name == host]
+    for pid in _pids():
+        variables = environment(pid)
+        is_own = variables.get("SCALAI_AGENT") == str(home)
+        is_own = is_own or variables.get("SCALAI_PRELOAD", "").startswith(preload)
+        if is_own and pid not in found and state(pid) not in "ZX":
+            found.append(pid)
+    return found
+
+
+def _is_child_of_a_worker(pid: int, home: str) -> bool:
+    """Whether this is a process that a worker has started (a data loader's): it has the worker's
+    environment."""
+    variables = environment(_parent(pid))
+    return variables.get("SCALAI_AGENT") == home and "RANK" in variables
+
+
+def _is_of_fork_server(pid: int, home: str) -> bool:
+    words = _words(pid, "cmdline")
+    if not any("multiprocessing.forkserver" in word for word in words):
+        return False
+    return Path(environment(pid).get("SCALAI_PRELOAD", "")).parent == Path(home)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _parent(pid: int) -> int:
+    fields = _fields(pid)
+    return int(fields[1]) if len(fields) > 1 else 0
+
+
+def state(pid: int) -> str:
+    """Return the kernel's letter for a process's state: Z and X are dead, T is stopped."""
+    fields = _fields(pid)
+    return fields[0] if fields else "X"
+
+
+def _fields(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _words(pid: int, what: str) -> list[str]:
+    try:
+        text = Path(f"/proc/{pid}/{what}").read_bytes()
+    except OSError:
+        return []
+    return [word.decode(errors="replace") for word in text.split(b"\0") if word]
+
+
+def environment(pid: int) -> dict[str, str]:
+    """Return the variables that a process began with; none where it cannot be looked at."""
+    return dict(word.partition("=")[::2] for word in _words(pid, "environ"))
+
+
+def flag(pid: int, name: str) -> str | None:
+    """Return the value of a flag on an agent's command line, None where it is not there."""
+    words = _words(pid, "cmdline")
+    for spelling in (name, name.replace("-", "_").replace("__", "--", 1)):
+        for word, behind in zip(words, [*words[1:], ""], strict=True):
+            if word == spelling:
+                return behind
+            if word.startswith(f"{spelling}="):
+                return word.partition("=")[2]
+    return None
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal; nothing where the process is gone."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def end(pids: Sequence[int]) -> None:
+    """Kill processes and return once they are gone. Raises ``PeerError`` where one is not."""
+    for pid in pids:
+        send(pid, signal.SIGKILL)
+    deadline = time.monotonic() + ENDS_S
+    while left := [pid for pid in pids if state(pid) not in "ZX"]:
+        if time.monotonic() > deadline:
+            raise PeerError(f"processes {left} do not end though they were killed.")
+        time.sleep(0.02)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How an agent was started, so that it can be started again: its words, variables, directory,
+    where its output goes (None: nowhere that can be opened), and a descriptor of its network, where
+    that is not ours."""
+
+    words: tuple[str, ...]
+    variables: Mapping[str, str]
+    directory: str
+    output: str | None
+    network: int | None = None
+
+    @classmethod
+    def of(cls, pid: int) -> "Command":
+        """Read it from a live process."""
+        is_other = namespace(pid, "net") not in ("", namespace("self", "net"))
+        network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY) if is_other else None
+        return cls(
+            tuple(_words(pid, "cmdline")), environment(pid), os.readlink(f"/proc/{pid}/cwd"),
+            output_of(pid), network,
+        )  # fmt: skip
+
+    def start(
+        self, before: Sequence[str] = (), output: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start it again, by the words ``before`` it, where there are some; it outlives us."""
+        where = str(output) if output is not None else self.output or os.devnull
+        if self.network is not None:
+            before = ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self.network}", *before]
+        with open(where, "ab") as file:
+            return subprocess.Popen(
+                [*before, *self.words], env=dict(self.variables), cwd=self.directory,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+
+def output_of(pid: int) -> str | None:
+    """Return the file that a process writes its errors to, None where that is no file."""
+    try:
+        path = os.readlink(f"/proc/{pid}/fd/2")
+    except OSError:
+        return None
+    return path if path.startswith("/") and Path(path).is_file() else None
+
+
+def namespace(pid: int | str, kind: str) -> str:
+    """Return which namespace of a kind a process is in; empty where that cannot be told."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/{kind}")
+    except OSError:
+        return ""
