@@ -50,13 +50,19 @@ def _why_not_filled(path: Path, what: str) -> str:
 
 
 def _fill(scene: Scene, path: Path) -> Injected:
+    """Fill a file system, and keep it full: what the job removes would make room again."""
     filler = _mount(path) / FILLER
     scene.undo.callback(filler.unlink, missing_ok=True)
-    for size in (1 << 20, 1 << 12, 1):
-        with suppress(OSError), filler.open("ab", buffering=0) as file:
-            while file.write(b"\0" * size) == size:
-                pass
-    return Injected()
+
+    def fill() -> str:
+        for size in (1 << 20, 1 << 12, 1):
+            with suppress(OSError), filler.open("ab", buffering=0) as file:
+                while file.write(b"\0" * size) == size:
+                    pass
+        return "" if os.statvfs(path).f_bavail else f"{path} is full"
+
+    fill()
+    return Injected(fill)
 
 
 def no_small_memory(scene: Scene) -> str:

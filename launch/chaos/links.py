@@ -8,6 +8,8 @@ from scalai.launch.chaos import processes
 from scalai.launch.chaos.scene import Injected, Scene
 
 COMMAND_S = 20.0
+ENOUGH = 200
+"""So many packets have waited, and a slow link has been seen to be one."""
 RATE = ("rate", "256kbit", "burst", "4kb", "latency", "400ms")
 
 
@@ -71,6 +73,6 @@ def slow(scene: Scene) -> Injected:
     def seen() -> str:
         found = json.loads(run(*enter, "tc", "-j", "-s", "qdisc", "show", "dev", device) or "[]")
         held = sum(each.get("overlimits", 0) for each in found if each.get("kind") == "tbf")
-        return f"{held} packets were kept waiting" if held >= 20 else ""
+        return f"{held} packets were kept waiting" if held >= ENOUGH else ""
 
     return Injected(seen)

@@ -124,7 +124,7 @@ def flag(pid: int, name: str) -> str | None:
     """Return the value of a flag on an agent's command line, None where it is not there."""
     words = _words(pid, "cmdline")
     for spelling in (name, name.replace("-", "_").replace("__", "--", 1)):
-        for word, behind in zip(words, [*words[1:], ""], strict=True):
+        for word, behind in zip(words, [*words[1:], ""], strict=False):
             if word == spelling:
                 return behind
             if word.startswith(f"{spelling}="):

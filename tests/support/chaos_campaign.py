@@ -71,9 +71,9 @@ PARTS = (
         "kill-host", "stop-host", "notice", "clock-forward", "clock-back", "stop-coordinator",
         "fail-health", "kill-coordinator",
     )),
-    Part("replicas", ("kill-hosts",), flags=("--replicas", "2")),
-    Part("state", ("full-memory", "full-disk", "refuse-disk", "kill-more-hosts", "damage-disk",
-                   "corrupt-store", "truncate-store"), flags=("--replicas", "0")),
+    Part("replicas", ("kill-hosts", "truncate-store", "corrupt-store"), flags=("--replicas", "2")),
+    Part("state", ("full-memory", "full-disk", "refuse-disk", "kill-more-hosts", "damage-disk"),
+         flags=("--replicas", "0")),
     Part("links", ("reset-link", "drop-link", "slow-link"), hosts="ab", has_links=True),
 )  # fmt: skip
 SHORT = {
