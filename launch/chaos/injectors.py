@@ -214,12 +214,9 @@ def _signal_coordinator(scene: Scene) -> Injected:
     if scene.fault.kind.name == "stop-coordinator":
         scene.undo.callback(processes.send, pid, signal.SIGCONT)
         processes.send(pid, signal.SIGSTOP)
-        return Injected()
-    # While its log is not read any more, its end is the sign.
-    processes.send(pid, signal.SIGKILL)
-    return Injected(
-        lambda: "the coordinator is gone" if processes.state(pid) in "ZX" else "",
-    )
+    else:
+        processes.send(pid, signal.SIGKILL)
+    return Injected()
 
 
 def _no_coordinator(scene: Scene) -> str:

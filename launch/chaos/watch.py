@@ -126,7 +126,9 @@ class Watch:
         if not busy >= set(hosts) or world not in (0, status["world_size"]):
             return False
         last = status["last_resize"]
-        return last is not None and last.get("round") == status["round"]
+        if last is None:  # a coordinator that took another one's place has begun no round yet
+            return int(status.get("term", 1)) > 1
+        return bool(last.get("round") == status["round"])
 
     def archived(self, newer: int = 0) -> int | None:
         """Return the step of the newest generation that the log says is in the durable directory,

@@ -148,9 +148,8 @@ _ROWS = (
          Target.LINK, NOTED, Loss.NONE, Heard.WORD, ""),
     Kind("stop-coordinator", "the coordinator stands still for a while (SIGSTOP)",
          Target.COORDINATOR, NOTED, Loss.NONE, Heard.WORD, r"event=coordinator_silent"),
-    Kind("kill-coordinator", "the coordinator is killed",
-         Target.COORDINATOR, Effect.ENDS, Loss.SNAPSHOT, Heard.PROCESS,
-         r"event=coordinator_(lost|gone|moved)|coordinator.*is gone|coordinator has gone"),
+    Kind("kill-coordinator", "the coordinator is killed: another one takes its place",
+         Target.COORDINATOR, NOTED, Loss.NONE, Heard.PROCESS, r"event=adopted round="),
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in _ROWS}
 MEMORY_GOES = {"kill-host", "kill-hosts", "kill-more-hosts", "damage-disk"}
