@@ -15,7 +15,9 @@ and their degrees are the same. Figures:
 * ``snapshot_overhead_ratio``: 10 steps with a snapshot and its replicas, over 10 without, in turn,
   with the 95 % interval of the median by bootstrap; ``stall_s``: for how long a snapshot keeps the
   training from going on; ``cpu_s_gb``: its processor time, of all processes, by GB of state.
-* ``coordinator_loss_s``: none; a job whose coordinator dies ends, and is started again.
+* ``coordinator_loss_s``: from the death of the coordinator's process until the job takes a
+  ``scale`` again from another one, and the steps that were lost by it; ``coordinator_host_loss_s``:
+  the same where its host dies, which has no workers, and the next one needs the lease.
 
 Detection: both sides' settings are printed. torchrun's collectives give up after ``--timeout-s``
 (torch's default is half an hour); its rendezvous and Scalai have their defaults.
@@ -28,6 +30,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from recovery_coordinator import figures
 from recovery_hosts import Hosts
 from recovery_runs import (
     NAMES,
@@ -54,7 +57,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5, help="deaths of each kind, on each side")
     parser.add_argument("--pairs", type=int, default=30, help="of blocks of steps")
     parser.add_argument("--timeout-s", type=float, default=30.0, help="of torchrun's collectives")
-    parser.add_argument("--only", choices=("reset", "blackhole", "overhead"))
+    parser.add_argument("--only", choices=("reset", "blackhole", "overhead", "coordinator"))
     return parser.parse_args()
 
 
@@ -126,7 +129,12 @@ def main() -> None:
             add_recovery(report, kind, found["scalai"], found["torchrun"])
         if options.only in (None, "overhead"):
             add_overhead(report, folder, size, options.pairs)
-        report.add("coordinator_loss_s", None)
+        if options.only in (None, "coordinator"):
+            for name, losses in figures(size, folder, options.runs).items():
+                kind = "coordinator_loss" if name == "process" else f"coordinator_{name}_loss"
+                report.add(f"{kind}_s", round(median(one.seconds for one in losses), 2), "s")
+                report.add(f"{kind}_each_s", [round(one.seconds, 2) for one in losses])
+                report.add(f"{kind}_steps_lost", [one.steps_lost for one in losses])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report.finish()

@@ -73,6 +73,15 @@ class Hosts:
                 stdout=file, stderr=file, env={**os.environ, **where, **variables},
             )  # fmt: skip
 
+    def run(
+        self, name: str, command: Sequence[str], variables: Mapping[str, str]
+    ) -> "subprocess.Popen[str]":
+        """Start a command on a host; what it prints can be read."""
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self._space(name), *command],
+            stdout=subprocess.PIPE, text=True, env={**os.environ, **variables},
+        )  # fmt: skip
+
     def processes(self, name: str) -> list[int]:
         """Return the processes of a host."""
         done = subprocess.run(

@@ -115,7 +115,7 @@ class Desk:
             return self._handle(peer, request)
 
     def _handle(self, peer: Peer, request: CoordinatorRequest) -> object:
-        if isinstance(request, Join):
+        if isinstance(request, Join) and request.underway is None:  # else its workers have met
             self._stores.wait_ready()  # without the lock, so that it holds up nobody else
         manifests = self._read(request)  # likewise
         with self._lock:

@@ -32,6 +32,8 @@ def begin(job: Job, at: float) -> Job:
 def joined(event: events.HostJoined, job: Job) -> Result:
     """A host has joined while the job, whose member it is by now, may have a round under way."""
     over, its = job.taking_over, event.underway
+    if over is None and its is not None and job.round == 0 and job.phase is Phase.WAITING:
+        over = TakingOver(event.at)  # nothing was begun yet, however late it comes
     if over is None:
         return _late(event, job) if its is not None else changed(job, event.at)
     of = {host: each for host, each in over.of.items() if host != event.host}
