@@ -1,6 +1,7 @@
 """The rules by which a job changes how many steps lie between its snapshots. All ranks learn of it
 from one place, and count by the same step."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from scalai.core.actions import Action, Say, Space
@@ -64,6 +65,16 @@ def started(job: Job, *, is_built: bool) -> Job:
     """A round begins; its workers may have been built before."""
     told = job.spacing.built if is_built else job.spacing.every
     return replace(job, spacing=replace(job.spacing, told=told))
+
+
+def adopted(job: Job, told: Collection[int]) -> Job:
+    """Another coordinator has told the workers of each host of this round a number of steps: the
+    one that they know holds on. Where not all know the same, all are told."""
+    if not job.spacing.is_auto:
+        return job
+    every = min(told)
+    known = every if len(set(told)) == 1 else 0
+    return replace(job, spacing=replace(job.spacing, every=every, told=known))
 
 
 def _choose(job: Job) -> Result:

@@ -9,7 +9,7 @@ counts as a failure of the round, and those that live write what they have.
 
 from dataclasses import replace
 
-from scalai.core import events
+from scalai.core import events, respacing
 from scalai.core.actions import Action, EndWorkers, Say, TakeSnapshot, Withdraw
 from scalai.core.failures import fail
 from scalai.core.membership import Assignment, Job, Phase, Start, active
@@ -94,6 +94,7 @@ def adopt(job: Job) -> Result:
         stepped_at=None,
         changed_at=job.now,
     )
+    job = respacing.adopted(job, {each.every for each in found.values()})
     said = Say(f"event=adopted round={one.round} hosts={','.join(sorted(found))}")
     job, actions = _go_on(job, found, gone)
     return job, (*ends, said, *actions)

@@ -28,6 +28,7 @@ class Underway:
         is_sealed: Whether they have, and it is sealed.
         is_failed: Whether the round has failed here, or its workers were told to stand still.
         request: What persons had asked of the job when the round began.
+        every: How many steps lie between snapshots of these workers.
     """
 
     run: str
@@ -46,6 +47,7 @@ class Underway:
     is_sealed: bool
     is_failed: bool
     request: JsonText
+    every: int
 
     @property
     def members(self) -> frozenset[str]:

@@ -107,10 +107,12 @@ def check(folder: Path, agents: Agents) -> None:
 def test_a_script_on_trainer_goes_through_other_worlds(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its logs tell of one training: a line a step, with the learning rate of that step."""
+    """Its logs tell of one training: a line a step, with the learning rate of that step. What is
+    ``auto`` in our block is none of Trainer's."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     alone = start_alone(tmp_path / "alone", words(TRAINER, tmp_path / "alone", stage, 6))
-    script = words(TRAINER, tmp_path / "elastic", stage, 2, "--save-every", "4")
+    chosen = {"snapshot_every": "auto"}
+    script = words(TRAINER, tmp_path / "elastic", stage, 2, "--save-every", "4", store=chosen)
     agents = train_through(tmp_path / "elastic", script)
     assert alone.wait(60) == 0, (tmp_path / "alone" / "log").read_text()[-3000:]
     check(tmp_path, agents)

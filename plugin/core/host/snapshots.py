@@ -187,6 +187,8 @@ def _pass_over(step: Step, under_way: Snapshot, later: BeginSnapshot) -> None:
 
 def spaced(step: Step, event: Spaced) -> None:
     """The workers can read at which steps snapshots are."""
+    if step.is_present(event.round):
+        step.change_round(every=event.every)
     text = f"event=spaced round={event.round} begin={event.begin} every={event.every}"
     if event.newest < event.begin:
         step.log(Level.INFO, text)

@@ -156,6 +156,7 @@ class Round:
             wait for it.
         has_sealed: Whether the snapshot of the stop was reported.
         sealed_step: The step of the snapshot that was sealed last.
+        every: So many steps lie between snapshots, as was told on the way; None: as at first.
         unwritten: Ranks that had an order when last looked at, and had not written.
         give_up_at: When ranks that may write and do not count as hung.
         raised: What the first worker said whose script raised.
@@ -195,6 +196,7 @@ class Round:
     was_put_off: bool = False
     has_sealed: bool = False
     sealed_step: int | None = None
+    every: int | None = None
     unwritten: frozenset[int] = frozenset()
     give_up_at: float | None = None
     raised: str = ""

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from scalai.core import commands
+from scalai.core.host.events import Commanded
 from scalai.core.membership import Phase
 from support.simulated_workers import Clock, use_virtual_time
 from support.two_laws import World
@@ -55,6 +57,31 @@ def test_a_round_is_adopted_however_late_its_hosts_come(tmp_path: Path, late: st
     world.go_on(30.0)
     assert world.phase is Phase.RUNNING and world.started == started, world.log[-6:]
     assert world.is_training()
+
+
+def test_snapshots_stay_as_far_apart_as_the_workers_know(tmp_path: Path) -> None:
+    world = training(tmp_path, snapshot_every="auto", is_async=True)
+    world.space(7, 20)
+    world.go_on(60.0)
+    world.replace_coordinator()
+    world.go_on(30.0)
+    assert world.phase is Phase.RUNNING and world.live.state.spacing.every == 7
+    number, _ = world.furthest()
+    before = {host.hands.groups[number].spaced for host in world.hosts.values()}
+    world.go_on(30.0)
+    after = {host.hands.groups[number].spaced for host in world.hosts.values()}
+    assert before == after and len(after) == 1, "nobody is told what all know"
+
+
+def test_where_the_last_word_has_reached_some_all_are_told(tmp_path: Path) -> None:
+    world = training(tmp_path, snapshot_every="auto", is_async=True)
+    number, step = world.furthest()
+    told = commands.Space(number, step + 20, 7)
+    world.hosts["a"].agent.feed(Commanded(told, None))
+    world.replace_coordinator()
+    world.go_on(90.0)
+    found = {host.hands.groups[number].spaced for host in world.hosts.values()}
+    assert world.phase is Phase.RUNNING and len(found) == 1 and found.pop() is not None, world.log
 
 
 def test_the_new_coordinator_takes_a_persons_request(tmp_path: Path) -> None:
