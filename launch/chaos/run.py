@@ -119,6 +119,11 @@ class Chaos:
         assert status is not None
         here = processes.agents(self._folder)
         workers = {host: count for host, count in status["workers"].items() if host in here}
+        if not workers:
+            raise UsageError(
+                f"no workers of job {self._folder.name!r} run on this machine, but on "
+                f"{', '.join(status['workers']) or 'no host'}. Run this where they are."
+            )
         commands = {host: processes.Command.of(pid) for host, pid in here.items()}
         self._cast = Cast(tuple(workers), status["world_size"], commands)
         self._settings = settings_of(self._folder)
