@@ -119,6 +119,11 @@ class Chaos:
         assert status is not None
         here = processes.agents(self._folder)
         workers = {host: count for host, count in status["workers"].items() if host in here}
+        if not workers:
+            raise UsageError(
+                f"no workers of job {self._folder.name!r} run on this machine, but on "
+                f"{', '.join(status['workers']) or 'no host'}. Run this where they are."
+            )
         commands = {host: processes.Command.of(pid) for host, pid in here.items()}
         self._cast = Cast(tuple(workers), status["world_size"], commands)
         self._settings = settings_of(self._folder)
@@ -186,7 +191,8 @@ class Chaos:
     def _await_time(self, fault: Fault) -> bool:
         """Return once the job is whole and a fault is due; False: it never was."""
         watch, at = self._watch, fault.at
-        if not watch.wait(self._is_whole, self._plan.bite_s):
+        watch.wait(lambda: self._is_whole() or not self._is_alive(), self._plan.bite_s)
+        if not self._is_whole():
             return False
         since = watch.step or 0
         due = at.step if at.step is not None else since + fault.steps
@@ -200,7 +206,7 @@ class Chaos:
             watch.look()
             if (watch.step or 0) > newest:
                 newest, seen_at = watch.step or 0, time.monotonic()
-            if time.monotonic() > seen_at + self._plan.bite_s:
+            if not self._is_alive() or time.monotonic() > seen_at + self._plan.bite_s:
                 return False
             time.sleep(0.05)
         return True

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -64,12 +63,14 @@ def test_what_was_stopped_goes_on_where_a_person_interrupts(tmp_path: Path) -> N
 def test_a_fault_that_does_not_strike_and_a_job_that_ends_are_no_success(tmp_path: Path) -> None:
     with tiny_agents(tmp_path, SHARDS, slots=1, flags=FLAGS) as agents:
         train(agents)
-        # Nothing of this job gets to that station: nobody writes at a stop of its own accord.
+        # The hang of a worker is known after minutes, by default.
         said = ended(start_chaos(agents, "stop-worker@s=0.1", "--wait-s", "3"), 4)
         assert "not seen" in said, said
         agents.wait_until(lambda: "T" not in states(agents), "it goes on")
-        chaos = start_chaos(agents, "kill-worker,kill-agent", "--every", "100000")
-        time.sleep(3.0)
+        again = tmp_path / "again"
+        faults = ("kill-worker,kill-agent", "--every", "100000", "--out", str(again))
+        chaos = start_chaos(agents, *faults)
+        agents.wait_until(again.exists, "it waits for its first fault")
         for host in "ab":
             agents.kill(host)
         agents.kill_coordinator()
@@ -84,8 +85,8 @@ def states(agents: Agents) -> list[str]:
 @pytest.mark.campaign
 @pytest.mark.timeout(400)
 def test_few_faults_of_each_part_are_seen_and_survived(tmp_path: Path) -> None:
-    figures = campaign(tmp_path / "out", 3, ("processes", "state"), is_short=True)
-    assert figures["faults"] == figures["passed"] >= 5, figures
+    figures = campaign(tmp_path / "out", 3, ("processes", "replicas", "state"), is_short=True)
+    assert figures["faults"] == figures["passed"] == 6, figures
     assert not figures["failed"] and not figures["differs"], figures
     assert figures["steps"] > 100 and figures["detect_s_max"]["process"] < 60, figures
     assert os.path.exists(tmp_path / "out" / "state" / "chaos" / "verdict.png")

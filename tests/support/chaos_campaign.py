@@ -78,6 +78,7 @@ PARTS = (
 )  # fmt: skip
 SHORT = {
     "processes": ("kill-worker", "memory-worker", "term-agent"),
+    "replicas": ("corrupt-store",),
     "state": ("refuse-disk", "kill-more-hosts"),
 }
 """What a short campaign runs, by part."""
