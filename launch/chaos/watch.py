@@ -60,6 +60,11 @@ def _size(path: Path) -> int:
         return 0
 
 
+def _archived(text: str) -> list[int]:
+    """Return the steps of the generations that a log says are in the durable directory."""
+    return [int(n) for n in re.findall(r"event=archived generation=\d+ step=(\d+)", text)]
+
+
 class Watch:
     """Follows a job.
 
@@ -74,9 +79,11 @@ class Watch:
         self.status: Mapping[str, Any] | None = None
         self.reports: list[Mapping[str, Any]] = []
         self._channel: Channel | None = None
+        self._archived: list[int] = []
         for pid in processes.agents(folder).values():
             path = processes.output_of(pid)
             if path is not None:
+                self._archived += _archived(Path(path).read_text(errors="replace"))
                 self.log.add(Path(path))
 
     def close(self) -> None:
@@ -133,8 +140,8 @@ class Watch:
     def archived(self, newer: int = 0) -> int | None:
         """Return the step of the newest generation that the log says is in the durable directory,
         but for so many ``newer`` ones."""
-        found = re.findall(r"event=archived generation=\d+ step=(\d+)", self.log.text)
-        return int(found[-1 - newer]) if len(found) > newer else None
+        found = [*self._archived, *_archived(self.log.text)]
+        return found[-1 - newer] if len(found) > newer else None
 
     def wait(self, is_so: Callable[[], bool], for_s: float) -> bool:
         """Look until something is so, ``for_s`` at most. Returns whether it is."""

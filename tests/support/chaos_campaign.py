@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,7 @@ SNAPSHOT_EVERY = 7
 SILENT_S = 3
 MOST_STEPS = 40_000
 PART_S = 420.0
+WHOLE_S = 1800.0
 FINAL = ("param/matrix", "param/vector", "step/matrix")
 SHARDS = '3 = "tp3"\n2 = "tp2"\n1 = "tp1"'
 
@@ -301,11 +304,20 @@ def in_namespace(arguments: Sequence[str]) -> "subprocess.CompletedProcess[str] 
     probe = [*words, "mount", "-t", "tmpfs", "none", "/mnt"]
     if subprocess.run(probe, capture_output=True, timeout=30, check=False).returncode:
         return None
-    return subprocess.run(
-        [*words, sys.executable, "-m", "support.chaos_campaign", *arguments],
-        env={**os.environ, INSIDE: "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        text=True, check=False, stdout=subprocess.PIPE, timeout=1800,
-    )  # fmt: skip
+    command = [*words, sys.executable, "-m", "support.chaos_campaign", *arguments]
+    inside = {**os.environ, INSIDE: "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=inside, text=True, stdout=subprocess.PIPE) as process:
+        try:
+            said, _ = process.communicate(timeout=WHOLE_S)
+        except BaseException:
+            process.terminate()  # it ends its jobs
+            process.communicate(timeout=60)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, said)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -317,6 +329,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/chaos"))
     parser.add_argument("--short", action="store_true", help="few kinds, in two minutes")
     options = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
     if INSIDE not in os.environ:
         ran = in_namespace(sys.argv[1:])
         if ran is not None:
