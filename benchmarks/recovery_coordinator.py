@@ -45,7 +45,7 @@ class LeasedSide(ScalaiSide):
         """Start the coordinator by hand, on a host without workers."""
         run, *given = self.command(hosts, WITH_WORKERS[0], home)
         assert run == "scalai.launch.run"
-        command = ["scalai.launch.cli", "coordinator", "--", *given, str(self.script)]
+        command = ["scalai.launch.cli", "coordinator", "--", *given, *self.script_of(home)]
         hosts.start(self._head, command, home / "head.log", self.variables)
 
 

@@ -140,13 +140,16 @@ class Side(ABC):
         """Return the step of the newest state that outlives a host; 0: there is none."""
 
     def start(self, hosts: Hosts, names: Sequence[str], home: Path) -> None:
-        marks = home / "marks"
-        marks.mkdir()
-        script = [str(self.script), *self.size.flags(), "--marks", str(marks)]
-        script += ["--timeout-s", str(self._timeout_s), *self.script_flags(home)]
+        (home / "marks").mkdir()
+        script = self.script_of(home)
         for host in names:
             command = [*self.command(hosts, host, home), *script]
             hosts.start(host, command, home / f"{host}.log", self.variables)
+
+    def script_of(self, home: Path) -> list[str]:
+        """Return the script and its arguments."""
+        script = [str(self.script), *self.size.flags(), "--marks", str(home / "marks")]
+        return [*script, "--timeout-s", str(self._timeout_s), *self.script_flags(home)]
 
     def script_flags(self, home: Path) -> list[str]:
         return []
