@@ -99,7 +99,8 @@ def test_a_second_signal_ends_an_agent_that_stays(tmp_path: Path) -> None:
         agents.wait_until(lambda: "event=stay" in agents.text(), "a stays")
         agents.drain("a")
         assert agents.exit_code("a") == 0, agents.logs()
-        agents.wait_until(lambda: "event=coordinator_lost" in agents.text(), "b is told")
+        agents.wait_until(lambda: "event=adopted" in agents.text(), "b has another coordinator")
+        agents.wait_for_step(agents.lines()[-1]["step"] + 3, world=1)
 
 
 def test_where_another_program_began_the_namespace_nothing_is_said() -> None:

@@ -74,7 +74,7 @@ def test_one_of_many_has_a_term(register: Register) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60.0)
     assert len(has_it) == 1
     found = register.newest()
     assert found is not None and found.port == has_it[0]
