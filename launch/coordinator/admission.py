@@ -96,7 +96,8 @@ class Admission:
         """A host brings its round, begun by a coordinator that is gone: this is the same run of the
         job, and what persons had asked of it holds."""
         live, over = self._live, self._live.state.taking_over
-        if over is not None and underway.round >= (over.newest or 0):
+        newest = over.newest if over is not None else None
+        if live.state.round == 0 and underway.round >= (newest or 0):
             live.run = underway.run
             live.sizing.take_over(underway.request)
 

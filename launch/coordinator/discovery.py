@@ -109,7 +109,7 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
     endpoint, folder = spec.options.coordinator, job_directory(spec)
     register = open_register(spec.options.coordinator_lease, spec.job)
     if register is not None:
-        found = _holder(register, endpoint, token)
+        found = lease_holder(register, endpoint, token)
         if found is not None:
             return found
     if endpoint is None or is_here(split_endpoint(endpoint)[0]):
@@ -148,7 +148,7 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
             time.sleep(0.2)
 
 
-def _holder(register: Register, endpoint: str | None, token: str | None) -> Place | None:
+def lease_holder(register: Register, endpoint: str | None, token: str | None) -> Place | None:
     """Return where the coordinator is that holds the job's lease; None: nobody holds it."""
     if endpoint is None or token is None:
         raise UsageError(

@@ -17,7 +17,7 @@ from scalai.launch.config.endpoint import (
 )
 from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.discovery import clear_away, next_term, one_at_a_time
+from scalai.launch.coordinator.discovery import clear_away, lease_holder, next_term, one_at_a_time
 from scalai.launch.coordinator.leases import Entry, Lease, open_register
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.server import Coordinator
@@ -46,11 +46,19 @@ def serve(
 
     Raises:
         RefusedError, UsageError: The job cannot be run, or has a coordinator here.
-        PeerError: The address cannot be listened on, or somebody who looks for this job's
-            coordinator here stands still.
+        PeerError: The address cannot be listened on, the lease cannot be read, or somebody who
+            looks for this job's coordinator here stands still.
     """
     host_signals.ignore()
     secure_process(spec.options.tls)
+    register = open_register(spec.options.coordinator_lease, spec.job)
+    if register is not None:
+        holder = lease_holder(register, join_endpoint(host, port), token.decode())
+        if holder is not None:
+            raise UsageError(
+                f"the coordinator at {join_endpoint(*holder.address)} holds the lease of the job "
+                f"{spec.job!r}. Agents find it; another one is started where it is gone."
+            )
     # An agent of this machine may be starting one: two must not listen, nor leave two cards.
     with one_at_a_time(folder):
         card = read_card(folder)

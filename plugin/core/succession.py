@@ -55,8 +55,8 @@ def ticked(job: Job) -> Result:
 def _is_known(job: Job) -> bool:
     """Whether every host of the newest round is there, with workers of it or without."""
     over = job.taking_over
-    found = over.of_newest(job.hosts) if over else {}
-    return any(each.members <= job.hosts.keys() for each in found.values())
+    one = next(iter(over.of_newest(job.hosts).values()), None) if over else None
+    return one is not None and one.members <= job.hosts.keys()  # all of a round name the same
 
 
 def _late(event: events.HostJoined, job: Job) -> Result:

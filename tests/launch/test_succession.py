@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from scalai.core.errors import PeerError
+from scalai.core.errors import PeerError, UsageError
 from scalai.launch.config.endpoint import read_holder, write_card
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator import succession
 from scalai.launch.coordinator.discovery import Place, job_directory, next_term
 from scalai.launch.coordinator.leases import Entry, FolderRegister
+from scalai.launch.coordinator.process import serve
 from scalai.launch.coordinator.succession import OverError, Succession
 from scalai.runtime.calls import Server
 from support.ports import free_port
@@ -109,3 +110,16 @@ def test_a_job_that_begins_anew_takes_nobodys_place(tmp_path: Path) -> None:
     folder = job_directory(spec)
     write_card(folder, ("127.0.0.1", 1), TOKEN, 4)
     assert next_term(spec, folder) == (5, False)
+
+
+def test_a_coordinator_by_hand_does_not_take_the_lease_of_one_that_lives(tmp_path: Path) -> None:
+    spec, register = leased(tmp_path)
+    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
+    try:
+        register.claim(Entry(7, "127.0.0.1", int(server.address[1])))
+        with pytest.raises(UsageError, match="holds the lease"):
+            serve(spec, job_directory(spec), "127.0.0.1", 0, TOKEN)
+        newest = register.newest()
+        assert newest is not None and newest.term == 7
+    finally:
+        server.close()
