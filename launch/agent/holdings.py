@@ -109,6 +109,7 @@ class Holdings:
         """The coordinator has taken this host in: where the job begins anew, what is in the durable
         directory makes way."""
         if self._folder is not None and answer.sets_aside:
+            self._is_fresh = False  # from now on what is there is the job's own
             moved = set_aside(self._folder)
             if moved is not None:
                 log.info("event=set_aside directory=%s now=%s", self._folder, moved)

@@ -116,6 +116,11 @@ class CoordinatorLink:
         self._is_closed = False
 
     @property
+    def term(self) -> int:
+        """The number of the coordinator that this agent has joined last; 0: none."""
+        return self._term
+
+    @property
     def silence_s(self) -> float | None:
         """For how long the coordinator has been silent, None where it is not."""
         return self._health.silence_s()
@@ -306,10 +311,10 @@ class CoordinatorLink:
         if member.is_told_to_exit or self._is_closed:
             return
         kind = error.kind if isinstance(error, AnswerError) else None
-        if kind == StaleError.__name__:
-            self._expelled(error)
-        elif self._succeed is not None and kind in (None, ReplacedError.__name__):
+        if self._succeed is not None and kind in (None, ReplacedError.__name__):
             self._search(self._succeed)
+        elif kind in (StaleError.__name__, ReplacedError.__name__):
+            self._expelled(error)
         else:
             self._lost(error)
 

@@ -98,6 +98,8 @@ class Participant:
             domain=self._spec.options.domain or "",
             has_check=self._spec.config.probe.health_check is not None,
             underway=self._underway(),
+            last_round=state.last_round,
+            term=served.link.term,
         )
 
     def _underway(self) -> Underway | None:

@@ -31,6 +31,8 @@ class Admission:
     def __init__(self, spec: JobSpec, live: LiveJob) -> None:
         self._spec, self._live = spec, live
         self._sealed_parts = SealedParts(spec.job, live)
+        self._heard_round = 0
+        """The round of the newest request of a person that a host has told of."""
 
     def join(
         self, peer: Peer, join: Join, read: Manifests, spec: JobSpec, *, replaces: bool = False
@@ -50,8 +52,9 @@ class Admission:
         self._check(host, spec, replaces=replaces)
         live = self._live
         manifests = [read[part] for part in join.parts]
+        live.members.term = max(live.members.term, join.term + (join.term > live.members.term))
         if join.underway is not None:
-            self._take_over(join.underway)
+            self._take_over(join.underway, join.last_round)
         aside = self._set_aside(host, manifests, spec)
         manifests = [part for part in manifests if part not in aside]
         obsolete = [part.generation for part in manifests if self._is_obsolete(part)]
@@ -64,7 +67,7 @@ class Admission:
         for number in [*(part.generation for part in (*manifests, *aside)), *dict(damaged)]:
             live.count_from(number)
         live.log(f"event=join host={host} slots={slots}")
-        dropped = self._note(host, aside, damaged)
+        dropped = self._note(host, aside, () if spec.is_fresh else damaged)
         for part in manifests:
             live.sizing.learn(part.about)
             if part.generation in obsolete or not live.generations.add(part):
@@ -88,17 +91,21 @@ class Admission:
                 tuple(renaming),
                 join.has_check,
                 join.underway,
+                join.last_round,
             )
         )
         return answer
 
-    def _take_over(self, underway: Underway) -> None:
+    def _take_over(self, underway: Underway, last_round: int) -> None:
         """A host brings its round, begun by a coordinator that is gone: this is the same run of the
         job, and what persons had asked of it holds."""
         live, over = self._live, self._live.state.taking_over
         newest = over.newest if over is not None else None
         if live.state.round == 0 and underway.round >= (newest or 0):
-            live.run = underway.run
+            live.run, live.is_fresh, live.is_successor = underway.run, False, True
+        if live.state.round == 0 and last_round >= self._heard_round:
+            # Of hosts in one round that knows more for which workers were built meanwhile.
+            self._heard_round = last_round
             live.sizing.take_over(underway.request)
 
     def answer(self) -> Joined:

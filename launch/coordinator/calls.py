@@ -44,7 +44,8 @@ class Join(Request[Joined]):
     generations in its store, ``sealed`` those of what is sealed there and not committed;
     ``damaged`` are numbers of generations that it cannot read, with the reason (``UNNUMBERED``:
     what it had sealed). ``spec`` is the job as the agent's command line states it. ``underway``:
-    the round that its workers are in, which another coordinator has begun.
+    the round that its workers are in, which another coordinator has begun; ``last_round``: the
+    highest number of a round, and ``term`` that of a coordinator, that it has heard of.
     """
 
     job: str
@@ -60,6 +61,8 @@ class Join(Request[Joined]):
     domain: str = ""
     has_check: bool = False
     underway: Underway | None = None
+    last_round: int = 0
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True)

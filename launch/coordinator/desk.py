@@ -16,7 +16,7 @@ from scalai.core.errors import ScalaiError, StaleError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.membership import Phase, staying
 from scalai.core.messages import JsonText
-from scalai.core.reports import Attached, Doubted, Grown, Sealed
+from scalai.core.reports import Attached, Doubted, Grown, Report, Sealed
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.admission import Admission
 from scalai.launch.coordinator.agent_events import AgentEvents, Manifests
@@ -33,6 +33,7 @@ from scalai.launch.coordinator.calls import (
 )
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.losses import Losses, Patience
+from scalai.launch.coordinator.members import Member
 from scalai.launch.coordinator.person_calls import ReadSpec, Resume, Scale, Status
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.requests import resume, scale
@@ -81,6 +82,8 @@ class Desk:
         self._admission = Admission(spec, self._live)
         self._agent_events = AgentEvents(self._live)
         self._losses = Losses(self._live, patience, TICK_S)
+        self._kept: list[tuple[Member, str, Report, Manifests]] = []
+        """Reports that wait until the coordinator knows of the round under way."""
         self._host_lists: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._named: dict[tuple[Json, ...], list[Json]] = {}
         """Lists of hosts that parts name: all of a generation name the same, and one is kept."""
@@ -93,6 +96,7 @@ class Desk:
             self._losses.look()
             members = live.members
             live.feed(events.Ticked(time.monotonic(), members.newest(), members.stalled()))
+            self._hear_kept()
         except Exception as error:  # our own slip: agents would wait for a loop that has ended
             live.crash(error)
 
@@ -209,6 +213,7 @@ class Desk:
         replaces = present is not None and self._losses.is_replaceable(present, join.store)
         answer = self._admission.join(peer, join, manifests, spec, replaces=replaces)
         members.name(host, join.incarnation, join.store)
+        self._hear_kept()
         return answer
 
     def _poll(self, peer: Peer, poll: Poll) -> Commands:
@@ -236,7 +241,16 @@ class Desk:
         if tell.number > agent.last_report:
             agent.last_report = tell.number
             if tell.host in self._live.members:  # else it was released in between
-                self._agent_events.hear(tell.host, tell.report.message, manifests)
+                self._kept.append((agent, tell.host, tell.report.message, manifests))
+                self._hear_kept()
+
+    def _hear_kept(self) -> None:
+        """Hear what was reported, once it is known which round the job is in."""
+        members = self._live.members
+        while self._kept and self._live.state.taking_over is None:
+            agent, host, report, manifests = self._kept.pop(0)
+            if host in members and members[host] is agent:
+                self._agent_events.hear(host, report, manifests)
 
     def _bye(self, host: str, incarnation: str) -> None:
         """An agent ends by itself: nobody needs to wait for it."""

@@ -133,6 +133,8 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
     address = split_endpoint(endpoint)
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while True:
+        if register is not None and (entry := register.newest()) and not entry.is_over:
+            address = entry.address  # somebody may have claimed it meanwhile
         try:
             Channel(address, token.encode()).close()
             return Place(address, token.encode())
@@ -178,11 +180,12 @@ def _refuse_other_tls(spec: JobSpec, folder: Path) -> None:
 
 
 def start_coordinator(
-    spec: JobSpec, folder: Path, endpoint: str | None, token: str | None
+    spec: JobSpec, folder: Path, endpoint: str | None, token: str | None, *, succeeds: bool = False
 ) -> Place:
     """Start a coordinator that outlives this agent, and wait until it answers. Where another one
-    has died here, whose card is left, it takes its place."""
+    has died here, whose card is left, it takes its place; ``succeeds``: agents of the job live."""
     term, is_successor = next_term(spec, folder)
+    is_successor |= succeeds  # also in a job that had begun anew
     token = token or secrets.token_hex(32)
     host, port = split_endpoint(endpoint) if endpoint else ("127.0.0.1", 0)
     command = [sys.executable, *COORDINATOR]

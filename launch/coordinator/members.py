@@ -192,7 +192,7 @@ class Members:
         for agent in (self._present.get(host), self._released.get(host)):
             if agent is not None and agent.incarnation == incarnation:
                 return agent
-        if self.term > 1 and not self.has_had(host, incarnation):
+        if not self.has_had(host, incarnation):
             raise ReplacedError(f"this is coordinator {self.term} of the job: join it.")
         if host in self._present:
             raise StaleError(f"host {host!r} is in the job with another agent, which replaced it.")

@@ -31,7 +31,7 @@ ENDED_S = 1.0
 """How long a process that was killed may take to be gone."""
 READY = "ready"
 LINGER_S = 10.0
-LINGER_MOST_S = 3600.0
+LINGER_MOST_S = 7 * 86400.0
 """Connections of a host that is gone without a word hold a process for no longer than this."""
 _ESTABLISHED = "01"
 

@@ -27,6 +27,7 @@ def resume(live: LiveJob, generation: int, *, dry_run: bool) -> Json:
     Raises:
         UsageError: The job does not wait, or that generation is not whole.
     """
+    _refuse_while_taking_over(live.state)
     if live.state.phase is not Phase.WAITING:
         raise UsageError(
             f"the job is {live.state.phase.value}, not waiting: it has a state that it goes on "
@@ -69,6 +70,7 @@ def scale(
         UsageError: It cannot be; says why, and what to do.
     """
     job, why = live.state, list[str]()
+    _refuse_while_taking_over(job)
     hosts = staying(job)
     target = live.sizing.scaled(nproc, nnodes, degrees, why.append)(hosts, present_degrees(job))
     if target is None:
@@ -87,6 +89,14 @@ def scale(
         short = f"{slots} slots, {nproc} asked; " if nproc is not None and nproc > slots else ""
         reason = f"no change: {short}{target.degrees} runs already"
     return {"degrees": str(target.degrees), "workers": dict(target.workers), "reason": reason}
+
+
+def _refuse_while_taking_over(job: Job) -> None:
+    if job.taking_over is not None:
+        raise UsageError(
+            "the coordinator has just taken another one's place, and waits for the hosts of the "
+            "round under way. Ask again in a moment."
+        )
 
 
 def _asked(nproc: int | None, nnodes: int | None, degrees: str | None) -> str:

@@ -117,7 +117,8 @@ class Succession:
             endpoint = self._spec.options.coordinator
             if endpoint is None or not is_here(split_endpoint(endpoint)[0]):
                 endpoint = join_endpoint(self._interface, 0)
-            return start_coordinator(self._spec, folder, endpoint, place.token.decode())
+            token = place.token.decode()
+            return start_coordinator(self._spec, folder, endpoint, token, succeeds=True)
 
     def _here(self, place: Place, term: int) -> Place:
         """Return who answers by this machine's card, or start another coordinator."""
@@ -133,7 +134,7 @@ class Succession:
                 return Place(*card, is_here=True)
             log.warning("event=succession term=%d: the coordinator has died", holder.term + 1)
             endpoint, token = self._spec.options.coordinator, place.token.decode()
-            return start_coordinator(self._spec, folder, endpoint, token)
+            return start_coordinator(self._spec, folder, endpoint, token, succeeds=True)
 
 
 def _there(place: Place) -> Place:

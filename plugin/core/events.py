@@ -30,6 +30,8 @@ class HostJoined:
     """Whether it has a health check, which it passes before it runs workers."""
     underway: Underway | None = None
     """The round that its workers are in, which another coordinator has begun."""
+    last_round: int = 0
+    """The highest number of a round that it has heard of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from scalai.core.membership import (
     Phase,
     Wait,
     active,
+    leaving,
     staying,
 )
 from scalai.core.overdue import overdue
@@ -241,6 +242,10 @@ def _ticked(event: events.Ticked, job: Job) -> Result:
     job, asked = health.ask_again(pardon(job))
     if job.taking_over is not None:
         job, adopted = succession.ticked(job)
+        if job.taking_over is None and job.phase is Phase.WAITING:
+            for host in sorted(leaving(job)):
+                job, released = _leave_while_waiting(job, host)
+                adopted = (*adopted, *released)
         return job, (*asked, *adopted)
     is_settled = job.changed_at is not None and event.at - job.changed_at >= job.settle_s
     is_again = job.again_at is not None and event.at >= job.again_at

@@ -11,9 +11,16 @@ from dataclasses import replace
 
 from scalai.core import events, respacing
 from scalai.core.actions import Action, EndWorkers, Say, TakeSnapshot, Withdraw
-from scalai.core.failures import fail
+from scalai.core.failures import fail, try_again
 from scalai.core.membership import Assignment, Job, Phase, Start, active
-from scalai.core.transitions import Result, changed, next_phase, release_leaving, stop_workers
+from scalai.core.transitions import (
+    Result,
+    changed,
+    end,
+    next_phase,
+    release_leaving,
+    stop_workers,
+)
 from scalai.core.underway import TakingOver, Underway
 
 HEARD_S = 6.0
@@ -32,6 +39,7 @@ def begin(job: Job, at: float) -> Job:
 def joined(event: events.HostJoined, job: Job) -> Result:
     """A host has joined while the job, whose member it is by now, may have a round under way."""
     over, its = job.taking_over, event.underway
+    job = replace(job, last_round=max(job.last_round, event.last_round))
     if over is None and its is not None and job.round == 0 and job.phase is Phase.WAITING:
         over = TakingOver(event.at)  # nothing was begun yet, however late it comes
     if over is None:
@@ -84,11 +92,12 @@ def adopt(job: Job) -> Result:
     job = replace(
         job,
         round=one.round,
-        last_round=max(each.last_round for each in over.of.values()),
+        last_round=max(job.last_round, one.round),
         current=Assignment(one.workers, one.layout, one.micro_batch_size, "it ran so"),
         newest=max(each.newest for each in found.values()),
         is_hooked=all(each.is_hooked for each in found.values()),
         gone=gone,
+        finished=frozenset(host for host, each in found.items() if each.is_finished),
         has_state=job.has_state or any(each.is_stepping for each in found.values()),
         start=Start(one.generation, one.members, one.members, is_proven=True),
         stepped_at=None,
@@ -102,33 +111,49 @@ def adopt(job: Job) -> Result:
 
 def _go_on(job: Job, found: dict[str, Underway], gone: frozenset[str]) -> Result:
     """Enter the phase that the hosts of a round are in."""
-    hosts = active(job)
     if any(each.is_writing for each in found.values()):
         return _go_on_writing(job, found)
+    if all(each.is_finished for each in found.values()):
+        return end(job, 0, "finished")  # others that are gone had their exit before
+    if not any(each.is_stepping for each in found.values()):
+        return _go_on_starting(job, found, gone)
+    hosts = active(job)
     job = replace(job, phase=Phase.RUNNING, awaited=frozenset(), ran=job.current)
     if gone:
-        reason = f"hosts {sorted(gone)} have not come to the new coordinator"
-        return fail(job, reason, is_loss=True)
-    failed = sorted(host for host, each in found.items() if each.is_failed)
-    if failed:
+        return fail(job, f"hosts {sorted(gone)} have no workers of the round", is_loss=True)
+    if failed := _failed(found):
         return fail(job, f"the round had failed on hosts {failed}", is_chance=True)
-    early = sorted(host for host, each in found.items() if not each.is_proven)
-    if early:
-        # Nothing was trained yet: the same start is made anew.
-        return stop_workers(job, f"the coordinator was lost before hosts {early} had their state")
     at_stop = any(each.has_arrived for each in found.values())
     sent_on: tuple[Action, ...] = (Withdraw(tuple(sorted(hosts))),) if at_stop else ()
     starting = frozenset(host for host, each in found.items() if not each.is_stepping)
     if starting:
-        job = replace(job, phase=Phase.STARTING, awaited=starting, ran=None)
-        return job, sent_on
+        return replace(job, phase=Phase.STARTING, awaited=starting, ran=None), sent_on
     job, released = release_leaving(job)
     return job, (*sent_on, *released)
+
+
+def _go_on_starting(job: Job, found: dict[str, Underway], gone: frozenset[str]) -> Result:
+    """No host's workers have all stepped: those that may train are waited for; else the start is
+    made anew, from the same generation."""
+    job = replace(job, phase=Phase.STARTING, awaited=active(job))
+    if absent := sorted(gone - job.hosts.keys()):
+        return fail(job, f"hosts {absent} have not come to the new coordinator", is_loss=True)
+    if failed := _failed(found):
+        return try_again(job, f"the start had failed on hosts {failed}")
+    early = sorted({host for host, each in found.items() if not each.is_proven} | gone)
+    if early:
+        return try_again(job, f"the coordinator was lost before hosts {early} had their state")
+    return job, ()
+
+
+def _failed(found: dict[str, Underway]) -> list[str]:
+    return sorted(host for host, each in found.items() if each.is_failed)
 
 
 def _go_on_writing(job: Job, found: dict[str, Underway]) -> Result:
     """All stand at one agreed stop, or nobody had been told to write: the others write, too."""
     left = frozenset(host for host, each in found.items() if not each.is_sealed)
+    job = replace(job, stop=next(each.stop or 0 for each in found.values() if each.is_writing))
     if not left:
         return stop_workers(job, "the state was written before the coordinator was lost",
                             has_written=True)  # fmt: skip

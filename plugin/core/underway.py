@@ -14,7 +14,7 @@ class Underway:
 
     Attributes:
         run: Name of the run of the job.
-        round: Its number; ``last_round`` is the highest that the host has heard of.
+        round: Its number.
         workers: All hosts of the round with how many workers each has, in rank order.
         degrees: As of ``Degrees.to_json``.
         micro_batch_size: None: the script's own.
@@ -23,17 +23,18 @@ class Underway:
         is_proven: Whether they may train: what they began from is proven.
         is_stepping: Whether each of them has made its first step.
         is_hooked: Whether the job knows of their steps.
-        has_arrived: Whether they stand at an agreed stop.
+        stop: The step at which all have agreed to stop; None: at none.
+        has_arrived: Whether they stand there.
         is_writing: Whether they may write there, and leave.
         is_sealed: Whether they have, and it is sealed.
         is_failed: Whether the round has failed here, or its workers were told to stand still.
-        request: What persons had asked of the job when the round began.
+        is_finished: Whether all of them have come to the end of their script.
+        request: What persons had asked of the job when workers were started last.
         every: How many steps lie between snapshots of these workers.
     """
 
     run: str
     round: int
-    last_round: int
     workers: tuple[tuple[str, int], ...]
     degrees: Mapping[str, int]
     micro_batch_size: int | None
@@ -42,10 +43,12 @@ class Underway:
     is_proven: bool
     is_stepping: bool
     is_hooked: bool
+    stop: int | None
     has_arrived: bool
     is_writing: bool
     is_sealed: bool
     is_failed: bool
+    is_finished: bool
     request: JsonText
     every: int
 

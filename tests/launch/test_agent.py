@@ -170,7 +170,7 @@ def test_an_agent_that_cannot_hear_how_the_job_ended_says_where_to_look() -> Non
 def test_an_agent_that_was_expelled_joins_again_with_what_its_store_holds_then() -> None:
     made, asked = Made(), list[Any]()
     found = SimpleNamespace(parts=(b"7",), sealed=(), damaged=())
-    link = SimpleNamespace(rejoin=lambda brings, joined: asked.append((brings, joined)))
+    link = SimpleNamespace(rejoin=lambda brings, joined: asked.append((brings, joined)), term=1)
     holdings = SimpleNamespace(found=lambda: found)
     store = SimpleNamespace(directory=Path("/"))
     data = SimpleNamespace(address=("127.0.0.1", 5))

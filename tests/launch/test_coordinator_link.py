@@ -281,7 +281,7 @@ def test_an_agent_takes_no_farewell_of_a_job_that_it_was_no_part_of(
     assert not isinstance(other.coordinator.address, str)
     relay.lead_to(other.coordinator.address)
     wait_until(lambda: bool(agent.expelled) or bool(exits(agent)), "it is told")
-    assert not exits(agent) and "not in the job (any more)" in str(agent.expelled[0])
+    assert not exits(agent) and "join it" in str(agent.expelled[0])
     agent.link.rejoin(agent.brings(), agent.rejoined.set)
     wait_until(lambda: bool(agent.lost) or bool(exits(agent)), "it is refused")
     assert not exits(agent) and not agent.rejoined.is_set()

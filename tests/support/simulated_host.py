@@ -197,6 +197,7 @@ class SimulatedHost:
             tuple(summary_bytes(part) for part in self.sealed.values()), (),
             JsonText.of(self.world.spec.to_json()),
             underway=underway(self.agent.state, self.hands.seen(self.agent.state.round)),
+            last_round=self.agent.state.last_round,
         )  # fmt: skip
         try:
             self.world.desk.handle(self, travelled(request))  # type: ignore[arg-type]

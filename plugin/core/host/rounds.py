@@ -28,14 +28,22 @@ UNHOOKED = (
 def build(step: Step, command: commands.Build) -> None:
     """Start the next round's workers beside the present ones."""
     give_up(step)
+    _heard(step, command.workers)
     on_devices = step.round is not None and step.round.uses_devices
     step.change(standby=Round(command, has_group=True))
     step.do(actions.StartGroup(command.workers, is_standby=True, on_devices=on_devices))
 
 
+def _heard(step: Step, workers: commands.Workers) -> None:
+    """Keep what a coordinator needs to know that takes the place of this one."""
+    last = max(step.state.last_round, workers.round)
+    step.change(last_round=last, request=workers.request)
+
+
 def start(step: Step, command: commands.Start) -> None:
     """Begin a round, with the workers that were built for it where there are any. Where they should
     be and are gone, the round has failed."""
+    _heard(step, command.workers)
     standby, number = step.state.standby, command.workers.round
     if standby is not None and standby.number == number:
         step.change(round=standby, standby=None)

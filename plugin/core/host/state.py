@@ -12,6 +12,7 @@ from scalai.core.collection import Collection
 from scalai.core.commands import Build, Start, Workers
 from scalai.core.fingerprint import Committed
 from scalai.core.jsonable import Json
+from scalai.core.messages import JsonText
 from scalai.core.reports import Failed
 from scalai.core.worker_messages import (
     BeginSnapshot,
@@ -295,6 +296,8 @@ class HostState:
         notices: Who else says that it will be taken away, and when that is (None: at some time).
         is_rejoining: Whether the host joins again once its workers are gone.
         last_step: The last step of workers that came to the end of their script.
+        last_round: The highest number of a round that the host has heard of.
+        request: What persons had asked of the job when it last heard of one.
         exit: With which code the agent ends.
     """
 
@@ -313,6 +316,8 @@ class HostState:
     notices: Mapping[str, float | None] = field(default_factory=dict)
     is_rejoining: bool = False
     last_step: int = 0
+    last_round: int = 0
+    request: JsonText | None = None
     exit: int | None = None
 
     @property

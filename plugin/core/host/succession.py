@@ -58,7 +58,6 @@ def underway(state: HostState, seen: Seen | None) -> Underway | None:
     return Underway(
         run=workers.run,
         round=current.number,
-        last_round=max(current.number, state.standby.number if state.standby else 0),
         workers=workers.placement.workers,
         degrees=workers.degrees,
         micro_batch_size=workers.micro_batch_size,
@@ -67,10 +66,12 @@ def underway(state: HostState, seen: Seen | None) -> Underway | None:
         is_proven=has_begun or not state.settings.is_elastic or current.is_unhooked,
         is_stepping=is_trained,
         is_hooked=not current.is_unhooked,
+        stop=current.stop,
         has_arrived=current.has_arrived,
         is_writing=current.may_write,
         is_sealed=current.has_sealed,
         is_failed=current.failure is not None or current.emergency is not None,
-        request=workers.request,
+        is_finished=current.has_finished,
+        request=state.request or workers.request,
         every=workers.snapshot_every if current.every is None else current.every,
     )

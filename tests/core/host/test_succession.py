@@ -3,12 +3,15 @@ the job can be changed again."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scalai.core import commands
-from scalai.core.host.events import Commanded
+from scalai.core.errors import UsageError
+from scalai.core.host.events import Commanded, GroupOver
 from scalai.core.membership import Phase
+from scalai.launch.coordinator.person_calls import Scale
 from support.simulated_workers import Clock, use_virtual_time
 from support.two_laws import World
 
@@ -166,3 +169,88 @@ def test_wherever_a_change_is_when_the_coordinator_dies_no_step_is_lost(
         assert (world.newest_whole() or 0) >= (newest or 0), why
     if every == 3:
         assert {Phase.RUNNING, Phase.BUILDING, Phase.STARTING, Phase.SNAPSHOTTING} <= phases
+
+
+def all_at_once(world: World, name: str, count: int = 60) -> None:
+    """Let one host do all that it can, alone."""
+    for _ in range(count):
+        for what in ("net", "work", "workers"):
+            world.act(name, what)
+
+
+def test_what_a_host_tells_before_the_round_is_adopted_is_heard_then(tmp_path: Path) -> None:
+    world = training(tmp_path)
+    world.replace_coordinator()
+    all_at_once(world, "a")
+    for name in "ab":
+        host = world.hosts[name]
+        number = host.agent.state.round.number  # type: ignore[union-attr]
+        host.agent.feed(GroupOver(number))
+        all_at_once(world, name)
+    world.go_on(30.0)
+    assert world.phase is Phase.ENDED and world.live.exit_code == 0, world.log[-5:]
+
+
+def test_a_job_whose_workers_have_all_finished_is_not_begun_again(tmp_path: Path) -> None:
+    world = training(tmp_path, flags=("--nnodes", "2", "--max-restarts", "0"))
+    started = list(world.started)
+    number = world.hosts["b"].agent.state.round.number  # type: ignore[union-attr]
+    world.hosts["b"].agent.feed(GroupOver(number))
+    world.kill("a", is_disk_lost=True)  # it has had its exit
+    world.replace_coordinator()
+    world.go_on(60.0)
+    assert world.phase is Phase.ENDED and world.live.exit_code == 0, world.log[-5:]
+    assert world.started == started
+
+
+def test_a_job_that_had_begun_anew_keeps_what_it_has_made_since(tmp_path: Path) -> None:
+    world = training(tmp_path, flags=("--nnodes", "1:4", "--fresh"), snapshot_every=7)
+    world.go_on(60.0)
+    newest = world.newest_whole()
+    assert newest is not None and newest > 1
+    world.replace_coordinator()
+    world.go_on(30.0)
+    assert world.phase is Phase.RUNNING and (world.newest_whole() or 0) >= newest
+    assert not any("gives up" in line for line in world.log), world.log
+    world.kill("a", is_disk_lost=False)
+    world.go_on(60.0)
+    assert world.is_training() and world.started[-1][1] is not None
+
+
+@pytest.mark.parametrize("acts", range(0, 60, 6))
+def test_a_job_of_fixed_size_without_restarts_outlives_its_coordinator(
+    tmp_path: Path, acts: int
+) -> None:
+    """At its first start, and at the stop of a change."""
+    world = World(tmp_path, flags=("--nnodes", "2", "--max-restarts", "0"))
+    for name in "ab":
+        world.add(name)
+    step_by_step(world, acts)
+    world.replace_coordinator()
+    world.go_on(90.0)
+    assert world.is_training(), world.log[-8:]
+    world.scale(2)
+    step_by_step(world, acts)
+    world.replace_coordinator()
+    world.go_on(150.0)
+    assert world.is_training(), world.log[-8:]
+
+
+def test_a_request_is_refused_until_it_is_known_what_runs(tmp_path: Path) -> None:
+    world = training(tmp_path)
+    world.replace_coordinator()
+    person: Any = None
+    with pytest.raises(UsageError, match="Ask again in a moment"):
+        world.desk.handle(person, Scale(2, None, None, dry_run=False))
+
+
+def test_a_request_that_workers_are_built_for_is_not_forgotten(tmp_path: Path) -> None:
+    world = training(tmp_path)
+    world.scale(2)
+    step_by_step(world, 6)
+    assert world.phase in (Phase.BUILDING, Phase.PREPARING)
+    built = world.live.state.last_round
+    world.replace_coordinator()
+    world.go_on(120.0)
+    assert world.is_training() and len(world._workers()) == 2
+    assert world.live.state.round > built, "no number of a round is used twice"
