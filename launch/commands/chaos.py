@@ -141,12 +141,15 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _ends_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that all is undone."""
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that all is undone; Ctrl-C does also
+    where whoever started this ignores it."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {n: signal.signal(n, interrupt) for n in (signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:
