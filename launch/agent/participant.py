@@ -1,7 +1,6 @@
 """An agent as a member of its job: what it opens, how it joins, and how it ends."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,7 +30,7 @@ from scalai.launch.agent.worker_group import WorkerGroups
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Join, StoreIdentity
 from scalai.launch.coordinator.discovery import Place
-from scalai.launch.coordinator.leases import LEASE_S, RENEW_S
+from scalai.launch.coordinator.leases import LEASE_S
 from scalai.launch.coordinator.succession import Succession
 from scalai.runtime.control import MAX_WORKERS
 from scalai.store.host import HostStore
@@ -220,8 +219,7 @@ def open_agent(
     with ExitStack() as opened:
         store = HostStore(spec.job, host, spec.store_dir, spec.store_budget_bytes)
         opened.callback(store.close)
-        with Folder.open(store.directory / "agent", make=True) as folder:
-            directory = folder.path
+        directory = _agent_folder(store)
         data = DataPlaneServer(store, place.token, interface)
         opened.callback(data.close)
         succession = Succession(spec, interface)
@@ -256,8 +254,7 @@ def open_agent(
         progress = ProgressWatch(host, agent, stacks, resize.stall_s)
         workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
         opened.callback(workers.close)
-        if succession.has_lease:
-            threading.Thread(target=_watch_lease, args=(succession, link), daemon=True).start()
+        succession.watch_while(lambda: link.silence_s is not None)
         served = Served(store, holdings, data, link, workers, performer)
         member = Participant(spec, agent, served, progress)
         member.enter()
@@ -272,6 +269,11 @@ def _patience_s(spec: JobSpec, place: Place, succession: Succession) -> float:
     if succession.has_lease:
         return min(most_s, LEASE_S)
     return min(most_s, REPLACE_SILENT_S) if place.is_here else most_s
+
+
+def _agent_folder(store: HostStore) -> Path:
+    with Folder.open(store.directory / "agent", make=True) as folder:
+        return folder.path
 
 
 def _check_slots(slots: int) -> None:
@@ -291,14 +293,6 @@ def _health_check(spec: JobSpec, host: str, feed: Callable[[events.Event], None]
     check = HealthCheck(probe.health_check, probe.health_timeout_s, variables, feed)
     check.start()
     return check
-
-
-def _watch_lease(succession: Succession, link: CoordinatorLink) -> None:
-    """Look at the lease while the coordinator is silent."""
-    while True:
-        time.sleep(RENEW_S)
-        if link.silence_s is not None:
-            succession.look()
 
 
 def _watch(

@@ -72,6 +72,14 @@ def add_parser(commands: Any) -> None:
         "--log", type=Path, action="append", default=[], metavar="FILE",
         help="an agent's log, where it is not the file that an agent here writes to",
     )  # fmt: skip
+    _add_judging(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the schedule alone")
+    parser.add_argument("--list", action="store_true", help="print the kinds of faults, and exit")
+    parser.set_defaults(run=run)
+
+
+def _add_judging(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that compare a run with one that nobody interrupted."""
     parser.add_argument(
         "--losses", type=Path, metavar="FILE", help="what the job writes: JSON lines with its steps"
     )
@@ -92,9 +100,6 @@ def add_parser(commands: Any) -> None:
         "--judge", action="store_true",
         help="inject nothing: compare losses and final states with what --out has of a schedule",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="print the schedule alone")
-    parser.add_argument("--list", action="store_true", help="print the kinds of faults, and exit")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -209,7 +209,8 @@ def start_coordinator(
             return Place(*card, started=process, is_here=True)
         if process.poll() is not None:
             assert process.stdout is not None
-            why = process.stdout.read().decode().strip()
+            with process.stdout as said:
+                why = said.read().decode().strip()
             kinds = {kind.exit_code: kind for kind in (UsageError, RefusedError)}
             ended = f"the coordinator ended at once, with exit code {process.poll()}."
             raise kinds.get(process.returncode, PeerError)(why or ended)

@@ -13,6 +13,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from scalai.launch.coordinator.discovery import (
     one_at_a_time,
     start_coordinator,
 )
-from scalai.launch.coordinator.leases import LEASE_S, Watch, open_register
+from scalai.launch.coordinator.leases import LEASE_S, RENEW_S, Watch, open_register
 from scalai.runtime.calls import Channel
 
 SEARCH_S = 60.0
@@ -90,11 +91,21 @@ class Succession:
                 break
         raise PeerError(f"nobody takes its place within {self._search_s:.0f} s: {problem}")
 
-    def look(self) -> None:
-        """The coordinator is silent: does its lease still change?"""
-        if self._watch is not None:
-            with suppress(PeerError):
-                self._watch.look()
+    def watch_while(self, is_silent: Callable[[], bool]) -> None:
+        """Look, beside everything else, whether the lease changes while the coordinator is
+        silent."""
+        watch = self._watch
+        if watch is None:
+            return
+
+        def look() -> None:
+            while True:
+                time.sleep(RENEW_S)
+                if is_silent():
+                    with suppress(PeerError):
+                        watch.look()
+
+        threading.Thread(target=look, name="lease-watch", daemon=True).start()
 
     def _by_lease(self, watch: Watch, place: Place, term: int) -> Place | None:
         """Return who holds the lease, if that is another one and answers; claim it where nobody

@@ -36,6 +36,8 @@ from scalai.store.files import blocks, slices
 
 Row = tuple[Slot, Piece]
 
+SAID_S = 60.0
+"""A wait is said after so long, again and again."""
 NICE = 10
 """By how much the thread that copies gives way to those that train."""
 BLOCK_BYTES = 16 << 20
@@ -191,9 +193,9 @@ class AsyncSnapshots:
             return
         writing.waits_since = time.monotonic()
         with self._pause():
-            writing.copied.wait()
+            _await(writing.copied, "an update waits for the copy of a snapshot")
             if not writing.is_copied and not writing.is_given_up:
-                writing.ended.wait()
+                _await(writing.ended, "an update waits for a snapshot that has failed")
                 self._copy_here(writing)
 
     @property
@@ -211,7 +213,7 @@ class AsyncSnapshots:
         writing = self._present
         if writing is None or os.getpid() != self._process:
             return
-        writing.ended.wait()
+        _await(writing.ended, "the training waits for the end of a snapshot")
         if not writing.is_told and not writing.is_given_up:
             if not writing.is_copied:
                 self._copy_here(writing)
@@ -329,6 +331,15 @@ class AsyncSnapshots:
         reason = f"{str(error) or type(error).__name__} (before: {writing.failure or 'nothing'})"
         self._agent.call(RankUnwritten(self._rank, self._round, writing.step, reason))
         writing.is_copied = writing.is_told = True
+
+
+def _await(event: threading.Event, what: str) -> None:
+    """Wait for the thread, and say so every minute. Memory that is being copied may not change, so
+    nobody here can give up; the thread's calls have deadlines of their own, and a copy that hangs
+    is ended with its round, by the law of the job (``hang_s``)."""
+    began = time.monotonic()
+    while not event.wait(SAID_S):
+        log.warning("event=slow_snapshot since_s=%.0f: %s", time.monotonic() - began, what)
 
 
 def _give_way() -> None:

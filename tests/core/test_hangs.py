@@ -10,7 +10,8 @@ from scalai.core import membership as m
 from scalai.core.actions import Freeze, Say
 from scalai.core.events import Stalled
 from scalai.core.resize import advance
-from support.membership_simulation import Simulation, assign_all, job, rounds
+from support.membership_jobs import rounds
+from support.membership_simulation import Simulation, assign_all, job
 
 
 def trained(**settings: Any) -> Simulation:

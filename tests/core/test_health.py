@@ -3,7 +3,8 @@
 from scalai.core import actions, events
 from scalai.core import membership as m
 from scalai.core.membership import active
-from support.membership_simulation import Simulation, job, rounds
+from support.membership_jobs import rounds
+from support.membership_simulation import Simulation, job
 
 
 def checked(*healthy: str, **settings: object) -> Simulation:

@@ -14,7 +14,8 @@ from scalai.core import membership as m
 from scalai.core.resize import advance
 from scalai.core.spacing import FIRST_STEPS, KEPT, Measured, Spacing, is_noticeable
 from scalai.core.young_daly import MOST_STEPS
-from support.membership_simulation import Simulation, job, rounds
+from support.membership_jobs import rounds
+from support.membership_simulation import Simulation, job
 
 HOURS = 1000.0
 ANYTHING = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True))

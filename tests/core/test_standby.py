@@ -8,7 +8,8 @@ from scalai.core import actions, events
 from scalai.core import membership as m
 from scalai.core.membership import active
 from scalai.core.resize import advance
-from support.membership_simulation import Simulation, assign_all, rounds, two_hosts, until
+from support.membership_jobs import rounds, two_hosts, until
+from support.membership_simulation import Simulation, assign_all
 
 
 def building(**settings: object) -> Simulation:

@@ -7,7 +7,8 @@ import pytest
 from scalai.core import actions, events
 from scalai.core import membership as m
 from scalai.core.resize import advance
-from support.membership_simulation import Simulation, two_hosts, until
+from support.membership_jobs import two_hosts, until
+from support.membership_simulation import Simulation
 
 
 def starting() -> Simulation:

@@ -1,5 +1,6 @@
 """How an agent finds the coordinator that takes the place of one that is gone."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from scalai.core.errors import PeerError, UsageError
 from scalai.launch.config.endpoint import read_holder, write_card
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator import succession
+from scalai.launch.coordinator import discovery, succession
 from scalai.launch.coordinator.discovery import Place, job_directory, next_term
 from scalai.launch.coordinator.leases import Entry, FolderRegister
 from scalai.launch.coordinator.process import serve
@@ -123,3 +124,19 @@ def test_a_coordinator_by_hand_does_not_take_the_lease_of_one_that_lives(tmp_pat
         assert newest is not None and newest.term == 7
     finally:
         server.close()
+
+
+def test_who_succeeds_in_a_job_that_had_begun_anew_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next coordinator would give up what the job has made since."""
+    heard = tmp_path / "order.json"
+    text = f"import sys; open({str(heard)!r}, 'w').write(sys.stdin.read()); sys.exit(2)"
+    monkeypatch.setattr(discovery, "COORDINATOR", ["-c", text])
+    monkeypatch.setattr(succession, "SEARCH_S", 1.0)
+    spec = spec_of(tmp_path, "--fresh")
+    write_card(job_directory(spec), gone().address, TOKEN, 4)
+    with pytest.raises(PeerError):
+        Succession(spec, "127.0.0.1").find(gone(), 4, threading.Event())
+    order = json.loads(heard.read_text())
+    assert order["is_successor"] is True and order["term"] == 5

@@ -480,26 +480,3 @@ class Simulation(Known):
 def job(**settings: Any) -> m.Job:
     """Return a job as a coordinator makes it."""
     return m.Job(**{"assign": assign_all(), "max_hosts": 3, "settle_s": 1.0, **settings})
-
-
-def two_hosts(**settings: object) -> Simulation:
-    """Return a running job on hosts a and b, two slots each, whose start is stored."""
-    simulation = Simulation(job(**{"max_hosts": 2, **settings}))
-    simulation.join("a", 2)
-    simulation.join("b", 2)
-    simulation.settle()
-    simulation.snapshot()
-    simulation.settle()
-    assert simulation.job.phase is m.Phase.RUNNING
-    return simulation
-
-
-def rounds(simulation: Simulation) -> list[actions.StartRound]:
-    """Return the rounds so far, oldest first."""
-    return [action for action in simulation.logged if isinstance(action, actions.StartRound)]
-
-
-def until(simulation: Simulation, phase: m.Phase) -> None:
-    """Let the hosts answer until the job is in this phase."""
-    while simulation.job.phase is not phase:
-        simulation.answer(simulation.waiting()[0])
