@@ -25,13 +25,12 @@ from scalai.core.sources import Holder
 from scalai.core.worker_messages import ReadOrder, Source
 from scalai.launch.agent.data_plane import Peer
 from scalai.launch.agent.sources import Parts, ask_parts, ask_rank_states, first_part, own_part
-from scalai.launch.agent.unchanged import copy_unchanged
 from scalai.runtime.at_once import at_once
 from scalai.runtime.failpoints import reached
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from scalai.store.moves import Fetched, FetchList, fetch_lists, holders_of, read_orders
-from scalai.store.parts import Extras, fingerprints_of
+from scalai.store.parts import Extras
 
 FETCHED_AT_ONCE = 64
 """Hosts that are fetched from side by side, at most."""
@@ -281,10 +280,11 @@ def _fetch_all(
         return _Fetch([], None)
     number, others = listed.generation, {part.host: part for part in parts.others}
     pieces = concatenate([asked.pieces for asked in lists])
-    path, begins = store.stage(pieces)
+    staged = store.stage(pieces)
     fetched, first = [], 0
     for asked in lists:
-        fetched.append(Fetched(asked, path, begins[first : first + len(asked.pieces)]))
+        begins = staged.begins[first : first + len(asked.pieces)]
+        fetched.append(Fetched(asked, staged.path, begins))
         first += len(asked.pieces)
 
     def fetch(entry: Fetched) -> None:
@@ -300,25 +300,23 @@ def _fetch_all(
     version = listed.fingerprint_version
     try:
         stated = stated_fingerprints(lists, given) if is_replica else {}
-        copied = copy_unchanged(
-            store, number, version, pieces, stated, path, begins, lambda: arrived(0)
-        )
+        copied = store.copy_unchanged(number, version, staged, stated, lambda: arrived(0))
         left, due = _without(fetched, copied)
         expect(sum(int(entry.asked.pieces.size_bytes().sum()) for entry in due))
         if due:
             at_once(fetch, due, threads=min(len(due), FETCHED_AT_ONCE))
         found = np.zeros(len(pieces), np.uint64)
         found[list(copied)] = np.array(list(copied.values()), np.uint64)
-        found[left] = fingerprints_of(path, pieces.select(left), begins[left], version)
+        found[left] = staged.fingerprints(left, version)
         check_arrived(lists, given, found)
         reached("moved")
         store.adopt_empty(first_part(store.host, listed))
-        grown = store.extend(number, path, pieces, begins, extras, found)
+        grown = store.extend(number, staged, extras, found)
     except (ScalaiError, OSError):
-        store.unstage(path)
+        store.unstage(staged)
         raise
     except MemoryError as error:
-        store.unstage(path)
+        store.unstage(staged)
         raise MemoryShortError(
             f"the agent's memory ran out while it fetched {len(pieces)} pieces of generation "
             f"{number} from {len(lists)} hosts. Let it have more (`ulimit -d -v`, the limit of "

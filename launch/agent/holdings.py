@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from scalai.core import events, reports
-from scalai.core.collection import Collection
 from scalai.core.commands import Ending
 from scalai.core.errors import ScalaiError
-from scalai.core.replica_memory import held_together
 from scalai.launch.agent.archiver import Archiver
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.durable import attach_durable, numbers, set_aside, write_finished
@@ -62,17 +60,9 @@ class Holdings:
         self._folder = None if folder is None else folder / spec.job
         self.archiver = Archiver(store, self._folder, tell, put)
         self._is_fresh = spec.is_fresh
-        self._has_replicas = bool(spec.replicas)
         self._keeps = True
         self.last_step = 0
         """The last step of this host's workers that have come to the end of their script."""
-
-    def tell_held(self, round: int, held: Mapping[int, Collection]) -> None:
-        """Report what the workers of a round hold, by global rank, and what room the store has:
-        the coordinator knows then what replicas take."""
-        if self._has_replicas:
-            rows = held_together(list(held.values()))
-            self._tell(reports.Holding(round, rows, self._store.most_bytes()))
 
     def found(self) -> "Found":
         """Attach what the durable directory shows, and return what this host brings to the job."""

@@ -283,7 +283,12 @@ def _check_slots(slots: int) -> None:
 
 def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> HostState:
     """Return what the law knows of a host that has no workers yet."""
-    settings = Settings(host, spec.is_elastic, spec.config.resize.drain_timeout_s)
+    settings = Settings(
+        host,
+        spec.is_elastic,
+        spec.config.resize.drain_timeout_s,
+        has_replicas=bool(spec.replicas),
+    )
     return HostState(settings, slots, time.monotonic(), performer.generations())
 
 

@@ -21,7 +21,7 @@ from scalai.core.host.actions import Action, Level
 from scalai.core.host.events import Event, GroupOver, Seen
 from scalai.core.host.state import Call, Round, Want
 from scalai.core.messages import JsonText
-from scalai.core.reports import Report
+from scalai.core.reports import Holding, Report
 from scalai.core.worker_messages import Welcome
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.fetch import Moving, Restore, prepare_restore
@@ -269,7 +269,7 @@ class Performer:
             case actions.Replicate(command):
                 self._replicate(command)
             case actions.TellHeld(round, held):
-                holdings.tell_held(round, held)
+                self._hands.tell(Holding(round, held, self._store.most_bytes()))
             case _:
                 raise AssertionError(f"nobody carries out {action!r}")
         return ()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import Collection, Columns
+from scalai.core.collection import Collection
 from scalai.core.errors import StoreError
 from scalai.core.jsonable import Json
 from scalai.store.archive import Archive, write_hidden
@@ -30,10 +30,10 @@ from scalai.store.manifest import (
 from scalai.store.parts import (
     FETCHED,
     Extras,
+    Staged,
     StoredRows,
     empty_part,
     extended,
-    fingerprints_of,
     proven_only,
 )
 from scalai.store.places import MANIFEST, generation_name
@@ -131,10 +131,8 @@ class HeldGenerations:
         if generation not in self._readers:
             self._folders.recycle(dropped)
 
-    def stage(self, pieces: Collection) -> tuple[Path, Columns]:
-        """Make a file for pieces of other hosts, its pages faulted in.
-
-        Returns the file and the byte offset of each piece, [rows]. Raises ``StoreError`` where
+    def stage(self, pieces: Collection) -> Staged:
+        """Make a file for pieces of other hosts, its pages faulted in. Raises ``StoreError`` where
         there is no room."""
         layout = lay_out(pieces, {"format": "scalai"})
         with self._folders.makings.begin(is_snapshot=False) as making:
@@ -144,11 +142,11 @@ class HeldGenerations:
             except (OSError, StoreError):
                 self._folders.recycle(path.parent)
                 raise
-        return path, layout.begin
+        return Staged(path, pieces, layout.begin)
 
-    def unstage(self, path: Path) -> None:
+    def unstage(self, staged: Staged) -> None:
         """Give back a file of ``stage``."""
-        self._folders.recycle(path.parent)
+        self._folders.recycle(staged.path.parent)
 
     def adopt_empty(self, like: HostManifest) -> None:
         """Take part in a generation of which this host has nothing yet, so that it can be extended.
@@ -241,9 +239,7 @@ class HeldGenerations:
     def extend(
         self,
         generation: int,
-        path: Path,
-        pieces: Collection,
-        begins: Columns,
+        staged: Staged,
         extras: Extras | None = None,
         fingerprints: npt.NDArray[np.uint64] | None = None,
     ) -> HostManifest:
@@ -254,24 +250,23 @@ class HeldGenerations:
 
         Args:
             generation: It is committed here, or ``adopt_empty`` was called.
-            path: The file of ``stage``, filled. It becomes the last of the manifest's files.
-            pieces: What it holds.
-            begins: Where each piece lies in it, in bytes, [rows].
-            beside: What goes with the pieces, where they come from other hosts.
+            staged: The file, filled. It becomes the last of the manifest's files.
+            extras: What goes with the pieces, where they come from other hosts.
             fingerprints: Of each piece, [rows], of the generation's version, where they were
                 computed already.
 
         Raises:
             StoreError: The generation is not committed here.
         """
+        path, pieces = staged.path, staged.pieces
         if fingerprints is None:
             version = self.manifest(generation).fingerprint_version
-            fingerprints = fingerprints_of(path, pieces, begins, version)
+            fingerprints = staged.fingerprints(np.arange(len(pieces)), version)
         with self._mutex:
             directory, own = self.generation_directory(generation), self.manifest(generation)
             name = _free_name(directory, path.parent.name)
             file = StoredFile(name, path.stat().st_size)
-            grown = extended(own, file, pieces, begins, fingerprints, extras)
+            grown = extended(own, file, pieces, staged.begins, fingerprints, extras)
             # A file that no manifest names yet does no harm if this ends here.
             os.rename(path, directory / file.name)
             try:

@@ -29,6 +29,19 @@ FETCHED = "fetched"
 """In the names of files whose pieces came from other hosts."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Staged:
+    """A file for pieces of other hosts: each lies row-major at its byte of ``begins`` [rows]."""
+
+    path: Path
+    pieces: Collection
+    begins: Columns
+
+    def fingerprints(self, rows: npt.NDArray[np.int64], version: int) -> npt.NDArray[np.uint64]:
+        """Return the fingerprints of these rows, which lie there, [rows]; of this version."""
+        return fingerprints_of(self.path, self.pieces.select(rows), self.begins[rows], version)
+
+
 class StoredRows:
     """Read-only views of the pieces of one host's part. The files are mapped once, when it is made.
 
@@ -162,6 +175,28 @@ def piece_keys(collection: Collection) -> list[tuple[str, bytes, bytes]]:
         (name, offset.tobytes(), shape.tobytes())
         for name, (offset, shape) in zip(names, boxes, strict=True)
     ]
+
+
+def unchanged(
+    manifest: HostManifest, pieces: Collection, stated: Mapping[int, int]
+) -> dict[int, int]:
+    """Return in which row of a manifest each of these pieces is with the fingerprint that is
+    ``stated`` of it, by its own row; rows that are nowhere are not in it."""
+    held = {
+        (*key, value): row
+        for row, (key, value) in enumerate(
+            zip(piece_keys(manifest.collection), manifest.fingerprint.tolist(), strict=True)
+        )
+    }
+    found = {}
+    for row, key in enumerate(piece_keys(pieces)):
+        source = held.get((*key, stated[row])) if row in stated else None
+        if source is None:
+            continue
+        number = int(manifest.collection.tensor[source])
+        if manifest.collection.tensors[number] == pieces.tensors[int(pieces.tensor[row])]:
+            found[row] = source
+    return found
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -96,8 +96,8 @@ def test_a_host_restores_from_itself_and_from_others(open_store: Opener, degree:
         planned = plan(holders_of(parts), targets, ["a", "c"])
         fetched = []
         for asked in fetch_lists(planned, parts, host):
-            path, begins = store.stage(asked.pieces)
-            fetched.append(Fetched(asked, path, begins))
+            staged = store.stage(asked.pieces)
+            fetched.append(Fetched(asked, staged.path, staged.begins))
         assert [entry.asked.host for entry in fetched] == (["b"] if host == "a" else ["a", "b"])
         fetch_all(store, fetched, servers)
         own = {"a": store.generation_directory(1)} if host == "a" else {}
@@ -119,11 +119,11 @@ def test_what_was_fetched_outlives_its_host(open_store: Opener) -> None:
     targets = [Holder("a", collection_of(wanted_rows(new)), 0)]
     planned = plan(holders_of(parts), targets)
     [asked] = fetch_lists(planned, parts, "a")
-    path, begins = stores["a"].stage(asked.pieces)
+    staged = stores["a"].stage(asked.pieces)
     with DataPlaneServer(stores["b"], TOKEN) as server:
-        fetch_all(stores["a"], [Fetched(asked, path, begins)], {"b": server})
+        fetch_all(stores["a"], [Fetched(asked, staged.path, staged.begins)], {"b": server})
     extras = Extras(generation.scalars, {"tp1": 1}, (1,), None)
-    grown = stores["a"].extend(1, path, asked.pieces, begins, extras)
+    grown = stores["a"].extend(1, staged, extras)
     stores["b"].remove()
     stores["a"].close()
     again = open_store(host="a")

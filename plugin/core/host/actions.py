@@ -265,11 +265,11 @@ class Replicate:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TellHeld:
-    """Report what the workers of a round hold, by global rank, and what room the store has, where
-    replicas are to be kept."""
+    """Report what the workers of a round hold together, and what room the store has: the
+    coordinator knows then what replicas take."""
 
     round: int
-    held: Mapping[int, Collection]
+    held: Collection
 
 
 @dataclass(frozen=True, slots=True)

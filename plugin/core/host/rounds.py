@@ -13,6 +13,7 @@ from scalai.core.host.actions import Level
 from scalai.core.host.events import Fetched, GroupOver
 from scalai.core.host.state import Call, Published, Round, Want
 from scalai.core.host.step import Step
+from scalai.core.source_list import held_together
 from scalai.core.worker_messages import Publish, RankRestored, RankStepped
 
 ENDED = "this round of workers has ended."
@@ -205,7 +206,9 @@ def _begin_restore(step: Step) -> None:
     current = step.present()
     tables = [entry.held.tensors for entry in current.published.values()]
     names = sorted({tensor.name for table in tables for tensor in table})
-    step.do(actions.TellHeld(current.number, current.held()))  # before the coordinator counts it
+    if step.state.settings.has_replicas:
+        held = held_together(list(current.held().values()))
+        step.do(actions.TellHeld(current.number, held))  # before the coordinator counts it
     step.tell(reports.Published(current.number, tuple(names)))
     if current.is_restoring:
         assert isinstance(current.command, commands.Start)

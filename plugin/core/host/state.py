@@ -269,12 +269,14 @@ class HeldStop:
 class Settings:
     """What does not change while the agent lives. ``drain_timeout_s`` is how long workers may take
     to write once they may, and the host to leave; ``exit_grace_s`` how long workers that have
-    written may take to leave by themselves."""
+    written may take to leave by themselves; ``has_replicas`` whether hosts keep replicas for each
+    other."""
 
     host: str
     is_elastic: bool
     drain_timeout_s: float
     exit_grace_s: float = 10.0
+    has_replicas: bool = True
 
 
 @dataclass(frozen=True, eq=False, slots=True)
