@@ -41,6 +41,8 @@ from scalai.store.secure import open_below
 
 JOIN_TIMEOUT_S = 60.0
 COORDINATOR = ("-m", "scalai.launch.coordinator.process")
+OF_AN_AGENT = {"SCALAI_AGENT", "SCALAI_AGENT_PID", "SCALAI_PRELOAD"}
+"""Variables that an agent has for what it starts itself: a coordinator is not one of its own."""
 LOCK = "coordinator.lock"
 LOCK_TIMEOUT_S = 2 * JOIN_TIMEOUT_S
 """Who holds the lock waits at most so long for the coordinator that it starts, and then some."""
@@ -195,6 +197,7 @@ def start_coordinator(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name not in OF_AN_AGENT},
         )
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it has ended: below it is asked why
