@@ -99,6 +99,7 @@ class Participant:
             underway=self._underway(),
             last_round=state.last_round,
             term=served.link.term,
+            remembered=state.remembered,
         )
 
     def _underway(self) -> Underway | None:

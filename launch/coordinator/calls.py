@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from scalai.core.commands import Command, Exit
 from scalai.core.events import Stalled
-from scalai.core.messages import JsonText, Named, Request
+from scalai.core.messages import JsonText, Named, Request, Shared
+from scalai.core.remembered import Remembered
 from scalai.core.reports import Report
 from scalai.core.underway import Underway
 from scalai.launch.coordinator.person_calls import PersonCall
@@ -45,7 +46,8 @@ class Join(Request[Joined]):
     ``damaged`` are numbers of generations that it cannot read, with the reason (``UNNUMBERED``:
     what it had sealed). ``spec`` is the job as the agent's command line states it. ``underway``:
     the round that its workers are in, which another coordinator has begun; ``last_round``: the
-    highest number of a round, and ``term`` that of a coordinator, that it has heard of.
+    highest number of a round, and ``term`` that of a coordinator, that it has heard of;
+    ``remembered``: what it has kept of the job.
     """
 
     job: str
@@ -63,6 +65,7 @@ class Join(Request[Joined]):
     underway: Underway | None = None
     last_round: int = 0
     term: int = 0
+    remembered: Shared[Remembered] | None = None
 
 
 @dataclass(frozen=True, slots=True)

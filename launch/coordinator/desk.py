@@ -189,12 +189,20 @@ class Desk:
             case Status():
                 return JsonText.of(self._status())
             case Scale(nproc, nnodes, degrees, dry_run):
-                return JsonText.of(scale(self._live, nproc, nnodes, degrees, dry_run=dry_run))
+                answer = scale(self._live, nproc, nnodes, degrees, dry_run=dry_run)
+                return JsonText.of(answer if dry_run else self._kept_by_hosts(answer))
             case Resume(generation, dry_run):
                 return JsonText.of(resume(self._live, generation, dry_run=dry_run))
             case ReadSpec():
                 return JsonText.of(self._spec.to_json())
         return None
+
+    def _kept_by_hosts(self, answer: dict[str, Json]) -> dict[str, Json]:
+        """Return the answer to a person's request once it outlives this coordinator."""
+        if self._live.memory.wait_kept(self._patience.kept_s):
+            return answer
+        late = "; hosts have yet to hear of it: ask again if the coordinator is lost just now"
+        return {**answer, "reason": f"{answer['reason']}{late}"}
 
     def gone(self, peer: Peer) -> None:
         """A connection has ended."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from scalai.core.commands import Command, Exit
+from scalai.core.commands import Command, Exit, Remember
 from scalai.core.errors import ReplacedError, StaleError
 from scalai.core.events import Stalled
 from scalai.core.messages import Named
@@ -38,6 +38,10 @@ class Member:
         """Number of the last event that it told of."""
         self.ready: threading.Condition | None = None
         """Notified when commands wait; set by the members."""
+        self.kept = (0, 0)
+        """The order of what it keeps of the job (``Remembered``)."""
+        self.on_kept: threading.Condition | None = None
+        """Notified when it keeps something else; set by the members."""
         self.is_reported = False
         """Whether its silence was told of."""
         self.judge_again_s = 0.0
@@ -113,6 +117,11 @@ class Member:
         done, self._commands = self._commands[:count], self._commands[count:]
         self._received += len(done)
         self.is_dismissed |= any(isinstance(command, Exit) for command in done)
+        for command in done:
+            if isinstance(command, Remember):
+                self.kept = command.known.value.order
+                if self.on_kept is not None:
+                    self.on_kept.notify_all()
 
     def waiting(self, term: int, keep_s: float) -> Commands:
         """Return the commands that it has not said to have, and the number of the first, to be
@@ -133,6 +142,8 @@ class Members:
 
     def __init__(self, lock: "threading.RLock", term: int = 1) -> None:
         self._lock, self.term = lock, term
+        self.kept = threading.Condition(lock)
+        """Notified when an agent keeps something else of the job."""
         self._present: dict[str, Member] = {}
         self._released: dict[str, Member] = {}
         self._incarnations: set[tuple[str, str]] = set()
@@ -155,7 +166,7 @@ class Members:
 
     def add(self, host: str, agent: Member) -> None:
         """An agent takes part from now on."""
-        agent.ready = threading.Condition(self._lock)
+        agent.ready, agent.on_kept = threading.Condition(self._lock), self.kept
         self._present[host] = agent
         self._released.pop(host, None)
 

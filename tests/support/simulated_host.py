@@ -198,6 +198,7 @@ class SimulatedHost:
             JsonText.of(self.world.spec.to_json()),
             underway=underway(self.agent.state, self.hands.seen(self.agent.state.round)),
             last_round=self.agent.state.last_round,
+            remembered=self.agent.state.remembered,
         )  # fmt: skip
         try:
             self.world.desk.handle(self, travelled(request))  # type: ignore[arg-type]

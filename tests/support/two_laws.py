@@ -75,7 +75,7 @@ class World:
     def _open(self, *, is_successor: bool = False) -> None:
         """A coordinator begins, and knows nothing."""
         self.term = self.term + 1 if is_successor else 1
-        patience = Patience(poll_s=0.0)
+        patience = Patience(poll_s=0.0, kept_s=0.0)
         stores: Any = NoStores()
         self.desk = Desk(
             self.spec, "127.0.0.1", stores, self.log.append, patience, self.term,
