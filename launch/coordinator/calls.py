@@ -28,11 +28,13 @@ class StoreIdentity:
 @dataclass(frozen=True, slots=True)
 class Joined:
     """A host takes part: in which ``round`` the job is, and whether the host sets its durable
-    directory aside, because the job begins anew. ``term`` counts the coordinators of the job."""
+    directory aside, because the job begins anew. ``term`` counts the coordinators of the job. Where
+    pieces of its join are ``wanted``, by their places, it takes no part yet, and brings them."""
 
     round: int
     sets_aside: bool
     term: int
+    wanted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,18 @@ class Join(Request[Joined]):
     last_round: int = 0
     term: int = 0
     remembered: Shared[Remembered] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JoinBriefly(Request[Joined]):
+    """As ``Join``, whose bytes are the pieces of these ``digests``, in order; some are ``brought``
+    along, and of the others the coordinator says which it wants (``runtime.pieces``)."""
+
+    job: str
+    host: str
+    incarnation: str
+    digests: tuple[bytes, ...]
+    brought: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,5 +138,5 @@ class Farewell(Request[Exit | None]):
     incarnation: str
 
 
-AgentCall = Join | Poll | Tell | Bye | Farewell
+AgentCall = Join | JoinBriefly | Poll | Tell | Bye | Farewell
 CoordinatorRequest = AgentCall | PersonCall

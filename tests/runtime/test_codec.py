@@ -92,6 +92,7 @@ PARTS: list[Any] = [
     calls.Bye("j", "a", "i"),
     calls.Join("j", "a", "i", calls.StoreIdentity("b", 1, 2), 2, ("h", 1), (MANIFEST,), (), (),
                TEXT, remembered=Shared(KNOWN)),
+    calls.JoinBriefly("j", "a", "i", (b"x" * 16,), (b"y",)),
     *(calls.Tell("j", "a", "i", 1, Named(reports.Leaving())), calls.Farewell("j", "a", "i")),
     *(asked.Status("j"), asked.Scale(4, None, "tp2", True), asked.Resume(3, False)),
     asked.ReadSpec(),
