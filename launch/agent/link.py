@@ -122,6 +122,11 @@ class CoordinatorLink:
         return self._term
 
     @property
+    def place(self) -> Place:
+        """Where the coordinator is that this agent follows."""
+        return self._place
+
+    @property
     def silence_s(self) -> float | None:
         """For how long the coordinator has been silent, None where it is not."""
         return self._health.silence_s()
