@@ -5,6 +5,7 @@ A state is four tensors, whole on whoever holds them; the fingerprint of one tel
 """
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,8 @@ class World:
     """Whether snapshots on the way are written beside the training."""
     archive_every_s: float = 0.0
     """How often generations come to the disk that all hosts share; 0: it stays empty."""
+    has_checks: bool = False
+    """Whether hosts have a health check, which they pass before they run workers."""
     disk: SimulatedDisk = field(default_factory=SimulatedDisk)
     hosts: dict[str, SimulatedHost] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
@@ -86,6 +89,7 @@ class World:
 
         def checked(action: Any) -> None:
             self.check_start(action.generation)
+            self.check_health(action.assignment.active)
             self.started.append((action.round, action.generation))
             start(action)
 
@@ -120,6 +124,11 @@ class World:
         assert newest is None or (generation is not None and generation >= newest), (
             f"a round begins from {generation}, and generation {newest} is whole"
         )
+
+    def check_health(self, active: Iterable[str]) -> None:
+        """No host runs workers that has said that it is not healthy, and not otherwise since."""
+        sick = [name for name in active if name in self.hosts and self.hosts[name].is_known_sick]
+        assert not sick, f"{sick} have failed their health check, and are used again"
 
     def can_reach(self, name: str, generation: int) -> bool:
         """Whether a host's data plane gives out a generation."""
@@ -416,6 +425,7 @@ class World:
         self.save, self.disk.is_full = None, False
         for host in self.hosts.values():
             host.is_spoilt = host.is_silent = host.is_full = host.cannot_start = False
+            host.is_sick = False
             for group in host.hands._groups.values():
                 for worker in group.workers.values():
                     worker.is_hung = worker.is_late = False
