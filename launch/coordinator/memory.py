@@ -24,8 +24,8 @@ class Memory:
         self._members, self._sizing = members, sizing
         self._said: Shared[Remembered] | None = None
         self._of: tuple[Job, JsonText] | None = None
-        self._first: int | None = None
-        """The term in which this coordinator has said something first."""
+        self._terms = set[int]()
+        """Those in which this coordinator has said something: hosts may know of a later one."""
         self._heard = (0, 0)
 
     def look(self, job: Job) -> None:
@@ -37,7 +37,7 @@ class Memory:
         if self._of is not None and request == self._of[1] and is_as_before(job, self._of[0]):
             return
         self._of = job, request
-        self._first = self._first or self._members.term
+        self._terms.add(self._members.term)
         number = self._said.value.number + 1 if self._said is not None else 1
         self._said = Shared(remember(job, self._members.term, number, request))
         self._members.command(hosts, Remember(self._said))
@@ -51,7 +51,7 @@ class Memory:
         """A host brings what it has kept. Return that, unless it is of this coordinator. What
         persons had asked the one before for holds from then on, if they have asked this one for
         nothing yet."""
-        if self._first is not None and known.term >= self._first:
+        if known.term in self._terms:
             return None
         has_said = self._said is not None and self._said.value.order > known.order
         if not has_begun and not has_said and known.order > self._heard:

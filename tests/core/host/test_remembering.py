@@ -83,6 +83,26 @@ def test_a_request_outlives_several_coordinators_and_those_that_know_nothing(
     assert world.is_training() and len(world._workers()) == 2, world.log[-8:]
 
 
+def test_a_coordinator_that_knows_of_none_before_it_goes_by_what_a_late_host_has_kept(
+    tmp_path: Path,
+) -> None:
+    """It was started by hand, its machine has lost its card, and a new host is there first."""
+    world = training(tmp_path)
+    for _ in range(3):
+        world.replace_coordinator()
+        world.go_on(30.0)
+    world.scale(2)
+    world.go_on(60.0)
+    assert len(world._workers()) == 2 and world.term == 4
+    world._open()
+    world.add("c")
+    world.act("c", "net")
+    world.go_on(0.5)
+    world.go_on(120.0)
+    assert world.term == 1 and world.is_training(), world.log[-8:]
+    assert len(world._workers()) == 2, world.log[-8:]
+
+
 def test_a_crash_loop_gets_no_restarts_from_new_coordinators(tmp_path: Path) -> None:
     flags = ("--nnodes", "2", "--max-restarts", "2")
     world = training(tmp_path, flags=flags)
