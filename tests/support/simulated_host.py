@@ -45,6 +45,7 @@ class SimulatedHost:
         self.store: dict[int, HostManifest] = {}
         self.sealed: dict[str, HostManifest] = {}
         self.number = 0
+        self.incarnation = ""
         self.is_silent = self.is_full = self.cannot_start = False
         self.seconds: dict[str, float] = {}
         """What its workers tell of a snapshot."""
@@ -184,13 +185,11 @@ class SimulatedHost:
 
     # ------------------------------------------------------------------ the network
 
-    @property
-    def incarnation(self) -> str:
-        return f"{self.name}{self.number}"
-
     def enter_job(self) -> None:
         """Become part of the job, if it is taken in."""
         self.number += 1
+        self.world.joins += 1
+        self.incarnation = f"{self.name}{self.world.joins}"  # no other agent ever had it
         self.wants_to_join, self.reported, self.received = False, 0, 0
         self.unsent.clear()
         request = Join(

@@ -56,6 +56,8 @@ class World:
     """It ends with the next step, for all ranks alike."""
     happened: int = 0
     """Counts what the hosts have done."""
+    joins: int = 0
+    """Counts how often hosts have come."""
     term: int = 1
     """Counts the coordinators."""
     spec: JobSpec = field(init=False)
