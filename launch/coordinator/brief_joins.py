@@ -13,8 +13,12 @@ from scalai.runtime.pieces import DIGEST_BYTES, digest_of
 
 BRING_S = 3.0
 """How long an agent may take to bring what it was asked for, before others are asked too."""
-KEPT_BYTES = 1 << 28
+KEPT_BYTES = 1 << 26
 """So many bytes of pieces are kept: those that were named last."""
+
+NEVER = float("-inf")
+MOST_ASKED = 1 << 16
+"""Of more pieces it is forgotten who was asked for them in vain."""
 
 
 class BriefJoins:
@@ -66,10 +70,13 @@ class BriefJoins:
         while True:
             missing = [n for n, digest in enumerate(digests) if digest not in self._pieces]
             now = time.monotonic()
-            others = [self._asked_at.get(digests[n], 0.0) + BRING_S for n in missing]
-            if now >= deadline or max(others, default=0.0) <= now:
+            others = [self._asked_at.get(digests[n], NEVER) + BRING_S for n in missing]
+            if now >= deadline or max(others, default=NEVER) <= now:
                 break
             self._changed.wait(min(deadline, max(others)) - now)
+        if len(self._asked_at) > MOST_ASKED:  # of agents that have not come again
+            late = now - BRING_S
+            self._asked_at = {piece: at for piece, at in self._asked_at.items() if at > late}
         for place in missing:
             self._asked_at[digests[place]] = now
         return tuple(missing)

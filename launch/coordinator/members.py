@@ -40,8 +40,6 @@ class Member:
         """Notified when commands wait; set by the members."""
         self.kept = (0, 0)
         """The order of what it keeps of the job (``Remembered``)."""
-        self.on_kept: threading.Condition | None = None
-        """Notified when it keeps something else; set by the members."""
         self.is_reported = False
         """Whether its silence was told of."""
         self.judge_again_s = 0.0
@@ -120,8 +118,6 @@ class Member:
         for command in done:
             if isinstance(command, Remember):
                 self.kept = command.known.value.order
-                if self.on_kept is not None:
-                    self.on_kept.notify_all()
 
     def waiting(self, term: int, keep_s: float) -> Commands:
         """Return the commands that it has not said to have, and the number of the first, to be
@@ -142,8 +138,7 @@ class Members:
 
     def __init__(self, lock: "threading.RLock", term: int = 1) -> None:
         self._lock, self.term = lock, term
-        self.kept = threading.Condition(lock)
-        """Notified when an agent keeps something else of the job."""
+        self._pausing = threading.Condition(lock)
         self._present: dict[str, Member] = {}
         self._released: dict[str, Member] = {}
         self._incarnations: set[tuple[str, str]] = set()
@@ -166,7 +161,7 @@ class Members:
 
     def add(self, host: str, agent: Member) -> None:
         """An agent takes part from now on."""
-        agent.ready, agent.on_kept = threading.Condition(self._lock), self.kept
+        agent.ready = threading.Condition(self._lock)
         self._present[host] = agent
         self._released.pop(host, None)
 
@@ -223,6 +218,10 @@ class Members:
         """A connection has ended."""
         for agent in self._all():
             agent.unlinked(peer)
+
+    def pause(self, seconds: float) -> None:
+        """Let others have the lock for so long."""
+        self._pausing.wait(seconds)
 
     def excuse(self, seconds: float) -> None:
         """For so long nobody listened to any agent: that is not their silence."""

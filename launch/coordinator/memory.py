@@ -11,6 +11,9 @@ from scalai.core.remembering import is_as_before, remember
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.sizing import Sizing
 
+LOOK_S = 0.05
+"""How often it is looked whether hosts keep what was said."""
+
 
 class Memory:
     """Whoever calls holds the lock of the members.
@@ -31,16 +34,16 @@ class Memory:
     def look(self, job: Job) -> None:
         """Say what the job remembers from now on, where that is something new. Before it is known
         what hosts have kept, nothing is said that would replace it."""
-        hosts, request = self._members.hosts(), self._sizing.request
-        if job.taking_over is not None or job.phase is Phase.ENDED or not hosts:
+        if job.taking_over is not None or job.phase is Phase.ENDED or not len(self._members):
             return
+        request = self._sizing.request
         if self._of is not None and request == self._of[1] and is_as_before(job, self._of[0]):
             return
         self._of = job, request
         self._terms.add(self._members.term)
         number = self._said.value.number + 1 if self._said is not None else 1
         self._said = Shared(remember(job, self._members.term, number, request))
-        self._members.command(hosts, Remember(self._said))
+        self._members.command(self._members.hosts(), Remember(self._said))
 
     def tell(self, host: str) -> None:
         """A host has come."""
@@ -64,10 +67,9 @@ class Memory:
         do."""
         deadline = time.monotonic() + longest_s
         while not self._is_kept():
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            if time.monotonic() >= deadline:
                 return False
-            self._members.kept.wait(left_s)
+            self._members.pause(LOOK_S)
         return True
 
     def _is_kept(self) -> bool:

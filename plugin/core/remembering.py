@@ -20,15 +20,13 @@ def is_as_before(job: Job, before: Job) -> bool:
         and job.counted_round == before.counted_round
         and job.tries == before.tries
         and (job.ran is before.ran or job.ran == before.ran)
-        and (job.failed is before.failed or job.failed == before.failed)
         and job.archived == before.archived
+        and _failed(job) == _failed(before)
     )
 
 
 def remember(job: Job, term: int, number: int, request: JsonText) -> Remembered:
     """Return what hosts are to keep of a job."""
-    there = {(host.name, host.order) for host in job.hosts.values()}
-    failed = [each for each in job.failed if each.members <= there][-MOST_FAILED:]
     return Remembered(
         term=term,
         number=number,
@@ -38,9 +36,24 @@ def remember(job: Job, term: int, number: int, request: JsonText) -> Remembered:
         counted_round=job.counted_round,
         tries=job.tries,
         ran=None if job.ran is None else _run(job.ran),
-        failed=tuple(FailedRun(_run(each.assignment), each.reason) for each in failed),
+        failed=_failed(job)[-MOST_FAILED:],
         archived=job.archived,
     )
+
+
+def _failed(job: Job) -> tuple[FailedRun, ...]:
+    """Return the changes that are not tried again as things are, and those that had failed before
+    on hosts of which some have yet to come."""
+    if not job.failed and job.recalled is None:
+        return ()
+    there = {(host.name, host.order) for host in job.hosts.values()}
+    awaited = []
+    for each in job.recalled.failed if job.recalled is not None else ():
+        members = {name for name, count in each.run.workers if count}
+        if members - job.hosts.keys() and members & job.hosts.keys() <= job.keepers:
+            awaited.append(each)
+    known = (f for f in job.failed if f.members <= there)
+    return (*awaited, *(FailedRun(_run(each.assignment), each.reason) for each in known))
 
 
 def keep(job: Job, host: str, kept: Remembered | None) -> Job:

@@ -171,6 +171,7 @@ class World:
             return
         self.desk.gone(host)  # type: ignore[arg-type]
         if is_disk_lost:
+            self._end_ghosts([name])  # all of its processes are gone with the machine
             del self.hosts[name]
             return
         store, sealed, number = host.store, host.sealed, host.number
@@ -202,6 +203,12 @@ class World:
         for ghost in self.ghosts:
             if ghost.agent.exit is None and ghost.is_in:
                 ghost.exchange()
+
+    def _end_ghosts(self, names: list[str]) -> None:
+        """Agents of these hosts that were replaced end, and their connections with them."""
+        for ghost in [ghost for ghost in self.ghosts if ghost.name in names]:
+            self.desk.gone(ghost)  # type: ignore[arg-type]
+            self.ghosts.remove(ghost)
 
     def cut(self, name: str) -> None:
         """A host's connections break; it makes new ones when it next calls."""
@@ -423,7 +430,7 @@ class World:
 
     def heal(self) -> None:
         """Faults stop: what hung goes on, who was silent speaks, who had no room has."""
-        self.ghosts.clear()
+        self._end_ghosts([ghost.name for ghost in self.ghosts])
         self.save, self.disk.is_full = None, False
         for host in self.hosts.values():
             host.is_spoilt = host.is_silent = host.is_full = host.cannot_start = False

@@ -243,6 +243,15 @@ def test_a_host_that_comes_at_once_without_its_disk_is_another_agent(tmp_path: P
         assert world.is_training() and len(world.live.state.current.active) == 2, world.log
 
 
+def test_an_agent_that_was_paused_is_gone_with_its_machine(tmp_path: Path) -> None:
+    world = two_hosts(tmp_path)
+    world.replace("a")
+    world.wake_ghosts()
+    world.kill("a", is_disk_lost=True)
+    world.go_on(120.0)
+    assert world.is_training() and world.live.state.current.active == ("b",), world.log
+
+
 def test_a_save_that_is_in_flight_puts_a_change_off(tmp_path: Path) -> None:
     world = two_hosts(tmp_path)
     world.begin_save()

@@ -165,6 +165,33 @@ def test_it_is_tried_again_where_the_agent_of_its_host_is_a_new_one(tmp_path: Pa
     assert world.is_training() and len(world.live.state.current.active) == 3, world.log[-8:]
 
 
+def test_so_it_is_where_the_agent_was_new_just_before_the_coordinator_was_lost(
+    tmp_path: Path,
+) -> None:
+    world = failed_change(tmp_path)
+    world.kill("c", is_disk_lost=False)
+    world.go_on(0.5)
+    world.act("c", "net")
+    all_hear(world)
+    world.replace_coordinator()
+    world.go_on(200.0)
+    assert world.is_training() and len(world.live.state.current.active) == 3, world.log[-8:]
+
+
+def test_what_has_failed_is_known_though_its_host_comes_to_the_second_coordinator_only(
+    tmp_path: Path,
+) -> None:
+    world = failed_change(tmp_path)
+    started = list(world.started)
+    world.hosts["c"].is_silent = True
+    for _ in range(2):
+        world.replace_coordinator()
+        world.go_on(20.0)
+    world.hosts["c"].is_silent = False
+    world.go_on(120.0)
+    assert world.is_training() and world.started == started, world.log[-8:]
+
+
 def test_a_change_that_fails_under_a_new_coordinator_goes_back_to_what_ran(tmp_path: Path) -> None:
     world = training(tmp_path)
     left = world.live.state.failures_left
