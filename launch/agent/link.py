@@ -24,10 +24,11 @@ from scalai.core.errors import (
     StaleError,
 )
 from scalai.core.events import Stalled
-from scalai.core.messages import Named
+from scalai.core.messages import Named, Request
 from scalai.core.reports import Report
 from scalai.launch.agent.coordinator_line import Health, Line, Waits
 from scalai.launch.agent.current_round import CurrentRound
+from scalai.launch.agent.joining import join
 from scalai.launch.coordinator.calls import (
     Bye,
     Farewell,
@@ -121,6 +122,11 @@ class CoordinatorLink:
         return self._term
 
     @property
+    def place(self) -> Place:
+        """Where the coordinator is that this agent follows."""
+        return self._place
+
+    @property
     def silence_s(self) -> float | None:
         """For how long the coordinator has been silent, None where it is not."""
         return self._health.silence_s()
@@ -137,9 +143,8 @@ class CoordinatorLink:
         member, request = self._member, brings(self._member.incarnation)
         began = time.monotonic()
         while True:
-            member.calls.allow(self._waits.join_s)
             try:
-                answer = member.calls.try_call(request)
+                answer = join(partial(self._ask, member, member.calls.try_call), request)
                 break
             except SilentError:  # of many that come at once it takes some in later; twice is once
                 if time.monotonic() - began > self._waits.knock_s:
@@ -153,15 +158,25 @@ class CoordinatorLink:
         member = self._member = self._new_member()
         request = brings(member.incarnation)
 
-        def join() -> None:
+        def come() -> None:
             if member.is_over.wait(REJOIN_S):
                 return
-            member.calls.allow(self._waits.join_s)
-            self._term = max(self._term, member.calls.call(request).term)
+            answer = join(partial(self._ask, member, member.calls.call), request)
+            self._term = max(self._term, answer.term)
             self._taken_in = member.incarnation
             self._put(joined)
 
-        threading.Thread(target=self._run, args=(member, join), name="rejoin", daemon=True).start()
+        threading.Thread(target=self._run, args=(member, come), name="rejoin", daemon=True).start()
+
+    def _ask(
+        self,
+        member: _Membership,
+        call: Callable[[Request[Joined]], Joined],
+        request: Request[Joined],
+    ) -> Joined:
+        """Call the coordinator about a join, which may take its time."""
+        member.calls.allow(self._waits.join_s)
+        return call(request)
 
     def tell(self, report: Report) -> None:
         """Report to the coordinator. Returns at once; reports arrive in this order."""

@@ -1,6 +1,7 @@
 """An agent as a member of its job: what it opens, how it joins, and how it ends."""
 
 import logging
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from scalai.core.host.succession import underway
 from scalai.core.messages import JsonText
 from scalai.core.underway import Underway
 from scalai.launch.agent.background import Background
+from scalai.launch.agent.caretaker import say_ahead
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.health import HealthCheck
 from scalai.launch.agent.holdings import Holdings
@@ -99,6 +101,7 @@ class Participant:
             underway=self._underway(),
             last_round=state.last_round,
             term=served.link.term,
+            remembered=state.remembered,
         )
 
     def _underway(self) -> Underway | None:
@@ -108,8 +111,15 @@ class Participant:
             return None
         return underway(state, self._served.performer.seen(state.round))
 
+    @property
+    def started(self) -> "subprocess.Popen[bytes] | None":
+        """The process of the coordinator that this agent follows, where it has started that."""
+        return self._served.link.place.started
+
     def replaced(self) -> None:
         """Another coordinator has taken the place of one that is gone; in the loop."""
+        if self.started is not None:
+            say_ahead(self._spec)
         self._agent.feed(events.CoordinatorReplaced())
 
     def expelled(self, error: PeerError) -> None:

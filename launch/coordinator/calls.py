@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from scalai.core.commands import Command, Exit
 from scalai.core.events import Stalled
-from scalai.core.messages import JsonText, Named, Request
+from scalai.core.messages import JsonText, Named, Request, Shared
+from scalai.core.remembered import Remembered
 from scalai.core.reports import Report
 from scalai.core.underway import Underway
 from scalai.launch.coordinator.person_calls import PersonCall
@@ -27,11 +28,13 @@ class StoreIdentity:
 @dataclass(frozen=True, slots=True)
 class Joined:
     """A host takes part: in which ``round`` the job is, and whether the host sets its durable
-    directory aside, because the job begins anew. ``term`` counts the coordinators of the job."""
+    directory aside, because the job begins anew. ``term`` counts the coordinators of the job. Where
+    pieces of its join are ``wanted``, by their places, it takes no part yet, and brings them."""
 
     round: int
     sets_aside: bool
     term: int
+    wanted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,8 @@ class Join(Request[Joined]):
     ``damaged`` are numbers of generations that it cannot read, with the reason (``UNNUMBERED``:
     what it had sealed). ``spec`` is the job as the agent's command line states it. ``underway``:
     the round that its workers are in, which another coordinator has begun; ``last_round``: the
-    highest number of a round, and ``term`` that of a coordinator, that it has heard of.
+    highest number of a round, and ``term`` that of a coordinator, that it has heard of;
+    ``remembered``: what it has kept of the job.
     """
 
     job: str
@@ -63,6 +67,19 @@ class Join(Request[Joined]):
     underway: Underway | None = None
     last_round: int = 0
     term: int = 0
+    remembered: Shared[Remembered] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JoinBriefly(Request[Joined]):
+    """As ``Join``, whose bytes are the pieces of these ``digests``, in order; some are ``brought``
+    along, and of the others the coordinator says which it wants (``runtime.pieces``)."""
+
+    job: str
+    host: str
+    incarnation: str
+    digests: tuple[bytes, ...]
+    brought: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,5 +138,5 @@ class Farewell(Request[Exit | None]):
     incarnation: str
 
 
-AgentCall = Join | Poll | Tell | Bye | Farewell
+AgentCall = Join | JoinBriefly | Poll | Tell | Bye | Farewell
 CoordinatorRequest = AgentCall | PersonCall

@@ -20,6 +20,7 @@ from scalai.core.reports import Attached, Doubted, Grown, Report, Sealed
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.admission import Admission
 from scalai.launch.coordinator.agent_events import AgentEvents, Manifests
+from scalai.launch.coordinator.brief_joins import BriefJoins
 from scalai.launch.coordinator.calls import (
     AgentCall,
     Bye,
@@ -27,6 +28,7 @@ from scalai.launch.coordinator.calls import (
     CoordinatorRequest,
     Farewell,
     Join,
+    JoinBriefly,
     Joined,
     Poll,
     Tell,
@@ -84,6 +86,7 @@ class Desk:
         self._losses = Losses(self._live, patience, TICK_S)
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
         """Reports that wait until the coordinator knows of the round under way."""
+        self._brief_joins = BriefJoins()
         self._host_lists: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._named: dict[tuple[Json, ...], list[Json]] = {}
         """Lists of hosts that parts name: all of a generation name the same, and one is kept."""
@@ -119,6 +122,11 @@ class Desk:
             return self._handle(peer, request)
 
     def _handle(self, peer: Peer, request: CoordinatorRequest) -> object:
+        if isinstance(request, JoinBriefly):  # without the lock: it waits for other agents
+            found = self._brief_joins.read(request)
+            if isinstance(found, tuple):
+                return Joined(0, sets_aside=False, term=self._live.members.term, wanted=found)
+            request = found
         if isinstance(request, Join) and request.underway is None:  # else its workers have met
             self._stores.wait_ready()  # without the lock, so that it holds up nobody else
         manifests = self._read(request)  # likewise
@@ -168,7 +176,7 @@ class Desk:
     def _of_another_job(self, request: CoordinatorRequest) -> ScalaiError:
         """Return why a call that is meant for another job is refused; an agent of that joins
         anew, and is refused for good."""
-        is_member = isinstance(request, AgentCall) and not isinstance(request, Join)
+        is_member = isinstance(request, AgentCall) and not isinstance(request, Join | JoinBriefly)
         return (StaleError if is_member else UsageError)(
             f"job {request.job!r} is called, and the coordinator of job {self._spec.job!r} listens "
             "here. Look for that of the other: it may have ended."
@@ -189,12 +197,20 @@ class Desk:
             case Status():
                 return JsonText.of(self._status())
             case Scale(nproc, nnodes, degrees, dry_run):
-                return JsonText.of(scale(self._live, nproc, nnodes, degrees, dry_run=dry_run))
+                answer = scale(self._live, nproc, nnodes, degrees, dry_run=dry_run)
+                return JsonText.of(answer if dry_run else self._kept_by_hosts(answer))
             case Resume(generation, dry_run):
                 return JsonText.of(resume(self._live, generation, dry_run=dry_run))
             case ReadSpec():
                 return JsonText.of(self._spec.to_json())
         return None
+
+    def _kept_by_hosts(self, answer: dict[str, Json]) -> dict[str, Json]:
+        """Return the answer to a person's request once it outlives this coordinator."""
+        if self._live.memory.wait_kept(self._patience.kept_s):
+            return answer
+        late = "; hosts have yet to hear of it: ask again if the coordinator is lost just now"
+        return {**answer, "reason": f"{answer['reason']}{late}"}
 
     def gone(self, peer: Peer) -> None:
         """A connection has ended."""

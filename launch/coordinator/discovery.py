@@ -125,7 +125,7 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
             if card is not None:
                 _refuse_other_tls(spec, folder)
                 return Place(*card, is_here=True)
-            return start_coordinator(spec, folder, endpoint, token)
+            return _start_first(spec, folder, endpoint, token)
     if token is None:
         raise UsageError(
             f"the coordinator {endpoint} is on another host; set {TOKEN_VARIABLE} to the same "
@@ -150,6 +150,26 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
                     "host, or `scalai coordinator` there."
                 ) from error
             time.sleep(0.2)
+
+
+def _start_first(spec: JobSpec, folder: Path, endpoint: str | None, token: str | None) -> Place:
+    """Start a coordinator, or return the one that another agent has started meanwhile: of two at
+    one moment one alone gets the lease."""
+    register = open_register(spec.options.coordinator_lease, spec.job)
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while True:
+        before = register.newest() if register is not None else None
+        try:
+            return start_coordinator(spec, folder, endpoint, token)
+        except (UsageError, PeerError) as error:
+            now = register.newest() if register is not None else None
+            is_lost = now is not None and now.term > (before.term if before else 0)
+            if register is None or not is_lost or time.monotonic() > deadline:
+                raise
+            log.info("event=waiting another coordinator has claimed the lease: %s", error)
+            found = lease_holder(register, endpoint, token)
+        if found is not None:
+            return found
 
 
 def lease_holder(register: Register, endpoint: str | None, token: str | None) -> Place | None:

@@ -21,6 +21,7 @@ from scalai.launch.coordinator.first_state import first_state
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.judging import judge_rescue, judge_snapshot, judge_stop
 from scalai.launch.coordinator.members import Members
+from scalai.launch.coordinator.memory import Memory
 from scalai.launch.coordinator.orders import command_of
 from scalai.launch.coordinator.proving import Answers, doubted, prove
 from scalai.launch.coordinator.recoveries import Recoveries
@@ -79,6 +80,7 @@ class LiveJob:
         self._degrees_before: str | None = None
         self.sizing = Sizing(spec)
         self.members = Members(lock, term)
+        self.memory = Memory(self.members, self.sizing)
         self.generations = Generations()
         self.recoveries = Recoveries(self.generations)
         self.timeline = Timeline(spec.report_dir, self.log)
@@ -169,15 +171,13 @@ class LiveJob:
     def recover(self) -> int | None:
         """What hosts have sealed and not committed is a generation, where it is a whole state.
         Return its number: its parts are to be renamed."""
-        found = self.generations.whole_snapshot()
-        while found is not None:
+        while (found := self.generations.whole_snapshot()) is not None:
             self.state = m.forget_sealed(self.state, found)
             try:
                 number = self.commit(found, Origin.SEALED)
             except ProofError as error:
                 self.log(f"event=recovered snapshot={found} refused: {error}")
                 self.recount()
-                found = self.generations.whole_snapshot()
                 continue
             self.log(f"event=recovered committed={number}")
             self.recount()
@@ -227,6 +227,7 @@ class LiveJob:
         """Let the rules decide about an event, and do what they say."""
         was, was_taking_over = self.state.phase, self.state.taking_over is not None
         self.state, due = advance(self.state, event)
+        self.memory.look(self.state)
         if self.state.phase is not was:
             self._entered(was, self.state.phase)
         for action in due:
@@ -277,8 +278,7 @@ class LiveJob:
         elif now is m.Phase.SNAPSHOTTING:
             self.answers.snapshots.clear()
         elif now is m.Phase.STOPPING:
-            number = self.recover()
-            if number is not None:
+            if (number := self.recover()) is not None:
                 self.command_commit(self.generations.parts(number), number)
         elif now is m.Phase.STARTING:
             line.note(recovery=self.recoveries.explain(self.members.hosts(), self.log))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from scalai.core.commands import Command, Exit
+from scalai.core.commands import Command, Exit, Remember
 from scalai.core.errors import ReplacedError, StaleError
 from scalai.core.events import Stalled
 from scalai.core.messages import Named
@@ -38,6 +38,8 @@ class Member:
         """Number of the last event that it told of."""
         self.ready: threading.Condition | None = None
         """Notified when commands wait; set by the members."""
+        self.kept = (0, 0)
+        """The order of what it keeps of the job (``Remembered``)."""
         self.is_reported = False
         """Whether its silence was told of."""
         self.judge_again_s = 0.0
@@ -113,6 +115,9 @@ class Member:
         done, self._commands = self._commands[:count], self._commands[count:]
         self._received += len(done)
         self.is_dismissed |= any(isinstance(command, Exit) for command in done)
+        for command in done:
+            if isinstance(command, Remember):
+                self.kept = command.known.value.order
 
     def waiting(self, term: int, keep_s: float) -> Commands:
         """Return the commands that it has not said to have, and the number of the first, to be
@@ -133,6 +138,7 @@ class Members:
 
     def __init__(self, lock: "threading.RLock", term: int = 1) -> None:
         self._lock, self.term = lock, term
+        self._pausing = threading.Condition(lock)
         self._present: dict[str, Member] = {}
         self._released: dict[str, Member] = {}
         self._incarnations: set[tuple[str, str]] = set()
@@ -212,6 +218,10 @@ class Members:
         """A connection has ended."""
         for agent in self._all():
             agent.unlinked(peer)
+
+    def pause(self, seconds: float) -> None:
+        """Let others have the lock for so long."""
+        self._pausing.wait(seconds)
 
     def excuse(self, seconds: float) -> None:
         """For so long nobody listened to any agent: that is not their silence."""

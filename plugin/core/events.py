@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scalai.core.membership import Assign, Generation
+from scalai.core.remembered import Remembered
 from scalai.core.spacing import Measured
 from scalai.core.underway import Underway
 
@@ -32,6 +33,8 @@ class HostJoined:
     """The round that its workers are in, which another coordinator has begun."""
     last_round: int = 0
     """The highest number of a round that it has heard of."""
+    remembered: Remembered | None = None
+    """What it has kept of the job under another coordinator."""
 
 
 @dataclass(frozen=True, slots=True)

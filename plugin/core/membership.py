@@ -27,6 +27,7 @@ from scalai.core.checks import Check
 from scalai.core.copies import Archiving, Replication
 from scalai.core.degrees import Degrees
 from scalai.core.pace import Pace
+from scalai.core.remembered import Remembered
 from scalai.core.spacing import Spacing
 from scalai.core.underway import TakingOver
 
@@ -214,6 +215,10 @@ class Job:
     phase: Phase = Phase.WAITING
     taking_over: TakingOver | None = None
     """Until it is known which round another coordinator, which is gone, had under way."""
+    recalled: Remembered | None = None
+    """The latest of what hosts have kept of the job under coordinators that are gone."""
+    keepers: frozenset[str] = frozenset()
+    """Hosts that have kept anything: their agents have lived since."""
     hosts: Mapping[str, Host] = field(default_factory=dict)
     joined: int = 0
     round: int = 0
@@ -223,6 +228,8 @@ class Job:
     ran: Assignment | None = None
     """The assignment of which every rank has stepped last: a change that fails goes back to it."""
     failed: tuple[FailedChange, ...] = ()
+    counted_round: int = 0
+    """The round whose failure has cost a restart last."""
     tries: int = 0
     """Failures of the present assignment that may have been chance."""
     standby: Standby | None = None

@@ -127,8 +127,7 @@ def test_wherever_a_change_is_when_the_coordinator_dies_no_step_is_lost(
         time.sleep(after_s)
         agents.kill_coordinator()
         adopted(agents)
-        agents.wait_until(lambda: bool(agents.workers()), "workers are there")
-        step = agents.lines()[-1]["step"]
+        step = agents.wait_for_world(1)
         agents.wait_for_step(step + 5)
         agents.scale(nproc=2)
         agents.wait_for_all(2)

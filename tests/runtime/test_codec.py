@@ -17,6 +17,7 @@ from scalai.core.collection import MAX_NDIM, Collection, Tensor
 from scalai.core.errors import MessageError
 from scalai.core.fingerprint import Committed
 from scalai.core.messages import JsonText, Named, Shared
+from scalai.core.remembered import FailedRun, Remembered, Run
 from scalai.core.replicas import Ring
 from scalai.core.source_list import Pieces, SourceList
 from scalai.core.worker_messages import ReadOrder, WriteOrder
@@ -46,7 +47,10 @@ SOURCES = Shared(
         b"\x80\x00", (Tensor("param/e", (0, 2), "BF16"),), TEXT, TEXT, {"tp0": 0, "tp1": 1},
     )
 )  # fmt: skip
+RAN = Run((("a", 2), ("b", 0)), {"tp": 2}, None)
+KNOWN = Remembered(2, 7, TEXT, 4, 1, 3, 1, RAN, (FailedRun(RAN, "no"),), (3, 4))
 PARTS: list[Any] = [
+    commands.Remember(Shared(KNOWN)),
     *(commands.Build(workers(facts=TEXT)), commands.GiveUp(2), commands.Expect(1, 5)),
     start(sources=SOURCES, is_built=True),
     *(kind(1) for kind in (commands.Proceed, commands.Withdraw, commands.TakeSnapshot)),
@@ -87,7 +91,8 @@ PARTS: list[Any] = [
     calls.Poll("j", "a", "i", 1, 2, 3, events.Stalled((1, 3), 8, 2.5, 60.0), 1.0),
     calls.Bye("j", "a", "i"),
     calls.Join("j", "a", "i", calls.StoreIdentity("b", 1, 2), 2, ("h", 1), (MANIFEST,), (), (),
-               TEXT),
+               TEXT, remembered=Shared(KNOWN)),
+    calls.JoinBriefly("j", "a", "i", (b"x" * 16,), (b"y",)),
     *(calls.Tell("j", "a", "i", 1, Named(reports.Leaving())), calls.Farewell("j", "a", "i")),
     *(asked.Status("j"), asked.Scale(4, None, "tp2", True), asked.Resume(3, False)),
     asked.ReadSpec(),

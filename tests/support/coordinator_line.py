@@ -28,7 +28,7 @@ from support.wire_words import report_of, store_identity, told_by
 
 TOKEN = b"secret"
 DEADLINE_S = 60.0
-QUICK = Patience(grace_s=0.1, poll_s=0.1)
+QUICK = Patience(grace_s=0.1, poll_s=0.1, kept_s=0.2)
 """The agents here have one connection for good: where it ends they are gone; and they leave when
 their poll is answered."""
 

@@ -13,7 +13,7 @@ from scalai.core import commands
 from scalai.core.collection import Collection, Tensor
 from scalai.core.deadlines import STALL_S
 from scalai.core.errors import PeerError, ReplacedError, ScalaiError
-from scalai.core.events import Stalled
+from scalai.core.events import HealthChecked, Stalled
 from scalai.core.host import actions, events
 from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Settings
@@ -45,9 +45,12 @@ class SimulatedHost:
         self.store: dict[int, HostManifest] = {}
         self.sealed: dict[str, HostManifest] = {}
         self.number = 0
+        self.incarnation = ""
         self.is_silent = self.is_full = self.cannot_start = False
         self.seconds: dict[str, float] = {}
         """What its workers tell of a snapshot."""
+        self.is_sick = self.is_known_sick = False
+        """Its health check fails; and that it has failed last was told."""
         self.is_spoilt = self.has_spoilt = False
         """Of the next round that its workers restore in, what they restore is not what was
         committed."""
@@ -182,13 +185,11 @@ class SimulatedHost:
 
     # ------------------------------------------------------------------ the network
 
-    @property
-    def incarnation(self) -> str:
-        return f"{self.name}{self.number}"
-
     def enter_job(self) -> None:
         """Become part of the job, if it is taken in."""
         self.number += 1
+        self.world.joins += 1
+        self.incarnation = f"{self.name}{self.world.joins}"  # no other agent ever had it
         self.wants_to_join, self.reported, self.received = False, 0, 0
         self.unsent.clear()
         request = Join(
@@ -198,6 +199,8 @@ class SimulatedHost:
             JsonText.of(self.world.spec.to_json()),
             underway=underway(self.agent.state, self.hands.seen(self.agent.state.round)),
             last_round=self.agent.state.last_round,
+            remembered=self.agent.state.remembered,
+            has_check=self.world.has_checks,
         )  # fmt: skip
         try:
             self.world.desk.handle(self, travelled(request))  # type: ignore[arg-type]
@@ -219,7 +222,9 @@ class SimulatedHost:
                 for _ in range(2 if is_repeated else 1):
                     self.world.desk.handle(self, travelled(tell))  # type: ignore[arg-type]
                 self.reported = number
-                self.unsent.pop(0)
+                told = self.unsent.pop(0)
+                if isinstance(told, HealthChecked):
+                    self.is_known_sick = not told.is_healthy
                 self.world.happened += 1
             current = self.agent.state.round
             seen = self.hands.seen(current)

@@ -186,6 +186,8 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
     if isinstance(command, OF_THE_PRESENT_ROUND) and not step.is_present(command.round):
         return
     match command:
+        case commands.Remember(known):
+            step.change(remembered=known)
         case commands.Build():
             rounds.build(step, command)
         case commands.GiveUp(number):

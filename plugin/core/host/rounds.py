@@ -36,9 +36,9 @@ def build(step: Step, command: commands.Build) -> None:
 
 
 def _heard(step: Step, workers: commands.Workers) -> None:
-    """Keep what a coordinator needs to know that takes the place of this one."""
+    """Keep the number, which no coordinator that takes this one's place may give again."""
     last = max(step.state.last_round, workers.round)
-    step.change(last_round=last, request=workers.request)
+    step.change(last_round=last)
 
 
 def start(step: Step, command: commands.Start) -> None:
