@@ -1,10 +1,10 @@
 """The coordinator's side of the vote: which of its agents are the witnesses, and who learns it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from scalai.core.electorate import Electorate, Witness, choose, count_machines
+from scalai.core.electorate import Candidate, Electorate, Witness, choose, count_machines
 from scalai.core.errors import ScalaiError
 from scalai.core.messages import Shared
 from scalai.core.witness import Known
@@ -14,6 +14,9 @@ from scalai.launch.coordinator.vote_file import keep_electorate
 from scalai.launch.coordinator.votes import VoteRegister
 
 WAYS_OUT = "--coordinator-lease file:/FOLDER or etcd:URL"
+
+PAIRS = 3
+"""How often two hosts are found before it is said that they are too few."""
 
 log = logging.getLogger(__name__)
 
@@ -53,23 +56,25 @@ class Electing:
         self, present: tuple[Witness, ...], is_unfit: Callable[[Witness], bool]
     ) -> tuple[Witness, ...]:
         """Return who should be the witnesses: as long as those of the coordinator before have yet
-        to join this one, the same."""
-        if self._live.state.taking_over is not None:
+        to join this one, and where the job has ended, the same."""
+        live, members, hosts = self._live, self._live.members, self._live.state.hosts
+        if live.state.taking_over is not None or live.has_ended or not hosts:
             return present
-        members, hosts = self._live.members, self._live.state.hosts
         leaving = frozenset(name for name, host in hosts.items() if host.is_leaving)
         found = members.candidates(leaving)
         found = [each for each in found if not is_unfit(each.witness)]
+        self._say_alone(found)
         basis = frozenset(found), present
         if basis != self._chosen[0]:
             self._chosen = basis, choose(found, present, self._own)
-            self._say_alone(count_machines(found), present)
         return self._chosen[1]
 
-    def _say_alone(self, machines: int, present: tuple[Witness, ...]) -> None:
-        """Say once that two hosts are too few, unless others come in a moment."""
-        self._pairs = self._pairs + 1 if machines == 2 and self._number == 0 else 0
-        if self._pairs == 1:
+    def _say_alone(self, found: Sequence[Candidate]) -> None:
+        """Say once that two hosts are too few, where no other one comes in a moment."""
+        if self._number > 0 or self._pairs >= PAIRS:
+            return
+        self._pairs = self._pairs + 1 if count_machines(found) == 2 else 0
+        if self._pairs == PAIRS:
             log.warning(
                 "event=lease kind=none machines=2: of two hosts none can be outvoted, so the loss "
                 "of this one ends the job, unless all hosts have %s, or there are three.", WAYS_OUT,
@@ -83,14 +88,14 @@ class Electing:
     def agreed(self, electorate: Electorate) -> None:
         """A majority has taken an electorate."""
         self._witnesses = electorate.witnesses
-        if self._number == 0 and not electorate.witnesses:
-            return
-        self._number += 1
-        self._tell(self._number, Shared(electorate))
         try:
             self.keep(electorate)
         except (ScalaiError, OSError) as error:
             log.warning("event=lease kind=vote the witnesses cannot be noted here: %s", error)
+        if self._number == 0 and not electorate.witnesses:
+            return
+        self._number += 1
+        self._tell(self._number, Shared(electorate))
         names = ",".join(witness.host for witness in electorate.witnesses)
         if electorate.witnesses:
             log.info(

@@ -85,7 +85,7 @@ def serve(
             spec, folder, (host, port), token, term, alone_s, is_successor=is_successor, known=known
         )
         address = _leave_card(coordinator, folder, host, token)
-    _forward(coordinator, spec, folder, address, token, known)
+    _forward(coordinator, spec, folder, address, token)
     return _run(coordinator, spec, folder, address)
 
 
@@ -139,14 +139,13 @@ def _forward(
     folder: Path,
     address: tuple[str, int],
     token: bytes,
-    known: Known,
 ) -> None:
     """Have agents find the later one of two coordinators, where this one was elected or another one
     is."""
     coordinator.forward = lambda moved: write_card(
         folder, (moved.host, moved.port), token, moved.term
     )
-    if known.electorate.everyone:
+    if spec.may_vote:
         moved = Moved(spec.job, coordinator.term, *address)
         forward(spec.options.coordinator, moved, token, is_here)
 
@@ -190,7 +189,7 @@ def main() -> int:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the agent may end before the job does
     # The agent that has started this process holds the lock until the card is there.
     address = _leave_card(coordinator, folder, host, token)
-    _forward(coordinator, spec, folder, address, token, known)
+    _forward(coordinator, spec, folder, address, token)
     return _run(coordinator, spec, folder, address)
 
 

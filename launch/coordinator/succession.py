@@ -115,7 +115,7 @@ class Succession:
         while time.monotonic() < deadline:
             try:
                 watch, vote = self._watch, self._vote
-                if watch is not None and vote is not None and not self._is_witness(vote):
+                if watch is not None and vote is not None and self._follows(vote):
                     found = _follow(watch, vote, place, term)
                 elif watch is not None:
                     found = self._by_lease(watch, place, term, vote)
@@ -141,6 +141,10 @@ class Succession:
         if self._vote is None:
             return LOOK_S
         return WITNESS_LOOK_S if self._is_witness(self._vote) else random.uniform(*FOLLOW_S)
+
+    def _follows(self, vote: VoteRegister) -> bool:
+        """Whether others than this agent start the next coordinator."""
+        return not vote.known.is_off and not self._is_witness(vote)
 
     def _turn_s(self, vote: VoteRegister | None) -> float:
         """Return for how long this witness leaves it to others to claim a term."""

@@ -11,7 +11,7 @@ from scalai.core.witness import Known
 from scalai.runtime.codec import convert
 from scalai.store.secure import open_below
 
-ELECTORATE = "electorate.json"
+ELECTORATE = "coordinator.electorate.json"
 
 
 def known_to_json(known: Known) -> object:
@@ -25,7 +25,10 @@ def known_of_json(data: object) -> Known:
 
 
 def keep_electorate(folder: Path, electorate: Electorate) -> None:
-    """Note an electorate. Raises ``StoreError`` or ``OSError``."""
+    """Note an electorate; where nothing was noted before, one of nobody needs no note. Raises
+    ``StoreError`` or ``OSError``."""
+    if not electorate.everyone and not (folder / ELECTORATE).exists():
+        return
     with open_below(folder.parent, folder.name) as job:
         job.write(ELECTORATE, json.dumps(known_to_json(Known(electorate))).encode())
 

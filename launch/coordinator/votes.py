@@ -60,6 +60,7 @@ class VoteRegister:
         self._wanted, self._agreed, self._about_to = wanted, agreed, about_to
         self._claimant = secrets.token_hex(8)
         self._mandate: Mandate | None = None
+        self._told: Electorate | None = None
         self._unfit: dict[str, float] = {}
         self.gone = frozenset[str]()
         """Memories that were found to be lost, of those that were asked last."""
@@ -128,10 +129,11 @@ class VoteRegister:
         self._mandate = mandate
         record = mandate.record
         told = self._write(record)
+        if entry.is_over:
+            return  # who could follow has its exit, and may have ended
         if _has_majority(record.electorate, told):
             self._mandate = Mandate(record, is_agreed=True)
-            if record.electorate != before.record.electorate:
-                self._say_agreed()
+            self._say_agreed()
             return
         if mandate.back is None:
             raise self._no_majority(record.electorate, told, "takes the record")
@@ -139,6 +141,8 @@ class VoteRegister:
                     "takes the next witnesses; those before stay"))  # fmt: skip
         self._note_unfit(record.electorate.witnesses, told)
         self._mandate = following(mandate)
+        if not mandate.back.everyone:
+            self._is_kept_here(mandate.back)
         told = self._write(self._mandate.record)
         if not _has_majority(self._mandate.record.electorate, told):
             raise self._no_majority(self._mandate.record.electorate, told, "takes the record")
@@ -170,16 +174,24 @@ class VoteRegister:
         return wanted
 
     def _note_unfit(self, asked: Iterable[Witness], told: list[Told]) -> None:
-        there = {each.memory for each in told}
-        until = self._clock() + UNFIT_S
-        self._unfit |= {w.memory: until for w in asked if w.memory not in there}
+        there, until = {each.memory for each in told}, self._clock() + UNFIT_S
+        for witness in asked:
+            if witness.memory not in there:
+                self._unfit[witness.memory] = until
+                log.warning(
+                    "event=lease kind=vote the agent of host %s does not answer at %s:%d: for %.0f "
+                    "s it is no witness", witness.host, *witness.address, UNFIT_S,
+                )  # fmt: skip
 
     def _is_unfit(self, witness: Witness) -> bool:
         return witness.memory in self._unfit
 
     def _say_agreed(self) -> None:
-        if self._mandate is not None and is_told(self._mandate):
-            self._agreed(self._mandate.record.electorate)
+        assert self._mandate is not None
+        electorate = self._mandate.record.electorate
+        if is_told(self._mandate) and electorate != self._told:
+            self._told = electorate
+            self._agreed(electorate)
 
     # ------------------------------------------------------------------ asking
 
@@ -200,7 +212,7 @@ class VoteRegister:
     def _write(self, record: Record) -> list[Told]:
         if not record.electorate.everyone:
             return []
-        told, self._silent = self._ask(
+        told, _ = self._ask(
             record.electorate.everyone,
             lambda w: WriteRecord(w.host, w.memory, record),
             lambda told: _has_majority(record.electorate, told),
@@ -212,7 +224,7 @@ class VoteRegister:
     ) -> list[Told]:
         """Ask a whole electorate. Raises ``PeerError`` where no majority answers at all, also with
         a refusal."""
-        told, self._silent = self._ask(
+        told, _ = self._ask(
             electorate.everyone, request, lambda told: _has_majority(electorate, told)
         )
         there = {each.memory for each in told}

@@ -19,7 +19,12 @@ from scalai.launch.coordinator.discovery import Place
 from scalai.launch.coordinator.elected import NOBODY, find_elected
 from scalai.launch.coordinator.leases import Entry, Lease
 from scalai.launch.coordinator.succession import OverError, Succession
-from scalai.launch.coordinator.vote_file import forget_electorate, keep_electorate, kept_electorate
+from scalai.launch.coordinator.vote_file import (
+    ELECTORATE,
+    forget_electorate,
+    keep_electorate,
+    kept_electorate,
+)
 from scalai.launch.coordinator.votes import VoteRegister
 from scalai.runtime.calls import Server
 from scalai.store.host import HostStore
@@ -266,7 +271,7 @@ def test_whom_to_ask_is_kept_for_the_next_coordinator_of_a_machine(tmp_path: Pat
     electorate = Electorate((Witness("a", ("h", 1), "m"),))
     keep_electorate(folder, electorate)
     assert kept_electorate(folder) == Known(electorate)
-    (folder / "electorate.json").write_text("{torn")
+    (folder / ELECTORATE).write_text("{torn")
     assert kept_electorate(folder) is None
     forget_electorate(folder)
     forget_electorate(folder)
