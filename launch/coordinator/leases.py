@@ -81,6 +81,10 @@ class Register(Protocol):
     def is_changing(self) -> bool:
         """Whether its holder should renew again at once."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether its holder keeps it without renewing it: nobody else can claim it."""
+
     def newest(self) -> Entry | None:
         """Return the entry of the highest term."""
 
@@ -94,7 +98,7 @@ class Register(Protocol):
 class FolderRegister:
     """Entries as files of a folder that all hosts reach. A link makes one of a term, once."""
 
-    is_changing = False
+    is_changing = is_alone = False
 
     def __init__(self, root: Path, job: str) -> None:
         self._root, self._job = root, job
@@ -151,7 +155,7 @@ class EtcdRegister:
     """Entries as keys of etcd 3.4 or later, by its JSON gateway (``/v3/kv``: etcd's
     ``api_grpc_gateway``)."""
 
-    is_changing = False
+    is_changing = is_alone = False
 
     def __init__(self, url: str, job: str) -> None:
         self._url, self._prefix = url.rstrip("/"), f"/scalai/{job}/term-"
@@ -271,7 +275,8 @@ class Lease:
 
     def is_held(self) -> bool:
         """Whether no other coordinator can have the lease."""
-        return not self._is_superseded and time.monotonic() - self._renewed_at < HELD_S
+        is_renewed = self._register.is_alone or time.monotonic() - self._renewed_at < HELD_S
+        return is_renewed and not self._is_superseded
 
     def end(self, *, is_over: bool) -> None:
         """Renew no more; ``is_over``: the job has ended, and nobody is to follow."""

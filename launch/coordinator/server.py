@@ -95,8 +95,9 @@ class Coordinator(Desk):
                 if self.moved is not None:
                     self.forward(self.moved)
                     where = f"{self.moved.host}:{self.moved.port}"
-                    return self._stand_down(f"coordinator {self.moved.term} is at {where}")
-                if self.lease is not None and not live.has_ended:
+                    return self._stand_down(f"coordinator {self.moved.term} is at {where}.")
+                is_over = live.has_ended and self.electing is not None  # its witnesses end, too
+                if self.lease is not None and not is_over:
                     if not self.lease.is_held():
                         return self._stand_down(f"the lease is not held: {self.lease.problem}")
                     if self.electing is not None:

@@ -77,7 +77,7 @@ class Succession:
         register = open_register(spec.options.coordinator_lease, spec.job)
         self._watch = None if register is None else Watch(register)
         self._vote: VoteRegister | None = None
-        self._said_at = float("-inf")
+        self._said_at = 0.0
 
     @property
     def has_lease(self) -> bool:
@@ -107,10 +107,12 @@ class Succession:
             PeerError: There is none within the time, or there will be none.
         """
         if place.is_here:  # its coordinator may have had no time to tell
-            kept = kept_electorate(job_directory(self._spec))
-            if kept is not None and (self._watch is None or not kept.electorate.everyone):
-                self.learn(kept, place.token)
+            with suppress(ScalaiError, OSError):
+                kept = kept_electorate(job_directory(self._spec))
+                if kept is not None and (self._watch is None or not kept.electorate.everyone):
+                    self.learn(kept, place.token)
         search_s = self._search_s()
+        self._said_at = time.monotonic() - SAY_S / 2  # an election takes a while
         deadline, problem = time.monotonic() + search_s, "it does not answer"
         while time.monotonic() < deadline:
             try:
@@ -205,7 +207,8 @@ class Succession:
             return None if holder.is_here else _there(place)
         if unchanged_s <= LEASE_S and not has_died:
             return None
-        time.sleep(random.uniform(0.0, JITTER_S) + self._turn_s(vote))
+        turn_s = 0.0 if has_died else self._turn_s(vote)
+        time.sleep(random.uniform(0.0, JITTER_S) + turn_s)
         if watch.look()[0] != entry:
             return None
         known = NOBODY if vote is None else replace(vote.known, term=max(vote.known.term, term))
@@ -237,15 +240,15 @@ class Succession:
             return start_coordinator(self._spec, folder, endpoint, token, succeeds=True)
 
 
-def _follow(watch: Watch, vote: VoteRegister, place: Place, term: int) -> Place | None:
-    """Return who was elected, if that is another one and answers."""
+def _follow(watch: Watch, vote: VoteRegister, place: Place, term: int) -> Place:
+    """Return who was elected. Raises ``PeerError`` as long as that is no other one that answers."""
     with watch.mutex:
         entry = vote.glimpse()
     if entry is not None and entry.is_over:
         raise OverError("its witnesses say that the job is over.")
     if entry is not None and entry.term > term and _answers(entry.address, place.token):
         return Place(entry.address, place.token, is_here=is_here(entry.host))
-    return None
+    raise PeerError(f"no witness that is there knows a later coordinator than number {term}.")
 
 
 def _there(place: Place) -> Place:

@@ -70,6 +70,14 @@ class VoteRegister:
         """Whether its holder should write again soon."""
         return self._mandate is not None and self._mandate.is_changing
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether only its holder's machine may have another one."""
+        if self._mandate is None:
+            return False
+        electorate = self._mandate.record.electorate
+        return electorate.is_off and not electorate.before
+
     # ------------------------------------------------------------------ of whoever looks
 
     def newest(self) -> Entry | None:

@@ -14,7 +14,7 @@ from scalai.core.witness import Known
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator import elected
+from scalai.launch.coordinator import elected, leases
 from scalai.launch.coordinator.discovery import Place
 from scalai.launch.coordinator.elected import NOBODY, find_elected
 from scalai.launch.coordinator.leases import Entry, Lease
@@ -198,6 +198,18 @@ def test_a_lease_of_a_vote_is_held_and_left_when_the_job_is_over(witnesses: Witn
     lease.end(is_over=True)
     newest = VoteRegister(known, TOKEN).newest()
     assert newest is not None and newest.is_over
+
+
+def test_where_there_is_no_vote_a_coordinator_that_stood_still_stays_one(
+    witnesses: Witnesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "HELD_S", 0.0)
+    alone = Lease(VoteRegister(NOBODY, TOKEN), entry(1))
+    assert alone.is_held()
+    elected_one = Lease(VoteRegister(Known(started(witnesses)), TOKEN), entry(1))
+    assert not elected_one.is_held()
+    for lease in (alone, elected_one):
+        lease.end(is_over=False)
 
 
 # ------------------------------------------------------------------ who looks for a successor

@@ -140,17 +140,20 @@ class Holder:
     def __init__(self, world: "World", host: Host, known: Known, term: int) -> None:
         self._world, self.host, self._known, self.term = world, host, known, term
         self.renewed_at, self.is_granted, self.is_over = world.now, False, False
+        self._register: VoteRegister | None = None
         self.process = Process(world, self._run)
 
     def is_held(self) -> bool:
-        return self.is_granted and not self.is_over and self._world.now - self.renewed_at < HELD_S
+        is_renewed = self._world.now - self.renewed_at < HELD_S
+        is_alone = self._register is not None and self._register.is_alone
+        return self.is_granted and not self.is_over and (is_renewed or is_alone)
 
     def end(self) -> None:
         self.is_over = self.process.is_killed = True
 
     def _run(self, process: Process) -> None:
         world, register = self._world, self._world.register(self.host, self._known, process, self)
-        self.renewed_at = world.now
+        self.renewed_at, self._register = world.now, register
         entry = Entry(self.term, self.host.name, self.term)
         try:
             self.is_granted = register.claim(entry)
