@@ -114,6 +114,7 @@ class Succession:
         search_s = self._search_s()
         self._said_at = time.monotonic() - SAY_S / 2  # an election takes a while
         deadline, problem = time.monotonic() + search_s, "it does not answer"
+        found: Place | None
         while time.monotonic() < deadline:
             try:
                 watch, vote = self._watch, self._vote

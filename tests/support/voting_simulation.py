@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from scalai.core import witness as rules
@@ -127,7 +128,7 @@ class SimulatedBallots:
                     end()
 
         for witness, request in requests.items():
-            self._world.send(self._host, witness.host, request, lambda a, w=witness: arrive(w, a))
+            self._world.send(self._host, witness.host, request, partial(arrive, witness))
         self._world.at(ASK_S, end)
         if requests:
             self._process.wait()
@@ -192,7 +193,8 @@ class World:
     def __init__(
         self, seed: int, names: str, answer: Answer = rules.answer, *, keeps_name: bool = False
     ) -> None:
-        self.random, self.now, self.failure = random.Random(seed), 0.0, None
+        self.random, self.now = random.Random(seed), 0.0
+        self.failure: BaseException | None = None
         self.turn = threading.Semaphore(0)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -281,7 +283,7 @@ class World:
             for other in self.hosts.values():
                 tell = self.random.uniform(0.0, 10.0)
                 if self.group[other.name] == self.group[host.name]:
-                    self.at(tell, lambda o=other: _tell(o, holder.term, electorate))
+                    self.at(tell, partial(_tell, other, holder.term, electorate))
 
         found = VoteRegister(
             known, TOKEN,
