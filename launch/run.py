@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from scalai.core.errors import AnswerError, EndedError
+from scalai.core.errors import AnswerError, EndedError, PeerError
 from scalai.launch import host_signals
 from scalai.launch.agent.caretaker import say_ahead, stay
 from scalai.launch.agent.durable import check_writable, refuse_finished
@@ -29,7 +29,7 @@ from scalai.launch.config.frameworks import refuse_untried
 from scalai.launch.config.hostfile import expand_hostfile
 from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.discovery import Place, find_coordinator
+from scalai.launch.coordinator.discovery import Place, find_coordinator, has_moved
 from scalai.launch.logs import configure
 from scalai.launch.program import exit_code_of, worker_count
 from scalai.store.places import check_host
@@ -182,6 +182,10 @@ def _joined(
                 raise
             log.info("event=waiting for the coordinator of the earlier run to end")
             time.sleep(1.0)
+        except PeerError:
+            if not has_moved(spec, place):
+                raise
+            log.info("event=moved: the job has a coordinator on another host, which is joined")
 
 
 def _start_probe(spec: JobSpec, agent: Participant, most: int) -> None:

@@ -25,6 +25,8 @@ from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText, Named
 from scalai.core.region import Box
 from scalai.core.source_list import Pieces, Reference
+from scalai.core.witness import ClaimTerm, ReadVote, Told, WriteRecord
+from scalai.launch.agent.vote_desk import VoteDesk
 from scalai.runtime.codec import decode, encode
 from scalai.runtime.connecting import connect
 from scalai.runtime.framing import FramedSocket
@@ -80,7 +82,7 @@ class Fetch:
             raise ValueError(f"rows of shape {self.row.shape} with boxes of {sorted(boxes)}")
 
 
-Request = ReadPieces | ReadRankStates | Fetch
+Request = ReadPieces | ReadRankStates | Fetch | ReadVote | ClaimTerm | WriteRecord
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -112,12 +114,13 @@ class Refused:
     reason: str
 
 
-Answer = PiecesHeld | RankStates | Parts | Refused
+Answer = PiecesHeld | RankStates | Parts | Refused | Told
 A = TypeVar("A", bound=Answer)
 
 
 class DataPlaneServer:
-    """Serves one host's store to peers that know the job's token, one thread a connection.
+    """Serves one host's store to peers that know the job's token, one thread a connection, and
+    answers as a witness who is the job's coordinator.
 
     Bound to one interface: ``address`` is where it listens. ``close`` ends it and its connections.
     """
@@ -125,7 +128,7 @@ class DataPlaneServer:
     def __init__(
         self, store: HostStore, token: bytes, interface: str = "127.0.0.1", port: int = 0
     ) -> None:
-        self._store = store
+        self._store, self.votes = store, VoteDesk()
         self._mutex, self._giving = threading.Lock(), 0
         self._listener = Listener(
             (interface, port), token, self._talk, timeout_s=DEFAULT_TIMEOUT_S, name="data-plane"
@@ -180,6 +183,8 @@ class DataPlaneServer:
                 case Fetch():
                     with self._is_giving_more():
                         self._send_parts(framed, request)
+                case _:
+                    _send(framed, self.votes.answer(request))
         except StoreError as error:
             _send(framed, Refused(str(error)))
 

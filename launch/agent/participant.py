@@ -8,12 +8,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from scalai.core.electorate import Electorate
 from scalai.core.errors import PeerError, UsageError
 from scalai.core.host import events
 from scalai.core.host.state import HostState, Settings
 from scalai.core.host.succession import underway
 from scalai.core.messages import JsonText
 from scalai.core.underway import Underway
+from scalai.core.witness import Known
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.caretaker import say_ahead
 from scalai.launch.agent.data_plane import DataPlaneServer
@@ -102,6 +104,7 @@ class Participant:
             last_round=state.last_round,
             term=served.link.term,
             remembered=state.remembered,
+            memory=served.data.votes.name,
         )
 
     def _underway(self) -> Underway | None:
@@ -232,12 +235,18 @@ def open_agent(
         directory = _agent_folder(store)
         data = DataPlaneServer(store, place.token, interface)
         opened.callback(data.close)
-        succession = Succession(spec, interface)
+        succession = Succession(spec, interface, data.votes.name)
         link = CoordinatorLink(
             place, spec.job, host, _patience_s(spec, place, succession), loop.put,
             lambda error: member.lost(error), lambda error: member.expelled(error),
             succeed=succession.find, replaced=lambda: member.replaced(),
+            learn=lambda electorate: learn(electorate),
         )  # fmt: skip
+
+        def learn(electorate: Electorate) -> None:
+            succession.learn(Known(electorate), place.token)
+            link.limit_silence(_patience_s(spec, place, succession))
+
         background, stacks = Background(loop.put), Stacks(directory)
         background.start()
         holdings = Holdings(spec, store, link.tell, background, loop.put)

@@ -62,7 +62,9 @@ class Admission:
         if host in live.members:
             live.log(f"event=replaced host={host} by another agent of it")
             live.forget(host)
-        live.members.add(host, Member(peer, join.address, join.domain))
+        member = Member(peer, join.address, join.domain)
+        member.memory = join.memory
+        live.members.add(host, member)
         live.memory.tell(host)
         live.timeline.begin(f"host {host} joined")
         for number in [*(part.generation for part in (*manifests, *aside)), *dict(damaged)]:

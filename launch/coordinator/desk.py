@@ -12,10 +12,11 @@ from functools import lru_cache
 
 from scalai.core import events
 from scalai.core.commands import Exit
+from scalai.core.electorate import Electorate
 from scalai.core.errors import ScalaiError, StaleError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.membership import Phase, staying
-from scalai.core.messages import JsonText
+from scalai.core.messages import JsonText, Shared
 from scalai.core.reports import Attached, Doubted, Grown, Report, Sealed
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.admission import Admission
@@ -30,6 +31,7 @@ from scalai.launch.coordinator.calls import (
     Join,
     JoinBriefly,
     Joined,
+    Moved,
     Poll,
     Tell,
 )
@@ -82,6 +84,10 @@ class Desk:
             spec, interface, stores, say, self._lock, term, is_successor=is_successor
         )
         self._admission = Admission(spec, self._live)
+        self._electorate: tuple[int, Shared[Electorate]] | None = None
+        """Who says which coordinator the job has, with its number; None: nobody ever did."""
+        self.moved: Moved | None = None
+        """Where the job's coordinator is, if a later one was elected elsewhere."""
         self._agent_events = AgentEvents(self._live)
         self._losses = Losses(self._live, patience, TICK_S)
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
@@ -203,6 +209,8 @@ class Desk:
                 return JsonText.of(resume(self._live, generation, dry_run=dry_run))
             case ReadSpec():
                 return JsonText.of(self._spec.to_json())
+            case Moved(term=term) if term > self._live.members.term:
+                self.moved = request
         return None
 
     def _kept_by_hosts(self, answer: dict[str, Json]) -> dict[str, Json]:
@@ -248,7 +256,14 @@ class Desk:
             agent.ready.wait(max(0.0, min(poll.keep_s, keep_s)))
             # Unless it was lost or replaced meanwhile.
             agent = members.find(poll.host, poll.incarnation)
-        return agent.waiting(members.term, keep_s)
+        waiting, told = agent.waiting(members.term, keep_s), self._electorate
+        if told is None or poll.known == told[0]:
+            return waiting
+        return replace(waiting, electorate=told[1], known=told[0])
+
+    def tell_electorate(self, number: int, electorate: Shared[Electorate]) -> None:
+        """Have agents learn by whose majority another coordinator may follow. Any thread may."""
+        self._electorate = number, electorate
 
     def _tell(self, peer: Peer, tell: Tell, manifests: Manifests) -> None:
         """Hear a report once: a number that was heard before is one told again."""
