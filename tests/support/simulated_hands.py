@@ -155,8 +155,8 @@ class SimulatedHands:
                 host.work.append(lambda: host.world.disk.retire(before))
             case actions.Archive(commands.Archive() | commands.FinishArchive() as order):
                 host.work.append(lambda: host.world.disk.obey(host, order))
-            case actions.CheckHealth(order):
-                host.work.append(lambda: events.HealthChecked(order, not host.is_sick, "no device"))
+            case actions.CheckHealth(asked):
+                host.work.append(lambda: events.HealthChecked(asked, not host.is_sick, "no device"))
             case actions.Look():
                 host.unsent.append(reports.Attached(host.found(), ()))
         return ()
