@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from scalai.core.errors import UsageError
 from scalai.launch.coordinator.calls import Join, JoinBriefly
 from scalai.runtime.codec import decode
+from scalai.runtime.framing import MAX_FRAME_BYTES
 from scalai.runtime.pieces import DIGEST_BYTES, digest_of
 
 BRING_S = 3.0
@@ -44,6 +45,9 @@ class BriefJoins:
             wanted = self._wanted(join.digests)
             if wanted:
                 return wanted
+            size = sum(len(self._pieces[digest]) for digest in join.digests)
+            if size > MAX_FRAME_BYTES:
+                raise UsageError(f"a join names pieces of {size} bytes; at most {MAX_FRAME_BYTES}.")
             data = b"".join(self._pieces[digest] for digest in join.digests)
             self._forget(join.digests)
         found = decode(data, Join)

@@ -17,6 +17,7 @@ from scalai.launch.coordinator import brief_joins
 from scalai.launch.coordinator.brief_joins import BriefJoins
 from scalai.launch.coordinator.calls import Join, JoinBriefly, Joined, StoreIdentity
 from scalai.runtime.codec import encode
+from scalai.runtime.framing import MAX_FRAME_BYTES
 from scalai.runtime.pieces import MOST_BYTES, cut, digest_of
 from support.wire import travelled
 
@@ -146,6 +147,13 @@ def test_a_join_in_anothers_name_or_of_nonsense_is_refused() -> None:
         refused(lambda whole: replace(whole, digests=(b"x", *whole.digests)))
     with pytest.raises(MessageError):
         refused(lambda whole: replace(whole, digests=whole.digests[1:]))
+
+
+def test_a_join_that_names_a_piece_again_and_again_takes_no_memory() -> None:
+    piece = bytes(MOST_BYTES)
+    names = (digest_of(piece),) * (MAX_FRAME_BYTES // MOST_BYTES + 1)
+    with pytest.raises(UsageError, match="at most"):
+        refused(lambda whole: replace(whole, digests=names, brought=(piece,)))
 
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(100_000), encode(join_of(1))])
