@@ -125,7 +125,7 @@ _ROWS = (
     Kind("full-memory", "the store's file system is full, and a host drains",
          Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.WORD, r"No space left on device"),
     Kind("corrupt-store", "bytes of the newest generation change in a host's store, and it is read",
-         Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.WORD, r"proof|differ"),
+         Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.WORD, r"event=damage generation"),
     Kind("truncate-store", "files of the newest generation are cut in a host's store, and are read",
          Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.WORD,
          r"bytes long|damaged|exited with 1\b"),

@@ -209,7 +209,7 @@ def test_all_is_fetched_though_no_thread_can_begin(
 def test_memory_that_runs_out_in_a_fetch_is_said_and_leaves_nothing(
     open_store: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_out(*_: object) -> None:
+    def run_out(*_: object, **how: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(Peer, "fetch", run_out)

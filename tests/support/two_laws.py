@@ -107,10 +107,8 @@ class World:
         pieces: dict[int, set[str]] = {}
         for host in self.hosts.values():
             if host.is_in and not host.is_silent:
-                for number, part in host.store.items():
-                    pieces.setdefault(number, set()).update(
-                        tensor.name for tensor in part.collection.tensors
-                    )
+                for number in host.store:
+                    pieces.setdefault(number, set()).update(host.sound(number))
         whole_ones = [number for number, names in pieces.items() if len(names) == len(TENSORS)]
         return max(whole_ones, default=None)
 
@@ -163,8 +161,10 @@ class World:
             del self.hosts[name]
             return
         store, sealed, number = host.store, host.sealed, host.number
+        damaged = host.damaged
         fresh = SimulatedHost(self, name, host.slots)
         fresh.store, fresh.sealed, fresh.number = store, sealed, number
+        fresh.damaged = damaged
         self.hosts[name] = fresh
 
     def restart(self) -> None:
