@@ -2,9 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 
-NAMED = 5
-"""Damaged pieces that an error names."""
-
 
 class Doubts:
     """Damage by generation and host. Not shared between threads."""
@@ -51,11 +48,7 @@ class Doubts:
         return is_second
 
     def passed(self, number: int) -> None:
-        """A proof of this generation has passed."""
-        self._failed.pop(number, None)
-
-    def forget(self, number: int) -> None:
-        """What is known of this generation is of another state."""
+        """A proof of this generation has passed, or another state has its number."""
         self._failed.pop(number, None)
 
     def give_up(self, numbers: Iterable[int]) -> None:

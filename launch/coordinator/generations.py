@@ -138,6 +138,7 @@ class Generations:
         self._refused = {n: entry for n, entry in self._refused.items() if entry.step > step}
         self._numbers[name] = number
         self._made.add(number)
+        self._left -= set(parts)
         self._steps[number] = step
         self._versions[number] = next(iter(parts.values())).fingerprint_version
         self._stated[number], self._fingerprints[number] = stated, stated.fingerprints
@@ -258,7 +259,7 @@ class Generations:
         self._numbers = {name: n for name, n in self._numbers.items() if n != number}
         for entry in (self._stated, self._fingerprints):
             entry.pop(number, None)
-        self.doubts.forget(number)
+        self.doubts.passed(number)
 
     def has(self, number: int) -> bool:
         """Whether a state of this job has this number."""

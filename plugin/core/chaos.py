@@ -128,7 +128,7 @@ _ROWS = (
          Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.WORD, r"event=damage generation"),
     Kind("truncate-store", "files of the newest generation are cut in a host's store, and are read",
          Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.WORD,
-         r"bytes long|damaged|exited with 1\b"),
+         r"event=damage generation"),
     Kind("full-disk", "the disk of the durable directory is full",
          Target.DISK, NOTED, Loss.NONE, Heard.WORD, r"event=not_archived .*No space left"),
     Kind("refuse-disk", "the durable directory of the job cannot be written any more",

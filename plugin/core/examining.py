@@ -39,7 +39,7 @@ def proof_failed(event: events.ProofFailed, job: Job) -> Result:
     source = job.start.source
     if event.round != job.round or source is None:
         return job, ()
-    if job.phase is Phase.EXAMINING and job.examination is not None:
+    if job.phase is Phase.EXAMINING and job.examination is not None and not event.is_second:
         found = replace(job.examination, is_proof=True, can_reread=event.can_reread)
         return replace(job, examination=found), ()
     if job.phase is not Phase.STARTING:

@@ -131,6 +131,13 @@ def test_a_failed_proof_is_examined_and_what_was_fetched_goes_where_nothing_is_d
     assert after.phase is m.Phase.STOPPING and after.failures_left == job.failures_left
 
 
+def test_a_second_host_that_says_so_in_the_same_round_changes_nothing() -> None:
+    job = starting().job
+    second = failed_proof(job, is_second=True, can_reread=False)
+    after, done = advance_all(job, failed_proof(job), second, *examined())
+    assert actions.Doubt(("a", "b"), 1) in done and after.phase is m.Phase.STOPPING
+
+
 def test_what_there_is_nothing_else_of_is_not_given_up_for_a_failed_proof() -> None:
     job = starting().job
     _, done = advance_all(job, failed_proof(job, can_reread=False), *examined())

@@ -83,10 +83,11 @@ def states(agents: Agents) -> list[str]:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_few_faults_of_each_part_are_seen_and_survived(tmp_path: Path) -> None:
-    figures = campaign(tmp_path / "out", 3, ("processes", "state"), is_short=True)
-    assert figures["faults"] == figures["passed"] == 5, figures
+    parts = ("processes", "replicas", "state")
+    figures = campaign(tmp_path / "out", 3, parts, is_short=True)
+    assert figures["faults"] == figures["passed"] == 6, figures
     assert not figures["failed"] and not figures["differs"], figures
     assert figures["steps"] > 100 and figures["detect_s_max"]["process"] < 60, figures
     assert os.path.exists(tmp_path / "out" / "state" / "chaos" / "verdict.png")
