@@ -111,19 +111,22 @@ def _doubt(job: Job, found: Examination) -> tuple[Action, ...]:
 
 
 def suspected(event: events.Suspected, job: Job) -> Result:
-    """Ask who gave what is not right; in an examination all are asked anyway."""
+    """Ask who gave what is not right. A start that can do without it goes on: what is left of such
+    damage then is found when replicas are made."""
     hosts = tuple(sorted(set(event.hosts) & set(job.hosts)))
-    if not hosts or job.phase is Phase.EXAMINING:
+    if not hosts or job.phase not in TRAINING:
         return job, ()
     return job, (Examine(hosts, event.generation),)
 
 
 def _damaged(job: Job, number: int) -> Result:
-    """Some of a generation is damaged on a host while the job trains, or changes: replicas are made
-    anew. Where it is not whole any more an older one that is takes its place, and it gives its room
+    """A host has found damage that was asked alone, or answers late: replicas are made anew, and a
+    start from it begins again. Where it is not whole any more an older one that is takes its place, and it gives its room
     back, or no later one would find any."""
-    newest = job.newest_generation
+    newest, start = job.newest_generation, job.start
     job = replace(job, replication=None, replicated=None)
+    if job.phase is Phase.STARTING and start.source == number and not start.is_proven:
+        return try_again(job, f"damage was found in generation {number}, from which it begins")
     if newest is None or newest.number >= number or job.phase not in TRAINING:
         return job, ()
     text = (

@@ -267,3 +267,11 @@ def test_damage_that_is_found_in_the_training_makes_room_for_an_older_generation
     assert advance_all(job, *examined("", "b", 4)) == (job, [])
     _, done = advance_all(job, *examined("b", "b", 3))
     assert not done, "others have all of it"
+
+
+def test_damage_that_is_found_in_a_start_from_it_begins_it_again_at_no_restart() -> None:
+    job = starting().job
+    assert advance_all(job, events.Suspected(("b",), 1)) == (job, []), "it may do without"
+    after, _ = advance_all(job, *examined("b", "b"))
+    assert after.phase is m.Phase.STOPPING and after.failures_left == job.failures_left
+    assert advance_all(proven(job), *examined("b", "b"))[0].phase is m.Phase.STARTING

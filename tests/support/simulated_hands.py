@@ -183,7 +183,8 @@ class SimulatedHands:
         workers = self._groups[number].workers.values()
         failed = tuple(f"rank {w.rank} exited with {w.exit}" for w in workers if w.exit)
         if failed:
-            return [events.GroupOver(number, failed, False, True)]
+            is_chance = any((worker.exit or 0) < 0 for worker in workers)
+            return [events.GroupOver(number, failed, False, is_chance)]
         if all(worker.exit == 0 for worker in workers):
             return [events.GroupOver(number)]
         return []
