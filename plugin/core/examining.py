@@ -121,8 +121,9 @@ def suspected(event: events.Suspected, job: Job) -> Result:
 
 def _damaged(job: Job, number: int) -> Result:
     """A host has found damage that was asked alone, or answers late: replicas are made anew, and a
-    start from it begins again. Where it is not whole any more an older one that is takes its place, and it gives its room
-    back, or no later one would find any."""
+    start from it begins again. While the job trains, an older generation that is whole takes the
+    place of one that is not any more: that gives its room back, or no later one would find any.
+    """
     newest, start = job.newest_generation, job.start
     job = replace(job, replication=None, replicated=None)
     if job.phase is Phase.STARTING and start.source == number and not start.is_proven:
