@@ -167,8 +167,8 @@ class SimulatedHost:
             part, known = host.store[listed.generation], listed.reference(place)
             if pieces_of(part, known.rows).digest().hex() == known.digest:
                 # What others have that is damaged is found when it comes.
-                names = own if host is self else host.sound(listed.generation).keys()
-                given |= dict.fromkeys(names, part)
+                found = own if host is self else set(host.sound(listed.generation))
+                given |= dict.fromkeys(found, part)
         if not wanted.keys() <= given.keys():
             return events.WorkFailed(number, "a host is gone that holds what is wanted")
         none = JsonText.of({})
