@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import MAX_NDIM, Collection, Columns
-from scalai.core.errors import MessageError, PeerError, ScalaiError, StoreError
+from scalai.core.dtypes import Bits
+from scalai.core.errors import DamageError, MessageError, PeerError, ScalaiError, StoreError
 from scalai.core.fields import mapped
 from scalai.core.fingerprint import Committed
 from scalai.core.jsonable import Json
@@ -68,13 +69,15 @@ class ReadRankStates:
 class Fetch:
     """Hand out parts of pieces of a committed generation of ``host``: of the rows ``row`` [parts]
     of its manifest the boxes at ``offset`` of ``shape`` [parts, MAX_NDIM], in elements,
-    right-aligned."""
+    right-aligned. ``is_checked``: of pieces that are not asked for as wholes, which the other can
+    compare itself, compare them with what was committed before."""
 
     host: str
     generation: int
     row: npt.NDArray[np.int64]
     offset: npt.NDArray[np.int64]
     shape: npt.NDArray[np.int64]
+    is_checked: bool = False
 
     def __post_init__(self) -> None:
         boxes = {self.offset.shape, self.shape.shape}
@@ -109,9 +112,11 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The host does not have what was asked for; says why."""
+    """The host does not have what was asked for; says why. ``is_damaged``: what it had is not what
+    was committed."""
 
     reason: str
+    is_damaged: bool = False
 
 
 Answer = PiecesHeld | RankStates | Parts | Refused | Told
@@ -186,7 +191,7 @@ class DataPlaneServer:
                 case _:
                     _send(framed, self.votes.answer(request))
         except StoreError as error:
-            _send(framed, Refused(str(error)))
+            _send(framed, Refused(str(error), isinstance(error, DamageError)))
 
     @contextmanager
     def _is_giving_more(self) -> Iterator[None]:
@@ -209,7 +214,7 @@ class DataPlaneServer:
         generation = request.generation
         with self._store.open_rows(generation) as rows:
             collection = rows.manifest.collection
-            parts = []
+            parts, cut = list[Bits](), set[int]()
             # All of it is checked before the first byte goes, so that a refusal can be said.
             columns = (request.row, request.offset, request.shape)
             for row, offset, shape in zip(*(each.tolist() for each in columns), strict=True):
@@ -220,6 +225,9 @@ class DataPlaneServer:
                     )
                 skip = MAX_NDIM - len(collection.tensors[collection.tensor[row]].shape)
                 parts.append(rows.part(row, Box(tuple(offset[skip:]), tuple(shape[skip:]))))
+                cut |= {row} if shape != collection.shape[row].tolist() else set()
+            for row in sorted(cut) if request.is_checked else ():
+                rows.check(row)
             _send(framed, Parts(len(parts)))
             for part in parts:
                 for block in contiguous_chunks(part, BLOCK_BYTES):
@@ -275,6 +283,8 @@ class Peer:
         path: Path,
         begin: Columns,
         arrived: Callable[[int], None] = lambda count: None,
+        *,
+        is_checked: bool = False,
     ) -> int:
         """Fetch parts of stored pieces into a local file; returns the bytes. Blocks.
 
@@ -285,15 +295,18 @@ class Peer:
             path: An existing file, long enough.
             begin: Where each part goes, row-major, in bytes [parts].
             arrived: Is told of each block that has come, in bytes.
+            is_checked: Where parts are no whole pieces, the host compares their pieces with what
+                was committed before it gives anything: a part has no fingerprint of its own.
 
         Raises:
             StoreError: The generation is not committed there, a box is outside of its piece, or the
                 file cannot be written.
+            DamageError: The host finds that a piece is not what was committed.
             PeerError: The peer is dead, silent, not of this job, or a block arrives damaged. What
                 is in the file is undefined then; fetch again, or from another host.
         """
         with connect(self.address, self.token, self.timeout_s) as framed:
-            asked = Fetch(self.host, generation, row, pieces.offset, pieces.shape)
+            asked = Fetch(self.host, generation, row, pieces.offset, pieces.shape, is_checked)
             _ask(framed, asked, Parts)
             try:
                 sizes = pieces.size_bytes().tolist()
@@ -312,7 +325,8 @@ def _ask(framed: FramedSocket, request: Request, expected: type[A]) -> A:
     _send(framed, request)
     answer = decode(framed.receive(), Named[Answer]).message
     if isinstance(answer, Refused):
-        raise StoreError(f"{framed.peer} refuses: {answer.reason}")
+        kind = DamageError if answer.is_damaged else StoreError
+        raise kind(f"{framed.peer} refuses: {answer.reason}")
     if not isinstance(answer, expected):
         raise MessageError(
             f"{framed.peer} answers with {type(answer).__name__}, not {expected.__name__}. Do the "

@@ -4,6 +4,7 @@ full. What fills a file system is small enough to fill, or it is left alone."""
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ MOST_FILLED = 1 << 28
 """Bytes: where more is free, others use that file system, too."""
 TURNED, MOST_CUT = 16, 4096
 """Bytes of each file that change, or that are cut off at most."""
+SETTLED_S, SETTLED_MOST_S = 0.5, 2.0
+"""A generation is the newest one if none comes within the first; no more is waited."""
 FILLER = ".scalai-chaos-filler"
 
 
@@ -197,8 +200,7 @@ def _damage_store(scene: Scene, patch_of: Callable[[BinaryIO], Patch]) -> Inject
     for pid in found:
         scene.undo.callback(processes.send, pid, signal.SIGCONT)
         processes.send(pid, signal.SIGSTOP)
-    home = scene.folder / scene.host
-    newest = max(home.glob("generation-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    newest = _newest_settled(scene.folder / scene.host)
     for file in newest.glob("rank-*.safetensors"):
         with file.open("r+b") as opened:
             patch = patch_of(opened)
@@ -211,6 +213,22 @@ def _damage_store(scene: Scene, patch_of: Callable[[BinaryIO], Patch]) -> Inject
     for pid in found:
         processes.send(pid, signal.SIGCONT)
     return Injected(lambda: f"{newest.name} of {scene.host} was damaged")
+
+
+def _newest_settled(home: Path) -> Path:
+    """Return the newest generation of a host whose workers stand still, once what they had written
+    before has become one."""
+    end = time.monotonic() + SETTLED_MOST_S
+    newest, since = _newest(home), time.monotonic()
+    while (now := time.monotonic()) < min(end, since + SETTLED_S):
+        time.sleep(0.02)
+        found = _newest(home)
+        newest, since = found, since if found == newest else now
+    return newest
+
+
+def _newest(home: Path) -> Path:
+    return max(home.glob("generation-*"), key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def _mend(file: Path, patch: Patch) -> None:

@@ -17,7 +17,7 @@ from scalai.core.errors import ScalaiError, StaleError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.membership import Phase, staying
 from scalai.core.messages import JsonText, Shared
-from scalai.core.reports import Attached, Doubted, Grown, Report, Sealed
+from scalai.core.reports import Attached, Doubted, Examined, Grown, Report, Sealed
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.admission import Admission
 from scalai.launch.coordinator.agent_events import AgentEvents, Manifests
@@ -158,7 +158,7 @@ class Desk:
                 match request.report.message:
                     case Sealed(manifest=bytes(part)) | Grown(manifest=bytes(part)):
                         found = (part,)
-                    case Doubted(manifest=bytes(part)):
+                    case Doubted(manifest=bytes(part)) | Examined(manifest=bytes(part)):
                         found = (part,)
                     case Attached(manifests=parts):
                         found = parts

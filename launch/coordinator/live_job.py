@@ -28,6 +28,7 @@ from scalai.launch.coordinator.recoveries import Recoveries
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing
 from scalai.launch.coordinator.standing import (
+    loss,
     obstacle,
     refused_obstacle,
     sealed_obstacle,
@@ -209,7 +210,8 @@ class LiveJob:
         is_old = bool(whole) and self.generations.is_offered(whole[-1].number)
         is_old = is_old and whole[-1].number not in self.state.archived
         is_held_back = bool(text) and (self.state.round == 0 or is_old)
-        self.state = m.replace_obstacle(self.state, text, is_held_back=is_held_back)
+        lost = "" if whole else loss(newer)
+        self.state = m.replace_obstacle(self.state, text, is_held_back=is_held_back, loss=lost)
         return whole
 
     def can_go_on_without(self, host: str) -> bool:
@@ -333,9 +335,6 @@ class LiveJob:
                 self._expect(hosts)
             case actions.Prove(generation):
                 self._prove(generation)
-            case actions.Doubt(hosts, generation):
-                self.generations.doubt(generation)
-                self.command(hosts, commands.Doubt(generation))
             case actions.Drop(hosts, numbers):
                 for number in numbers:
                     self.command(hosts, commands.Drop(number))
@@ -444,6 +443,6 @@ class LiveJob:
             reason = "drained: the job goes on without this host"
             self.command([host], commands.Exit(0, reason, self._keeps_state(0)))
             self.members.release(host)
-            self.generations.forget(host)
+            self.generations.forget(host, is_released=True)
         if action.leaving:
             self.recount()

@@ -268,9 +268,15 @@ class Replicate:
 
 
 @dataclass(frozen=True, slots=True)
+class Examine:
+    """Read the own part of this generation again, and compare it with what was committed."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Doubt:
-    """A proof of this generation has failed: give up what was fetched of it, and read the rest
-    again."""
+    """A proof of this generation has failed: give up what was fetched of it."""
 
     generation: int
 
@@ -309,5 +315,6 @@ class Exit:
 Command = (
     Remember | Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw
     | TakeSnapshot | Report | Space | Freeze | Rescue | Discard | DropSnapshot | Commit | Stop
-    | Drop | Save | Archive | FinishArchive | Retire | Replicate | Doubt | Look | CheckHealth | Exit
+    | Drop | Save | Archive | FinishArchive | Retire | Replicate | Examine | Doubt | Look
+    | CheckHealth | Exit
 )  # fmt: skip

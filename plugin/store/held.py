@@ -35,6 +35,8 @@ from scalai.store.parts import (
     empty_part,
     extended,
     proven_only,
+    with_files,
+    without_rows,
 )
 from scalai.store.places import MANIFEST, generation_name
 
@@ -58,6 +60,8 @@ class HeldGenerations:
         self._committed: dict[int, HostManifest] = {}
         self._readers: dict[int, int] = {}
         self._archive: Archive | None = None
+        self._spoilt: set[Path] = set()
+        """Files of a disk in which damage was found: they are not attached again."""
         self.damaged: dict[int, str] = {}
         """Committed generations that cannot be used, with the reason. They are left as they are,
         and their numbers are never used again."""
@@ -91,15 +95,17 @@ class HeldGenerations:
         )
 
     @contextmanager
-    def open_rows(self, generation: int) -> Iterator[StoredRows]:
+    def open_rows(self, generation: int, *, is_examined: bool = False) -> Iterator[StoredRows]:
         """Give the pieces of a committed generation; their files stay as they are while the block
-        runs, also if the generation is dropped meanwhile.
+        runs, also if the generation is dropped meanwhile. ``is_examined``: also where some cannot
+        be read.
 
         Raises:
-            StoreError: It is not committed here.
+            StoreError: It is not committed here. DamageError: A file cannot be read.
         """
         with self._mutex:
-            rows = StoredRows(self.generation_directory(generation), self.manifest(generation))
+            directory, manifest = self.generation_directory(generation), self.manifest(generation)
+            rows = StoredRows(directory, manifest, is_examined=is_examined)
             self._readers[generation] = self._readers.get(generation, 0) + 1
         try:
             yield rows
@@ -112,6 +118,35 @@ class HeldGenerations:
                 dropped = self.directory / f"dropped-{generation}"
                 if is_last and dropped.is_dir():
                     self._folders.recycle(dropped)
+
+    def examine(self, generation: int) -> list[str]:
+        """Compare a committed generation with its manifest. What is damaged counts no more as held
+        by this host, until another process reads the manifest anew: the files stay, and it.
+
+        Returns:
+            A line for each damaged piece.
+
+        Raises:
+            StoreError: It is not committed here, or not any more.
+        """
+        with self.open_rows(generation, is_examined=True) as rows:
+            found = dict(rows.damage())
+            read = rows.manifest
+        if not found:
+            return []
+        names = [stored.name for stored in read.files]
+        places = {(names[read.file[row]], int(read.begin[row])) for row in found}
+        with self._mutex:
+            directory, own = self.generation_directory(generation), self.manifest(generation)
+            names = [stored.name for stored in own.files]  # it may have grown meanwhile
+            rows_of = zip(own.file.tolist(), own.begin.tolist(), strict=True)
+            damaged = [
+                n for n, (file, begin) in enumerate(rows_of) if (names[file], begin) in places
+            ]
+            links = [directory / name for name, _ in places if (directory / name).is_symlink()]
+            self._spoilt |= {link.resolve() for link in links}
+            self._committed[generation] = without_rows(own, damaged)
+        return list(found.values())
 
     def drop(self, generation: int) -> None:
         """End a committed generation; its files are reused once nobody reads them.
@@ -183,7 +218,7 @@ class HeldGenerations:
     def _attach(self, parts: Sequence[tuple[Path, HostManifest]]) -> HostManifest:
         with self._mutex:
             own = self._committed.get(parts[0][1].generation)
-            attached = attachment(self.host, parts, own)
+            attached = attachment(self.host, [self._unspoilt(*part) for part in parts], own)
             if own is not None and not attached.links:
                 return own
             manifest = attached.manifest
@@ -208,6 +243,12 @@ class HeldGenerations:
             manifest.generation, manifest.step, self.host, parts[0][0].parent, len(attached.links),
         )  # fmt: skip
         return manifest
+
+    def _unspoilt(self, directory: Path, part: HostManifest) -> tuple[Path, HostManifest]:
+        """Return a part on a disk without the files in which damage was found."""
+        files = [(directory / stored.name).resolve() for stored in part.files]
+        kept = [number for number, path in enumerate(files) if path not in self._spoilt]
+        return directory, part if len(kept) == len(files) else with_files(part, kept)
 
     def detach(self) -> None:
         """Give up generations that are attached and nothing else: they stay where they lie. What

@@ -1,6 +1,7 @@
 """Two hosts, one resize: planned, fetched over the data plane, restored, and proven equal."""
 
 import _thread
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from scalai.core.collection import Tensor
-from scalai.core.errors import MemoryShortError, PeerError, StoreError
+from scalai.core.errors import MemoryShortError, MismatchError, PeerError, StoreError
 from scalai.core.host.state import Want
 from scalai.core.plan import plan
 from scalai.core.region import Box, Piece, row_major, whole
@@ -209,7 +210,7 @@ def test_all_is_fetched_though_no_thread_can_begin(
 def test_memory_that_runs_out_in_a_fetch_is_said_and_leaves_nothing(
     open_store: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_out(*_: object) -> None:
+    def run_out(*_: object, **how: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(Peer, "fetch", run_out)
@@ -268,6 +269,21 @@ def test_sources_that_are_gone_are_named_where_nobody_else_has_what_they_held(
     ):
         hosts.prepare()
     assert not hosts.stores["c"].generations()
+
+
+def test_a_source_whose_file_is_too_short_is_left_out_and_told(hosts: Hosts) -> None:
+    gives = ["b", "b2"]
+    for host in gives:
+        for path in hosts.stores[host].generation_directory(1).glob("rank-*"):
+            os.truncate(path, path.stat().st_size // 2)
+        if host == "b":
+            restore = hosts.prepare()
+            suspected = restore.suspected
+            assert restore.bytes_remote and (suspected is None or suspected.hosts == ("b",))
+            hosts.stores["c"].drop(1)
+    with pytest.raises(MismatchError, match="2 hosts did not say") as raised:
+        hosts.prepare()
+    assert set(raised.value.hosts) == {"b", "b2"}
 
 
 def test_who_holds_other_pieces_than_the_coordinator_knows_is_not_believed(hosts: Hosts) -> None:

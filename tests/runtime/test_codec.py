@@ -63,6 +63,7 @@ PARTS: list[Any] = [
     *(commands.CheckHealth(4, "it joins"), events.HealthChecked("a", 4, False, "no device")),
     *(commands.Commit(3, "r-1-2", None, {}), commands.Stop(1, True), commands.Look()),
     *(kind(3) for kind in (commands.Drop, commands.Save, commands.Doubt, commands.Retire)),
+    commands.Examine(3),
     commands.DropSnapshot("r-1-8"),
     *(commands.Archive(1, 3, True), commands.FinishArchive(2, 3), events.Archived("a", 1, 9, "no")),
     commands.Replicate(4, SOURCES, Shared(Ring(("a", "b"), ("x", "y"), 1, True, ("b",)))),
@@ -80,7 +81,9 @@ PARTS: list[Any] = [
     reports.Holding(1, ROWS, 1 << 40),
     reports.Restored(1, ROWS, PRINTS, {"plan": 0.1}, 5, 6),
     *(reports.Unproven(1, "it differs"), reports.Doubted(3, None), reports.Doubted(3, MANIFEST)),
-    *(reports.Examined(3, ("w",), "/d"), reports.Attached((MANIFEST,), ((4, "torn"),))),
+    reports.Suspected(3, ("a", "b"), "it differs"),
+    *(reports.Examined(3, ("w",), "/d"), reports.Examined(3, (), "/d", MANIFEST)),
+    reports.Attached((MANIFEST,), ((4, "torn"),)),
     *(reports.Leaving("file:/n", 30.0, True), reports.Leaving(), reports.Staying()),
     reports.Slots(4),
     *(words.Hello(1, 2), words.Publish(1, 2, True, ROWS, ROWS, "tp0", TEXT, False)),
@@ -104,7 +107,7 @@ PARTS: list[Any] = [
     *(ReadVote("a", "m"), ClaimTerm("a", "m", 3, "c", RECORD.key)),
     *(WriteRecord("a", "m", RECORD), Told("m", 3, RECORD, True), calls.Moved("j", 3, "h", 6)),
     data_plane.PiecesHeld(PIECES, Committed(("a", "b"), {"param/w": 2**64 - 1})),
-    *(data_plane.PiecesHeld(PIECES, None), data_plane.Parts(2), data_plane.Refused("no")),
+    *(data_plane.PiecesHeld(PIECES, None), data_plane.Parts(2), data_plane.Refused("no", True)),
 ]  # fmt: skip
 ANSWERS: list[Any] = [
     words.Welcome({"tp": 2}, None, 5, True, True, None, True, TEXT, TEXT), ORDER,

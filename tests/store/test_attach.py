@@ -56,7 +56,8 @@ def test_a_file_that_was_cut_after_it_was_attached_is_told_as_damage(
 ) -> None:
     """By the examination after a proof that failed, which ends nothing."""
     store = open_store(host="c")
-    store.attach(saved(open_store, tmp_path / "disk"))
+    parts = saved(open_store, tmp_path / "disk")
+    store.attach(parts)
     for path in store.generation_directory(3).iterdir():
         if path.is_symlink():
             os.truncate(path.resolve(), 1)
@@ -65,10 +66,12 @@ def test_a_file_that_was_cut_after_it_was_attached_is_told_as_damage(
     Holdings(
         JobSpec.read(parse_options(["--job", "job", "script.py"])), store,
         reported.append, beside, lambda due: due(),
-    ).doubt(3)  # fmt: skip
-    (_, report) = reported
-    assert isinstance(report, Examined) and "its files cannot be read" in report.damage[0]
-    assert report.directory.startswith(str(tmp_path / "disk"))
+    ).examine(3)  # fmt: skip
+    (report,) = reported
+    assert isinstance(report, Examined) and "and the file has 1 bytes" in report.damage[0]
+    assert report.directory.startswith(str(tmp_path / "disk")) and report.manifest is not None
+    store.attach(parts)
+    assert not len(store.manifest(3).collection), "what was damaged there is not attached again"
 
 
 def found_by(store: HostStore, *flags: str) -> dict[int, str]:

@@ -105,6 +105,9 @@ class FakeAgent:
         is_slow: bool = False,
     ) -> None:
         self.host, self._line, self._is_slow = host, line, is_slow
+        self.parts = {part.generation: part for part in parts}
+        self.damage: dict[int, tuple[str, ...]] = {}
+        """What it finds when it reads its part of a generation again: all of it goes then."""
         self._calling = threading.Event()
         self._calling.set()
         self.commands: list[dict[str, Any]] = []
@@ -198,6 +201,13 @@ class FakeAgent:
                 self.tell("prepared", stop=command["stop"], newest=0)
             case "stop":
                 self.tell("stopped", round=command["round"], newest=0)
+            case "examine":
+                number = command["generation"]
+                damage, part = self.damage.get(number, ()), self.parts.get(number)
+                left = None if damage or part is None else manifest_bytes(part)
+                self.tell(
+                    "examined", generation=number, damage=damage, directory="/d", manifest=left
+                )
             case "commit":
                 self.tell("committed", generation=command["generation"])
 

@@ -106,6 +106,15 @@ class Histories(RuleBasedStateMachine):
             host = self.world.hosts[name]
             setattr(host, fault, not getattr(host, fault))
 
+    @rule(
+        name=NAMES, what=st.sampled_from(["rotten", "cut", "wrong for the script"]),
+        count=st.integers(1, 4),
+    )  # fmt: skip
+    def damage(self, name: str, what: str, count: int) -> None:
+        """Files of a host's part of its newest generation are not what was committed any more."""
+        if name in self.world.hosts:
+            self.world.hosts[name].damage(what, count)
+
     @rule(name=NAMES, rank=st.integers(0, 5), what=st.sampled_from(_HANGS))
     def hang(self, name: str, rank: int, what: str) -> None:
         """A worker makes no steps, or makes them and does not come to the stop, or does nothing at
@@ -193,6 +202,8 @@ class Histories(RuleBasedStateMachine):
             assert world.furthest() > before, "it makes no steps"
         elif world.phase is Phase.ENDED:
             assert any("event=exit" in line for line in world.log)
+            if any("nothing else is whole" in line for line in world.log):
+                assert world.live.exit_code == 3 and world.newest_whole() is None, world.log[-30:]
         else:
             assert world.phase is Phase.WAITING, (world.phase, world.log[-30:])
             assert world.live.state.obstacle or not self._is_enough(), world.log[-30:]

@@ -21,7 +21,7 @@ from scalai.core.host.succession import underway
 from scalai.core.messages import JsonText, Named
 from scalai.core.region import whole
 from scalai.core.replicas import to_keep
-from scalai.core.reports import Report
+from scalai.core.reports import Examined, Report, Suspected
 from scalai.core.worker_messages import (
     Source,
 )
@@ -47,6 +47,10 @@ class SimulatedHost:
         self.number = 0
         self.incarnation = ""
         self.is_silent = self.is_full = self.cannot_start = False
+        self.damaged: dict[int, dict[str, str]] = {}
+        """Tensors of its part of a generation whose files have rotted, or were cut."""
+        self.reads: dict[str, str] = {}
+        """What is wrong with the files that the workers of its present round read, by tensor."""
         self.seconds: dict[str, float] = {}
         """What its workers tell of a snapshot."""
         self.is_sick = self.is_known_sick = False
@@ -111,19 +115,63 @@ class SimulatedHost:
         self.sealed[snapshot_name(made)] = made
         return events.Sealed(action.round, action.slot, summary_bytes(made))
 
+    def damage(self, what: str, count: int) -> None:
+        """The files of some tensors of its newest part change, or are cut."""
+        if self.store:
+            number = max(self.store)
+            names = [tensor.name for tensor in self.store[number].collection.tensors]
+            self.damaged.setdefault(number, {}).update(dict.fromkeys(names[:count], what))
+
+    def sound(self, number: int) -> dict[str, Tensor]:
+        """Return the tensors of its part of a generation that are what was committed."""
+        part, damaged = self.store.get(number), self.damaged.get(number, {})
+        tensors = () if part is None else part.collection.tensors
+        return {tensor.name: tensor for tensor in tensors if tensor.name not in damaged}
+
+    def examine(self, number: int) -> None:
+        """Read a part again: what is damaged counts no more."""
+        found, part = self.damaged.pop(number, {}), self.store.get(number)
+        names = {tensor.name for tensor in part.collection.tensors} if part is not None else set()
+        lines = tuple(f"{name!r} is {found[name]}" for name in sorted(found.keys() & names))
+        if part is not None and lines:
+            left = [t for t in part.collection.tensors if t.name not in found]
+            self.store[number] = self.like(part, left, part.ranks)
+        kept = summary_bytes(self.store[number]) if part is not None else None
+        self.unsent.append(Examined(number, lines, "/d", kept))
+
+    def like(
+        self, part: HostManifest, tensors: Iterable[Tensor], ranks: tuple[int, ...]
+    ) -> HostManifest:
+        """Return a part of the same generation with these tensors."""
+        made = self.manifest(part.step, tensors, dict(part.about), ranks)
+        return replace(made, generation=part.generation, committed=part.committed)
+
+    def is_read_wrong(self, name: str) -> bool:
+        """Whether what its workers have read of a tensor is not what was committed."""
+        return self.reads.get(name) == "rotten"
+
+    def cannot_read(self, worker: Worker, number: int) -> bool:
+        """Whether a worker fails by what it reads before it can tell of it."""
+        held = {tensor.name for tensor in self.held_by(worker, number).tensors}
+        return any(self.reads.get(name) in ("cut", "wrong for the script") for name in held)
+
     def fetch(self, start: commands.Start, wants: Any) -> Event:
         number = start.workers.round
         assert start.sources is not None
         listed = start.sources.value
         wanted = {tensor.name: tensor for each in wants.values() for tensor in each.pieces.tensors}
         given: dict[str, HostManifest] = {}
+        mine = self.store.get(listed.generation)
+        own = {tensor.name for tensor in mine.collection.tensors} if mine is not None else set()
         for place, name in enumerate(listed.hosts):
             if not self.world.can_reach(name, listed.generation):
                 continue
-            part = self.world.hosts[name].store[listed.generation]
-            known = listed.reference(place)
+            host = self.world.hosts[name]
+            part, known = host.store[listed.generation], listed.reference(place)
             if pieces_of(part, known.rows).digest().hex() == known.digest:
-                given |= dict.fromkeys((t.name for t in part.collection.tensors), part)
+                # What others have that is damaged is found when it comes.
+                found = own if host is self else set(host.sound(listed.generation))
+                given |= dict.fromkeys(found, part)
         if not wanted.keys() <= given.keys():
             return events.WorkFailed(number, "a host is gone that holds what is wanted")
         none = JsonText.of({})
@@ -132,12 +180,12 @@ class SimulatedHost:
         if not wanted:  # its workers hold nothing
             return events.Fetched(number, sources, None, 0.0, 0.0, 0, 0)
         one = next(iter(given.values()))
-        mine = self.store.get(one.generation)
+        damaged = self.damaged.get(one.generation, {})
+        self.reads = {name: damaged[name] for name in wanted if name in own and name in damaged}
         names = dict(wanted)
         if mine is not None:
             names |= {tensor.name: tensor for tensor in mine.collection.tensors}
-        made = self.manifest(one.step, names.values(), dict(one.about), one.ranks)
-        made = replace(made, generation=one.generation, committed=one.committed)
+        made = self.like(one, names.values(), one.ranks)
         self.store[one.generation] = made
         return events.Fetched(number, sources, summary_bytes(made), 0.0, 0.0, 0, 0)
 
@@ -150,6 +198,14 @@ class SimulatedHost:
             for name in listed.hosts
             if self.world.can_reach(name, number)
         }
+        damaged = sorted(
+            name for name in given
+            if name != self.name and len(given[name].collection.tensors)
+            > len(self.world.hosts[name].sound(number))
+        )  # fmt: skip
+        if damaged:
+            wrong = Suspected(number, tuple(damaged), "it differs")
+            return events.Replicated(command.order, None, 0, "it differs", suspected=wrong)
         missing = [ward for ward in ring.wards(self.name) if ward in set(listed.hosts) - set(given)]
         reason = f"{missing} give nothing" if missing else ""
         wanted = to_keep(ring, self.name, {name: part.collection for name, part in given.items()})
@@ -161,8 +217,7 @@ class SimulatedHost:
         names = {wanted.tensors[row].name: wanted.tensors[row] for row in wanted.tensor.tolist()}
         if mine is not None:
             names |= {tensor.name: tensor for tensor in mine.collection.tensors}
-        made = self.manifest(one.step, names.values(), dict(one.about), ())
-        made = replace(made, generation=number, committed=one.committed)
+        made = self.like(one, names.values(), ())
         self.store[number] = made
         return events.Replicated(command.order, summary_bytes(made), 16, reason)
 

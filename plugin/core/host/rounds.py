@@ -225,6 +225,8 @@ def fetched(step: Step, found: Fetched) -> None:
     """All that the workers restore is on this host."""
     if found.grown is not None:
         step.tell(reports.Grown(found.grown))
+    if found.suspected is not None:
+        step.tell(found.suspected)
     if not step.is_present(found.round):
         return
     current = step.present()
