@@ -83,8 +83,8 @@ class StoredRows:
             return box_view(data, begin, box.shape, bits_dtype(tensor.dtype))
         except ValueError as error:
             raise DamageError(
-                f"{self._name(row)} should begin at byte {begin}, and the file has {len(data)} "
-                "bytes"
+                f"{self._name(row)} begins at byte {begin} and ends behind the end: the file has "
+                f"{len(data)} bytes"
             ) from error
 
     def _name(self, row: int) -> str:

@@ -68,7 +68,7 @@ def test_a_file_that_was_cut_after_it_was_attached_is_told_as_damage(
         reported.append, beside, lambda due: due(),
     ).examine(3)  # fmt: skip
     (report,) = reported
-    assert isinstance(report, Examined) and "and the file has 1 bytes" in report.damage[0]
+    assert isinstance(report, Examined) and "the file has 1 bytes" in report.damage[0]
     assert report.directory.startswith(str(tmp_path / "disk")) and report.manifest is not None
     store.attach(parts)
     assert not len(store.manifest(3).collection), "what was damaged there is not attached again"
