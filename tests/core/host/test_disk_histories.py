@@ -4,15 +4,24 @@ left."""
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from support.histories import NAMES, Histories
-from support.simulated_workers import Clock, use_virtual_time
+from support.simulated_workers import Clock, use_real_time, use_virtual_time
 from support.two_laws import World
+
+
+@pytest.fixture(autouse=True, scope="module")
+def real_time() -> Iterator[None]:
+    """Tests of other files need it again."""
+    yield
+    use_real_time()
 
 
 class DiskHistories(Histories):

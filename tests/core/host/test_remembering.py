@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scalai.core.membership import Phase
-from support.simulated_workers import Clock, use_virtual_time
+from support.simulated_workers import Clock, use_real_time, use_virtual_time
 from support.two_laws import World
 
 
@@ -16,6 +16,7 @@ def virtual_time() -> Iterator[None]:
     use_virtual_time()
     Clock.now = 1000.0
     yield
+    use_real_time()
 
 
 def training(folder: Path, hosts: str = "ab", **facts: object) -> World:

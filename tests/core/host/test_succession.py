@@ -12,7 +12,7 @@ from scalai.core.errors import UsageError
 from scalai.core.host.events import Commanded, GroupOver
 from scalai.core.membership import Phase
 from scalai.launch.coordinator.person_calls import Scale
-from support.simulated_workers import Clock, use_virtual_time
+from support.simulated_workers import Clock, use_real_time, use_virtual_time
 from support.two_laws import World
 
 MOST_ACTS = 400
@@ -23,6 +23,7 @@ def virtual_time() -> Iterator[None]:
     use_virtual_time()
     Clock.now = 1000.0
     yield
+    use_real_time()
 
 
 def training(folder: Path, hosts: str = "ab", **facts: object) -> World:
