@@ -51,7 +51,9 @@ class Admission:
         self._check(host, spec, replaces=replaces)
         live = self._live
         manifests = [read[part] for part in join.parts]
-        live.members.term = max(live.members.term, join.term + (join.term > live.members.term))
+        is_ahead = join.term >= live.members.term and not live.members.has_had_host(host)
+        is_ahead |= join.term > live.members.term
+        live.members.term = max(live.members.term, join.term + is_ahead)
         if join.underway is not None:
             self._take_over(join.underway)
         remembered = self._recalled(join)
@@ -113,7 +115,8 @@ class Admission:
         live, kept = self._live, join.remembered
         if kept is None:
             return None
-        return live.memory.hear(kept.value, has_begun=live.state.round > 0)
+        is_own = live.members.has_had_host(join.host)
+        return live.memory.hear(kept.value, has_begun=live.state.round > 0, is_own=is_own)
 
     def answer(self) -> Joined:
         """Return what an agent that is taken in is told."""

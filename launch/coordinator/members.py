@@ -145,6 +145,8 @@ class Members:
         self._released: dict[str, Member] = {}
         self._incarnations: set[tuple[str, str]] = set()
         """All that ever took part."""
+        self._named = set[str]()
+        """Their hosts."""
 
     def __contains__(self, host: object) -> bool:
         return host in self._present
@@ -180,10 +182,15 @@ class Members:
         agent = self._present[host]
         agent.incarnation, agent.store = incarnation, store
         self._incarnations.add((host, incarnation))
+        self._named.add(host)
 
     def has_had(self, host: str, incarnation: str) -> bool:
         """Whether this agent takes part, or ever did."""
         return (host, incarnation) in self._incarnations
+
+    def has_had_host(self, host: str) -> bool:
+        """Whether an agent of this host ever took part."""
+        return host in self._named
 
     @contextmanager
     def in_hand(self, host: str, incarnation: str, peer: Peer) -> Iterator[None]:

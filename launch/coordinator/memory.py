@@ -50,13 +50,17 @@ class Memory:
         if self._said is not None:
             self._members.command([host], Remember(self._said))
 
-    def hear(self, known: Remembered, *, has_begun: bool) -> Remembered | None:
-        """A host brings what it has kept. Return that, unless it is of this coordinator. What
-        persons had asked the one before for holds from then on, if they have asked this one for
-        nothing yet."""
-        if known.term in self._terms:
+    def hear(self, known: Remembered, *, has_begun: bool, is_own: bool) -> Remembered | None:
+        """A host brings what it has kept. Return that, unless it is of this coordinator: only a
+        host that was here can have that (``is_own``), because one that had no card left has begun
+        with a term that there was before. What persons had asked the one before for holds from
+        then on, if they have asked this one for nothing yet."""
+        if is_own and known.term in self._terms:
             return None
-        has_said = self._said is not None and self._said.value.order > known.order
+        said = None if self._said is None else self._said.value
+        has_said = said is not None and said.order > known.order
+        if said is not None and said.term == known.term and not is_own:
+            has_said = False  # numbers of two coordinators tell nothing of which is later
         if not has_begun and not has_said and known.order > self._heard:
             self._heard = known.order
             self._sizing.take_over(known.request)

@@ -74,6 +74,8 @@ class SimulatedHost:
         self.unsent: list[Report] = []
         self.work: list[Callable[[], Event | None]] = []
         self.wants_to_join, self.is_in = True, False
+        self.term = 0
+        """Of the coordinator that it has joined last."""
         self.hands = SimulatedHands(self)
         state = HostState(Settings(self.name, True, 120.0), self.slots, self.clock_s)
         self.agent = Agent(state, self.hands, Loop())
@@ -253,15 +255,16 @@ class SimulatedHost:
             tuple(summary_bytes(part) for part in self.sealed.values()), (),
             JsonText.of(self.world.spec.to_json()),
             underway=underway(self.agent.state, self.hands.seen(self.agent.state.round)),
-            last_round=self.agent.state.last_round,
+            last_round=self.agent.state.last_round, term=self.term,
             remembered=self.agent.state.remembered,
             has_check=self.world.has_checks,
         )  # fmt: skip
         try:
-            self.world.desk.handle(self, travelled(request))  # type: ignore[arg-type]
+            answer: Any = self.world.desk.handle(self, travelled(request))  # type: ignore[arg-type]
         except ScalaiError as error:
             self.agent.feed(events.CoordinatorLost(str(error)))
             return
+        self.term = max(self.term, answer.term)
         self.is_in = True
         if self.number > 1:
             self.agent.feed(events.Rejoined())

@@ -104,6 +104,23 @@ def test_a_coordinator_that_knows_of_none_before_it_goes_by_what_a_late_host_has
     assert len(world._workers()) == 2, world.log[-8:]
 
 
+def test_a_coordinator_with_the_term_of_the_one_before_it_goes_by_what_hosts_have_kept(
+    tmp_path: Path,
+) -> None:
+    """The machine of the first coordinator was started anew, and its own agent is there first."""
+    world = training(tmp_path)
+    world.scale(2)
+    world.go_on(60.0)
+    assert len(world._workers()) == 2 and world.term == 1
+    world._open()
+    world.add("c")
+    world.act("c", "net")
+    world.go_on(0.5)
+    world.go_on(120.0)
+    assert world.is_training() and len(world._workers()) == 2, world.log[-8:]
+    assert world.live.members.term == 2  # so that what it says is later than what they had
+
+
 def test_a_crash_loop_gets_no_restarts_from_new_coordinators(tmp_path: Path) -> None:
     flags = ("--nnodes", "2", "--max-restarts", "2")
     world = training(tmp_path, flags=flags)
