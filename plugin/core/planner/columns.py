@@ -28,6 +28,8 @@ class Workload:
         is_attention_fused: Whether attention's scores stay on the chip (FlashAttention).
         gradient_bytes: Of one gradient when it crosses; None: 4 with bf16 and 2 with fp16, as
             Megatron-LM has it (``accumulate_allreduce_grads_in_fp32``).
+        gathers_per_layer: Into how many collectives the sharded weights of a layer are cut: 1 where
+            it is gathered as a whole (FSDP), 4 where each matrix is (ZeRO 3).
     """
 
     shape: ModelShape
@@ -35,6 +37,7 @@ class Workload:
     precision: str = "bf16"
     is_attention_fused: bool = True
     gradient_bytes: int | None = None
+    gathers_per_layer: int = 1
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -93,6 +96,7 @@ class Columns:
     is_attention_fused: Floats
     weight_bytes: Floats
     gradient_bytes: Floats
+    gathers_per_layer: Floats
     tp: Floats
     pp: Floats
     dp: Floats
@@ -156,6 +160,7 @@ def _work_values(work: Workload) -> dict[str, float]:
         "is_attention_fused": float(work.is_attention_fused),
         "weight_bytes": 4.0 if work.precision == "fp32" else 2.0,
         "gradient_bytes": float(work.gradient_bytes or gradient),
+        "gathers_per_layer": float(work.gathers_per_layer),
     }
 
 

@@ -10,12 +10,15 @@ from scalai.core.planner.coefficients import Coefficients
 from scalai.core.planner.columns import Columns, Floats
 from scalai.core.planner.layer_time import BYTES
 
-LINK_LATENCY_S, NETWORK_LATENCY_S = 1e-5, 3e-5
-"""Of one collective (nccl-tests, small messages; Calculon has 1e-5 and 2e-5)."""
+LINK_LATENCY_S, NETWORK_LATENCY_S = 3.4e-6, 14e-6
+"""From one rank of a ring to the next, inside a host and between hosts (NCCL, src/graph/tuning.cc:
+hardware latencies of rings under its simple protocol)."""
+START_S = 1e-5
+"""Of any collective or message: its kernel (NCCL, src/graph/tuning.cc: 8.4e-6)."""
 
 
 def bandwidth(x: Columns, k: Coefficients, stride: Floats, size: Floats) -> tuple[Floats, Floats]:
-    """Return bytes/s and latency of a ring of ``size`` ranks, ``stride`` apart.
+    """Return bytes/s and latency of a ring, once round, of ``size`` ranks, ``stride`` apart.
 
     Between hosts the rings that pass through a host at the same time share its network; a ring with
     several ranks in a host has that of all of them.
@@ -24,15 +27,15 @@ def bandwidth(x: Columns, k: Coefficients, stride: Floats, size: Floats) -> tupl
     link, network = x.link * k.link, x.network * k.network
     rings = np.minimum(stride, x.per_host)
     between = np.minimum(link, network * x.per_host / rings)
-    return np.where(is_inside, link, between), np.where(
-        is_inside, LINK_LATENCY_S, NETWORK_LATENCY_S
-    )
+    hosts = np.where(is_inside, 1, stride * size / x.per_host)
+    latency = START_S + NETWORK_LATENCY_S * (hosts - 1) + LINK_LATENCY_S * (size - hosts)
+    return np.where(is_inside, link, between), latency
 
 
 def gather(size_bytes: Floats, ranks: Floats, rate: tuple[Floats, Floats]) -> Floats:
     """Return the seconds of an all-gather, or reduce-scatter, of ``size_bytes`` in total."""
     crossing = (ranks - 1) / ranks * size_bytes / rate[0]
-    return np.where(ranks > 1, crossing + rate[1] * np.log2(np.maximum(ranks, 2)), 0.0)
+    return np.where(ranks > 1, crossing + rate[1], 0.0)
 
 
 def tensor_time(x: Columns, k: Coefficients) -> Floats:
@@ -67,7 +70,7 @@ def message_time(x: Columns, k: Coefficients) -> Floats:
     gathered = np.where(
         (x.tp > 1) & (x.is_sequence_parallel == 0), (x.tp - 1) / x.tp * size / link, 0.0
     )
-    latency = np.where(is_inside, LINK_LATENCY_S, NETWORK_LATENCY_S)
+    latency = START_S + np.where(is_inside, LINK_LATENCY_S, NETWORK_LATENCY_S)
     return np.where(x.pp > 1, size / x.tp / rate + gathered + latency, 0.0)
 
 

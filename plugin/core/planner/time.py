@@ -103,7 +103,7 @@ def _data(
     weights = gather(x.weight_bytes * parameters, ranks, rate)
     gradients = gather(x.gradient_bytes * parameters, ranks, rate)
     # Weights are gathered for both passes, gradients scattered, each micro-batch.
-    crossing = 3 * weights
+    crossing = 3 * (weights + (x.gathers_per_layer * layers - 1) * rate[1])
     hidden = k.overlap_weights * np.minimum(crossing, stage)
     is_sharded = x.sharding == WEIGHTS
     # A gradient is scattered and gathered; an optimizer's shards gather weights instead.
