@@ -2,7 +2,8 @@
 
 Peaks are those of dense matrices with fp32 sums, bandwidths those of one direction. What programs
 reach of them is in ``coefficients.py``, but for matrices: there it differs by device, and was
-measured by one program on most of them.
+measured by one program on most of them. Memory is what the driver's tool (``nvidia-smi``, ``rocm-smi``)
+shows.
 """
 
 import re
@@ -12,7 +13,7 @@ from types import MappingProxyType
 
 from scalai.core.errors import RefusedError
 
-GB, TERA = 1e9, 1e12
+GB, MIB, TERA = 1e9, 2.0**20, 1e12
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 MEASURED = "mamf-finder, stas00/ml-engineering, compute/accelerator"
 UNMEASURED = "not measured; as of the devices of its vendor that were"
@@ -56,7 +57,7 @@ class Device:
 
 
 def _device(
-    name: str, half_tflops: float, memory_gb: float, memory_gb_s: float, link_gb_s: float,
+    name: str, half_tflops: float, memory_mib: int, memory_gb_s: float, link_gb_s: float,
     network_gbit_s: float, per_host: int, efficiency: float, source: str,
     *, fp8_tflops: float = 0.0, fp32_tflops: float, has_bf16: bool = True,
     measured: bool = False,
@@ -66,93 +67,93 @@ def _device(
     peaks |= {"fp8": fp8_tflops} if fp8_tflops else {}
     return Device(
         name, MappingProxyType({key: value * TERA for key, value in peaks.items()}),
-        memory_gb * GB, memory_gb_s * GB, link_gb_s * GB, network_gbit_s * GB / 8, per_host,
+        memory_mib * MIB, memory_gb_s * GB, link_gb_s * GB, network_gbit_s * GB / 8, per_host,
         efficiency, source, MEASURED if measured else UNMEASURED,
     )  # fmt: skip
 
 
 _TABLE = (
     _device(
-        "v100-32gb", 125, 32, 900, 150, 50, 8, 0.80, fp32_tflops=15.7, has_bf16=False,
+        "v100-32gb", 125, 32_510, 900, 150, 50, 8, 0.80, fp32_tflops=15.7, has_bf16=False,
         source="NVIDIA V100 datasheet (SXM2; January 2020): 300 GB/s NVLink in both directions; "
         "DGX-1 datasheet: 4 x EDR 100 Gb/s",
     ),
     _device(
-        "a100-40gb", 312, 40, 1555, 300, 200, 8, 0.859, fp32_tflops=19.5, measured=True,
+        "a100-40gb", 312, 40_536, 1555, 300, 200, 8, 0.859, fp32_tflops=19.5, measured=True,
         source="NVIDIA A100 datasheet (SXM4; June 2021): 600 GB/s NVLink; DGX A100 datasheet: "
         "8 x HDR 200 Gb/s",
     ),
     _device(
-        "a100-80gb", 312, 80, 2039, 300, 200, 8, 0.859, fp32_tflops=19.5, measured=True,
+        "a100-80gb", 312, 81_251, 2039, 300, 200, 8, 0.859, fp32_tflops=19.5, measured=True,
         source="NVIDIA A100 datasheet (SXM4; June 2021): 600 GB/s NVLink; DGX A100 datasheet: "
         "8 x HDR 200 Gb/s",
     ),
     _device(
-        "a100-80gb-pcie", 312, 80, 1935, 31, 25, 8, 0.822, fp32_tflops=19.5, measured=True,
+        "a100-80gb-pcie", 312, 81_251, 1935, 31, 25, 8, 0.822, fp32_tflops=19.5, measured=True,
         source="NVIDIA A100 datasheet (PCIe 4 x16: 64 GB/s; June 2021); a host with one "
         "200 Gb/s adapter",
     ),
     _device(
-        "a800-80gb", 312, 80, 2039, 200, 200, 8, 0.859, fp32_tflops=19.5,
+        "a800-80gb", 312, 81_251, 2039, 200, 200, 8, 0.859, fp32_tflops=19.5,
         source="NVIDIA A800 datasheet: as the A100, 400 GB/s NVLink",
     ),
     _device(
-        "h100-80gb", 989.4, 80, 3352, 450, 400, 8, 0.801, fp8_tflops=1978.9, fp32_tflops=66.9,
+        "h100-80gb", 989.4, 81_559, 3352, 450, 400, 8, 0.801, fp8_tflops=1978.9, fp32_tflops=66.9,
         measured=True,
         source="NVIDIA H100 datasheet (SXM5; dense is half of what it states with sparsity): "
         "900 GB/s NVLink; DGX H100 datasheet: 8 x NDR 400 Gb/s",
     ),
     _device(
-        "h100-80gb-pcie", 756, 80, 2000, 63, 50, 8, 0.66, fp8_tflops=1513, fp32_tflops=51,
+        "h100-80gb-pcie", 756, 81_559, 2000, 63, 50, 8, 0.66, fp8_tflops=1513, fp32_tflops=51,
         measured=True,
         source="NVIDIA H100 datasheet (PCIe 5 x16: 128 GB/s); a host with one 400 Gb/s adapter",
     ),
     _device(
-        "h800-80gb", 989.4, 80, 3352, 200, 400, 8, 0.801, fp8_tflops=1978.9, fp32_tflops=66.9,
+        "h800-80gb", 989.4, 81_559, 3352, 200, 400, 8, 0.801, fp8_tflops=1978.9, fp32_tflops=66.9,
         source="NVIDIA H800 datasheet: as the H100, 400 GB/s NVLink",
     ),
     _device(
-        "h20-96gb", 148, 96, 4000, 450, 400, 8, 0.80, fp8_tflops=296, fp32_tflops=44,
+        "h20-96gb", 148, 97_871, 4000, 450, 400, 8, 0.80, fp8_tflops=296, fp32_tflops=44,
         source="NVIDIA H20 datasheet: 900 GB/s NVLink; network as DGX H100",
     ),
     _device(
-        "h200-141gb", 989.4, 141, 4800, 450, 400, 8, 0.803, fp8_tflops=1978.9, fp32_tflops=66.9,
+        "h200-141gb", 989.4, 143_771, 4800, 450, 400, 8, 0.803, fp8_tflops=1978.9, fp32_tflops=66.9,
         measured=True,
         source="NVIDIA H200 datasheet (SXM; dense is half): 900 GB/s NVLink; DGX H200 datasheet: "
         "8 x NDR 400 Gb/s",
     ),
     _device(
-        "b200-180gb", 2250, 180, 8000, 900, 400, 8, 0.776, fp8_tflops=4500, fp32_tflops=75,
+        "b200-180gb", 2250, 183_359, 8000, 900, 400, 8, 0.776, fp8_tflops=4500, fp32_tflops=75,
         measured=True,
         source="NVIDIA DGX B200 datasheet (an eighth; dense is half): 14.4 TB/s NVLink, 8 x 400 "
         "Gb/s",
     ),
     _device(
-        "gb200-186gb", 2500, 186, 8000, 900, 400, 72, 0.776, fp8_tflops=5000, fp32_tflops=80,
+        "gb200-186gb", 2500, 189_471, 8000, 900, 400, 72, 0.776, fp8_tflops=5000, fp32_tflops=80,
         source="NVIDIA GB200 NVL72 datasheet (a 72nd; dense is half): 130 TB/s NVLink, 400 Gb/s a "
         "device",
     ),
     _device(
-        "l40s-48gb", 362, 48, 864, 31, 25, 8, 0.80, fp8_tflops=733, fp32_tflops=91.6,
+        "l40s-48gb", 362, 46_068, 864, 31, 25, 8, 0.80, fp8_tflops=733, fp32_tflops=91.6,
         source="NVIDIA L40S datasheet (dense; PCIe 4 x16: 64 GB/s); a host with one 200 Gb/s "
         "adapter",
     ),
     _device(
-        "a10-24gb", 125, 24, 600, 31, 12.5, 8, 0.80, fp32_tflops=31.2,
+        "a10-24gb", 125, 23_028, 600, 31, 12.5, 8, 0.80, fp32_tflops=31.2,
         source="NVIDIA A10 datasheet (PCIe 4 x16: 64 GB/s); a host with one 100 Gb/s adapter",
     ),
     _device(
-        "rtx4090-24gb", 165.2, 24, 1008, 31, 12.5, 8, 0.80, fp8_tflops=330.3, fp32_tflops=82.6,
+        "rtx4090-24gb", 165.2, 24_564, 1008, 31, 12.5, 8, 0.80, fp8_tflops=330.3, fp32_tflops=82.6,
         source="NVIDIA Ada architecture whitepaper, appendix A (fp32 sums; PCIe 4 x16); a host "
         "with one 100 Gb/s adapter",
     ),
     _device(
-        "mi250x-64gb", 191.5, 64, 1638, 50, 100, 8, 0.767, fp32_tflops=47.9, measured=True,
+        "mi250x-64gb", 191.5, 65_520, 1638, 50, 100, 8, 0.767, fp32_tflops=47.9, measured=True,
         source="AMD MI250X datasheet (one of its two dies, which is one device; 50 GB/s to a "
         "neighbour); a host with 4 x 200 Gb/s",
     ),
     _device(
-        "mi300x-192gb", 1307.4, 192, 5300, 448, 400, 8, 0.601, fp8_tflops=2614.9,
+        "mi300x-192gb", 1307.4, 196_592, 5300, 448, 400, 8, 0.601, fp8_tflops=2614.9,
         fp32_tflops=163.4, measured=True,
         source="AMD MI300X datasheet (dense; 7 x 64 GB/s Infinity Fabric); a host with 8 x 400 "
         "Gb/s",

@@ -62,7 +62,9 @@ def step_time(x: Columns, k: Coefficients = DEFAULT) -> StepTime:
     layers = np.ceil(x.layers / x.pp)
     passes = 2.0 + (x.recompute == 2)
     forward, backward = layer.forward, layer.backward(x.is_attention_fused)
-    again = np.select([x.recompute == 2, x.recompute == 1], [forward, core_attention_time(layer)], 0)
+    again = np.select(
+        [x.recompute == 2, x.recompute == 1], [forward, core_attention_time(layer)], 0
+    )
     parts = {
         "compute": layers * (forward + backward),
         "recompute": layers * again,
