@@ -1,4 +1,4 @@
-"""Many layouts of a training step as columns of numbers, so that one formula computes all of them."""
+"""Many layouts of a training step as columns of numbers, so that one formula computes them all."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

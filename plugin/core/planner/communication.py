@@ -1,7 +1,7 @@
 """Seconds that collectives and messages take, by who takes part and where they are.
 
-Ranks stand as Megatron-LM numbers them, tp-cp-ep-dp-pp, hosts filled in order: tensor-parallel groups
-lie next to each other, and pipeline neighbours are ``tp * cp * dp`` apart.
+Ranks stand as Megatron-LM numbers them, tp-cp-ep-dp-pp, hosts filled in order: tensor-parallel
+groups lie next to each other, and pipeline neighbours are ``tp * cp * dp`` apart.
 """
 
 import numpy as np
@@ -61,8 +61,8 @@ def expert_time(x: Columns, k: Coefficients) -> Floats:
 
 
 def message_time(x: Columns, k: Coefficients) -> Floats:
-    """Return the seconds of one message between pipeline stages: each tensor-parallel rank sends its
-    part, and gathers the others' inside the host."""
+    """Return the seconds of one message between pipeline stages: each tensor-parallel rank sends
+    its part, and gathers the others' inside the host."""
     size = BYTES * x.tokens * x.hidden
     is_inside = x.world_size <= x.per_host
     link = x.link * k.link

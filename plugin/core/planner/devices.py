@@ -2,8 +2,8 @@
 
 Peaks are those of dense matrices with fp32 sums, bandwidths those of one direction. What programs
 reach of them is in ``coefficients.py``, but for matrices: there it differs by device, and was
-measured by one program on most of them. Memory is what the driver's tool (``nvidia-smi``, ``rocm-smi``)
-shows.
+measured by one program on most of them. Memory is what the driver's tool (``nvidia-smi``,
+``rocm-smi``) shows.
 """
 
 import re
@@ -187,13 +187,13 @@ def device_named(name: str) -> Device:
     for known, device in DEVICES.items():
         if _key(known) == wanted:
             return device
-    starts = [device for known, device in DEVICES.items() if key and _key(known).startswith(key)]
-    if starts:
-        return starts[0]
+    for known, device in DEVICES.items():
+        if known.partition("-")[0] == key:
+            return device
     flags = "; ".join(f"--{flag}: {what}" for flag, what in FIGURES.items())
     raise RefusedError(
-        f"{name!r} is not in the table of devices ({', '.join(DEVICES)}). Use one of these, or give "
-        f"its figures: {flags}."
+        f"{name!r} is not in the table of devices ({', '.join(DEVICES)}). Use one of these, or "
+        f"give its figures: {flags}."
     )
 
 
@@ -226,7 +226,8 @@ def custom_device(name: str, figures: Mapping[str, float]) -> Device:
         peaks.setdefault("fp32", half / 8)
     scaled = {
         "memory": ("memory-gb", GB), "memory_bandwidth": ("memory-gb-s", GB),
-        "link": ("link-gb-s", GB), "network": ("network-gbit-s", GB / 8), "per_host": ("per-host", 1),
+        "link": ("link-gb-s", GB), "network": ("network-gbit-s", GB / 8),
+        "per_host": ("per-host", 1),
     }  # fmt: skip
     changed = {
         field: figures[flag] * unit for field, (flag, unit) in scaled.items() if flag in figures

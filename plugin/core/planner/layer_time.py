@@ -8,8 +8,9 @@ from scalai.core.planner.coefficients import Coefficients
 from scalai.core.planner.columns import Columns, Floats
 
 LAYER_NORM_BYTES = 22
-"""Read and written a token and hidden unit by two norms, two dropouts and two residual sums: of fused
-kernels in 16 bit, two masks. Whole on each tensor-parallel rank without sequence parallelism."""
+"""Read and written a token and hidden unit by two norms, two dropouts and two residual sums: of
+fused kernels in 16 bit, two masks. Whole on each tensor-parallel rank without sequence
+parallelism."""
 SCORE_BYTES = 13
 """Read and written a score by scale, mask, softmax, its dropout and both products, in 16 bit."""
 BYTES = 2.0

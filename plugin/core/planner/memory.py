@@ -9,10 +9,11 @@ from scalai.core.planner.columns import GRADIENTS, OPTIMIZER, WEIGHTS, Columns, 
 from scalai.core.planner.layer_time import BYTES
 
 RESERVE_BYTES = 2e9
-"""Of a device, beside tensors: the context, libraries' workspaces, NCCL's channels (CUDA about 0.5 GB,
-NCCL about 4 MB a channel and peer; measured jobs: 1.5 to 3 GB)."""
-USABLE = 0.97
-"""Share of the memory that can be had: the allocator's blocks do not fit without gaps."""
+"""Of a device, beside tensors: the context, libraries' workspaces, NCCL's channels (CUDA about
+0.5 GB, NCCL about 4 MB a channel and peer; measured jobs: 1.5 to 3 GB)."""
+USABLE = 0.92
+"""Share of the memory that a plan may fill: the allocator's blocks do not fit without gaps, and the
+estimate is of the size that it is (``UNCERTAINTY``)."""
 LOGITS_BYTES = 8
 """Of a logit at the loss: 2 as the product gives it, 4 as the loss reads it, 2 of its gradient."""
 MASK_BYTES = 1.0

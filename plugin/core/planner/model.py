@@ -34,7 +34,7 @@ class ModelShape:
         is_gated: Whether the feed-forward part has a gate beside its first matrix (SwiGLU).
         is_tied: Whether the head is the embedding.
         has_bias: Whether linear layers have biases.
-        has_qkv_bias: Whether the one of queries, keys and values has one although the others have not.
+        has_qkv_bias: Whether that of queries, keys and values has one although others have not.
         has_norm_bias: Layer norm has one, RMS norm has none.
         experts: Routed experts of a layer; 0: the layers are dense.
         moe_layers: How many layers have experts.

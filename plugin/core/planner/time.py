@@ -17,8 +17,8 @@ from scalai.core.planner.communication import (
 from scalai.core.planner.layer_time import core_attention_time, head_time, layer_time
 
 UPDATE_BYTES = 34
-"""Read and written of a parameter that a rank updates: gradient, master and two moments in fp32, then
-masters, moments and the weight, and once more the gradient to clip it."""
+"""Read and written of a parameter that a rank updates: gradient, master and two moments in fp32,
+then masters, moments and the weight, and once more the gradient to clip it."""
 
 
 @dataclass(frozen=True, slots=True)
