@@ -126,6 +126,11 @@ def _scan(script_args: Sequence[str]) -> Given:
 
 
 def integer(given: Given, *names: str) -> int | None:
+    """Return the number behind the first of these flags that is given; None: none is.
+
+    Raises:
+        UsageError: What stands there is no whole number.
+    """
     for name in names:
         if name not in given:
             continue
