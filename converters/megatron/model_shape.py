@@ -110,8 +110,8 @@ def _vocab(given: Given, vocab: int | None) -> int:
     rows = padded or vocab or integer(given, "--vocab-size")
     if rows is None:
         raise RefusedError(
-            "the size of the vocabulary is known once the tokenizer is loaded; state it by --vocab, "
-            "or the job's own --padded-vocab-size."
+            "the size of the vocabulary is known once the tokenizer is loaded; state it by --vocab "
+            "or by the job's own --padded-vocab-size."
         )
     if padded:
         return padded

@@ -105,8 +105,9 @@ def _one(question: Question, gpus: int, is_json: bool) -> int:
         print(json.dumps(_content(question, gpus, plan, flags)))
         return 0
     best, shape = plan.best, question.work.shape
-    print(f"{shape.total_parameters / 1e9:.2f}e9 parameters, {question.work.global_batch} samples of "
-          f"{shape.seq} tokens a step, {gpus} of {question.device.name}")  # fmt: skip
+    size = f"{shape.total_parameters / 1e9:.2f}e9 parameters"
+    step = f"{question.work.global_batch} samples of {shape.seq} tokens a step"
+    print(f"{size}, {step}, {gpus} of {question.device.name}")
     print(f"{best.layout}: {_seconds(best)}, {best.bytes / GB:.1f} GB" + _idle(best, gpus))
     print("  time:   " + _parts(best.time, 1.0, "s"))
     print("  memory: " + _parts(best.memory, GB, "GB"))

@@ -130,8 +130,8 @@ def _of_script(
     flags = script[1:] if not script[0].startswith("-") else script
     if not is_megatron(flags):
         raise RefusedError(
-            f"{script[0]} is not called as a Megatron-LM training script is; of other scripts state "
-            "the model by --model."
+            f"{script[0]} is not called as a Megatron-LM training script is; of other scripts "
+            "state the model by --model."
         )
     for flag, name in (
         ("--global-batch-size", "global_batch_size"),
@@ -198,7 +198,7 @@ def _from_hugging_face(
 
     if kind not in (*_GPT, *_LLAMA):
         raise RefusedError(
-            f"{path}: models of type {kind!r} are not modelled ({', '.join((*_GPT, *_LLAMA))} are). "
+            f"{path}: models of type {kind!r} are not modelled; {', '.join((*_GPT, *_LLAMA))} are. "
             "State the shape in TOML, under [model]."
         )
     hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
