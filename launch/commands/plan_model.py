@@ -64,10 +64,15 @@ def read_table(path: Path) -> tuple[Row, ...]:
     """Read a table of measured steps.
 
     Raises:
-        RefusedError: There is no line, or a column that every line needs is not there.
+        RefusedError: It is no table, there is no line, or a column is not there.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        lines = list(csv.DictReader(file))
+    if not path.is_file():
+        raise RefusedError(f"{path} is no file; name a table of measured steps.")
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            lines = list(csv.DictReader(file))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise RefusedError(f"{path} is no table of comma-separated values: {error}") from error
     if not lines:
         raise RefusedError(f"{path}: no line of measurements; docs/degrees.md lists the columns.")
     missing = sorted({"source", "gpu_type", "iteration_time_s"} - set(lines[0]))

@@ -90,6 +90,7 @@ class Plan:
     never_seen: tuple[str, ...] = ()
     """What of the best layout no measurement is like; empty also where nothing was measured."""
     refused: dict[str, int] = field(default_factory=dict)
+    """Reasons for which layouts are not valid, an example of each kind, and how often."""
 
 
 def search(
@@ -115,7 +116,7 @@ def search(
         raise RefusedError(f"{devices} devices: a job needs at least one.")
     layouts, refused = _layouts(work, device, devices, limits, choices)
     if not layouts:
-        raise RefusedError(_why_none(work, devices, limits, choices, refused))
+        raise RefusedError(_why_none(work, device, devices, limits, choices, refused))
     x = _columns(work, device, layouts, choices)
     memory = step_memory(x)
     is_fit = memory.total <= USABLE * device.memory
@@ -141,23 +142,31 @@ def search(
 
 
 def _layouts(
-    work: Workload, device: Device, devices: int, limits: ModelLimits, choices: Choices
+    work: Workload,
+    device: Device,
+    devices: int,
+    limits: ModelLimits,
+    choices: Choices,
+    replica_counts: int = REPLICA_COUNTS,
 ) -> tuple[list[tuple[int, ...]], dict[str, int]]:
-    """Return the valid layouts as (tp, pp, dp, vpp, cp, ep, micro, recompute, sharding), and how
-    often each kind of reason spoke against one."""
+    """Return the valid layouts as (tp, pp, dp, vpp, cp, ep, micro, recompute, sharding), and
+    an example of each kind of reason against one, with how often there was such."""
     found: list[tuple[int, ...]] = []
     refused: dict[str, int] = {}
+    examples: dict[str, str] = {}
     kinds = [
         (RECOMPUTES.index(kind), sharding)
         for kind in choices.recompute
         for sharding in choices.sharding
         if not (kind == "selective" and work.is_attention_fused)
     ] or [(0, sharding) for sharding in choices.sharding]
-    for degrees, micro in _degrees(work, device, devices, limits, choices):
+    for degrees, micro in _degrees(work, device, devices, limits, choices, replica_counts):
         why = refusal(degrees, limits, micro)
         if why is not None:
-            key = re.sub(r"=?[\d*]+ *", "", why.partition(" (")[0]).strip()
-            refused[key] = refused.get(key, 0) + 1
+            # The same reason with other numbers is one reason, of which the first is an example.
+            kind = re.sub(r"\d+", "", why)
+            example = examples.setdefault(kind, why)
+            refused[example] = refused.get(example, 0) + 1
             continue
         sizes = (degrees.tp, degrees.pp, degrees.dp, degrees.vpp, degrees.cp, degrees.ep, micro)
         found += [
@@ -169,7 +178,12 @@ def _layouts(
 
 
 def _degrees(
-    work: Workload, device: Device, devices: int, limits: ModelLimits, choices: Choices
+    work: Workload,
+    device: Device,
+    devices: int,
+    limits: ModelLimits,
+    choices: Choices,
+    replica_counts: int,
 ) -> Iterator[tuple[Degrees, int]]:
     """Yield degrees and micro-batches that may be valid: divisors of what they cut."""
     shape, batch = work.shape, work.global_batch
@@ -180,7 +194,7 @@ def _degrees(
         for pp in divisors(layers):
             for cp in choices.context_parallel:
                 room = devices // (tp * pp * cp)
-                for dp in [d for d in replicas if d <= room][-REPLICA_COUNTS:]:
+                for dp in [d for d in replicas if d <= room][-replica_counts:]:
                     for micro in _micro_batches(batch // dp, choices):
                         for vpp in divisors(layers // pp) if pp > 1 else [1]:
                             for ep in choices.expert_parallel:
@@ -283,7 +297,12 @@ def _why_not(one: Estimate, best: Estimate, device: Device, devices: int) -> str
 
 
 def _why_none(
-    work: Workload, devices: int, limits: ModelLimits, choices: Choices, refused: dict[str, int]
+    work: Workload,
+    device: Device,
+    devices: int,
+    limits: ModelLimits,
+    choices: Choices,
+    refused: dict[str, int],
 ) -> str:
     batch = work.global_batch
     if choices.micro_batches and all(batch % micro for micro in choices.micro_batches):
@@ -294,12 +313,12 @@ def _why_none(
             f"global batch of {batch}, on any number of devices. Use a global batch of "
             f"{' or '.join(map(str, dict.fromkeys(near)))}, or a micro-batch that divides {batch}."
         )
-    if limits.min_tp > devices:
-        return f"{limits.min_tp_reason}: {limits.min_tp} devices or more, not {devices}."
-    often = max(refused, key=lambda key: refused[key]) if refused else "no divisor"
+    often = max(refused, key=lambda why: refused[why]) if refused else "no split of it is so small"
+    nearest = nearest_fitting(work, device, devices, limits, choices)
+    way = f"Use {nearest} devices, the fewest on which one is." if nearest else "Change the model."
     return (
         f"no layout of {work.shape.layers} layers and {work.shape.heads} heads is valid on "
-        f"{devices} devices (most often because of {often}). Use another number of devices."
+        f"{devices} devices ({often}). {way}"
     )
 
 
@@ -339,7 +358,7 @@ def nearest_fitting(
     size, found = devices, None
     while size < most and found is None:
         size = min(size * 2, most)
-        layouts, _ = _layouts(work, device, size, limits, least)
+        layouts, _ = _layouts(work, device, size, limits, least, len(divisors(work.global_batch)))
         if not layouts:
             continue
         x = _columns(work, device, layouts, choices)

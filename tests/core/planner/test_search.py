@@ -100,8 +100,9 @@ def test_memory_decides_what_is_recomputed_and_sharded() -> None:
     whole = Workload(LLAMA, 64)
     assert search(whole, H100, 64, limits_of(whole)).best.layout.recompute == "none"
     small = device_named("a100-40gb")
-    assert search(whole, small, 4, limits_of(whole)).best.layout.recompute == "full"
-    weights = Choices(sharding=(3,), max_tensor_parallel=1)
+    narrow = Choices(max_tensor_parallel=2)
+    assert search(whole, small, 8, limits_of(whole), narrow).best.layout.recompute == "full"
+    weights = Choices(sharding=(0, 1, 3), max_tensor_parallel=1)
     assert search(whole, small, 8, limits_of(whole), weights).best.layout.sharding == 3
 
 
@@ -127,7 +128,9 @@ def test_limits_of_the_framework_and_the_job_hold() -> None:
     found = search(GPT3, H100, 512, limits)
     for one in (found.best, *found.runners_up):
         assert one.layout.degrees.pp == 8 and one.layout.degrees.tp >= 2
-    with pytest.raises(RefusedError, match="no layout of 96 layers .* must stay"):
+    with pytest.raises(
+        RefusedError, match=r"no layout of 96 layers .* must stay 8.*Use 48 devices"
+    ):
         search(GPT3, H100, 4, limits)
 
 
