@@ -110,10 +110,10 @@ def test_measured_steps_calibrate_a_plan(
     assert run(*words, "--gpu", "h100") == 3
     assert "says nothing of h100-80gb here; it has sc21 on a100-80gb" in capsys.readouterr().err
     both = table(tmp_path / "both.csv", *TABLE_1, ["other", *TABLE_1[0][1:]])
-    words = (*words[:-1], both, "--gpu", "a100")
-    assert run(*words) == 3
+    of_both = (*words[:-1], both, "--gpu", "a100")
+    assert run(*of_both) == 3
     assert "Name one by --source" in capsys.readouterr().err
-    assert run(*words, "--source", "other") == 0
+    assert run(*of_both, "--source", "other") == 0
 
 
 def test_scores_are_one_object_with_every_row_counted(

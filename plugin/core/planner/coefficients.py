@@ -78,7 +78,8 @@ class Coefficients:
 
     def logs(self) -> Floats:
         """Return the natural logarithms, in the order of the fields."""
-        return np.log(np.array(astuple(self)))
+        values: Floats = np.array(astuple(self))
+        return np.log(values)
 
 
 NAMES = tuple(field.name for field in fields(Coefficients))
@@ -94,10 +95,8 @@ def from_logs(logs: Floats) -> Coefficients:
 def prior_logs() -> tuple[Floats, Floats]:
     """Return the priors' means and standard deviations, of logarithms."""
     priors = [PRIORS[name] for name in NAMES]
-    return (
-        np.log([prior.median for prior in priors]),
-        np.log([prior.factor for prior in priors]),
-    )
+    medians = np.array([prior.median for prior in priors])
+    return np.log(medians), np.log(np.array([prior.factor for prior in priors]))
 
 
 DEFAULT = from_logs(prior_logs()[0])

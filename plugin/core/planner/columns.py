@@ -108,6 +108,8 @@ class Columns:
     sharding: Floats
     is_sequence_parallel: Floats
     peak: Floats
+    half_peak: Floats
+    """Of attention and the head, which stay in 16 bit where layers are computed in 8."""
     matrix_efficiency: Floats
     memory: Floats
     memory_bandwidth: Floats
@@ -167,6 +169,7 @@ def _work_values(work: Workload) -> dict[str, float]:
 def _device_values(device: Device, precision: str) -> dict[str, float]:
     return {
         "peak": device.peak(precision),
+        "half_peak": device.peak("bf16" if precision == "fp8" else precision),
         "matrix_efficiency": device.matrix_efficiency,
         "memory": device.memory,
         "memory_bandwidth": device.memory_bandwidth,

@@ -141,7 +141,8 @@ def calibrate(x: Columns, seconds: Floats) -> Calibration:
     slopes = _slopes(predicted, logs)
     normal = (slopes.T * weights) @ slopes / noise**2 + precision
     seen = {name: frozenset(np.ravel(getattr(x, name)).tolist()) for name in (*KINDS, *SIZES)}
-    return Calibration(logs, np.linalg.inv(normal), noise, len(measured), seen)
+    covariance: Floats = np.linalg.inv(normal).astype(np.float64)
+    return Calibration(logs, covariance, noise, len(measured), seen)
 
 
 def _loss(residual: Floats, noise: float, logs: Floats, means: Floats, deviations: Floats) -> float:

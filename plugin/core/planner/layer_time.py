@@ -54,11 +54,19 @@ def layer_time(x: Columns, k: Coefficients) -> LayerTime:
     )
 
 
-def product(x: Columns, k: Coefficients, rows: Floats, columns: Floats, inner: Floats) -> Floats:
+def product(
+    x: Columns,
+    k: Coefficients,
+    rows: Floats,
+    columns: Floats,
+    inner: Floats,
+    peak: Floats | None = None,
+) -> Floats:
     """Return the seconds of ``[rows, inner] @ [inner, columns]``: its operations, and its operands
     once through memory, which a roofline would take the larger of and real kernels hardly overlap
-    at their ends."""
-    operations = 2 * rows * columns * inner / (x.peak * x.matrix_efficiency * k.matrix)
+    at their ends. ``peak`` None: that of the layers' precision."""
+    rate = (x.peak if peak is None else peak) * x.matrix_efficiency * k.matrix
+    operations = 2 * rows * columns * inner / rate
     size = BYTES * (rows * inner + inner * columns + rows * columns)
     return operations + size / (x.memory_bandwidth * k.memory)
 
@@ -66,7 +74,7 @@ def product(x: Columns, k: Coefficients, rows: Floats, columns: Floats, inner: F
 def head_time(x: Columns, k: Coefficients) -> Floats:
     """Return the seconds of logits and loss, forward and backward, for one micro-batch: three
     products, and fp32 logits that are read or written five times."""
-    logits = 3 * product(x, k, x.tokens, x.vocab / x.tp, x.hidden)
+    logits = 3 * product(x, k, x.tokens, x.vocab / x.tp, x.hidden, x.half_peak)
     return logits + 20 * x.tokens * x.vocab / x.tp / (x.memory_bandwidth * k.memory)
 
 
@@ -95,7 +103,7 @@ def _scores(x: Columns, k: Coefficients) -> tuple[Floats, Floats]:
     Fused attention skips what the causal mask hides; products of their own do not.
     """
     operations = 4 * x.tokens * x.seq * x.heads * x.head_dim / x.tp
-    best = x.peak * x.matrix_efficiency
+    best = x.half_peak * x.matrix_efficiency
     fused = operations / 2 / (best * k.attention)
     traffic = SCORE_BYTES * x.tokens * x.seq * x.heads / x.tp / (x.memory_bandwidth * k.memory)
     is_fused = x.is_attention_fused > 0

@@ -6,7 +6,7 @@ is none.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -18,7 +18,6 @@ from scalai.core.planner.columns import (
     OPTIMIZER,
     RECOMPUTES,
     Columns,
-    Floats,
     Layout,
     Recompute,
     Workload,
@@ -125,9 +124,10 @@ def search(
     seconds = step_time(x, calibration.coefficients).total
     order = np.argsort(seconds, kind="stable")
     fitting = order[is_fit[order]]
-    shown = _distinct(x, fitting, RUNNERS_UP + 1)
+    shown = _distinct(x, map(int, fitting), RUNNERS_UP + 1)
     faster = order[~is_fit[order] & (seconds[order] < seconds[shown[0]])]
-    larger = _distinct(x, faster[np.argsort(memory.total[faster], kind="stable")], TOO_LARGE)
+    nearest = faster[np.argsort(memory.total[faster], kind="stable")]
+    larger = _distinct(x, map(int, nearest), TOO_LARGE)
     numbers = [*shown, *larger]
     rows = [layouts[number] for number in numbers]
     kept = [_layout(row, choices) for row in rows]
@@ -234,11 +234,10 @@ def _layout(row: Sequence[int], choices: Choices) -> Layout:
     )  # fmt: skip
 
 
-def _distinct(x: Columns, numbers: Sequence[int] | Floats, most: int) -> list[int]:
+def _distinct(x: Columns, numbers: Iterable[int], most: int) -> list[int]:
     """Return the first of each combination of degrees, virtual stages and micro-batch aside."""
     seen: dict[tuple[float, ...], int] = {}
     for number in numbers:
-        number = int(number)
         key = (x.tp[number], x.pp[number], x.dp[number], x.cp[number], x.ep[number])
         if key not in seen:
             seen[key] = number

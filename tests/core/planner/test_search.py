@@ -64,7 +64,7 @@ def brute_force(work: Workload, devices: int) -> float:
                         if work.global_batch % (dp * micro) or refusal(degrees, limits, micro):
                             continue
                         for kind in ("none", "full"):
-                            layout = Layout(degrees, micro, kind, 1, tp > 1)  # type: ignore[arg-type]
+                            layout = Layout(degrees, micro, kind, 1, tp > 1)
                             x = columns_of([(work, A100, layout)])
                             if step_memory(x).total[0] <= USABLE * A100.memory:
                                 times.append(float(step_time(x).total[0]))

@@ -64,6 +64,18 @@ def test_full_recomputation_is_one_more_forward_pass_with_its_messages() -> None
     assert part(full, "tensor") == pytest.approx(part(none, "tensor") * 3 / 2)
 
 
+def test_in_8_bit_layers_are_faster_and_attention_and_head_are_not() -> None:
+    h100 = device_named("h100")
+    half, eighth = (
+        columns(Layout(Degrees(8, 8, 8), 1), replace(GPT3, precision=kind), h100)
+        for kind in ("bf16", "fp8")
+    )
+    assert part(eighth, "head") == pytest.approx(part(half, "head"))
+    one, two = (layer_time(x, DEFAULT) for x in (half, eighth))
+    assert two.attention[0] == pytest.approx(one.attention[0])
+    assert 0.5 < two.matrix[0] / one.matrix[0] < 0.7
+
+
 def test_one_device_waits_for_nobody() -> None:
     small = Workload(gpt(4, 512, 8, 1_024, 512), 8)
     x = columns(Layout(Degrees(1, 1, 1), 2), small)
