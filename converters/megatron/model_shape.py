@@ -54,8 +54,10 @@ def workload_of(arguments: MegatronArguments, vocab: int | None = None) -> Workl
         or given.get("--attention-backend") in (("unfused",), ("local",))
     )
     gradient = 2 if "--grad-reduce-in-bf16" in given else None
+    dropouts = (given.get(f"--{part}-dropout", ("0.1",)) for part in ("hidden", "attention"))
+    has_dropout = any(float(words[0]) > 0 if words else True for words in dropouts)
     batch = integer(given, "--global-batch-size") or 0
-    return Workload(_shape(given, vocab), batch, precision, is_fused, gradient)
+    return Workload(_shape(given, vocab), batch, precision, is_fused, has_dropout, gradient)
 
 
 def choices_of(arguments: MegatronArguments) -> Choices:

@@ -56,7 +56,10 @@ def read_question(args: argparse.Namespace) -> Question:
     if args.global_batch_size is None:
         raise RefusedError("--global-batch-size is needed beside --model: the samples of a step.")
     shape = read_shape(args.model, args.seq_length, args.vocab)
-    work = Workload(shape, args.global_batch_size, args.precision or "bf16")
+    # Models with a gate are trained without dropout.
+    work = Workload(
+        shape, args.global_batch_size, args.precision or "bf16", has_dropout=not shape.is_gated
+    )
     return Question(work, device, limits_of(work), _narrowed(Choices(), args), calibration)
 
 

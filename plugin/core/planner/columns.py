@@ -26,6 +26,7 @@ class Workload:
 
     Attributes:
         is_attention_fused: Whether attention's scores stay on the chip (FlashAttention).
+        has_dropout: Whether dropouts keep their masks for the backward pass.
         gradient_bytes: Of one gradient when it crosses; None: 4 with bf16 and 2 with fp16, as
             Megatron-LM has it (``accumulate_allreduce_grads_in_fp32``).
         gathers_per_layer: Into how many collectives the sharded weights of a layer are cut: 1 where
@@ -36,6 +37,7 @@ class Workload:
     global_batch: int
     precision: str = "bf16"
     is_attention_fused: bool = True
+    has_dropout: bool = True
     gradient_bytes: int | None = None
     gathers_per_layer: int = 1
 
@@ -94,6 +96,7 @@ class Columns:
     final_norm: Floats
     global_batch: Floats
     is_attention_fused: Floats
+    has_dropout: Floats
     weight_bytes: Floats
     gradient_bytes: Floats
     gathers_per_layer: Floats
@@ -160,6 +163,7 @@ def _work_values(work: Workload) -> dict[str, float]:
         "final_norm": float(part.final_norm),
         "global_batch": float(work.global_batch),
         "is_attention_fused": float(work.is_attention_fused),
+        "has_dropout": float(work.has_dropout),
         "weight_bytes": 4.0 if work.precision == "fp32" else 2.0,
         "gradient_bytes": float(work.gradient_bytes or gradient),
         "gathers_per_layer": float(work.gathers_per_layer),

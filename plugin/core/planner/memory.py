@@ -97,14 +97,17 @@ def _sequence_parts(x: Columns) -> Floats:
 
 def _saved_whole(x: Columns) -> Floats:
     """Inputs of two norms and of two first matrices, and two dropouts' masks."""
-    return (4 * BYTES + 2 * MASK_BYTES) * x.tokens * x.hidden / _sequence_parts(x)
+    each = 4 * BYTES + 2 * MASK_BYTES * x.has_dropout
+    return each * x.tokens * x.hidden / _sequence_parts(x)
 
 
 def _saved_parts(x: Columns) -> Floats:
     """What tensor parallelism cuts: queries, keys, values, attention's result; input and result of
     the activation; of experts each token's copies."""
     moe = x.moe_layers / x.layers
-    width, keys = x.heads * x.head_dim, x.kv_groups * x.head_dim
+    width = x.heads * x.head_dim
+    # Attention that is not fused repeats the keys and values of a group for each of its heads.
+    keys = np.where(x.is_attention_fused > 0, x.kv_groups, x.heads) * x.head_dim
     ffn = (1 - moe) * x.ffn + moe * (x.top_k * x.expert_ffn + x.shared_ffn)
     per_token = 2 * width + 2 * keys + (2 + x.is_gated) * ffn
     copies = moe * 2 * x.top_k * x.hidden / _sequence_parts(x)
@@ -114,7 +117,8 @@ def _saved_parts(x: Columns) -> Floats:
 def _scores(x: Columns) -> Floats:
     """Softmax, its dropout's mask and result; fused attention keeps one fp32 number a row."""
     rows = x.tokens * x.heads / x.tp
-    return np.where(x.is_attention_fused > 0, 4 * rows, (2 * BYTES + MASK_BYTES) * rows * x.seq)
+    each = BYTES + (BYTES + MASK_BYTES) * x.has_dropout
+    return np.where(x.is_attention_fused > 0, 4 * rows, each * rows * x.seq)
 
 
 def _in_flight(x: Columns, *, is_last: bool) -> Floats:
@@ -175,4 +179,4 @@ def _stage(x: Columns, *, is_last: bool) -> StepMemory:
 def _embedded(x: Columns, is_last: bool) -> Floats:
     """The embedding's dropout mask, of each pass in flight on the first stage."""
     passes = np.where(is_last & (x.pp > 1), 0.0, np.minimum(x.pp, x.micro_batches))
-    return MASK_BYTES * x.tokens * x.hidden / _sequence_parts(x) * passes
+    return MASK_BYTES * x.has_dropout * x.tokens * x.hidden / _sequence_parts(x) * passes

@@ -106,7 +106,7 @@ def _taken(
     precision = (line.get("precision") or "bf16").strip().lower()
     is_fused = "flash" in notes or device.name.partition("-")[0] in FUSED_SINCE
     work = Workload(
-        shape, integer("global_batch", 0), precision, is_fused,
+        shape, integer("global_batch", 0), precision, is_fused, not shape.is_gated,
         gathers_per_layer=1 if "fsdp" in notes else 4,
     )  # fmt: skip
     device.peak(precision)
