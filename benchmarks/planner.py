@@ -1,4 +1,5 @@
-"""How well the planner's model agrees with published measurements: ``--rows ROWS.csv``.
+"""How well the planner's model agrees with published measurements, and how fast it searches:
+``make bench NAME=planner ROWS=ROWS.csv``.
 
 The table has a line a measured step, with the columns that docs/degrees.md lists; it is not part of
 the project. Nothing is predicted by a calibration that has seen it:

@@ -36,7 +36,7 @@ PRIORS: dict[str, Prior] = {
         "the peak on an A100",
     ),
     "launch_s": Prior(
-        3e-4, 2.0, "seconds a layer and pass in which the device waits for the host",
+        3e-4, 3.0, "seconds a layer and pass in which the device waits for the host",
         "about 30 kernels of 10 us each (PyTorch's launch overhead; arXiv 2012.09852, section 2)",
     ),
     "link": Prior(

@@ -18,7 +18,7 @@ LOGITS_BYTES = 8
 """Of a logit at the loss: 2 as the product gives it, 4 as the loss reads it, 2 of its gradient."""
 MASK_BYTES = 1.0
 UNCERTAINTY = 0.15
-"""Of the total: three of four measured rows of 14 are within half of it."""
+"""Of the total: 14 measured jobs are within 11 %, and 6 % in the mean."""
 
 
 @dataclass(frozen=True, slots=True)

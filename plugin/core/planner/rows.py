@@ -169,14 +169,25 @@ def _layouts(base: Layout, work: Workload, line: Mapping[str, str]) -> list[Layo
     again = [said("recompute").lower()] if said("recompute") else list(RECOMPUTES)
     if not set(again) <= set(RECOMPUTES):
         raise RefusedError(f"recompute={again[0]!r} is none of {', '.join(RECOMPUTES)}")
+    # What ran is valid: the stricter rule for virtual stages is for those that a row leaves open.
     limits = limits_of(work)
-    if shape.layers % degrees.pp and degrees.vpp == 1:
-        limits, chunks = replace(limits, num_layers=None), [1]  # DeepSpeed's stages may be unequal.
+    if said("vpp"):
+        limits = replace(limits, global_batch_size=None)
+    parts = degrees.pp * degrees.vpp
+    if shape.layers % parts:
+        extra = [n for n in (1, 2) if (shape.layers + n) % parts == 0]
+        # Embedding and loss may count as layers; DeepSpeed's stages may be unequal.
+        unequal: dict[str, object] = {"extra_layers": extra[0]} if extra else {"num_layers": None}
+        if extra or degrees.vpp == 1:
+            limits = limits_of(work, **{"global_batch_size": limits.global_batch_size, **unequal})
+            chunks = [degrees.vpp]
     found, why = [], "nothing divides"
     for micro in micros:
         for vpp in chunks:
             tried = replace(degrees, vpp=vpp)
             fault = refusal(tried, limits, micro)
+            if each % micro:
+                fault = f"micro_batch={micro} does not divide the {each} samples of a replica"
             why = fault or why
             if fault is None:
                 found += [
