@@ -28,16 +28,15 @@ PRIORS: dict[str, Prior] = {
     ),
     "memory": Prior(
         0.80, 1.25, "share of the memory's bandwidth that element-wise operations reach",
-        "Calculon (arXiv 2301.05381), systems/a100_80g.json: 0.75 at 10 MB, 0.90 at 100 MB",
+        "Calculon (calculon-ai/calculon), systems/a100_80g.json: 0.75 at 10 MB, 0.90 at 100 MB",
     ),
     "attention": Prior(
         0.60, 1.3, "share of the best matrix product's rate that fused attention reaches",
-        "FlashAttention-2 (arXiv 2307.08691), figures 4 to 6: forward and backward 50 to 73 % of "
-        "the peak on an A100",
+        "FlashAttention-2 (arXiv 2307.08691), abstract: 50 to 73 % of the peak on an A100",
     ),
     "launch_s": Prior(
         3e-4, 3.0, "seconds a layer and pass in which the device waits for the host",
-        "about 30 kernels of 10 us each (PyTorch's launch overhead; arXiv 2012.09852, section 2)",
+        "judgement: some 30 kernels of 10 us each; hosts, and how they launch, differ widely",
     ),
     "link": Prior(
         0.78, 1.25, "share of the bandwidth inside a host that collectives reach",
@@ -53,7 +52,7 @@ PRIORS: dict[str, Prior] = {
     ),
     "overlap_weights": Prior(
         0.75, 1.25, "share of what sharded weights take that the computation hides",
-        "PyTorch FSDP (arXiv 2304.11277), section 5: communication is mostly hidden",
+        "judgement; PyTorch FSDP (arXiv 2304.11277) gathers the next layer meanwhile",
     ),
     "step_s": Prior(
         0.02, 2.0, "seconds a step in which nothing of the above runs: clipping, loader, timers",

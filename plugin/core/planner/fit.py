@@ -12,7 +12,7 @@ from scalai.core.planner.time import step_time
 
 PRIOR_NOISE = 0.08
 """Standard deviation of a measured step about the model, of logarithms: what models like this one
-reach (vTrain 8.4 %, Calculon 3.7 %; arXiv 2312.12391, 2301.05381)."""
+reach (vTrain, arXiv 2312.12391: 8.4 %)."""
 PRIOR_ROWS = 4.0
 """Rows whose weight the prior of the noise has."""
 TAIL = 4.0
