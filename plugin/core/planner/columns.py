@@ -10,7 +10,7 @@ import numpy.typing as npt
 from scalai.core.degrees import Degrees
 from scalai.core.errors import UsageError
 from scalai.core.planner.devices import PRECISIONS, Device
-from scalai.core.planner.model import ModelShape
+from scalai.core.planner.model import LARGEST, ModelShape
 
 Floats = npt.NDArray[np.float64]
 Recompute = Literal["none", "selective", "full"]
@@ -44,7 +44,7 @@ class Workload:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise UsageError(f"precision {self.precision!r} is none of {', '.join(PRECISIONS)}.")
-        if self.global_batch < 1:
+        if not 1 <= self.global_batch <= LARGEST:
             raise UsageError(f"a global batch of {self.global_batch} samples is no batch.")
 
 

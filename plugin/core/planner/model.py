@@ -4,6 +4,8 @@ from dataclasses import dataclass, fields
 
 from scalai.core.errors import UsageError
 
+MOST_LAYERS, LARGEST = 100_000, 10**9
+
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
@@ -69,6 +71,12 @@ class ModelShape:
         for name in ("layers", "hidden", "heads", "ffn", "vocab", "seq", "kv_groups", "head_dim"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} of the model is not 1 or more.")
+        largest = max(fields(self), key=lambda field: int(getattr(self, field.name))).name
+        if getattr(self, largest) > LARGEST or self.layers > MOST_LAYERS:
+            raise UsageError(
+                f"layers={self.layers}, {largest}={getattr(self, largest)}: no model has more than "
+                f"{MOST_LAYERS} layers, or a size above {LARGEST}."
+            )
         if min(getattr(self, field.name) for field in fields(self)) < 0:
             raise UsageError("a size of the model is negative; use 0 or more.")
         if self.heads % self.kv_groups:

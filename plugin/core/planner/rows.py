@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -73,7 +74,7 @@ def _read(line: Mapping[str, str], number: int) -> Row:
     )
     try:
         return _taken(line, source, cluster, model)
-    except (ScalaiError, ValueError) as error:
+    except (ScalaiError, ValueError, ArithmeticError) as error:
         gpus, seconds = line.get("gpus") or "", line.get("iteration_time_s") or ""
         return Row(
             source, cluster, model, int(gpus) if gpus.isdecimal() else 0, None, None, None,
@@ -83,9 +84,10 @@ def _read(line: Mapping[str, str], number: int) -> Row:
 
 def _seconds(text: str) -> float:
     try:
-        return max(float(text), 0.0)
+        seconds = float(text)
     except ValueError:
         return 0.0
+    return seconds if 0 < seconds < inf else 0.0
 
 
 def _taken(
@@ -117,7 +119,7 @@ def _taken(
     gpus, seconds = integer("gpus", 0), float(line["iteration_time_s"])
     if degrees.world_size != gpus:
         raise RefusedError(f"{degrees} takes {degrees.world_size} devices, but gpus={gpus}")
-    if not seconds > 0:
+    if not 0 < seconds < inf:
         raise RefusedError(f"iteration_time_s={seconds} is no time")
     sharding = integer("zero_stage", 0)
     if sharding not in range(4):

@@ -4,6 +4,8 @@ import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scalai.core.planner.rows import read_rows
 from scalai.core.planner.score import (
@@ -53,6 +55,11 @@ def test_a_row_is_taken_as_it_stands() -> None:
         ({"precision": "fp8"}, "no peak for fp8"),
         ({"zero_stage": "7"}, "none of 0 to 3"),
         ({"iteration_time_s": "0"}, "is no time"),
+        ({"iteration_time_s": "inf"}, "is no time"),
+        ({"iteration_time_s": "nan"}, "is no time"),
+        ({"layers": "1e300"}, "no model has more than"),
+        ({"hidden": "inf"}, "infinity"),
+        ({"global_batch": "-512"}, "is no batch"),
         ({"recompute": "sometimes"}, "none of none, selective, full"),
         ({"micro_batch": "48", "recompute": "none"}, "held not to fit"),
         ({"kv_heads": "7"}, "does not divide heads"),
@@ -75,6 +82,26 @@ def test_what_a_row_leaves_open_is_what_fits_and_is_fastest() -> None:
     assert not row.refused and row.layout is not None
     assert row.layout.recompute != "full"
     assert 24 % row.layout.degrees.vpp == 0
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(LINE)),
+        st.one_of(
+            st.sampled_from(["", "0", "-1", "1", "2", "3", "7", "1e9", "nan", "inf", "1e400", "x"]),
+            st.text(max_size=4),
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_no_row_is_dropped_whatever_stands_in_it(changes: dict[str, str]) -> None:
+    scored = predict_rows(read_rows([LINE, lines(**changes)]), read_rows([LINE]))
+    assert len(scored) == 2 and not scored[0].row.refused
+    assert all(0 <= one.error < float("inf") for one in scored)
+    whole = figures(scored)
+    assert whole["rows"] == 2 and 0 <= (whole["interval_coverage"] or 0) <= 1
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalai.core.degrees import Degrees, ModelLimits, refusal
-from scalai.core.errors import RefusedError
+from scalai.core.errors import RefusedError, UsageError
 from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.memory import USABLE, step_memory
@@ -120,6 +120,16 @@ def test_where_nothing_fits_the_fewest_devices_on_which_something_does_are_named
 def test_a_batch_that_no_micro_batch_divides_is_refused_with_the_nearest() -> None:
     with pytest.raises(RefusedError, match=r"Use a global batch of 4 or 8, or a micro-batch"):
         plan(Workload(LLAMA, 6), 8, Choices(micro_batches=(4,)))
+
+
+def test_sizes_that_no_job_has_are_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="is no batch"):
+        Workload(LLAMA, 10**30)
+    with pytest.raises(UsageError, match="no model has more"):
+        gpt(10**12, 64, 4, 1_024, 256)
+    with pytest.raises(RefusedError, match="needs at least one"):
+        plan(Workload(LLAMA, 8), 0)
+    assert plan(Workload(LLAMA, 8), 10**12).best.idle > 0
 
 
 def test_limits_of_the_framework_and_the_job_hold() -> None:
