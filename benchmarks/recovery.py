@@ -18,6 +18,8 @@ and their degrees are the same. Figures:
 * ``coordinator_loss_s``: from the death of the coordinator's process until the job takes a
   ``scale`` again from another one, and the steps that were lost by it; ``coordinator_host_loss_s``:
   the same where its host dies, which has no workers, and the next one needs the lease.
+* ``notice_s``: from a notice of 30 s until the host that is to be taken away has ended by itself,
+  what it held is elsewhere (15 s are the aim), and until the others have made a step without it.
 
 Detection: both sides' settings are printed. torchrun's collectives give up after ``--timeout-s``
 (torch's default is half an hour); its rendezvous and Scalai have their defaults.
@@ -32,6 +34,7 @@ from statistics import median
 import numpy as np
 from recovery_coordinator import figures
 from recovery_hosts import Hosts
+from recovery_notice import figures as notice_figures
 from recovery_runs import (
     NAMES,
     Recovery,
@@ -43,6 +46,7 @@ from recovery_runs import (
 )
 from report import Report
 
+KINDS = ("reset", "blackhole", "overhead", "coordinator", "notice")
 MEMORY_DISK = "/dev/shm"
 FULL = Size(hidden=1024, layers=7)
 SMALL = Size(hidden=256, layers=2)
@@ -57,7 +61,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5, help="deaths of each kind, on each side")
     parser.add_argument("--pairs", type=int, default=30, help="of blocks of steps")
     parser.add_argument("--timeout-s", type=float, default=30.0, help="of torchrun's collectives")
-    parser.add_argument("--only", choices=("reset", "blackhole", "overhead", "coordinator"))
+    parser.add_argument("--only", choices=KINDS)
     return parser.parse_args()
 
 
@@ -135,6 +139,13 @@ def main() -> None:
                 report.add(f"{kind}_s", round(median(one.seconds for one in losses), 2), "s")
                 report.add(f"{kind}_each_s", [round(one.seconds, 2) for one in losses])
                 report.add(f"{kind}_steps_lost", [one.steps_lost for one in losses])
+        if options.only in (None, "notice"):
+            notices = notice_figures(size, folder, options.runs)
+            report.add("notice_s", round(median(one.left_s for one in notices), 2), "s")
+            report.add("notice_each_s", [round(one.left_s, 2) for one in notices])
+            goes_on_s = median(one.goes_on_s for one in notices)
+            report.add("notice_goes_on_s", round(goes_on_s, 2), "s")
+            report.add("notice_steps_lost", [one.steps_lost for one in notices])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report.finish()

@@ -7,7 +7,6 @@ all hosts reach, and when it is started again it loads the newest save that is w
 """
 
 import argparse
-import os
 import shutil
 import time
 from datetime import timedelta
@@ -31,6 +30,14 @@ from resize_job import IMPORTED, SEED, STARTED, Job, load, parser, save  # noqa:
 from resize_marks import Marks  # noqa: E402
 
 from scalai import MegatronState, Session  # noqa: E402
+
+
+def next_round(marks: Path) -> int:
+    """Return the number of this round, the same on all ranks: torchrun's count of restarts differs
+    between agents whose workers failed and agents whose workers were still there."""
+    found = [len({path.name.split("-")[1] for path in marks.glob("round-*.jsonl")})]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 def save_whole(job: Job, step: int, saves: Path) -> None:
@@ -74,7 +81,7 @@ def main() -> None:
         mpu.initialize_model_parallel(session.tp, session.pp)
         torch.manual_seed(SEED)
         model_parallel_cuda_manual_seed(SEED)
-        marks = Marks(options.marks, os.environ["TORCHELASTIC_RESTART_COUNT"])
+        marks = Marks(options.marks, str(next_round(options.marks)))
         for event, at in (("script", STARTED), ("imported", IMPORTED), ("entered", entered)):
             marks.note(event, at)
         marks.note("connected")

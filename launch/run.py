@@ -13,10 +13,9 @@ from collections.abc import Callable
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from scalai.core.errors import AnswerError, EndedError
+from scalai.core.errors import AnswerError, EndedError, PeerError
 from scalai.launch import host_signals
-from scalai.launch.agent.caretaker import AHEAD, stay
-from scalai.launch.agent.containers import all_end_with_this_process
+from scalai.launch.agent.caretaker import say_ahead, stay
 from scalai.launch.agent.durable import check_writable, refuse_finished
 from scalai.launch.agent.interfaces import address_towards, interface_environment
 from scalai.launch.agent.notice_watch import watch
@@ -30,7 +29,7 @@ from scalai.launch.config.frameworks import refuse_untried
 from scalai.launch.config.hostfile import expand_hostfile
 from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.discovery import Place, find_coordinator
+from scalai.launch.coordinator.discovery import Place, find_coordinator, has_moved
 from scalai.launch.logs import configure
 from scalai.launch.program import exit_code_of, worker_count
 from scalai.store.places import check_host
@@ -99,9 +98,8 @@ def run_agent(spec: JobSpec) -> int:
         tee=Std.from_str(options.tee),
     )
     place, agent = _joined(spec, host, slots, lambda: WorkerSet(spec.job, options.role, logs))
-    keeps_coordinator = place.started is not None and all_end_with_this_process()
-    if keeps_coordinator and spec.max_hosts > 1:
-        log.warning(AHEAD)
+    if place.started is not None:
+        say_ahead(spec)
     heard = host_signals.Heard()
     heard.listen()
     _start_probe(spec, agent, slots)
@@ -123,9 +121,9 @@ def run_agent(spec: JobSpec) -> int:
     thread = threading.Thread(target=work, name="agent")
     thread.start()
     _wait(thread, agent, heard, hears_notice="signal" in preemption.sources)
-    if keeps_coordinator and place.started is not None and heard.count < 2:
+    if agent.started is not None and heard.count < 2:
         before = heard.count
-        stay(place.started, lambda: heard.count > before)
+        stay(agent.started, lambda: heard.count > before)
     return ended[0] if ended else 1
 
 
@@ -184,6 +182,10 @@ def _joined(
                 raise
             log.info("event=waiting for the coordinator of the earlier run to end")
             time.sleep(1.0)
+        except PeerError:
+            if not has_moved(spec, place):
+                raise
+            log.info("event=moved: the job has a coordinator on another host, which is joined")
 
 
 def _start_probe(spec: JobSpec, agent: Participant, most: int) -> None:

@@ -1,10 +1,13 @@
-"""The agent that started the coordinator, where the two are in one container: it stays until the
-job has ended, because its own end would end the coordinator."""
+"""The agent that started the coordinator, the job's first or a later one, where the two are in one
+container: it stays until the job has ended, because its own end would end the coordinator."""
 
 import logging
 import subprocess
 import time
 from collections.abc import Callable
+
+from scalai.launch.agent.containers import all_end_with_this_process
+from scalai.launch.config.job import JobSpec
 
 log = logging.getLogger(__name__)
 
@@ -18,9 +21,15 @@ AHEAD = (
 )
 
 
+def say_ahead(spec: JobSpec) -> None:
+    """This agent has just started a coordinator: say what comes of that in a container."""
+    if spec.max_hosts > 1 and all_end_with_this_process():
+        log.warning(AHEAD)
+
+
 def stay(coordinator: "subprocess.Popen[bytes]", must_end: Callable[[], bool]) -> None:
-    """Return once the coordinator has ended, or at a signal."""
-    if coordinator.poll() is not None:
+    """Return once the coordinator has ended, or at a signal; at once where it needs nobody."""
+    if coordinator.poll() is not None or not all_end_with_this_process():
         return
     log.info(
         "event=stay This agent is done; it stays for the coordinator, which runs in its container, "

@@ -60,7 +60,7 @@ class Health:
     """
 
     def __init__(self, silence_s: float, dead_s: float) -> None:
-        self._limit_s, self._dead_s = silence_s, dead_s
+        self.limit_s, self._dead_s = silence_s, dead_s
         self._mutex = threading.Lock()
         self._answered_at = time.monotonic()
         self._absent_since: float | None = None
@@ -89,7 +89,7 @@ class Health:
                 self._absent_since = now
             if self._absent_since is not None and now - self._absent_since > self._dead_s:
                 raise error
-            if silence_s > self._limit_s and tries > 1:
+            if silence_s > self.limit_s and tries > 1:
                 raise SilentError(f"it has been silent for {silence_s:.0f} s: {error}") from error
             is_silent = isinstance(error, SilentError) or silence_s > self._dead_s
             if is_silent and not self._is_silent:
@@ -98,7 +98,7 @@ class Health:
                     "event=coordinator_silent since_s=%.0f %s The workers train on, and this agent "
                     "keeps trying; after %.0f s ([resize] coordinator_timeout_s) it ends them, and "
                     "the state stays in the store.",
-                    silence_s, error, self._limit_s,
+                    silence_s, error, self.limit_s,
                 )  # fmt: skip
 
     def silence_s(self) -> float | None:

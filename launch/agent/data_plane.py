@@ -18,13 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import MAX_NDIM, Collection, Columns
-from scalai.core.errors import MessageError, PeerError, ScalaiError, StoreError
+from scalai.core.dtypes import Bits
+from scalai.core.errors import DamageError, MessageError, PeerError, ScalaiError, StoreError
 from scalai.core.fields import mapped
 from scalai.core.fingerprint import Committed
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText, Named
 from scalai.core.region import Box
 from scalai.core.source_list import Pieces, Reference
+from scalai.core.witness import ClaimTerm, ReadVote, Told, WriteRecord
+from scalai.launch.agent.vote_desk import VoteDesk
 from scalai.runtime.codec import decode, encode
 from scalai.runtime.connecting import connect
 from scalai.runtime.framing import FramedSocket
@@ -66,13 +69,15 @@ class ReadRankStates:
 class Fetch:
     """Hand out parts of pieces of a committed generation of ``host``: of the rows ``row`` [parts]
     of its manifest the boxes at ``offset`` of ``shape`` [parts, MAX_NDIM], in elements,
-    right-aligned."""
+    right-aligned. ``is_checked``: of pieces that are not asked for as wholes, which the other can
+    compare itself, compare them with what was committed before."""
 
     host: str
     generation: int
     row: npt.NDArray[np.int64]
     offset: npt.NDArray[np.int64]
     shape: npt.NDArray[np.int64]
+    is_checked: bool = False
 
     def __post_init__(self) -> None:
         boxes = {self.offset.shape, self.shape.shape}
@@ -80,7 +85,7 @@ class Fetch:
             raise ValueError(f"rows of shape {self.row.shape} with boxes of {sorted(boxes)}")
 
 
-Request = ReadPieces | ReadRankStates | Fetch
+Request = ReadPieces | ReadRankStates | Fetch | ReadVote | ClaimTerm | WriteRecord
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -107,17 +112,20 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The host does not have what was asked for; says why."""
+    """The host does not have what was asked for; says why. ``is_damaged``: what it had is not what
+    was committed."""
 
     reason: str
+    is_damaged: bool = False
 
 
-Answer = PiecesHeld | RankStates | Parts | Refused
+Answer = PiecesHeld | RankStates | Parts | Refused | Told
 A = TypeVar("A", bound=Answer)
 
 
 class DataPlaneServer:
-    """Serves one host's store to peers that know the job's token, one thread a connection.
+    """Serves one host's store to peers that know the job's token, one thread a connection, and
+    answers as a witness who is the job's coordinator.
 
     Bound to one interface: ``address`` is where it listens. ``close`` ends it and its connections.
     """
@@ -125,7 +133,7 @@ class DataPlaneServer:
     def __init__(
         self, store: HostStore, token: bytes, interface: str = "127.0.0.1", port: int = 0
     ) -> None:
-        self._store = store
+        self._store, self.votes = store, VoteDesk()
         self._mutex, self._giving = threading.Lock(), 0
         self._listener = Listener(
             (interface, port), token, self._talk, timeout_s=DEFAULT_TIMEOUT_S, name="data-plane"
@@ -180,8 +188,10 @@ class DataPlaneServer:
                 case Fetch():
                     with self._is_giving_more():
                         self._send_parts(framed, request)
+                case _:
+                    _send(framed, self.votes.answer(request))
         except StoreError as error:
-            _send(framed, Refused(str(error)))
+            _send(framed, Refused(str(error), isinstance(error, DamageError)))
 
     @contextmanager
     def _is_giving_more(self) -> Iterator[None]:
@@ -204,7 +214,7 @@ class DataPlaneServer:
         generation = request.generation
         with self._store.open_rows(generation) as rows:
             collection = rows.manifest.collection
-            parts = []
+            parts, cut = list[Bits](), set[int]()
             # All of it is checked before the first byte goes, so that a refusal can be said.
             columns = (request.row, request.offset, request.shape)
             for row, offset, shape in zip(*(each.tolist() for each in columns), strict=True):
@@ -215,6 +225,9 @@ class DataPlaneServer:
                     )
                 skip = MAX_NDIM - len(collection.tensors[collection.tensor[row]].shape)
                 parts.append(rows.part(row, Box(tuple(offset[skip:]), tuple(shape[skip:]))))
+                cut |= {row} if shape != collection.shape[row].tolist() else set()
+            for row in sorted(cut) if request.is_checked else ():
+                rows.check(row)
             _send(framed, Parts(len(parts)))
             for part in parts:
                 for block in contiguous_chunks(part, BLOCK_BYTES):
@@ -270,6 +283,8 @@ class Peer:
         path: Path,
         begin: Columns,
         arrived: Callable[[int], None] = lambda count: None,
+        *,
+        is_checked: bool = False,
     ) -> int:
         """Fetch parts of stored pieces into a local file; returns the bytes. Blocks.
 
@@ -280,15 +295,18 @@ class Peer:
             path: An existing file, long enough.
             begin: Where each part goes, row-major, in bytes [parts].
             arrived: Is told of each block that has come, in bytes.
+            is_checked: Where parts are no whole pieces, the host compares their pieces with what
+                was committed before it gives anything: a part has no fingerprint of its own.
 
         Raises:
             StoreError: The generation is not committed there, a box is outside of its piece, or the
                 file cannot be written.
+            DamageError: The host finds that a piece is not what was committed.
             PeerError: The peer is dead, silent, not of this job, or a block arrives damaged. What
                 is in the file is undefined then; fetch again, or from another host.
         """
         with connect(self.address, self.token, self.timeout_s) as framed:
-            asked = Fetch(self.host, generation, row, pieces.offset, pieces.shape)
+            asked = Fetch(self.host, generation, row, pieces.offset, pieces.shape, is_checked)
             _ask(framed, asked, Parts)
             try:
                 sizes = pieces.size_bytes().tolist()
@@ -307,7 +325,8 @@ def _ask(framed: FramedSocket, request: Request, expected: type[A]) -> A:
     _send(framed, request)
     answer = decode(framed.receive(), Named[Answer]).message
     if isinstance(answer, Refused):
-        raise StoreError(f"{framed.peer} refuses: {answer.reason}")
+        kind = DamageError if answer.is_damaged else StoreError
+        raise kind(f"{framed.peer} refuses: {answer.reason}")
     if not isinstance(answer, expected):
         raise MessageError(
             f"{framed.peer} answers with {type(answer).__name__}, not {expected.__name__}. Do the "

@@ -2,7 +2,6 @@
 orders to read."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,65 +12,49 @@ import numpy.typing as npt
 
 from scalai.core.collection import concatenate
 from scalai.core.commands import Start
-from scalai.core.errors import LayoutError, MemoryShortError, PeerError, ProofError, ScalaiError
+from scalai.core.errors import (
+    DamageError,
+    LayoutError,
+    MemoryShortError,
+    MismatchError,
+    PeerError,
+    ScalaiError,
+)
 from scalai.core.fields import mapped
+from scalai.core.host import events
 from scalai.core.host.state import Want
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText
 from scalai.core.plan import Plan, plan
 from scalai.core.region import box_text
+from scalai.core.reports import Suspected
 from scalai.core.source_list import Pieces, SourceList
 from scalai.core.sources import Holder
 from scalai.core.worker_messages import ReadOrder, Source
-from scalai.launch.agent.data_plane import Peer
+from scalai.launch.agent.data_plane import DEFAULT_TIMEOUT_S, Peer
 from scalai.launch.agent.sources import Parts, ask_parts, ask_rank_states, first_part, own_part
-from scalai.launch.agent.unchanged import copy_unchanged
 from scalai.runtime.at_once import at_once
 from scalai.runtime.failpoints import reached
 from scalai.store.host import HostStore
 from scalai.store.manifest import HostManifest
 from scalai.store.moves import Fetched, FetchList, fetch_lists, holders_of, read_orders
-from scalai.store.parts import Extras, fingerprints_of
+from scalai.store.parts import Extras, summary_bytes
 
 FETCHED_AT_ONCE = 64
 """Hosts that are fetched from side by side, at most."""
+CHECKED_BYTES_PER_S = 1e8
+"""A host compares pieces with what was committed at this rate, at least."""
 NAMED = 5
 """Hosts, or pieces, named in an error."""
-TELL_EVERY_S = 10.0
-"""How often the coordinator hears of bytes that arrive."""
 
 log = logging.getLogger(__name__)
-
-
-class Moving:
-    """Bytes that come from other hosts for one round. ``arrived`` is called by the threads that
-    fetch them, the rest by the agent's own."""
-
-    def __init__(self, round: int) -> None:
-        self.round = round
-        self._mutex = threading.Lock()
-        self._bytes = self._reported = 0
-        self._report_at = 0.0
-
-    def arrived(self, count: int) -> None:
-        """Count bytes that have come."""
-        with self._mutex:
-            self._bytes += count
-
-    def news(self) -> int | None:
-        """Return how many bytes have come, where that is to be reported: now and then, and only
-        where there are more than before."""
-        now = time.monotonic()
-        if self._bytes == self._reported or now < self._report_at:
-            return None
-        self._reported, self._report_at = self._bytes, now + TELL_EVERY_S
-        return self._reported
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
     """What the workers of one host read, by global rank, and what it took to get it here. ``grown``
-    is this host's part of the generation with what was fetched, None where nothing was.
+    is this host's part of the generation with what was fetched, None where nothing was;
+    ``suspected`` are hosts that gave nothing because what they have is damaged.
     """
 
     sources: Mapping[int, Source]
@@ -80,6 +63,20 @@ class Restore:
     move_s: float
     bytes_local: int
     bytes_remote: int
+    suspected: Suspected | None = None
+
+    def to_event(self, round: int) -> events.Fetched:
+        """Return it as an event of the host's round."""
+        return events.Fetched(
+            round=round,
+            sources=self.sources,
+            grown=None if self.grown is None else summary_bytes(self.grown),
+            plan_s=self.plan_s,
+            move_s=self.move_s,
+            bytes_local=self.bytes_local,
+            bytes_remote=self.bytes_remote,
+            suspected=self.suspected,
+        )
 
 
 def prepare_restore(
@@ -132,7 +129,15 @@ def prepare_restore(
         move_s=done - moved.began,
         bytes_local=planned.bytes_local,
         bytes_remote=planned.bytes_remote,
+        suspected=suspected(listed.generation, moved.damaged),
     )
+
+
+def suspected(generation: int, damaged: Mapping[str, str]) -> Suspected | None:
+    """Return what the coordinator is to know of hosts that gave, or say that they have, what was
+    not committed, by the reason; None of none."""
+    reasons = "; ".join(damaged.values())
+    return Suspected(generation, tuple(sorted(damaged)), reasons) if damaged else None
 
 
 def _sources(
@@ -166,13 +171,14 @@ class _Fetch(NamedTuple):
 
 
 class Brought(NamedTuple):
-    """A plan that was carried out, from these parts: what has come, and when its bytes began to
-    move."""
+    """A plan that was carried out, from these parts: what has come, when its bytes began to move,
+    and which hosts say that what they have is damaged, with the reason."""
 
     plan: Plan
     parts: Parts
     fetch: _Fetch
     began: float
+    damaged: Mapping[str, str]
 
 
 def bring(
@@ -203,7 +209,7 @@ def bring(
     Raises: As ``prepare_restore``.
     """
 
-    def fetch(parts: Parts, lists: list[FetchList], gone: dict[str, str]) -> _Fetch:
+    def fetch(parts: Parts, lists: list[FetchList], gone: dict[str, ScalaiError]) -> _Fetch:
         if is_replica:
             store.check_spare(sum(int(asked.pieces.size_bytes().sum()) for asked in lists))
         return _fetch_all(
@@ -227,21 +233,29 @@ def _plan_and_fetch(
     parts: Parts,
     targets: Sequence[Holder],
     hosts: Sequence[str],
-    fetch: Callable[[Parts, list[FetchList], dict[str, str]], _Fetch],
+    fetch: Callable[[Parts, list[FetchList], dict[str, ScalaiError]], _Fetch],
 ) -> Brought:
     """Plan and fetch, anew without those hosts that do not give theirs: replicas may have it."""
+    damaged = dict[str, str]()
     while True:  # each turn leaves out a host, so there is a last one
-        planned, gone = _plan(parts, targets, hosts), dict[str, str]()
+        try:
+            planned, gone = _plan(parts, targets, hosts), dict[str, ScalaiError]()
+        except PeerError as error:
+            if not damaged:
+                raise
+            raise MismatchError(str(error), tuple(damaged)) from error
         lists = fetch_lists(planned, parts.all, host)
         began = time.monotonic()
         reached("move")
         try:
-            return Brought(planned, parts, fetch(parts, lists, gone), began)
-        except PeerError:
+            return Brought(planned, parts, fetch(parts, lists, gone), began, damaged)
+        except (PeerError, DamageError):
             if not gone:
                 raise
+        reasons = {host: str(error) for host, error in gone.items()}
+        damaged |= {h: why for h, why in reasons.items() if isinstance(gone[h], DamageError)}
         log.warning("event=source_gone hosts=%s: planned anew without them", sorted(gone))
-        parts = parts.without(gone)
+        parts = parts.without(reasons)
 
 
 def _plan(parts: Parts, targets: Sequence[Holder], hosts: Sequence[str]) -> Plan:
@@ -271,7 +285,7 @@ def _fetch_all(
     token: bytes,
     arrived: Callable[[int], None],
     expect: Callable[[int], None],
-    gone: dict[str, str],
+    gone: dict[str, ScalaiError],
     *,
     is_replica: bool,
 ) -> _Fetch:
@@ -281,44 +295,47 @@ def _fetch_all(
         return _Fetch([], None)
     number, others = listed.generation, {part.host: part for part in parts.others}
     pieces = concatenate([asked.pieces for asked in lists])
-    path, begins = store.stage(pieces)
+    staged = store.stage(pieces)
     fetched, first = [], 0
     for asked in lists:
-        fetched.append(Fetched(asked, path, begins[first : first + len(asked.pieces)]))
+        begins = staged.begins[first : first + len(asked.pieces)]
+        fetched.append(Fetched(asked, staged.path, begins))
         first += len(asked.pieces)
 
     def fetch(entry: Fetched) -> None:
         asked = entry.asked
-        peer = Peer(others[asked.host].address, token, asked.host)
+        most_s = _patience_s(asked, given[asked.host]) if is_replica else DEFAULT_TIMEOUT_S
+        peer = Peer(others[asked.host].address, token, asked.host, most_s)
         try:
-            peer.fetch(number, asked.row, asked.pieces, entry.path, entry.begin, arrived)
-        except PeerError as error:
-            gone[asked.host] = str(error)
+            peer.fetch(
+                number, asked.row, asked.pieces, entry.path, entry.begin, arrived,
+                is_checked=is_replica,
+            )  # fmt: skip
+        except (PeerError, DamageError) as error:
+            gone[asked.host] = error
             raise
 
     given = {host: part.pieces for host, part in others.items()}
     version = listed.fingerprint_version
     try:
         stated = stated_fingerprints(lists, given) if is_replica else {}
-        copied = copy_unchanged(
-            store, number, version, pieces, stated, path, begins, lambda: arrived(0)
-        )
+        copied = store.copy_unchanged(number, version, staged, stated, lambda: arrived(0))
         left, due = _without(fetched, copied)
         expect(sum(int(entry.asked.pieces.size_bytes().sum()) for entry in due))
         if due:
             at_once(fetch, due, threads=min(len(due), FETCHED_AT_ONCE))
         found = np.zeros(len(pieces), np.uint64)
         found[list(copied)] = np.array(list(copied.values()), np.uint64)
-        found[left] = fingerprints_of(path, pieces.select(left), begins[left], version)
+        found[left] = staged.fingerprints(left, version)
         check_arrived(lists, given, found)
         reached("moved")
         store.adopt_empty(first_part(store.host, listed))
-        grown = store.extend(number, path, pieces, begins, extras, found)
+        grown = store.extend(number, staged, extras, found)
     except (ScalaiError, OSError):
-        store.unstage(path)
+        store.unstage(staged)
         raise
     except MemoryError as error:
-        store.unstage(path)
+        store.unstage(staged)
         raise MemoryShortError(
             f"the agent's memory ran out while it fetched {len(pieces)} pieces of generation "
             f"{number} from {len(lists)} hosts. Let it have more (`ulimit -d -v`, the limit of "
@@ -350,6 +367,21 @@ def _without(
     return np.array(left, dtype=np.int64), lists
 
 
+def _is_whole(asked: FetchList, part: Pieces) -> npt.NDArray[np.bool_]:
+    """Return of which of the pieces that are asked for the host has no more than that, [rows]."""
+    held, pieces = part.collection, asked.pieces
+    is_whole: npt.NDArray[np.bool_] = (held.offset[asked.row] == pieces.offset).all(axis=1)
+    is_whole &= (held.shape[asked.row] == pieces.shape).all(axis=1)
+    return is_whole
+
+
+def _patience_s(asked: FetchList, part: Pieces) -> float:
+    """Return how long a host may take to compare the pieces of which parts are asked for."""
+    cut = np.unique(asked.row[~_is_whole(asked, part)])
+    size_bytes = int(part.collection.select(cut).size_bytes().sum())
+    return DEFAULT_TIMEOUT_S + size_bytes / CHECKED_BYTES_PER_S
+
+
 def stated_fingerprints(lists: Sequence[FetchList], parts: Mapping[str, Pieces]) -> dict[int, int]:
     """Return what hosts say of the whole pieces among those that are asked for, by their row in all
     ``lists``, one behind the other."""
@@ -357,10 +389,7 @@ def stated_fingerprints(lists: Sequence[FetchList], parts: Mapping[str, Pieces])
     first = 0
     for asked in lists:
         part, pieces = parts[asked.host], asked.pieces
-        held = part.collection
-        is_whole = (held.offset[asked.row] == pieces.offset).all(axis=1)
-        is_whole &= (held.shape[asked.row] == pieces.shape).all(axis=1)
-        rows = np.flatnonzero(is_whole)
+        rows = np.flatnonzero(_is_whole(asked, part))
         values = part.fingerprint[asked.row[rows]].tolist()
         found |= dict(zip((first + rows).tolist(), values, strict=True))
         first += len(pieces)
@@ -380,7 +409,7 @@ def check_arrived(
         found: Fingerprints of all fetched boxes, in the order of ``lists``, [boxes].
 
     Raises:
-        ProofError: Some differ; names them and the hosts.
+        MismatchError: Some differ; names them and the hosts.
     """
     stated, values = stated_fingerprints(lists, parts), found.tolist()
     wrong = [row for row, value in stated.items() if values[row] != value]
@@ -390,6 +419,8 @@ def check_arrived(
         for asked, row in (boxes[row] for row in wrong[:NAMED]):
             tensor, box = asked.pieces.box(row)
             named.append(f"{tensor.name!r} {box_text(box)} of host {asked.host!r}")
-        raise ProofError(
-            f"{len(wrong)} fetched pieces are not what their hosts say of them: {', '.join(named)}"
+        hosts = sorted({boxes[row][0].host for row in wrong})
+        raise MismatchError(
+            f"{len(wrong)} fetched pieces are not what their hosts say of them: {', '.join(named)}",
+            tuple(hosts),
         )

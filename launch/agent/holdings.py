@@ -2,15 +2,13 @@
 left behind at the end."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 
 from scalai.core import events, reports
-from scalai.core.collection import Collection
 from scalai.core.commands import Ending
-from scalai.core.errors import ScalaiError
-from scalai.core.replica_memory import held_together
+from scalai.core.errors import ScalaiError, StoreError
 from scalai.launch.agent.archiver import Archiver
 from scalai.launch.agent.background import Background
 from scalai.launch.agent.durable import attach_durable, numbers, set_aside, write_finished
@@ -19,7 +17,7 @@ from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Joined
 from scalai.store.archive import repair
 from scalai.store.host import HostStore
-from scalai.store.manifest import UNNUMBERED, HostManifest
+from scalai.store.manifest import UNNUMBERED
 from scalai.store.parts import summary_bytes
 
 NAMED = 5
@@ -62,17 +60,9 @@ class Holdings:
         self._folder = None if folder is None else folder / spec.job
         self.archiver = Archiver(store, self._folder, tell, put)
         self._is_fresh = spec.is_fresh
-        self._has_replicas = bool(spec.replicas)
         self._keeps = True
         self.last_step = 0
         """The last step of this host's workers that have come to the end of their script."""
-
-    def tell_held(self, round: int, held: Mapping[int, Collection]) -> None:
-        """Report what the workers of a round hold, by global rank, and what room the store has:
-        the coordinator knows then what replicas take."""
-        if self._has_replicas:
-            rows = held_together(list(held.values()))
-            self._tell(reports.Holding(round, rows, self._store.most_bytes()))
 
     def found(self) -> "Found":
         """Attach what the durable directory shows, and return what this host brings to the job."""
@@ -115,29 +105,35 @@ class Holdings:
                 log.info("event=set_aside directory=%s now=%s", self._folder, moved)
 
     def doubt(self, generation: int) -> None:
-        """A proof of a generation has failed: give up what was fetched of it, and read the rest
-        again."""
+        """A proof of a generation has failed: give up what was fetched of it."""
         kept = self._store.forget_unproven(generation)
         left = None if kept is None else summary_bytes(kept)
         self._tell(reports.Doubted(generation, left))
-        if kept is not None:
-            self._background.submit(lambda: self._examine(kept))
 
-    def _examine(self, part: HostManifest) -> None:
-        """Compare a part with its manifest; beside the loop."""
-        number = part.generation
-        try:
-            with self._store.open_rows(number) as rows:
-                damage = list(islice(rows.damage(), NAMED))
-                directory = str(rows.directory)
-        except (ScalaiError, OSError) as error:
-            damage, directory = [str(error)], str(self._store.directory)
-        except (ValueError, MemoryError) as error:  # a file is shorter than its pieces, say
-            damage = [f"its files cannot be read: {error!r}"]
-            directory = str(self._store.directory)
-        directory = part.about.get("attached", {}).get("directory", directory)
-        report = reports.Examined(number, tuple(damage), directory)
-        self._put(lambda: self._tell(report))
+    def examine(self, generation: int) -> None:
+        """Compare this host's part of a generation with its manifest, beside the loop, and tell."""
+
+        def examine() -> None:
+            damage: list[str] = []
+            try:
+                damage = self._store.examine(generation)
+            except (ScalaiError, OSError, MemoryError) as error:
+                log.warning("event=not_examined generation=%d: %r", generation, error)
+            self._put(lambda: self._tell_examined(generation, damage))
+
+        self._background.submit(examine)
+
+    def _tell_examined(self, generation: int, damage: Sequence[str]) -> None:
+        """Tell what was found, and what this host holds now: more may have come meanwhile."""
+        directory, left = str(self._store.directory), None
+        with suppress(StoreError):  # it was dropped
+            part = self._store.manifest(generation)
+            directory = str(self._store.generation_directory(generation))
+            directory = part.about.get("attached", {}).get("directory", directory)
+            left = summary_bytes(part)
+        if len(damage) > NAMED:
+            damage = [*damage[:NAMED], f"and {len(damage) - NAMED} more"]
+        self._tell(reports.Examined(generation, tuple(damage), directory, left))
 
     def look(self) -> None:
         """Nothing in memory is whole: tell what the durable directory holds."""

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from scalai.core.commands import Command, Exit
+from scalai.core.electorate import Electorate
 from scalai.core.errors import (
     AnswerError,
     PeerError,
@@ -24,10 +25,11 @@ from scalai.core.errors import (
     StaleError,
 )
 from scalai.core.events import Stalled
-from scalai.core.messages import Named
+from scalai.core.messages import Named, Request
 from scalai.core.reports import Report
 from scalai.launch.agent.coordinator_line import Health, Line, Waits
 from scalai.launch.agent.current_round import CurrentRound
+from scalai.launch.agent.joining import join
 from scalai.launch.coordinator.calls import (
     Bye,
     Farewell,
@@ -65,6 +67,8 @@ class _Membership:
     polls: Line
     untold: "queue.Queue[Report | None]" = field(default_factory=queue.Queue)
     received: int = 0
+    known: int = 0
+    """Number of the newest electorate that it has learned."""
     extra_s: float = 0.0
     """How much longer answers may take: many agents may all tell something at once, and where they
     are many the coordinator keeps their polls for longer."""
@@ -87,6 +91,7 @@ class CoordinatorLink:
         succeed: Returns where the coordinator is that takes the place of one that is gone; None: no
             other one does.
         replaced: Is told, in the loop, that another one has.
+        learn: Is told by whose majority another one may.
     """
 
     def __init__(
@@ -102,8 +107,9 @@ class CoordinatorLink:
         *,
         succeed: Callable[[Place, int, threading.Event], Place] | None = None,
         replaced: Callable[[], None] = lambda: None,
+        learn: Callable[[Electorate], None] = lambda electorate: None,
     ) -> None:
-        self._succeed, self._replaced = succeed, replaced
+        self._succeed, self._replaced, self._learn = succeed, replaced, learn
         self._closing, self._term = threading.Event(), 0
         self._place, self._job, self._host = place, job, host
         self._put, self._lost, self._expelled = put, lost, expelled
@@ -121,9 +127,18 @@ class CoordinatorLink:
         return self._term
 
     @property
+    def place(self) -> Place:
+        """Where the coordinator is that this agent follows."""
+        return self._place
+
+    @property
     def silence_s(self) -> float | None:
         """For how long the coordinator has been silent, None where it is not."""
         return self._health.silence_s()
+
+    def limit_silence(self, silence_s: float) -> None:
+        """From now on the coordinator counts as gone after so much silence. Any thread may say."""
+        self._health.limit_s = silence_s
 
     def join(self, brings: Callable[[str], Join]) -> Joined:
         """Become part of the job; returns the coordinator's answer.
@@ -137,9 +152,8 @@ class CoordinatorLink:
         member, request = self._member, brings(self._member.incarnation)
         began = time.monotonic()
         while True:
-            member.calls.allow(self._waits.join_s)
             try:
-                answer = member.calls.try_call(request)
+                answer = join(partial(self._ask, member, member.calls.try_call), request)
                 break
             except SilentError:  # of many that come at once it takes some in later; twice is once
                 if time.monotonic() - began > self._waits.knock_s:
@@ -153,15 +167,25 @@ class CoordinatorLink:
         member = self._member = self._new_member()
         request = brings(member.incarnation)
 
-        def join() -> None:
+        def come() -> None:
             if member.is_over.wait(REJOIN_S):
                 return
-            member.calls.allow(self._waits.join_s)
-            self._term = max(self._term, member.calls.call(request).term)
+            answer = join(partial(self._ask, member, member.calls.call), request)
+            self._term = max(self._term, answer.term)
             self._taken_in = member.incarnation
             self._put(joined)
 
-        threading.Thread(target=self._run, args=(member, join), name="rejoin", daemon=True).start()
+        threading.Thread(target=self._run, args=(member, come), name="rejoin", daemon=True).start()
+
+    def _ask(
+        self,
+        member: _Membership,
+        call: Callable[[Request[Joined]], Joined],
+        request: Request[Joined],
+    ) -> Joined:
+        """Call the coordinator about a join, which may take its time."""
+        member.calls.allow(self._waits.join_s)
+        return call(request)
 
     def tell(self, report: Report) -> None:
         """Report to the coordinator. Returns at once; reports arrive in this order."""
@@ -261,10 +285,14 @@ class CoordinatorLink:
                     newest=group.newest_step() if group else 0,
                     stalled=stalled(),
                     keep_s=keep_s,
+                    known=member.known,
                 )
             )
             if answer.term < self._term:
                 raise AnswerError(_OUTDATED, ReplacedError.__name__)
+            if answer.electorate is not None:
+                member.known = answer.known
+                self._learn(answer.electorate.value)
             keep_s = min(max(0.0, answer.keep_s), LONGEST_KEPT_S)
             member.extra_s = max(0.0, keep_s - KEEP_S)
             for number, command in enumerate(answer.commands, answer.first):

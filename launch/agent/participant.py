@@ -1,19 +1,23 @@
 """An agent as a member of its job: what it opens, how it joins, and how it ends."""
 
 import logging
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from scalai.core.electorate import Electorate
 from scalai.core.errors import PeerError, UsageError
 from scalai.core.host import events
 from scalai.core.host.state import HostState, Settings
 from scalai.core.host.succession import underway
 from scalai.core.messages import JsonText
 from scalai.core.underway import Underway
+from scalai.core.witness import Known
 from scalai.launch.agent.background import Background
+from scalai.launch.agent.caretaker import say_ahead
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.agent.health import HealthCheck
 from scalai.launch.agent.holdings import Holdings
@@ -99,6 +103,8 @@ class Participant:
             underway=self._underway(),
             last_round=state.last_round,
             term=served.link.term,
+            remembered=state.remembered,
+            memory=served.data.votes.name,
         )
 
     def _underway(self) -> Underway | None:
@@ -108,8 +114,15 @@ class Participant:
             return None
         return underway(state, self._served.performer.seen(state.round))
 
+    @property
+    def started(self) -> "subprocess.Popen[bytes] | None":
+        """The process of the coordinator that this agent follows, where it has started that."""
+        return self._served.link.place.started
+
     def replaced(self) -> None:
         """Another coordinator has taken the place of one that is gone; in the loop."""
+        if self.started is not None:
+            say_ahead(self._spec)
         self._agent.feed(events.CoordinatorReplaced())
 
     def expelled(self, error: PeerError) -> None:
@@ -222,12 +235,18 @@ def open_agent(
         directory = _agent_folder(store)
         data = DataPlaneServer(store, place.token, interface)
         opened.callback(data.close)
-        succession = Succession(spec, interface)
+        succession = Succession(spec, interface, data.votes.name)
         link = CoordinatorLink(
             place, spec.job, host, _patience_s(spec, place, succession), loop.put,
             lambda error: member.lost(error), lambda error: member.expelled(error),
             succeed=succession.find, replaced=lambda: member.replaced(),
+            learn=lambda electorate: learn(electorate),
         )  # fmt: skip
+
+        def learn(electorate: Electorate) -> None:
+            succession.learn(Known(electorate), place.token)
+            link.limit_silence(_patience_s(spec, place, succession))
+
         background, stacks = Background(loop.put), Stacks(directory)
         background.start()
         holdings = Holdings(spec, store, link.tell, background, loop.put)
@@ -283,7 +302,12 @@ def _check_slots(slots: int) -> None:
 
 def _first_state(spec: JobSpec, host: str, slots: int, performer: Performer) -> HostState:
     """Return what the law knows of a host that has no workers yet."""
-    settings = Settings(host, spec.is_elastic, spec.config.resize.drain_timeout_s)
+    settings = Settings(
+        host,
+        spec.is_elastic,
+        spec.config.resize.drain_timeout_s,
+        has_replicas=bool(spec.replicas),
+    )
     return HostState(settings, slots, time.monotonic(), performer.generations())
 
 

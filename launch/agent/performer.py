@@ -21,12 +21,13 @@ from scalai.core.host.actions import Action, Level
 from scalai.core.host.events import Event, GroupOver, Seen
 from scalai.core.host.state import Call, Round, Want
 from scalai.core.messages import JsonText
-from scalai.core.reports import Report
+from scalai.core.reports import Holding, Report
 from scalai.core.worker_messages import Welcome
 from scalai.launch.agent.background import Background
-from scalai.launch.agent.fetch import Moving, Restore, prepare_restore
+from scalai.launch.agent.fetch import prepare_restore
 from scalai.launch.agent.health import HealthCheck
 from scalai.launch.agent.holdings import Holdings
+from scalai.launch.agent.moving import Moving
 from scalai.launch.agent.oom_kills import describe_rise, oom_kills
 from scalai.launch.agent.replicas import Replicas
 from scalai.launch.agent.stacks import Stacks
@@ -262,6 +263,8 @@ class Performer:
                 holdings.save(generation)
             case actions.Archive(command):
                 holdings.archiver.obey(command)
+            case actions.Examine(generation):
+                holdings.examine(generation)
             case actions.Doubt(generation):
                 holdings.doubt(generation)
             case actions.Look():
@@ -269,7 +272,7 @@ class Performer:
             case actions.Replicate(command):
                 self._replicate(command)
             case actions.TellHeld(round, held):
-                holdings.tell_held(round, held)
+                self._hands.tell(Holding(round, held, self._store.most_bytes()))
             case _:
                 raise AssertionError(f"nobody carries out {action!r}")
         return ()
@@ -401,7 +404,7 @@ class Performer:
                 return events.NotProven(round, str(error))  # the coordinator decides
             finally:
                 moving.round = -1  # what is reported next says more
-            return _fetched(round, found)
+            return found.to_event(round)
 
         self._run(round, "planning and moving", fetch)
 
@@ -436,15 +439,3 @@ def _files(slot: object) -> Snapshot:
     """Return the store's own slot: the law knows of it only who writes what."""
     assert isinstance(slot, Snapshot)
     return slot
-
-
-def _fetched(round: int, found: Restore) -> Event:
-    return events.Fetched(
-        round=round,
-        sources=found.sources,
-        grown=None if found.grown is None else summary_bytes(found.grown),
-        plan_s=found.plan_s,
-        move_s=found.move_s,
-        bytes_local=found.bytes_local,
-        bytes_remote=found.bytes_remote,
-    )

@@ -8,14 +8,22 @@ from dataclasses import dataclass
 
 from scalai.core.collection import Collection
 from scalai.core.commands import Replicate
-from scalai.core.errors import PeerError, RoomError, ScalaiError, StoreError, is_memory_short
+from scalai.core.errors import (
+    MismatchError,
+    PeerError,
+    RoomError,
+    ScalaiError,
+    StoreError,
+    is_memory_short,
+)
 from scalai.core.fields import mapped
 from scalai.core.host.events import Replicated
 from scalai.core.jsonable import Json
 from scalai.core.replicas import to_keep
+from scalai.core.reports import Suspected
 from scalai.core.sources import Holder
 from scalai.launch.agent.data_plane import Peer
-from scalai.launch.agent.fetch import bring
+from scalai.launch.agent.fetch import bring, suspected
 from scalai.launch.agent.replica_rate import ReplicaRate
 from scalai.launch.agent.sources import Parts, ask_parts, first_part, own_part
 from scalai.store.host import HostStore
@@ -29,12 +37,14 @@ log = logging.getLogger(__name__)
 class Kept:
     """This host's part of a generation with what it keeps for others, None where nothing had to
     come; how many bytes have come, and why something could not, empty where nothing failed;
-    ``unchanged_bytes`` of it were copied from another generation of this host."""
+    ``unchanged_bytes`` of it were copied from another generation of this host; ``suspected``: who
+    gave nothing because what they have is damaged."""
 
     grown: HostManifest | None
     size_bytes: int
     reason: str
     unchanged_bytes: int = 0
+    suspected: Suspected | None = None
 
 
 class Replicas:
@@ -92,11 +102,14 @@ class Replicas:
         except (ScalaiError, OSError, MemoryError) as error:
             is_lasting = isinstance(error, RoomError) or is_memory_short(error)
             reason = str(error) or "the agent's memory ran out"
-            return Replicated(command.order, None, 0, reason, is_lasting)
+            hosts = error.hosts if isinstance(error, MismatchError) else ()
+            wrong = suspected(command.sources.value.generation, dict.fromkeys(hosts, reason))
+            return Replicated(command.order, None, 0, reason, is_lasting, suspected=wrong)
         grown = None if kept.grown is None else summary_bytes(kept.grown)
         return Replicated(
-            command.order, grown, kept.size_bytes, kept.reason, unchanged_bytes=kept.unchanged_bytes
-        )
+            command.order, grown, kept.size_bytes, kept.reason,
+            unchanged_bytes=kept.unchanged_bytes, suspected=kept.suspected,
+        )  # fmt: skip
 
 
 def _keep(
@@ -133,7 +146,9 @@ def _keep(
     grown, unchanged = moved.fetch.grown, moved.fetch.unchanged_bytes
     if grown is None and states:
         grown = _with_states(store, command, states)
-    return Kept(grown, moved.plan.bytes_remote - unchanged, "; ".join(failed), unchanged)
+    wrong = suspected(listed.generation, moved.damaged)
+    size = moved.plan.bytes_remote - unchanged
+    return Kept(grown, size, "; ".join(failed), unchanged, wrong)
 
 
 def _alike(parts: Parts, hosts: tuple[str, ...], command: Replicate) -> dict[str, Collection]:

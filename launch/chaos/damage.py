@@ -4,6 +4,7 @@ full. What fills a file system is small enough to fill, or it is left alone."""
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ MOST_FILLED = 1 << 28
 """Bytes: where more is free, others use that file system, too."""
 TURNED, MOST_CUT = 16, 4096
 """Bytes of each file that change, or that are cut off at most."""
+SETTLED_S, SETTLED_MOST_S = 0.5, 2.0
+"""A generation is the newest one if none comes within the first; no more is waited."""
+NEWER_MOST_S = 5.0
+"""How long a generation is waited for that has just come."""
 FILLER = ".scalai-chaos-filler"
 
 
@@ -192,13 +197,14 @@ class Patch:
 def _damage_store(scene: Scene, patch_of: Callable[[BinaryIO], Patch]) -> Injected:
     """Change each file of a host's newest generation while nothing newer can come, and kill a
     worker. At the end what is still as it was left is as it was before."""
+    home = scene.folder / scene.host
+    _await_newer(home)
     victim = scene.worker()
     found = _all_workers(scene)
     for pid in found:
         scene.undo.callback(processes.send, pid, signal.SIGCONT)
         processes.send(pid, signal.SIGSTOP)
-    home = scene.folder / scene.host
-    newest = max(home.glob("generation-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    newest = _newest_settled(home)
     for file in newest.glob("rank-*.safetensors"):
         with file.open("r+b") as opened:
             patch = patch_of(opened)
@@ -211,6 +217,30 @@ def _damage_store(scene: Scene, patch_of: Callable[[BinaryIO], Patch]) -> Inject
     for pid in found:
         processes.send(pid, signal.SIGCONT)
     return Injected(lambda: f"{newest.name} of {scene.host} was damaged")
+
+
+def _await_newer(home: Path) -> None:
+    """Wait for a generation: just behind it the workers have seldom begun to write another one,
+    which those that are left would end."""
+    newest, end = _newest(home), time.monotonic() + NEWER_MOST_S
+    while _newest(home) == newest and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+def _newest_settled(home: Path) -> Path:
+    """Return the newest generation of a host whose workers stand still, once what they had written
+    before has become one."""
+    end = time.monotonic() + SETTLED_MOST_S
+    newest, since = _newest(home), time.monotonic()
+    while (now := time.monotonic()) < min(end, since + SETTLED_S):
+        time.sleep(0.02)
+        found = _newest(home)
+        newest, since = found, since if found == newest else now
+    return newest
+
+
+def _newest(home: Path) -> Path:
+    return max(home.glob("generation-*"), key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def _mend(file: Path, patch: Patch) -> None:

@@ -14,7 +14,12 @@ from scalai.runtime.failpoints import VARIABLE
 Inject = Callable[[Scene], Injected]
 Obstacle = Callable[[Scene], str]
 CLOCK_S = {"clock-forward": 86_400, "clock-back": None}
+COORDINATOR_SIGNALS = {
+    "stop-coordinator": signal.SIGSTOP, "term-coordinator": signal.SIGTERM,
+    "int-coordinator": signal.SIGINT, "kill-coordinator": signal.SIGKILL,
+}  # fmt: skip
 NOTICE_S = "60"
+OUTLIVED_STEPS = 5
 ENDS_S = 30.0
 """How long a process may take to end that is killed."""
 
@@ -74,7 +79,7 @@ def _arm(scene: Scene) -> Injected:
     reached.unlink(missing_ok=True)
     is_worker = fault.kind.target is Target.WORKER
     trigger = TRIGGERS[fault.at.station]
-    # The first one that is struck is another one; of the next round there is always a rank 0.
+    # Of the next round there is always a rank 0.
     name = ("0" if trigger else str(scene.rank())) if is_worker else scene.host
     aside = path.with_name(f"{path.name}.chaos")
     aside.write_text(f"{fault.at.station}:{name}:{SIGNALS[fault.kind.name]}")
@@ -83,7 +88,7 @@ def _arm(scene: Scene) -> Injected:
     if SIGNALS[fault.kind.name] == "SIGSTOP":
         scene.undo.callback(_let_go_on, scene)
     if trigger == "kill-worker":
-        processes.send(scene.worker(), signal.SIGKILL)
+        processes.send(_another_worker(scene), signal.SIGKILL)
     elif trigger == "term-agent":
         processes.send(scene.agent(), signal.SIGTERM)
 
@@ -93,10 +98,39 @@ def _arm(scene: Scene) -> Injected:
     return Injected(lambda: f"station {fault.at.station}" if reached.exists() else "", struck_at)
 
 
+def _another_worker(scene: Scene) -> int:
+    """Return a worker that is neither the one that is struck behind it, rank 0, nor of its host,
+    where there is one: at some stations are only those that outlive it."""
+    first = next(iter((scene.watch.status or {}).get("workers", {})), scene.host)
+    spared = first if scene.fault.kind.target is Target.WORKER else scene.host
+    for host in sorted(processes.agents(scene.folder)):
+        found = processes.workers(scene.folder, host)
+        if host != spared and found:
+            return found[0]
+    return scene.worker()
+
+
 def _let_go_on(scene: Scene) -> None:
     for host in processes.agents(scene.folder):
         for pid in processes.family(scene.folder, host):
             processes.send(pid, signal.SIGCONT)
+
+
+def _outlived(scene: Scene, pid: int, number: signal.Signals) -> Injected:
+    """Send a process a signal that it is to outlive, and see that it does while the job trains."""
+    since = scene.watch.step or 0
+    processes.send(pid, number)
+
+    def seen() -> str:
+        if processes.state(pid) in "ZX" or (scene.watch.step or 0) < since + OUTLIVED_STEPS:
+            return ""
+        return f"process {pid} lives on, {OUTLIVED_STEPS} steps later"
+
+    return Injected(seen)
+
+
+def _signal_in_vain(scene: Scene) -> Injected:
+    return _outlived(scene, scene.worker(), signal.Signals[SIGNALS[scene.fault.kind.name]])
 
 
 # ------------------------------------------------------------------ hosts
@@ -211,11 +245,12 @@ def _signal_coordinator(scene: Scene) -> Injected:
     pid = processes.coordinator(scene.folder)
     if pid is None:
         raise ProcessLookupError("the coordinator does not run here")
-    if scene.fault.kind.name == "stop-coordinator":
+    number = COORDINATOR_SIGNALS[scene.fault.kind.name]
+    if number in (signal.SIGTERM, signal.SIGINT):
+        return _outlived(scene, pid, number)
+    if number is signal.SIGSTOP:
         scene.undo.callback(processes.send, pid, signal.SIGCONT)
-        processes.send(pid, signal.SIGSTOP)
-    else:
-        processes.send(pid, signal.SIGKILL)
+    processes.send(pid, number)
     return Injected()
 
 
@@ -228,6 +263,8 @@ _BY_SIGNAL = {name: Injector(_signal) for name in SIGNALS if name not in _FAILPO
 TABLE: dict[str, Injector] = {
     **_BY_SIGNAL,
     **_FAILPOINT,
+    "term-worker": Injector(_signal_in_vain),
+    "int-worker": Injector(_signal_in_vain),
     "usr1-agent": Injector(_signal, _no_usr1),
     "kill-host": Injector(_kill_hosts),
     "kill-hosts": Injector(_kill_hosts),
@@ -247,8 +284,7 @@ TABLE: dict[str, Injector] = {
     "drop-link": Injector(links.drop, links.no_link),
     "reset-link": Injector(links.reset, links.no_link),
     "slow-link": Injector(links.slow, links.no_link),
-    "stop-coordinator": Injector(_signal_coordinator, _no_coordinator),
-    "kill-coordinator": Injector(_signal_coordinator, _no_coordinator),
+    **dict.fromkeys(COORDINATOR_SIGNALS, Injector(_signal_coordinator, _no_coordinator)),
 }
 """Every kind, and how it is injected. A test compares it with the kinds that there are."""
 

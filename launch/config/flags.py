@@ -114,9 +114,10 @@ def _add_job(add: Callable[..., None]) -> None:
     # SUPPRESS: an alias that is not given must not undo the default of the flag it stands for.
     add("--coordinator", dest="rdzv_endpoint", metavar="HOST:PORT", default=argparse.SUPPRESS,
         help="where the coordinator is; the same as --rdzv-endpoint")  # fmt: skip
-    add("--coordinator-lease", metavar="file:/FOLDER|etcd:URL",
-        help="what all hosts reach, and says which coordinator a job has: where its host is gone, "
-        "another host takes over")  # fmt: skip
+    add("--coordinator-lease", metavar="vote|file:/FOLDER|etcd:URL|none", type=_lease,
+        help="what says which coordinator a job has; where its host is gone, another host takes "
+        "over: vote (the default): a majority of the hosts, where there are three or more; or "
+        "what all hosts reach; none: nobody takes over")  # fmt: skip
     add("--job", dest="rdzv_id", metavar="NAME", default=argparse.SUPPRESS,
         help="name of the job; the same as --rdzv-id")  # fmt: skip
     add("--hostfile", metavar="FILE",
@@ -197,6 +198,11 @@ _DOTTED = {
     "allowed_sizes": "resize.allowed_sizes",
     "min_model_parallel": "resize.min_model_parallel",
 }
+
+
+def _lease(value: str) -> str | None:
+    """Return what ``Options`` says of a lease: by a vote is what nobody needs to ask for."""
+    return None if value == "vote" else value
 
 
 def _overrides(flags: argparse.Namespace) -> dict[str, object]:

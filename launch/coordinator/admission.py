@@ -7,6 +7,7 @@ from scalai.core import events
 from scalai.core.admission import Brought, Verdict, admit
 from scalai.core.errors import EndedError, ProofError, UsageError
 from scalai.core.membership import Phase
+from scalai.core.remembered import Remembered
 from scalai.core.underway import Underway
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.agent_events import Manifests
@@ -31,8 +32,6 @@ class Admission:
     def __init__(self, spec: JobSpec, live: LiveJob) -> None:
         self._spec, self._live = spec, live
         self._sealed_parts = SealedParts(spec.job, live)
-        self._heard_round = 0
-        """The round of the newest request of a person that a host has told of."""
 
     def join(
         self, peer: Peer, join: Join, read: Manifests, spec: JobSpec, *, replaces: bool = False
@@ -54,7 +53,8 @@ class Admission:
         manifests = [read[part] for part in join.parts]
         live.members.term = max(live.members.term, join.term + (join.term > live.members.term))
         if join.underway is not None:
-            self._take_over(join.underway, join.last_round)
+            self._take_over(join.underway)
+        remembered = self._recalled(join)
         aside = self._set_aside(host, manifests, spec)
         manifests = [part for part in manifests if part not in aside]
         obsolete = [part.generation for part in manifests if self._is_obsolete(part)]
@@ -62,7 +62,10 @@ class Admission:
         if host in live.members:
             live.log(f"event=replaced host={host} by another agent of it")
             live.forget(host)
-        live.members.add(host, Member(peer, join.address, join.domain))
+        member = Member(peer, join.address, join.domain)
+        member.memory = join.memory
+        live.members.add(host, member)
+        live.memory.tell(host)
         live.timeline.begin(f"host {host} joined")
         for number in [*(part.generation for part in (*manifests, *aside)), *dict(damaged)]:
             live.count_from(number)
@@ -92,21 +95,25 @@ class Admission:
                 join.has_check,
                 join.underway,
                 join.last_round,
+                remembered,
             )
         )
         return answer
 
-    def _take_over(self, underway: Underway, last_round: int) -> None:
+    def _take_over(self, underway: Underway) -> None:
         """A host brings its round, begun by a coordinator that is gone: this is the same run of the
-        job, and what persons had asked of it holds."""
+        job."""
         live, over = self._live, self._live.state.taking_over
         newest = over.newest if over is not None else None
         if live.state.round == 0 and underway.round >= (newest or 0):
             live.run, live.is_fresh, live.is_successor = underway.run, False, True
-        if live.state.round == 0 and last_round >= self._heard_round:
-            # Of hosts in one round that knows more for which workers were built meanwhile.
-            self._heard_round = last_round
-            live.sizing.take_over(underway.request)
+
+    def _recalled(self, join: Join) -> Remembered | None:
+        """Return what a host has kept of the job under a coordinator that is gone."""
+        live, kept = self._live, join.remembered
+        if kept is None:
+            return None
+        return live.memory.hear(kept.value, has_begun=live.state.round > 0)
 
     def answer(self) -> Joined:
         """Return what an agent that is taken in is told."""

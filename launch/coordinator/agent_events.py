@@ -52,8 +52,10 @@ class AgentEvents:
                 self._unproven(host, round, reason)
             case reports.Doubted(generation, left):
                 self._doubted(host, generation, None if left is None else manifests[left])
+            case reports.Suspected():
+                self._suspected(host, report)
             case reports.Examined():
-                self._examined(host, report)
+                self._examined(host, report, manifests)
             case reports.Attached():
                 self._attached(host, report, manifests)
             case reports.Leaving():
@@ -148,8 +150,13 @@ class AgentEvents:
         if round == live.state.round and source is not None:
             self._feed(doubted(round, source, f"host {host}: {reason}", live.generations))
 
+    def _suspected(self, host: str, report: reports.Suspected) -> None:
+        """What a host was given is not what was committed: it has kept nothing of it."""
+        self._live.log(f"event=suspected by={host} hosts={','.join(report.hosts)} {report.reason}")
+        self._feed(events.Suspected(report.hosts, report.generation))
+
     def _doubted(self, host: str, generation: int, left: HostManifest | None) -> None:
-        """A host has given up what it had fetched."""
+        """A host has given up what it had fetched, or what is damaged."""
         generations = self._live.generations
         if left is None:
             generations.without(host, generation)
@@ -157,13 +164,17 @@ class AgentEvents:
             self._add(host, left)
         self._live.recount()
 
-    def _examined(self, host: str, report: reports.Examined) -> None:
-        """A host has read its part of a doubted generation again."""
+    def _examined(self, host: str, report: reports.Examined, manifests: Manifests) -> None:
+        """A host has read its part of a generation again: what is damaged of it counts no more."""
+        number = report.generation
         for line in report.damage:
-            self._live.log(f"event=damage host={host} {line}")
-        self._live.generations.note_examined(
-            report.generation, host, report.directory, report.damage
-        )
+            self._live.log(f"event=damage generation={number} host={host} {line}")
+        if self._live.generations.has(number):
+            doubts = self._live.generations.doubts
+            doubts.note_examined(number, host, report.directory, report.damage)
+        left = None if report.manifest is None else manifests[report.manifest]
+        self._doubted(host, number, left)
+        self._feed(events.Examined(host, number, bool(report.damage)))
 
     def _attached(self, host: str, report: reports.Attached, manifests: Manifests) -> None:
         """A host has looked into its durable directory again, because nothing in memory is whole.

@@ -7,8 +7,10 @@ does nothing there, the host and the incarnation of its agent.
 from dataclasses import dataclass
 
 from scalai.core.commands import Command, Exit
+from scalai.core.electorate import Electorate
 from scalai.core.events import Stalled
-from scalai.core.messages import JsonText, Named, Request
+from scalai.core.messages import JsonText, Named, Request, Shared
+from scalai.core.remembered import Remembered
 from scalai.core.reports import Report
 from scalai.core.underway import Underway
 from scalai.launch.coordinator.person_calls import PersonCall
@@ -27,11 +29,13 @@ class StoreIdentity:
 @dataclass(frozen=True, slots=True)
 class Joined:
     """A host takes part: in which ``round`` the job is, and whether the host sets its durable
-    directory aside, because the job begins anew. ``term`` counts the coordinators of the job."""
+    directory aside, because the job begins anew. ``term`` counts the coordinators of the job. Where
+    pieces of its join are ``wanted``, by their places, it takes no part yet, and brings them."""
 
     round: int
     sets_aside: bool
     term: int
+    wanted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,9 @@ class Join(Request[Joined]):
     ``damaged`` are numbers of generations that it cannot read, with the reason (``UNNUMBERED``:
     what it had sealed). ``spec`` is the job as the agent's command line states it. ``underway``:
     the round that its workers are in, which another coordinator has begun; ``last_round``: the
-    highest number of a round, and ``term`` that of a coordinator, that it has heard of.
+    highest number of a round, and ``term`` that of a coordinator, that it has heard of;
+    ``remembered``: what it has kept of the job; ``memory``: what it remembers by as a witness, "":
+    it is none.
     """
 
     job: str
@@ -63,24 +69,42 @@ class Join(Request[Joined]):
     underway: Underway | None = None
     last_round: int = 0
     term: int = 0
+    remembered: Shared[Remembered] | None = None
+    memory: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinBriefly(Request[Joined]):
+    """As ``Join``, whose bytes are the pieces of these ``digests``, in order; some are ``brought``
+    along, and of the others the coordinator says which it wants (``runtime.pieces``)."""
+
+    job: str
+    host: str
+    incarnation: str
+    digests: tuple[bytes, ...]
+    brought: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Commands:
     """Commands of one agent, of which the first has number ``first``; and for how many seconds the
     next poll would best be kept. ``term`` is that of the coordinator whose they are: one of an
-    earlier term than the agent has joined is not obeyed."""
+    earlier term than the agent has joined is not obeyed. ``electorate``, number ``known``: who says
+    which coordinator the job has; None: the agent knows."""
 
     term: int
     first: int
     commands: tuple[Named[Command], ...]
     keep_s: float
+    electorate: Shared[Electorate] | None = None
+    known: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Poll(Request[Commands]):
     """Hand out the commands behind number ``received``, once there are any, or after ``keep_s``
-    seconds. ``newest`` is the furthest step of the workers of ``round``."""
+    seconds. ``newest`` is the furthest step of the workers of ``round``, ``known`` the number of
+    the newest electorate that the agent knows."""
 
     job: str
     host: str
@@ -90,6 +114,7 @@ class Poll(Request[Commands]):
     newest: int
     stalled: Stalled | None
     keep_s: float
+    known: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,5 +146,16 @@ class Farewell(Request[Exit | None]):
     incarnation: str
 
 
-AgentCall = Join | Poll | Tell | Bye | Farewell
-CoordinatorRequest = AgentCall | PersonCall
+@dataclass(frozen=True, slots=True)
+class Moved(Request[None]):
+    """The job has a later coordinator, elected on another host: this one is to end, and who looks
+    for it here is to find that."""
+
+    job: str
+    term: int
+    host: str
+    port: int
+
+
+AgentCall = Join | JoinBriefly | Poll | Tell | Bye | Farewell
+CoordinatorRequest = AgentCall | PersonCall | Moved

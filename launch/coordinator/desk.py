@@ -12,14 +12,16 @@ from functools import lru_cache
 
 from scalai.core import events
 from scalai.core.commands import Exit
+from scalai.core.electorate import Electorate
 from scalai.core.errors import ScalaiError, StaleError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.membership import Phase, staying
-from scalai.core.messages import JsonText
-from scalai.core.reports import Attached, Doubted, Grown, Report, Sealed
+from scalai.core.messages import JsonText, Shared
+from scalai.core.reports import Attached, Doubted, Examined, Grown, Report, Sealed
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.admission import Admission
 from scalai.launch.coordinator.agent_events import AgentEvents, Manifests
+from scalai.launch.coordinator.brief_joins import BriefJoins
 from scalai.launch.coordinator.calls import (
     AgentCall,
     Bye,
@@ -27,7 +29,9 @@ from scalai.launch.coordinator.calls import (
     CoordinatorRequest,
     Farewell,
     Join,
+    JoinBriefly,
     Joined,
+    Moved,
     Poll,
     Tell,
 )
@@ -80,10 +84,15 @@ class Desk:
             spec, interface, stores, say, self._lock, term, is_successor=is_successor
         )
         self._admission = Admission(spec, self._live)
+        self._electorate: tuple[int, Shared[Electorate]] | None = None
+        """Who says which coordinator the job has, with its number; None: nobody ever did."""
+        self.moved: Moved | None = None
+        """Where the job's coordinator is, if a later one was elected elsewhere."""
         self._agent_events = AgentEvents(self._live)
         self._losses = Losses(self._live, patience, TICK_S)
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
         """Reports that wait until the coordinator knows of the round under way."""
+        self._brief_joins = BriefJoins()
         self._host_lists: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._named: dict[tuple[Json, ...], list[Json]] = {}
         """Lists of hosts that parts name: all of a generation name the same, and one is kept."""
@@ -119,6 +128,11 @@ class Desk:
             return self._handle(peer, request)
 
     def _handle(self, peer: Peer, request: CoordinatorRequest) -> object:
+        if isinstance(request, JoinBriefly):  # without the lock: it waits for other agents
+            found = self._brief_joins.read(request)
+            if isinstance(found, tuple):
+                return Joined(0, sets_aside=False, term=self._live.members.term, wanted=found)
+            request = found
         if isinstance(request, Join) and request.underway is None:  # else its workers have met
             self._stores.wait_ready()  # without the lock, so that it holds up nobody else
         manifests = self._read(request)  # likewise
@@ -144,7 +158,7 @@ class Desk:
                 match request.report.message:
                     case Sealed(manifest=bytes(part)) | Grown(manifest=bytes(part)):
                         found = (part,)
-                    case Doubted(manifest=bytes(part)):
+                    case Doubted(manifest=bytes(part)) | Examined(manifest=bytes(part)):
                         found = (part,)
                     case Attached(manifests=parts):
                         found = parts
@@ -168,7 +182,7 @@ class Desk:
     def _of_another_job(self, request: CoordinatorRequest) -> ScalaiError:
         """Return why a call that is meant for another job is refused; an agent of that joins
         anew, and is refused for good."""
-        is_member = isinstance(request, AgentCall) and not isinstance(request, Join)
+        is_member = isinstance(request, AgentCall) and not isinstance(request, Join | JoinBriefly)
         return (StaleError if is_member else UsageError)(
             f"job {request.job!r} is called, and the coordinator of job {self._spec.job!r} listens "
             "here. Look for that of the other: it may have ended."
@@ -189,12 +203,22 @@ class Desk:
             case Status():
                 return JsonText.of(self._status())
             case Scale(nproc, nnodes, degrees, dry_run):
-                return JsonText.of(scale(self._live, nproc, nnodes, degrees, dry_run=dry_run))
+                answer = scale(self._live, nproc, nnodes, degrees, dry_run=dry_run)
+                return JsonText.of(answer if dry_run else self._kept_by_hosts(answer))
             case Resume(generation, dry_run):
                 return JsonText.of(resume(self._live, generation, dry_run=dry_run))
             case ReadSpec():
                 return JsonText.of(self._spec.to_json())
+            case Moved(term=term) if term > self._live.members.term:
+                self.moved = request
         return None
+
+    def _kept_by_hosts(self, answer: dict[str, Json]) -> dict[str, Json]:
+        """Return the answer to a person's request once it outlives this coordinator."""
+        if self._live.memory.wait_kept(self._patience.kept_s):
+            return answer
+        late = "; hosts have yet to hear of it: ask again if the coordinator is lost just now"
+        return {**answer, "reason": f"{answer['reason']}{late}"}
 
     def gone(self, peer: Peer) -> None:
         """A connection has ended."""
@@ -232,7 +256,14 @@ class Desk:
             agent.ready.wait(max(0.0, min(poll.keep_s, keep_s)))
             # Unless it was lost or replaced meanwhile.
             agent = members.find(poll.host, poll.incarnation)
-        return agent.waiting(members.term, keep_s)
+        waiting, told = agent.waiting(members.term, keep_s), self._electorate
+        if told is None or poll.known == told[0]:
+            return waiting
+        return replace(waiting, electorate=told[1], known=told[0])
+
+    def tell_electorate(self, number: int, electorate: Shared[Electorate]) -> None:
+        """Have agents learn by whose majority another coordinator may follow. Any thread may."""
+        self._electorate = number, electorate
 
     def _tell(self, peer: Peer, tell: Tell, manifests: Manifests) -> None:
         """Hear a report once: a number that was heard before is one told again."""

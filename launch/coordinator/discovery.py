@@ -22,11 +22,13 @@ from scalai.core.errors import (
     UsageError,
     VersionError,
 )
+from scalai.core.witness import Known
 from scalai.launch import host_signals
 from scalai.launch.config.endpoint import (
     CARD,
     TOKEN_VARIABLE,
     join_endpoint,
+    read_address,
     read_card,
     read_holder,
     read_identity,
@@ -34,13 +36,17 @@ from scalai.launch.config.endpoint import (
     split_endpoint,
 )
 from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.elected import NOBODY, find_elected
 from scalai.launch.coordinator.leases import LEASE_S, Register, Watch, open_register
+from scalai.launch.coordinator.vote_file import ELECTORATE, kept_electorate, known_to_json
 from scalai.runtime.calls import Channel
 from scalai.store.places import default_store_dir
 from scalai.store.secure import open_below
 
 JOIN_TIMEOUT_S = 60.0
 COORDINATOR = ("-m", "scalai.launch.coordinator.process")
+OF_AN_AGENT = {"SCALAI_AGENT", "SCALAI_AGENT_PID", "SCALAI_PRELOAD"}
+"""Variables that an agent has for what it starts itself: a coordinator is not one of its own."""
 LOCK = "coordinator.lock"
 LOCK_TIMEOUT_S = 2 * JOIN_TIMEOUT_S
 """Who holds the lock waits at most so long for the coordinator that it starts, and then some."""
@@ -122,8 +128,11 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
                 )
             if card is not None:
                 _refuse_other_tls(spec, folder)
-                return Place(*card, is_here=True)
-            return start_coordinator(spec, folder, endpoint, token)
+                return Place(*card, is_here=is_here(card[0][0]))
+            found, known = elected_from(spec, folder, token)
+            if found is not None:
+                return found
+            return _start_first(spec, folder, endpoint, token, known)
     if token is None:
         raise UsageError(
             f"the coordinator {endpoint} is on another host; set {TOKEN_VARIABLE} to the same "
@@ -150,6 +159,34 @@ def find_coordinator(spec: JobSpec, token: str | None = None) -> Place:
             time.sleep(0.2)
 
 
+def _start_first(
+    spec: JobSpec, folder: Path, endpoint: str | None, token: str | None, known: Known
+) -> Place:
+    """Start a coordinator, or return the one that another agent has started meanwhile: of two at
+    one moment one alone gets the lease, or the votes."""
+    register = open_register(spec.options.coordinator_lease, spec.job)
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while True:
+        before = register.newest() if register is not None else None
+        try:
+            return start_coordinator(spec, folder, endpoint, token, known=known)
+        except (UsageError, PeerError) as error:
+            if time.monotonic() > deadline:
+                raise
+            if register is None:
+                found, later = elected_from(spec, folder, token)
+                is_lost, known = later.term > known.term, later
+            else:
+                now = register.newest()
+                is_lost = now is not None and now.term > (before.term if before else 0)
+                found = lease_holder(register, endpoint, token) if is_lost else None
+            if not is_lost and found is None:
+                raise
+            log.info("event=waiting another coordinator has claimed the term: %s", error)
+        if found is not None:
+            return found
+
+
 def lease_holder(register: Register, endpoint: str | None, token: str | None) -> Place | None:
     """Return where the coordinator is that holds the job's lease; None: nobody holds it."""
     if endpoint is None or token is None:
@@ -168,6 +205,31 @@ def lease_holder(register: Register, endpoint: str | None, token: str | None) ->
         time.sleep(LOOK_S)
 
 
+def has_moved(spec: JobSpec, place: Place) -> bool:
+    """Whether the coordinator that was found here has been told of a later one elsewhere, and has
+    left word of that."""
+    named = read_address(job_directory(spec))
+    return spec.may_vote and place.is_here and named not in (None, place.address)
+
+
+def elected_from(spec: JobSpec, folder: Path, token: str | None) -> tuple[Place | None, Known]:
+    """Return where the coordinator is that was elected by those whom the last one of this machine
+    has noted, if there is one; else what the next one claims its term by. Raises as
+    ``find_elected``."""
+    kept = kept_electorate(folder) if spec.may_vote else None
+    if kept is None or not kept.electorate.everyone:
+        return None, NOBODY
+    if token is None:
+        raise UsageError(
+            f"agents of the job {spec.job!r} on other hosts say which coordinator it has: set "
+            f"{TOKEN_VARIABLE}, the same on all of them."
+        )
+    entry, known = find_elected(kept, token.encode(), str(folder / ELECTORATE), is_here)
+    if entry is None:
+        return None, known
+    return Place(entry.address, token.encode(), is_here=is_here(entry.host)), known
+
+
 def _refuse_other_tls(spec: JobSpec, folder: Path) -> None:
     """Raise where the coordinator's card speaks of TLS, and this agent's command line does not: it
     would start the job's next coordinator, and listen to other hosts."""
@@ -180,11 +242,18 @@ def _refuse_other_tls(spec: JobSpec, folder: Path) -> None:
 
 
 def start_coordinator(
-    spec: JobSpec, folder: Path, endpoint: str | None, token: str | None, *, succeeds: bool = False
+    spec: JobSpec,
+    folder: Path,
+    endpoint: str | None,
+    token: str | None,
+    *,
+    succeeds: bool = False,
+    known: Known = NOBODY,
 ) -> Place:
     """Start a coordinator that outlives this agent, and wait until it answers. Where another one
-    has died here, whose card is left, it takes its place; ``succeeds``: agents of the job live."""
-    term, is_successor = next_term(spec, folder)
+    has died here, whose card is left, it takes its place; ``succeeds``: agents of the job live;
+    ``known``: by what it claims its term, where the job's agents vote."""
+    term, is_successor = next_term(spec, folder, known)
     is_successor |= succeeds  # also in a job that had begun anew
     token = token or secrets.token_hex(32)
     host, port = split_endpoint(endpoint) if endpoint else ("127.0.0.1", 0)
@@ -195,11 +264,13 @@ def start_coordinator(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name not in OF_AN_AGENT},
         )
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it has ended: below it is asked why
         with process.stdin as order:
             orders = {"job": spec.to_json(), "token": token, "term": term}
+            orders["vote"] = known_to_json(known)
             order.write(json.dumps({**orders, "is_successor": is_successor}).encode())
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -221,12 +292,13 @@ def start_coordinator(
     )
 
 
-def next_term(spec: JobSpec, folder: Path) -> tuple[int, bool]:
+def next_term(spec: JobSpec, folder: Path, known: Known = NOBODY) -> tuple[int, bool]:
     """Return the number of the job's next coordinator, and whether it takes the place of one that
-    has died: a card or a lease was left. Raises ``PeerError`` where the lease cannot be read."""
+    has died: a card or a lease was left, or a record that is ``known`` of a vote. Raises
+    ``PeerError`` where the lease cannot be read."""
     before, register = read_holder(folder), open_register(spec.options.coordinator_lease, spec.job)
-    entry = register.newest() if register is not None else None
-    term = 1 + max(before.term if before else 0, entry.term if entry else 0)
+    entry = register.newest() if register is not None else known.record
+    term = 1 + max(before.term if before else 0, entry.term if entry else 0, known.term)
     has_died = before is not None if entry is None else not entry.is_over
     return term, has_died and not spec.is_fresh
 

@@ -9,6 +9,7 @@ from typing import Any
 from scalai.core.errors import LayoutError, ProofError
 from scalai.core.fingerprint import Committed, compare
 from scalai.core.membership import Generation
+from scalai.launch.coordinator.doubts import Doubts
 from scalai.launch.coordinator.parts import (
     HeldParts,
     check_alike,
@@ -19,20 +20,19 @@ from scalai.launch.coordinator.parts import (
 from scalai.store.manifest import HostManifest
 from scalai.store.parts import attached_hosts, proven_only, snapshot_name
 
-NAMED = 5
-"""Damaged pieces that an error names."""
-
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
     """A generation that is not whole here: its step (None: its manifests cannot be read), the hosts
-    that hold parts of it and those that are known to lack, and what is damaged, by host."""
+    that hold parts of it and those that are known to lack, and what is damaged, by host.
+    ``is_found``: the damage was found by reading parts again."""
 
     number: int
     step: int | None
     present: tuple[str, ...]
     missing: tuple[str, ...]
     damaged: Mapping[str, str]
+    is_found: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,12 @@ class Generations:
         self._given_up: set[int] = set()
         self._set_aside: set[int] = set()
         self._offered: set[int] = set()
-        self._damaged: dict[int, dict[str, str]] = {}
+        self._left: set[str] = set()
+        """Hosts that were released: what they held does not come back."""
+        self.doubts = Doubts()
         self._steps: dict[int, int] = {}
         self._versions: dict[int, int] = {}
         """Of the fingerprints of each generation."""
-        self._doubts: dict[int, dict[str, tuple[str, tuple[str, ...]]]] = {}
         self._stated: dict[int, Committed] = {}
         self._fingerprints: dict[int, Mapping[str, int]] = {}
 
@@ -137,6 +138,7 @@ class Generations:
         self._refused = {n: entry for n, entry in self._refused.items() if entry.step > step}
         self._numbers[name] = number
         self._made.add(number)
+        self._left -= set(parts)
         self._steps[number] = step
         self._versions[number] = next(iter(parts.values())).fingerprint_version
         self._stated[number], self._fingerprints[number] = stated, stated.fingerprints
@@ -255,14 +257,16 @@ class Generations:
         """Who held another state under this number has gone before the job began: what was stated
         of that one says nothing of this one."""
         self._numbers = {name: n for name, n in self._numbers.items() if n != number}
-        for entry in (self._stated, self._fingerprints, self._doubts):
+        for entry in (self._stated, self._fingerprints):
             entry.pop(number, None)
+        self.doubts.passed(number)
 
     def has(self, number: int) -> bool:
         """Whether a state of this job has this number."""
         return number in self._committed
 
     def _take(self, part: HostManifest) -> None:
+        self._left.discard(part.host)
         self._committed.setdefault(part.generation, HeldParts())[part.host] = part
         self._numbers[snapshot_name(part)] = part.generation
         self._steps[part.generation] = part.step
@@ -286,7 +290,7 @@ class Generations:
     def note_damaged(self, host: str, number: int, reason: str) -> None:
         """A host, or a durable directory that it sees, has a generation that cannot be read."""
         if number not in self._abandoned:
-            self._damaged.setdefault(number, {})[host] = reason
+            self.doubts.note_damaged(host, number, reason)
 
     def note_unread(self, host: str, reasons: Iterable[str]) -> None:
         """A joining host cannot read what it had sealed before, for these reasons."""
@@ -311,15 +315,17 @@ class Generations:
         """Return the generations that are newer than the newest of the ``whole`` ones, newest
         first."""
         newest = max((g.number for g in whole if g.number not in self._offered), default=0)
-        known = {*self._committed, *self._damaged} - self._offered
+        known = {*self._committed, *self.doubts.numbers()} - self._offered
         return tuple(self._describe(n) for n in sorted(known, reverse=True) if n > newest)
 
     def _describe(self, number: int) -> Incomplete:
         parts, stated = self._committed.get(number, HeldParts()), self.stated(number)
         seen = {*parts, *(host for part in parts.values() for host in attached_hosts(part))}
-        missing = tuple(sorted(set(stated.hosts) - seen)) if stated else ()
-        damaged = self._damaged.get(number, {})
-        return Incomplete(number, self._steps.get(number), tuple(sorted(parts)), missing, damaged)
+        missing = tuple(sorted(set(stated.hosts) - seen - self._left)) if stated else ()
+        return Incomplete(
+            number, self._steps.get(number), tuple(sorted(parts)), missing,
+            self.doubts.damaged(number), self.doubts.has_found(number),
+        )  # fmt: skip
 
     def is_offered(self, number: int) -> bool:
         """Whether the job has left this generation behind and knows it from a disk only."""
@@ -328,10 +334,11 @@ class Generations:
     def give_up_after(self, number: int) -> tuple[int, ...]:
         """A person goes on from this generation: newer ones, whole or not, are of no use. Return
         them."""
-        later = tuple(sorted(n for n in {*self._committed, *self._damaged} if n > number))
+        known = {*self._committed, *self.doubts.numbers()}
+        later = tuple(sorted(n for n in known if n > number))
         for given_up in later:
             self._committed.pop(given_up, None)
-            self._damaged.pop(given_up, None)
+        self.doubts.give_up(later)
         self._offered.discard(number)
         self._abandoned |= set(later)
         self._given_up |= set(later)
@@ -354,6 +361,7 @@ class Generations:
         later = tuple(sorted(n for n in self._committed if n > (number or 0)))
         for abandoned in later:
             del self._committed[abandoned]
+        self.doubts.give_up(later)
         self._abandoned |= set(later)
         given_up, self._given_up = self._given_up, set()
         self._offered.discard(number or 0)
@@ -367,8 +375,10 @@ class Generations:
     def parts(self, number: int) -> Mapping[str, HostManifest]:
         return self._committed[number]
 
-    def forget(self, host: str) -> None:
-        """The host is gone, and what it held."""
+    def forget(self, host: str, *, is_released: bool = False) -> None:
+        """The host is gone, and what it held; ``is_released``: for good."""
+        if is_released:
+            self._left.add(host)
         for parts in (*self._committed.values(), *self._snapshots.values()):
             parts.pop(host, None)
 
@@ -380,7 +390,7 @@ class Generations:
             self._fingerprints.pop(old, None)
             self._stated.pop(old, None)
         aside, self._set_aside = self._set_aside, set()
-        self._damaged = {n: entry for n, entry in self._damaged.items() if n > number}
+        self.doubts.keep(number)
         return tuple(sorted({*dropped, *aside}))
 
     def covered(self, without: str | None = None) -> tuple[Generation, ...]:
@@ -407,7 +417,7 @@ class Generations:
         """Raise ``ProofError`` unless the fingerprints of the restored tensors, by name, are those
         that were written."""
         compare(self._fingerprints[number], found)
-        self._doubts.pop(number, None)
+        self.doubts.passed(number)
         for host, part in list(self._committed[number].items()):
             if part.unproven:
                 self._committed[number][host] = replace(part, unproven=())
@@ -420,31 +430,6 @@ class Generations:
             return False
         return True
 
-    def doubt(self, number: int) -> None:
-        """A proof of this generation has failed."""
-        self._doubts.setdefault(number, {})
-
-    def is_doubted(self, number: int) -> bool:
-        """Whether a proof of this generation has failed before, and none has passed since."""
-        return number in self._doubts
-
-    def note_examined(self, number: int, host: str, directory: str, damage: Iterable[str]) -> None:
-        """A host has compared its part of a doubted generation with its manifest."""
-        if number in self._doubts:
-            self._doubts[number][host] = (directory, tuple(damage))
-
     def verdict(self, number: int, reason: str) -> str:
-        """Say what is wrong with a generation whose proof has failed twice, where it lies, and what
-        a person may do."""
-        entry = self._doubts[number]
-        lines = [f"host {h!r}: {line}" for h, (_, found) in sorted(entry.items()) for line in found]
-        damage = f"damaged pieces: {'; '.join(lines[:NAMED])}"
-        if not lines:
-            places = ", ".join(f"{h!r} ({folder})" for h, (folder, _) in sorted(entry.items()))
-            damage = f"parts lie at {places or sorted(self._committed[number])}"
-        return (
-            f"generation {number} of step {self.step(number)} cannot be gone on from, twice: "
-            f"{reason} {damage}. The state is kept. Move the damaged directory away (of memory: "
-            "run scalai clean on that host) and start the job again to go on from what is left, or "
-            "begin anew with --fresh"
-        )
+        """Say what is wrong with a generation whose proof has failed twice, and the ways out."""
+        return self.doubts.verdict(number, self.step(number), reason, self._committed[number])

@@ -28,10 +28,14 @@ from scalai.store.secure import Folder, open_below
 LEASE_S = 15.0
 """A lease that was not renewed for so long may be claimed."""
 RENEW_S = LEASE_S / 5
+HURRY_S = 0.05
+"""How soon again where its register is changing."""
 HELD_S = LEASE_S * 2 / 3
 """A holder that has not renewed for so long ends itself."""
 ASK_S = 4.0
 """How long etcd may take to answer."""
+NO_LEASE = "none"
+"""Nothing says which coordinator the job has."""
 KEPT = 3
 """Terms that stay in a folder."""
 
@@ -73,6 +77,14 @@ class Register(Protocol):
     """Where entries are. Every call raises ``PeerError`` where it cannot be reached, and returns
     within seconds, unless a file system hangs."""
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether its holder should renew again at once."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether its holder keeps it without renewing it: nobody else can claim it."""
+
     def newest(self) -> Entry | None:
         """Return the entry of the highest term."""
 
@@ -85,6 +97,8 @@ class Register(Protocol):
 
 class FolderRegister:
     """Entries as files of a folder that all hosts reach. A link makes one of a term, once."""
+
+    is_changing = is_alone = False
 
     def __init__(self, root: Path, job: str) -> None:
         self._root, self._job = root, job
@@ -141,6 +155,8 @@ class EtcdRegister:
     """Entries as keys of etcd 3.4 or later, by its JSON gateway (``/v3/kv``: etcd's
     ``api_grpc_gateway``)."""
 
+    is_changing = is_alone = False
+
     def __init__(self, url: str, job: str) -> None:
         self._url, self._prefix = url.rstrip("/"), f"/scalai/{job}/term-"
 
@@ -191,21 +207,22 @@ def _coded(text: str) -> str:
 
 
 def open_register(lease: str | None, job: str) -> Register | None:
-    """Return the register that ``--coordinator-lease`` names for a job; None: it is not given.
+    """Return the register outside of a job that ``--coordinator-lease`` names; None: it names none.
 
     Raises:
         UsageError: It names none.
     """
-    if lease is None:
+    if lease in (None, NO_LEASE):
         return None
+    assert lease is not None
     kind, _, place = lease.partition(":")
     if kind == "file" and place.startswith("/"):
         return FolderRegister(Path(place), job)
     if kind == "etcd" and re.match(r"https?://[^/]+/?$", place):
         return EtcdRegister(place, job)
     raise UsageError(
-        f"--coordinator-lease {lease!r} is neither file:/FOLDER, which all hosts reach, nor "
-        "etcd:http://HOST:PORT."
+        f"--coordinator-lease {lease!r} is neither vote, which three hosts or more can, nor "
+        "file:/FOLDER, which all hosts reach, nor etcd:http://HOST:PORT, nor none."
     )
 
 
@@ -214,20 +231,23 @@ class Watch:
 
     def __init__(self, register: Register, clock: Callable[[], float] = time.monotonic) -> None:
         self._register, self._clock = register, clock
+        self.mutex = threading.Lock()
+        """Held while the register is asked: it is for one thread at a time."""
         self._seen: tuple[Entry | None, float] | None = None
 
     def look(self) -> tuple[Entry | None, float]:
         """Return the newest entry, and for how many seconds it is known to be as it is. Raises
         ``PeerError`` where the register cannot be reached; that time counts for nobody."""
-        try:
-            entry = self._register.newest()
-        except PeerError:
-            self._seen = None
-            raise
-        now = self._clock()
-        if self._seen is None or self._seen[0] != entry:
-            self._seen = entry, now
-        return entry, now - self._seen[1]
+        with self.mutex:
+            try:
+                entry = self._register.newest()
+            except PeerError:
+                self._seen = None
+                raise
+            now = self._clock()
+            if self._seen is None or self._seen[0] != entry:
+                self._seen = entry, now
+            return entry, now - self._seen[1]
 
 
 class Lease:
@@ -246,17 +266,22 @@ class Lease:
         self._register, self._entry = register, entry
         self._renewed_at, self._is_superseded = time.monotonic(), False
         self._ended, self._writing = threading.Event(), threading.Lock()
+        self._due = threading.Event()
+        self.problem = "it was not renewed in time."
+        """Why it was not renewed last."""
         if not register.claim(entry):
             raise UsageError(f"another coordinator has claimed term {entry.term} of the job.")
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
 
     def is_held(self) -> bool:
         """Whether no other coordinator can have the lease."""
-        return not self._is_superseded and time.monotonic() - self._renewed_at < HELD_S
+        is_renewed = self._register.is_alone or time.monotonic() - self._renewed_at < HELD_S
+        return is_renewed and not self._is_superseded
 
     def end(self, *, is_over: bool) -> None:
         """Renew no more; ``is_over``: the job has ended, and nobody is to follow."""
         self._ended.set()
+        self._due.set()
         if not is_over or not self._writing.acquire(timeout=ASK_S):
             return
         try:
@@ -266,12 +291,23 @@ class Lease:
         finally:
             self._writing.release()
 
+    def hurry(self) -> None:
+        """Renew at once."""
+        self._due.set()
+
+    def _is_over(self) -> bool:
+        """Wait until it should be renewed. Returns whether it should not any more."""
+        self._due.wait(HURRY_S if self._register.is_changing else RENEW_S)
+        self._due.clear()
+        return self._ended.is_set()
+
     def _renew(self) -> None:
-        while not self._ended.wait(RENEW_S):
+        while not self._is_over():
             began = time.monotonic()
             try:
                 newest = self._register.newest()
                 if newest is not None and newest.term > self._entry.term:
+                    self.problem = f"coordinator {newest.term} has it."
                     self._is_superseded = True
                     return
                 self._entry = replace(self._entry, beat=self._entry.beat + 1)
@@ -280,4 +316,5 @@ class Lease:
                         self._register.renew(self._entry)
                 self._renewed_at = began
             except PeerError as error:
+                self.problem = str(error)
                 log.warning("event=lease_not_renewed %s", error)

@@ -21,12 +21,14 @@ from scalai.launch.coordinator.first_state import first_state
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.judging import judge_rescue, judge_snapshot, judge_stop
 from scalai.launch.coordinator.members import Members
+from scalai.launch.coordinator.memory import Memory
 from scalai.launch.coordinator.orders import command_of
 from scalai.launch.coordinator.proving import Answers, doubted, prove
 from scalai.launch.coordinator.recoveries import Recoveries
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing
 from scalai.launch.coordinator.standing import (
+    loss,
     obstacle,
     refused_obstacle,
     sealed_obstacle,
@@ -79,6 +81,7 @@ class LiveJob:
         self._degrees_before: str | None = None
         self.sizing = Sizing(spec)
         self.members = Members(lock, term)
+        self.memory = Memory(self.members, self.sizing)
         self.generations = Generations()
         self.recoveries = Recoveries(self.generations)
         self.timeline = Timeline(spec.report_dir, self.log)
@@ -169,15 +172,13 @@ class LiveJob:
     def recover(self) -> int | None:
         """What hosts have sealed and not committed is a generation, where it is a whole state.
         Return its number: its parts are to be renamed."""
-        found = self.generations.whole_snapshot()
-        while found is not None:
+        while (found := self.generations.whole_snapshot()) is not None:
             self.state = m.forget_sealed(self.state, found)
             try:
                 number = self.commit(found, Origin.SEALED)
             except ProofError as error:
                 self.log(f"event=recovered snapshot={found} refused: {error}")
                 self.recount()
-                found = self.generations.whole_snapshot()
                 continue
             self.log(f"event=recovered committed={number}")
             self.recount()
@@ -209,7 +210,8 @@ class LiveJob:
         is_old = bool(whole) and self.generations.is_offered(whole[-1].number)
         is_old = is_old and whole[-1].number not in self.state.archived
         is_held_back = bool(text) and (self.state.round == 0 or is_old)
-        self.state = m.replace_obstacle(self.state, text, is_held_back=is_held_back)
+        lost = "" if whole else loss(newer)
+        self.state = m.replace_obstacle(self.state, text, is_held_back=is_held_back, loss=lost)
         return whole
 
     def can_go_on_without(self, host: str) -> bool:
@@ -227,6 +229,7 @@ class LiveJob:
         """Let the rules decide about an event, and do what they say."""
         was, was_taking_over = self.state.phase, self.state.taking_over is not None
         self.state, due = advance(self.state, event)
+        self.memory.look(self.state)
         if self.state.phase is not was:
             self._entered(was, self.state.phase)
         for action in due:
@@ -277,8 +280,7 @@ class LiveJob:
         elif now is m.Phase.SNAPSHOTTING:
             self.answers.snapshots.clear()
         elif now is m.Phase.STOPPING:
-            number = self.recover()
-            if number is not None:
+            if (number := self.recover()) is not None:
                 self.command_commit(self.generations.parts(number), number)
         elif now is m.Phase.STARTING:
             line.note(recovery=self.recoveries.explain(self.members.hosts(), self.log))
@@ -333,9 +335,6 @@ class LiveJob:
                 self._expect(hosts)
             case actions.Prove(generation):
                 self._prove(generation)
-            case actions.Doubt(hosts, generation):
-                self.generations.doubt(generation)
-                self.command(hosts, commands.Doubt(generation))
             case actions.Drop(hosts, numbers):
                 for number in numbers:
                     self.command(hosts, commands.Drop(number))
@@ -444,6 +443,6 @@ class LiveJob:
             reason = "drained: the job goes on without this host"
             self.command([host], commands.Exit(0, reason, self._keeps_state(0)))
             self.members.release(host)
-            self.generations.forget(host)
+            self.generations.forget(host, is_released=True)
         if action.leaving:
             self.recount()

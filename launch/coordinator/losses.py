@@ -28,6 +28,8 @@ REPLACED_AFTER_S = 4.0
 RETURN_S = 10.0
 """How long an agent whose connections have ended may take to come back for its exit, once the job
 has ended."""
+KEPT_S = 2.0
+"""How long hosts may take to keep what a person has asked for, before that is said to whom."""
 STALL_S = 0.5
 """A look that comes so much too late tells of a stall of the coordinator itself: it was paused, or
 its lock was held."""
@@ -38,7 +40,8 @@ class Patience:
     """How long the coordinator waits for agents, in seconds.
 
     ``poll_s`` is how long an agent that polls is kept waiting, at least, where there is no command
-    for it; a living one is never silent for much longer.
+    for it; a living one is never silent for much longer. ``kept_s`` is how long a person who asks
+    for a change waits until most hosts know of it.
     """
 
     grace_s: float = GRACE_S
@@ -46,6 +49,7 @@ class Patience:
     replaced_after_s: float = REPLACED_AFTER_S
     poll_s: float = POLL_S
     return_s: float = RETURN_S
+    kept_s: float = KEPT_S
 
     def to_keep_s(self, agents: int) -> float:
         """How long a poll is kept where so many agents take part."""

@@ -3,10 +3,11 @@ for it."""
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
-from scalai.core.commands import Command, Exit
+from scalai.core.commands import Command, Exit, Remember
+from scalai.core.electorate import Candidate, Witness
 from scalai.core.errors import ReplacedError, StaleError
 from scalai.core.events import Stalled
 from scalai.core.messages import Named
@@ -25,8 +26,9 @@ class Member:
 
     def __init__(self, peer: Peer, address: tuple[str, int], domain: str = "") -> None:
         self.address = address
-        self.domain = domain
-        """What fails with it, by a name that a person gave; "": nothing."""
+        self.domain, self.memory = domain, ""
+        """What fails with it, by a name that a person gave, "": nothing; and what it remembers by
+        as a witness, "": it is none."""
         self.newest = 0
         self.stalled: Stalled | None = None
         """Which of its workers make no steps; None: they all do."""
@@ -38,6 +40,8 @@ class Member:
         """Number of the last event that it told of."""
         self.ready: threading.Condition | None = None
         """Notified when commands wait; set by the members."""
+        self.kept = (0, 0)
+        """The order of what it keeps of the job (``Remembered``)."""
         self.is_reported = False
         """Whether its silence was told of."""
         self.judge_again_s = 0.0
@@ -113,6 +117,9 @@ class Member:
         done, self._commands = self._commands[:count], self._commands[count:]
         self._received += len(done)
         self.is_dismissed |= any(isinstance(command, Exit) for command in done)
+        for command in done:
+            if isinstance(command, Remember):
+                self.kept = command.known.value.order
 
     def waiting(self, term: int, keep_s: float) -> Commands:
         """Return the commands that it has not said to have, and the number of the first, to be
@@ -133,6 +140,7 @@ class Members:
 
     def __init__(self, lock: "threading.RLock", term: int = 1) -> None:
         self._lock, self.term = lock, term
+        self._pausing = threading.Condition(lock)
         self._present: dict[str, Member] = {}
         self._released: dict[str, Member] = {}
         self._incarnations: set[tuple[str, str]] = set()
@@ -146,6 +154,14 @@ class Members:
 
     def hosts(self) -> tuple[str, ...]:
         return tuple(self._present)
+
+    def candidates(self, apart: Collection[str]) -> list[Candidate]:
+        """Return who may be a witness, but for some hosts. Any thread may ask, without the lock."""
+        return [
+            Candidate(Witness(host, agent.address, agent.memory), agent.domain)
+            for host, agent in list(self._present.items())
+            if agent.memory and host not in apart
+        ]
 
     def doubtful(self, silent_s: float) -> list[str]:
         """Return the hosts whose agents have no connection, have been silent for so long, or were
@@ -212,6 +228,10 @@ class Members:
         """A connection has ended."""
         for agent in self._all():
             agent.unlinked(peer)
+
+    def pause(self, seconds: float) -> None:
+        """Let others have the lock for so long."""
+        self._pausing.wait(seconds)
 
     def excuse(self, seconds: float) -> None:
         """For so long nobody listened to any agent: that is not their silence."""

@@ -40,6 +40,10 @@ def command_of(action: actions.Action, round: int, generations: Generations) -> 
             return hosts, commands.Retire(before)
         case actions.EndWorkers(hosts, ended):
             return hosts, commands.Stop(ended, has_written=False)
+        case actions.Examine(hosts, generation):
+            return hosts, commands.Examine(generation)
+        case actions.Doubt(hosts, generation):
+            return hosts, commands.Doubt(generation)
         case actions.Look(hosts):
             return hosts, commands.Look()
         case actions.CheckHealth(hosts, order, reason):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from scalai.core.errors import ScalaiError, UsageError
+from scalai.core.witness import Known
 from scalai.launch import host_signals
 from scalai.launch.config.endpoint import (
     join_endpoint,
@@ -17,10 +18,21 @@ from scalai.launch.config.endpoint import (
 )
 from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.discovery import clear_away, lease_holder, next_term, one_at_a_time
-from scalai.launch.coordinator.leases import Entry, Lease, open_register
+from scalai.launch.coordinator.calls import Moved
+from scalai.launch.coordinator.discovery import (
+    Place,
+    clear_away,
+    elected_from,
+    is_here,
+    lease_holder,
+    next_term,
+    one_at_a_time,
+)
+from scalai.launch.coordinator.elected import forward
+from scalai.launch.coordinator.leases import Entry, Lease, Register, open_register
 from scalai.launch.coordinator.losses import Patience
-from scalai.launch.coordinator.server import Coordinator
+from scalai.launch.coordinator.server import STOOD_DOWN, Coordinator
+from scalai.launch.coordinator.vote_file import forget_electorate, known_of_json
 from scalai.launch.logs import configure
 
 ALONE_S = 60.0
@@ -55,10 +67,7 @@ def serve(
     if register is not None:
         holder = lease_holder(register, join_endpoint(host, port), token.decode())
         if holder is not None:
-            raise UsageError(
-                f"the coordinator at {join_endpoint(*holder.address)} holds the lease of the job "
-                f"{spec.job!r}. Agents find it; another one is started where it is gone."
-            )
+            raise _held(spec, holder)
     # An agent of this machine may be starting one: two must not listen, nor leave two cards.
     with one_at_a_time(folder):
         card = read_card(folder)
@@ -68,27 +77,44 @@ def serve(
                 f"the job {spec.job!r} has a coordinator on this machine already, at {there}. "
                 "Agents here find it. A coordinator by hand is started before the first of them."
             )
-        term, is_successor = next_term(spec, folder)
-        coordinator = _open(spec, (host, port), token, term, alone_s, is_successor=is_successor)
+        holder, known = elected_from(spec, folder, token.decode())
+        if holder is not None:
+            raise _held(spec, holder)
+        term, is_successor = next_term(spec, folder, known)
+        coordinator = _open(
+            spec, folder, (host, port), token, term, alone_s, is_successor=is_successor, known=known
+        )
         address = _leave_card(coordinator, folder, host, token)
+    _forward(coordinator, spec, folder, address, token)
     return _run(coordinator, spec, folder, address)
+
+
+def _held(spec: JobSpec, holder: Place) -> UsageError:
+    return UsageError(
+        f"the coordinator at {join_endpoint(*holder.address)} holds the lease of the job "
+        f"{spec.job!r}. Agents find it; another one is started where it is gone."
+    )
 
 
 def _open(
     spec: JobSpec,
+    folder: Path,
     address: tuple[str, int],
     token: bytes,
     term: int,
     alone_s: float = ALONE_S,
     *,
     is_successor: bool,
+    known: Known,
 ) -> Coordinator:
     """Listen, and hold the job's lease where it has one."""
     patience = Patience(lost_after_s=spec.config.resize.silent_s)
     coordinator = Coordinator(
         spec, address, token, log.info, alone_s, patience, term=term, is_successor=is_successor
     )
-    register = open_register(spec.options.coordinator_lease, spec.job)
+    register: Register | None = open_register(spec.options.coordinator_lease, spec.job)
+    if spec.may_vote:
+        register = coordinator.elect(folder).register(known, token)
     if register is not None:
         try:
             entry = Entry(term, address[0], int(coordinator.address[1]))
@@ -107,6 +133,23 @@ def _leave_card(coordinator: Coordinator, folder: Path, host: str, token: bytes)
     return address
 
 
+def _forward(
+    coordinator: Coordinator,
+    spec: JobSpec,
+    folder: Path,
+    address: tuple[str, int],
+    token: bytes,
+) -> None:
+    """Have agents find the later one of two coordinators, where this one was elected or another one
+    is."""
+    coordinator.forward = lambda moved: write_card(
+        folder, (moved.host, moved.port), token, moved.term
+    )
+    if spec.may_vote:
+        moved = Moved(spec.job, coordinator.term, *address)
+        forward(spec.options.coordinator, moved, token, is_here)
+
+
 def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[str, int]) -> int:
     expect_many_threads()
     log.info(
@@ -115,7 +158,10 @@ def _run(coordinator: Coordinator, spec: JobSpec, folder: Path, address: tuple[s
         spec.job, coordinator.term, *address,
     )  # fmt: skip
     try:
-        return coordinator.run()
+        code = coordinator.run()
+        if code != STOOD_DOWN:
+            forget_electorate(folder)
+        return code
     finally:
         clear_away(folder, address, is_last=spec.options.is_standalone)
 
@@ -132,15 +178,19 @@ def main() -> int:
         spec = JobSpec.from_json(order["job"])
         host_signals.ignore()
         secure_process(spec.options.tls)
+        known = known_of_json(order["vote"])
         coordinator = _open(
-            spec, (host, port), token, int(order["term"]), is_successor=bool(order["is_successor"])
-        )
+            spec, folder, (host, port), token, int(order["term"]),
+            is_successor=bool(order["is_successor"]), known=known,
+        )  # fmt: skip
     except ScalaiError as error:
         print(error, flush=True)
         return error.exit_code
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the agent may end before the job does
     # The agent that has started this process holds the lock until the card is there.
-    return _run(coordinator, spec, folder, _leave_card(coordinator, folder, host, token))
+    address = _leave_card(coordinator, folder, host, token)
+    _forward(coordinator, spec, folder, address, token)
+    return _run(coordinator, spec, folder, address)
 
 
 if __name__ == "__main__":

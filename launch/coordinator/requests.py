@@ -59,7 +59,7 @@ def resume(live: LiveJob, generation: int, *, dry_run: bool) -> Json:
 
 def scale(
     live: LiveJob, nproc: int | None, nnodes: int | None, degrees: str | None, *, dry_run: bool
-) -> Json:
+) -> dict[str, Json]:
     """Take a person's request for a job; with ``dry_run`` only say what would come of it.
 
     Returns:

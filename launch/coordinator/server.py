@@ -6,11 +6,13 @@ takes its place (``launch.coordinator.discovery``); any agent may drain, the fir
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from scalai.core.errors import PeerError
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator.calls import CoordinatorRequest
+from scalai.launch.coordinator.calls import CoordinatorRequest, Moved
 from scalai.launch.coordinator.desk import TICK_S, Desk
+from scalai.launch.coordinator.electing import Electing
 from scalai.launch.coordinator.leases import Lease
 from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
@@ -54,6 +56,9 @@ class Coordinator(Desk):
         stores = stores or RendezvousStores(address[0])
         super().__init__(spec, address[0], stores, say, patience, term, is_successor=is_successor)
         self._alone_s = alone_s
+        self.electing: Electing | None = None
+        self.forward: Callable[[Moved], object] = lambda moved: None
+        """Has who looks for the coordinator on this machine find a later one."""
         self.lease: Lease | None = None
         """Says whether this is the job's coordinator; None: no other can be."""
         try:
@@ -69,6 +74,12 @@ class Coordinator(Desk):
         """Counts the coordinators of the job."""
         return self._live.members.term
 
+    def elect(self, folder: Path) -> Electing:
+        """Have its agents vote on it. ``folder``: the job's, on this machine."""
+        own = str(self.address[0])
+        self.electing = Electing(self._live, own, folder, self.tell_electorate)
+        return self.electing
+
     @property
     def address(self) -> Address:
         return self._server.address
@@ -81,8 +92,16 @@ class Coordinator(Desk):
         while True:
             time.sleep(TICK_S)
             with self._lock:
-                if self.lease is not None and not self.lease.is_held():
-                    return self._stand_down()
+                if self.moved is not None:
+                    self.forward(self.moved)
+                    where = f"{self.moved.host}:{self.moved.port}"
+                    return self._stand_down(f"coordinator {self.moved.term} is at {where}.")
+                is_over = live.has_ended and self.electing is not None  # its witnesses end, too
+                if self.lease is not None and not is_over:
+                    if not self.lease.is_held():
+                        return self._stand_down(f"the lease is not held: {self.lease.problem}")
+                    if self.electing is not None:
+                        self.electing.hurry(self.lease)
                 self.tick()
                 now = time.monotonic()
                 if live.has_ended:
@@ -101,10 +120,10 @@ class Coordinator(Desk):
             self.lease.end(is_over=live.has_ended)
         return live.exit_code
 
-    def _stand_down(self) -> int:
+    def _stand_down(self, why: str) -> int:
         """End without a word to the agents: another coordinator may have taken this one's place, or
         may do so at any time. Where the workers meet stays, for as long as they do."""
-        self._live.log("event=stood_down: the lease is not held any more; the workers train on")
+        self._live.log(f"event=stood_down {why} The workers train on.")
         self._server.close()
         return STOOD_DOWN
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from scalai.core.assignment import make_assign
 from scalai.core.choice import Choice
-from scalai.core.degrees import parse_request
+from scalai.core.degrees import Degrees, parse_request
 from scalai.core.membership import Assign, Assignment
 from scalai.core.messages import JsonText
 from scalai.launch.config.job import JobSpec
@@ -52,14 +52,21 @@ class Sizing:
 
     @property
     def request(self) -> JsonText:
-        """What persons have asked for, for whoever takes this coordinator's place."""
-        return JsonText.of([self._max_workers, self._max_hosts, self._degrees])
+        """What persons have asked for, and what has run out of memory, for whoever takes this
+        coordinator's place."""
+        excluded = [
+            [each.degrees.to_json(), each.micro_batch_size, each.reason] for each in self._excluded
+        ]
+        return JsonText.of([self._max_workers, self._max_hosts, self._degrees, excluded])
 
     def take_over(self, request: JsonText) -> None:
-        """Persons had asked the coordinator before for this. Raises ``ValueError`` where it is
-        nothing that ``request`` gives."""
-        nproc, nnodes, degrees = request.value()
+        """This held under the coordinator before. Raises ``ValueError`` where it is nothing that
+        ``request`` gives."""
+        nproc, nnodes, degrees, excluded = request.value()
         self.rescale(nproc, nnodes, degrees)
+        self._excluded = tuple(
+            Choice(Degrees.from_json(its), (), reason, size) for its, size, reason in excluded
+        )
 
     def exclude(self, assignment: Assignment) -> None:
         """These degrees ran out of memory in their first step."""

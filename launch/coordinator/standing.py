@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from scalai.core.membership import Generation
+from scalai.launch.coordinator.doubts import WAYS_OUT
 from scalai.launch.coordinator.generations import Incomplete, Refused, Unfinished
 from scalai.launch.coordinator.recoveries import what_lacks
 from scalai.store.manifest import HostManifest
@@ -19,6 +20,18 @@ def obstacle(newer: Sequence[Incomplete], whole: Sequence[Generation], job: str)
         return ""
     ways = [_bring(newer[0]), *_others(newer[0].step, whole, job)]
     return f"because {'; '.join(map(_lacks, newer))}. {', '.join(ways)}"
+
+
+def loss(newer: Sequence[Incomplete]) -> str:
+    """Say what is damaged where nothing is whole and nobody who is away may hold the rest, and what
+    a person may do; empty where there is another way.
+
+    Args:
+        newer: All that is known and not whole, newest first.
+    """
+    if not any(each.is_found for each in newer) or any(each.missing for each in newer):
+        return ""
+    return f"{'; '.join(map(_lacks, newer))}, and nothing else is whole. {WAYS_OUT}"
 
 
 def refused_obstacle(refused: Refused | None, whole: Sequence[Generation], job: str) -> str:

@@ -11,19 +11,17 @@ from scalai.core.source_list import Listed, SourceList, source_list
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
-from scalai.launch.coordinator.sizing import Sizing
 from scalai.store.generation import unite
 from scalai.store.parts import ATTACHED, reference_of
 
 
 class Run(Protocol):
     """What a starter needs of the job: the name of its present run, the agents and the commands
-    that wait for them, what workers may begin from, and what persons have asked for."""
+    that wait for them, and what workers may begin from."""
 
     run: str
     members: Members
     generations: Generations
-    sizing: Sizing
 
 
 class Starter:
@@ -146,7 +144,6 @@ class Starter:
                 generation=generation,
                 restorable_step=step,
                 facts=JsonText.of(facts),
-                request=self._run.sizing.request,
                 snapshot_every=every,
             )
             for host, placement in place_ranks(assignment).items()

@@ -15,9 +15,18 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from scalai.core.errors import AbsentError, PeerError, ScalaiError, TlsError, VersionError
+from scalai.core.errors import (
+    AbsentError,
+    PeerError,
+    ScalaiError,
+    TlsError,
+    UsageError,
+    VersionError,
+)
+from scalai.core.witness import Known
 from scalai.launch.config.endpoint import join_endpoint, read_card, read_holder, split_endpoint
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.discovery import (
@@ -28,12 +37,22 @@ from scalai.launch.coordinator.discovery import (
     one_at_a_time,
     start_coordinator,
 )
+from scalai.launch.coordinator.elected import NOBODY
 from scalai.launch.coordinator.leases import LEASE_S, RENEW_S, Watch, open_register
+from scalai.launch.coordinator.vote_file import kept_electorate
+from scalai.launch.coordinator.votes import VoteRegister
 from scalai.runtime.calls import Channel
 
 SEARCH_S = 60.0
 """For how long a successor is looked for, where no lease says who is the coordinator."""
 LOOK_S = 0.25
+TURN_S, LAST_TURN_S = 1.5, 6.0
+"""How much later the next witness claims a term than the one before it, and the last one."""
+WITNESS_LOOK_S = 1.0
+FOLLOW_S = 1.5, 3.0
+"""How soon an agent that is no witness asks one of them again."""
+SAY_S = 60.0
+"""How often it is said that a majority is waited for."""
 JITTER_S = 1.0
 """Agents of many hosts do not begin to take over at one moment."""
 
@@ -50,18 +69,31 @@ class Succession:
     Args:
         spec: The job.
         interface: Where a coordinator of this host listens if it takes the place of another host's.
+        memory: By what this agent remembers as a witness of a vote.
     """
 
-    def __init__(self, spec: JobSpec, interface: str) -> None:
-        self._spec, self._interface = spec, interface
+    def __init__(self, spec: JobSpec, interface: str, memory: str = "") -> None:
+        self._spec, self._interface, self._memory = spec, interface, memory
         register = open_register(spec.options.coordinator_lease, spec.job)
         self._watch = None if register is None else Watch(register)
-        self._search_s = SEARCH_S if register is None else spec.config.resize.coordinator_timeout_s
+        self._vote: VoteRegister | None = None
+        self._said_at = 0.0
 
     @property
     def has_lease(self) -> bool:
         """Whether any host may have the next coordinator."""
         return self._watch is not None
+
+    def learn(self, known: Known, token: bytes) -> None:
+        """Look for a successor by the majority of an electorate; of none: no longer. Any thread
+        may tell."""
+        if not self._spec.may_vote:
+            return
+        if not known.electorate.everyone:
+            self._watch = self._vote = None
+        else:
+            self._vote = VoteRegister(known, token, is_kept=False)
+            self._watch = Watch(self._vote)
 
     def find(self, place: Place, term: int, is_over: threading.Event) -> Place:
         """Return where the job's coordinator is, once there is one again.
@@ -74,11 +106,22 @@ class Succession:
         Raises:
             PeerError: There is none within the time, or there will be none.
         """
-        deadline, problem = time.monotonic() + self._search_s, "it does not answer"
+        if place.is_here:  # its coordinator may have had no time to tell
+            with suppress(ScalaiError, OSError):
+                kept = kept_electorate(job_directory(self._spec))
+                if kept is not None and (self._watch is None or not kept.electorate.everyone):
+                    self.learn(kept, place.token)
+        search_s = self._search_s()
+        self._said_at = time.monotonic() - SAY_S / 2  # an election takes a while
+        deadline, problem = time.monotonic() + search_s, "it does not answer"
+        found: Place | None
         while time.monotonic() < deadline:
             try:
-                if self._watch is not None:
-                    found = self._by_lease(self._watch, place, term)
+                watch, vote = self._watch, self._vote
+                if watch is not None and vote is not None and self._follows(vote):
+                    found = _follow(watch, vote, place, term)
+                elif watch is not None:
+                    found = self._by_lease(watch, place, term, vote)
                 else:
                     found = self._here(place, term) if place.is_here else _there(place)
                 if found is not None:
@@ -87,27 +130,67 @@ class Succession:
                 raise
             except (ScalaiError, OSError) as error:
                 problem = str(error)
-            if is_over.wait(LOOK_S):
+                if not isinstance(error, UsageError):  # else another one claims it
+                    self._say_waiting(problem, deadline)
+            if is_over.wait(self._pace_s()):
                 break
-        raise PeerError(f"nobody takes its place within {self._search_s:.0f} s: {problem}")
+        raise PeerError(f"nobody takes its place within {search_s:.0f} s: {problem}")
+
+    def _search_s(self) -> float:
+        return self._spec.config.resize.coordinator_timeout_s if self.has_lease else SEARCH_S
+
+    def _pace_s(self) -> float:
+        """Return how soon to look again: thousands that look ask few witnesses."""
+        if self._vote is None:
+            return LOOK_S
+        return WITNESS_LOOK_S if self._is_witness(self._vote) else random.uniform(*FOLLOW_S)
+
+    def _follows(self, vote: VoteRegister) -> bool:
+        """Whether others than this agent start the next coordinator."""
+        return not vote.known.is_off and not self._is_witness(vote)
+
+    def _turn_s(self, vote: VoteRegister | None) -> float:
+        """Return for how long this witness leaves it to others to claim a term."""
+        names = [] if vote is None else [w.memory for w in vote.known.electorate.everyone]
+        place = names.index(self._memory) if self._memory in names else 0
+        return min(place * TURN_S, LAST_TURN_S)
+
+    def _is_witness(self, vote: VoteRegister) -> bool:
+        """Whether this agent may start the next coordinator: where one can be elected at all, there
+        is a witness that can start it."""
+        return any(w.memory == self._memory for w in vote.known.electorate.everyone)
+
+    def _say_waiting(self, problem: str, deadline: float) -> None:
+        now = time.monotonic()
+        if self._vote is not None and now - self._said_at > SAY_S:
+            self._said_at = now
+            log.warning(
+                "event=waiting_for_majority %s Nobody takes the coordinator's place before a "
+                "majority can be asked; the state stays in the store. Bring the hosts back, or end "
+                "the agents and start the job on those that are left. After %.0f s more "
+                "([resize] coordinator_timeout_s) this agent ends.", problem, deadline - now,
+            )  # fmt: skip
 
     def watch_while(self, is_silent: Callable[[], bool]) -> None:
         """Look, beside everything else, whether the lease changes while the coordinator is
         silent."""
-        watch = self._watch
-        if watch is None:
+        if self._watch is None and not self._spec.may_vote:
             return
 
         def look() -> None:
             while True:
                 time.sleep(RENEW_S)
-                if is_silent():
+                watch, vote = self._watch, self._vote
+                may_claim = vote is None or self._is_witness(vote)
+                if watch is not None and may_claim and is_silent():
                     with suppress(PeerError):
                         watch.look()
 
         threading.Thread(target=look, name="lease-watch", daemon=True).start()
 
-    def _by_lease(self, watch: Watch, place: Place, term: int) -> Place | None:
+    def _by_lease(
+        self, watch: Watch, place: Place, term: int, vote: VoteRegister | None
+    ) -> Place | None:
         """Return who holds the lease, if that is another one and answers; claim it where nobody
         does any more, or its holder was a process of this machine that is gone."""
         entry, unchanged_s = watch.look()
@@ -115,13 +198,21 @@ class Succession:
             raise OverError("its lease says that the job is over.")
         if entry is not None and entry.term > term and _answers(entry.address, place.token):
             return Place(entry.address, place.token, is_here=is_here(entry.host))
-        is_holder = entry is None or entry.term == term
-        has_died = is_holder and place.is_here and _is_absent(place)
+        if vote is not None and entry is not None:
+            holder = Place(entry.address, place.token, is_here=is_here(entry.host))
+        else:
+            is_holder = entry is None or entry.term == term
+            holder = replace(place, is_here=is_holder and place.is_here)
+        has_died = holder.is_here and _is_absent(holder)
+        if vote is not None and vote.known.is_off and not has_died:
+            return None if holder.is_here else _there(place)
         if unchanged_s <= LEASE_S and not has_died:
             return None
-        time.sleep(random.uniform(0.0, JITTER_S))
+        turn_s = 0.0 if has_died else self._turn_s(vote)
+        time.sleep(random.uniform(0.0, JITTER_S) + turn_s)
         if watch.look()[0] != entry:
             return None
+        known = NOBODY if vote is None else replace(vote.known, term=max(vote.known.term, term))
         folder = job_directory(self._spec)
         with one_at_a_time(folder):
             log.warning("event=succession: nobody holds the lease of the coordinator any more")
@@ -129,7 +220,9 @@ class Succession:
             if endpoint is None or not is_here(split_endpoint(endpoint)[0]):
                 endpoint = join_endpoint(self._interface, 0)
             token = place.token.decode()
-            return start_coordinator(self._spec, folder, endpoint, token, succeeds=True)
+            return start_coordinator(
+                self._spec, folder, endpoint, token, succeeds=True, known=known
+            )
 
     def _here(self, place: Place, term: int) -> Place:
         """Return who answers by this machine's card, or start another coordinator."""
@@ -142,10 +235,21 @@ class Succession:
                 _end_silent(folder, holder.pid, place)
             card = read_card(folder)
             if card is not None:
-                return Place(*card, is_here=True)
+                return Place(*card, is_here=is_here(card[0][0]))
             log.warning("event=succession term=%d: the coordinator has died", holder.term + 1)
             endpoint, token = self._spec.options.coordinator, place.token.decode()
             return start_coordinator(self._spec, folder, endpoint, token, succeeds=True)
+
+
+def _follow(watch: Watch, vote: VoteRegister, place: Place, term: int) -> Place:
+    """Return who was elected. Raises ``PeerError`` as long as that is no other one that answers."""
+    with watch.mutex:
+        entry = vote.glimpse()
+    if entry is not None and entry.is_over:
+        raise OverError("its witnesses say that the job is over.")
+    if entry is not None and entry.term > term and _answers(entry.address, place.token):
+        return Place(entry.address, place.token, is_here=is_here(entry.host))
+    raise PeerError(f"no witness that is there knows a later coordinator than number {term}.")
 
 
 def _there(place: Place) -> Place:

@@ -208,9 +208,18 @@ class Proceed:
 
 
 @dataclass(frozen=True, slots=True)
+class Examine:
+    """These hosts read their parts of a generation again, and compare them with what was
+    committed: ``Examined``."""
+
+    hosts: tuple[str, ...]
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Doubt:
-    """A proof of this generation has failed for the first time. These hosts (there may be none)
-    give up what they have fetched of it, and read the rest again."""
+    """A proof of this generation has failed, and nobody finds damage. These hosts give up what they
+    have fetched of it."""
 
     hosts: tuple[str, ...]
     generation: int
@@ -302,6 +311,6 @@ Action = (
     Build | GiveUp | Prepare | Agree | Withdraw | TakeSnapshot | Space | Lose | Report | Judge
     | Commit
     | Replicate | JudgeSnapshot | Freeze | Rescue | JudgeRescue | StopWorkers | Discard | GoBack
-    | StartRound | Expect | Prove | Proceed | Doubt | Drop | Release | SaveDurable | Archive
-    | FinishArchive | Retire | Look | CheckHealth | Exit | Say | EndWorkers
+    | StartRound | Expect | Prove | Proceed | Examine | Doubt | Drop | Release | SaveDurable
+    | Archive | FinishArchive | Retire | Look | CheckHealth | Exit | Say | EndWorkers
 )  # fmt: skip

@@ -95,6 +95,10 @@ _ROWS = (
          W, ROUND, Loss.SNAPSHOT, Heard.PROCESS, r"was killed by SIGKILL", "restore"),
     Kind("stop-worker", "a worker hangs (SIGSTOP)",
          W, ROUND, Loss.SNAPSHOT, Heard.HANG, r"hangs: no worker has made a step"),
+    Kind("term-worker", "a worker gets SIGTERM, as of a scheduler that means its whole host",
+         W, NOTED, Loss.NONE, Heard.WORD, ""),
+    Kind("int-worker", "a worker gets SIGINT, as from a terminal",
+         W, NOTED, Loss.NONE, Heard.WORD, ""),
     Kind("kill-agent", "an agent is killed; its host's memory stays",
          A, ROUND, Loss.SNAPSHOT, Heard.PROCESS, r"event=lost host="),
     Kind("kill-in-commit", "an agent is killed between a snapshot and its commit",
@@ -125,10 +129,10 @@ _ROWS = (
     Kind("full-memory", "the store's file system is full, and a host drains",
          Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.WORD, r"No space left on device"),
     Kind("corrupt-store", "bytes of the newest generation change in a host's store, and it is read",
-         Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.WORD, r"proof|differ"),
+         Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.WORD, r"event=damage generation"),
     Kind("truncate-store", "files of the newest generation are cut in a host's store, and are read",
          Target.STORE, Effect.ENDS, Loss.SNAPSHOT, Heard.WORD,
-         r"bytes long|damaged|exited with 1\b"),
+         r"event=damage generation"),
     Kind("full-disk", "the disk of the durable directory is full",
          Target.DISK, NOTED, Loss.NONE, Heard.WORD, r"event=not_archived .*No space left"),
     Kind("refuse-disk", "the durable directory of the job cannot be written any more",
@@ -148,6 +152,10 @@ _ROWS = (
          Target.LINK, NOTED, Loss.NONE, Heard.WORD, ""),
     Kind("stop-coordinator", "the coordinator stands still for a while (SIGSTOP)",
          Target.COORDINATOR, NOTED, Loss.NONE, Heard.WORD, r"event=coordinator_silent"),
+    Kind("term-coordinator", "the coordinator gets SIGTERM",
+         Target.COORDINATOR, NOTED, Loss.NONE, Heard.WORD, ""),
+    Kind("int-coordinator", "the coordinator gets SIGINT",
+         Target.COORDINATOR, NOTED, Loss.NONE, Heard.WORD, ""),
     Kind("kill-coordinator", "the coordinator is killed: another one takes its place",
          Target.COORDINATOR, NOTED, Loss.NONE, Heard.PROCESS, r"event=adopted round="),
 )  # fmt: skip
@@ -155,7 +163,8 @@ KINDS = {kind.name: kind for kind in _ROWS}
 MEMORY_GOES = {"kill-host", "kill-hosts", "kill-more-hosts", "damage-disk"}
 """Kinds by which the memory of hosts is gone."""
 TRIGGERS = {
-    **dict.fromkeys(("relaunch", "plan", "move", "moved", "restore", "freeze"), "kill-worker"),
+    **dict.fromkeys(("freeze", "emergency", "relaunch", "plan", "move", "moved", "restore"),
+                    "kill-worker"),
     **dict.fromkeys(("drain", "write", "leave", "build"), "term-agent"),
     **dict.fromkeys(("step", "update", "train", "written", "seal", "sealed", "commit",
                      "committed"), ""),
@@ -164,7 +173,8 @@ TRIGGERS = {
 by itself."""
 SIGNALS = {
     "kill-worker": "SIGKILL", "segv-worker": "SIGSEGV", "abort-worker": "SIGABRT",
-    "bus-worker": "SIGBUS", "stop-worker": "SIGSTOP", "kill-agent": "SIGKILL",
+    "bus-worker": "SIGBUS", "term-worker": "SIGTERM", "int-worker": "SIGINT",
+    "stop-worker": "SIGSTOP", "kill-agent": "SIGKILL",
     "stop-agent": "SIGSTOP", "term-agent": "SIGTERM", "int-agent": "SIGINT",
     "usr1-agent": "SIGUSR1", "exit-worker": "exit 7", "raise-worker": "raise RuntimeError",
     "memory-worker": "raise MemoryError", "tear-worker": "SIGKILL", "kill-in-snapshot": "SIGKILL",

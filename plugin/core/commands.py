@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from scalai.core.fingerprint import Committed
 from scalai.core.messages import JsonText, Shared
+from scalai.core.remembered import Remembered
 from scalai.core.replicas import Ring
 from scalai.core.source_list import SourceList
 
@@ -55,8 +56,7 @@ class Workers:
     ``run`` names this run of the job; snapshots on the way lie ``snapshot_every`` steps apart (0:
     there are none); ``degrees`` are as of ``Degrees.to_json``; workers meet at
     ``master_addr``, ``master_port``. Of the newest ``generation`` (None: there is none)
-    ``restorable_step`` and ``facts`` are known. ``request`` is what persons have asked of the job:
-    who takes the coordinator's place asks the hosts for it.
+    ``restorable_step`` and ``facts`` are known.
     """
 
     run: str
@@ -69,8 +69,14 @@ class Workers:
     generation: int | None
     restorable_step: int | None
     facts: JsonText
-    request: JsonText
     snapshot_every: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Keep this for whoever takes the coordinator's place, instead of what was kept before."""
+
+    known: Shared[Remembered]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +268,15 @@ class Replicate:
 
 
 @dataclass(frozen=True, slots=True)
+class Examine:
+    """Read the own part of this generation again, and compare it with what was committed."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Doubt:
-    """A proof of this generation has failed: give up what was fetched of it, and read the rest
-    again."""
+    """A proof of this generation has failed: give up what was fetched of it."""
 
     generation: int
 
@@ -301,7 +313,8 @@ class Exit:
 
 
 Command = (
-    Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw | TakeSnapshot | Report
-    | Space | Freeze | Rescue | Discard | DropSnapshot | Commit | Stop | Drop | Save | Archive
-    | FinishArchive | Retire | Replicate | Doubt | Look | CheckHealth | Exit
+    Remember | Build | GiveUp | Start | Expect | Proceed | Prepare | Agree | Withdraw
+    | TakeSnapshot | Report | Space | Freeze | Rescue | Discard | DropSnapshot | Commit | Stop
+    | Drop | Save | Archive | FinishArchive | Retire | Replicate | Examine | Doubt | Look
+    | CheckHealth | Exit
 )  # fmt: skip

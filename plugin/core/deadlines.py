@@ -79,6 +79,10 @@ TABLE = (
         "there are none", lambda job: job.start_timeout_s,
     ),
     Deadline(
+        Phase.EXAMINING, "a host answered last", "1800 s (`start_timeout_s`)",
+        "done without the hosts awaited", lambda job: job.start_timeout_s,
+    ),
+    Deadline(
         Phase.RUNNING, "a worker of the host stepped last", "60 s (`stall_s`), and 10 usual steps",
         "who is behind is reported, by `scalai status` and, with the stacks of all, in the log; "
         "within a step after 300 s and 30 usual steps, elsewhere and at most after 1800 s "

@@ -32,6 +32,10 @@ class StoreError(RefusedError):
     """A Tensor Store that cannot be opened, has no room or holds a damaged generation."""
 
 
+class DamageError(StoreError):
+    """Bytes of a generation are not what its manifest says."""
+
+
 class RoomError(StoreError):
     """A Tensor Store has no room for what is not needed at once."""
 
@@ -40,6 +44,14 @@ class ProofError(ScalaiError):
     """Two states that should be equal have different fingerprints."""
 
     exit_code = 4
+
+
+class MismatchError(ProofError):
+    """What other ``hosts`` have given is not what they had committed."""
+
+    def __init__(self, text: str, hosts: tuple[str, ...]) -> None:
+        super().__init__(text)
+        self.hosts = hosts
 
 
 class MemoryShortError(ScalaiError):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scalai.core.membership import Assign, Generation
+from scalai.core.remembered import Remembered
 from scalai.core.spacing import Measured
 from scalai.core.underway import Underway
 
@@ -32,6 +33,8 @@ class HostJoined:
     """The round that its workers are in, which another coordinator has begun."""
     last_round: int = 0
     """The highest number of a round that it has heard of."""
+    remembered: Remembered | None = None
+    """What it has kept of the job under another coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,14 +315,32 @@ class Proven:
 @dataclass(frozen=True, slots=True)
 class ProofFailed:
     """What the workers have restored is not what was committed, or what a host fetched is not what
-    the hosts that gave it had. ``is_second``: a proof of the same generation has failed before, and
-    none has passed since; ``can_reread``: the hosts hold it wholly without what was fetched and
-    never proven."""
+    the hosts that gave it had. ``is_second``: a proof of the same generation has failed before,
+    none has passed since, and nobody has found damage; ``can_reread``: the hosts hold it wholly
+    without what was fetched and never proven."""
 
     round: int
     reason: str
     is_second: bool
     can_reread: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A host has read its part of a generation again; ``is_damaged``: some of it is not what was
+    committed, and counts no more."""
+
+    host: str
+    generation: int
+    is_damaged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Suspected:
+    """What these hosts gave of a generation to another one is not what they had committed."""
+
+    hosts: tuple[str, ...]
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,5 +438,5 @@ Event = (
     | RescueJudged | Sealed | Skipped | SnapshotJudged | Committed
     | Stopped | WorkersFailed | Stepped | Progressed | Unhooked | Hooked | Finished | Saved
     | NotSaved | Archived | Looked | Replicated | Published | Restored | Proven | ProofFailed
-    | Resumed | HealthChecked
+    | Resumed | HealthChecked | Examined | Suspected
 )  # fmt: skip

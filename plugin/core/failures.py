@@ -67,9 +67,9 @@ def fail(
         ending = f"{reason}; the restart budget (--max-restarts) is used up"
         job, actions = _freeze(job, reason, ending=ending)
         return job, (*respaced, *given_up, *message, *actions)
-    job = replace(
-        job, failures_left=job.failures_left - (not is_free), was_standby=False, trained_s=0.0
-    )
+    job = replace(job, was_standby=False, trained_s=0.0)
+    if not is_free:
+        job = replace(job, failures_left=job.failures_left - 1, counted_round=job.round)
     job, actions = _freeze(job, reason, is_counted=not is_free)
     message = (Say(f"{reason}; {job.failures_left} restarts left"), *message)
     return job, (*respaced, *given_up, *message, *actions)
@@ -114,7 +114,7 @@ def excuse_loss(job: Job, host: str) -> Result:
         return job, ()
     left = job.failures_left + emergency.is_counted
     emergency = replace(emergency, is_counted=False, ending="")
-    job = replace(job, failures_left=left, emergency=emergency)
+    job = replace(job, failures_left=left, counted_round=0, emergency=emergency)
     return job, (Say(f"host {host} is lost, which was the failure; {left} restarts left"),)
 
 

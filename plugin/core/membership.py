@@ -7,7 +7,8 @@ phases is a resize:
 
    running -> preparing -> draining -> snapshotting -> committing -> stopping -> starting -> running
 
-Where workers fail meanwhile, those that live write what they have (``emergency``):
+Where a start fails before its proof, hosts examine what it has read (``examining``), and where
+workers fail later on, those that live write what they have (``emergency``):
 
    running -> freezing -> rescuing -> committing -> stopping -> starting -> running
 
@@ -27,6 +28,7 @@ from scalai.core.checks import Check
 from scalai.core.copies import Archiving, Replication
 from scalai.core.degrees import Degrees
 from scalai.core.pace import Pace
+from scalai.core.remembered import Remembered
 from scalai.core.spacing import Spacing
 from scalai.core.underway import TakingOver
 
@@ -36,6 +38,7 @@ class Phase(Enum):
 
     WAITING = "waiting"  # for enough hosts, or for a host whose store is needed
     STARTING = "starting"  # a round was assigned: relaunch, plan, move, restore, proof, first step
+    EXAMINING = "examining"  # a start failed before its proof: hosts read their parts again
     RUNNING = "running"
     BUILDING = "building"  # the next round's workers build their models; the present ones train on
     PREPARING = (
@@ -141,6 +144,23 @@ class Emergency:
 
 
 @dataclass(frozen=True, slots=True)
+class Examination:
+    """Why all hosts read their parts of a ``generation`` again, and what comes of it where nothing
+    is damaged: of a proof that has failed (``is_proof``) what was fetched goes, where the rest is
+    whole without it (``can_reread``); else it was a failure of the workers, as ``fail`` takes it.
+    """
+
+    generation: int
+    reason: str
+    is_proof: bool = False
+    can_reread: bool = False
+    is_chance: bool = False
+    is_refusal: bool = False
+    is_loss: bool = False
+    is_damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """The clock of the present phase: when it began or made its last progress (None: the next tick
     tells), and how often it was reported since."""
@@ -214,6 +234,10 @@ class Job:
     phase: Phase = Phase.WAITING
     taking_over: TakingOver | None = None
     """Until it is known which round another coordinator, which is gone, had under way."""
+    recalled: Remembered | None = None
+    """The latest of what hosts have kept of the job under coordinators that are gone."""
+    keepers: frozenset[str] = frozenset()
+    """Hosts that have kept anything: their agents have lived since."""
     hosts: Mapping[str, Host] = field(default_factory=dict)
     joined: int = 0
     round: int = 0
@@ -223,6 +247,8 @@ class Job:
     ran: Assignment | None = None
     """The assignment of which every rank has stepped last: a change that fails goes back to it."""
     failed: tuple[FailedChange, ...] = ()
+    counted_round: int = 0
+    """The round whose failure has cost a restart last."""
     tries: int = 0
     """Failures of the present assignment that may have been chance."""
     standby: Standby | None = None
@@ -238,6 +264,9 @@ class Job:
     start: Start = Start()
     emergency: Emergency | None = None
     """From a failure until the workers are stopped."""
+    examination: Examination | None = None
+    was_start_killed: bool = False
+    """A signal ended the last start before its proof."""
     progress: Mapping[str, str] = field(default_factory=dict)
     """What the workers of each host have done last in the present start."""
     held: Mapping[str, str] = field(default_factory=dict)
@@ -289,6 +318,11 @@ class Job:
     """Why the newest state that is known cannot be gone on from, and the ways out."""
     is_held_back: bool = False
     """While it waits, the job must not go back behind that state by itself: a person decides."""
+    loss: str = ""
+    """Why nothing that is known can be gone on from, where damage is the reason and nobody who is
+    away can mend it."""
+    looking: frozenset[str] = frozenset()
+    """Hosts that have yet to say what their durable directories hold."""
 
     @property
     def newest_generation(self) -> Generation | None:
@@ -321,9 +355,9 @@ def forget_sealed(job: Job, snapshot: str) -> Job:
     )
 
 
-def replace_obstacle(job: Job, obstacle: str, *, is_held_back: bool) -> Job:
+def replace_obstacle(job: Job, obstacle: str, *, is_held_back: bool, loss: str = "") -> Job:
     """Return the job with another reason not to go on from the newest state that is known."""
-    return replace(job, obstacle=obstacle, is_held_back=is_held_back)
+    return replace(job, obstacle=obstacle, is_held_back=is_held_back, loss=loss)
 
 
 def staying(job: Job) -> tuple[tuple[str, int], ...]:

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 from scalai.core.actions import Lose, Report
 from scalai.core.deadlines import LIMITS, REPORT_S
+from scalai.core.examining import go_on
 from scalai.core.failures import fail
 from scalai.core.membership import Job, Phase, Wait, active
 from scalai.core.transitions import Result, missing, next_phase, stop_unbuilt, withdraw
 
 _REPORTED = (
     Phase.WAITING, Phase.STARTING, Phase.DRAINING, Phase.SNAPSHOTTING, Phase.PREPARING,
-    Phase.FREEZING, Phase.RESCUING,
+    Phase.FREEZING, Phase.RESCUING, Phase.EXAMINING,
     Phase.COMMITTING, Phase.STOPPING, Phase.SAVING,
 )  # fmt: skip
 
@@ -74,9 +75,11 @@ def _not_drained(job: Job, waited: float) -> Result:
 
 
 def _without_the_silent(job: Job, waited: float) -> Result:
-    """Do without hosts that do not say where their workers stand, or do not write."""
+    """Do without hosts that do not say where their workers stand, do not write, or do not say
+    whether their part is damaged."""
     text = f"event=slow phase={job.phase.value} since_s={waited:.0f} {_awaited(job)}: done without"
-    job, actions = next_phase(replace(job, awaited=frozenset()))
+    job = replace(job, awaited=frozenset())
+    job, actions = go_on(job) if job.phase is Phase.EXAMINING else next_phase(job)
     return job, (Report(text, ()), *actions)
 
 
@@ -93,6 +96,7 @@ def _silent(job: Job, waited: float) -> Result:
 
 _CONSEQUENCES: Mapping[Phase, Callable[[Job, float], Result]] = {
     Phase.STARTING: _not_started,
+    Phase.EXAMINING: _without_the_silent,
     Phase.BUILDING: _not_built,
     Phase.PREPARING: _silent,
     Phase.DRAINING: _not_drained,

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from scalai.core.boxes import expand
-from scalai.core.collection import Collection, concatenate
+from scalai.core.collection import Collection
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.replicas import Ring
-from scalai.core.source_list import merged, used_only
 from scalai.core.sources import Holder, index_sources
 
 GENERATIONS = 2
@@ -54,15 +53,6 @@ class Memory:
             f"{self.own} bytes with {self.kept} of replicas each, and its store has room for "
             f"{self.room}"
         )
-
-
-def held_together(held: Sequence[Collection]) -> Collection:
-    """Return what the ranks of a host hold together: each element once, where boxes are equal or
-    apart, in as few rows as there can be."""
-    rows = concatenate(held)
-    columns = np.column_stack([rows.tensor, rows.offset, rows.shape])
-    _, first = np.unique(columns, axis=0, return_index=True)
-    return merged(used_only(rows.select(np.sort(first))))
 
 
 def memory_of(

@@ -17,7 +17,9 @@ AGAIN_S = 30.0
 be by then."""
 GIVEN_AGAIN_S = 2.0
 """The same for what only hosts hold that will be taken away: there is little time."""
-_NEEDING = (Phase.WAITING, Phase.STARTING, Phase.STOPPING, Phase.FREEZING, Phase.RESCUING)
+_NEEDING = (
+    Phase.WAITING, Phase.STARTING, Phase.EXAMINING, Phase.STOPPING, Phase.FREEZING, Phase.RESCUING,
+)  # fmt: skip
 """Phases in which an older generation may still be gone back to."""
 
 

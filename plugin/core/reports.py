@@ -98,6 +98,16 @@ class Unproven:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspected:
+    """What these hosts gave of a generation is not what they had committed, or they say themselves
+    that it is damaged."""
+
+    generation: int
+    hosts: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Doubted:
     """The host has given up what it had fetched of a doubted generation: the manifest of what is
     left, None where nothing is."""
@@ -108,12 +118,13 @@ class Doubted:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """The host has read its part of a doubted generation again, in ``directory``, and names what is
-    damaged."""
+    """The host has read its part of a generation again, in ``directory``, and names what is
+    damaged: ``manifest``, as bytes, is what is left, None where it holds none of it."""
 
     generation: int
     damage: tuple[str, ...]
     directory: str
+    manifest: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,5 +168,5 @@ HostEvent = (
 
 Report = (
     HostEvent | Sealed | Failed | Published | Holding | Moved | Grown | Restored | Unproven
-    | Doubted | Examined | Attached | Leaving | Staying | Slots
+    | Suspected | Doubted | Examined | Attached | Leaving | Staying | Slots
 )  # fmt: skip

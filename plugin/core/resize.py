@@ -13,6 +13,7 @@ from scalai.core import (
     commits,
     evacuating,
     events,
+    examining,
     failures,
     hangs,
     health,
@@ -86,6 +87,7 @@ def _host_joined(event: events.HostJoined, job: Job) -> Result:
         joined=job.joined + 1,
         generations=event.covered,
         has_state=job.has_state or event.has_parts,
+        looking=job.looking - {event.host},  # it has looked before it joined
     )
     asked: tuple[Action, ...] = ()
     if event.underway is None:  # else it has passed, and runs workers
@@ -212,6 +214,8 @@ def _without_workers(job: Job, host: str, at: float, was_active: bool) -> Result
     """Go on without workers that are gone already."""
     if job.phase is Phase.SAVING and host in job.awaited:
         return end(job, 1, f"host {host} is lost before its part was saved")
+    if job.phase is Phase.EXAMINING:
+        return examining.lost(job, host, was_active=was_active)
     if was_active and job.phase in ENDED_BY_A_LOSS:
         return fail(job, f"host {host} is lost", is_loss=True)
     if job.phase is Phase.BUILDING:
@@ -247,6 +251,8 @@ def _ticked(event: events.Ticked, job: Job) -> Result:
                 job, released = _leave_while_waiting(job, host)
                 adopted = (*adopted, *released)
         return job, (*asked, *adopted)
+    if (ended := examining.ticked(job)) is not None:
+        return ended
     is_settled = job.changed_at is not None and event.at - job.changed_at >= job.settle_s
     is_again = job.again_at is not None and event.at >= job.again_at
     if job.phase in RESIZABLE and (is_settled or is_again or len(job.barred) < was_barred):
@@ -355,6 +361,8 @@ def _failed(event: events.WorkersFailed, job: Job, reason: str) -> Result:
         job, actions = next_phase(answered(job, event.host))
         return job, (Say(reason), *actions)
     reason = event.reason if event.is_refusal else reason
+    if (asked := examining.start_failed(event, job, reason)) is not None:
+        return asked
     return fail(job, reason, is_chance=event.is_chance, is_refusal=event.is_refusal)
 
 
@@ -381,13 +389,14 @@ for _rule in (commits.judged, commits.sealed, commits.skipped, commits.snapshot_
               commits.rescue_judged, replicating.replicated, archiving.archived,
               failures.frozen, failures.rescued, health.checked,
               starting.progressed, starting.published, starting.restored, starting.proven,
-              starting.proof_failed):  # fmt: skip
+              examining.proof_failed, examining.examined, examining.suspected):  # fmt: skip
     _on.register(_rule)
 
 
 @_on.register
 def _looked(event: events.Looked, job: Job) -> Result:
     """What lies on disks may be gone on from unasked; other hosts may still tell of more."""
+    job = replace(job, looking=job.looking - {event.host})
     is_found = job.generations and not job.is_held_back
     if job.phase is not Phase.WAITING or not is_found or job.changed_at is not None:
         return job, ()

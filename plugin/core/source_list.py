@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import MAX_NDIM, Collection, Tensor, split_name
+from scalai.core.collection import MAX_NDIM, Collection, Tensor, concatenate, split_name
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText
 
@@ -90,6 +90,15 @@ def merged(collection: Collection) -> Collection:
         tensor, offset, shape = tensor[begins], offset[begins], shape[begins].copy()
         shape[:, axis] = sizes
     return Collection(collection.tensors, tensor, offset, shape)
+
+
+def held_together(held: Sequence[Collection]) -> Collection:
+    """Return what the ranks of a host hold together: each element once, where boxes are equal or
+    apart, in as few rows as there can be."""
+    rows = concatenate(held)
+    columns = np.column_stack([rows.tensor, rows.offset, rows.shape])
+    _, first = np.unique(columns, axis=0, return_index=True)
+    return merged(used_only(rows.select(np.sort(first))))
 
 
 DIGEST_BYTES = 32

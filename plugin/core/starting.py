@@ -1,5 +1,5 @@
 """The rules of a start: when the workers of all hosts have built, when what they have restored is
-proven, when they train, and what comes of a proof that fails.
+proven, and when they train. What comes of a proof that fails is in ``examining``.
 
 A round that begins from the script's own initial state restores nothing and proves nothing.
 """
@@ -7,10 +7,9 @@ A round that begins from the script's own initial state restores nothing and pro
 from dataclasses import replace
 
 from scalai.core import events
-from scalai.core.actions import Action, Doubt, Expect, Proceed, Prove, Say
-from scalai.core.failures import try_again
+from scalai.core.actions import Expect, Proceed, Prove
 from scalai.core.membership import Job, Phase, active
-from scalai.core.transitions import Result, end
+from scalai.core.transitions import Result
 
 
 def progressed(event: events.Progressed, job: Job) -> Result:
@@ -46,29 +45,6 @@ def proven(event: events.Proven, job: Job) -> Result:
     if event.round != job.round or job.start.is_proven:
         return job, ()
     job = replace(job, start=replace(job.start, is_proven=True))
-    return job, (Proceed(tuple(sorted(active(job)))),)
-
-
-def proof_failed(event: events.ProofFailed, job: Job) -> Result:
-    """Everything that was fetched goes, and is fetched anew; the second time, what is stored is
-    damaged, and the job ends. What a proof says of a generation counts also in a round that is
-    being stopped."""
-    source = job.start.source
-    if event.round != job.round or source is None:
+    if job.phase is Phase.EXAMINING:  # its workers have failed already
         return job, ()
-    is_starting = job.phase is Phase.STARTING
-    if event.is_second:
-        return end(job, 3, event.reason) if is_starting else (job, ())
-    doubt = _doubt(job, source, can_reread=event.can_reread)
-    job, actions = try_again(job, event.reason) if is_starting else (job, ())
-    return job, (*doubt, *actions)
-
-
-def _doubt(job: Job, source: int, *, can_reread: bool) -> tuple[Action, ...]:
-    """Before the workers are stopped: the next round's sources are known by then."""
-    if can_reread:
-        return (Doubt(tuple(sorted(job.hosts)), source),)
-    kept = (
-        f"generation {source} stays as it is: of some of it there is nothing but what was fetched"
-    )
-    return Doubt((), source), Say(kept)
+    return job, (Proceed(tuple(sorted(active(job)))),)

@@ -13,6 +13,7 @@ from scalai.core import events, respacing
 from scalai.core.actions import Action, EndWorkers, Say, TakeSnapshot, Withdraw
 from scalai.core.failures import fail, try_again
 from scalai.core.membership import Assignment, Job, Phase, Start, active
+from scalai.core.remembering import failed_before, keep, recall
 from scalai.core.transitions import (
     Result,
     changed,
@@ -38,11 +39,15 @@ def begin(job: Job, at: float) -> Job:
 
 def joined(event: events.HostJoined, job: Job) -> Result:
     """A host has joined while the job, whose member it is by now, may have a round under way."""
-    over, its = job.taking_over, event.underway
+    over, its, before = job.taking_over, event.underway, job.recalled
+    job = keep(job, event.host, event.remembered)
     job = replace(job, last_round=max(job.last_round, event.last_round))
-    if over is None and its is not None and job.round == 0 and job.phase is Phase.WAITING:
+    brings = its is not None or job.recalled is not before
+    if over is None and brings and job.round == 0 and job.phase is Phase.WAITING:
         over = TakingOver(event.at)  # nothing was begun yet, however late it comes
     if over is None:
+        failed = failed_before(job)
+        job = replace(job, failed=(*job.failed, *(f for f in failed if f not in job.failed)))
         return _late(event, job) if its is not None else changed(job, event.at)
     of = {host: each for host, each in over.of.items() if host != event.host}
     if its is not None:
@@ -80,6 +85,7 @@ def adopt(job: Job) -> Result:
     over = job.taking_over
     assert over is not None
     job, found = replace(job, taking_over=None), over.of_newest(job.hosts)
+    job = recall(job)
     ends: tuple[Action, ...] = tuple(
         EndWorkers((host,), each.round)
         for host, each in sorted(over.of.items())
@@ -117,17 +123,20 @@ def _go_on(job: Job, found: dict[str, Underway], gone: frozenset[str]) -> Result
         return end(job, 0, "finished")  # others that are gone had their exit before
     if not any(each.is_stepping for each in found.values()):
         return _go_on_starting(job, found, gone)
-    hosts = active(job)
+    hosts, ran = active(job), job.ran
     job = replace(job, phase=Phase.RUNNING, awaited=frozenset(), ran=job.current)
+    failed = _failed(found)
+    if (gone or failed) and job.counted_round == job.round:  # it counts once
+        job = replace(job, failures_left=job.failures_left + 1, counted_round=0)
     if gone:
         return fail(job, f"hosts {sorted(gone)} have no workers of the round", is_loss=True)
-    if failed := _failed(found):
+    if failed:
         return fail(job, f"the round had failed on hosts {failed}", is_chance=True)
     at_stop = any(each.has_arrived for each in found.values())
     sent_on: tuple[Action, ...] = (Withdraw(tuple(sorted(hosts))),) if at_stop else ()
     starting = frozenset(host for host, each in found.items() if not each.is_stepping)
     if starting:
-        return replace(job, phase=Phase.STARTING, awaited=starting, ran=None), sent_on
+        return replace(job, phase=Phase.STARTING, awaited=starting, ran=ran), sent_on
     job, released = release_leaving(job)
     return job, (*sent_on, *released)
 

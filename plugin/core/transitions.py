@@ -292,19 +292,20 @@ def is_being_checked(job: Job) -> bool:
 
 def _wait(job: Job) -> Result:
     """Wait for more hosts, or for what makes the newest state whole."""
-    looked = _look(job)
+    job, looked = _look(job)
     job, given_up = without_standby(job)
     job = replace(job, phase=Phase.WAITING, awaited=frozenset())
     return job, (*given_up, Say(missing(job)), *looked)
 
 
-def _look(job: Job) -> tuple[Action, ...]:
+def _look(job: Job) -> Result:
     """Nothing in memory is whole any more, and the job begins to wait: what do disks hold? At a
     start the agents have just told that."""
     is_lost = job.has_durable_dir and job.has_state and not job.generations
     if job.phase is Phase.WAITING or not is_lost or not job.hosts:
-        return ()
-    return (Look(tuple(sorted(job.hosts))),)
+        return job, ()
+    hosts = tuple(sorted(job.hosts))
+    return replace(job, looking=frozenset(hosts)), (Look(hosts),)
 
 
 def missing(job: Job) -> str:
@@ -326,10 +327,9 @@ def save(job: Job) -> Result:
     source = None if job.is_held_back else job.newest_generation
     if source is None or not job.has_durable_dir:
         if staying(job) or _unfit(job):
-            return replace(job, phase=Phase.WAITING, awaited=frozenset()), (
-                Say("waiting for more hosts"),
-                *_look(job),
-            )
+            job, looked = _look(job)
+            job = replace(job, phase=Phase.WAITING, awaited=frozenset())
+            return job, (Say("waiting for more hosts"), *looked)
         missing = (
             "no whole generation is there"
             if source is None
@@ -409,6 +409,7 @@ def next_phase(job: Job) -> Result:
         return end(job, 75, "saved to the durable directory; the same command resumes from there")
     assert job.phase is Phase.STARTING, job.phase
     running = replace(
-        job, phase=Phase.RUNNING, ran=job.current, tries=0, withdrawn=0, stepped_at=None
-    )
+        job, phase=Phase.RUNNING, ran=job.current, tries=0, withdrawn=0, stepped_at=None,
+        was_start_killed=False,
+    )  # fmt: skip
     return release_leaving(running)

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from scalai.core.degrees import Degrees
-from scalai.core.messages import JsonText
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class Underway:
         is_sealed: Whether they have, and it is sealed.
         is_failed: Whether the round has failed here, or its workers were told to stand still.
         is_finished: Whether all of them have come to the end of their script.
-        request: What persons had asked of the job when workers were started last.
         every: How many steps lie between snapshots of these workers.
     """
 
@@ -49,7 +47,6 @@ class Underway:
     is_sealed: bool
     is_failed: bool
     is_finished: bool
-    request: JsonText
     every: int
 
     @property

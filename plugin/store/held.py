@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from scalai.core.collection import Collection, Columns
+from scalai.core.collection import Collection
 from scalai.core.errors import StoreError
 from scalai.core.jsonable import Json
 from scalai.store.archive import Archive, write_hidden
@@ -30,11 +30,13 @@ from scalai.store.manifest import (
 from scalai.store.parts import (
     FETCHED,
     Extras,
+    Staged,
     StoredRows,
     empty_part,
     extended,
-    fingerprints_of,
     proven_only,
+    with_files,
+    without_rows,
 )
 from scalai.store.places import MANIFEST, generation_name
 
@@ -58,6 +60,8 @@ class HeldGenerations:
         self._committed: dict[int, HostManifest] = {}
         self._readers: dict[int, int] = {}
         self._archive: Archive | None = None
+        self._spoilt: set[Path] = set()
+        """Files of a disk in which damage was found: they are not attached again."""
         self.damaged: dict[int, str] = {}
         """Committed generations that cannot be used, with the reason. They are left as they are,
         and their numbers are never used again."""
@@ -91,15 +95,17 @@ class HeldGenerations:
         )
 
     @contextmanager
-    def open_rows(self, generation: int) -> Iterator[StoredRows]:
+    def open_rows(self, generation: int, *, is_examined: bool = False) -> Iterator[StoredRows]:
         """Give the pieces of a committed generation; their files stay as they are while the block
-        runs, also if the generation is dropped meanwhile.
+        runs, also if the generation is dropped meanwhile. ``is_examined``: also where some cannot
+        be read.
 
         Raises:
-            StoreError: It is not committed here.
+            StoreError: It is not committed here. DamageError: A file cannot be read.
         """
         with self._mutex:
-            rows = StoredRows(self.generation_directory(generation), self.manifest(generation))
+            directory, manifest = self.generation_directory(generation), self.manifest(generation)
+            rows = StoredRows(directory, manifest, is_examined=is_examined)
             self._readers[generation] = self._readers.get(generation, 0) + 1
         try:
             yield rows
@@ -112,6 +118,35 @@ class HeldGenerations:
                 dropped = self.directory / f"dropped-{generation}"
                 if is_last and dropped.is_dir():
                     self._folders.recycle(dropped)
+
+    def examine(self, generation: int) -> list[str]:
+        """Compare a committed generation with its manifest. What is damaged counts no more as held
+        by this host, until another process reads the manifest anew: the files stay, and it.
+
+        Returns:
+            A line for each damaged piece.
+
+        Raises:
+            StoreError: It is not committed here, or not any more.
+        """
+        with self.open_rows(generation, is_examined=True) as rows:
+            found = dict(rows.damage())
+            read = rows.manifest
+        if not found:
+            return []
+        names = [stored.name for stored in read.files]
+        places = {(names[read.file[row]], int(read.begin[row])) for row in found}
+        with self._mutex:
+            directory, own = self.generation_directory(generation), self.manifest(generation)
+            names = [stored.name for stored in own.files]  # it may have grown meanwhile
+            rows_of = zip(own.file.tolist(), own.begin.tolist(), strict=True)
+            damaged = [
+                n for n, (file, begin) in enumerate(rows_of) if (names[file], begin) in places
+            ]
+            links = [directory / name for name, _ in places if (directory / name).is_symlink()]
+            self._spoilt |= {link.resolve() for link in links}
+            self._committed[generation] = without_rows(own, damaged)
+        return list(found.values())
 
     def drop(self, generation: int) -> None:
         """End a committed generation; its files are reused once nobody reads them.
@@ -131,10 +166,8 @@ class HeldGenerations:
         if generation not in self._readers:
             self._folders.recycle(dropped)
 
-    def stage(self, pieces: Collection) -> tuple[Path, Columns]:
-        """Make a file for pieces of other hosts, its pages faulted in.
-
-        Returns the file and the byte offset of each piece, [rows]. Raises ``StoreError`` where
+    def stage(self, pieces: Collection) -> Staged:
+        """Make a file for pieces of other hosts, its pages faulted in. Raises ``StoreError`` where
         there is no room."""
         layout = lay_out(pieces, {"format": "scalai"})
         with self._folders.makings.begin(is_snapshot=False) as making:
@@ -144,11 +177,11 @@ class HeldGenerations:
             except (OSError, StoreError):
                 self._folders.recycle(path.parent)
                 raise
-        return path, layout.begin
+        return Staged(path, pieces, layout.begin)
 
-    def unstage(self, path: Path) -> None:
+    def unstage(self, staged: Staged) -> None:
         """Give back a file of ``stage``."""
-        self._folders.recycle(path.parent)
+        self._folders.recycle(staged.path.parent)
 
     def adopt_empty(self, like: HostManifest) -> None:
         """Take part in a generation of which this host has nothing yet, so that it can be extended.
@@ -185,7 +218,7 @@ class HeldGenerations:
     def _attach(self, parts: Sequence[tuple[Path, HostManifest]]) -> HostManifest:
         with self._mutex:
             own = self._committed.get(parts[0][1].generation)
-            attached = attachment(self.host, parts, own)
+            attached = attachment(self.host, [self._unspoilt(*part) for part in parts], own)
             if own is not None and not attached.links:
                 return own
             manifest = attached.manifest
@@ -210,6 +243,12 @@ class HeldGenerations:
             manifest.generation, manifest.step, self.host, parts[0][0].parent, len(attached.links),
         )  # fmt: skip
         return manifest
+
+    def _unspoilt(self, directory: Path, part: HostManifest) -> tuple[Path, HostManifest]:
+        """Return a part on a disk without the files in which damage was found."""
+        files = [(directory / stored.name).resolve() for stored in part.files]
+        kept = [number for number, path in enumerate(files) if path not in self._spoilt]
+        return directory, part if len(kept) == len(files) else with_files(part, kept)
 
     def detach(self) -> None:
         """Give up generations that are attached and nothing else: they stay where they lie. What
@@ -241,9 +280,7 @@ class HeldGenerations:
     def extend(
         self,
         generation: int,
-        path: Path,
-        pieces: Collection,
-        begins: Columns,
+        staged: Staged,
         extras: Extras | None = None,
         fingerprints: npt.NDArray[np.uint64] | None = None,
     ) -> HostManifest:
@@ -254,24 +291,23 @@ class HeldGenerations:
 
         Args:
             generation: It is committed here, or ``adopt_empty`` was called.
-            path: The file of ``stage``, filled. It becomes the last of the manifest's files.
-            pieces: What it holds.
-            begins: Where each piece lies in it, in bytes, [rows].
-            beside: What goes with the pieces, where they come from other hosts.
+            staged: The file, filled. It becomes the last of the manifest's files.
+            extras: What goes with the pieces, where they come from other hosts.
             fingerprints: Of each piece, [rows], of the generation's version, where they were
                 computed already.
 
         Raises:
             StoreError: The generation is not committed here.
         """
+        path, pieces = staged.path, staged.pieces
         if fingerprints is None:
             version = self.manifest(generation).fingerprint_version
-            fingerprints = fingerprints_of(path, pieces, begins, version)
+            fingerprints = staged.fingerprints(np.arange(len(pieces)), version)
         with self._mutex:
             directory, own = self.generation_directory(generation), self.manifest(generation)
             name = _free_name(directory, path.parent.name)
             file = StoredFile(name, path.stat().st_size)
-            grown = extended(own, file, pieces, begins, fingerprints, extras)
+            grown = extended(own, file, pieces, staged.begins, fingerprints, extras)
             # A file that no manifest names yet does no harm if this ends here.
             os.rename(path, directory / file.name)
             try:

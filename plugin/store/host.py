@@ -7,9 +7,11 @@ written to again. What is committed is in ``held.py``; here it is written."""
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from scalai.core.collection import Collection
 from scalai.core.errors import RoomError, StoreError
@@ -18,6 +20,7 @@ from scalai.core.jsonable import Json
 from scalai.core.worker_messages import RankSnapshot, WriteOrder
 from scalai.store.atomic import sync_directory, sync_file
 from scalai.store.directory import HostDirectory
+from scalai.store.files import contiguous_chunks, write_at
 from scalai.store.held import HeldGenerations
 from scalai.store.manifest import (
     HostManifest,
@@ -26,6 +29,7 @@ from scalai.store.manifest import (
     reserve_manifests,
     write_manifest,
 )
+from scalai.store.parts import Staged, attached_hosts, unchanged
 from scalai.store.places import MANIFEST, default_store_dir, generation_name
 from scalai.store.snapshot import Snapshot, share_out
 
@@ -131,6 +135,84 @@ class HostStore(HeldGenerations):
                 f"not fit into the {left} that are left of {self.directory}. Give it more "
                 "(--store-budget-gb, --shm-size), or train without replicas (--replicas 0)."
             )
+
+    def copy_unchanged(
+        self,
+        generation: int,
+        version: int,
+        staged: Staged,
+        stated: Mapping[int, int],
+        check: Callable[[], None],
+    ) -> dict[int, int]:
+        """Copy pieces of a generation that another one of this host has with the same content, so
+        that they do not cross again. Blocks.
+
+        A copy has bytes of its own, so neither generation depends on the other's files, and its
+        fingerprint is computed of these bytes as that of a piece that has come: what differs is
+        fetched.
+
+        Args:
+            generation: Of which the pieces are.
+            version: Of its fingerprints.
+            staged: What is wanted, and where it goes.
+            stated: What their hosts say is the fingerprint of each, by row, of those that they have
+                as they are wanted.
+            check: Raises where it is not needed any more.
+
+        Returns:
+            The fingerprints of the rows that lie there now, by row: each is the stated one.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        found: dict[int, int] = {}
+        for older in sorted(self.generations(), reverse=True):
+            left = {row: value for row, value in stated.items() if row not in found}
+            if older != generation and left:
+                try:
+                    found |= self._copy_from(older, version, staged, left, check)
+                except StoreError as error:  # it was dropped, or a file of it has gone
+                    check()
+                    log.warning("event=not_copied generation=%d: %s", older, error)
+        return found
+
+    def _copy_from(
+        self,
+        older: int,
+        version: int,
+        staged: Staged,
+        stated: Mapping[int, int],
+        check: Callable[[], None],
+    ) -> dict[int, int]:
+        manifest = self.manifest(older)
+        # Files that are attached lie on a disk, which may be slow or hang.
+        if manifest.fingerprint_version != version or attached_hosts(manifest):
+            return {}
+        with self.open_rows(older) as rows:
+            sources = unchanged(rows.manifest, staged.pieces, stated)
+            if not sources:
+                return {}
+            descriptor = os.open(staged.path, os.O_WRONLY)
+            try:
+                for row, source in sources.items():
+                    check()
+                    begin = int(staged.begins[row])
+                    for chunk in contiguous_chunks(rows.view(source)):
+                        write_at(descriptor, chunk, begin)
+                        begin += len(chunk)
+            finally:
+                os.close(descriptor)
+        copied = np.array(list(sources), dtype=np.int64)
+        prints = staged.fingerprints(copied, version).tolist()
+        found = dict(zip(copied.tolist(), prints, strict=True))
+        damaged = [row for row, value in found.items() if value != stated[row]]
+        if damaged:
+            log.warning(
+                "event=damaged generation=%d host=%s: %d pieces are not what they were, among them "
+                "of %r; they are fetched",
+                older, self.host, len(damaged), staged.pieces.box(damaged[0])[0].name,
+            )  # fmt: skip
+        return {row: value for row, value in found.items() if value == stated[row]}
 
     def stop_reserving(self) -> None:
         """The round has ended for which files of a snapshot may still be made."""

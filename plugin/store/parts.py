@@ -6,7 +6,7 @@ with the number of hosts that gave something (a row for each fetched piece, the 
 stays on the host. Pieces of other hosts outlive the hosts that they came from; what was fetched
 counts as unproven until a proof of the whole state has passed."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from scalai.core.collection import Collection, Columns, concatenate
 from scalai.core.dtypes import Bits, bits_dtype
-from scalai.core.errors import StoreError
+from scalai.core.errors import DamageError, StoreError
 from scalai.core.fingerprint import Committed, piece_fingerprint
 from scalai.core.jsonable import Json
 from scalai.core.region import Box
@@ -29,27 +29,69 @@ FETCHED = "fetched"
 """In the names of files whose pieces came from other hosts."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Staged:
+    """A file for pieces of other hosts: each lies row-major at its byte of ``begins`` [rows]."""
+
+    path: Path
+    pieces: Collection
+    begins: Columns
+
+    def fingerprints(self, rows: npt.NDArray[np.int64], version: int) -> npt.NDArray[np.uint64]:
+        """Return the fingerprints of these rows, which lie there, [rows]; of this version."""
+        return fingerprints_of(self.path, self.pieces.select(rows), self.begins[rows], version)
+
+
 class StoredRows:
     """Read-only views of the pieces of one host's part. The files are mapped once, when it is made.
 
+    Args:
+        directory: Where the files lie.
+        manifest: Of the part.
+        is_examined: A file that cannot be mapped counts as empty.
+
     Raises:
-        StoreError: A file cannot be mapped.
+        DamageError: A file cannot be mapped.
     """
 
-    def __init__(self, directory: Path, manifest: HostManifest) -> None:
+    def __init__(
+        self, directory: Path, manifest: HostManifest, *, is_examined: bool = False
+    ) -> None:
         self.directory, self.manifest = directory, manifest
+        self.files = [self._map(directory / stored.name, is_examined) for stored in manifest.files]
+
+    @staticmethod
+    def _map(path: Path, is_examined: bool) -> memoryview:
         try:
-            self.files = [map_file(directory / stored.name) for stored in manifest.files]
+            return map_file(path)
         except OSError as error:
-            raise StoreError(
-                f"{error.filename} cannot be mapped ({error.strerror}). Use another generation."
+            if is_examined:
+                return memoryview(b"")
+            raise DamageError(
+                f"{path} cannot be mapped ({error.strerror}). Use another generation."
             ) from error
 
     def view(self, row: int) -> Bits:
-        """Return piece ``row`` as the unsigned bits of its elements [box.shape], without a copy."""
+        """Return piece ``row`` as the unsigned bits of its elements [box.shape], without a copy.
+
+        Raises:
+            DamageError: Its file is too short.
+        """
         tensor, box = self.manifest.collection.box(row)
-        data = self.files[self.manifest.file[row]]
-        return box_view(data, int(self.manifest.begin[row]), box.shape, bits_dtype(tensor.dtype))
+        data, begin = self.files[self.manifest.file[row]], int(self.manifest.begin[row])
+        try:
+            return box_view(data, begin, box.shape, bits_dtype(tensor.dtype))
+        except ValueError as error:
+            raise DamageError(
+                f"{self._name(row)} begins at byte {begin} and ends behind the end: the file has "
+                f"{len(data)} bytes"
+            ) from error
+
+    def _name(self, row: int) -> str:
+        """Say which piece a row is, and in which file it lies."""
+        tensor, box = self.manifest.collection.box(row)
+        path = self.directory / self.manifest.files[self.manifest.file[row]].name
+        return f"{tensor.name!r} {list(box.offset)}+{list(box.shape)} in {path.resolve()}"
 
     def part(self, row: int, part: Box) -> Bits:
         """Return the part of piece ``row`` that covers the box ``part`` of the tensor, no copy.
@@ -66,19 +108,28 @@ class StoredRows:
         inside = tuple(low - start for low, start in zip(part.offset, box.offset, strict=True))
         return np.asarray(self.view(row)[slices(Box(inside, part.shape))])
 
-    def damage(self) -> Iterator[str]:
-        """Compute all fingerprints again and yield a line for each piece that has another one."""
-        for row, expected in enumerate(self.manifest.fingerprint.tolist()):
-            tensor, box = self.manifest.collection.box(row)
-            found = piece_fingerprint(
-                self.view(row), box, tensor.shape, self.manifest.fingerprint_version
+    def check(self, row: int) -> None:
+        """Compute the fingerprint of piece ``row`` again.
+
+        Raises:
+            DamageError: It is another one, or the file is too short.
+        """
+        tensor, box = self.manifest.collection.box(row)
+        expected, version = int(self.manifest.fingerprint[row]), self.manifest.fingerprint_version
+        found = piece_fingerprint(self.view(row), box, tensor.shape, version)
+        if found != expected:
+            raise DamageError(
+                f"{self._name(row)} has fingerprint {found:016x}, not {expected:016x}"
             )
-            if found != expected:
-                file = self.directory / self.manifest.files[self.manifest.file[row]].name
-                yield (
-                    f"{tensor.name!r} {list(box.offset)}+{list(box.shape)} in {file} has "
-                    f"fingerprint {found:016x}, not {expected:016x}"
-                )
+
+    def damage(self) -> Iterator[tuple[int, str]]:
+        """Compute all fingerprints again, and yield row and line for each piece that has another
+        one or cannot be read."""
+        for row in range(len(self.manifest.collection)):
+            try:
+                self.check(row)
+            except DamageError as error:
+                yield row, str(error)
 
 
 def snapshot_name(part: HostManifest) -> str:
@@ -164,6 +215,28 @@ def piece_keys(collection: Collection) -> list[tuple[str, bytes, bytes]]:
     ]
 
 
+def unchanged(
+    manifest: HostManifest, pieces: Collection, stated: Mapping[int, int]
+) -> dict[int, int]:
+    """Return in which row of a manifest each of these pieces is with the fingerprint that is
+    ``stated`` of it, by its own row; rows that are nowhere are not in it."""
+    held = {
+        (*key, value): row
+        for row, (key, value) in enumerate(
+            zip(piece_keys(manifest.collection), manifest.fingerprint.tolist(), strict=True)
+        )
+    }
+    found = {}
+    for row, key in enumerate(piece_keys(pieces)):
+        source = held.get((*key, stated[row])) if row in stated else None
+        if source is None:
+            continue
+        number = int(manifest.collection.tensor[source])
+        if manifest.collection.tensors[number] == pieces.tensors[int(pieces.tensor[row])]:
+            found[row] = source
+    return found
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Extras:
     """What goes with pieces that are fetched: the scalars of all hosts; the states of the ranks
@@ -239,6 +312,18 @@ def attached_hosts(part: HostManifest) -> list[str]:
 def proven_only(own: HostManifest) -> HostManifest:
     """Return ``own`` without the files that no proof has passed, and what lies in them."""
     return with_files(own, [n for n in range(len(own.files)) if n not in own.unproven])
+
+
+def without_rows(own: HostManifest, rows: Iterable[int]) -> HostManifest:
+    """Return ``own`` without these of its pieces; its files stay."""
+    left = np.setdiff1d(np.arange(len(own.collection)), list(rows))
+    return replace(
+        own,
+        collection=own.collection.select(left),
+        file=own.file[left],
+        begin=own.begin[left],
+        fingerprint=own.fingerprint[left],
+    )
 
 
 def with_files(own: HostManifest, kept: Sequence[int]) -> HostManifest:

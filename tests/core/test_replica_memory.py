@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from scalai.core.collection import Collection, Tensor
 from scalai.core.region import Box, whole
-from scalai.core.replica_memory import Memory, held_together, memory_of, shortage
+from scalai.core.replica_memory import Memory, memory_of, shortage
 from scalai.core.replicas import ring_of, to_keep
+from scalai.core.source_list import held_together
 
 SHAPE = (5, 4)
 BOXES = st.tuples(

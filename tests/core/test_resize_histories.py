@@ -161,6 +161,13 @@ class Histories(RuleBasedStateMachine):
         if name in self.simulation.hosts:
             self.simulation.spoilt.add(name)
 
+    @rule(name=NAMES, is_read=st.booleans())
+    def damage(self, name: str, is_read: bool) -> None:
+        """Its part of the newest generation is not what was committed any more."""
+        host, newest = self.simulation.hosts.get(name), self.simulation.job.newest_generation
+        if host is not None and newest is not None and newest.number in host.parts:
+            self.simulation.damaged[name, newest.number] = is_read
+
     @rule(world=st.sampled_from([2, 3, 4, 6]))
     def break_a_world(self, world: int) -> None:
         self.simulation.cannot_run ^= {world}
@@ -190,10 +197,11 @@ class Histories(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0, 0.6, 5.0, 61.0, 700.0]))
     def tick(self, seconds: float) -> None:
-        before = self.simulation.job
+        before, hosts = self.simulation.job, self.simulation.hosts
+        hangs = any(host.is_hung for host in hosts.values())
         self.simulation.tick(seconds)
-        is_overdue = before.phase is m.Phase.STARTING or before.phase in LOSING
-        is_overdue = is_overdue or bool(before.hang_s and self.simulation.stalled())
+        is_overdue = before.phase in (m.Phase.STARTING, m.Phase.EXAMINING, *LOSING)
+        is_overdue = is_overdue or bool(before.hang_s and hangs)
         assert is_overdue or self.simulation.job.failures_left == before.failures_left
 
     @rule(steps=st.integers(1, 5))
@@ -276,6 +284,8 @@ class Histories(RuleBasedStateMachine):
         self.simulation.settle()
         current = self.simulation.job
         assert current.phase in RESTING
+        for ended in self.simulation.exits:
+            assert ended.reason != "damaged" or not self.simulation.covered(), "one was whole"
         if current.phase is m.Phase.RUNNING and not self.simulation.blocked():
             assert all(self.simulation.hosts[h].round == current.round for h in active(current))
         if current.phase is m.Phase.WAITING:

@@ -1,6 +1,7 @@
 """The rules of membership: the phases of a start, and what comes of a proof."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -111,40 +112,166 @@ def test_a_script_that_nothing_hooked_at_first_may_publish_while_the_job_runs() 
     assert job.phase is m.Phase.RUNNING and done[-1] == actions.Expect(("a", "b"))
 
 
-def test_the_first_failed_proof_is_fetched_anew_and_costs_no_restart() -> None:
+def failed_proof(job: m.Job, *, is_second: bool = False, can_reread: bool = True) -> Any:
+    return events.ProofFailed(job.round, "it differs", is_second, can_reread)
+
+
+def examined(damaged: str = "", hosts: str = "ab", number: int = 1) -> list[events.Event]:
+    return [events.Examined(host, number, host in damaged) for host in hosts]
+
+
+def test_a_failed_proof_is_examined_and_what_was_fetched_goes_where_nothing_is_damaged() -> None:
     job = starting().job
-    failed = events.ProofFailed(job.round, "it differs", is_second=False, can_reread=True)
-    after, done = advance_all(job, failed)
+    after, done = advance_all(job, failed_proof(job))
+    assert after.phase is m.Phase.EXAMINING and after.awaited == {"a", "b"}
+    assert done[-1] == actions.Examine(("a", "b"), 1)
+    after, done = advance_all(after, *examined())
     assert done[0] == actions.Doubt(("a", "b"), 1)
     assert isinstance(done[-1], actions.StopWorkers), "the doubt is told before"
     assert after.phase is m.Phase.STOPPING and after.failures_left == job.failures_left
 
 
+def test_a_second_host_that_says_so_in_the_same_round_changes_nothing() -> None:
+    job = starting().job
+    second = failed_proof(job, is_second=True, can_reread=False)
+    after, done = advance_all(job, failed_proof(job), second, *examined())
+    assert actions.Doubt(("a", "b"), 1) in done and after.phase is m.Phase.STOPPING
+
+
 def test_what_there_is_nothing_else_of_is_not_given_up_for_a_failed_proof() -> None:
     job = starting().job
-    failed = events.ProofFailed(job.round, "it differs", is_second=False, can_reread=False)
-    _, done = advance_all(job, failed)
-    assert done[0] == actions.Doubt((), 1)
-    assert isinstance(done[1], actions.Say) and "generation 1 stays as it is" in done[1].text
+    _, done = advance_all(job, failed_proof(job, can_reread=False), *examined())
+    assert not any(isinstance(action, actions.Doubt) for action in done)
+    said = [action.text for action in done if isinstance(action, actions.Say)]
+    assert any("generation 1 stays as it is" in text for text in said)
+
+
+def test_where_damage_is_found_what_was_fetched_stays_and_the_start_counts_as_no_failure() -> None:
+    job = starting().job
+    after, done = advance_all(job, failed_proof(job), *examined("b"))
+    assert not any(isinstance(action, actions.Doubt) for action in done)
+    assert after.phase is m.Phase.STOPPING and after.failures_left == job.failures_left
 
 
 def test_the_second_failed_proof_of_a_generation_ends_the_job() -> None:
     job = starting().job
-    failed = events.ProofFailed(job.round, "it differs twice", is_second=True, can_reread=False)
-    after, done = advance_all(job, failed)
+    after, done = advance_all(job, failed_proof(job, is_second=True))
     assert after.phase is m.Phase.ENDED
-    assert done == [actions.Exit(("a", "b"), 3, "it differs twice")]
+    assert done == [actions.Exit(("a", "b"), 3, "it differs")]
 
 
 @pytest.mark.parametrize("is_second", [False, True])
-def test_a_proof_that_fails_while_the_round_is_stopped_is_recorded_and_stops_nothing(
+def test_a_proof_that_fails_while_the_round_is_stopped_is_examined_and_stops_nothing(
     is_second: bool,
 ) -> None:
     simulation = starting()
     simulation.feed(events.WorkersFailed("a", simulation.job.round, "died"))
     job = simulation.job
-    failed = events.ProofFailed(job.round, "it differs", is_second, can_reread=True)
+    failed = failed_proof(job, is_second=is_second)
     after, done = advance_all(job, failed)
     assert after == job
-    assert done == ([] if is_second else [actions.Doubt(("a", "b"), 1)])
+    assert done == ([] if is_second else [actions.Examine(("a", "b"), 1)])
     assert advance_all(job, replace(failed, round=job.round - 1)) == (job, [])
+
+
+def published(job: m.Job) -> m.Job:
+    return advance_all(job, *(events.Published(host, job.round) for host in "ab"))[0]
+
+
+def raised(job: m.Job, reason: str = "AssertionError", **how: bool) -> events.Event:
+    return events.WorkersFailed("a", job.round, reason, **how)
+
+
+def test_what_workers_raise_before_the_proof_is_their_failure_where_all_parts_are_whole() -> None:
+    job = published(starting().job)
+    after, done = advance_all(job, raised(job))
+    assert after.phase is m.Phase.EXAMINING and after.failures_left == job.failures_left
+    assert done[-1] == actions.Examine(("a", "b"), 1)
+    after, _ = advance_all(after, *examined(hosts="b"))
+    assert after.awaited == {"a"}
+    after, _ = advance_all(after, *examined(hosts="a"))
+    assert after.phase is m.Phase.STOPPING and after.failures_left == job.failures_left - 1
+
+
+def test_a_refusal_before_the_proof_ends_the_job_once_all_parts_are_known_to_be_whole() -> None:
+    job = published(starting().job)
+    after, done = advance_all(job, raised(job, "no", is_refusal=True), *examined())
+    assert after.phase is m.Phase.ENDED and done[-1] == actions.Exit(("a", "b"), 3, "no")
+    after, _ = advance_all(job, raised(job, "no", is_refusal=True), *examined("a"))
+    assert after.phase is m.Phase.STOPPING
+
+
+def test_what_fails_for_damage_costs_nothing_however_often_and_the_last_state_ends_the_job() -> (
+    None
+):
+    job = published(starting().job)
+    after, _ = advance_all(replace(job, failures_left=0), raised(job), *examined("a"))
+    assert after.phase is m.Phase.STOPPING and after.failures_left == 0
+    lost = m.replace_obstacle(replace(after, generations=()), "x", is_held_back=False, loss="x")
+    stopped = [events.Stopped(host, lost.round, 8) for host in "ab"]
+    after, _ = advance_all(lost, *stopped)
+    assert after.phase is m.Phase.WAITING
+    ended, done = advance_all(after, events.Ticked(after.now + 1.0, 0))
+    assert ended.phase is m.Phase.ENDED and done == [actions.Exit(("a", "b"), 3, "x")]
+    asked = replace(after, looking=frozenset("ab"))
+    waits, _ = advance_all(asked, events.Looked("a", 1.0), events.Ticked(after.now + 1.0, 0))
+    assert waits.phase is m.Phase.WAITING, "b may have something on its disk"
+    waits, _ = advance_all(waits, events.Looked("b", 1.0), events.Ticked(after.now + 2.0, 0))
+    assert waits.phase is m.Phase.ENDED
+
+
+def test_a_signal_before_the_proof_is_chance_once_and_sigbus_never() -> None:
+    job = published(starting().job)
+    killed = {"reason": "rank 0 was killed by SIGKILL", "is_chance": True}
+    after, _ = advance_all(job, raised(job, **killed))  # type: ignore[arg-type]
+    assert after.phase is m.Phase.STOPPING and after.was_start_killed
+    again = replace(job, was_start_killed=True)
+    after, _ = advance_all(again, raised(job, **killed))  # type: ignore[arg-type]
+    assert after.phase is m.Phase.EXAMINING
+    after, _ = advance_all(job, raised(job, "rank 0 was killed by SIGBUS", is_chance=True))
+    assert after.phase is m.Phase.EXAMINING
+
+
+def test_what_fails_behind_the_proof_or_before_anything_is_read_is_not_examined() -> None:
+    job = starting().job
+    for each in (job, proven(job), replace(published(job), start=m.Start(None))):
+        after, _ = advance_all(each, raised(each))
+        assert after.phase is m.Phase.STOPPING
+
+
+def test_a_host_that_is_lost_in_an_examination_is_not_waited_for() -> None:
+    simulation = starting()
+    simulation.job = published(simulation.job)
+    simulation.feed(raised(simulation.job))
+    simulation.lose("a")
+    assert simulation.job.phase is m.Phase.EXAMINING and simulation.job.awaited == {"b"}
+    simulation.feed(events.Examined("b", 1, False))
+    assert simulation.job.phase is m.Phase.STOPPING
+
+
+def test_an_examination_that_takes_too_long_is_done_without_those_that_are_awaited() -> None:
+    job = published(starting().job)
+    job, _ = advance_all(job, raised(job), events.Ticked(1000.0, 0), *examined(hosts="a"))
+    after, _ = advance_all(job, events.Ticked(1001.0, 0), events.Ticked(4000.0, 0))
+    assert after.phase is m.Phase.STOPPING, "the agent of b hangs in a read, say"
+
+
+def test_damage_that_is_found_in_the_training_makes_room_for_an_older_generation() -> None:
+    job = replace(
+        starting().job, phase=m.Phase.RUNNING, generations=(m.Generation(3, 20, frozenset("ab")),)
+    )
+    suspected = events.Suspected(("b", "gone"), 4)
+    assert advance_all(job, suspected)[1] == [actions.Examine(("b",), 4)]
+    after, done = advance_all(replace(job, replicated=(4, frozenset("ab"))), *examined("b", "b", 4))
+    assert done[-1] == actions.GoBack(("a", "b"), 3) and after.replicated is None
+    assert advance_all(job, *examined("", "b", 4)) == (job, [])
+    _, done = advance_all(job, *examined("b", "b", 3))
+    assert not done, "others have all of it"
+
+
+def test_damage_that_is_found_in_a_start_from_it_begins_it_again_at_no_restart() -> None:
+    job = starting().job
+    assert advance_all(job, events.Suspected(("b",), 1)) == (job, []), "it may do without"
+    after, _ = advance_all(job, *examined("b", "b"))
+    assert after.phase is m.Phase.STOPPING and after.failures_left == job.failures_left
+    assert advance_all(proven(job), *examined("b", "b"))[0].phase is m.Phase.STARTING

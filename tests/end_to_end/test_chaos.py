@@ -1,6 +1,7 @@
 """``scalai chaos`` against a job: what it injects is seen and survived, and all is undone when a
 person interrupts it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from scalai.launch.chaos import processes
 from support.agents import Agents, tiny_agents
-from support.chaos_campaign import campaign
+from support.chaos_campaign import SHORT, campaign
 from support.tiny_job import check_steps
 
 SHARDS = '3 = "tp3"\n2 = "tp2"\n1 = "tp1"'
@@ -83,10 +84,27 @@ def states(agents: Agents) -> list[str]:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_few_faults_of_each_part_are_seen_and_survived(tmp_path: Path) -> None:
-    figures = campaign(tmp_path / "out", 3, ("processes", "state"), is_short=True)
-    assert figures["faults"] == figures["passed"] == 5, figures
+    chosen = {name: SHORT[name] for name in ("processes", "replicas", "state")}
+    figures = campaign(tmp_path / "out", 3, chosen)
+    assert figures["faults"] == figures["passed"] == 6, figures
     assert not figures["failed"] and not figures["differs"], figures
     assert figures["steps"] > 100 and figures["detect_s_max"]["process"] < 60, figures
     assert os.path.exists(tmp_path / "out" / "state" / "chaos" / "verdict.png")
+
+
+@pytest.mark.campaign
+@pytest.mark.turns
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("stations", ["freeze,emergency,relaunch", "plan,move,moved,restore"])
+@pytest.mark.parametrize("kind", ["kill-worker", "kill-agent"])
+def test_a_second_fault_at_any_station_of_a_recovery_is_survived(
+    tmp_path: Path, kind: str, stations: str
+) -> None:
+    faults = [f"{kind}@station={station}" for station in stations.split(",")]
+    figures = campaign(tmp_path / "out", 5, {"doubles": faults})
+    assert figures["faults"] == figures["passed"] == 1, figures
+    assert not figures["failed"] and not figures["differs"], figures
+    verdict = json.loads((tmp_path / "out" / "doubles" / "chaos" / "verdict.json").read_text())
+    assert len(verdict["outcomes"]) == len(faults)

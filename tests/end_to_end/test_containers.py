@@ -103,6 +103,31 @@ def test_a_second_signal_ends_an_agent_that_stays(tmp_path: Path) -> None:
         agents.wait_for_step(agents.lines()[-1]["step"] + 3, world=1)
 
 
+def test_who_started_the_coordinator_that_took_over_stays_for_it_likewise(tmp_path: Path) -> None:
+    with pods(tmp_path) as agents:
+        agents.start("a")
+        agents.wait_for_step(5, world=1)
+        agents.start("b")
+        agents.wait_for_all(2)
+        agents.drain("a")
+        agents.wait_until(lambda: "event=stay" in agents.text(), "a stays")
+        agents.drain("a")
+        assert agents.exit_code("a") == 0, agents.logs()
+        agents.wait_until(lambda: "event=adopted" in agents.text(), "b has another coordinator")
+        assert "event=container" in (tmp_path / "b.log").read_text()
+        agents.start("a")
+        agents.wait_for_all(2)
+        agents.drain("b")
+        said = tmp_path / "b.log"
+        agents.wait_until(lambda: "event=stay" in said.read_text(), "b stays")
+        alone = agents.wait_for_all(1)
+        agents.wait_for_step(alone + 20, world=1)
+        assert agents.exit_codes()["b"] is None, agents.logs()
+        agents.drain("a")
+        assert agents.exit_code("a") == 75, agents.logs()
+        assert agents.exit_code("b") == 0, agents.logs()
+
+
 def test_where_another_program_began_the_namespace_nothing_is_said() -> None:
     module = "scalai.launch.agent.containers"
     asked = f"from {module} import all_end_with_this_process as ends; print(ends())"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from scalai.launch.chaos import processes
 from support.agents import Agents, tiny_agents
 from support.tiny_job import check_steps
 
@@ -73,6 +74,23 @@ def test_a_coordinator_that_stands_still_is_ended_and_replaced(tmp_path: Path) -
         no_step_was_lost(agents)
 
 
+def test_what_stops_a_host_leaves_a_coordinator_alone_that_was_started_there(
+    tmp_path: Path,
+) -> None:
+    """It is none of the agent's own processes, the one that takes another's place as little as the
+    first."""
+    with two_hosts(tmp_path) as agents:
+        train(agents)
+        for term in (1, 2):
+            folder = agents.store / agents.job
+            coordinator = processes.coordinator(folder)
+            assert coordinator is not None
+            assert not any(coordinator in processes.family(folder, host) for host in "ab")
+            if term == 1:
+                agents.kill_coordinator()
+                adopted(agents)
+
+
 def test_a_host_that_dies_with_the_coordinator_costs_no_step(tmp_path: Path) -> None:
     with two_hosts(tmp_path, REPLICAS) as agents:
         train(agents)
@@ -109,8 +127,7 @@ def test_wherever_a_change_is_when_the_coordinator_dies_no_step_is_lost(
         time.sleep(after_s)
         agents.kill_coordinator()
         adopted(agents)
-        agents.wait_until(lambda: bool(agents.workers()), "workers are there")
-        step = agents.lines()[-1]["step"]
+        step = agents.wait_for_world(1)
         agents.wait_for_step(step + 5)
         agents.scale(nproc=2)
         agents.wait_for_all(2)

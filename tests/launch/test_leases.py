@@ -162,7 +162,9 @@ def test_few_files_stay(tmp_path: Path) -> None:
     assert len(list((tmp_path / "j").iterdir())) == leases.KEPT
 
 
-@pytest.mark.parametrize("text", ["/folder", "file:folder", "etcd:host:1", "zk:http://a:1", ""])
+@pytest.mark.parametrize(
+    "text", ["/folder", "file:folder", "etcd:host:1", "zk:http://a:1", "votes", ""]
+)
 def test_what_names_no_register_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is neither"):
         open_register(text, "j")

@@ -1,6 +1,7 @@
 """Two hosts, one resize: planned, fetched over the data plane, restored, and proven equal."""
 
 import _thread
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from scalai.core.collection import Tensor
-from scalai.core.errors import MemoryShortError, PeerError, StoreError
+from scalai.core.errors import MemoryShortError, MismatchError, PeerError, StoreError
 from scalai.core.host.state import Want
 from scalai.core.plan import plan
 from scalai.core.region import Box, Piece, row_major, whole
@@ -96,8 +97,8 @@ def test_a_host_restores_from_itself_and_from_others(open_store: Opener, degree:
         planned = plan(holders_of(parts), targets, ["a", "c"])
         fetched = []
         for asked in fetch_lists(planned, parts, host):
-            path, begins = store.stage(asked.pieces)
-            fetched.append(Fetched(asked, path, begins))
+            staged = store.stage(asked.pieces)
+            fetched.append(Fetched(asked, staged.path, staged.begins))
         assert [entry.asked.host for entry in fetched] == (["b"] if host == "a" else ["a", "b"])
         fetch_all(store, fetched, servers)
         own = {"a": store.generation_directory(1)} if host == "a" else {}
@@ -119,11 +120,11 @@ def test_what_was_fetched_outlives_its_host(open_store: Opener) -> None:
     targets = [Holder("a", collection_of(wanted_rows(new)), 0)]
     planned = plan(holders_of(parts), targets)
     [asked] = fetch_lists(planned, parts, "a")
-    path, begins = stores["a"].stage(asked.pieces)
+    staged = stores["a"].stage(asked.pieces)
     with DataPlaneServer(stores["b"], TOKEN) as server:
-        fetch_all(stores["a"], [Fetched(asked, path, begins)], {"b": server})
+        fetch_all(stores["a"], [Fetched(asked, staged.path, staged.begins)], {"b": server})
     extras = Extras(generation.scalars, {"tp1": 1}, (1,), None)
-    grown = stores["a"].extend(1, path, asked.pieces, begins, extras)
+    grown = stores["a"].extend(1, staged, extras)
     stores["b"].remove()
     stores["a"].close()
     again = open_store(host="a")
@@ -209,7 +210,7 @@ def test_all_is_fetched_though_no_thread_can_begin(
 def test_memory_that_runs_out_in_a_fetch_is_said_and_leaves_nothing(
     open_store: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_out(*_: object) -> None:
+    def run_out(*_: object, **how: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(Peer, "fetch", run_out)
@@ -268,6 +269,21 @@ def test_sources_that_are_gone_are_named_where_nobody_else_has_what_they_held(
     ):
         hosts.prepare()
     assert not hosts.stores["c"].generations()
+
+
+def test_a_source_whose_file_is_too_short_is_left_out_and_told(hosts: Hosts) -> None:
+    gives = ["b", "b2"]
+    for host in gives:
+        for path in hosts.stores[host].generation_directory(1).glob("rank-*"):
+            os.truncate(path, path.stat().st_size // 2)
+        if host == "b":
+            restore = hosts.prepare()
+            suspected = restore.suspected
+            assert restore.bytes_remote and (suspected is None or suspected.hosts == ("b",))
+            hosts.stores["c"].drop(1)
+    with pytest.raises(MismatchError, match="2 hosts did not say") as raised:
+        hosts.prepare()
+    assert set(raised.value.hosts) == {"b", "b2"}
 
 
 def test_who_holds_other_pieces_than_the_coordinator_knows_is_not_believed(hosts: Hosts) -> None:

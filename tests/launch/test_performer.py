@@ -16,7 +16,8 @@ from scalai.core.messages import JsonText
 from scalai.core.worker_messages import Welcome
 from scalai.launch.agent import performer as performer_module
 from scalai.launch.agent.background import Background
-from scalai.launch.agent.fetch import Moving
+from scalai.launch.agent.fetch import Restore
+from scalai.launch.agent.moving import Moving
 from scalai.launch.agent.performer import Hands, Performer
 from scalai.store.host import HostStore
 from scalai.store.parts import snapshot_name
@@ -224,7 +225,7 @@ def test_what_is_not_what_was_promised_fails_no_round(
 
 def test_bytes_that_come_are_told_of_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """While they do, the coordinator does not take the start for one that hangs."""
-    monkeypatch.setattr("scalai.launch.agent.fetch.TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("scalai.launch.agent.moving.TELL_EVERY_S", 0.0)
     moving = Moving(7)
     assert moving.news() is None, "nothing has come"
     threads = [threading.Thread(target=moving.arrived, args=(1 << 20,)) for _ in range(8)]
@@ -241,9 +242,7 @@ def test_no_bytes_are_told_of_behind_what_was_restored(
     made: Set, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a start hangs, the last that was told says where it stands."""
-    restore = SimpleNamespace(
-        plan_s=0.0, move_s=0.0, bytes_local=0, bytes_remote=1, grown=None, sources={}
-    )
+    restore = Restore({}, None, plan_s=0.0, move_s=0.0, bytes_local=0, bytes_remote=1)
 
     def fetch(*given: Any) -> Any:
         given[-1](1 << 20)

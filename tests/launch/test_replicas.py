@@ -1,21 +1,24 @@
 """A host keeps what others would take with them: fetched over the data plane into its own part."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from scalai.core.collection import Collection, Tensor
 from scalai.core.commands import Replicate
-from scalai.core.errors import RoomError, StoreError
+from scalai.core.errors import DamageError, RoomError, StoreError
 from scalai.core.fingerprint import VERSION, piece_fingerprint
+from scalai.core.host.events import Replicated
 from scalai.core.messages import Shared
 from scalai.core.region import Box
 from scalai.core.replicas import ring_of
 from scalai.core.worker_messages import RankSnapshot
 from scalai.launch.agent import fetch
-from scalai.launch.agent.data_plane import DataPlaneServer
+from scalai.launch.agent.data_plane import DataPlaneServer, Peer
 from scalai.launch.agent.replicas import Kept, Replicas
 from scalai.store.generation import unite_hosts
 from scalai.store.host import HostStore
@@ -56,11 +59,17 @@ class Job:
         return store.commit(slot, 1)
 
     def keep(self, host: str, order: int = 1, replicas: int = 1) -> Kept:
+        self.keepers[host].begin(order)
+        return self.keepers[host].keep(travelled(self.command(order, replicas)))
+
+    def command(self, order: int, replicas: int = 1) -> Replicate:
         ring = ring_of(dict.fromkeys(HOSTS, ""), replicas)
         addresses = {name: server.address for name, server in self.servers.items()}
-        command = Replicate(order, listed(self.parts, addresses, ranks=3), Shared(ring))
+        return Replicate(order, listed(self.parts, addresses, ranks=3), Shared(ring))
+
+    def replicated(self, host: str, order: int = 1) -> Replicated:
         self.keepers[host].begin(order)
-        return self.keepers[host].keep(travelled(command))
+        return self.keepers[host].replicated(travelled(self.command(order)))
 
     def close(self) -> None:
         for server in self.servers.values():
@@ -125,6 +134,45 @@ def test_states_of_ranks_are_kept_where_no_piece_has_to_be(open_store: Opener) -
         assert kept.grown.files == job.parts["b"].files
     finally:
         job.close()
+
+
+def change(store: HostStore, begin: int, *, is_cut: bool = False) -> None:
+    """Change a byte of what a host has written, so far before its end; or cut it there."""
+    (path,) = store.generation_directory(1).glob("rank-*")
+    data = bytearray(path.read_bytes())
+    data[-begin] ^= 0xFF
+    path.write_bytes(data[:-begin] if is_cut else data)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_a_host_has_not_committed_is_not_kept_and_it_is_named(job: Job, is_cut: bool) -> None:
+    change(job.stores["a"], 97, is_cut=is_cut)  # the weight is the last 96 bytes
+    given = job.replicated("b")
+    assert given.suspected is not None and given.suspected.hosts == ("a",)
+    assert given.grown is None and re.search(r"\ba\b", given.reason)
+    assert not list(job.stores["b"].directory.glob("**/fetched-*"))
+    assert job.stores["a"].examine(1), "it finds that itself"
+    job.parts["a"] = job.stores["a"].manifest(1)
+    again = job.replicated("b", 2)
+    assert again.suspected is None and again.reason == "", "there is nothing to keep of it"
+
+
+def test_parts_of_a_damaged_piece_are_refused_by_who_has_it(job: Job, tmp_path: Path) -> None:
+    """They have no fingerprints of their own."""
+    row = int(np.flatnonzero(job.parts["a"].collection.tensor == 0)[0])
+    tensor, box = job.parts["a"].collection.box(row)
+    half = Collection.of([(tensor, Box(box.offset, (1, 4)))])
+    path, none = tmp_path / "x", np.zeros(1, np.int64)
+    path.write_bytes(bytes(64))
+    peer = Peer(job.servers["a"].address, TOKEN, "a")
+    rows = np.array([row])
+    assert peer.fetch(1, rows, half, path, none, is_checked=True) == 16
+    change(job.stores["a"], 1 if tensor == WEIGHT else 97)  # behind the half
+    assert peer.fetch(1, rows, half, path, none) == 16, "a restore is proven as a whole"
+    with pytest.raises(DamageError, match=r"refuses: .* has fingerprint"):
+        peer.fetch(1, rows, half, path, none, is_checked=True)
+    whole = Collection.of([(tensor, box)])
+    assert peer.fetch(1, rows, whole, path, none, is_checked=True), "the other compares it"
 
 
 def test_a_host_that_gives_nothing_is_named(job: Job) -> None:

@@ -42,6 +42,26 @@ def test_a_request_that_does_not_fit_is_not_taken_for_another(sizing: Sizing) ->
     assert sizing.scaled(None, None, "tp4", why.append)(TWO, Degrees(1, 1, 2)) is None
 
 
+def test_who_takes_over_goes_by_what_persons_asked_for_and_what_ran_out_of_memory(
+    sizing: Sizing, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = tmp_path_factory.mktemp("sizing") / "elastic.toml"
+    config.write_text("[model]\nnum_attention_heads = 8\n")
+    flags = ["--nnodes", "1:2", "--nproc-per-node", "2", "--elastic", str(config), "script.py"]
+    spec = JobSpec.read(parse_options(flags))
+    before, after = Sizing(spec), Sizing(spec)
+    first = before.assign()(FOUR, None)
+    assert first is not None
+    before.exclude(first)
+    before.rescale(3, 2, None)
+    after.take_over(before.request)
+    assert after.request == before.request
+    for hosts in (FOUR, TWO):
+        found = after.assign()(hosts, None)
+        assert found == before.assign()(hosts, None)
+        assert found is None or found.degrees != first.degrees
+
+
 def test_a_limit_of_hosts_leaves_the_later_ones_idle(sizing: Sizing) -> None:
     sizing.rescale(None, 1, None)
     assignment = sizing.assign()(FOUR, None)

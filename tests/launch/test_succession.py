@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,69 @@ def test_terms_grow_over_cards_and_leases(tmp_path: Path) -> None:
     assert next_term(spec, folder) == (10, True)
     register.renew(Entry(9, "127.0.0.1", 1, is_over=True))
     assert next_term(spec, folder) == (10, False), "the job had ended, and begins again"
+
+
+def started_beside_another(
+    spec: JobSpec, register: FolderRegister, winner: Entry, monkeypatch: pytest.MonkeyPatch
+) -> Place:
+    """Start the first coordinator of a job, of which another agent claims the lease meanwhile."""
+
+    def numbered(spec: JobSpec, folder: Path) -> tuple[int, bool]:
+        found = next_term(spec, folder)
+        assert register.claim(winner)
+        return found
+
+    monkeypatch.setattr(discovery, "next_term", numbered)
+    return discovery.find_coordinator(spec, TOKEN.decode())
+
+
+def both_here(folder: Path) -> tuple[JobSpec, FolderRegister]:
+    root, port = folder / "leases", free_port("127.0.0.1")
+    flags = ("--coordinator", f"127.0.0.1:{port}", "--coordinator-lease", f"file:{root}")
+    return spec_of(folder, *flags), FolderRegister(root, "j")
+
+
+def test_who_loses_the_first_claim_of_the_lease_joins_the_winner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, register = both_here(tmp_path)
+    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
+    try:
+        winner = Entry(1, "127.0.0.1", int(server.address[1]))
+        place = started_beside_another(spec, register, winner, monkeypatch)
+        assert place.address == server.address and not place.is_new
+        assert read_holder(job_directory(spec)) is None, "the loser leaves no card"
+    finally:
+        server.close()
+
+
+def test_where_the_winner_of_the_first_claim_dies_the_loser_starts_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "LEASE_S", 1.0)
+    spec, register = both_here(tmp_path)
+    winner = Entry(1, "127.0.0.1", free_port("127.0.0.1"))
+    monkeypatch.setattr(register, "claim", once(register.claim))
+    place = started_beside_another(spec, register, winner, monkeypatch)
+    try:
+        newest = register.newest()
+        assert place.is_new and newest is not None
+        assert newest.term == 2 and newest.address == place.address
+    finally:
+        assert place.started is not None
+        place.started.kill()
+        place.started.wait(30)
+
+
+def once(claim: Callable[[Entry], bool]) -> Callable[[Entry], bool]:
+    """Return what claims the first time it is asked to, and says then that all is well."""
+    asked: list[Entry] = []
+
+    def ask(entry: Entry) -> bool:
+        asked.append(entry)
+        return len(asked) > 1 or claim(entry)
+
+    return ask
 
 
 def test_a_job_that_begins_anew_takes_nobodys_place(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_what_is_given_up_while_it_is_copied_ends_and_leaves_nothing(
         job.keepers["b"].give_up()
         return contiguous_chunks(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("scalai.launch.agent.unchanged.contiguous_chunks", chunks)
+    monkeypatch.setattr("scalai.store.host.contiguous_chunks", chunks)
     with pytest.raises(StoreError, match="not needed any more"):
         job.keep()
     store: HostStore = job.stores["b"]

@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 from scalai.core import commands, events, reports
 from scalai.core import worker_messages as words
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
+from scalai.core.electorate import Electorate, Record, Witness
 from scalai.core.errors import MessageError
 from scalai.core.fingerprint import Committed
 from scalai.core.messages import JsonText, Named, Shared
+from scalai.core.remembered import FailedRun, Remembered, Run
 from scalai.core.replicas import Ring
 from scalai.core.source_list import Pieces, SourceList
+from scalai.core.witness import ClaimTerm, ReadVote, Told, WriteRecord
 from scalai.core.worker_messages import ReadOrder, WriteOrder
 from scalai.launch.agent import data_plane
 from scalai.launch.coordinator import calls
@@ -37,6 +40,7 @@ ROWS = Collection(
 PRINTS = np.array([2**64 - 1, 0, 7], np.uint64)
 COLUMN, BOXES = np.arange(2), np.arange(2 * MAX_NDIM).reshape(2, MAX_NDIM)
 TEXT = JsonText.of({"large": 1 << 200, "text": "ä\udc80", "none": None, "nan": float("inf")})
+RECORD = Record(3, "h", 5, 1, False, Electorate((Witness("a", ("h", 1), "m"),)))
 ORDER = WriteOrder(3, "/dev/shm/x", (0, 1), (64, 128))
 MANIFEST = b'{"digest": "x"}'
 PIECES = Pieces("r-1-2", 7, 2, ROWS, PRINTS)
@@ -46,7 +50,10 @@ SOURCES = Shared(
         b"\x80\x00", (Tensor("param/e", (0, 2), "BF16"),), TEXT, TEXT, {"tp0": 0, "tp1": 1},
     )
 )  # fmt: skip
+RAN = Run((("a", 2), ("b", 0)), {"tp": 2}, None)
+KNOWN = Remembered(2, 7, TEXT, 4, 1, 3, 1, RAN, (FailedRun(RAN, "no"),), (3, 4))
 PARTS: list[Any] = [
+    commands.Remember(Shared(KNOWN)),
     *(commands.Build(workers(facts=TEXT)), commands.GiveUp(2), commands.Expect(1, 5)),
     start(sources=SOURCES, is_built=True),
     *(kind(1) for kind in (commands.Proceed, commands.Withdraw, commands.TakeSnapshot)),
@@ -56,6 +63,7 @@ PARTS: list[Any] = [
     *(commands.CheckHealth(4, "it joins"), events.HealthChecked("a", 4, False, "no device")),
     *(commands.Commit(3, "r-1-2", None, {}), commands.Stop(1, True), commands.Look()),
     *(kind(3) for kind in (commands.Drop, commands.Save, commands.Doubt, commands.Retire)),
+    commands.Examine(3),
     commands.DropSnapshot("r-1-8"),
     *(commands.Archive(1, 3, True), commands.FinishArchive(2, 3), events.Archived("a", 1, 9, "no")),
     commands.Replicate(4, SOURCES, Shared(Ring(("a", "b"), ("x", "y"), 1, True, ("b",)))),
@@ -73,7 +81,9 @@ PARTS: list[Any] = [
     reports.Holding(1, ROWS, 1 << 40),
     reports.Restored(1, ROWS, PRINTS, {"plan": 0.1}, 5, 6),
     *(reports.Unproven(1, "it differs"), reports.Doubted(3, None), reports.Doubted(3, MANIFEST)),
-    *(reports.Examined(3, ("w",), "/d"), reports.Attached((MANIFEST,), ((4, "torn"),))),
+    reports.Suspected(3, ("a", "b"), "it differs"),
+    *(reports.Examined(3, ("w",), "/d"), reports.Examined(3, (), "/d", MANIFEST)),
+    reports.Attached((MANIFEST,), ((4, "torn"),)),
     *(reports.Leaving("file:/n", 30.0, True), reports.Leaving(), reports.Staying()),
     reports.Slots(4),
     *(words.Hello(1, 2), words.Publish(1, 2, True, ROWS, ROWS, "tp0", TEXT, False)),
@@ -87,14 +97,17 @@ PARTS: list[Any] = [
     calls.Poll("j", "a", "i", 1, 2, 3, events.Stalled((1, 3), 8, 2.5, 60.0), 1.0),
     calls.Bye("j", "a", "i"),
     calls.Join("j", "a", "i", calls.StoreIdentity("b", 1, 2), 2, ("h", 1), (MANIFEST,), (), (),
-               TEXT),
+               TEXT, remembered=Shared(KNOWN)),
+    calls.JoinBriefly("j", "a", "i", (b"x" * 16,), (b"y",)),
     *(calls.Tell("j", "a", "i", 1, Named(reports.Leaving())), calls.Farewell("j", "a", "i")),
     *(asked.Status("j"), asked.Scale(4, None, "tp2", True), asked.Resume(3, False)),
     asked.ReadSpec(),
     *(data_plane.ReadPieces("a", 1, 9), data_plane.Fetch("a", 1, COLUMN, BOXES, BOXES)),
     *(data_plane.ReadRankStates("a", 1, ("tp0",)), data_plane.RankStates(TEXT)),
+    *(ReadVote("a", "m"), ClaimTerm("a", "m", 3, "c", RECORD.key)),
+    *(WriteRecord("a", "m", RECORD), Told("m", 3, RECORD, True), calls.Moved("j", 3, "h", 6)),
     data_plane.PiecesHeld(PIECES, Committed(("a", "b"), {"param/w": 2**64 - 1})),
-    *(data_plane.PiecesHeld(PIECES, None), data_plane.Parts(2), data_plane.Refused("no")),
+    *(data_plane.PiecesHeld(PIECES, None), data_plane.Parts(2), data_plane.Refused("no", True)),
 ]  # fmt: skip
 ANSWERS: list[Any] = [
     words.Welcome({"tp": 2}, None, 5, True, True, None, True, TEXT, TEXT), ORDER,
@@ -102,6 +115,7 @@ ANSWERS: list[Any] = [
     words.Source(ReadOrder(("/x",), *([COLUMN, BOXES, BOXES] + [COLUMN] * 2 + [BOXES] * 2)), 1, 2,
                  TEXT, TEXT, 2),
     calls.Commands(2, 7, (Named(commands.Report()), Named(commands.Drop(3))), 1.0),
+    calls.Commands(2, 7, (), 1.0, Shared(RECORD.electorate), 4),
 ]  # fmt: skip
 UNIONS = (
     commands.Command, reports.Report, words.WorkerRequest, calls.CoordinatorRequest,

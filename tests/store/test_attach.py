@@ -56,7 +56,8 @@ def test_a_file_that_was_cut_after_it_was_attached_is_told_as_damage(
 ) -> None:
     """By the examination after a proof that failed, which ends nothing."""
     store = open_store(host="c")
-    store.attach(saved(open_store, tmp_path / "disk"))
+    parts = saved(open_store, tmp_path / "disk")
+    store.attach(parts)
     for path in store.generation_directory(3).iterdir():
         if path.is_symlink():
             os.truncate(path.resolve(), 1)
@@ -65,10 +66,12 @@ def test_a_file_that_was_cut_after_it_was_attached_is_told_as_damage(
     Holdings(
         JobSpec.read(parse_options(["--job", "job", "script.py"])), store,
         reported.append, beside, lambda due: due(),
-    ).doubt(3)  # fmt: skip
-    (_, report) = reported
-    assert isinstance(report, Examined) and "its files cannot be read" in report.damage[0]
-    assert report.directory.startswith(str(tmp_path / "disk"))
+    ).examine(3)  # fmt: skip
+    (report,) = reported
+    assert isinstance(report, Examined) and "the file has 1 bytes" in report.damage[0]
+    assert report.directory.startswith(str(tmp_path / "disk")) and report.manifest is not None
+    store.attach(parts)
+    assert not len(store.manifest(3).collection), "what was damaged there is not attached again"
 
 
 def found_by(store: HostStore, *flags: str) -> dict[int, str]:
@@ -251,13 +254,13 @@ def fetch(
     pieces = source.collection.select(np.array(rows))
     if box is not None:
         pieces = Collection.of([(pieces.box(0)[0], box)])
-    path, begins = store.stage(pieces)
-    with open(path, "r+b") as file:
-        for row, begin in enumerate(begins.tolist()):
+    staged = store.stage(pieces)
+    with open(staged.path, "r+b") as file:
+        for row, begin in enumerate(staged.begins.tolist()):
             file.seek(begin)
             file.write(bytes(int(pieces.size_bytes()[row])))
     store.adopt_empty(source)
-    return store.extend(source.generation, path, pieces, begins)
+    return store.extend(source.generation, staged)
 
 
 def test_what_an_agent_that_died_while_it_attached_has_left_is_no_obstacle(
@@ -290,7 +293,7 @@ def test_fetched_files_never_take_the_place_of_earlier_ones(
     (directory, source), *_ = saved(open_store, tmp_path / "disk")
     store = open_store(host="c")
     for _ in range(4):
-        store.unstage(store.stage(source.collection)[0])
+        store.unstage(store.stage(source.collection))
     fetch(store, source, directory, [0])
     store.prove(3)
     store.close()
@@ -310,7 +313,7 @@ def test_what_was_fetched_gives_its_room_back_where_there_is_none_for_the_manife
     (_, source), *_ = saved(open_store, tmp_path / "disk")
     store = open_store(host="c")
     store.adopt_empty(source)
-    path, begins = store.stage(source.collection)
+    staged = store.stage(source.collection)
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -318,9 +321,9 @@ def test_what_was_fetched_gives_its_room_back_where_there_is_none_for_the_manife
     with monkeypatch.context() as patched:
         patched.setattr(held_module, "write_manifest", full)
         with pytest.raises(OSError, match="No space left"):
-            store.extend(3, path, source.collection, begins)
-    store.unstage(path)
-    assert not list(store.directory.glob("*/fetched-*")) and not path.parent.exists()
+            store.extend(3, staged)
+    store.unstage(staged)
+    assert not list(store.directory.glob("*/fetched-*")) and not staged.path.parent.exists()
     assert store.manifest(3).files == ()
 
 

@@ -125,12 +125,12 @@ def fetch(stores: Mapping[str, HostStore], salt: int = 0) -> HostStore:
     third.adopt_empty(union.hosts[0])
     box = Box((1, 100), (2, 90))
     pieces = Collection.of([(LONG, box)])
-    path, begins = third.stage(pieces)
-    with path.open("r+b") as file:
-        file.seek(int(begins[0]))
+    staged = third.stage(pieces)
+    with staged.path.open("r+b") as file:
+        file.seek(int(staged.begins[0]))
         file.write((bits_of(LONG)[slices(box)] ^ np.uint16(salt)).tobytes())
     extras = Extras(union.scalars, {}, (), union.hosts[0].committed)
-    third.extend(NUMBER, path, pieces, begins, extras)
+    third.extend(NUMBER, staged, extras)
     return third
 
 

@@ -228,13 +228,13 @@ def test_fetched_pieces_become_part_of_a_generation(open_store: Opener) -> None:
     first, second = open_store(host="a"), open_store(host="b")
     manifest = generation(first, 4, step=2)
     extras = Extras(manifest.scalars, {"r7": 7}, (7,), None)
-    path, begins = second.stage(manifest.collection)
-    with first.open_rows(4) as rows, open(path, "r+b") as file:
-        for row, begin in enumerate(begins.tolist()):
+    staged = second.stage(manifest.collection)
+    with first.open_rows(4) as rows, open(staged.path, "r+b") as file:
+        for row, begin in enumerate(staged.begins.tolist()):
             file.seek(begin)
             file.write(rows.view(row).tobytes())
     second.adopt_empty(manifest)
-    grown = second.extend(4, path, manifest.collection, begins, extras)
+    grown = second.extend(4, staged, extras)
     assert grown.host == "b" and grown.scalars == manifest.scalars
     assert grown.ranks == (7,) and grown.rank_state == {"r7": 7}
     assert is_whole(second, 4, step=2)
@@ -244,9 +244,9 @@ def test_fetched_pieces_become_part_of_a_generation(open_store: Opener) -> None:
 
 
 def test_staged_bytes_are_given_back(store: HostStore) -> None:
-    path, _ = store.stage(two_ranks()[0])
-    store.unstage(path)
-    assert not path.parent.exists()
+    staged = store.stage(two_ranks()[0])
+    store.unstage(staged)
+    assert not staged.path.parent.exists()
 
 
 def test_a_durable_copy_is_the_same_generation(store: HostStore, tmp_path: Path) -> None:

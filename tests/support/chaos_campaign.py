@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from scalai.core.chaos import TRIGGERS
 from scalai.core.fingerprint import piece_fingerprint
 from scalai.core.region import Box
 from scalai.launch.commands.chaos import final_fingerprints
@@ -67,16 +68,22 @@ PARTS = (
     Part("processes", (
         "kill-worker", "segv-worker", "abort-worker", "bus-worker", "exit-worker", "raise-worker",
         "memory-worker", "tear-worker", "stop-worker", "kill-in-snapshot", "kill-in-recovery",
-        "kill-agent", "kill-in-commit", "stop-agent", "term-agent", "int-agent", "usr1-agent",
-        "duplicate-host",
+        "term-worker", "int-worker", "kill-agent", "kill-in-commit", "stop-agent", "term-agent",
+        "int-agent", "usr1-agent", "duplicate-host",
     )),
     Part("hosts", (
         "kill-host", "stop-host", "notice", "clock-forward", "clock-back", "stop-coordinator",
-        "fail-health", "kill-coordinator",
+        "fail-health", "term-coordinator", "int-coordinator", "kill-coordinator",
     )),
     Part("replicas", ("kill-hosts", "truncate-store", "corrupt-store"), flags=("--replicas", "2")),
     Part("state", ("full-memory", "full-disk", "refuse-disk", "kill-more-hosts", "damage-disk"),
          flags=("--replicas", "0")),
+    # A second fault at each station of the recovery from a first one.
+    Part("doubles", tuple(
+        f"{kind}@station={station}"
+        for kind in ("kill-worker", "kill-agent")
+        for station, trigger in TRIGGERS.items() if trigger == "kill-worker"
+    )),
     Part("links", ("reset-link", "drop-link", "slow-link"), hosts="ab", has_links=True),
 )  # fmt: skip
 SHORT = {
@@ -257,10 +264,8 @@ def united(verdicts: Sequence[tuple[Part, Mapping[str, Any]]]) -> dict[str, Any]
     }
 
 
-def campaign(
-    out: Path, seed: int, names: Sequence[str], *, is_short: bool = False
-) -> dict[str, Any]:
-    """Run these parts. Returns the figures."""
+def campaign(out: Path, seed: int, chosen: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Run these faults, by part. Returns the figures."""
     began = time.monotonic()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -272,8 +277,8 @@ def campaign(
         check_reference(where, out / "reference")
         _say(began, "an uninterrupted run trains what is computed here")
         for part in PARTS:
-            faults = SHORT.get(part.name, ()) if is_short else part.faults
-            if part.name not in names or not faults:
+            faults = chosen.get(part.name, ())
+            if not faults:
                 continue
             obstacle = NetworkHosts.obstacle() if part.has_links else None
             if obstacle is not None:
@@ -324,7 +329,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default=",".join(part.name for part in PARTS))
+    names = ",".join(part.name for part in PARTS if part.name != "doubles")
+    parser.add_argument("--parts", default=names, help=f"default: {names}; also: doubles")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("build/chaos"))
     parser.add_argument("--short", action="store_true", help="few kinds, in two minutes")
@@ -336,8 +342,9 @@ def main() -> int:
         if ran is not None:
             print(ran.stdout, end="")
             return ran.returncode
-    names = options.parts.split(",")
-    figures = campaign(options.out.resolve(), options.seed, names, is_short=options.short)
+    every = SHORT if options.short else {part.name: part.faults for part in PARTS}
+    chosen = {name: every.get(name, ()) for name in options.parts.split(",")}
+    figures = campaign(options.out.resolve(), options.seed, chosen)
     print(json.dumps(figures))
     return 0 if figures["faults"] and figures["passed"] == figures["faults"] else 1
 

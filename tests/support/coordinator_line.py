@@ -28,7 +28,7 @@ from support.wire_words import report_of, store_identity, told_by
 
 TOKEN = b"secret"
 DEADLINE_S = 60.0
-QUICK = Patience(grace_s=0.1, poll_s=0.1)
+QUICK = Patience(grace_s=0.1, poll_s=0.1, kept_s=0.2)
 """The agents here have one connection for good: where it ends they are gone; and they leave when
 their poll is answered."""
 
@@ -105,6 +105,9 @@ class FakeAgent:
         is_slow: bool = False,
     ) -> None:
         self.host, self._line, self._is_slow = host, line, is_slow
+        self.parts = {part.generation: part for part in parts}
+        self.damage: dict[int, tuple[str, ...]] = {}
+        """What it finds when it reads its part of a generation again: all of it goes then."""
         self._calling = threading.Event()
         self._calling.set()
         self.commands: list[dict[str, Any]] = []
@@ -198,6 +201,13 @@ class FakeAgent:
                 self.tell("prepared", stop=command["stop"], newest=0)
             case "stop":
                 self.tell("stopped", round=command["round"], newest=0)
+            case "examine":
+                number = command["generation"]
+                damage, part = self.damage.get(number, ()), self.parts.get(number)
+                left = None if damage or part is None else manifest_bytes(part)
+                self.tell(
+                    "examined", generation=number, damage=damage, directory="/d", manifest=left
+                )
             case "commit":
                 self.tell("committed", generation=command["generation"])
 

@@ -17,6 +17,7 @@ LONG_S = 1500.0
 """Within so long of virtual time a job without faults steps again, or says what it waits for."""
 STEP_S = 30.0
 """Within so long it makes a step."""
+_FAULTS = ["is_silent", "is_full", "cannot_start", "is_spoilt", "is_sick"]
 _HANGS = ["is_hung", "is_late", "is_stopped", "is_torn", "is_copying"]
 
 
@@ -26,18 +27,18 @@ class Histories(RuleBasedStateMachine):
     @initialize(
         present=st.sampled_from(["a", "ab", "ab", "abc"]), is_replicated=st.booleans(),
         begins_s=st.sampled_from([0.0, 60.0]), snapshot_every=st.sampled_from([0, 0, 7]),
-        is_async=st.booleans(),
+        is_async=st.booleans(), has_checks=st.booleans(),
     )  # fmt: skip
     def begin(
         self, present: str, is_replicated: bool, begins_s: float, snapshot_every: int,
-        is_async: bool,
+        is_async: bool, has_checks: bool,
     ) -> None:  # fmt: skip
         use_virtual_time()
         Clock.now = 1000.0
         self.folder = tempfile.TemporaryDirectory()
         self.world = World(
             Path(self.folder.name), is_replicated=is_replicated, snapshot_every=snapshot_every,
-            is_async=is_async,
+            is_async=is_async, has_checks=has_checks,
         )  # fmt: skip
         for name in present:
             self.world.add(name)
@@ -99,11 +100,20 @@ class Histories(RuleBasedStateMachine):
     def kill_worker(self, name: str, rank: int) -> None:
         self.world.kill_worker(name, rank)
 
-    @rule(name=NAMES, fault=st.sampled_from(["is_silent", "is_full", "cannot_start", "is_spoilt"]))
+    @rule(name=NAMES, fault=st.sampled_from(_FAULTS))
     def break_host(self, name: str, fault: str) -> None:
         if name in self.world.hosts:
             host = self.world.hosts[name]
             setattr(host, fault, not getattr(host, fault))
+
+    @rule(
+        name=NAMES, what=st.sampled_from(["rotten", "cut", "wrong for the script"]),
+        count=st.integers(1, 4),
+    )  # fmt: skip
+    def damage(self, name: str, what: str, count: int) -> None:
+        """Files of a host's part of its newest generation are not what was committed any more."""
+        if name in self.world.hosts:
+            self.world.hosts[name].damage(what, count)
 
     @rule(name=NAMES, rank=st.integers(0, 5), what=st.sampled_from(_HANGS))
     def hang(self, name: str, rank: int, what: str) -> None:
@@ -192,6 +202,8 @@ class Histories(RuleBasedStateMachine):
             assert world.furthest() > before, "it makes no steps"
         elif world.phase is Phase.ENDED:
             assert any("event=exit" in line for line in world.log)
+            if any("nothing else is whole" in line for line in world.log):
+                assert world.live.exit_code == 3 and world.newest_whole() is None, world.log[-30:]
         else:
             assert world.phase is Phase.WAITING, (world.phase, world.log[-30:])
             assert world.live.state.obstacle or not self._is_enough(), world.log[-30:]

@@ -62,6 +62,9 @@ class Known:
         """A save of the training's own is in flight: on all hosts, or on none."""
         self.spoilt: set[str] = set()
         """Hosts of which the next fetch brings something else than was committed."""
+        self.damaged: dict[tuple[str, int], bool] = {}
+        """Hosts and generations of which their part is damaged; whether that shows in a proof, or
+        their workers fail by it before."""
         self.doubted: set[int] = set()
         self.begun: actions.StartRound | None = None
         self.still_since: float | None = None

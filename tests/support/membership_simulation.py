@@ -56,6 +56,9 @@ class Simulation(Known):
         kept = {n: p for n, p in (parts or {}).items() if n not in self.abandoned}
         self.hosts[name] = SimulatedHost(name, slots, parts=kept)
         self.commands[name] = []
+        for key in [key for key in self.damaged if key[0] == name and key[1] not in kept]:
+            del self.damaged[key]
+        self.job = m.replace_obstacle(self.job, "", is_held_back=False)
         for number, pieces in kept.items():
             self.known.setdefault(number, {})[name] = pieces
         has_check = name in self.has_check
@@ -235,6 +238,8 @@ class Simulation(Known):
             case actions.Proceed(hosts):
                 assert self.job.start.restored >= set(hosts), "not all have restored"
                 self.tell(hosts, lambda host: self.in_start(host, round, self.step))
+            case actions.Examine(hosts, generation):
+                self.tell(hosts, lambda host: self.examine(host, generation))
             case actions.Doubt(_, generation):
                 self.doubted.add(generation)
             case actions.Drop(hosts, numbers):
@@ -248,6 +253,18 @@ class Simulation(Known):
                 self.tell(hosts, lambda host: self.check_health(host, order))
             case actions.Exit():
                 self.exits.append(action)
+
+    def examine(self, host: SimulatedHost, generation: int) -> events.Event:
+        """Read a host's part again: what is damaged of it counts no more."""
+        found = self.damaged.pop((host.name, generation), None) is not None
+        if found:
+            self.doubted.discard(generation)
+            host.parts.pop(generation, None)
+            self.known.get(generation, {}).pop(host.name, None)
+            self.job = m.replace_generations(self.job, self.covered())
+            loss = "" if self.job.generations else "damaged"
+            self.job = m.replace_obstacle(self.job, loss, is_held_back=False, loss=loss)
+        return events.Examined(host.name, generation, found)
 
     def check_health(self, host: SimulatedHost, order: int) -> events.Event:
         is_sick = host.name in self.sick
@@ -404,13 +421,16 @@ class Simulation(Known):
             return self.step(host, start)
         if source not in {generation.number for generation in self.covered()}:
             return events.WorkersFailed(host.name, round, "nobody holds a piece")
+        if self.damaged.get((host.name, source)) is False:
+            return events.WorkersFailed(host.name, round, "StoreError: the file is too short")
         host.parts[source] = host.parts.get(source, frozenset()) | self.pieces(host.name)
         self.known[source][host.name] = host.parts[source]
         self.job = m.replace_generations(self.job, self.covered())
         return events.Restored(host.name, round)
 
     def prove(self, generation: int) -> None:
-        if self.spoilt & active(self.job):
+        damaged = {name for name, number in self.damaged if number == generation}
+        if (self.spoilt | damaged) & active(self.job):
             self.spoilt.clear()
             is_second = generation in self.doubted
             self.feed(events.ProofFailed(self.job.round, "it differs", is_second, not is_second))

@@ -1,5 +1,5 @@
 """Hosts that see each other only over a wire: network namespaces of this machine, joined by a pair
-of virtual Ethernet devices, each with a /dev/shm of its own."""
+of virtual Ethernet devices, more than two by a switch, each with a /dev/shm of its own."""
 
 import contextlib
 import os
@@ -13,13 +13,14 @@ from typing import Any
 from support.agents import TINY_JOB, Agents
 
 PORT = 29400
+SWITCH = "switch"
 TOKEN = "0123456789abcdef0123456789abcdef"
 
 
 class NetworkHosts:
-    """Two hosts on one wire: ``addresses`` by name. Use it as a context; at its end they are gone.
+    """Hosts on one wire: ``addresses`` by name. Use it as a context; at its end they are gone.
 
-    A bridge is not needed: a pair of devices is a wire with two ends.
+    Two need no bridge: a pair of devices is a wire with two ends.
     """
 
     def __init__(self, names: Sequence[str] = ("h1", "h2")) -> None:
@@ -47,9 +48,12 @@ class NetworkHosts:
     def __enter__(self) -> "NetworkHosts":
         for name in self.addresses:
             _ip("netns", "add", self.space(name))
-        (first, here), (second, there) = self.devices.items()
-        _ip("link", "add", here, "netns", self.space(first), "type", "veth",
-            "peer", "name", there, "netns", self.space(second))  # fmt: skip
+        if len(self.devices) == 2:
+            (first, here), (second, there) = self.devices.items()
+            _ip("link", "add", here, "netns", self.space(first), "type", "veth",
+                "peer", "name", there, "netns", self.space(second))  # fmt: skip
+        else:
+            self._plug_into_switch()
         for name, address in self.addresses.items():
             space, device = self.space(name), self.devices[name]
             _ip("-n", space, "addr", "add", f"{address}/24", "dev", device)
@@ -61,6 +65,23 @@ class NetworkHosts:
         for name in self.addresses:
             self.kill(name)
             _ip("netns", "del", self.space(name), check=False)
+        if len(self.devices) != 2:
+            _ip("netns", "del", self.space(SWITCH), check=False)
+
+    def _plug_into_switch(self) -> None:
+        _ip("netns", "add", self.space(SWITCH))
+        _ip("-n", self.space(SWITCH), "link", "add", SWITCH, "type", "bridge")
+        _ip("-n", self.space(SWITCH), "link", "set", SWITCH, "up")
+        for name, device in self.devices.items():
+            _ip("link", "add", device, "netns", self.space(name), "type", "veth",
+                "peer", "name", name, "netns", self.space(SWITCH))  # fmt: skip
+            _ip("-n", self.space(SWITCH), "link", "set", name, "up", "master", SWITCH)
+
+    def cut_off(self, name: str, *, is_cut: bool = True) -> None:
+        """Have a switch swallow all that a host sends and is sent, or no longer. Its own end stays
+        up."""
+        master = ("nomaster",) if is_cut else ("master", SWITCH)
+        _ip("-n", self.space(SWITCH), "link", "set", name, *master)
 
     def on(self, name: str, command: Sequence[str]) -> list[str]:
         """Return a command that runs on a host; the process that it starts is the command's own."""
@@ -115,15 +136,21 @@ class NetworkAgents(Agents):
 
 @contextlib.contextmanager
 def network_agents(
-    folder: Path, degrees: str, *, steps: int = 100_000, step_s: float = 0.02, **settings: Any
+    folder: Path,
+    degrees: str,
+    *,
+    steps: int = 100_000,
+    step_s: float = 0.02,
+    names: Sequence[str] = ("h1", "h2"),
+    **settings: Any,
 ) -> Iterator[tuple[NetworkAgents, NetworkHosts]]:
-    """Give agents of the tiny job on two hosts ``h1`` and ``h2``, and these hosts."""
+    """Give agents of the tiny job on some hosts, and these hosts."""
     script = [
         str(TINY_JOB), "--steps", str(steps), "--step-s", str(step_s),
         "--metrics", str(folder / "metrics.jsonl"),
     ]  # fmt: skip
     environment = {"SCALAI_JOB_TOKEN": TOKEN}
-    with NetworkHosts() as hosts:
+    with NetworkHosts(names) as hosts:
         agents = NetworkAgents(hosts, folder, degrees, script, environment=environment, **settings)
         with agents:
             yield agents, hosts

@@ -145,6 +145,8 @@ class SimulatedHands:
             case actions.Drop(generation, snapshot):
                 host.store.pop(generation, None)
                 host.sealed.pop(snapshot, None)
+            case actions.Examine(generation):
+                host.work.append(lambda: host.examine(generation))
             case actions.Doubt(generation):
                 left = host.store.get(generation)
                 found = None if left is None else summary_bytes(left)
@@ -155,6 +157,8 @@ class SimulatedHands:
                 host.work.append(lambda: host.world.disk.retire(before))
             case actions.Archive(commands.Archive() | commands.FinishArchive() as order):
                 host.work.append(lambda: host.world.disk.obey(host, order))
+            case actions.CheckHealth(asked):
+                host.work.append(lambda: events.HealthChecked(asked, not host.is_sick, "no device"))
             case actions.Look():
                 host.unsent.append(reports.Attached(host.found(), ()))
         return ()
@@ -181,7 +185,8 @@ class SimulatedHands:
         workers = self._groups[number].workers.values()
         failed = tuple(f"rank {w.rank} exited with {w.exit}" for w in workers if w.exit)
         if failed:
-            return [events.GroupOver(number, failed, False, True)]
+            is_chance = any((worker.exit or 0) < 0 for worker in workers)
+            return [events.GroupOver(number, failed, False, is_chance)]
         if all(worker.exit == 0 for worker in workers):
             return [events.GroupOver(number)]
         return []
@@ -274,6 +279,9 @@ class SimulatedHands:
 
     def ask(self, number: int, worker: Worker) -> None:
         """Let a worker do what it does next."""
+        if worker.doing == "restored" and self._host.cannot_read(worker, number):
+            worker.exit = 1
+            return
         request = self._request(number, worker)
         self.calls += 1
         worker.call = self.calls
@@ -291,7 +299,10 @@ class SimulatedHands:
             case "restored":
                 self._host.has_spoilt = self._host.is_spoilt
                 step = (worker.source or 0) + self._host.is_spoilt
-                prints = np.array([print_of(t, step) for t in held.tensors], np.uint64)
+                prints = np.array(
+                    [print_of(t, step + self._host.is_read_wrong(t.name)) for t in held.tensors],
+                    np.uint64,
+                )
                 return RankRestored(rank, number, prints, {}, "restored")
             case "stepped":
                 return RankStepped(rank, number, worker.step, None)

@@ -13,7 +13,7 @@ from scalai.core import commands
 from scalai.core.collection import Collection, Tensor
 from scalai.core.deadlines import STALL_S
 from scalai.core.errors import PeerError, ReplacedError, ScalaiError
-from scalai.core.events import Stalled
+from scalai.core.events import HealthChecked, Stalled
 from scalai.core.host import actions, events
 from scalai.core.host.events import Event
 from scalai.core.host.state import HostState, Settings
@@ -21,7 +21,7 @@ from scalai.core.host.succession import underway
 from scalai.core.messages import JsonText, Named
 from scalai.core.region import whole
 from scalai.core.replicas import to_keep
-from scalai.core.reports import Report
+from scalai.core.reports import Examined, Report, Suspected
 from scalai.core.worker_messages import (
     Source,
 )
@@ -45,9 +45,16 @@ class SimulatedHost:
         self.store: dict[int, HostManifest] = {}
         self.sealed: dict[str, HostManifest] = {}
         self.number = 0
+        self.incarnation = ""
         self.is_silent = self.is_full = self.cannot_start = False
+        self.damaged: dict[int, dict[str, str]] = {}
+        """Tensors of its part of a generation whose files have rotted, or were cut."""
+        self.reads: dict[str, str] = {}
+        """What is wrong with the files that the workers of its present round read, by tensor."""
         self.seconds: dict[str, float] = {}
         """What its workers tell of a snapshot."""
+        self.is_sick = self.is_known_sick = False
+        """Its health check fails; and that it has failed last was told."""
         self.is_spoilt = self.has_spoilt = False
         """Of the next round that its workers restore in, what they restore is not what was
         committed."""
@@ -108,19 +115,63 @@ class SimulatedHost:
         self.sealed[snapshot_name(made)] = made
         return events.Sealed(action.round, action.slot, summary_bytes(made))
 
+    def damage(self, what: str, count: int) -> None:
+        """The files of some tensors of its newest part change, or are cut."""
+        if self.store:
+            number = max(self.store)
+            names = [tensor.name for tensor in self.store[number].collection.tensors]
+            self.damaged.setdefault(number, {}).update(dict.fromkeys(names[:count], what))
+
+    def sound(self, number: int) -> dict[str, Tensor]:
+        """Return the tensors of its part of a generation that are what was committed."""
+        part, damaged = self.store.get(number), self.damaged.get(number, {})
+        tensors = () if part is None else part.collection.tensors
+        return {tensor.name: tensor for tensor in tensors if tensor.name not in damaged}
+
+    def examine(self, number: int) -> None:
+        """Read a part again: what is damaged counts no more."""
+        found, part = self.damaged.pop(number, {}), self.store.get(number)
+        names = {tensor.name for tensor in part.collection.tensors} if part is not None else set()
+        lines = tuple(f"{name!r} is {found[name]}" for name in sorted(found.keys() & names))
+        if part is not None and lines:
+            left = [t for t in part.collection.tensors if t.name not in found]
+            self.store[number] = self.like(part, left, part.ranks)
+        kept = summary_bytes(self.store[number]) if part is not None else None
+        self.unsent.append(Examined(number, lines, "/d", kept))
+
+    def like(
+        self, part: HostManifest, tensors: Iterable[Tensor], ranks: tuple[int, ...]
+    ) -> HostManifest:
+        """Return a part of the same generation with these tensors."""
+        made = self.manifest(part.step, tensors, dict(part.about), ranks)
+        return replace(made, generation=part.generation, committed=part.committed)
+
+    def is_read_wrong(self, name: str) -> bool:
+        """Whether what its workers have read of a tensor is not what was committed."""
+        return self.reads.get(name) == "rotten"
+
+    def cannot_read(self, worker: Worker, number: int) -> bool:
+        """Whether a worker fails by what it reads before it can tell of it."""
+        held = {tensor.name for tensor in self.held_by(worker, number).tensors}
+        return any(self.reads.get(name) in ("cut", "wrong for the script") for name in held)
+
     def fetch(self, start: commands.Start, wants: Any) -> Event:
         number = start.workers.round
         assert start.sources is not None
         listed = start.sources.value
         wanted = {tensor.name: tensor for each in wants.values() for tensor in each.pieces.tensors}
         given: dict[str, HostManifest] = {}
+        mine = self.store.get(listed.generation)
+        own = {tensor.name for tensor in mine.collection.tensors} if mine is not None else set()
         for place, name in enumerate(listed.hosts):
             if not self.world.can_reach(name, listed.generation):
                 continue
-            part = self.world.hosts[name].store[listed.generation]
-            known = listed.reference(place)
+            host = self.world.hosts[name]
+            part, known = host.store[listed.generation], listed.reference(place)
             if pieces_of(part, known.rows).digest().hex() == known.digest:
-                given |= dict.fromkeys((t.name for t in part.collection.tensors), part)
+                # What others have that is damaged is found when it comes.
+                found = own if host is self else set(host.sound(listed.generation))
+                given |= dict.fromkeys(found, part)
         if not wanted.keys() <= given.keys():
             return events.WorkFailed(number, "a host is gone that holds what is wanted")
         none = JsonText.of({})
@@ -129,12 +180,12 @@ class SimulatedHost:
         if not wanted:  # its workers hold nothing
             return events.Fetched(number, sources, None, 0.0, 0.0, 0, 0)
         one = next(iter(given.values()))
-        mine = self.store.get(one.generation)
+        damaged = self.damaged.get(one.generation, {})
+        self.reads = {name: damaged[name] for name in wanted if name in own and name in damaged}
         names = dict(wanted)
         if mine is not None:
             names |= {tensor.name: tensor for tensor in mine.collection.tensors}
-        made = self.manifest(one.step, names.values(), dict(one.about), one.ranks)
-        made = replace(made, generation=one.generation, committed=one.committed)
+        made = self.like(one, names.values(), one.ranks)
         self.store[one.generation] = made
         return events.Fetched(number, sources, summary_bytes(made), 0.0, 0.0, 0, 0)
 
@@ -147,6 +198,14 @@ class SimulatedHost:
             for name in listed.hosts
             if self.world.can_reach(name, number)
         }
+        damaged = sorted(
+            name for name in given
+            if name != self.name and len(given[name].collection.tensors)
+            > len(self.world.hosts[name].sound(number))
+        )  # fmt: skip
+        if damaged:
+            wrong = Suspected(number, tuple(damaged), "it differs")
+            return events.Replicated(command.order, None, 0, "it differs", suspected=wrong)
         missing = [ward for ward in ring.wards(self.name) if ward in set(listed.hosts) - set(given)]
         reason = f"{missing} give nothing" if missing else ""
         wanted = to_keep(ring, self.name, {name: part.collection for name, part in given.items()})
@@ -158,8 +217,7 @@ class SimulatedHost:
         names = {wanted.tensors[row].name: wanted.tensors[row] for row in wanted.tensor.tolist()}
         if mine is not None:
             names |= {tensor.name: tensor for tensor in mine.collection.tensors}
-        made = self.manifest(one.step, names.values(), dict(one.about), ())
-        made = replace(made, generation=number, committed=one.committed)
+        made = self.like(one, names.values(), ())
         self.store[number] = made
         return events.Replicated(command.order, summary_bytes(made), 16, reason)
 
@@ -182,13 +240,11 @@ class SimulatedHost:
 
     # ------------------------------------------------------------------ the network
 
-    @property
-    def incarnation(self) -> str:
-        return f"{self.name}{self.number}"
-
     def enter_job(self) -> None:
         """Become part of the job, if it is taken in."""
         self.number += 1
+        self.world.joins += 1
+        self.incarnation = f"{self.name}{self.world.joins}"  # no other agent ever had it
         self.wants_to_join, self.reported, self.received = False, 0, 0
         self.unsent.clear()
         request = Join(
@@ -198,6 +254,8 @@ class SimulatedHost:
             JsonText.of(self.world.spec.to_json()),
             underway=underway(self.agent.state, self.hands.seen(self.agent.state.round)),
             last_round=self.agent.state.last_round,
+            remembered=self.agent.state.remembered,
+            has_check=self.world.has_checks,
         )  # fmt: skip
         try:
             self.world.desk.handle(self, travelled(request))  # type: ignore[arg-type]
@@ -219,7 +277,9 @@ class SimulatedHost:
                 for _ in range(2 if is_repeated else 1):
                     self.world.desk.handle(self, travelled(tell))  # type: ignore[arg-type]
                 self.reported = number
-                self.unsent.pop(0)
+                told = self.unsent.pop(0)
+                if isinstance(told, HealthChecked):
+                    self.is_known_sick = not told.is_healthy
                 self.world.happened += 1
             current = self.agent.state.round
             seen = self.hands.seen(current)

@@ -5,6 +5,7 @@ A state is four tensors, whole on whoever holds them; the fingerprint of one tel
 """
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,8 @@ class World:
     """Whether snapshots on the way are written beside the training."""
     archive_every_s: float = 0.0
     """How often generations come to the disk that all hosts share; 0: it stays empty."""
+    has_checks: bool = False
+    """Whether hosts have a health check, which they pass before they run workers."""
     disk: SimulatedDisk = field(default_factory=SimulatedDisk)
     hosts: dict[str, SimulatedHost] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
@@ -53,6 +56,8 @@ class World:
     """It ends with the next step, for all ranks alike."""
     happened: int = 0
     """Counts what the hosts have done."""
+    joins: int = 0
+    """Counts how often hosts have come."""
     term: int = 1
     """Counts the coordinators."""
     spec: JobSpec = field(init=False)
@@ -75,7 +80,7 @@ class World:
     def _open(self, *, is_successor: bool = False) -> None:
         """A coordinator begins, and knows nothing."""
         self.term = self.term + 1 if is_successor else 1
-        patience = Patience(poll_s=0.0)
+        patience = Patience(poll_s=0.0, kept_s=0.0)
         stores: Any = NoStores()
         self.desk = Desk(
             self.spec, "127.0.0.1", stores, self.log.append, patience, self.term,
@@ -86,6 +91,7 @@ class World:
 
         def checked(action: Any) -> None:
             self.check_start(action.generation)
+            self.check_health(action.assignment.active)
             self.started.append((action.round, action.generation))
             start(action)
 
@@ -107,10 +113,8 @@ class World:
         pieces: dict[int, set[str]] = {}
         for host in self.hosts.values():
             if host.is_in and not host.is_silent:
-                for number, part in host.store.items():
-                    pieces.setdefault(number, set()).update(
-                        tensor.name for tensor in part.collection.tensors
-                    )
+                for number in host.store:
+                    pieces.setdefault(number, set()).update(host.sound(number))
         whole_ones = [number for number, names in pieces.items() if len(names) == len(TENSORS)]
         return max(whole_ones, default=None)
 
@@ -120,6 +124,11 @@ class World:
         assert newest is None or (generation is not None and generation >= newest), (
             f"a round begins from {generation}, and generation {newest} is whole"
         )
+
+    def check_health(self, active: Iterable[str]) -> None:
+        """No host runs workers that has said that it is not healthy, and not otherwise since."""
+        sick = [name for name in active if name in self.hosts and self.hosts[name].is_known_sick]
+        assert not sick, f"{sick} have failed their health check, and are used again"
 
     def can_reach(self, name: str, generation: int) -> bool:
         """Whether a host's data plane gives out a generation."""
@@ -160,11 +169,14 @@ class World:
             return
         self.desk.gone(host)  # type: ignore[arg-type]
         if is_disk_lost:
+            self._end_ghosts([name])  # all of its processes are gone with the machine
             del self.hosts[name]
             return
         store, sealed, number = host.store, host.sealed, host.number
+        damaged = host.damaged
         fresh = SimulatedHost(self, name, host.slots)
         fresh.store, fresh.sealed, fresh.number = store, sealed, number
+        fresh.damaged = damaged
         self.hosts[name] = fresh
 
     def restart(self) -> None:
@@ -191,6 +203,12 @@ class World:
         for ghost in self.ghosts:
             if ghost.agent.exit is None and ghost.is_in:
                 ghost.exchange()
+
+    def _end_ghosts(self, names: list[str]) -> None:
+        """Agents of these hosts that were replaced end, and their connections with them."""
+        for ghost in [ghost for ghost in self.ghosts if ghost.name in names]:
+            self.desk.gone(ghost)  # type: ignore[arg-type]
+            self.ghosts.remove(ghost)
 
     def cut(self, name: str) -> None:
         """A host's connections break; it makes new ones when it next calls."""
@@ -358,7 +376,8 @@ class World:
         def raises(action: Any) -> None:
             raise RuntimeError(f"a slip in {type(action).__name__}")
 
-        before, perform = self.newest_whole(), self.live._perform
+        before = {name: set(host.store) for name, host in self.hosts.items()}
+        perform = self.live._perform
         self.live._perform = raises
         self.scale(nproc)
         self.tick()
@@ -371,7 +390,7 @@ class World:
             self.act(name, "net")
         reported = [host.agent.exit for host in self.hosts.values() if host.is_in]
         assert set(reported) <= {None, 0, 1}, reported
-        assert (self.newest_whole() or 0) >= (before or 0), "a state is gone"
+        assert all(set(self.hosts[n].store) >= held for n, held in before.items()), "one is gone"
         return True
 
     def tick(self, seconds: float = TICK_S) -> None:
@@ -412,10 +431,11 @@ class World:
 
     def heal(self) -> None:
         """Faults stop: what hung goes on, who was silent speaks, who had no room has."""
-        self.ghosts.clear()
+        self._end_ghosts([ghost.name for ghost in self.ghosts])
         self.save, self.disk.is_full = None, False
         for host in self.hosts.values():
             host.is_spoilt = host.is_silent = host.is_full = host.cannot_start = False
+            host.is_sick = False
             for group in host.hands._groups.values():
                 for worker in group.workers.values():
                     worker.is_hung = worker.is_late = False

@@ -82,7 +82,6 @@ def workers(
         "generation": None,
         "restorable_step": None,
         "facts": messages.JsonText.of({}),
-        "request": messages.JsonText.of(None),
         "snapshot_every": 0,
     }
     return commands.Workers(round=round, placement=placement, **{**given, **facts})

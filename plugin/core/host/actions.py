@@ -265,16 +265,24 @@ class Replicate:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TellHeld:
-    """Report what the workers of a round hold, by global rank, and what room the store has, where
-    replicas are to be kept."""
+    """Report what the workers of a round hold together, and what room the store has: the
+    coordinator knows then what replicas take."""
 
     round: int
-    held: Mapping[int, Collection]
+    held: Collection
+
+
+@dataclass(frozen=True, slots=True)
+class Examine:
+    """Compare this host's part of a generation with what was committed, beside the loop; what is
+    damaged counts no more. Report both."""
+
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Give up what was fetched of a generation, read the rest again, and report both."""
+    """Give up what was fetched of a generation, and report what is left."""
 
     generation: int
 
@@ -310,5 +318,5 @@ Action = (
     Log | Tell | Answer | Refuse | Welcome | StartGroup | BeginGroup | EndGroup | Poll | WantStop
     | Propose | Agree | Space | WithdrawStop | Kill | ShowStacks | WarmUp | Reserve | StopReserving
     | Discard | Seal | Fetch | Prove | TryCommit | DiscardSealed | DropSnapshot | Drop | Save
-    | Archive | Replicate | TellHeld | Doubt | Look | CheckHealth | LeaveState | Rejoin
+    | Archive | Replicate | TellHeld | Examine | Doubt | Look | CheckHealth | LeaveState | Rejoin
 )  # fmt: skip

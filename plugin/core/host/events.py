@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from scalai.core.commands import Command
 from scalai.core.host.state import Call, Slot
+from scalai.core.reports import Suspected
 from scalai.core.worker_messages import Source, WorkerRequest
 
 
@@ -152,7 +153,7 @@ class Sealed:
 class Fetched:
     """What the workers of a round restore is on this host (``Fetch``): for each rank what it reads.
     ``grown`` is the manifest of the host's part with what came from others, as bytes, None where
-    nothing did. Times in seconds."""
+    nothing did. Times in seconds. ``suspected``: who gave what is damaged."""
 
     round: int
     sources: Mapping[int, Source]
@@ -161,6 +162,7 @@ class Fetched:
     move_s: float
     bytes_local: int
     bytes_remote: int
+    suspected: Suspected | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,8 @@ class Holds:
 class Replicated:
     """What this host keeps for others is here (``Replicate``), so many bytes of it have come, and
     ``unchanged_bytes`` more it had: ``grown`` is the manifest of its part, as bytes, None where
-    nothing came; or there is a ``reason`` why not, ``is_lasting`` where it has no room."""
+    nothing came; or there is a ``reason`` why not, ``is_lasting`` where it has no room.
+    ``suspected``: who gave what is damaged."""
 
     order: int
     grown: bytes | None
@@ -228,6 +231,7 @@ class Replicated:
     reason: str = ""
     is_lasting: bool = False
     unchanged_bytes: int = 0
+    suspected: Suspected | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,8 @@ def _of_the_host(step: Step, event: events.Event) -> None:
         case events.Replicated():
             if event.grown is not None:
                 step.tell(reports.Grown(event.grown))
+            if event.suspected is not None:
+                step.tell(event.suspected)
             step.tell(
                 job_events.Replicated(
                     step.state.host,
@@ -186,6 +188,8 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
     if isinstance(command, OF_THE_PRESENT_ROUND) and not step.is_present(command.round):
         return
     match command:
+        case commands.Remember(known):
+            step.change(remembered=known)
         case commands.Build():
             rounds.build(step, command)
         case commands.GiveUp(number):
@@ -227,6 +231,8 @@ def _commanded(step: Step, command: commands.Command, seen: events.Seen | None) 
             step.do(actions.Archive(command))
         case commands.Replicate():
             step.do(actions.Replicate(command))
+        case commands.Examine(generation):
+            step.do(actions.Examine(generation))
         case commands.Doubt(generation):
             step.do(actions.Doubt(generation))
         case commands.Look():

@@ -13,6 +13,7 @@ from scalai.core.host.actions import Level
 from scalai.core.host.events import Fetched, GroupOver
 from scalai.core.host.state import Call, Published, Round, Want
 from scalai.core.host.step import Step
+from scalai.core.source_list import held_together
 from scalai.core.worker_messages import Publish, RankRestored, RankStepped
 
 ENDED = "this round of workers has ended."
@@ -35,9 +36,9 @@ def build(step: Step, command: commands.Build) -> None:
 
 
 def _heard(step: Step, workers: commands.Workers) -> None:
-    """Keep what a coordinator needs to know that takes the place of this one."""
+    """Keep the number, which no coordinator that takes this one's place may give again."""
     last = max(step.state.last_round, workers.round)
-    step.change(last_round=last, request=workers.request)
+    step.change(last_round=last)
 
 
 def start(step: Step, command: commands.Start) -> None:
@@ -205,7 +206,9 @@ def _begin_restore(step: Step) -> None:
     current = step.present()
     tables = [entry.held.tensors for entry in current.published.values()]
     names = sorted({tensor.name for table in tables for tensor in table})
-    step.do(actions.TellHeld(current.number, current.held()))  # before the coordinator counts it
+    if step.state.settings.has_replicas:
+        held = held_together(list(current.held().values()))
+        step.do(actions.TellHeld(current.number, held))  # before the coordinator counts it
     step.tell(reports.Published(current.number, tuple(names)))
     if current.is_restoring:
         assert isinstance(current.command, commands.Start)
@@ -222,6 +225,8 @@ def fetched(step: Step, found: Fetched) -> None:
     """All that the workers restore is on this host."""
     if found.grown is not None:
         step.tell(reports.Grown(found.grown))
+    if found.suspected is not None:
+        step.tell(found.suspected)
     if not step.is_present(found.round):
         return
     current = step.present()

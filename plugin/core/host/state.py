@@ -12,7 +12,8 @@ from scalai.core.collection import Collection
 from scalai.core.commands import Build, Start, Workers
 from scalai.core.fingerprint import Committed
 from scalai.core.jsonable import Json
-from scalai.core.messages import JsonText
+from scalai.core.messages import Shared
+from scalai.core.remembered import Remembered
 from scalai.core.reports import Failed
 from scalai.core.worker_messages import (
     BeginSnapshot,
@@ -269,12 +270,14 @@ class HeldStop:
 class Settings:
     """What does not change while the agent lives. ``drain_timeout_s`` is how long workers may take
     to write once they may, and the host to leave; ``exit_grace_s`` how long workers that have
-    written may take to leave by themselves."""
+    written may take to leave by themselves; ``has_replicas`` whether hosts keep replicas for each
+    other."""
 
     host: str
     is_elastic: bool
     drain_timeout_s: float
     exit_grace_s: float = 10.0
+    has_replicas: bool = True
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -297,7 +300,7 @@ class HostState:
         is_rejoining: Whether the host joins again once its workers are gone.
         last_step: The last step of workers that came to the end of their script.
         last_round: The highest number of a round that the host has heard of.
-        request: What persons had asked of the job when it last heard of one.
+        remembered: What it keeps of the job for a coordinator that takes this one's place.
         exit: With which code the agent ends.
     """
 
@@ -317,7 +320,7 @@ class HostState:
     is_rejoining: bool = False
     last_step: int = 0
     last_round: int = 0
-    request: JsonText | None = None
+    remembered: Shared[Remembered] | None = None
     exit: int | None = None
 
     @property

@@ -72,6 +72,5 @@ def underway(state: HostState, seen: Seen | None) -> Underway | None:
         is_sealed=current.has_sealed,
         is_failed=current.failure is not None or current.emergency is not None,
         is_finished=current.has_finished,
-        request=state.request or workers.request,
         every=workers.snapshot_every if current.every is None else current.every,
     )

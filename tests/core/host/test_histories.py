@@ -233,6 +233,25 @@ def test_a_host_may_be_lost_with_its_store_at_any_time(tmp_path: Path, seed: int
     assert world.started[-1][1] is not None
 
 
+def test_a_host_that_comes_at_once_without_its_disk_is_another_agent(tmp_path: Path) -> None:
+    world = two_hosts(tmp_path)
+    for name in "ab":
+        world.kill(name, is_disk_lost=True)
+        world.add(name)
+        world.act(name, "net")
+        world.go_on(120.0)
+        assert world.is_training() and len(world.live.state.current.active) == 2, world.log
+
+
+def test_an_agent_that_was_paused_is_gone_with_its_machine(tmp_path: Path) -> None:
+    world = two_hosts(tmp_path)
+    world.replace("a")
+    world.wake_ghosts()
+    world.kill("a", is_disk_lost=True)
+    world.go_on(120.0)
+    assert world.is_training() and world.live.state.current.active == ("b",), world.log
+
+
 def test_a_save_that_is_in_flight_puts_a_change_off(tmp_path: Path) -> None:
     world = two_hosts(tmp_path)
     world.begin_save()

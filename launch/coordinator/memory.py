@@ -1,0 +1,80 @@
+"""What the hosts of a job keep of it for a coordinator that takes this one's place, as far as this
+one has said so."""
+
+import time
+
+from scalai.core.commands import Remember
+from scalai.core.membership import Job, Phase
+from scalai.core.messages import JsonText, Shared
+from scalai.core.remembered import Remembered
+from scalai.core.remembering import is_as_before, remember
+from scalai.launch.coordinator.members import Members
+from scalai.launch.coordinator.sizing import Sizing
+
+LOOK_S = 0.05
+"""How often it is looked whether hosts keep what was said."""
+
+
+class Memory:
+    """Whoever calls holds the lock of the members.
+
+    Args:
+        members: The hosts.
+        sizing: Knows what persons have asked for.
+    """
+
+    def __init__(self, members: Members, sizing: Sizing) -> None:
+        self._members, self._sizing = members, sizing
+        self._said: Shared[Remembered] | None = None
+        self._of: tuple[Job, JsonText] | None = None
+        self._terms = set[int]()
+        """Those in which this coordinator has said something: hosts may know of a later one."""
+        self._heard = (0, 0)
+
+    def look(self, job: Job) -> None:
+        """Say what the job remembers from now on, where that is something new. Before it is known
+        what hosts have kept, nothing is said that would replace it."""
+        if job.taking_over is not None or job.phase is Phase.ENDED or not len(self._members):
+            return
+        request = self._sizing.request
+        if self._of is not None and request == self._of[1] and is_as_before(job, self._of[0]):
+            return
+        self._of = job, request
+        self._terms.add(self._members.term)
+        number = self._said.value.number + 1 if self._said is not None else 1
+        self._said = Shared(remember(job, self._members.term, number, request))
+        self._members.command(self._members.hosts(), Remember(self._said))
+
+    def tell(self, host: str) -> None:
+        """A host has come."""
+        if self._said is not None:
+            self._members.command([host], Remember(self._said))
+
+    def hear(self, known: Remembered, *, has_begun: bool) -> Remembered | None:
+        """A host brings what it has kept. Return that, unless it is of this coordinator. What
+        persons had asked the one before for holds from then on, if they have asked this one for
+        nothing yet."""
+        if known.term in self._terms:
+            return None
+        has_said = self._said is not None and self._said.value.order > known.order
+        if not has_begun and not has_said and known.order > self._heard:
+            self._heard = known.order
+            self._sizing.take_over(known.request)
+        return known
+
+    def wait_kept(self, longest_s: float) -> bool:
+        """Wait, without the lock, until most hosts have what was said last; return whether they
+        do."""
+        deadline = time.monotonic() + longest_s
+        while not self._is_kept():
+            if time.monotonic() >= deadline:
+                return False
+            self._members.pause(LOOK_S)
+        return True
+
+    def _is_kept(self) -> bool:
+        if self._said is None:
+            return False
+        hosts, order = self._members.hosts(), self._said.value.order
+        count = sum(self._members[host].kept >= order for host in hosts)
+        return count > len(hosts) // 2
