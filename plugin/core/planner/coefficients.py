@@ -1,7 +1,7 @@
 """What programs reach of a device's figures: nine numbers, each with a prior and its source.
 
 A prior is log-normal: its median, and by what factor one standard deviation multiplies or divides
-it. None of them was fitted to step times. ``fit.py`` moves them to where measurements are.
+it. No median was fitted to step times. ``fit.py`` moves them to where measurements are.
 """
 
 from dataclasses import astuple, dataclass, fields
