@@ -71,6 +71,7 @@ NO_TORCH = (
     "scalai.launch.commands.inspect",
     "scalai.launch.commands.clean",
     "scalai.launch.commands.doctor",
+    "scalai.launch.commands.plan",
     "scalai.launch.commands.reshard",
     "scalai.launch.commands.verify",
     "scalai.launch.commands.chaos",

@@ -125,7 +125,12 @@ def _scan(script_args: Sequence[str]) -> Given:
     return given
 
 
-def _integer(given: Given, *names: str) -> int | None:
+def integer(given: Given, *names: str) -> int | None:
+    """Return the number behind the first of these flags that is given; None: none is.
+
+    Raises:
+        UsageError: What stands there is no whole number.
+    """
     for name in names:
         if name not in given:
             continue
@@ -139,28 +144,28 @@ def _integer(given: Given, *names: str) -> int | None:
 
 
 def _initial(given: Given) -> DegreeRequest:
-    pp = _integer(given, "--pipeline-model-parallel-size") or 1
+    pp = integer(given, "--pipeline-model-parallel-size") or 1
     return DegreeRequest(
-        tp=_integer(given, "--tensor-model-parallel-size") or 1,
+        tp=integer(given, "--tensor-model-parallel-size") or 1,
         pp=pp,
         vpp=_initial_chunks(given, pp),
-        cp=_integer(given, "--context-parallel-size") or 1,
-        ep=_integer(given, "--expert-model-parallel-size") or 1,
-        micro_batch_size=_integer(given, "--micro-batch-size"),
+        cp=integer(given, "--context-parallel-size") or 1,
+        ep=integer(given, "--expert-model-parallel-size") or 1,
+        micro_batch_size=integer(given, "--micro-batch-size"),
     )
 
 
 def _initial_chunks(given: Given, pp: int) -> int:
     layers = _counted_layers(given)
-    per_chunk = _integer(given, _LAYERS_PER_CHUNK)
+    per_chunk = integer(given, _LAYERS_PER_CHUNK)
     if per_chunk and layers:
         return max(1, layers // pp // per_chunk)
-    return _integer(given, _CHUNKS) or 1
+    return integer(given, _CHUNKS) or 1
 
 
 def _counted_layers(given: Given) -> int | None:
     """Layers as the pipeline split counts them."""
-    layers = _integer(given, "--num-layers", "--decoder-num-layers")
+    layers = integer(given, "--num-layers", "--decoder-num-layers")
     return None if layers is None else layers + _extra_layers(given)
 
 
@@ -171,25 +176,25 @@ def _extra_layers(given: Given) -> int:
 def _limits(given: Given, initial: DegreeRequest, is_query_group_shared: bool) -> ModelLimits:
     needs_tp = next((flag for flag in _NEEDS_TP if flag in given), None)
     has_groups = "--group-query-attention" in given and "--multi-latent-attention" not in given
-    experts = _integer(given, "--num-experts") or None
+    experts = integer(given, "--num-experts") or None
     values = values_of(given)
     is_uneven = any(values.get(name) for name in UNEVEN_STAGES)
     ramp = _ramp(given)
     return ModelLimits(
-        num_attention_heads=_integer(given, "--num-attention-heads"),
-        num_query_groups=_integer(given, "--num-query-groups") if has_groups else None,
+        num_attention_heads=integer(given, "--num-attention-heads"),
+        num_query_groups=integer(given, "--num-query-groups") if has_groups else None,
         # Uneven stages divide in their own way, and stay as they are.
-        num_layers=None if is_uneven else _integer(given, "--num-layers", "--decoder-num-layers"),
-        padded_vocab_size=_integer(given, _PADDED_VOCAB),
-        global_batch_size=_integer(given, "--global-batch-size") or max(ramp, default=None),
+        num_layers=None if is_uneven else integer(given, "--num-layers", "--decoder-num-layers"),
+        padded_vocab_size=integer(given, _PADDED_VOCAB),
+        global_batch_size=integer(given, "--global-batch-size") or max(ramp, default=None),
         micro_batch_size=initial.micro_batch_size,
-        seq_length=_integer(given, "--seq-length", "--encoder-seq-length"),
+        seq_length=integer(given, "--seq-length", "--encoder-seq-length"),
         num_experts=experts,
         ffn_hidden_size=_ffn_hidden_size(given),
-        expert_tp=_integer(given, "--expert-tensor-parallel-size"),
+        expert_tp=integer(given, "--expert-tensor-parallel-size"),
         ramp_batch_sizes=ramp,
-        eval_batch_size=None if _EVAL_MICRO in given else _integer(given, _EVAL_BATCH),
-        optimizer_instances=_integer(given, "--num-distributed-optimizer-instances") or 1,
+        eval_batch_size=None if _EVAL_MICRO in given else integer(given, _EVAL_BATCH),
+        optimizer_instances=integer(given, "--num-distributed-optimizer-instances") or 1,
         extra_layers=_extra_layers(given),
         is_sequence_parallel="--sequence-parallel" in given or experts is not None,
         is_query_group_shared=is_query_group_shared,
@@ -201,8 +206,8 @@ def _limits(given: Given, initial: DegreeRequest, is_query_group_shared: bool) -
 
 
 def _ffn_hidden_size(given: Given) -> int | None:
-    stated = _integer(given, "--ffn-hidden-size")
-    hidden = _integer(given, "--hidden-size")
+    stated = integer(given, "--ffn-hidden-size")
+    hidden = integer(given, "--hidden-size")
     if stated is not None or hidden is None:
         return stated
     # The default of validate_args; a gated unit is narrowed to a multiple of 64.
@@ -212,7 +217,7 @@ def _ffn_hidden_size(given: Given) -> int | None:
 def _ramp(given: Given) -> tuple[int, ...]:
     """Global batch sizes beside the final one, ascending."""
     sizes: set[int] = set()
-    final = _integer(given, "--global-batch-size")
+    final = integer(given, "--global-batch-size")
     ramp = given.get("--rampup-batch-size", ())
     schedule = " ".join(given.get("--step-batch-size-schedule", ())).replace(",", " ").split()
     try:
@@ -236,7 +241,7 @@ def _evaluation(
     of the first round are kept. Its losses are sums over micro-batches, of whichever size.
     """
     given, micro = arguments.given, micro or arguments.initial.micro_batch_size
-    stated = _integer(given, _EVAL_BATCH)
+    stated = integer(given, _EVAL_BATCH)
     if batch is not None and evaluates_by_replicas(arguments):
         yield from (_EVAL_BATCH, str(batch))
         stated = batch
@@ -252,7 +257,7 @@ def _fixed(given: Given, initial: DegreeRequest) -> Iterator[tuple[str, int, str
 
 
 def _vocabulary(given: Given, tp: int, padded: int | None) -> Iterator[str]:
-    pinned = _integer(given, _PADDED_VOCAB)
+    pinned = integer(given, _PADDED_VOCAB)
     if padded is None:
         return
     if padded % tp:

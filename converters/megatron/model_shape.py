@@ -1,0 +1,139 @@
+"""What Megatron-LM's flags say about the shape of a model and about what a step computes.
+
+Source: megatron/training/arguments.py of 0.14.0 to 0.20 (d98e8a64): defaults and what follows from
+other flags.
+"""
+
+import re
+from collections.abc import Mapping
+
+from scalai.converters.megatron.arguments import MegatronArguments, integer
+from scalai.converters.megatron.rules import Given
+from scalai.core.errors import RefusedError
+from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, Workload
+from scalai.core.planner.model import ModelShape
+from scalai.core.planner.search import Choices
+
+NEEDED: Mapping[str, str] = {
+    "--num-layers": "the number of layers",
+    "--hidden-size": "the width of a layer",
+    "--num-attention-heads": "the number of heads",
+    "--seq-length": "the length of a sequence",
+    "--global-batch-size": "the samples of a step",
+}
+_UNKNOWN = {
+    "--multi-latent-attention": "the size of its parts is not modelled",
+    "--hybrid-layer-pattern": "layers of other kinds are not modelled",
+    "--encoder-num-layers": "models with an encoder are not modelled",
+    "--mtp-num-layers": "layers that predict further tokens are not modelled",
+}
+_FREQUENCY = re.compile(r"\[[\d,\s]+\](?:\*\d+)?")
+
+
+def workload_of(arguments: MegatronArguments, vocab: int | None = None) -> Workload:
+    """Return what a step of a Megatron-LM job computes.
+
+    Args:
+        vocab: Rows of the embedding, where no flag says them.
+
+    Raises:
+        RefusedError: A flag is missing, or the model is of a kind that is not modelled.
+    """
+    given = arguments.given
+    for flag, why in _UNKNOWN.items():
+        if flag in given:
+            raise RefusedError(f"{flag}: {why}; choose its degrees by a [degrees] table.")
+    missing = [f"{flag} ({what})" for flag, what in NEEDED.items() if integer(given, flag) is None]
+    if missing:
+        raise RefusedError(f"the command line lacks {', '.join(missing)}; add it.")
+    precision = "fp32"
+    for flag, name in (("--fp16", "fp16"), ("--bf16", "bf16"), ("--fp8-format", "fp8")):
+        precision = name if flag in given else precision
+    is_fused = "--use-flash-attn" in given or not (
+        given.get("--transformer-impl") == ("local",)
+        or given.get("--attention-backend") in (("unfused",), ("local",))
+    )
+    gradient = 2 if "--grad-reduce-in-bf16" in given else None
+    dropouts = (given.get(f"--{part}-dropout", ("0.1",)) for part in ("hidden", "attention"))
+    has_dropout = any(float(words[0]) > 0 if words else True for words in dropouts)
+    batch = integer(given, "--global-batch-size") or 0
+    return Workload(_shape(given, vocab), batch, precision, is_fused, has_dropout, gradient)
+
+
+def choices_of(arguments: MegatronArguments) -> Choices:
+    """Return what a search may choose for this job: the distributed optimizer stays where it is
+    asked for, context parallelism is what the flags say, and experts stay as they are spread."""
+    given, initial = arguments.given, arguments.initial
+    sharding = (OPTIMIZER,) if "--use-distributed-optimizer" in given else (NO_SHARDING, OPTIMIZER)
+    return Choices(
+        sharding=sharding,
+        is_sequence_parallel=arguments.limits.is_sequence_parallel,
+        context_parallel=(initial.cp or 1,),
+        expert_parallel=(initial.ep or 1,),
+    )
+
+
+def _shape(given: Given, vocab: int | None) -> ModelShape:
+    layers, hidden = integer(given, "--num-layers") or 0, integer(given, "--hidden-size") or 0
+    heads = integer(given, "--num-attention-heads") or 0
+    if not heads or (hidden % heads and "--kv-channels" not in given):
+        raise RefusedError(
+            f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; use a divisor, "
+            "or state --kv-channels."
+        )
+    is_gated = "--swiglu" in given
+    # The default of validate_args; a gated unit is narrowed to a multiple of 64.
+    default = int((4 * hidden * 2 / 3) / 64) * 64 if is_gated else 4 * hidden
+    ffn = integer(given, "--ffn-hidden-size") or default
+    groups = integer(given, "--num-query-groups") if "--group-query-attention" in given else None
+    kind = (given.get("--position-embedding-type") or ("learned_absolute",))[0]
+    positions = integer(given, "--max-position-embeddings", "--seq-length") or 0
+    experts = integer(given, "--num-experts") or 0
+    return ModelShape(
+        layers=layers, hidden=hidden, heads=heads, ffn=ffn, vocab=_vocab(given, vocab),
+        seq=integer(given, "--seq-length") or 0, kv_groups=groups or heads,
+        head_dim=integer(given, "--kv-channels") or hidden // heads,
+        positions=positions if kind == "learned_absolute" else 0,
+        is_gated=is_gated,
+        is_tied="--untie-embeddings-and-output-weights" not in given,
+        has_bias="--disable-bias-linear" not in given,
+        has_qkv_bias="--add-qkv-bias" in given,
+        has_norm_bias=given.get("--normalization") != ("RMSNorm",),
+        experts=experts,
+        moe_layers=_moe_layers(given, layers) if experts else 0,
+        top_k=(integer(given, "--moe-router-topk") or 2) if experts else 0,
+        expert_ffn=(integer(given, "--moe-ffn-hidden-size") or ffn) if experts else 0,
+        shared_ffn=(integer(given, "--moe-shared-expert-intermediate-size") or 0) if experts else 0,
+    )  # fmt: skip
+
+
+def _vocab(given: Given, vocab: int | None) -> int:
+    padded = integer(given, "--padded-vocab-size")
+    rows = padded or vocab or integer(given, "--vocab-size")
+    if rows is None:
+        raise RefusedError(
+            "the size of the vocabulary is known once the tokenizer is loaded; state it by --vocab "
+            "or by the job's own --padded-vocab-size."
+        )
+    if padded:
+        return padded
+    multiple = integer(given, "--make-vocab-size-divisible-by") or 128
+    return -(-rows // multiple) * multiple
+
+
+def _moe_layers(given: Given, layers: int) -> int:
+    """Return how many layers have experts: each ``N``-th, or those of a pattern of 0 and 1."""
+    text = "".join(given.get("--moe-layer-freq") or ("1",)).replace(" ", "")
+    if text.isdecimal() and int(text):
+        return len(range(0, layers, int(text)))
+    parts = _FREQUENCY.findall(text)
+    pattern: list[str] = []
+    for part in parts:
+        inner, _, times = part.partition("]")
+        pattern += inner[1:].split(",") * int(times[1:] or 1)
+    if len(pattern) != layers or set(pattern) - {"0", "1"}:
+        raise RefusedError(
+            f"--moe-layer-freq {text} is no pattern of 0 and 1 for {layers} layers, such as "
+            f"([0]*1+[1]*{layers - 1})."
+        )
+    return pattern.count("1")

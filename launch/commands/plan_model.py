@@ -1,0 +1,226 @@
+"""What ``scalai plan`` is asked about: a model, a batch and devices, from files and flags."""
+
+import argparse
+import csv
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
+from scalai.converters.megatron.model_shape import choices_of, workload_of
+from scalai.core.degrees import ModelLimits
+from scalai.core.errors import RefusedError
+from scalai.core.planner.columns import Workload
+from scalai.core.planner.devices import FIGURES, Device, custom_device, device_named
+from scalai.core.planner.fit import Calibration, uncalibrated
+from scalai.core.planner.model import ModelShape
+from scalai.core.planner.rows import Row, limits_of, read_rows
+from scalai.core.planner.score import calibrate_rows
+from scalai.core.planner.search import Choices
+
+_GPT = ("gpt2", "gpt_neo", "gpt_bigcode")
+_LLAMA = ("llama", "mistral", "qwen2", "qwen3", "mixtral")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be planned."""
+
+    work: Workload
+    device: Device
+    limits: ModelLimits
+    choices: Choices
+    calibration: Calibration
+    arguments: MegatronArguments | None = None
+    """Of a Megatron-LM job that the command line names."""
+
+
+def read_question(args: argparse.Namespace) -> Question:
+    """Read the model, the devices and what was measured.
+
+    Raises:
+        RefusedError: Something is missing, unknown or contradicts something else; the message says
+            what to give.
+    """
+    script = args.job_arguments[1:] if args.job_arguments[:1] == ["--"] else args.job_arguments
+    if (args.model is None) == (not script):
+        raise RefusedError("give either --model CONFIG, or a training script's flags behind --.")
+    device = _device(args)
+    calibration = read_calibration(args.calibrate, device, args.source)
+    if script:
+        work, limits, choices, arguments = _of_script(script, args)
+        return Question(work, device, limits, choices, calibration, arguments)
+    if args.global_batch_size is None:
+        raise RefusedError("--global-batch-size is needed beside --model: the samples of a step.")
+    shape = read_shape(args.model, args.seq_length, args.vocab)
+    # Models with a gate are trained without dropout.
+    work = Workload(
+        shape, args.global_batch_size, args.precision or "bf16", has_dropout=not shape.is_gated
+    )
+    return Question(work, device, limits_of(work), _narrowed(Choices(), args), calibration)
+
+
+def read_table(path: Path) -> tuple[Row, ...]:
+    """Read a table of measured steps.
+
+    Raises:
+        RefusedError: It is no table, there is no line, or a column is not there.
+    """
+    if not path.is_file():
+        raise RefusedError(f"{path} is no file; name a table of measured steps.")
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            lines = list(csv.DictReader(file))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise RefusedError(f"{path} is no table of comma-separated values: {error}") from error
+    if not lines:
+        raise RefusedError(f"{path}: no line of measurements; docs/degrees.md lists the columns.")
+    missing = sorted({"source", "gpu_type", "iteration_time_s"} - set(lines[0]))
+    if missing:
+        raise RefusedError(f"{path}: no column {missing[0]!r}; docs/degrees.md lists the columns.")
+    return read_rows(lines)
+
+
+def read_calibration(path: Path | None, device: Device, source: str | None) -> Calibration:
+    """Return what measured steps say of a device; None: nothing is measured.
+
+    Raises:
+        RefusedError: No row is of the device, or those of several sources are and none is named.
+    """
+    if path is None:
+        return uncalibrated()
+    rows = [row for row in read_table(path) if not row.refused and row.device is not None]
+    mine = [row for row in rows if row.device is not None and row.device.name == device.name]
+    sources = sorted({row.source for row in mine if source in (None, row.source)})
+    if not sources:
+        known = (
+            ", ".join(sorted({f"{row.source} on {row.cluster[1]}" for row in rows})) or "nothing"
+        )
+        raise RefusedError(f"{path} says nothing of {device.name} here; it has {known}.")
+    if len(sources) > 1:
+        raise RefusedError(f"{path} has several sources of {device.name}: {', '.join(sources)}. "
+                           "Name one by --source.")  # fmt: skip
+    return calibrate_rows([row for row in mine if row.source == sources[0]])
+
+
+def read_shape(path: Path, seq: int | None, vocab: int | None) -> ModelShape:
+    """Read a model's shape from Hugging Face's ``config.json``, or from a table [model] of TOML
+    with the names of ``ModelShape``.
+
+    Raises:
+        RefusedError: It is neither, or of a kind that is not modelled.
+    """
+    if not path.is_file():
+        raise RefusedError(f"{path} is no file; give a config.json, or TOML with a table [model].")
+    try:
+        if path.suffix == ".toml":
+            return _from_toml(tomllib.loads(path.read_text(encoding="utf-8")), path, seq, vocab)
+        return _from_hugging_face(json.loads(path.read_text(encoding="utf-8")), path, seq, vocab)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RefusedError(f"{path} cannot be read: {error}") from error
+
+
+def _device(args: argparse.Namespace) -> Device:
+    figures = {
+        flag: value
+        for flag in FIGURES
+        if (value := getattr(args, flag.replace("-", "_"))) is not None
+    }
+    return custom_device(args.gpu, figures) if figures else device_named(args.gpu)
+
+
+def _of_script(
+    script: Sequence[str], args: argparse.Namespace
+) -> tuple[Workload, ModelLimits, Choices, MegatronArguments]:
+    flags = script[1:] if not script[0].startswith("-") else script
+    if not is_megatron(flags):
+        raise RefusedError(
+            f"{script[0]} is not called as a Megatron-LM training script is; of other scripts "
+            "state the model by --model."
+        )
+    for flag, name in (
+        ("--global-batch-size", "global_batch_size"),
+        ("--seq-length", "seq_length"),
+    ):
+        mine = getattr(args, name)
+        if mine is not None and flag in flags:
+            raise RefusedError(f"{flag} stands before -- and among the script's flags; keep one.")
+        if mine is not None:
+            flags = [*flags, flag, str(mine)]
+    arguments = read_arguments(flags, allow_untested=True)
+    work = workload_of(arguments, args.vocab)
+    if args.precision:
+        raise RefusedError("--precision: the script's flags say it; leave it out.")
+    return work, arguments.limits, _narrowed(choices_of(arguments), args), arguments
+
+
+def _narrowed(choices: Choices, args: argparse.Namespace) -> Choices:
+    given: dict[str, Any] = {
+        "micro_batches": args.micro_batch_size, "recompute": args.recompute,
+        "sharding": args.sharding, "context_parallel": args.context_parallel,
+        "expert_parallel": args.expert_parallel, "max_tensor_parallel": args.max_tensor_parallel,
+    }  # fmt: skip
+    values = {f.name: getattr(choices, f.name) for f in fields(choices)}
+    return Choices(**{**values, **{k: v for k, v in given.items() if v is not None}})
+
+
+def _from_toml(
+    content: Mapping[str, Any], path: Path, seq: int | None, vocab: int | None
+) -> ModelShape:
+    table = content.get("model")
+    if not isinstance(table, Mapping):
+        raise RefusedError(f"{path} has no table [model].")
+    known = {f.name for f in fields(ModelShape)}
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise RefusedError(f"{path}: {unknown[0]!r} is no size of a model; known: {sorted(known)}.")
+    sizes = {**table}
+    sizes |= {"seq": seq} if seq else {}
+    sizes |= {"vocab": vocab} if vocab else {}
+    missing = sorted({"layers", "hidden", "heads", "seq", "vocab"} - set(sizes))
+    if missing:
+        raise RefusedError(f"{path}: [model] lacks {', '.join(missing)}.")
+    wrong = sorted(name for name, size in sizes.items() if not isinstance(size, int))
+    if wrong:
+        raise RefusedError(f"{path}: {wrong[0]}={sizes[wrong[0]]!r} is no whole number.")
+    hidden, heads = sizes["hidden"], sizes["heads"]
+    filled = {"ffn": 4 * hidden, "kv_groups": heads, "head_dim": hidden // max(heads, 1), **sizes}
+    return ModelShape(**filled)
+
+
+def _from_hugging_face(
+    config: Mapping[str, Any], path: Path, seq: int | None, vocab: int | None
+) -> ModelShape:
+    kind = str(config.get("model_type", "none"))
+
+    def size(*names: str, default: int | None = None) -> int:
+        for name in names:
+            if isinstance(config.get(name), int):
+                return int(config[name])
+        if default is None:
+            raise RefusedError(f"{path} has no {' or '.join(names)}.")
+        return default
+
+    if kind not in (*_GPT, *_LLAMA):
+        raise RefusedError(
+            f"{path}: models of type {kind!r} are not modelled; {', '.join((*_GPT, *_LLAMA))} are. "
+            "State the shape in TOML, under [model]."
+        )
+    hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
+    longest = size("max_position_embeddings", "n_positions")
+    is_llama, experts = kind in _LLAMA, size("num_local_experts", default=0)
+    layers = size("num_hidden_layers", "n_layer")
+    ffn = size("intermediate_size", "n_inner", default=4 * hidden)
+    return ModelShape(
+        layers=layers, hidden=hidden, heads=heads, ffn=ffn, vocab=vocab or size("vocab_size"),
+        seq=seq or longest, kv_groups=size("num_key_value_heads", default=heads),
+        head_dim=size("head_dim", default=hidden // heads), positions=0 if is_llama else longest,
+        is_gated=is_llama, is_tied=bool(config.get("tie_word_embeddings", not is_llama)),
+        has_bias=not is_llama, has_norm_bias=not is_llama, has_qkv_bias=kind == "qwen2",
+        experts=experts, moe_layers=layers if experts else 0,
+        top_k=size("num_experts_per_tok", default=2) if experts else 0,
+        expert_ffn=ffn if experts else 0,
+    )  # fmt: skip

@@ -1,0 +1,160 @@
+"""Calibration: the coefficients that measured steps of one cluster speak for, and how far they, and
+what they predict, can be trusted."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from scalai.core.planner.coefficients import Coefficients, from_logs, prior_logs
+from scalai.core.planner.columns import Columns, Floats
+from scalai.core.planner.time import step_time
+
+PRIOR_NOISE = 0.08
+"""Standard deviation of a measured step about the model, of logarithms: what models like this one
+reach (vTrain, arXiv 2312.12391: 8.4 %)."""
+PRIOR_ROWS = 4.0
+"""Rows whose weight the prior of the noise has."""
+TAIL = 4.0
+"""Degrees of freedom of Student's t, by which a row far away counts less."""
+UNCALIBRATED_NOISE = 0.12
+"""The same on a cluster of which nothing was measured: also what no coefficient can express."""
+NINETY_PERCENT, NINETY_PERCENT_TAILED = 1.645, 2.132
+"""Standard deviations, or scales, to either side that hold 90 % of a normal distribution and of
+Student's t with ``TAIL`` degrees of freedom."""
+ITERATIONS = 40
+KINDS = ("recompute", "sharding", "is_sequence_parallel", "is_attention_fused")
+SIZES = ("tp", "pp", "dp", "vpp", "cp", "ep", "micro_batch", "hidden", "layers", "seq")
+"""Columns of which a prediction says whether anything like it was measured."""
+_STEP = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds of a step, and the interval that holds 90 % of measurements, [cases]."""
+
+    seconds: Floats
+    low: Floats
+    high: Floats
+
+    @property
+    def half_width(self) -> Floats:
+        """Half of the interval, over the prediction."""
+        return (self.high - self.low) / (2 * self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Coefficients with their uncertainty.
+
+    Attributes:
+        logs: Logarithms of the coefficients, [coefficients].
+        covariance: Of ``logs``, [coefficients, coefficients].
+        noise: Standard deviation of a measurement about the model, of logarithms.
+        rows: How many measurements it rests on.
+        seen: Sizes that the measurements had, by column.
+    """
+
+    logs: Floats
+    covariance: Floats
+    noise: float
+    rows: int
+    seen: Mapping[str, frozenset[float]]
+
+    @property
+    def coefficients(self) -> Coefficients:
+        return from_logs(self.logs)
+
+    def never_seen(self, x: Columns, number: int) -> tuple[str, ...]:
+        """Say of one case what none of the measurements had: a kind, or a size beyond all of
+        theirs."""
+        found = []
+        for name, sizes in self.seen.items():
+            column = np.ravel(getattr(x, name))
+            size = float(column[number if len(column) > 1 else 0])
+            is_kind = name in KINDS
+            if not sizes or (
+                size not in sizes if is_kind else not min(sizes) <= size <= max(sizes)
+            ):
+                found.append(f"{name}={size:g}")
+        return tuple(found)
+
+    def predict(self, x: Columns) -> Prediction:
+        """Return what a step takes."""
+        seconds = step_time(x, self.coefficients).total
+        slopes = _slopes(lambda logs: np.log(step_time(x, from_logs(logs)).total), self.logs)
+        variance = np.einsum("...i,ij,...j->...", slopes, self.covariance, slopes)
+        known = NINETY_PERCENT**2 * variance + (NINETY_PERCENT_TAILED * self.noise) ** 2
+        spread = np.exp(np.sqrt(known))
+        return Prediction(seconds, seconds / spread, seconds * spread)
+
+
+def uncalibrated() -> Calibration:
+    """Return what is known where nothing was measured."""
+    means, deviations = prior_logs()
+    nothing = {name: frozenset[float]() for name in (*KINDS, *SIZES)}
+    return Calibration(means, np.diag(deviations**2), UNCALIBRATED_NOISE, 0, nothing)
+
+
+def calibrate(x: Columns, seconds: Floats) -> Calibration:
+    """Return the coefficients that are most likely, of one cluster's measured steps.
+
+    They maximise the posterior of the priors and of errors of logarithms under Student's t, so that
+    a few rows move few coefficients and a row that contradicts its neighbours hardly counts.
+
+    Args:
+        x: The measured cases, [cases].
+        seconds: A step of each, [cases].
+    """
+    means, deviations = prior_logs()
+    measured = np.log(seconds)
+
+    def predicted(logs: Floats) -> Floats:
+        return np.log(step_time(x, from_logs(logs)).total)
+
+    logs, noise = means.copy(), PRIOR_NOISE
+    weights = np.ones(len(measured))
+    precision = np.diag(deviations**-2.0)
+    loss = np.inf
+    damping = 1e-3
+    for _ in range(ITERATIONS):
+        residual = measured - predicted(logs)
+        weights = (TAIL + 1) / (TAIL + (residual / noise) ** 2)
+        slopes = _slopes(predicted, logs)
+        normal = (slopes.T * weights) @ slopes / noise**2 + precision
+        gradient = slopes.T @ (weights * residual) / noise**2 + (means - logs) / deviations**2
+        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient)
+        tried = logs + np.clip(step, -0.5, 0.5)
+        new_loss = _loss(measured - predicted(tried), noise, tried, means, deviations)
+        loss = _loss(residual, noise, logs, means, deviations)
+        if new_loss <= loss:
+            logs, damping = tried, max(damping / 3, 1e-6)
+        else:
+            damping *= 10
+        residual = measured - predicted(logs)
+        squares = float((weights * residual**2).sum())
+        noise = float(
+            np.sqrt((PRIOR_ROWS * PRIOR_NOISE**2 + squares) / (PRIOR_ROWS + len(measured)))
+        )
+        if np.abs(step).max() < 1e-6:
+            break
+    slopes = _slopes(predicted, logs)
+    normal = (slopes.T * weights) @ slopes / noise**2 + precision
+    seen = {name: frozenset(np.ravel(getattr(x, name)).tolist()) for name in (*KINDS, *SIZES)}
+    covariance: Floats = np.linalg.inv(normal).astype(np.float64)
+    return Calibration(logs, covariance, noise, len(measured), seen)
+
+
+def _loss(residual: Floats, noise: float, logs: Floats, means: Floats, deviations: Floats) -> float:
+    tails = (TAIL + 1) / 2 * np.log1p((residual / noise) ** 2 / TAIL)
+    return float(tails.sum() + (((logs - means) / deviations) ** 2).sum() / 2)
+
+
+def _slopes(function: Callable[[Floats], Floats], at: Floats) -> Floats:
+    """Return the derivatives of what ``function`` gives, [cases, coefficients]."""
+    columns = []
+    for number in range(len(at)):
+        moved = np.zeros(len(at))
+        moved[number] = _STEP
+        columns.append((function(at + moved) - function(at - moved)) / (2 * _STEP))
+    return np.stack(columns, axis=-1)

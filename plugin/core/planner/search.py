@@ -1,0 +1,367 @@
+"""Which layout of a training step is best on the devices that are there, and why others are not.
+
+What is valid is said by ``core/degrees.py``, what fits by ``memory.py``, what is fast by
+``time.py`` with what is measured. The global batch stays what it is: a layout that cannot keep it
+is none.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+
+from scalai.core.degrees import Degrees, ModelLimits, refusal
+from scalai.core.errors import RefusedError
+from scalai.core.planner.columns import (
+    GRADIENTS,
+    OPTIMIZER,
+    RECOMPUTES,
+    Columns,
+    Layout,
+    Recompute,
+    Workload,
+    grid,
+)
+from scalai.core.planner.devices import Device
+from scalai.core.planner.fit import Calibration, uncalibrated
+from scalai.core.planner.memory import USABLE, StepMemory, step_memory
+from scalai.core.planner.time import StepTime, step_time
+
+MICRO_BATCHES = 32
+"""Larger micro-batches are not tried."""
+REPLICA_COUNTS = 3
+"""How many of the largest numbers of replicas that fit the devices are tried with each split of the
+model: fewer replicas leave more devices idle."""
+RUNNERS_UP, TOO_LARGE = 5, 2
+"""Layouts that are shown beside the best: those that fit, and faster ones that do not."""
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a search may choose from.
+
+    Attributes:
+        micro_batches: Those that are tried; empty: all divisors up to ``MICRO_BATCHES``.
+        sharding: As ``columns.py`` counts it. Gradients and weights are not sharded with pipelines.
+        context_parallel, expert_parallel: Degrees that are tried.
+        max_tensor_parallel: None: the devices of a host.
+    """
+
+    micro_batches: tuple[int, ...] = ()
+    recompute: tuple[Recompute, ...] = RECOMPUTES
+    sharding: tuple[int, ...] = (OPTIMIZER,)
+    is_sequence_parallel: bool = True
+    context_parallel: tuple[int, ...] = (1,)
+    expert_parallel: tuple[int, ...] = (1,)
+    max_tensor_parallel: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One layout with what it costs: seconds a step with their 90 % interval, and bytes."""
+
+    layout: Layout
+    seconds: float
+    low: float
+    high: float
+    time: dict[str, float]
+    memory: dict[str, float]
+    idle: int
+    """Devices that it leaves alone."""
+    reason: str = ""
+    """Why it is not the one to take; empty: it is."""
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The best layout, others with the reason why not, and how many were looked at."""
+
+    best: Estimate
+    runners_up: tuple[Estimate, ...]
+    valid: int
+    fitting: int
+    never_seen: tuple[str, ...] = ()
+    """What of the best layout no measurement is like; empty also where nothing was measured."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Reasons for which layouts are not valid, an example of each kind, and how often."""
+
+
+def search(
+    work: Workload,
+    device: Device,
+    devices: int,
+    limits: ModelLimits,
+    choices: Choices | None = None,
+    calibration: Calibration | None = None,
+) -> Plan:
+    """Return the fastest layout that is valid and fits.
+
+    Args:
+        devices: How many there are; a plan may leave some idle.
+        limits: What the model and the framework allow.
+
+    Raises:
+        RefusedError: Nothing is valid, or nothing that is fits; the message names the nearest way
+            out.
+    """
+    choices, calibration = choices or Choices(), calibration or uncalibrated()
+    if devices < 1:
+        raise RefusedError(f"{devices} devices: a job needs at least one.")
+    layouts, refused = _layouts(work, device, devices, limits, choices)
+    if not layouts:
+        raise RefusedError(_why_none(work, device, devices, limits, choices, refused))
+    x = _columns(work, device, layouts, choices)
+    memory = step_memory(x)
+    is_fit = memory.total <= USABLE * device.memory
+    if not is_fit.any():
+        raise RefusedError(_what_would_fit(work, device, devices, limits, choices, x, memory))
+    seconds = step_time(x, calibration.coefficients).total
+    order = np.argsort(seconds, kind="stable")
+    fitting = order[is_fit[order]]
+    shown = _distinct(x, map(int, fitting), RUNNERS_UP + 1)
+    faster = order[~is_fit[order] & (seconds[order] < seconds[shown[0]])]
+    nearest = faster[np.argsort(memory.total[faster], kind="stable")]
+    larger = _distinct(x, map(int, nearest), TOO_LARGE)
+    numbers = [*shown, *larger]
+    rows = [layouts[number] for number in numbers]
+    kept = [_layout(row, choices) for row in rows]
+    found = _estimates(_take(x, numbers), kept, devices, calibration)
+    best = found[0]
+    others = [replace(one, reason=_why_not(one, best, device, devices)) for one in found[1:]]
+    others.sort(key=lambda one: one.seconds)
+    return Plan(
+        best, tuple(others), len(layouts), len(fitting),
+        calibration.never_seen(x, numbers[0]) if calibration.rows else (), refused,
+    )  # fmt: skip
+
+
+def _layouts(
+    work: Workload,
+    device: Device,
+    devices: int,
+    limits: ModelLimits,
+    choices: Choices,
+    replica_counts: int = REPLICA_COUNTS,
+) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+    """Return the valid layouts as (tp, pp, dp, vpp, cp, ep, micro, recompute, sharding), and
+    an example of each kind of reason against one, with how often there was such."""
+    found: list[tuple[int, ...]] = []
+    refused: dict[str, int] = {}
+    examples: dict[str, str] = {}
+    kinds = [
+        (RECOMPUTES.index(kind), sharding)
+        for kind in choices.recompute
+        for sharding in choices.sharding
+        if not (kind == "selective" and work.is_attention_fused)
+    ] or [(0, sharding) for sharding in choices.sharding]
+    for degrees, micro in _degrees(work, device, devices, limits, choices, replica_counts):
+        why = refusal(degrees, limits, micro)
+        if why is not None:
+            # The same reason with other numbers is one reason, of which the first is an example.
+            kind = re.sub(r"\d+", "", why)
+            example = examples.setdefault(kind, why)
+            refused[example] = refused.get(example, 0) + 1
+            continue
+        sizes = (degrees.tp, degrees.pp, degrees.dp, degrees.vpp, degrees.cp, degrees.ep, micro)
+        found += [
+            (*sizes, again, sharding)
+            for again, sharding in kinds
+            if sharding < GRADIENTS or degrees.pp == 1
+        ]
+    return found, refused
+
+
+def _degrees(
+    work: Workload,
+    device: Device,
+    devices: int,
+    limits: ModelLimits,
+    choices: Choices,
+    replica_counts: int,
+) -> Iterator[tuple[Degrees, int]]:
+    """Yield degrees and micro-batches that may be valid: divisors of what they cut."""
+    shape, batch = work.shape, work.global_batch
+    most = choices.max_tensor_parallel or device.per_host
+    layers = shape.layers + limits.extra_layers
+    replicas = divisors(batch)
+    for tp in (t for t in divisors(shape.heads) if t <= most):
+        for pp in divisors(layers):
+            for cp in choices.context_parallel:
+                room = devices // (tp * pp * cp)
+                for dp in [d for d in replicas if d <= room][-replica_counts:]:
+                    for micro in _micro_batches(batch // dp, choices):
+                        for vpp in divisors(layers // pp) if pp > 1 else [1]:
+                            for ep in choices.expert_parallel:
+                                if cp * dp % ep == 0:
+                                    yield Degrees(tp, pp, dp, vpp, cp, ep), micro
+
+
+def _micro_batches(each: int, choices: Choices) -> list[int]:
+    if choices.micro_batches:
+        return [micro for micro in choices.micro_batches if each % micro == 0]
+    return [micro for micro in divisors(each) if micro <= MICRO_BATCHES]
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors, ascending."""
+    low = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
+
+
+NAMES = ("tp", "pp", "dp", "vpp", "cp", "ep", "micro_batch", "recompute", "sharding")
+
+
+def _columns(
+    work: Workload, device: Device, layouts: Sequence[tuple[int, ...]], choices: Choices
+) -> Columns:
+    table = np.array(layouts, dtype=float)
+    columns = dict(zip(NAMES, table.T, strict=True))
+    columns["is_sequence_parallel"] = (columns["tp"] > 1) * float(choices.is_sequence_parallel)
+    return grid(work, device, columns)
+
+
+def _layout(row: Sequence[int], choices: Choices) -> Layout:
+    tp, pp, dp, vpp, cp, ep, micro, again, sharding = row
+    return Layout(
+        Degrees(tp, pp, dp, vpp, cp, ep), micro, RECOMPUTES[again], sharding,
+        choices.is_sequence_parallel and tp > 1,
+    )  # fmt: skip
+
+
+def _distinct(x: Columns, numbers: Iterable[int], most: int) -> list[int]:
+    """Return the first of each combination of degrees, virtual stages and micro-batch aside."""
+    seen: dict[tuple[float, ...], int] = {}
+    for number in numbers:
+        key = (x.tp[number], x.pp[number], x.dp[number], x.cp[number], x.ep[number])
+        if key not in seen:
+            seen[key] = number
+            if len(seen) == most:
+                break
+    return list(seen.values())
+
+
+def _estimates(
+    x: Columns, layouts: Sequence[Layout], devices: int, calibration: Calibration
+) -> list[Estimate]:
+    time, memory = step_time(x, calibration.coefficients), step_memory(x)
+    said = calibration.predict(x)
+    return [
+        Estimate(
+            layout, float(said.seconds[place]), float(said.low[place]), float(said.high[place]),
+            _parts(time, place), _parts(memory, place), devices - layout.degrees.world_size,
+        )
+        for place, layout in enumerate(layouts)
+    ]  # fmt: skip
+
+
+def _take(x: Columns, numbers: Sequence[int]) -> Columns:
+    """Return the columns of some cases."""
+    chosen = list(numbers)
+    return Columns(
+        **{
+            f.name: value[chosen] if np.ndim(value := getattr(x, f.name)) else value
+            for f in fields(Columns)
+        }
+    )
+
+
+def _parts(of: StepTime | StepMemory, place: int) -> dict[str, float]:
+    parts = {}
+    for part in fields(of):
+        column = np.ravel(getattr(of, part.name))
+        parts[part.name] = float(column[place if len(column) > 1 else 0])
+    return parts
+
+
+def _why_not(one: Estimate, best: Estimate, device: Device, devices: int) -> str:
+    """Return what binds: memory, with its largest parts, or the parts of time that are longer."""
+    room = USABLE * device.memory
+    if one.bytes > room:
+        largest = sorted(one.memory.items(), key=lambda item: -item[1])[:3]
+        parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in largest)
+        return f"does not fit: {one.bytes / GB:.1f} of {room / GB:.1f} GB ({parts})"
+    more = {name: one.time[name] - best.time[name] for name in one.time}
+    longest = [name for name in sorted(more, key=lambda n: -more[n]) if more[name] > 0][:2]
+    parts = ", ".join(f"{name} +{more[name]:.3g} s" for name in longest)
+    text = f"{one.seconds / best.seconds - 1:.1%} slower" + (f": {parts}" if parts else "")
+    if one.idle > best.idle:
+        text += f"; leaves {one.idle} of {devices} devices idle"
+    return text
+
+
+def _why_none(
+    work: Workload,
+    device: Device,
+    devices: int,
+    limits: ModelLimits,
+    choices: Choices,
+    refused: dict[str, int],
+) -> str:
+    batch = work.global_batch
+    if choices.micro_batches and all(batch % micro for micro in choices.micro_batches):
+        micro = min(choices.micro_batches)
+        near = [size for size in (batch // micro * micro, -(-batch // micro) * micro) if size]
+        return (
+            f"a micro-batch of {' or '.join(map(str, choices.micro_batches))} does not divide the "
+            f"global batch of {batch}, on any number of devices. Use a global batch of "
+            f"{' or '.join(map(str, dict.fromkeys(near)))}, or a micro-batch that divides {batch}."
+        )
+    often = max(refused, key=lambda why: refused[why]) if refused else "no split of it is so small"
+    nearest = nearest_fitting(work, device, devices, limits, choices)
+    way = f"Use {nearest} devices, the fewest on which one is." if nearest else "Change the model."
+    return (
+        f"no layout of {work.shape.layers} layers and {work.shape.heads} heads is valid on "
+        f"{devices} devices ({often}). {way}"
+    )
+
+
+def _what_would_fit(
+    work: Workload,
+    device: Device,
+    devices: int,
+    limits: ModelLimits,
+    choices: Choices,
+    x: Columns,
+    memory: StepMemory,
+) -> str:
+    """Return the message where no valid layout fits: the least that is needed, and the way out."""
+    least = int(np.argmin(memory.total))
+    parts = _parts(memory, least)
+    largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    named = ", ".join(f"{name} {size / GB:.1f} GB" for name, size in largest)
+    layout = _layout([int(getattr(x, name)[least]) for name in NAMES], choices)
+    text = (
+        f"nothing that is valid on {devices} devices fits: {layout} needs the least, "
+        f"{sum(parts.values()) / GB:.1f} of {USABLE * device.memory / GB:.1f} GB of {device.name} "
+        f"({named})."
+    )
+    nearest = nearest_fitting(work, device, devices, limits, choices)
+    if nearest is None:
+        return f"{text} Nor does it on any number of them; use devices with more memory."
+    return f"{text} Use {nearest} devices, the fewest on which it does."
+
+
+def nearest_fitting(
+    work: Workload, device: Device, devices: int, limits: ModelLimits, choices: Choices
+) -> int | None:
+    """Return the smallest number of devices, above ``devices``, on which something fits."""
+    shape = work.shape
+    most = device.per_host * shape.layers * max(choices.context_parallel) * work.global_batch
+    least = replace(choices, micro_batches=choices.micro_batches or (1,))
+    size, found = devices, None
+    while size < most and found is None:
+        size = min(size * 2, most)
+        layouts, _ = _layouts(work, device, size, limits, least, len(divisors(work.global_batch)))
+        if not layouts:
+            continue
+        x = _columns(work, device, layouts, choices)
+        is_fit = step_memory(x).total <= USABLE * device.memory
+        if is_fit.any():
+            found = int(x.world_size[is_fit].min())
+    return found

@@ -1,0 +1,62 @@
+"""Devices are found by the names that people and drivers give them; others are asked for."""
+
+import pytest
+
+from scalai.core.errors import RefusedError
+from scalai.core.planner.devices import DEVICES, FIGURES, GB, custom_device, device_named
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("h100", "h100-80gb"),
+        ("H100-80GB", "h100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("A100", "a100-80gb"),
+        ("A10", "a10-24gb"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
+        ("AMD Instinct MI300X", "mi300x-192gb"),
+        ("b200", "b200-180gb"),
+    ],
+)
+def test_a_device_is_known_by_its_usual_names(name: str, found: str) -> None:
+    assert device_named(name).name == found
+
+
+def test_every_device_states_its_sources() -> None:
+    for device in DEVICES.values():
+        assert "datasheet" in device.source or "whitepaper" in device.source
+        assert device.matrix_source
+        assert 0.5 < device.matrix_efficiency <= 1
+        assert device.link >= device.network
+        assert device.peak("fp16") > device.peak("fp32") > 1e12
+
+
+def test_an_unknown_device_is_refused_with_the_figures_that_are_needed() -> None:
+    with pytest.raises(RefusedError, match=r"'b9000' is not in the table") as refused:
+        device_named("b9000")
+    assert all(f"--{flag}" in str(refused.value) for flag in FIGURES)
+
+
+def test_figures_make_a_device_and_missing_ones_are_named() -> None:
+    figures = {flag: 100.0 for flag in FIGURES}
+    made = custom_device("b9000", figures)
+    assert (made.peak("bf16"), made.memory, made.per_host) == (100e12, 100 * GB, 100)
+    del figures["link-gb-s"]
+    with pytest.raises(RefusedError, match=r"still needed: --link-gb-s"):
+        custom_device("b9000", figures)
+
+
+def test_a_figure_replaces_that_of_the_table_and_says_so() -> None:
+    slow = custom_device("h100", {"network-gbit-s": 100.0})
+    assert slow.network == 12.5 * GB and slow.link == device_named("h100").link
+    assert slow.source.endswith("as given: network-gbit-s")
+    with pytest.raises(RefusedError, match="--tflops -1 is not a size"):
+        custom_device("h100", {"tflops": -1.0})
+
+
+def test_a_precision_that_a_device_has_not_is_refused_with_those_that_it_has() -> None:
+    with pytest.raises(RefusedError, match=r"v100-32gb has no peak for bf16. Use one of: fp16"):
+        device_named("v100").peak("bf16")

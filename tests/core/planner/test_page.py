@@ -1,0 +1,27 @@
+"""The page has the numbers that the code has."""
+
+from pathlib import Path
+
+from scalai.core.planner.coefficients import PRIORS
+from scalai.core.planner.devices import DEVICES, MEASURED
+
+PAGE = (Path(__file__).parents[3] / "docs" / "degrees.md").read_text()
+
+
+def test_every_prior_has_its_row() -> None:
+    rows = {
+        f"| `{name}` | {p.median:g} | {p.factor:g} | {p.about} | {p.source} |"
+        for name, p in PRIORS.items()
+    }
+    assert rows <= set(PAGE.splitlines())
+
+
+def test_every_device_has_its_row() -> None:
+    for d in DEVICES.values():
+        best = "measured" if d.matrix_source == MEASURED else "as others"
+        row = (
+            f"| `{d.name}` | {d.peak('fp16') / 1e12:g} | {d.memory / 2**20:.0f} | "
+            f"{d.memory_bandwidth / 1e9:g} | {d.link / 1e9:g} | {d.network * 8 / 1e9:g} | "
+            f"{d.per_host} | {d.matrix_efficiency:g}, {best} | {d.source} |"
+        )
+        assert row in PAGE
