@@ -12,8 +12,8 @@ import scalai
 from scalai.core import errors
 
 ERRORS = {
-    "AbsentError", "AnswerError", "EndedError", "LayoutError", "MemoryShortError", "MessageError",
-    "PeerError", "ProofError", "RefusedError", "RoomError", "ScalaiError", "SilentError",
+    "AbsentError", "AnswerError", "DamageError", "EndedError", "LayoutError", "MemoryShortError",
+    "MessageError", "MismatchError", "PeerError", "ProofError", "RefusedError", "RoomError", "ScalaiError", "SilentError",
     "ReplacedError", "StaleError", "StoreError", "TlsError", "UsageError", "VersionError",
 }  # fmt: skip
 PLACES = {

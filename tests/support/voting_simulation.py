@@ -24,6 +24,8 @@ from scalai.launch.coordinator.leases import HELD_S, HURRY_S, LEASE_S, RENEW_S, 
 from scalai.launch.coordinator.votes import VoteRegister
 
 TOKEN = b"token"
+STUCK_S = 60.0
+"""A step of the simulated world takes no time."""
 Answer = Callable[[Memory, VoteRequest], tuple[Memory, Told]]
 
 
@@ -62,16 +64,17 @@ class Process(threading.Thread):
             self._turn.release()
             self._world.turn.acquire()
 
-    def wait(self) -> None:
+    def pause(self) -> None:
         """Wait until the world says to go on."""
         self._world.turn.release()
-        self._turn.acquire()
+        if not self._turn.acquire(timeout=STUCK_S):
+            raise TimeoutError("the simulated world does not go on")
         if self.is_killed:
             raise Ended
 
     def sleep(self, seconds: float) -> None:
         self._world.at(seconds, self.step)
-        self.wait()
+        self.pause()
 
 
 @dataclass
@@ -131,7 +134,7 @@ class SimulatedBallots:
             self._world.send(self._host, witness.host, request, partial(arrive, witness))
         self._world.at(ASK_S, end)
         if requests:
-            self._process.wait()
+            self._process.pause()
         return list(told), {w: SilentError("silent") for w in requests if w not in heard}
 
 
