@@ -76,6 +76,8 @@ class Desk:
         is_successor: bool = False,
     ) -> None:
         self._spec, self._stores, self._patience = spec, stores, patience
+        self._own_term = term
+        """As it was begun with: hosts may have brought a higher one."""
         self._lock = threading.RLock()
         self._reading = threading.Lock()
         """Of one manifest at a time: more at once are not read faster, and keep calls waiting that
@@ -209,7 +211,7 @@ class Desk:
                 return JsonText.of(resume(self._live, generation, dry_run=dry_run))
             case ReadSpec():
                 return JsonText.of(self._spec.to_json())
-            case Moved(term=term) if term > self._live.members.term:
+            case Moved(term=term) if term >= self._own_term:
                 self.moved = request
         return None
 

@@ -78,6 +78,11 @@ def find_elected(
                     f"the coordinator at {entry.host}:{entry.port} does not answer, and went on "
                     f"without a vote. {WAIT} {note}."
                 )
+            if time.monotonic() > deadline and unchanged_s < LEASE_S / 2:
+                raise PeerError(
+                    f"the coordinator at {entry.host}:{entry.port} is renewed, and does not answer "
+                    f"here within {SEARCH_S:.0f} s: is this host cut off from it? {WAIT} {note}."
+                )
         time.sleep(LOOK_S)
 
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,12 @@ from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator import elected, leases
+from scalai.launch.coordinator.calls import Moved
+from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.discovery import Place
 from scalai.launch.coordinator.elected import NOBODY, find_elected
 from scalai.launch.coordinator.leases import Entry, Lease
+from scalai.launch.coordinator.losses import Patience
 from scalai.launch.coordinator.succession import OverError, Succession
 from scalai.launch.coordinator.vote_file import (
     ELECTORATE,
@@ -28,6 +32,7 @@ from scalai.launch.coordinator.vote_file import (
 from scalai.launch.coordinator.votes import VoteRegister
 from scalai.runtime.calls import Server
 from scalai.store.host import HostStore
+from support.ports import free_port
 
 TOKEN = b"a token of the job"
 
@@ -274,6 +279,53 @@ def test_a_job_whose_agents_have_all_ended_begins_again(witnesses: Witnesses) ->
     known = Known(started(witnesses))
     witnesses.close()
     assert find_elected(known, TOKEN, "the note", lambda host: False) == (None, NOBODY)
+
+
+def test_who_has_begun_without_a_vote_gives_way_to_who_was_elected_with_the_same_term(
+    tmp_path: Path,
+) -> None:
+    """The agents that its machine had noted were started again meanwhile, and were not asked."""
+    stores: Any = None
+    desk = Desk(spec_of(tmp_path), "127.0.0.1", stores, print, Patience(), 2)
+    peer: Any = None
+    desk.handle(peer, Moved("j", 1, "elsewhere", 6))
+    assert desk.moved is None
+    desk.handle(peer, Moved("j", 2, "elsewhere", 6))
+    assert desk.moved is not None
+
+
+def test_who_cannot_reach_a_coordinator_that_others_have_says_so_within_the_time(
+    witnesses: Witnesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is renewed all the time, and this host is cut off from it, not from its witnesses."""
+    monkeypatch.setattr(elected, "SEARCH_S", 0.5)
+    monkeypatch.setattr(elected, "LOOK_S", 0.05)
+    known, is_over = Known(started(witnesses)), threading.Event()
+    holder = VoteRegister(known, TOKEN)
+    absent = entry(7, free_port("127.0.0.1"))
+    assert holder.claim(absent)
+
+    def renew() -> None:
+        beat = 0
+        while not is_over.wait(0.1):
+            beat += 1
+            holder.renew(replace(absent, beat=beat))
+
+    found: list[object] = []
+
+    def find() -> None:
+        try:
+            found.append(find_elected(known, TOKEN, "the note", lambda host: False))
+        except PeerError as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (renew, find)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(10.0)
+    is_over.set()
+    threads[0].join()
+    assert found and "does not answer here" in str(found[0])
 
 
 def test_whom_to_ask_is_kept_for_the_next_coordinator_of_a_machine(tmp_path: Path) -> None:
