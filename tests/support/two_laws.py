@@ -108,11 +108,12 @@ class World:
 
     # ------------------------------------------------------------------ what is true
 
-    def newest_whole(self) -> int | None:
-        """Return the newest generation that hosts in the job hold wholly on their disks."""
+    def newest_whole(self, *, of_all: bool = False) -> int | None:
+        """Return the newest generation that hosts in the job hold wholly on their disks, or hosts
+        in it or not (``of_all``)."""
         pieces: dict[int, set[str]] = {}
         for host in self.hosts.values():
-            if host.is_in and not host.is_silent:
+            if of_all or (host.is_in and not host.is_silent):
                 for number, part in host.store.items():
                     pieces.setdefault(number, set()).update(
                         tensor.name for tensor in part.collection.tensors
@@ -376,7 +377,7 @@ class World:
         def raises(action: Any) -> None:
             raise RuntimeError(f"a slip in {type(action).__name__}")
 
-        before, perform = self.newest_whole(), self.live._perform
+        before, perform = self.newest_whole(of_all=True), self.live._perform
         self.live._perform = raises
         self.scale(nproc)
         self.tick()
@@ -389,7 +390,7 @@ class World:
             self.act(name, "net")
         reported = [host.agent.exit for host in self.hosts.values() if host.is_in]
         assert set(reported) <= {None, 0, 1}, reported
-        assert (self.newest_whole() or 0) >= (before or 0), "a state is gone"
+        assert (self.newest_whole(of_all=True) or 0) >= (before or 0), "a state is gone"
         return True
 
     def tick(self, seconds: float = TICK_S) -> None:
