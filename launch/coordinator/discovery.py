@@ -188,13 +188,14 @@ def _start_first(
 
 
 def lease_holder(register: Register, endpoint: str | None, token: str | None) -> Place | None:
-    """Return where the coordinator is that holds the job's lease; None: nobody holds it."""
+    """Return where the coordinator is that holds the job's lease; None: nobody holds it. Raises
+    ``PeerError`` where it is renewed, and its holder does not answer here within the time."""
     if endpoint is None or token is None:
         raise UsageError(
             "--coordinator-lease is for jobs on several hosts: give --coordinator HOST:PORT, and "
             f"{TOKEN_VARIABLE}, the same on all of them."
         )
-    watch = Watch(register)
+    watch, deadline = Watch(register), time.monotonic() + JOIN_TIMEOUT_S
     while True:
         entry, unchanged_s = watch.look()
         if entry is None or entry.is_over or unchanged_s > LEASE_S:
@@ -202,6 +203,11 @@ def lease_holder(register: Register, endpoint: str | None, token: str | None) ->
         with suppress(PeerError):
             Channel(entry.address, token.encode()).close()
             return Place(entry.address, token.encode(), is_here=is_here(entry.host))
+        if time.monotonic() > deadline and unchanged_s < LEASE_S / 2:
+            raise PeerError(
+                f"the coordinator at {entry.host}:{entry.port} renews its lease, and does not "
+                f"answer here within {JOIN_TIMEOUT_S:.0f} s: is this host cut off from it?"
+            )
         time.sleep(LOOK_S)
 
 

@@ -77,6 +77,8 @@ class Succession:
         register = open_register(spec.options.coordinator_lease, spec.job)
         self._watch = None if register is None else Watch(register)
         self._vote: VoteRegister | None = None
+        self._mutex = threading.Lock()
+        """Held where one of the two is not of the other for a moment."""
         self._said_at = 0.0
 
     @property
@@ -89,11 +91,9 @@ class Succession:
         may tell."""
         if not self._spec.may_vote:
             return
-        if not known.electorate.everyone:
-            self._watch = self._vote = None
-        else:
-            self._vote = VoteRegister(known, token, is_kept=False)
-            self._watch = Watch(self._vote)
+        vote = VoteRegister(known, token, is_kept=False) if known.electorate.everyone else None
+        with self._mutex:
+            self._watch, self._vote = None if vote is None else Watch(vote), vote
 
     def find(self, place: Place, term: int, is_over: threading.Event) -> Place:
         """Return where the job's coordinator is, once there is one again.
@@ -117,7 +117,7 @@ class Succession:
         found: Place | None
         while time.monotonic() < deadline:
             try:
-                watch, vote = self._watch, self._vote
+                watch, vote = self._asked()
                 if watch is not None and vote is not None and self._follows(vote):
                     found = _follow(watch, vote, place, term)
                 elif watch is not None:
@@ -135,6 +135,11 @@ class Succession:
             if is_over.wait(self._pace_s()):
                 break
         raise PeerError(f"nobody takes its place within {search_s:.0f} s: {problem}")
+
+    def _asked(self) -> tuple[Watch | None, VoteRegister | None]:
+        """Return whom to ask, and whether that is a vote."""
+        with self._mutex:
+            return self._watch, self._vote
 
     def _search_s(self) -> float:
         return self._spec.config.resize.coordinator_timeout_s if self.has_lease else SEARCH_S
@@ -180,7 +185,7 @@ class Succession:
         def look() -> None:
             while True:
                 time.sleep(RENEW_S)
-                watch, vote = self._watch, self._vote
+                watch, vote = self._asked()
                 may_claim = vote is None or self._is_witness(vote)
                 if watch is not None and may_claim and is_silent():
                     with suppress(PeerError):

@@ -204,3 +204,15 @@ def test_who_succeeds_in_a_job_that_had_begun_anew_says_so(
         Succession(spec, "127.0.0.1").find(gone(), 4, threading.Event())
     order = json.loads(heard.read_text())
     assert order["is_successor"] is True and order["term"] == 5
+
+
+def test_who_cannot_reach_the_holder_of_a_lease_says_so_within_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is renewed all the time, and this host is cut off from it, not from the register."""
+    monkeypatch.setattr(discovery, "JOIN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(discovery, "LOOK_S", 0.05)
+    register = FolderRegister(tmp_path, "j")
+    assert register.claim(Entry(1, "127.0.0.1", free_port("127.0.0.1")))
+    with pytest.raises(PeerError, match="renews its lease"):
+        discovery.lease_holder(register, "127.0.0.1:1", "t" * 32)

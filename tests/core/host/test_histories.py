@@ -301,6 +301,21 @@ def test_a_coordinator_that_fails_leaves_the_state_for_the_same_job(tmp_path: Pa
     assert world.is_training() and world.started[-1][1] == newest
 
 
+def test_a_coordinator_that_fails_as_it_loses_its_hosts_leaves_the_state(tmp_path: Path) -> None:
+    world = two_hosts(tmp_path, snapshot_every=7)
+    newest = world.newest_whole()
+    assert newest is not None
+    world.scale(1)
+    for name in "ab":
+        world.cut(name)
+    assert world.slip(6)
+    assert {host.agent.exit for host in world.hosts.values()} == {1}
+    assert (world.newest_whole(of_all=True) or 0) >= newest
+    world.restart()
+    world.go_on(60.0)
+    assert world.is_training() and (world.started[-1][1] or 0) >= newest, world.log
+
+
 def test_a_commit_that_found_no_room_in_time_takes_none_for_ever(tmp_path: Path) -> None:
     """A host has no room for a manifest while the job goes on to later generations: once it has
     room, it keeps nothing of what the job has left behind."""
