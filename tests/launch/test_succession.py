@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scalai.core.errors import PeerError, UsageError
+from scalai.core.witness import Known
 from scalai.launch.config.endpoint import read_holder, write_card
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
@@ -112,8 +113,8 @@ def started_beside_another(
 ) -> Place:
     """Start the first coordinator of a job, of which another agent claims the lease meanwhile."""
 
-    def numbered(spec: JobSpec, folder: Path) -> tuple[int, bool]:
-        found = next_term(spec, folder)
+    def numbered(spec: JobSpec, folder: Path, known: Known) -> tuple[int, bool]:
+        found = next_term(spec, folder, known)
         assert register.claim(winner)
         return found
 

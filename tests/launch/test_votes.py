@@ -324,7 +324,7 @@ def test_who_cannot_reach_a_coordinator_that_others_have_says_so_within_the_time
         thread.start()
     threads[1].join(10.0)
     is_over.set()
-    threads[0].join()
+    threads[0].join(10.0)
     assert found and "does not answer here" in str(found[0])
 
 

@@ -108,11 +108,12 @@ class World:
 
     # ------------------------------------------------------------------ what is true
 
-    def newest_whole(self) -> int | None:
-        """Return the newest generation that hosts in the job hold wholly on their disks."""
+    def newest_whole(self, *, of_all: bool = False) -> int | None:
+        """Return the newest generation that hosts in the job hold wholly on their disks, or hosts
+        in it or not (``of_all``)."""
         pieces: dict[int, set[str]] = {}
         for host in self.hosts.values():
-            if host.is_in and not host.is_silent:
+            if of_all or (host.is_in and not host.is_silent):
                 for number in host.store:
                     pieces.setdefault(number, set()).update(host.sound(number))
         whole_ones = [number for number, names in pieces.items() if len(names) == len(TENSORS)]
