@@ -212,6 +212,8 @@ def bring(
     def fetch(parts: Parts, lists: list[FetchList], gone: dict[str, ScalaiError]) -> _Fetch:
         if is_replica:
             store.check_spare(sum(int(asked.pieces.size_bytes().sum()) for asked in lists))
+        else:
+            reached("move")
         return _fetch_all(
             store,
             listed,
@@ -246,7 +248,6 @@ def _plan_and_fetch(
             raise MismatchError(str(error), tuple(damaged)) from error
         lists = fetch_lists(planned, parts.all, host)
         began = time.monotonic()
-        reached("move")
         try:
             return Brought(planned, parts, fetch(parts, lists, gone), began, damaged)
         except (PeerError, DamageError):
