@@ -236,17 +236,7 @@ def open_agent(
         data = DataPlaneServer(store, place.token, interface)
         opened.callback(data.close)
         succession = Succession(spec, interface, data.votes.name)
-        link = CoordinatorLink(
-            place, spec.job, host, _patience_s(spec, place, succession), loop.put,
-            lambda error: member.lost(error), lambda error: member.expelled(error),
-            succeed=succession.find, replaced=lambda: member.replaced(),
-            learn=lambda electorate: learn(electorate),
-        )  # fmt: skip
-
-        def learn(electorate: Electorate) -> None:
-            succession.learn(Known(electorate), place.token)
-            link.limit_silence(_patience_s(spec, place, succession))
-
+        link = _open_link(spec, host, place, succession, loop, lambda: member)
         background, stacks = Background(loop.put), Stacks(directory)
         background.start()
         holdings = Holdings(spec, store, link.tell, background, loop.put)
@@ -273,12 +263,34 @@ def open_agent(
         progress = ProgressWatch(host, agent, stacks, resize.stall_s)
         workers = WorkerCalls(directory, loop.put, agent.call, agent.worker_gone)
         opened.callback(workers.close)
-        succession.watch_while(lambda: link.silence_s is not None)
         served = Served(store, holdings, data, link, workers, performer)
         member = Participant(spec, agent, served, progress)
         member.enter()
         opened.pop_all()  # from now on the member closes it
     return member
+
+
+def _open_link(
+    spec: JobSpec,
+    host: str,
+    place: Place,
+    succession: Succession,
+    loop: Loop,
+    member: Callable[[], Participant],
+) -> CoordinatorLink:
+    """Return the link to the coordinator; ``member`` is there by the time at which it joins."""
+
+    def learn(electorate: Electorate) -> None:
+        succession.learn(Known(electorate), place.token)
+        link.limit_silence(_patience_s(spec, place, succession))
+
+    link = CoordinatorLink(
+        place, spec.job, host, _patience_s(spec, place, succession), loop.put,
+        lambda error: member().lost(error), lambda error: member().expelled(error),
+        succeed=succession.find, replaced=lambda: member().replaced(), learn=learn,
+    )  # fmt: skip
+    succession.watch_while(lambda: link.silence_s is not None)
+    return link
 
 
 def _patience_s(spec: JobSpec, place: Place, succession: Succession) -> float:

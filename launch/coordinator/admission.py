@@ -51,9 +51,7 @@ class Admission:
         self._check(host, spec, replaces=replaces)
         live = self._live
         manifests = [read[part] for part in join.parts]
-        is_ahead = join.term >= live.members.term and not live.members.has_had_host(host)
-        is_ahead |= join.term > live.members.term
-        live.members.term = max(live.members.term, join.term + is_ahead)
+        self._count_term(join)
         if join.underway is not None:
             self._take_over(join.underway)
         remembered = self._recalled(join)
@@ -61,14 +59,7 @@ class Admission:
         manifests = [part for part in manifests if part not in aside]
         obsolete = [part.generation for part in manifests if self._is_obsolete(part)]
         chosen = self._sealed_parts.choose([read[part] for part in join.sealed], manifests)
-        if host in live.members:
-            live.log(f"event=replaced host={host} by another agent of it")
-            live.forget(host)
-        member = Member(peer, join.address, join.domain)
-        member.memory = join.memory
-        live.members.add(host, member)
-        live.memory.tell(host)
-        live.timeline.begin(f"host {host} joined")
+        self._enter(peer, join)
         for number in [*(part.generation for part in (*manifests, *aside)), *dict(damaged)]:
             live.count_from(number)
         live.log(f"event=join host={host} slots={slots}")
@@ -101,6 +92,26 @@ class Admission:
             )
         )
         return answer
+
+    def _count_term(self, join: Join) -> None:
+        """This coordinator's term is higher than any other's that a host has heard of. A host that
+        it has never had may have heard of one that had the same."""
+        members = self._live.members
+        is_ahead = join.term >= members.term and not members.has_had_host(join.host)
+        is_ahead |= join.term > members.term
+        members.term = max(members.term, join.term + is_ahead)
+
+    def _enter(self, peer: Peer, join: Join) -> None:
+        """Make an agent a member, in place of another one of its host that is there."""
+        live, host = self._live, join.host
+        if host in live.members:
+            live.log(f"event=replaced host={host} by another agent of it")
+            live.forget(host)
+        member = Member(peer, join.address, join.domain)
+        member.memory = join.memory
+        live.members.add(host, member)
+        live.memory.tell(host)
+        live.timeline.begin(f"host {host} joined")
 
     def _take_over(self, underway: Underway) -> None:
         """A host brings its round, begun by a coordinator that is gone: this is the same run of the

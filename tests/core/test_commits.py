@@ -3,8 +3,8 @@
 from scalai.core import actions, events
 from scalai.core import membership as m
 from scalai.core.resize import advance
+from support.membership_choice import assign_all
 from support.membership_jobs import two_hosts
-from support.membership_simulation import assign_all
 
 NAME = "run-1-5"
 

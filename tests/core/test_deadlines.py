@@ -9,8 +9,9 @@ from scalai.core import membership as m
 from scalai.core.deadlines import ANSWER_S, JOIN_S, LIMITS, STORE_READY_S, TABLE, TELL_S
 from scalai.core.membership import active
 from scalai.core.resize import advance
+from support.membership_choice import assign_all
 from support.membership_jobs import rounds, two_hosts, until
-from support.membership_simulation import Simulation, assign_all, job
+from support.membership_simulation import Simulation, job
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 

@@ -10,8 +10,9 @@ from scalai.core import membership as m
 from scalai.core.actions import Freeze, Say
 from scalai.core.events import Stalled
 from scalai.core.resize import advance
+from support.membership_choice import assign_all
 from support.membership_jobs import rounds
-from support.membership_simulation import Simulation, assign_all, job
+from support.membership_simulation import Simulation, job
 
 
 def trained(**settings: Any) -> Simulation:

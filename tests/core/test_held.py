@@ -5,8 +5,9 @@ import pytest
 from scalai.core import actions, events
 from scalai.core import membership as m
 from scalai.core.deadlines import ANSWER_S
+from support.membership_choice import assign_all
 from support.membership_jobs import rounds, two_hosts, until
-from support.membership_simulation import Simulation, assign_all
+from support.membership_simulation import Simulation
 
 
 def texts(simulation: Simulation) -> list[str]:

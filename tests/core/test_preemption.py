@@ -10,8 +10,9 @@ from scalai.core.actions import Action
 from scalai.core.pace import Pace, estimate
 from scalai.core.preemption import LATE_S
 from scalai.core.resize import advance
+from support.membership_choice import assign_all
 from support.membership_jobs import rounds, two_hosts
-from support.membership_simulation import Simulation, assign_all, job
+from support.membership_simulation import Simulation, job
 
 SLOW = Pace(step_s=60.0, write_s=2.0, start_s=3.0)
 

@@ -7,7 +7,7 @@ from scalai.core import actions, events
 from scalai.core import membership as m
 from scalai.core.actions import Action
 from scalai.core.resize import advance
-from support.membership_simulation import assign_all
+from support.membership_choice import assign_all
 
 
 def training(workers: str, idle: str) -> m.Job:

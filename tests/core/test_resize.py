@@ -10,8 +10,9 @@ from scalai.core import membership as m
 from scalai.core.degrees import Degrees
 from scalai.core.membership import active, staying
 from scalai.core.resize import advance
+from support.membership_choice import assign_all
 from support.membership_jobs import rounds, two_hosts, until
-from support.membership_simulation import Simulation, assign_all, job
+from support.membership_simulation import Simulation, job
 
 
 def test_a_full_job_starts_at_once_and_a_smaller_one_once_it_has_settled() -> None:

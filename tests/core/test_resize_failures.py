@@ -8,8 +8,8 @@ from scalai.core import actions, events
 from scalai.core import membership as m
 from scalai.core.membership import active
 from scalai.core.resize import advance
+from support.membership_choice import assign_all
 from support.membership_jobs import rounds, two_hosts, until
-from support.membership_simulation import assign_all
 
 PHASES = [
     m.Phase.STARTING, m.Phase.PREPARING, m.Phase.DRAINING, m.Phase.COMMITTING, m.Phase.STOPPING

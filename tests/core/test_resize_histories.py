@@ -10,7 +10,8 @@ from scalai.core import events
 from scalai.core import membership as m
 from scalai.core.deadlines import LIMITS
 from scalai.core.membership import TRAINING, active, staying
-from support.membership_simulation import Simulation, assign_all, job
+from support.membership_choice import assign_all
+from support.membership_simulation import Simulation, job
 
 RESTING = (m.Phase.WAITING, m.Phase.RUNNING, m.Phase.ENDED)
 LOSING = (

@@ -8,8 +8,9 @@ from scalai.core import actions, events
 from scalai.core import membership as m
 from scalai.core.membership import active
 from scalai.core.resize import advance
+from support.membership_choice import assign_all
 from support.membership_jobs import rounds, two_hosts, until
-from support.membership_simulation import Simulation, assign_all
+from support.membership_simulation import Simulation
 
 
 def building(**settings: object) -> Simulation:

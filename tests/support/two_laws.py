@@ -7,6 +7,7 @@ A state is four tensors, whole on whoever holds them; the fingerprint of one tel
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from scalai.core import commands
@@ -441,3 +442,13 @@ class World:
                 for worker in group.workers.values():
                     worker.is_hung = worker.is_late = False
                     worker.is_stopped = worker.is_torn = worker.is_copying = False
+
+
+def training(folder: Path, hosts: str = "ab", **facts: object) -> World:
+    """Return a world whose hosts train."""
+    world = World(folder, **facts)  # type: ignore[arg-type]
+    for name in hosts:
+        world.add(name)
+    world.go_on(60.0)
+    assert world.is_training(), world.log[-5:]
+    return world

@@ -8,7 +8,7 @@ import pytest
 
 from scalai.core.membership import Phase
 from support.simulated_workers import Clock, use_real_time, use_virtual_time
-from support.two_laws import World
+from support.two_laws import World, training
 
 
 @pytest.fixture(autouse=True)
@@ -17,15 +17,6 @@ def virtual_time() -> Iterator[None]:
     Clock.now = 1000.0
     yield
     use_real_time()
-
-
-def training(folder: Path, hosts: str = "ab", **facts: object) -> World:
-    world = World(folder, **facts)  # type: ignore[arg-type]
-    for name in hosts:
-        world.add(name)
-    world.go_on(60.0)
-    assert world.is_training(), world.log[-5:]
-    return world
 
 
 def until(world: World, *phases: Phase) -> None:

@@ -13,7 +13,7 @@ from scalai.core.host.events import Commanded, GroupOver
 from scalai.core.membership import Phase
 from scalai.launch.coordinator.person_calls import Scale
 from support.simulated_workers import Clock, use_real_time, use_virtual_time
-from support.two_laws import World
+from support.two_laws import World, training
 
 MOST_ACTS = 400
 
@@ -24,15 +24,6 @@ def virtual_time() -> Iterator[None]:
     Clock.now = 1000.0
     yield
     use_real_time()
-
-
-def training(folder: Path, hosts: str = "ab", **facts: object) -> World:
-    world = World(folder, **facts)  # type: ignore[arg-type]
-    for name in hosts:
-        world.add(name)
-    world.go_on(60.0)
-    assert world.is_training(), world.log[-5:]
-    return world
 
 
 def test_the_workers_train_on_under_the_new_coordinator(tmp_path: Path) -> None:

@@ -1,0 +1,21 @@
+"""How a simulated job chooses the workers of its hosts."""
+
+from scalai.core import membership as m
+from scalai.core.degrees import Degrees
+
+
+def assign_all(minimum: int = 1, allowed: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> m.Assign:
+    """Return an assignment that takes the largest allowed number of workers."""
+
+    def assign(hosts: tuple[tuple[str, int], ...], present: Degrees | None) -> m.Assignment | None:
+        world = max((n for n in allowed if n <= sum(s for _, s in hosts)), default=0)
+        if len(hosts) < minimum or not world:
+            return None
+        workers = []
+        left = world
+        for name, slots in hosts:
+            workers.append((name, min(slots, left)))
+            left -= workers[-1][1]
+        return m.Assignment(tuple(workers), Degrees(1, 1, world), 1, f"dp={world}")
+
+    return assign
