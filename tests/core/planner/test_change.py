@@ -44,8 +44,8 @@ def _options(draw: st.DrawFn) -> list[Option]:
     base = estimate_of(WORK, A100, PRESENT, 16)
     change = reconfiguration(WORK, A100, PRESENT, PRESENT)
     found = []
-    for number in range(draw(st.integers(1, 6))):
-        seconds = draw(st.floats(0.01, 100))
+    hundredths = st.lists(st.integers(1, 10_000), min_size=1, max_size=6, unique=True)
+    for number, seconds in enumerate(size / 100 for size in draw(hundredths)):
         width = draw(st.floats(1.0, 1.4))
         estimate = replace(base, seconds=seconds, low=seconds / width, high=seconds * width)
         costs = {**change.seconds, "relaunch": draw(st.floats(0.1, 1_000))}
