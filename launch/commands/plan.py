@@ -12,6 +12,7 @@ from scalai.core.planner.columns import RECOMPUTES
 from scalai.core.planner.devices import FIGURES
 from scalai.core.planner.score import figures, group_figures, predict_rows
 from scalai.core.planner.search import Estimate, Plan, search
+from scalai.launch.commands import plan_change
 from scalai.launch.commands.plan_model import Question, read_question, read_table
 
 GB = 1e9
@@ -49,6 +50,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--source", metavar="NAME", help="whose of these, where several measured the device")
     add("--score", type=Path, metavar="ROWS.csv", help="compare predictions with these steps")
     add("--json", action="store_true", help="one JSON object")
+    plan_change.add_arguments(parser)
     add("job_arguments", nargs=argparse.REMAINDER, metavar="-- SCRIPT FLAGS",
         help="a Megatron-LM training script with its flags, instead of --model")  # fmt: skip
     parser.set_defaults(run=run)
@@ -57,6 +59,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Plan, or score. Raises ``RefusedError`` for any input that cannot be used."""
     try:
+        if plan_change.is_asked(args):
+            return plan_change.report(read_question(args), args)
         if args.score is not None:
             return _score(args)
         if (args.gpus is None) == (args.range is None):

@@ -1,7 +1,7 @@
 """Which layout to take when devices come or go: the one with which most is done until the next
 change."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scalai.core.degrees import ModelLimits, refusal
@@ -12,14 +12,9 @@ from scalai.core.planner.fit import Calibration, uncalibrated
 from scalai.core.planner.memory import USABLE
 from scalai.core.planner.overlaps import overlaps_of
 from scalai.core.planner.placement import EXACT_HOSTS, Placed, place_by
+from scalai.core.planner.preference import MARGIN, MEASURED_SPREAD, RESIDENCE_S
 from scalai.core.planner.reconfiguration import Hosts, Rates, Reconfiguration, cost_of
 from scalai.core.planner.search import Choices, Estimate, estimates, search
-
-RESIDENCE_S = 2100.0
-"""Expected time until the next change, where a job has not seen any: 35 minutes (Tenplex, arXiv
-2312.05181, figure 9, from Philly's traces)."""
-LEAST_GAIN = 0.05
-"""A change must promise so much more work than staying."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +53,19 @@ class Choice:
     others: tuple[tuple[Option, str], ...]
 
 
-def choose(options: Sequence[Option], residence_s: float) -> Choice:
+def choose(
+    options: Sequence[Option],
+    residence_s: float,
+    spread_of: Callable[[Estimate, Estimate], float] | None = None,
+) -> Choice:
     """Return the option with which most steps are made within ``residence_s`` seconds.
 
-    Staying is left only where another one promises more by 5 %, and by half the width of the
-    interval of its step. Where nothing gets as far as a step, staying is taken, else the shortest
-    change.
+    Staying is left only where another one promises more by 5 %, and by as much as is uncertain.
+    Where nothing gets as far as a step, staying is taken, else the shortest change.
+
+    Args:
+        spread_of: Half of the interval of the ratio of two steps; None: of the step of the other
+            one.
 
     Raises:
         RefusedError: There is no option.
@@ -74,7 +76,8 @@ def choose(options: Sequence[Option], residence_s: float) -> Choice:
     ranked = sorted(options, key=lambda one: (-one.steps(residence_s), _seconds_of(one)))
     taken, reason = ranked[0], ""
     if stay is not None and taken is not stay:
-        need = max(LEAST_GAIN, _half_width(taken.estimate))
+        spread = (spread_of or _half_width)(taken.estimate, stay.estimate)
+        need = max(MARGIN, spread)
         gain = _gain(taken.steps(residence_s), stay.steps(residence_s))
         if gain <= need:
             taken = stay
@@ -180,7 +183,12 @@ def plan_change(
         work, device, distinct[::-1], before, before_hosts, there, lost=lost, rates=rates,
         relaunch_s=relaunch_s, step_s=present.seconds, calibration=calibration,
     )  # fmt: skip
-    return choose(options, residence_s)
+
+    def spread_of(one: Estimate, other: Estimate) -> float:
+        x = columns_of([(work, device, each.layout) for each in (one, other)])
+        return calibration.spread_of_ratio(x, MEASURED_SPREAD, (False, False))
+
+    return choose(options, residence_s, spread_of)
 
 
 def estimate_of(
@@ -244,7 +252,7 @@ def _with_split_of(before: Layout, limits: ModelLimits) -> ModelLimits:
     return replace(limits, fixed=(*fixed, ("tp", degrees.tp, why), ("pp", degrees.pp, why)))
 
 
-def _half_width(estimate: Estimate) -> float:
+def _half_width(estimate: Estimate, _: Estimate) -> float:
     return (estimate.high - estimate.low) / (2 * estimate.seconds)
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from scalai.core.degrees import Degrees
 from scalai.core.errors import RefusedError
 from scalai.core.planner.change import (
-    LEAST_GAIN,
     Choice,
     Option,
     choose,
@@ -23,6 +22,7 @@ from scalai.core.planner.columns import Layout, Workload
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.memory import USABLE
 from scalai.core.planner.model import gpt
+from scalai.core.planner.preference import MARGIN
 from scalai.core.planner.reconfiguration import Hosts, reconfiguration
 from scalai.core.planner.rows import limits_of
 
@@ -72,7 +72,7 @@ def test_without_time_nothing_moves_and_with_all_time_the_fastest_is_taken(
     else:
         half = (fastest.estimate.high - fastest.estimate.low) / 2 / fastest.estimate.seconds
         gain = stay.estimate.seconds / fastest.estimate.seconds - 1
-        need = max(LEAST_GAIN, half)
+        need = max(MARGIN, half)
         if abs(gain - need) > 1e-6:
             assert (at_last is stay) == (gain < need)
 
@@ -103,7 +103,7 @@ def test_the_same_hosts_go_on_as_they_are_for_a_short_time() -> None:
 def test_with_much_time_a_faster_layout_is_worth_its_change() -> None:
     choice = taken_on(TWO, 1e9)
     stays = next(one for one, _ in choice.others if one.is_stay)
-    assert choice.taken.estimate.seconds < stays.estimate.seconds / (1 + LEAST_GAIN)
+    assert choice.taken.estimate.seconds < stays.estimate.seconds / (1 + MARGIN)
     assert "against staying" in choice.reason
 
 

@@ -1,0 +1,316 @@
+"""``scalai plan --from``: what a change of degrees moves, how long it takes, and what to change
+to."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from scalai.core.degrees import AXES, DegreeRequest, Degrees, parse_request, refusal
+from scalai.core.errors import RefusedError
+from scalai.core.planner.change import Choice, Option, estimate_of, options_for, plan_change
+from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, Layout
+from scalai.core.planner.preference import RESIDENCE_S
+from scalai.core.planner.reconfiguration import Hosts, Reconfiguration, spread
+from scalai.core.planner.search import search
+from scalai.launch.commands.plan_model import Question
+from scalai.launch.commands.plan_picture import picture
+from scalai.store.atomic import replace_file
+
+GB = 1e9
+SHOWN_PAIRS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change as it was asked for."""
+
+    before: Layout
+    before_hosts: Hosts
+    there: Hosts
+    lost: frozenset[str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a change."""
+    group = parser.add_argument_group("the cost of a change of degrees")
+    add = group.add_argument
+    add("--from", dest="before", metavar="DEGREES", help="what runs, such as 'tp8 pp16 dp8'")
+    add("--to", dest="after", metavar="DEGREES", help="to what it changes (default: what is best)")
+    add("--lost", type=_names, default=frozenset(), metavar="HOST,..",
+        help="hosts whose memory is gone; they are called host-0, host-1, ..")  # fmt: skip
+    add("--residence", type=_seconds, default=RESIDENCE_S, metavar="S",
+        help="seconds until the next change (default: %(default)g)")  # fmt: skip
+    add("--relaunch", type=_seconds, metavar="S", help="measured seconds of a relaunch")
+    add("--picture", type=Path, metavar="FILE.svg", help="draw who sends what to whom")
+
+
+def is_asked(args: argparse.Namespace) -> bool:
+    """Whether the command line asks about a change.
+
+    Raises:
+        RefusedError: It has flags of a change, but does not say from what.
+    """
+    given = {"--to": args.after, "--lost": args.lost, "--picture": args.picture,
+             "--relaunch": args.relaunch}  # fmt: skip
+    if args.before is None:
+        without = [flag for flag, value in given.items() if value]
+        if without:
+            raise RefusedError(f"{without[0]} is about a change; say what runs, by --from DEGREES.")
+        return False
+    if args.range is not None or args.score is not None:
+        raise RefusedError("--from is about one change; leave out --range and --score.")
+    if args.picture is not None and args.picture.suffix.lower() != ".svg":
+        raise RefusedError(f"{args.picture}: the picture is an SVG; name a file that ends in .svg.")
+    return True
+
+
+def report(question: Question, args: argparse.Namespace) -> int:
+    """Print what the change costs, and draw it.
+
+    Raises:
+        RefusedError: Degrees that are not valid, hosts that are not there, too few devices.
+    """
+    question = _as_it_runs(question, args.sharding is not None)
+    before = _layout(question, args.before, "--from", must_fit=False)
+    change = _asked(question, args, before)
+    if args.after is None:
+        choice = plan_change(
+            question.work, question.device, question.limits, before, change.before_hosts,
+            change.there, choices=question.choices, calibration=question.calibration,
+            residence_s=args.residence, lost=change.lost, relaunch_s=args.relaunch,
+        )  # fmt: skip
+    else:
+        choice = _given(question, args, change)
+    taken = choice.taken
+    if args.picture is not None:
+        _draw(args.picture, change, taken)
+    if args.json:
+        print(json.dumps(_content(change, choice, args.residence)))
+    else:
+        _print(question, change, choice, args.residence)
+    return 0
+
+
+def _as_it_runs(question: Question, is_sharding_given: bool) -> Question:
+    """A script's optimizer is sharded as its flags say, before and after."""
+    if question.arguments is None or is_sharding_given:
+        return question
+    is_split = "--use-distributed-optimizer" in question.arguments.given
+    sharding = (OPTIMIZER,) if is_split else (NO_SHARDING,)
+    return replace(question, choices=replace(question.choices, sharding=sharding))
+
+
+def _asked(question: Question, args: argparse.Namespace, before: Layout) -> _Change:
+    per_host = question.device.per_host
+    old = spread(before.degrees.world_size, per_host)
+    unknown = sorted(args.lost - {name for name, _ in old})
+    if unknown:
+        raise RefusedError(
+            f"--lost {unknown[0]}: {before.degrees} runs on {old[0][0]} to {old[-1][0]}; name some "
+            "of these."
+        )
+    left = [(name, count) for name, count in old if name not in args.lost]
+    devices = args.gpus
+    if devices is None and args.after is None:
+        raise RefusedError("give --gpus N, the devices that are there after it, or --to DEGREES.")
+    if devices is None:
+        devices = _degrees(question, args.after, "--to")[0].world_size
+    # Hosts that lost nothing are as large as they are; the last one may have had idle devices.
+    there = spread(devices, per_host, [name for name, _ in left]) if devices else ()
+    return _Change(before, old, there, args.lost)
+
+
+def _given(question: Question, args: argparse.Namespace, change: _Change) -> Choice:
+    after = _layout(question, args.after, "--to", must_fit=True)
+    devices, needed = sum(count for _, count in change.there), after.degrees.world_size
+    if needed > devices:
+        raise RefusedError(
+            f"--to {after.degrees} needs {needed} devices, --gpus {devices} are there; use "
+            f"--gpus {needed}, or smaller degrees."
+        )
+    present = estimate_of(
+        question.work, question.device, change.before, devices, question.calibration
+    )
+    estimate = estimate_of(question.work, question.device, after, devices, question.calibration)
+    one, = options_for(
+        question.work, question.device, [estimate], change.before, change.before_hosts,
+        change.there, lost=change.lost, relaunch_s=args.relaunch, step_s=present.seconds,
+        calibration=question.calibration,
+    )  # fmt: skip
+    return Choice(one, "as given", ())
+
+
+def _degrees(question: Question, text: str, flag: str) -> tuple[Degrees, DegreeRequest]:
+    request = parse_request(text)
+    if request.dp is None:
+        raise RefusedError(f"{flag} {text!r} does not say dp; write for example 'tp8 pp16 dp8'.")
+    initial = question.arguments.initial if question.arguments else None
+    cp = request.cp or (initial.cp if initial else None) or 1
+    ep = request.ep or (initial.ep if initial else None) or 1
+    return Degrees(request.tp, request.pp, request.dp, request.vpp, cp, ep), request
+
+
+def _layout(question: Question, text: str, flag: str, *, must_fit: bool) -> Layout:
+    """Return these degrees with the micro-batch and recomputation that are fastest and fit."""
+    degrees, request = _degrees(question, text, flag)
+    limits, choices, work = question.limits, question.choices, question.work
+    micro = request.micro_batch_size
+    why = refusal(degrees, limits, micro or 1)
+    if why is not None:
+        raise RefusedError(f"{flag} {degrees}: {why}. {_nearest(question, degrees.world_size)}")
+    fixed = tuple((axis, getattr(degrees, axis), f"{flag} says so") for axis in AXES)
+    choices = replace(
+        choices,
+        context_parallel=(degrees.cp,),
+        expert_parallel=(degrees.ep,),
+        micro_batches=(micro,) if micro else choices.micro_batches,
+        max_tensor_parallel=max(degrees.tp, choices.max_tensor_parallel or 1),
+    )
+    try:
+        plan = search(
+            work, question.device, degrees.world_size, replace(limits, fixed=fixed), choices,
+            question.calibration,
+        )  # fmt: skip
+    except RefusedError as error:
+        if must_fit:
+            raise RefusedError(f"{flag} {degrees}: {error}") from error
+        return Layout(
+            degrees, micro or 1, "full", choices.sharding[0],
+            choices.is_sequence_parallel and degrees.tp > 1,
+        )  # fmt: skip
+    return plan.best.layout
+
+
+def _nearest(question: Question, devices: int) -> str:
+    try:
+        best = search(
+            question.work, question.device, devices, question.limits, question.choices,
+            question.calibration,
+        ).best  # fmt: skip
+    except RefusedError as error:
+        return str(error)
+    return f"On {devices} devices {best.layout.degrees} is valid and fits."
+
+
+def _draw(path: Path, change: _Change, taken: Option) -> None:
+    title = f"{change.before.degrees} to {taken.estimate.layout.degrees}"
+    text = picture(
+        title, change.before, change.before_hosts, taken.estimate.layout, taken.hosts,
+        taken.change, change.lost,
+    )  # fmt: skip
+    try:
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise RefusedError(f"{path} cannot be written: {error}. Name another file.") from error
+
+
+def _print(question: Question, change: _Change, choice: Choice, residence_s: float) -> None:
+    taken = choice.taken
+    size = question.work.shape.total_parameters / 1e9
+    print(f"{size:.2f}e9 parameters, {_named(change.before, change.before_hosts)}")
+    print(f"  to {_named(taken.estimate.layout, taken.hosts)}: {choice.reason}")
+    if taken.change is None:
+        print("  nothing changes: no byte moves, and no step is lost")
+    else:
+        _print_cost(taken.change, taken.unplaced_moves)
+    if choice.others:
+        print(f"others, in {residence_s:.0f} s:")
+    for one, why in choice.others:
+        took = "stays" if one.change is None else f"{one.change.total_s:.1f} s to change"
+        print(f"  {one.estimate.layout}: {one.estimate.seconds:.3g} s a step, {took}; {why}")
+
+
+def _print_cost(cost: Reconfiguration, unplaced_moves: int) -> None:
+    print(
+        f"  {_size(cost.moves)} cross between hosts ({_size(unplaced_moves)} with the hosts in the "
+        f"order of joining), {_size(cost.stays)} stay on theirs"
+    )
+    if cost.missing:
+        print(f"  {_size(cost.missing)} are held by no host that is left: they come from replicas "
+              "or from a checkpoint")  # fmt: skip
+    parts = ", ".join(f"{name} {value:.3g} s" for name, value in cost.seconds.items() if value)
+    print(f"  {cost.total_s:.1f} s: {parts}")
+    pairs = _pairs(cost)
+    for giver, taker, size in pairs[:SHOWN_PAIRS]:
+        print(f"    {giver} -> {taker}: {_size(size)}")
+    if len(pairs) > SHOWN_PAIRS:
+        rest = sum(size for _, _, size in pairs[SHOWN_PAIRS:])
+        print(f"    {len(pairs) - SHOWN_PAIRS} more pairs: {_size(rest)}; --json has all")
+
+
+def _pairs(cost: Reconfiguration) -> list[tuple[str, str, int]]:
+    """Return giver, taker and bytes of what crosses, the most first."""
+    rows, columns = cost.host_bytes.nonzero()
+    found = [
+        (cost.hosts[row], cost.hosts[column], int(cost.host_bytes[row, column]))
+        for row, column in zip(rows.tolist(), columns.tolist(), strict=True)
+        if row != column
+    ]
+    return sorted(found, key=lambda pair: -pair[2])
+
+
+def _content(change: _Change, choice: Choice, residence_s: float) -> dict[str, Any]:
+    others = [{**_option(one), "reason": why} for one, why in choice.others]
+    taken = choice.taken
+    pairs = _pairs(taken.change) if taken.change else []
+    return {
+        "from": {**_layout_json(change.before), "hosts": _hosts_json(change.before_hosts)},
+        "to": {**_option(taken), "hosts": _hosts_json(taken.hosts), "reason": choice.reason},
+        "residence_s": residence_s,
+        "lost": sorted(change.lost),
+        "pairs": [{"from": giver, "to": taker, "bytes": size} for giver, taker, size in pairs],
+        "others": others,
+    }
+
+
+def _option(one: Option) -> dict[str, Any]:
+    cost = one.change
+    return {
+        **_layout_json(one.estimate.layout), "step_s": one.estimate.seconds,
+        "idle": one.estimate.idle, "is_stay": one.is_stay,
+        "moves": cost.moves if cost else 0, "unplaced_moves": one.unplaced_moves,
+        "stays": cost.stays if cost else None,
+        "stays_on_device": cost.stays_on_device if cost else None,
+        "missing": cost.missing if cost else 0,
+        "seconds": dict(cost.seconds) if cost else {}, "total_s": cost.total_s if cost else 0.0,
+    }  # fmt: skip
+
+
+def _layout_json(layout: Layout) -> Mapping[str, Any]:
+    return {
+        "layout": str(layout), **layout.degrees.to_json(), "micro_batch": layout.micro_batch,
+        "recompute": layout.recompute, "sharding": layout.sharding,
+    }  # fmt: skip
+
+
+def _hosts_json(hosts: Hosts) -> list[dict[str, Any]]:
+    return [{"host": name, "ranks": count} for name, count in hosts]
+
+
+def _named(layout: Layout, hosts: Hosts) -> str:
+    ranks = layout.degrees.world_size
+    return f"{layout} ({ranks} rank{'s' * (ranks > 1)}, {len(hosts)} host{'s' * (len(hosts) > 1)})"
+
+
+def _size(size_bytes: int) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.3g} {name}"
+    return f"{size_bytes} bytes"
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(name for name in text.split(",") if name)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds of 0 or more")
+    return seconds
