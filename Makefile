@@ -47,7 +47,7 @@ check: $(VENV)/ready
 
 bench: $(VENV)/ready
 	@test -f benchmarks/$(NAME).py || { echo "make bench NAME=x, where x is one of: $(BENCHMARKS)" >&2; exit 2; }
-	@$(PYTHON) benchmarks/$(NAME).py $(if $(ROWS),--rows $(ROWS))
+	@$(PYTHON) benchmarks/$(NAME).py $(if $(ROWS),--rows $(ROWS)) $(if $(RECONFIGURATIONS),--reconfigurations $(RECONFIGURATIONS))
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -12,7 +12,11 @@ the project. Nothing is predicted by a calibration that has seen it:
 * ``transfer_error_mean``: every source is predicted by the table of devices alone, no entry of
   which was fitted to any of them; ``transfer_coverage``, ``transfer_half_width``: its intervals;
 * ``search_s_512``, ``search_s_16384``: how long the search takes for a GPT-3 175B on 512 H100, and
-  for a model of a trillion parameters on 16,384.
+  for a model of a trillion parameters on 16,384;
+* ``placement_ratio``: bytes that cross between hosts in ten changes of a GPT-3 175B, with hosts
+  where the fewest do, over those with hosts in the order of joining;
+* ``published_error_mean``, ``published_error_max`` (``--reconfigurations TABLE.csv``): seconds of
+  the model against published ones, and ``published_held_out_error_mean`` of rows that were left out.
 
 Folds are the same each time: there is no chance in them, and none in the fit.
 """
@@ -24,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+from planner_changes import placement, published
 from report import Report, median_s, timed
 
 from scalai.core.planner.columns import Workload
@@ -97,9 +102,14 @@ def search_times(report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=Path, metavar="ROWS.csv", help="measured steps")
+    parser.add_argument("--reconfigurations", type=Path, metavar="TABLE.csv",
+                        help="published seconds of reconfigurations")  # fmt: skip
     arguments = parser.parse_args()
     report = Report("planner")
     search_times(report)
+    placement(report)
+    if arguments.reconfigurations is not None:
+        published(report, arguments.reconfigurations)
     if arguments.rows is None:
         report.say("no --rows ROWS.csv: agreement with measurements is not scored")
     else:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from scalai.core.planner.coefficients import PRIORS
 from scalai.core.planner.devices import DEVICES, MEASURED
+from scalai.core.planner.placement import EXACT_HOSTS
+from scalai.core.planner.reconfiguration import DATA_PLANE, HOST_COPY, PHASES, RELAUNCH_S
 
 PAGE = (Path(__file__).parents[3] / "docs" / "degrees.md").read_text()
 
@@ -25,3 +27,12 @@ def test_every_device_has_its_row() -> None:
             f"{d.per_host} | {d.matrix_efficiency:g}, {best} | {d.source} |"
         )
         assert row in PAGE
+
+
+def test_the_phases_of_a_change_have_their_rows_and_constants() -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith(tuple(f"| {p} |" for p in PHASES))]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(PHASES)
+    _, snapshot, relaunch, move, restore = rows
+    assert f"at {HOST_COPY / 1e9:g} GB/s" in snapshot and f"at {HOST_COPY / 1e9:g} GB/s" in restore
+    assert f"{RELAUNCH_S:g} until" in relaunch and f"at {DATA_PLANE / 1e9:g} GB/s" in move
+    assert f"exact up to {EXACT_HOSTS} hosts" in PAGE
