@@ -15,8 +15,9 @@ the project. Nothing is predicted by a calibration that has seen it:
   for a model of a trillion parameters on 16,384;
 * ``placement_ratio``: bytes that cross between hosts in ten changes of a GPT-3 175B, with hosts
   where the fewest do, over those with hosts in the order of joining;
-* ``published_error_mean``, ``published_error_max`` (``--reconfigurations TABLE.csv``): seconds of
-  the model against published ones, and ``published_held_out_error_mean`` of rows that were left out.
+* ``published_error_mean``, ``published_error_max`` (``--reconfigurations TABLE.csv``): the model's
+  seconds of reconfigurations against published ones; ``published_held_out_error_mean``: of rows
+  that were left out.
 
 Folds are the same each time: there is no chance in them, and none in the fit.
 """

@@ -30,7 +30,8 @@ def test_every_device_has_its_row() -> None:
 
 
 def test_the_phases_of_a_change_have_their_rows_and_constants() -> None:
-    rows = [line for line in PAGE.splitlines() if line.startswith(tuple(f"| {p} |" for p in PHASES))]
+    starts = tuple(f"| {phase} |" for phase in PHASES)
+    rows = [line for line in PAGE.splitlines() if line.startswith(starts)]
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(PHASES)
     _, snapshot, relaunch, move, restore = rows
     assert f"at {HOST_COPY / 1e9:g} GB/s" in snapshot and f"at {HOST_COPY / 1e9:g} GB/s" in restore
