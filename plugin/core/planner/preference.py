@@ -13,10 +13,12 @@ import numpy as np
 
 from scalai.core.choice import Choice
 from scalai.core.degrees import Degrees
+from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import Layout, Recompute, Workload, columns_of
 from scalai.core.planner.devices import Device
 from scalai.core.planner.fit import Calibration, calibrate, uncalibrated
 from scalai.core.planner.memory import USABLE, step_memory
+from scalai.core.planner.reconfiguration import reconfiguration
 
 KNOWN_LAYOUTS = 2
 """So many layouts of a job were measured before its planner decides without being asked to."""
@@ -29,6 +31,8 @@ MARGIN = 0.05
 """By so much more work a change must promise at least."""
 MEASURED_SPREAD = 0.03
 """Half of the interval of a step that was measured in the job."""
+COSTED = 8
+"""Of so many of the best the bytes of the change are counted."""
 CONTENDERS = 3
 """So many of the best are tried where the prediction does not separate them."""
 WORTH = 3.0
@@ -80,7 +84,7 @@ class _Case:
     high: float
     is_measured: bool
     cost_s: float
-    work: float
+    work: float = 0.0
     """Steps within the residence."""
 
 
@@ -147,9 +151,12 @@ class Preference:
         """
         if not self.is_deciding or not choices:
             return ()
-        cases = sorted(self._cases(choices, present), key=lambda case: -case.work)
+        cases = sorted(self._cases(choices, present), key=_by_work)
         if not cases:
             return ()
+        if present is not None:
+            nearest = [self._with_cost(case, present) for case in cases[:COSTED]]
+            cases = sorted([*nearest, *cases[COSTED:]], key=_by_work)
         stays = next((case for case in cases if case.choice.degrees == present), None)
         first, why = cases[0], "the most work until the next change"
         if stays is not None:
@@ -188,6 +195,19 @@ class Preference:
                 return case
         return None
 
+    def _with_cost(self, case: _Case, present: Degrees) -> _Case:
+        """Return the case with the seconds of its change, its bytes on their way included."""
+        if case.choice.degrees == present:
+            return case
+        work, device, before = self._case(present, self.micro_batch)
+        try:
+            change = reconfiguration(
+                work, device, before, self._of(case.choice)[2], relaunch_s=self.terms.change_s
+            )
+        except RefusedError:  # what runs is cut as the formulas do not know
+            return case
+        return _worth(replace(case, cost_s=change.total_s), self.terms.residence_s)
+
     def _spread(self, one: _Case, other: _Case) -> float:
         """Return half of the 90 % interval of the two steps' ratio, less 1."""
         if one is other:
@@ -215,8 +235,8 @@ class Preference:
                 seconds = mine.seconds
                 low, high = seconds / (1 + MEASURED_SPREAD), seconds * (1 + MEASURED_SPREAD)
             cost_s = 0.0 if is_present else self.terms.change_s
-            work = max(0.0, self.terms.residence_s - cost_s) / seconds
-            found.append(_Case(choice, seconds, low, high, mine is not None, cost_s, work))
+            case = _Case(choice, seconds, low, high, mine is not None, cost_s)
+            found.append(_worth(case, self.terms.residence_s))
         return found
 
     def _of(self, choice: Choice) -> tuple[Workload, Device, Layout]:
@@ -246,6 +266,14 @@ def measured_of_json(data: Sequence[tuple[Mapping[str, int], int, int, float]]) 
         Measured(Degrees.from_json(its), int(micro), int(steps), float(seconds))
         for its, micro, steps, seconds in data
     ]
+
+
+def _worth(case: _Case, residence_s: float) -> _Case:
+    return replace(case, work=max(0.0, residence_s - case.cost_s) / case.seconds)
+
+
+def _by_work(case: _Case) -> float:
+    return -case.work
 
 
 def _expected_gain(ratio: float, spread: float) -> float:
