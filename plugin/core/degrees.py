@@ -122,6 +122,9 @@ class ModelLimits:
     optimizer_instances: int = 1
     """Copies of the optimizer's state, each split over a part of the data-parallel ranks."""
     extra_layers: int = 0
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage, where they are not as many as those of others."""
+    last_stage_layers: int | None = None
     is_sequence_parallel: bool = False
     is_query_group_shared: bool = True
     """Whether several TP ranks may hold copies of one query group."""
@@ -200,6 +203,9 @@ def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
         yield f"vpp={vpp} needs pp of {limits.min_pp_with_vpp} or more"
     if limits.num_layers is None:
         return
+    if limits.first_stage_layers is not None or limits.last_stage_layers is not None:
+        yield from _uneven_stages(degrees, limits, limits.num_layers)
+        return
     layers = limits.num_layers + limits.extra_layers
     counted = f"num_layers={limits.num_layers}" + (
         f" plus {limits.extra_layers} (embedding and loss count)" if limits.extra_layers else ""
@@ -207,6 +213,23 @@ def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
     if layers % (pp * vpp):
         stages = f"pp={pp}" if vpp == 1 else f"pp*vpp={pp}*{vpp}"
         yield f"{stages} does not divide {counted}"
+
+
+def _uneven_stages(degrees: Degrees, limits: ModelLimits, layers: int) -> Iterator[str]:
+    """Yield what speaks against a first or last stage that has other numbers of layers."""
+    ends = [n for n in (limits.first_stage_layers, limits.last_stage_layers) if n is not None]
+    stages, rest = degrees.pp - len(ends), layers - sum(ends)
+    if min(ends) < 1:
+        yield f"{min(ends)} layers of the first or last pipeline stage; it needs 1 or more"
+    elif stages < 0 or rest < 0 or bool(stages) != bool(rest):
+        yield f"{max(rest, 0)} of {layers} layers are left for {max(stages, 0)} middle stages"
+    elif stages and rest % stages:
+        yield f"the {stages} middle stages do not divide the {rest} layers that are left for them"
+    else:
+        parts = [*ends, *([rest // stages] if stages else [])]
+        for part in parts:
+            if part % degrees.vpp:
+                yield f"vpp={degrees.vpp} does not divide the {part} layers of a pipeline stage"
 
 
 def _batch(degrees: Degrees, limits: ModelLimits, micro: int | None) -> Iterator[str]:
