@@ -36,6 +36,7 @@ _CHUNK_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 _FIRST_STAGE = "--decoder-first-pipeline-num-layers"
 _LAST_STAGE = "--decoder-last-pipeline-num-layers"
 _STATED_STAGES = ("hybrid_layer_pattern", "pipeline_model_parallel_layout")
+_SHARED_FFN = "--moe-shared-expert-intermediate-size"
 _RAMP, _SCHEDULE = "--rampup-batch-size", "--step-batch-size-schedule"
 _PADDED_VOCAB = "--padded-vocab-size"
 _EVAL_BATCH, _EVAL_MICRO = "--eval-global-batch-size", "--eval-micro-batch-size"
@@ -190,6 +191,8 @@ def _limits(given: Given, initial: DegreeRequest, is_query_group_shared: bool) -
     # A layout of its own divides layers in its own way, and stays as it is.
     is_stated = any(values.get(name) for name in _STATED_STAGES)
     final, others = _batches(given)
+    ffn = _ffn_hidden_size(given)
+    is_dense = experts is None or given.get("--moe-layer-freq", ("1",)) != ("1",)
     return ModelLimits(
         num_attention_heads=integer(given, "--num-attention-heads"),
         num_query_groups=integer(given, "--num-query-groups") if has_groups else None,
@@ -199,10 +202,17 @@ def _limits(given: Given, initial: DegreeRequest, is_query_group_shared: bool) -
         micro_batch_size=initial.micro_batch_size,
         seq_length=integer(given, "--seq-length", "--encoder-seq-length"),
         num_experts=experts,
-        ffn_hidden_size=_ffn_hidden_size(given),
+        qkv_rows=_qkv_rows(given),
+        ffn_hidden_size=ffn if is_dense else None,
+        expert_ffn_hidden_size=(integer(given, "--moe-ffn-hidden-size") or ffn)
+        if experts
+        else None,
+        shared_ffn_hidden_size=integer(given, _SHARED_FFN) if experts else None,
         expert_tp=integer(given, "--expert-tensor-parallel-size"),
         ramp_batch_sizes=others,
         eval_batch_size=None if _EVAL_MICRO in given else integer(given, _EVAL_BATCH),
+        evaluates_one_micro_batch=_SCHEDULE in given
+        and not {_EVAL_BATCH, _EVAL_MICRO} & set(given),
         optimizer_instances=integer(given, "--num-distributed-optimizer-instances") or 1,
         extra_layers=_extra_layers(given),
         first_stage_layers=integer(given, _FIRST_STAGE),
@@ -214,6 +224,17 @@ def _limits(given: Given, initial: DegreeRequest, is_query_group_shared: bool) -
         min_tp_reason="" if needs_tp is None else f"{needs_tp} needs tensor parallelism",
         fixed=tuple(_fixed(given, initial)),
     )
+
+
+def _qkv_rows(given: Given) -> int | None:
+    heads, hidden = integer(given, "--num-attention-heads"), integer(given, "--hidden-size")
+    size = integer(given, "--kv-channels") or (hidden // heads if hidden and heads else None)
+    if not heads or size is None or "--multi-latent-attention" in given:
+        return None
+    is_grouped = "--group-query-attention" in given
+    groups = (integer(given, "--num-query-groups") if is_grouped else None) or heads
+    gate = heads if "--attention-output-gate" in given else 0
+    return (heads + 2 * groups + gate) * size
 
 
 def _ffn_hidden_size(given: Given) -> int | None:

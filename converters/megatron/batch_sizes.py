@@ -13,7 +13,8 @@ _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def ramp_sizes(words: Sequence[str], final: int) -> tuple[int, ...]:
-    """Return the sizes of ``--rampup-batch-size START INCREMENT SAMPLES``, the final one too.
+    """Return the sizes that steps have by ``--rampup-batch-size START INCREMENT SAMPLES``, also the
+    final one.
 
     Raises:
         UsageError: It is no ramp to ``final``.
@@ -21,7 +22,7 @@ def ramp_sizes(words: Sequence[str], final: int) -> tuple[int, ...]:
     text = " ".join(words)
     try:
         start, increment, samples = map(int, words)
-        sizes = BatchRamp(start, increment, samples, final).sizes
+        sizes = BatchRamp(start, increment, samples, final).passed
     except (ValueError, RefusedError) as error:
         raise UsageError(f"--rampup-batch-size {text} is no batch-size ramp: {error}") from error
     if start == final:

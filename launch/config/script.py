@@ -12,6 +12,7 @@ from scalai.converters.deepspeed.config import (
     step_samples,
 )
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
+from scalai.converters.megatron.releases import shares_query_groups
 from scalai.converters.megatron.rules import allows_untested
 from scalai.core.choice import DegreePolicy
 from scalai.core.degrees import DegreeRequest, ModelLimits
@@ -43,7 +44,10 @@ def read_script(
     """
     if is_megatron(options.script_args):
         allow_untested = allows_untested(os.environ)
-        arguments = read_arguments(options.script_args, allow_untested=allow_untested)
+        arguments = read_arguments(
+            options.script_args, allow_untested=allow_untested,
+            is_query_group_shared=shares_query_groups(options.script),
+        )  # fmt: skip
         limits = config.model.filled_from(arguments.limits)
         return ScriptFacts(limits, config.policy(arguments.initial), arguments)
     if deepspeed is None:

@@ -88,7 +88,8 @@ def random_case(draw: random.Random, *, has_newest_flags: bool) -> Case:
     """Return a case; about a third of them are valid.
 
     Args:
-        has_newest_flags: Whether those of Megatron-LM 0.18 and later may be there, else those before.
+        has_newest_flags: Whether flags of Megatron-LM 0.18 and later may be there, or of those
+            before.
     """
     while True:
         case = _any(draw, has_newest_flags)
@@ -119,7 +120,7 @@ def _any(draw: random.Random, has_newest_flags: bool) -> Case:
         flags["hidden-size"] = pick((96, 100, 120))
     if maybe() < 0.3:
         flags["ffn-hidden-size"] = pick((64, 96, 96, 100, 192))
-    ep, expert_tp = 1, None
+    ep = 1
     if maybe() < 0.3:
         flags["num-experts"] = pick((4, 6, 8))
         flags["moe-router-topk"] = 2
@@ -127,7 +128,7 @@ def _any(draw: random.Random, has_newest_flags: bool) -> Case:
         ep = pick((1, 2, 2, 3, 4))
         flags["moe-token-dispatcher-type"] = "alltoall"
         if maybe() < 0.3:
-            expert_tp = flags["expert-tensor-parallel-size"] = pick((1, 1, 2))
+            flags["expert-tensor-parallel-size"] = pick((1, 1, 2))
         if maybe() < 0.3:
             flags["moe-ffn-hidden-size"] = pick((32, 48, 50))
     for word, share in (

@@ -1,7 +1,7 @@
 """What a Megatron-LM checkout itself says of command lines: ``python -m
-support.training.judged_scripts CHECKOUT`` reads a JSON list of [ranks, flags, rows of the embedding]
-from standard input and prints, for each, null where a job of it begins its steps with all layers
-and these rows, else what stops it.
+support.training.judged_scripts CHECKOUT`` reads a JSON list of [ranks, flags, rows of the
+embedding] from standard input and prints, for each, null where a job of it begins its steps with
+all layers and these rows, else what stops it.
 
 The steps of Megatron-LM's own start run on a fake process group, which stands for the other ranks:
 flags are parsed and validated, ranks grouped, micro-batches counted, the model built on the meta
@@ -21,6 +21,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 CHECKOUT = sys.argv[1]
@@ -42,6 +43,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.training import arguments
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -85,7 +87,9 @@ def judge(flags: list[str], world: int, rows: int) -> str | None:
     except Exception as error:  # whatever a start may raise is the answer
         where = inspect.getinnerframes(error.__traceback__)[-1]
         first = (str(error).splitlines() or [""])[0]
-        return f"{type(error).__name__} ({os.path.basename(where.filename)}:{where.lineno}): {first}"
+        return (
+            f"{type(error).__name__} ({os.path.basename(where.filename)}:{where.lineno}): {first}"
+        )
     finally:
         parallel_state.destroy_model_parallel()
         microbatches.destroy_num_microbatches_calculator()
@@ -107,13 +111,12 @@ def _steps(args: Any, chunks: list[torch.nn.Module]) -> None:
         batch = int(microbatches.get_current_global_batch_size())
         if batch not in seen:
             seen.add(batch)
-            try:
-                _first_pass(args, chunks, int(microbatches.get_num_microbatches()))
-            except FirstPassError:
-                pass
-            else:
-                raise RuntimeError("the schedule ended without a forward pass")
+            _first_pass(args, chunks, int(microbatches.get_num_microbatches()))
         consumed += batch
+    batch = getattr(args, "eval_global_batch_size", None)
+    if batch:
+        once = args.eval_micro_batch_size * args.data_parallel_size
+        _first_pass(args, chunks, batch // once, forward_only=True)
 
 
 def _called(function: Any, **values: Any) -> Any:
@@ -152,7 +155,7 @@ def _count(args: Any) -> None:
 
 
 def _build(args: Any, expected_rows: int) -> list[torch.nn.Module]:
-    """Build this rank's chunks of the model as pretrain_gpt.py does, without memory."""
+    """Build the first rank's chunks of the model as pretrain_gpt.py does, without memory."""
     rows = getattr(args, "padded_vocab_size", None)
     if rows is None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
@@ -165,41 +168,65 @@ def _build(args: Any, expected_rows: int) -> list[torch.nn.Module]:
     config.use_cpu_initialization, config.perform_initialization = True, False
     # Only Transformer Engine's attention, which needs CUDA, splits sequences.
     config.context_parallel_size = 1
-    count = args.virtual_pipeline_model_parallel_size or 1
-    chunks: list[torch.nn.Module] = []
+    layers = [
+        [_called(get_num_layers_to_build, config=config, vp_stage=stage) for stage in _stages(args)]
+        for _ in _pipeline_ranks(args)
+    ]
+    is_uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
+    least, total = min(map(min, layers)), sum(map(sum, layers))
+    if total != args.num_layers or (is_uneven and least < 1):
+        raise RuntimeError(f"stages of {layers} layers, where flags say {args.num_layers}")
+    # A stage of the embedding alone says nothing of layers.
+    has_layers = [any(stage) for stage in layers].index(True)
+    for rank in _pipeline_ranks(args):
+        if rank == has_layers:
+            with torch.device("meta"):
+                _chunks(args, config, rows)
     with torch.device("meta"):
-        for chunk in range(count):
-            if count > 1:
-                parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
-            stage = chunk if count > 1 else None
-            spec = _called(
-                get_gpt_decoder_block_spec, config=config, use_transformer_engine=False,
-                normalization=args.normalization, qk_l2_norm=False, vp_stage=stage,
-            )  # fmt: skip
-            first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **_stage(stage))
-            last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **_stage(stage))
-            model = _called(
-                GPTModel, config=config, transformer_layer_spec=spec, vocab_size=rows,
-                max_sequence_length=args.max_position_embeddings, pre_process=first,
-                post_process=last, vp_stage=stage,
-                position_embedding_type=args.position_embedding_type,
-                share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            )  # fmt: skip
-            chunks.append(model)
-    if args.pipeline_model_parallel_size == 1:
-        built = sum(len(chunk.decoder.layers) for chunk in chunks)  # type: ignore[union-attr]
-        if built != args.num_layers:
-            raise RuntimeError(f"{built} layers are built, where flags say {args.num_layers}")
+        return _chunks(args, config, rows)
+
+
+def _pipeline_ranks(args: Any) -> Iterator[int]:
+    """Stand at each pipeline rank, at last at the first again."""
+    for rank in range(args.pipeline_model_parallel_size):
+        parallel_state.set_pipeline_model_parallel_rank(rank)
+        yield rank
+    parallel_state.set_pipeline_model_parallel_rank(0)
+
+
+def _stages(args: Any) -> Iterator[int | None]:
+    """Stand at each virtual stage."""
+    count = args.virtual_pipeline_model_parallel_size or 1
+    for stage in range(count):
+        if count > 1:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+        yield stage if count > 1 else None
+
+
+def _chunks(args: Any, config: Any, rows: int) -> list[torch.nn.Module]:
+    chunks: list[torch.nn.Module] = []
+    for stage in _stages(args):
+        spec = _called(
+            get_gpt_decoder_block_spec, config=config, use_transformer_engine=False,
+            normalization=args.normalization, qk_l2_norm=False, vp_stage=stage,
+        )  # fmt: skip
+        of = {"ignore_virtual": False, "vp_stage": stage}
+        model = _called(
+            GPTModel, config=config, transformer_layer_spec=spec, vocab_size=rows,
+            max_sequence_length=args.max_position_embeddings, vp_stage=stage,
+            pre_process=_called(parallel_state.is_pipeline_first_stage, **of),
+            post_process=_called(parallel_state.is_pipeline_last_stage, **of),
+            position_embedding_type=args.position_embedding_type,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        )  # fmt: skip
+        chunks.append(model)
     return chunks
 
 
-def _stage(stage: int | None) -> dict[str, Any]:
-    known = inspect.signature(parallel_state.is_pipeline_first_stage).parameters
-    return {"vp_stage": stage} if "vp_stage" in known else {}
-
-
-def _first_pass(args: Any, chunks: list[torch.nn.Module], count: int) -> None:
-    """Call the schedule of the step."""
+def _first_pass(
+    args: Any, chunks: list[torch.nn.Module], count: int, *, forward_only: bool = False
+) -> None:
+    """Call the schedule of a step up to its first forward pass."""
 
     def forward(*_: Any, **__: Any) -> None:
         raise FirstPassError
@@ -207,12 +234,14 @@ def _first_pass(args: Any, chunks: list[torch.nn.Module], count: int) -> None:
     for chunk in chunks:
         chunk.config.overlap_p2p_comm = args.overlap_p2p_comm  # type: ignore[union-attr]
         chunk.config.batch_p2p_comm = not args.overlap_p2p_comm  # type: ignore[union-attr]
-    get_forward_backward_func()(
-        forward_step_func=forward, data_iterator=[iter([])] * len(chunks), model=chunks,
-        num_microbatches=count, seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size, decoder_seq_length=args.decoder_seq_length,
-        forward_only=False,
-    )  # fmt: skip
+    with contextlib.suppress(FirstPassError):
+        get_forward_backward_func()(
+            forward_step_func=forward, data_iterator=[iter([])] * len(chunks), model=chunks,
+            num_microbatches=count, seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size, decoder_seq_length=args.decoder_seq_length,
+            forward_only=forward_only,
+        )  # fmt: skip
+        raise RuntimeError("the schedule ended without a forward pass")
 
 
 def main() -> None:
