@@ -1,7 +1,6 @@
 """``python -m scalai.patches.diagnosis [FOLDER]``: which frameworks would be hooked here, or in a
 script that lies in a folder, as JSON."""
 
-import ast
 import importlib.metadata
 import importlib.util
 import json
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from scalai.converters.megatron.releases import stated_release
 from scalai.core.errors import RefusedError
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED, MEGATRON
 
@@ -54,16 +54,9 @@ def _stated(package: str) -> str | None:
     found = importlib.util.find_spec(package)
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         stated = Path(folder, "core", "package_info.py")
-        if package == "megatron" and stated.is_file():
-            numbers = {
-                line.targets[0].id: line.value.value
-                for line in ast.parse(stated.read_text()).body
-                if isinstance(line, ast.Assign)
-                and isinstance(line.targets[0], ast.Name)
-                and isinstance(line.value, ast.Constant)
-            }
-            if {"MAJOR", "MINOR", "PATCH"} <= set(numbers):
-                return ".".join(str(numbers[part]) for part in ("MAJOR", "MINOR", "PATCH"))
+        release = stated_release(stated) if package == "megatron" else None
+        if release is not None:
+            return ".".join(map(str, release))
     return None
 
 

@@ -13,8 +13,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from scalai.converters.megatron.rules import UNEVEN_STAGES, Given, faults_of, fixed_axes, values_of
-from scalai.core.batches import BatchRamp
+from scalai.converters.megatron import stage_layout
+from scalai.converters.megatron.batch_sizes import ramp_sizes, step_sizes
+from scalai.converters.megatron.rules import Given, faults_of, fixed_axes, values_of
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.faults import refuse_all
@@ -32,6 +33,11 @@ _NEEDS_TP = ("--distribute-saved-activations", "--tp-comm-overlap")
 _LAYERS_PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _CHUNK_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+_FIRST_STAGE = "--decoder-first-pipeline-num-layers"
+_LAST_STAGE = "--decoder-last-pipeline-num-layers"
+_STATED_STAGES = ("hybrid_layer_pattern", "pipeline_model_parallel_layout")
+_SHARED_FFN = "--moe-shared-expert-intermediate-size"
+_RAMP, _SCHEDULE = "--rampup-batch-size", "--step-batch-size-schedule"
 _PADDED_VOCAB = "--padded-vocab-size"
 _EVAL_BATCH, _EVAL_MICRO = "--eval-global-batch-size", "--eval-micro-batch-size"
 
@@ -72,6 +78,7 @@ def read_arguments(
     given = _scan(script_args)
     refuse_all(faults_of(values_of(given), allow_untested=allow_untested))
     initial = _initial(given)
+    refuse_all(_stage_faults(given, initial.pp))
     return MegatronArguments(given, _limits(given, initial, is_query_group_shared), initial)
 
 
@@ -156,6 +163,9 @@ def _initial(given: Given) -> DegreeRequest:
 
 
 def _initial_chunks(given: Given, pp: int) -> int:
+    layout = given.get(stage_layout.FLAG)
+    if layout:
+        return max(1, len(stage_layout.stages_of(layout[0])) // pp)
     layers = _counted_layers(given)
     per_chunk = integer(given, _LAYERS_PER_CHUNK)
     if per_chunk and layers:
@@ -178,24 +188,35 @@ def _limits(given: Given, initial: DegreeRequest, is_query_group_shared: bool) -
     has_groups = "--group-query-attention" in given and "--multi-latent-attention" not in given
     experts = integer(given, "--num-experts") or None
     values = values_of(given)
-    is_uneven = any(values.get(name) for name in UNEVEN_STAGES)
-    ramp = _ramp(given)
+    # A layout of its own divides layers in its own way, and stays as it is.
+    is_stated = any(values.get(name) for name in _STATED_STAGES)
+    final, others = _batches(given)
+    ffn = _ffn_hidden_size(given)
+    is_dense = experts is None or given.get("--moe-layer-freq", ("1",)) != ("1",)
     return ModelLimits(
         num_attention_heads=integer(given, "--num-attention-heads"),
         num_query_groups=integer(given, "--num-query-groups") if has_groups else None,
-        # Uneven stages divide in their own way, and stay as they are.
-        num_layers=None if is_uneven else integer(given, "--num-layers", "--decoder-num-layers"),
+        num_layers=None if is_stated else integer(given, "--num-layers", "--decoder-num-layers"),
         padded_vocab_size=integer(given, _PADDED_VOCAB),
-        global_batch_size=integer(given, "--global-batch-size") or max(ramp, default=None),
+        global_batch_size=final,
         micro_batch_size=initial.micro_batch_size,
         seq_length=integer(given, "--seq-length", "--encoder-seq-length"),
         num_experts=experts,
-        ffn_hidden_size=_ffn_hidden_size(given),
+        qkv_rows=_qkv_rows(given),
+        ffn_hidden_size=ffn if is_dense else None,
+        expert_ffn_hidden_size=(integer(given, "--moe-ffn-hidden-size") or ffn)
+        if experts
+        else None,
+        shared_ffn_hidden_size=integer(given, _SHARED_FFN) if experts else None,
         expert_tp=integer(given, "--expert-tensor-parallel-size"),
-        ramp_batch_sizes=ramp,
+        ramp_batch_sizes=others,
         eval_batch_size=None if _EVAL_MICRO in given else integer(given, _EVAL_BATCH),
+        evaluates_one_micro_batch=_SCHEDULE in given
+        and not {_EVAL_BATCH, _EVAL_MICRO} & set(given),
         optimizer_instances=integer(given, "--num-distributed-optimizer-instances") or 1,
         extra_layers=_extra_layers(given),
+        first_stage_layers=integer(given, _FIRST_STAGE),
+        last_stage_layers=integer(given, _LAST_STAGE),
         is_sequence_parallel="--sequence-parallel" in given or experts is not None,
         is_query_group_shared=is_query_group_shared,
         min_pp_with_vpp=3 if "--no-overlap-p2p-communication" in given else 2,
@@ -203,6 +224,17 @@ def _limits(given: Given, initial: DegreeRequest, is_query_group_shared: bool) -
         min_tp_reason="" if needs_tp is None else f"{needs_tp} needs tensor parallelism",
         fixed=tuple(_fixed(given, initial)),
     )
+
+
+def _qkv_rows(given: Given) -> int | None:
+    heads, hidden = integer(given, "--num-attention-heads"), integer(given, "--hidden-size")
+    size = integer(given, "--kv-channels") or (hidden // heads if hidden and heads else None)
+    if not heads or size is None or "--multi-latent-attention" in given:
+        return None
+    is_grouped = "--group-query-attention" in given
+    groups = (integer(given, "--num-query-groups") if is_grouped else None) or heads
+    gate = heads if "--attention-output-gate" in given else 0
+    return (heads + 2 * groups + gate) * size
 
 
 def _ffn_hidden_size(given: Given) -> int | None:
@@ -214,22 +246,16 @@ def _ffn_hidden_size(given: Given) -> int | None:
     return int((4 * hidden * 2 / 3) / 64) * 64 if "--swiglu" in given else 4 * hidden
 
 
-def _ramp(given: Given) -> tuple[int, ...]:
-    """Global batch sizes beside the final one, ascending."""
-    sizes: set[int] = set()
+def _batches(given: Given) -> tuple[int | None, tuple[int, ...]]:
+    """Return the final global batch size, and the others that the job passes through, ascending."""
     final = integer(given, "--global-batch-size")
-    ramp = given.get("--rampup-batch-size", ())
-    schedule = " ".join(given.get("--step-batch-size-schedule", ())).replace(",", " ").split()
-    try:
-        if ramp and final is not None:
-            start, increment, samples = map(int, ramp)
-            sizes.update(BatchRamp(start, increment, samples, final).sizes)
-        sizes.update(int(step.rpartition(":")[2]) for step in schedule)
-    except ValueError as error:
-        raise UsageError(
-            f"{' '.join([*ramp, *schedule])!r} is no batch-size ramp: {error}"
-        ) from error
-    return tuple(sorted(sizes - {final}))
+    sizes: tuple[int, ...] = ()
+    if _SCHEDULE in given:
+        sizes = step_sizes(given[_SCHEDULE])
+        final = final or sizes[-1]
+    elif _RAMP in given and final is not None:
+        sizes = ramp_sizes(given[_RAMP], final)
+    return final, tuple(sorted(set(sizes) - {final}))
 
 
 def _evaluation(
@@ -249,6 +275,24 @@ def _evaluation(
         share = math.gcd(stated // dp, micro)
         if share != micro:
             yield from (_EVAL_MICRO, str(share))
+
+
+def _stage_faults(given: Given, pp: int) -> Iterator[str]:
+    """Yield what makes flags of the pipeline's stages contradict each other."""
+    ways = [flag for flag in (_LAYERS_PER_CHUNK, _CHUNKS, stage_layout.FLAG) if flag in given]
+    if len(ways) > 1:
+        yield f"{' and '.join(ways)} both say what stages have; keep one"
+    ends = [flag for flag in (_FIRST_STAGE, _LAST_STAGE) if flag in given]
+    if ends and _LAYERS_PER_CHUNK in given:
+        yield f"{ends[0]}: virtual stages are then stated by {_CHUNKS}, not {_LAYERS_PER_CHUNK}"
+    if ends and _extra_layers(given):
+        yield f"{ends[0]}: embedding and loss cannot count as layers beside it; keep one"
+    layout = given.get(stage_layout.FLAG)
+    if layout:
+        fault = stage_layout.layout_fault(
+            stage_layout.stages_of(layout[0]), integer(given, "--num-layers"), pp
+        )
+        yield from [fault] if fault else []
 
 
 def _fixed(given: Given, initial: DegreeRequest) -> Iterator[tuple[str, int, str]]:

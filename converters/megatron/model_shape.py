@@ -43,7 +43,11 @@ def workload_of(arguments: MegatronArguments, vocab: int | None = None) -> Workl
     for flag, why in _UNKNOWN.items():
         if flag in given:
             raise RefusedError(f"{flag}: {why}; choose its degrees by a [degrees] table.")
-    missing = [f"{flag} ({what})" for flag, what in NEEDED.items() if integer(given, flag) is None]
+    batch = arguments.limits.global_batch_size
+    missing = [
+        f"{flag} ({what})" for flag, what in NEEDED.items()
+        if integer(given, flag) is None and not (flag == "--global-batch-size" and batch)
+    ]  # fmt: skip
     if missing:
         raise RefusedError(f"the command line lacks {', '.join(missing)}; add it.")
     precision = "fp32"
@@ -56,8 +60,7 @@ def workload_of(arguments: MegatronArguments, vocab: int | None = None) -> Workl
     gradient = 2 if "--grad-reduce-in-bf16" in given else None
     dropouts = (given.get(f"--{part}-dropout", ("0.1",)) for part in ("hidden", "attention"))
     has_dropout = any(float(words[0]) > 0 if words else True for words in dropouts)
-    batch = integer(given, "--global-batch-size") or 0
-    return Workload(_shape(given, vocab), batch, precision, is_fused, has_dropout, gradient)
+    return Workload(_shape(given, vocab), batch or 0, precision, is_fused, has_dropout, gradient)
 
 
 def choices_of(arguments: MegatronArguments) -> Choices:

@@ -11,6 +11,7 @@ from typing import Any
 
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.converters.megatron.model_shape import choices_of, workload_of
+from scalai.converters.megatron.releases import shares_query_groups
 from scalai.core.degrees import ModelLimits
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import Workload
@@ -150,7 +151,10 @@ def _of_script(
             raise RefusedError(f"{flag} stands before -- and among the script's flags; keep one.")
         if mine is not None:
             flags = [*flags, flag, str(mine)]
-    arguments = read_arguments(flags, allow_untested=True)
+    named = None if script[0].startswith("-") else script[0]
+    arguments = read_arguments(
+        flags, allow_untested=True, is_query_group_shared=shares_query_groups(named)
+    )
     work = workload_of(arguments, args.vocab)
     if args.precision:
         raise RefusedError("--precision: the script's flags say it; leave it out.")

@@ -12,6 +12,7 @@ from scalai.converters.deepspeed.config import (
     step_samples,
 )
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
+from scalai.converters.megatron.releases import shares_query_groups
 from scalai.converters.megatron.rules import allows_untested
 from scalai.core.choice import DegreePolicy
 from scalai.core.degrees import DegreeRequest, ModelLimits
@@ -46,7 +47,10 @@ def read_script(
     """
     if is_megatron(options.script_args):
         allow_untested = allows_untested(os.environ)
-        arguments = read_arguments(options.script_args, allow_untested=allow_untested)
+        arguments = read_arguments(
+            options.script_args, allow_untested=allow_untested,
+            is_query_group_shared=shares_query_groups(options.script),
+        )  # fmt: skip
         limits = config.model.filled_from(arguments.limits)
         planner = read_planner(config.planner, arguments, limits)
         preference, why = (None, planner) if isinstance(planner, str) else (planner, "")

@@ -4,6 +4,7 @@ The number of samples consumed is the one clock of a job: it does not depend on 
 offsets, batch-size ramp and learning-rate schedule are functions of it.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,6 +129,23 @@ class BatchRamp:
     def sizes(self) -> tuple[int, ...]:
         """Every global batch size of the ramp, ascending."""
         return tuple(range(self.start, self.global_batch_size + 1, self.increment))
+
+    @property
+    def passed(self) -> tuple[int, ...]:
+        """Those of ``sizes`` that steps from the first sample on have: where a step has more
+        samples than belong to a size, the next ones are skipped."""
+        growth = self.global_batch_size - self.start
+        if not growth or self.ramp_samples < 1:
+            return (self.global_batch_size,)
+        each = self.ramp_samples / (growth // self.increment)
+        consumed, found = 0, []
+        while consumed <= self.ramp_samples:
+            size = self.start + int(consumed / each) * self.increment
+            found.append(size)
+            # As many steps as are left of this size, at once.
+            end = min((int(consumed / each) + 1) * each, self.ramp_samples + 1)
+            consumed += max(1, math.ceil((end - consumed) / size)) * size
+        return tuple(dict.fromkeys((*found, self.global_batch_size)))
 
 
 def sample_hashes(tokens: npt.ArrayLike) -> npt.NDArray[np.uint64]:

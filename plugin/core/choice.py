@@ -263,7 +263,9 @@ def _splits(case: _Case, most: int, least: int) -> Iterator[DegreeRequest]:
     """
     kept, limits = case.kept, case.limits
     tps = _divisors(limits.num_attention_heads or kept.tp)
-    pps = _divisors(limits.num_layers + limits.extra_layers if limits.num_layers else kept.pp)
+    is_uneven = limits.first_stage_layers is not None or limits.last_stage_layers is not None
+    is_known = limits.num_layers is not None and not is_uneven
+    pps = _divisors((limits.num_layers or 0) + limits.extra_layers) if is_known else [kept.pp]
     pairs = dict.fromkeys([(kept.tp, kept.pp), *((tp, pp) for tp in tps for pp in pps)])
     for tp, pp in pairs:
         if least <= tp * pp <= most:

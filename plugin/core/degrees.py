@@ -113,15 +113,26 @@ class ModelLimits:
     micro_batch_size: int | None = None
     seq_length: int | None = None
     num_experts: int | None = None
+    qkv_rows: int | None = None
+    """Rows of the projection to queries, keys and values."""
     ffn_hidden_size: int | None = None
+    """Width of the feed-forward part of dense layers."""
+    expert_ffn_hidden_size: int | None = None
+    shared_ffn_hidden_size: int | None = None
+    """Width of what all tokens go through beside the routed experts."""
     expert_tp: int | None = None
     """Tensor parallelism of the experts; None: that of the model."""
     ramp_batch_sizes: tuple[int, ...] = ()
     eval_batch_size: int | None = None
     """Samples of one step of an evaluation; None: unknown, or those of a training step."""
+    evaluates_one_micro_batch: bool = False
+    """Whether an evaluation has one micro-batch a replica where ``eval_batch_size`` is None."""
     optimizer_instances: int = 1
     """Copies of the optimizer's state, each split over a part of the data-parallel ranks."""
     extra_layers: int = 0
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage, where they are not as many as those of others."""
+    last_stage_layers: int | None = None
     is_sequence_parallel: bool = False
     is_query_group_shared: bool = True
     """Whether several TP ranks may hold copies of one query group."""
@@ -183,15 +194,25 @@ def _tensor_parallel(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
     ):
         relation = "divide or be a multiple of" if limits.is_query_group_shared else "divide"
         yield f"tp={tp} does not {relation} num_query_groups={groups}"
-    if limits.ffn_hidden_size is not None and limits.ffn_hidden_size % tp:
-        yield f"tp={tp} does not divide ffn_hidden_size={limits.ffn_hidden_size}"
+    elif limits.qkv_rows is not None and limits.qkv_rows % tp:
+        yield f"tp={tp} does not divide the {limits.qkv_rows} rows of queries, keys and values"
+    for name in ("ffn_hidden_size", "shared_ffn_hidden_size"):
+        width = getattr(limits, name)
+        if width is not None and width % tp:
+            yield f"tp={tp} does not divide {name}={width}"
+    expert_tp, width = limits.expert_tp or tp, limits.expert_ffn_hidden_size
+    if width is not None and width % expert_tp:
+        yield f"expert tp={expert_tp} does not divide expert_ffn_hidden_size={width}"
     if limits.padded_vocab_size is not None and limits.padded_vocab_size % tp:
         yield (
             f"tp={tp} does not divide the padded vocabulary of {limits.padded_vocab_size} rows, "
             "which may not change in a running job"
         )
-    if limits.is_sequence_parallel and limits.seq_length is not None and limits.seq_length % tp:
-        yield f"tp={tp} does not divide seq_length={limits.seq_length} (sequence parallelism)"
+    if limits.is_sequence_parallel and limits.seq_length is not None and tp > 1:
+        # Context parallelism leaves each rank a part, of which sequence parallelism takes parts.
+        if limits.seq_length % (tp * degrees.cp):
+            parts = f"tp={tp}" if degrees.cp == 1 else f"tp*cp={tp}*{degrees.cp}"
+            yield (f"{parts} does not divide seq_length={limits.seq_length} (sequence parallelism)")
 
 
 def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
@@ -199,6 +220,9 @@ def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
     if vpp > 1 and pp < limits.min_pp_with_vpp:
         yield f"vpp={vpp} needs pp of {limits.min_pp_with_vpp} or more"
     if limits.num_layers is None:
+        return
+    if limits.first_stage_layers is not None or limits.last_stage_layers is not None:
+        yield from _uneven_stages(degrees, limits, limits.num_layers)
         return
     layers = limits.num_layers + limits.extra_layers
     counted = f"num_layers={limits.num_layers}" + (
@@ -209,8 +233,33 @@ def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
         yield f"{stages} does not divide {counted}"
 
 
+def _uneven_stages(degrees: Degrees, limits: ModelLimits, layers: int) -> Iterator[str]:
+    """Yield what speaks against a first or last stage that has other numbers of layers."""
+    ends = [n for n in (limits.first_stage_layers, limits.last_stage_layers) if n is not None]
+    if degrees.pp == 1:
+        # One stage is the first and the last: Megatron-LM takes what it says of the last.
+        ends = ends[-1:]
+    stages, rest = degrees.pp - len(ends), layers - sum(ends)
+    if min(ends) < 1:
+        yield f"{min(ends)} layers of the first or last pipeline stage; it needs 1 or more"
+    elif stages < 0 or rest < 0 or bool(stages) != bool(rest):
+        yield f"{max(rest, 0)} of {layers} layers are left for {max(stages, 0)} middle stages"
+    elif stages and rest % stages:
+        yield f"the {stages} middle stages do not divide the {rest} layers that are left for them"
+    else:
+        parts = [*ends, *([rest // stages] if stages else [])]
+        for part in parts:
+            if part % degrees.vpp:
+                yield f"vpp={degrees.vpp} does not divide the {part} layers of a pipeline stage"
+
+
 def _batch(degrees: Degrees, limits: ModelLimits, micro: int | None) -> Iterator[str]:
     yield from _evaluation(degrees, limits.eval_batch_size, micro or 1)
+    if limits.evaluates_one_micro_batch and limits.eval_batch_size is None and degrees.vpp > 1:
+        yield (
+            f"an evaluation has one micro-batch a replica, which is no multiple of pp={degrees.pp} "
+            f"that vpp={degrees.vpp} needs (--eval-global-batch-size states more)"
+        )
     if limits.global_batch_size is None:
         return
     for batch in (limits.global_batch_size, *limits.ramp_batch_sizes):
@@ -248,7 +297,7 @@ def _context_and_experts(degrees: Degrees, limits: ModelLimits) -> Iterator[str]
     cp, ep, experts = degrees.cp, degrees.ep, limits.num_experts
     if cp > 1 and limits.seq_length is not None and limits.seq_length % (2 * cp):
         yield f"2*cp={2 * cp} does not divide seq_length={limits.seq_length}"
-    if ep == 1:
+    if ep == 1 and limits.expert_tp is None:
         return
     expert_tp = limits.expert_tp or degrees.tp
     if experts is not None and experts % ep:

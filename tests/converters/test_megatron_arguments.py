@@ -38,6 +38,7 @@ def test_limits_and_degrees_are_read() -> None:
         global_batch_size=24,
         micro_batch_size=2,
         seq_length=32,
+        qkv_rows=192,
         ffn_hidden_size=128,
         fixed=(("cp", 1, "another split of sequences is not supported"),),
     )
@@ -108,8 +109,30 @@ def test_cyclic_data_without_sharding_passes() -> None:
     [
         ("--num-layers many", "--num-layers has 'many' behind it"),
         ("--num-layers --seq-length 3", "--num-layers has 'nothing' behind it"),
-        ("--rampup-batch-size 8 8", "'8 8' is no batch-size ramp"),
+        ("--rampup-batch-size 8 8", "8 8 is no batch-size ramp"),
         ("--rampup-batch-size 8 7 100", "cannot grow from 8 to 24 by 7"),
+        ("--rampup-batch-size 24 8 100", "begins with the final batch of 24"),
+        ("--rampup-batch-size 8 8 0", "0 samples; use 1 or more"),
+        ("--step-batch-size-schedule 768", "'768' is no THRESHOLD:SIZE"),
+        ("--step-batch-size-schedule 1K:8", "the first threshold must be 0"),
+        ("--step-batch-size-schedule 0:8,0:16", "no other may be there twice"),
+        ("--step-batch-size-schedule 0:0", "every size must be 1 or more"),
+        ("--pipeline-model-parallel-layout Et*8xL", "'x' is no layer"),
+        ("--pipeline-model-parallel-layout Et*7L", "has 7 layers, --num-layers says 8"),
+        ("--pipeline-model-parallel-layout t*8L", "the first layer must be E"),
+        ("--pipeline-model-parallel-layout (t*9999)*9999", "beyond all models"),
+        (
+            "--pipeline-model-parallel-layout Et*8L --num-virtual-stages-per-pipeline-rank 2",
+            "both say what stages have",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 2 --account-for-loss-in-pipeline-split",
+            "cannot count as layers beside it",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 2 --num-layers-per-virtual-pipeline-stage 1",
+            "are then stated by --num-virtual-stages-per-pipeline-rank",
+        ),
     ],
 )
 def test_a_malformed_value_is_named(flags: str, why: str) -> None:

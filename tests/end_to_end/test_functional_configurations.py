@@ -17,6 +17,7 @@ from scalai.launch.commands.check_elastic import check_elastic, worlds_of
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.config.script import ScriptFacts, read_script
+from support import megatron_lm_job
 from support.functional_configurations import (
     RANKS,
     Configuration,
@@ -24,7 +25,7 @@ from support.functional_configurations import (
     training_configurations,
 )
 
-CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
+CHECKOUT = megatron_lm_job.CHECKOUT or ""
 MOST_REFUSED_ANYWAY = 0.05
 """Of a release's files those that Megatron-LM refuses: flags escaped for a shell, for one."""
 LEAST_PART = 235 / 259

@@ -16,8 +16,10 @@ import pytest
 from support.agents import SCALAI_RUN
 from support.ledgers import Entry, read_ledger
 
-CHECKOUT = os.environ.get("MEGATRON_LM_PATH")
-"""Folder of a Megatron-LM checkout: pretrain_gpt.py and megatron/ lie in it."""
+CHECKOUTS = tuple(filter(None, os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep)))
+"""Folders of Megatron-LM checkouts: pretrain_gpt.py and megatron/ lie in each."""
+CHECKOUT = CHECKOUTS[0] if CHECKOUTS else None
+"""The one whose jobs run."""
 NEEDED = ("six", "regex", "yaml", "requests")
 """What megatron.training imports beside megatron-core's own requirements."""
 DEADLINE_S = 400.0

@@ -1,0 +1,225 @@
+"""Random command lines of Megatron-LM's pretrain_gpt.py with degrees to change to, and what our
+laws say of them."""
+
+import random
+from dataclasses import dataclass, replace
+
+from scalai.converters.megatron.arguments import derived_flags, read_arguments
+from scalai.converters.megatron.model_shape import workload_of
+from scalai.core.degrees import Degrees, refusal
+from scalai.core.errors import RefusedError, UsageError
+
+VOCABULARY, PADDING = 128, 16
+"""Rows before padding, and the multiple that they are padded to, times TP."""
+PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
+MOST_RANKS = 64
+FLAGS = f"""
+  --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
+  --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
+  --no-bias-dropout-fusion --no-rope-fusion --distributed-backend gloo --lr 1e-3
+  --train-samples 100000 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data --bf16
+  --make-vocab-size-divisible-by {PADDING}
+""".split()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A script's flags, and the layout that it is to have; ``ranks`` may not be its world size."""
+
+    flags: tuple[str, ...]
+    degrees: Degrees
+    micro_batch: int | None
+    ranks: int
+    first_tp: int
+    """TP of the job's first round, by which the vocabulary was padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What our laws say: a refusal, or what Megatron-LM is given."""
+
+    refused: str | None
+    flags: tuple[str, ...]
+    rows: int
+    """Of the job's embedding."""
+
+
+def judge(case: Case, *, is_query_group_shared: bool) -> Verdict:
+    """Apply the laws of a running job, and of ``scalai plan``, to a case."""
+    multiple = PADDING * case.first_tp
+    padded = -(-VOCABULARY // multiple) * multiple
+    if "--padded-vocab-size" in case.flags:
+        padded = int(case.flags[case.flags.index("--padded-vocab-size") + 1])
+    each = case.degrees.world_size // case.degrees.dp
+    if case.ranks % each:
+        return Verdict(f"{case.ranks} ranks are no multiple of {each}", _plain(case), padded)
+    degrees = replace(case.degrees, dp=case.ranks // each)
+    try:
+        arguments = read_arguments(case.flags, is_query_group_shared=is_query_group_shared)
+        limits = replace(arguments.limits, padded_vocab_size=padded)
+        workload_of(arguments, VOCABULARY)
+        why = refusal(degrees, limits, case.micro_batch)
+        flags, _ = derived_flags(
+            replace(arguments, limits=limits), degrees, padded, case.micro_batch,
+        )  # fmt: skip
+    except (RefusedError, UsageError) as error:
+        return Verdict(str(error), _plain(case), padded)
+    return Verdict(why, (*case.flags, *flags), padded)
+
+
+def _plain(case: Case) -> tuple[str, ...]:
+    """What a person would write for the degrees, where nothing can be derived."""
+    sizes, flags = case.degrees, list(case.flags)
+    if PER_CHUNK in flags and sizes.vpp > 1:
+        at = flags.index(PER_CHUNK)
+        del flags[at : at + 2]
+    is_stated = {"--pipeline-model-parallel-layout", PER_CHUNK} & set(flags)
+    return (
+        *flags, "--tensor-model-parallel-size", str(sizes.tp),
+        "--pipeline-model-parallel-size", str(sizes.pp),
+        "--expert-model-parallel-size", str(sizes.ep),
+        *(() if is_stated or sizes.vpp == 1
+          else ("--num-virtual-stages-per-pipeline-rank", str(sizes.vpp))),
+        *(("--micro-batch-size", str(case.micro_batch)) if case.micro_batch else ()),
+    )  # fmt: skip
+
+
+def random_case(draw: random.Random, *, has_newest_flags: bool) -> Case:
+    """Return a case; about a third of them are valid.
+
+    Args:
+        has_newest_flags: Whether flags of Megatron-LM 0.18 and later may be there, or of those
+            before.
+    """
+    while True:
+        case = _any(draw, has_newest_flags)
+        if case.ranks <= MOST_RANKS:
+            return case
+
+
+def _any(draw: random.Random, has_newest_flags: bool) -> Case:
+    pick, maybe = draw.choice, draw.random
+    tp, pp, dp = pick((1, 1, 2, 2, 3, 4, 8)), pick((1, 1, 2, 2, 3, 4)), pick((1, 2, 2, 3, 4, 6))
+    cp = pick((1, 1, 1, 1, 2, 4))
+    heads, layers = pick((4, 8, 8, 12, 24)), pick((2, 4, 6, 8, 12, 12))
+    micro = pick((1, 1, 1, 2, 3))
+    final = pick((12, 24, 24, 48, 72, 96))
+    flags = {
+        "num-layers": layers, "hidden-size": heads * 16, "num-attention-heads": heads,
+        "seq-length": pick((48, 48, 64, 66)), "max-position-embeddings": 96,
+        "micro-batch-size": micro, "global-batch-size": final,
+    }  # fmt: skip
+    words: list[str] = []
+    if maybe() < 0.4:
+        groups = pick([size for size in (1, 2, 3, 4, 6, heads) if size <= heads])
+        flags["num-query-groups"] = groups
+        words.append("--group-query-attention")
+    if maybe() < 0.2:
+        flags["kv-channels"] = pick((8, 16, 32))
+    if maybe() < 0.15:
+        flags["hidden-size"] = pick((96, 100, 120))
+    if maybe() < 0.3:
+        flags["ffn-hidden-size"] = pick((64, 96, 96, 100, 192))
+    ep = 1
+    if maybe() < 0.3:
+        flags["num-experts"] = pick((4, 6, 8))
+        flags["moe-router-topk"] = 2
+        words.append("--disable-bias-linear")
+        ep = pick((1, 2, 2, 3, 4))
+        flags["moe-token-dispatcher-type"] = "alltoall"
+        if maybe() < 0.3:
+            flags["expert-tensor-parallel-size"] = pick((1, 1, 2))
+        if maybe() < 0.3:
+            flags["moe-ffn-hidden-size"] = pick((32, 48, 50))
+    for word, share in (
+        ("--swiglu", 0.3), ("--sequence-parallel", 0.4), ("--use-distributed-optimizer", 0.4),
+        ("--untie-embeddings-and-output-weights", 0.3), ("--no-overlap-p2p-communication", 0.1),
+    ):  # fmt: skip
+        if maybe() < share:
+            words.append(word)
+    if "--use-distributed-optimizer" in words and maybe() < 0.3:
+        flags["num-distributed-optimizer-instances"] = pick((2, 2, 3))
+    if maybe() < 0.1:
+        flags["padded-vocab-size"] = pick((128, 132, 144, 160))
+    vpp, is_fixed = _stages(draw, flags, words, layers, pp)
+    _batches(draw, flags, final, has_newest_flags)
+    first_tp = tp
+    degrees = Degrees(tp, pp, dp, vpp, cp, ep)
+    flags |= {
+        "tensor-model-parallel-size": tp, "pipeline-model-parallel-size": pp,
+        "context-parallel-size": cp, "expert-model-parallel-size": ep,
+    }  # fmt: skip
+    micro_batch = None
+    if maybe() < 0.5:  # a change
+        degrees = replace(degrees, tp=pick((1, 2, 3, 4)), dp=pick((1, 2, 3, 4, 6)))
+        if not is_fixed:
+            degrees = replace(degrees, pp=pick((1, 2, 3, 4)), vpp=pick((1, 1, 2, 3)))
+        if "num-experts" in flags:
+            degrees = replace(degrees, ep=pick((1, 2, 4)))
+        micro_batch = pick((None, 1, 2, 4))
+    ranks = degrees.world_size + (pick((1, 2)) if maybe() < 0.03 else 0)
+    given = [
+        word for name, value in flags.items()
+        for word in (f"--{name}", *(value if isinstance(value, tuple) else (str(value),)))
+    ]  # fmt: skip
+    return Case((*FLAGS, *given, *words), degrees, micro_batch, ranks, first_tp)
+
+
+def _stages(
+    draw: random.Random, flags: dict[str, object], words: list[str], layers: int, pp: int
+) -> tuple[int, bool]:
+    """Add flags of the pipeline's stages; return virtual stages, and whether both are fixed."""
+    kind = draw.random()
+    if kind < 0.45:
+        return 1, False
+    if kind < 0.65:
+        vpp = draw.choice((1, 2, 2, 3))
+        flags["num-virtual-stages-per-pipeline-rank"] = vpp
+        return vpp, False
+    if kind < 0.8:
+        each = flags["num-layers-per-virtual-pipeline-stage"] = draw.choice((1, 1, 2, 3))
+        return max(1, layers // pp // each), False
+    if kind < 0.88:
+        words += draw.choice((
+            ["--account-for-embedding-in-pipeline-split"],
+            ["--account-for-loss-in-pipeline-split"],
+            ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"],
+        ))  # fmt: skip
+        return 1, False
+    vpp = 1
+    if kind < 0.97:
+        if draw.random() < 0.7:
+            flags["decoder-first-pipeline-num-layers"] = draw.choice((1, 2, 3, 4))
+        if draw.random() < 0.7:
+            flags["decoder-last-pipeline-num-layers"] = draw.choice((1, 2, 3))
+        if draw.random() < 0.4:
+            vpp = flags["num-virtual-stages-per-pipeline-rank"] = 2
+        if draw.random() < 0.1:
+            words.append("--account-for-loss-in-pipeline-split")
+        return vpp, True
+    vpp, stages = draw.choice((1, 1, 2)), pp * 2
+    stages = pp * vpp + (draw.random() < 0.1)
+    cuts = sorted(draw.choices(range(layers + 1), k=stages - 1))
+    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
+    sizes[-1] += draw.random() < 0.1
+    rest = "|".join("t" * size for size in sizes)
+    flags["pipeline-model-parallel-layout"] = f"E{rest}L"
+    return vpp, True
+
+
+def _batches(
+    draw: random.Random, flags: dict[str, object], final: int, has_newest_flags: bool
+) -> None:
+    """Add flags of batches that differ from the final one."""
+    kind = draw.random()
+    if kind < 0.15 and not has_newest_flags:  # 0.18 and later ignore it
+        start, step = draw.choice((2, 4, 6, 12)), draw.choice((2, 4, 6, 12))
+        flags["rampup-batch-size"] = (str(start), str(step), draw.choice(("60", "100", "120")))
+    elif kind < 0.22 and has_newest_flags:
+        flags["eval-global-batch-size"] = draw.choice((4, 12, 24))
+    elif kind < 0.3 and has_newest_flags:
+        del flags["global-batch-size"]
+        start = draw.choice((4, 6, 12, 24))
+        flags["step-batch-size-schedule"] = f"0:{start} 3K:{final}"
+    if draw.random() < 0.05:
+        flags["microbatch-group-size-per-virtual-pipeline-stage"] = draw.choice((2, 4, 6))
