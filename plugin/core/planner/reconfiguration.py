@@ -1,0 +1,274 @@
+"""What a change from one layout to another moves, and how long training stands still for it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scalai.core.boxes import expand
+from scalai.core.collection import Columns
+from scalai.core.errors import UsageError
+from scalai.core.planner.coefficients import DEFAULT, Coefficients
+from scalai.core.planner.columns import Layout, Workload
+from scalai.core.planner.devices import Device
+from scalai.core.planner.overlaps import Overlap, by_place, joined, overlaps_of, summed
+
+PHASES = ("quiesce", "snapshot", "relaunch", "move", "restore")
+"""Parts of a change in which no step is made, in order."""
+HOST_COPY = 25e9
+"""Bytes/s between a device and its host's memory (PCIe 4 x16: 31.5 GB/s; what CUDA's bandwidthTest
+shows of pinned memory on an A100)."""
+DATA_PLANE = 0.61e9
+"""Bytes/s that a host takes or gives, sealed: one connection over the loopback on two cores, as
+docs/security.md has it."""
+RELAUNCH_S = 79.0
+"""From the end of the old workers to the first step, without the state's way: Tenplex (arXiv
+2312.05181), figure 12 less figure 14, GPT-3 XL from 8 to 16 GPUs: 87.2 - 8.5 s. A job that has
+changed once knows its own."""
+
+Hosts = tuple[tuple[str, int], ...]
+"""Names of hosts with how many ranks each has, in the order of the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What no table of devices says: bytes/s, and the seconds of a relaunch."""
+
+    host_copy: float = HOST_COPY
+    data_plane: float = DATA_PLANE
+    relaunch_s: float = RELAUNCH_S
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reconfiguration:
+    """The cost of one change.
+
+    Attributes:
+        before: None: nothing ran before.
+        hosts: Names of all hosts, those of before first.
+        host_bytes: From which host to which, [hosts, hosts]; on the diagonal what stays on a host.
+            Where several hosts have the same each gives an equal part.
+        stays: Bytes that stay on their hosts; each counts once a host that wants it.
+        stays_on_device: Of these, bytes that the same device wants that holds them, added up over
+            devices.
+        moves: Bytes that cross to another host.
+        missing: Bytes that no host that is left holds. They come from an older state.
+        seconds: By ``PHASES``.
+    """
+
+    before: Layout | None
+    after: Layout
+    hosts: tuple[str, ...]
+    host_bytes: npt.NDArray[np.int64]
+    stays: int
+    stays_on_device: int
+    moves: int
+    missing: int
+    seconds: Mapping[str, float]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds in which no step is made."""
+        return sum(self.seconds.values())
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the new hosts want, each once a host."""
+        return self.stays + self.moves + self.missing
+
+
+def spread(ranks: int, per_host: int, names: Sequence[str] = ()) -> Hosts:
+    """Fill hosts with ranks in order; hosts without a name in ``names`` are called
+    ``host-<number>``.
+
+    Raises:
+        UsageError: No rank, or hosts without devices.
+    """
+    if ranks < 1 or per_host < 1:
+        raise UsageError(f"{ranks} ranks on hosts of {per_host} devices: both must be 1 or more.")
+    counts = [min(per_host, ranks - first) for first in range(0, ranks, per_host)]
+    made = (f"host-{number}" for number in range(len(counts) + len(names)))
+    others = [name for name in made if name not in names]
+    return tuple(zip([*names, *others], counts, strict=False))
+
+
+def reconfiguration(
+    work: Workload,
+    device: Device,
+    before: Layout | None,
+    after: Layout,
+    before_hosts: Hosts | None = None,
+    after_hosts: Hosts | None = None,
+    *,
+    lost: frozenset[str] = frozenset(),
+    relaunch_s: float | None = None,
+    step_s: float = 0.0,
+    rates: Rates | None = None,
+    coefficients: Coefficients = DEFAULT,
+) -> Reconfiguration:
+    """Return what a change costs.
+
+    Args:
+        before: What runs; None: nothing does, then a start is all that there is.
+        before_hosts, after_hosts: Where the ranks are; None: hosts of ``device.per_host`` are
+            filled in order, and the new ones are the old ones as far as they go.
+        lost: Hosts of before whose memory is gone.
+        relaunch_s: Measured; None: that of ``rates``.
+        step_s: A step of before: at most one ends first.
+        rates: What was measured of hosts; None: the defaults.
+        coefficients: What collectives reach of the network.
+
+    Raises:
+        RefusedError: A layout does not cut the model.
+        UsageError: Hosts that do not have the layout's ranks.
+    """
+    rates = rates or Rates()
+    relaunch_s = rates.relaunch_s if relaunch_s is None else relaunch_s
+    if before is None:
+        hosts = _checked(after, after_hosts or spread(after.degrees.world_size, device.per_host))
+        names = tuple(name for name, _ in hosts)
+        nothing = np.zeros((len(names), len(names)), dtype=np.int64)
+        seconds = {**dict.fromkeys(PHASES, 0.0), "relaunch": relaunch_s}
+        return Reconfiguration(None, after, names, nothing, 0, 0, 0, 0, seconds)
+    old = _checked(before, before_hosts or spread(before.degrees.world_size, device.per_host))
+    kept = [name for name, _ in old if name not in lost]
+    new = _checked(after, after_hosts or spread(after.degrees.world_size, device.per_host, kept))
+    overlaps = overlaps_of(work, before, after)
+    return cost_of(
+        before, after, old, new, overlaps, device=device, lost=lost, rates=rates,
+        relaunch_s=relaunch_s, step_s=step_s, coefficients=coefficients,
+    )  # fmt: skip
+
+
+def cost_of(
+    before: Layout,
+    after: Layout,
+    old: Hosts,
+    new: Hosts,
+    overlaps: Sequence[Overlap],
+    *,
+    device: Device,
+    lost: frozenset[str],
+    rates: Rates,
+    relaunch_s: float,
+    step_s: float,
+    coefficients: Coefficients,
+) -> Reconfiguration:
+    """Return the cost where the overlaps are known; see ``reconfiguration``."""
+    names = tuple(dict.fromkeys([name for name, _ in (*old, *new)]))
+    number = {name: place for place, name in enumerate(names)}
+    gone = {number[name] for name in lost if name in number}
+    before_place, after_place = _places(old, number), _places(new, number)
+    before_place[np.isin(before_place, list(gone))] = -1
+    count = len(names)
+    matrix = np.zeros((count, count), dtype=np.int64)
+    missing = 0
+    for overlap in overlaps:
+        flows, lacking = _flows(overlap, before_place, after_place, count)
+        matrix += flows
+        missing += lacking
+    stays = int(np.trace(matrix))
+    moves = int(matrix.sum()) - stays
+    crossing = matrix - np.diag(np.diag(matrix))
+    rate = min(rates.data_plane, device.network * device.per_host * coefficients.network)
+    busiest = max(int(crossing.sum(axis=0).max()), int(crossing.sum(axis=1).max()))
+    held = _stored(overlaps, before_place, old, number)
+    wanted = _wanted_by_device(overlaps, after.degrees.world_size)
+    seconds = {
+        "quiesce": step_s,
+        "snapshot": held / rates.host_copy,
+        "relaunch": relaunch_s,
+        "move": busiest / rate,
+        "restore": wanted / rates.host_copy,
+    }
+    on_device = _on_device(overlaps, _devices(old, number, gone), _devices(new, number, set()))
+    return Reconfiguration(before, after, names, matrix, stays, on_device, moves, missing, seconds)
+
+
+def _checked(layout: Layout, hosts: Hosts) -> Hosts:
+    ranks, world = sum(count for _, count in hosts), layout.degrees.world_size
+    if len({name for name, _ in hosts}) < len(hosts):
+        raise UsageError("a host stands there twice; name each once, in the order of the ranks.")
+    if ranks != world:
+        raise UsageError(
+            f"{layout.degrees} has {world} ranks, the {len(hosts)} hosts have {ranks}; give as "
+            "many as the layout has."
+        )
+    return tuple((name, count) for name, count in hosts if count)
+
+
+def _places(hosts: Hosts, number: Mapping[str, int]) -> Columns:
+    """Return the number of the host of each rank, [ranks]."""
+    return np.repeat([number[name] for name, _ in hosts], [count for _, count in hosts])
+
+
+def _devices(hosts: Hosts, number: Mapping[str, int], gone: set[int]) -> Columns:
+    """Return a number for the device of each rank, the same in any layout, [ranks]."""
+    most = 1 << 20
+    return np.concatenate(
+        [
+            np.arange(count) + number[name] * most
+            if number[name] not in gone
+            else -np.ones(count, np.int64)
+            for name, count in hosts
+        ]
+    )
+
+
+def _flows(
+    overlap: Overlap, before: Columns, after: Columns, count: int
+) -> tuple[npt.NDArray[np.int64], int]:
+    """Return bytes from host to host, [count, count], and those that nobody is left to give."""
+    pair, place, begin, source = by_place(overlap, before, after)
+    size, cell = overlap.size_bytes[pair], overlap.first[pair]
+    choices = (begin[1:] - begin[:-1])[cell]
+    entry, turn = expand(choices)
+    giver = source[begin[:-1][cell[entry]] + turn]
+    is_here = np.zeros(len(pair), dtype=bool)
+    is_here[entry[giver == place[entry]]] = True
+    flat = summed(place[is_here] * (count + 1), size[is_here], count * count)
+    away = ~is_here[entry]
+    entry, turn, giver = entry[away], turn[away], giver[away]
+    # Equal parts; what is left over is given by the first ones.
+    part, rest = np.divmod(size[entry], choices[entry])
+    flat += summed(giver * count + place[entry], part + (turn < rest), count * count)
+    return flat.reshape(count, count), int(size[choices == 0].sum())
+
+
+def _stored(
+    overlaps: Sequence[Overlap], before: Columns, old: Hosts, number: Mapping[str, int]
+) -> float:
+    """Return the most bytes that a device writes into its host's memory, where those of a host
+    share what it holds."""
+    total = np.zeros(len(number), dtype=np.int64)
+    for overlap in overlaps:
+        held = overlap.held
+        here = before[held.holder_rank] >= 0
+        begin, place = joined(held.holder_cell[here], before[held.holder_rank][here], held.count)
+        of_cell = summed(overlap.first, overlap.size_bytes, held.count)
+        total += summed(place, np.repeat(of_cell, begin[1:] - begin[:-1]), len(number))
+    return max((int(total[number[name]]) / count for name, count in old), default=0.0)
+
+
+def _wanted_by_device(overlaps: Sequence[Overlap], world: int) -> int:
+    """Return the most bytes that one rank wants."""
+    total = np.zeros(world, dtype=np.int64)
+    for overlap in overlaps:
+        of_cell = summed(overlap.second, overlap.size_bytes, overlap.wanted.count)
+        total += summed(overlap.wanted.holder_rank, of_cell[overlap.wanted.holder_cell], world)
+    return int(total.max())
+
+
+def _on_device(overlaps: Sequence[Overlap], before: Columns, after: Columns) -> int:
+    """Return the bytes that devices want which they hold."""
+    _, both = np.unique(np.concatenate([before, after]), return_inverse=True)
+    places = np.ravel(both) - int((before < 0).any())
+    total = 0
+    for overlap in overlaps:
+        pair, place, begin, source = by_place(overlap, places[: len(before)], places[len(before) :])
+        cell = overlap.first[pair]
+        entry, turn = expand((begin[1:] - begin[:-1])[cell])
+        is_same = source[begin[:-1][cell[entry]] + turn] == place[entry]
+        total += int(overlap.size_bytes[pair[entry[is_same]]].sum())
+    return total
