@@ -80,7 +80,7 @@ def read_trace(lines: Sequence[str], name: str, until_s: float | None = None) ->
         raise RefusedError(f"{name} has a header and no line below it. {_WANTED}")
     if len(rows) > MOST_EVENTS:
         raise RefusedError(f"{name} has {len(rows)} lines; use {MOST_EVENTS} at most.")
-    read = []
+    read: list[tuple[float, int, str]] = []
     for number, row in rows[1:]:
         where = f"{name}, line {number}"
         if len(row) != len(header):

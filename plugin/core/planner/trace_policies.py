@@ -135,7 +135,7 @@ def fastest(menu: Menu) -> Decide:
         options = menu.on(now.gpus)
         if not options:
             return None
-        if now.layout in options and menu.seconds[now.layout] <= menu.seconds[options[0]]:  # type: ignore[index]
+        if now.layout in options and menu.seconds[now.layout] <= menu.seconds[options[0]]:
             return now.layout
         return options[0]
 

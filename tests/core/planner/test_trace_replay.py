@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -38,7 +39,7 @@ def cost_of(seconds: float) -> Cost:
     return lambda before, after: seconds
 
 
-def policy(name: str = "ours", cost_s: float = 60.0, **changes: object) -> Policy:
+def policy(name: str = "ours", cost_s: float = 60.0, **changes: Any) -> Policy:
     cost = cost_of(cost_s)
     decides = {
         "ours": by_work(MENU, cost),
@@ -47,12 +48,12 @@ def policy(name: str = "ours", cost_s: float = 60.0, **changes: object) -> Polic
         "fastest": fastest(MENU),
         "table": by_table({4: SMALL, 8: MIDDLE, 16: LARGE}),
     }
-    return replace(Policy(name, decides[name], cost, 100.0), **changes)  # type: ignore[arg-type]
+    return replace(Policy(name, decides[name], cost, 100.0), **changes)
 
 
 def trace(*gpus: int | tuple[int, bool], each_s: float = 1000.0) -> Trace:
     events = tuple(
-        Event(place * each_s, *(one if isinstance(one, tuple) else (one,)))
+        Event(place * each_s, *(one if isinstance(one, tuple) else (one, False)))
         for place, one in enumerate(gpus)
     )
     return Trace(events, len(gpus) * each_s)
@@ -167,7 +168,8 @@ EVENTS = st.lists(
 
 @st.composite
 def traces(draw: st.DrawFn) -> Trace:
-    at_s, events = 0.0, []
+    at_s = 0.0
+    events: list[Event] = []
     for stay, gpus, is_failure in draw(EVENTS):
         events.append(Event(at_s, gpus, is_failure and bool(events)))
         at_s += stay
