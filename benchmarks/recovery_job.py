@@ -86,10 +86,14 @@ def main() -> None:
             marks.note(event, at)
         marks.note("connected")
         dp = mpu.get_data_parallel_world_size()
-        init_num_microbatches_calculator(dist.get_rank(), None, options.global_batch_size, 1, dp)
+        # One pass a step: the state is to be large, and not the arithmetic.
+        micro_batch = options.global_batch_size // dp
+        init_num_microbatches_calculator(
+            dist.get_rank(), None, options.global_batch_size, micro_batch, dp
+        )
         saved = None if options.saves is None else newest_save(options.saves)
         is_restoring = saved is not None or session.restorable_step is not None
-        job = Job(options, session, is_restoring)
+        job = Job(options, session, is_restoring, micro_batch)
         marks.note("built", layout=f"tp{session.tp}-dp{dp}")
         session.attach(MegatronState(job.model, job.optimizer, seed=SEED))
         step = session.step if saved is None else load(job, saved)

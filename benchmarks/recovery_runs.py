@@ -40,7 +40,7 @@ class Size:
 
     hidden: int
     layers: int
-    seq_length: int = 16
+    seq_length: int = 8
 
     @property
     def state_bytes(self) -> int:

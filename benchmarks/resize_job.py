@@ -57,10 +57,20 @@ WHOLE_MODEL = 10**10
 
 
 class Job:
-    """Model and optimizer at the degrees of this round, and how to make one step."""
+    """Model and optimizer at the degrees of this round, and how to make one step.
 
-    def __init__(self, options: argparse.Namespace, session: Session, is_restoring: bool) -> None:
-        self._options = options
+    Args:
+        micro_batch: Samples of a pass.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        session: Session,
+        is_restoring: bool,
+        micro_batch: int = 1,
+    ) -> None:
+        self._options, self._micro_batch = options, micro_batch
         config = self._config(session)
         # Weights that a restore overwrites need no random values; both ways to restart do without.
         config.perform_initialization = not is_restoring
@@ -116,12 +126,13 @@ class Job:
         losses = get_forward_backward_func()(
             forward_step_func=self._forward, data_iterator=self._batches(number), model=self.model,
             num_microbatches=get_num_microbatches(), seq_length=self._options.seq_length,
-            micro_batch_size=1, decoder_seq_length=self._options.seq_length, forward_only=False,
+            micro_batch_size=self._micro_batch, decoder_seq_length=self._options.seq_length,
+            forward_only=False,
         )  # fmt: skip
         self.optimizer.step()
         loss = torch.tensor([sum(float(entry["loss"]) for entry in losses)])
         dist.all_reduce(loss, group=mpu.get_data_parallel_group())
-        return float(loss) / int(self._options.global_batch_size)
+        return float(loss) * self._micro_batch / int(self._options.global_batch_size)
 
     def _forward(self, batches: Any, module: Any) -> Any:
         tokens, labels = next(batches)
@@ -134,13 +145,19 @@ class Job:
         return output, loss
 
     def _batches(self, number: int) -> Any:
-        """Yield this rank's samples of a step, one a micro-batch: random tokens."""
+        """Yield this rank's micro-batches of a step: random tokens."""
         dp, dp_rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
-        for sample in range(dp_rank, self._options.global_batch_size, dp):
-            random = torch.Generator().manual_seed(number * 1000 + sample)
-            shape = (self._options.seq_length + 1,)
-            row = torch.randint(self._options.vocabulary, shape, generator=random)
-            yield row[None, :-1], row[None, 1:]
+        samples = range(dp_rank, self._options.global_batch_size, dp)
+        for first in range(0, len(samples), self._micro_batch):
+            rows = torch.stack(
+                [self._row(number, each) for each in samples[first : first + self._micro_batch]]
+            )
+            yield rows[:, :-1], rows[:, 1:]
+
+    def _row(self, number: int, sample: int) -> torch.Tensor:
+        random = torch.Generator().manual_seed(number * 1000 + sample)
+        shape = (self._options.seq_length + 1,)
+        return torch.randint(self._options.vocabulary, shape, generator=random)
 
 
 def checkpoint_state(job: Job, step: int, *, is_loading: bool) -> dict[str, Any]:

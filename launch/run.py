@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -29,6 +30,7 @@ from scalai.launch.config.frameworks import refuse_untried
 from scalai.launch.config.hostfile import expand_hostfile
 from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
+from scalai.launch.config.planning import driver_device
 from scalai.launch.coordinator.discovery import Place, find_coordinator, has_moved
 from scalai.launch.logs import configure
 from scalai.launch.program import exit_code_of, worker_count
@@ -55,13 +57,26 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(argv: list[str]) -> int:
-    spec = JobSpec.read(parse_options(_with_hostfile(with_own_name(argv))))
+    spec = _with_device(JobSpec.read(parse_options(_with_hostfile(with_own_name(argv)))))
     refuse_untried(spec)
     if not spec.options.is_check:
         return run_agent(spec)
     slots = worker_count(spec.options.nproc_per_node)
     print(check_elastic(spec.options, spec.config, slots, spec.deepspeed))
     return 0
+
+
+def _with_device(spec: JobSpec) -> JobSpec:
+    """Return the job with the device that the driver names, where nobody has named one and degrees
+    may be computed."""
+    planner = spec.config.planner
+    if not spec.is_elastic or planner.kind == "keep" or planner.gpu is not None:
+        return spec
+    named = driver_device()
+    if named is None:
+        return spec
+    options = spec.options
+    return JobSpec.read(replace(options, overrides={**options.overrides, "planner.gpu": named}))
 
 
 def _with_hostfile(argv: list[str]) -> list[str]:

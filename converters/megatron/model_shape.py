@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from scalai.converters.megatron.arguments import MegatronArguments, integer
 from scalai.converters.megatron.rules import Given
 from scalai.core.errors import RefusedError
-from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, Workload
+from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, Recompute, Workload
 from scalai.core.planner.model import ModelShape
 from scalai.core.planner.search import Choices
 
@@ -71,6 +71,20 @@ def choices_of(arguments: MegatronArguments) -> Choices:
         context_parallel=(initial.cp or 1,),
         expert_parallel=(initial.ep or 1,),
     )
+
+
+def recompute_of(arguments: MegatronArguments) -> Recompute:
+    """Return what the script computes again in its backward pass."""
+    given = arguments.given
+    if given.get("--recompute-granularity") == ("full",):
+        return "full"
+    is_selective = given.get("--recompute-granularity") == ("selective",)
+    return "selective" if is_selective or "--recompute-activations" in given else "none"
+
+
+def sharding_of(arguments: MegatronArguments) -> int:
+    """Return what the script's data-parallel ranks keep a part of, as ``columns.py`` counts it."""
+    return OPTIMIZER if "--use-distributed-optimizer" in arguments.given else NO_SHARDING
 
 
 def _shape(given: Given, vocab: int | None) -> ModelShape:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from scalai.core import commands, reports
-from scalai.core.errors import ScalaiError, StoreError
+from scalai.core.errors import DamageError, ScalaiError, StoreError
 from scalai.core.events import Archived
 from scalai.store.archive import retire, show
 from scalai.store.host import HostStore
@@ -32,6 +32,7 @@ class Archiver:
         directory: ``<durable_dir>/<job>``; None where this host was given none.
         tell: Reports to the coordinator, in the agent's loop.
         put: Hands the agent's loop something to do.
+        examine: Has it found, in the agent's loop, what is damaged of a generation.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class Archiver:
         directory: Path | None,
         tell: Callable[[reports.Report], None],
         put: Callable[[Callable[[], None]], object],
+        examine: Callable[[int], None],
     ) -> None:
         self._store, self._directory, self._tell, self._put = store, directory, tell, put
+        self._examine = examine
         self._commands = queue.SimpleQueue[Command | None]()
         self._newest: Command | None = None
         self._snapshots: dict[int, str] = {}
@@ -116,7 +119,11 @@ class Archiver:
             raise StoreError("it is not needed any more: something newer is archived.")
         generation = command.generation
         self._snapshots[generation] = snapshot_name(self._store.manifest(generation))
-        return self._store.archive(generation, directory, own_only=command.own_only)
+        try:
+            return self._store.archive(generation, directory, own_only=command.own_only)
+        except DamageError:
+            self._put(partial(self._examine, generation))
+            raise
 
 
 def _fail(error: Exception) -> None:

@@ -58,7 +58,7 @@ class Holdings:
         self._store, self._tell, self._background, self._put = store, tell, background, put
         folder = spec.durable_dir if spec.is_elastic else None
         self._folder = None if folder is None else folder / spec.job
-        self.archiver = Archiver(store, self._folder, tell, put)
+        self.archiver = Archiver(store, self._folder, tell, put, self.examine)
         self._is_fresh = spec.is_fresh
         self._keeps = True
         self.last_step = 0

@@ -6,13 +6,14 @@ Nothing here is a rule of its own: what a script is refused or fixed for is said
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from scalai.converters.megatron.arguments import evaluates_by_replicas, underived_notes
 from scalai.core.choice import Choice, DegreePolicy, candidates, check_rules, choose
 from scalai.core.degrees import AXES, Degrees, ModelLimits
 from scalai.core.errors import RefusedError
+from scalai.core.planner.preference import KNOWN_LAYOUTS
 from scalai.launch.config.elastic_config import ElasticConfig
 from scalai.launch.config.options import Options
 from scalai.launch.config.script import ScriptFacts, read_script
@@ -48,6 +49,9 @@ def check_elastic(
         RefusedError: An entry of [degrees] cannot be used, or no world has valid degrees.
     """
     facts = read_script(options, config, deepspeed)
+    if (planner := facts.policy.preference) is not None:
+        policy = replace(facts.policy, preference=planner.on_hosts(slots))
+        facts = replace(facts, policy=policy)
     check_rules(facts.limits, facts.policy)
     worlds = worlds_of(facts.policy, options.max_nodes * slots)
     lines = report(facts.limits, facts.policy, worlds)
@@ -103,6 +107,7 @@ def _line(
 def _header(facts: ScriptFacts, config: ElasticConfig) -> Iterator[str]:
     yield config.describe()
     yield f"limits: {_stated(facts.limits)}"
+    yield f"planner: {_planner(facts, config)}"
     if facts.arguments is not None:
         yield from (f"as given: {note}" for note in underived_notes(facts.arguments))
         if evaluates_by_replicas(facts.arguments):
@@ -116,6 +121,17 @@ def _header(facts: ScriptFacts, config: ElasticConfig) -> Iterator[str]:
             "divide it will not be chosen. --padded-vocab-size states it now."
         )
     yield ""
+
+
+def _planner(facts: ScriptFacts, config: ElasticConfig) -> str:
+    if facts.policy.preference is None:
+        return f"degrees are kept, or those of [degrees]: {facts.why_no_planner}"
+    if config.planner.kind == "cost":
+        return f"degrees are computed for {config.planner.gpu}, where no entry of [degrees] speaks"
+    return (
+        f"degrees are kept until the job has measured steps at {KNOWN_LAYOUTS} of them, then "
+        f"computed for {config.planner.gpu}; --planner cost: from the start"
+    )
 
 
 def _changes(limits: ModelLimits, offered: frozenset[Degrees]) -> Iterator[str]:

@@ -5,15 +5,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
 
-from scalai.core.choice import DegreePolicy, Rule
+from scalai.core.choice import DegreePolicy, Preferring, Rule
 from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.core.errors import UsageError
+from scalai.core.planner.devices import FIGURES
+from scalai.core.planner.preference import RESIDENCE_S
 from scalai.core.young_daly import MOST_STEPS, MTBF_HOURS
 from scalai.launch.config.notice_source import NoticeSource, parse_source
 
 STANDBY = ("auto", "always", "never")
 PROBE_KINDS = ("nvidia-smi", "command", "file", "none")
 DATA_ORDERS = ("loader", "own")
+PLANNERS = ("auto", "keep", "cost")
 AUTO = "auto"
 """For ``snapshot_every``: the job chooses."""
 
@@ -185,6 +188,36 @@ class PreemptionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """Who chooses degrees where no person does.
+
+    Attributes:
+        kind: ``keep``: those that run are kept; ``cost``: the fastest by what is computed;
+            ``auto``: as ``keep``, until the job has measured steps at two degrees, then as
+            ``cost``.
+        gpu: The device, by a name that ``scalai plan`` knows; None: the one that the driver names.
+        figures: Of the device, instead of the table's: ``tflops``, ``memory-gb`` and the other
+            flags of ``scalai plan``.
+        residence_s: How long devices are taken to stay as they are.
+        trial_steps: For so many steps each of the best degrees is tried where the prediction does
+            not separate them; 0: none is.
+    """
+
+    kind: str = AUTO
+    gpu: str | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    residence_s: float = RESIDENCE_S
+    trial_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _expect(self.kind in PLANNERS, "kind", self.kind, "one of " + ", ".join(PLANNERS))
+        for name in self.figures:
+            _expect(name in FIGURES, f"figures.{name}", name, f"one of {', '.join(FIGURES)}")
+        _expect(0 < self.residence_s < inf, "residence_s", self.residence_s, "> 0 seconds")
+        _expect(self.trial_steps >= 0, "trial_steps", self.trial_steps, "0 or more steps")
+
+
+@dataclass(frozen=True, slots=True)
 class DeepSpeedConfig:
     """What DeepSpeed's own configuration cannot say of an elastic job.
 
@@ -225,21 +258,26 @@ class ElasticConfig:
     resize: ResizeConfig = field(default_factory=ResizeConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     preemption: PreemptionConfig = field(default_factory=PreemptionConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     origin: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where a value comes from, by its dotted name: ``flag`` or ``file``; absent: the default."""
 
-    def policy(self, initial: DegreeRequest | None = None) -> DegreePolicy:
-        """Return what the planner of degrees asks for.
+    def policy(
+        self, initial: DegreeRequest | None = None, preference: Preferring | None = None
+    ) -> DegreePolicy:
+        """Return what degrees are chosen by.
 
         Args:
             initial: Degrees of the script's command line; they win over ``default``.
+            preference: The job's planner; None: what runs is kept.
         """
         return DegreePolicy(
             self.degrees,
             initial or self.default_degrees,
             self.resize.allowed_sizes,
             self.resize.min_model_parallel,
+            preference,
         )
 
     def describe(self) -> str:
@@ -250,12 +288,13 @@ class ElasticConfig:
         ]
         if self.default_degrees is not None:
             lines.append(("degrees.default", str(self.default_degrees)))
-        for section in ("model", "store", "resize", "probe", "preemption", "deepspeed"):
+        sections = ("model", "store", "resize", "probe", "preemption", "planner", "deepspeed")
+        for section in sections:
             part = getattr(self, section)
             for item in fields(part):
                 value = getattr(part, item.name)
                 # What nobody stated here says nothing; the other sections are shown whole.
-                is_quiet = section in ("model", "preemption", "deepspeed")
+                is_quiet = section in ("model", "preemption", "planner", "deepspeed")
                 if not is_quiet or f"{section}.{item.name}" in self.origin:
                     shown = list(value) if isinstance(value, tuple) else value
                     lines.append(

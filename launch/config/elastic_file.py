@@ -15,6 +15,7 @@ block ``"scalai"``. What a person writes::
     [resize]                 # when and to what
     [probe]                  # how many devices of this host work
     [preemption]             # who tells this host that it will be taken away
+    [planner]                # who chooses degrees where no entry of [degrees] speaks
     [deepspeed]              # what DeepSpeed's own configuration cannot say of an elastic job
 
 A key names the change where the world alone does not decide. Entries taken in order of use would
@@ -36,13 +37,16 @@ from scalai.core.errors import UsageError
 from scalai.launch.config.elastic_config import (
     DeepSpeedConfig,
     ElasticConfig,
+    PlannerConfig,
     PreemptionConfig,
     ProbeConfig,
     ResizeConfig,
     StoreConfig,
 )
 
-SECTIONS = ("degrees", "model", "store", "resize", "probe", "preemption", "deepspeed")
+SECTIONS = (
+    "degrees", "model", "store", "resize", "probe", "preemption", "planner", "deepspeed",
+)  # fmt: skip
 FORMER_NAMES = {"resize.build_ahead": "standby"}
 """Keys by the names that they had before, which are still taken."""
 
@@ -116,6 +120,7 @@ def _build(document: Mapping[str, object], overrides: Mapping[str, object]) -> E
         _read_section(ResizeConfig, tables["resize"], "resize"),
         _read_section(ProbeConfig, tables["probe"], "probe"),
         _read_section(PreemptionConfig, tables["preemption"], "preemption"),
+        _read_section(PlannerConfig, tables["planner"], "planner"),
         _read_section(DeepSpeedConfig, tables["deepspeed"], "deepspeed"),
         origin,
     )

@@ -14,7 +14,7 @@ from dataclasses import fields
 from torch.distributed.run import get_args_parser
 
 from scalai.core.errors import UsageError
-from scalai.launch.config.elastic_config import AUTO
+from scalai.launch.config.elastic_config import AUTO, PLANNERS
 from scalai.launch.config.endpoint import join_endpoint
 from scalai.launch.config.identity import tls_files
 from scalai.launch.config.notice_source import parse_source
@@ -166,6 +166,10 @@ def _add_changes(add: Callable[..., None]) -> None:
     add("--allowed-sizes", type=_sizes, metavar="N,N,...",
         help="world sizes that may be used, such as 2,4,8-12")  # fmt: skip
     add("--min-model-parallel", type=int, metavar="N", help="smallest TP*PP that fits in memory")
+    add("--planner", choices=PLANNERS,
+        help="who chooses degrees where no person does: keep: those that run stay; cost: the "
+        "fastest by what is computed; auto (the default): cost, once the job has measured "
+        "two")  # fmt: skip
     add("--probe", type=_probe, metavar="nvidia-smi|command:CMD|file:PATH|none",
         help="how to ask for the number of working devices of this host")  # fmt: skip
     add("--preemption", type=_notice_sources, metavar="SOURCE,...",
@@ -195,6 +199,7 @@ _DOTTED = {
     "drain_timeout": "resize.drain_timeout_s",
     "silent_s": "resize.silent_s",
     "health_check": "probe.health_check",
+    "planner": "planner.kind",
     "allowed_sizes": "resize.allowed_sizes",
     "min_model_parallel": "resize.min_model_parallel",
 }

@@ -17,6 +17,7 @@ from scalai.core.choice import DegreePolicy
 from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.launch.config.elastic_config import ElasticConfig
 from scalai.launch.config.options import Options
+from scalai.launch.config.planning import read_planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class ScriptFacts:
     limits: ModelLimits
     policy: DegreePolicy
     arguments: MegatronArguments | None = None
+    why_no_planner: str = ""
+    """Why degrees are not computed; empty: they are, as far as ``[planner] kind`` says."""
 
 
 def read_script(
@@ -45,12 +48,17 @@ def read_script(
         allow_untested = allows_untested(os.environ)
         arguments = read_arguments(options.script_args, allow_untested=allow_untested)
         limits = config.model.filled_from(arguments.limits)
-        return ScriptFacts(limits, config.policy(arguments.initial), arguments)
+        planner = read_planner(config.planner, arguments, limits)
+        preference, why = (None, planner) if isinstance(planner, str) else (planner, "")
+        policy = config.policy(arguments.initial, preference)
+        return ScriptFacts(limits, policy, arguments, why)
+    why = str(read_planner(config.planner, None, config.model))
     if deepspeed is None:
-        return ScriptFacts(config.model, config.policy())
+        return ScriptFacts(config.model, config.policy(), why_no_planner=why)
     refuse_fixed(deepspeed)
     # The micro-batch of a DeepSpeed job follows from its DP: only the global batch is a limit.
     limits = ModelLimits(global_batch_size=step_samples(deepspeed))
     tp, pp = autotp_size(deepspeed), stated_stages(options.script_args) or 1
     initial = DegreeRequest(tp, pp) if tp * pp > 1 else None
-    return ScriptFacts(config.model.filled_from(limits), config.policy(initial))
+    limits = config.model.filled_from(limits)
+    return ScriptFacts(limits, config.policy(initial), why_no_planner=why)

@@ -17,9 +17,11 @@ from scalai.core.messages import Shared
 from scalai.core.recovery import Origin
 from scalai.core.resize import advance
 from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.calibrating import Calibrating
 from scalai.launch.coordinator.first_state import first_state
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.judging import judge_rescue, judge_snapshot, judge_stop
+from scalai.launch.coordinator.look_ahead import LookAhead
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.memory import Memory
 from scalai.launch.coordinator.orders import command_of
@@ -81,6 +83,8 @@ class LiveJob:
         self._degrees_before: str | None = None
         self.sizing = Sizing(spec)
         self.members = Members(lock, term)
+        self.calibrating = Calibrating(self.sizing, self.log)
+        self._ahead = LookAhead(self.log)
         self.memory = Memory(self.members, self.sizing)
         self.generations = Generations()
         self.recoveries = Recoveries(self.generations)
@@ -229,6 +233,9 @@ class LiveJob:
         """Let the rules decide about an event, and do what they say."""
         was, was_taking_over = self.state.phase, self.state.taking_over is not None
         self.state, due = advance(self.state, event)
+        if self.calibrating.look(self.state):
+            self.limit()
+            self._ahead.begin(self.state)
         self.memory.look(self.state)
         if self.state.phase is not was:
             self._entered(was, self.state.phase)
@@ -275,6 +282,8 @@ class LiveJob:
             line.mark("detected")
         if was is m.Phase.BUILDING:
             line.phase("build", line.since("detected"))
+        if now is m.Phase.RUNNING and self.sizing.has_planner:
+            self._ahead.begin(self.state)
         if now is m.Phase.PREPARING:
             line.mark("preparing")
         elif now is m.Phase.SNAPSHOTTING:

@@ -10,7 +10,14 @@ from scalai.core.choice import Choice
 from scalai.core.degrees import Degrees, parse_request
 from scalai.core.membership import Assign, Assignment
 from scalai.core.messages import JsonText
+from scalai.core.planner.preference import (
+    Measured,
+    Preference,
+    measured_of_json,
+    measured_to_json,
+)
 from scalai.launch.config.job import JobSpec
+from scalai.launch.config.planning import read_planner
 
 
 class Sizing:
@@ -18,11 +25,15 @@ class Sizing:
 
     def __init__(self, spec: JobSpec) -> None:
         facts = spec.script
+        self._planner, self._arguments = spec.config.planner, facts.arguments
         self._limits, self._policy = facts.limits, facts.policy
+        self._preference = self._read_preference()
         self._min_hosts, self._max_hosts = spec.min_hosts, spec.max_hosts
         self._max_workers: int | None = None
         self._degrees: str | None = None
         self._excluded: tuple[Choice, ...] = ()
+        self._assign: Assign | None = None
+        """What ``assign`` gives, until something is learned."""
 
     def assign(self) -> Assign:
         """Return the function that assigns workers to hosts, as things are now.
@@ -30,9 +41,13 @@ class Sizing:
         Degrees that a person asked for hold until the next ``rescale``, wherever they fit; where
         they do not, the job goes on as if nobody had asked.
         """
-        as_requested = self._with(self._max_workers, self._max_hosts, self._degrees)
-        otherwise = self._with(self._max_workers, self._max_hosts, None)
-        return lambda hosts, present: as_requested(hosts, present) or otherwise(hosts, present)
+        if self._assign is None:
+            as_requested = self._with(self._max_workers, self._max_hosts, self._degrees)
+            otherwise = self._with(self._max_workers, self._max_hosts, None)
+            self._assign = lambda hosts, present: (
+                as_requested(hosts, present) or otherwise(hosts, present)
+            )
+        return self._assign
 
     def scaled(
         self,
@@ -49,6 +64,7 @@ class Sizing:
         """A person wants so many workers in total, hosts at most, and these degrees."""
         self._max_workers, self._degrees = nproc, degrees
         self._max_hosts = nnodes or self._max_hosts
+        self._assign = None
 
     @property
     def request(self) -> JsonText:
@@ -57,33 +73,72 @@ class Sizing:
         excluded = [
             [each.degrees.to_json(), each.micro_batch_size, each.reason] for each in self._excluded
         ]
-        return JsonText.of([self._max_workers, self._max_hosts, self._degrees, excluded])
+        measured = measured_to_json(self._preference.measured) if self._preference else []
+        return JsonText.of([self._max_workers, self._max_hosts, self._degrees, excluded, measured])
 
     def take_over(self, request: JsonText) -> None:
         """This held under the coordinator before. Raises ``ValueError`` where it is nothing that
         ``request`` gives."""
-        nproc, nnodes, degrees, excluded = request.value()
+        nproc, nnodes, degrees, excluded, measured = request.value()
         self.rescale(nproc, nnodes, degrees)
+        if self._preference is not None:
+            self._preference = self._preference.with_all_measured(measured_of_json(measured))
         self._excluded = tuple(
             Choice(Degrees.from_json(its), (), reason, size) for its, size, reason in excluded
         )
+        self._assign = None
 
     def exclude(self, assignment: Assignment) -> None:
         """These degrees ran out of memory in their first step."""
         failed = Choice(assignment.degrees, (), assignment.reason, assignment.micro_batch_size)
         self._excluded = (*self._excluded, failed)
+        self._assign = None
+
+    @property
+    def has_planner(self) -> bool:
+        """Whether degrees are computed, or will be once enough is measured."""
+        return self._preference is not None
+
+    @property
+    def trial_steps(self) -> int:
+        """For so many steps degrees are tried; 0: none are."""
+        return self._planner.trial_steps
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Samples of a pass where no choice says it."""
+        return self._limits.micro_batch_size
+
+    def measured(self, found: Measured, change_s: float | None) -> str:
+        """The job has measured steps, and what a change costs (None: none was made). Returns the
+        line that says so."""
+        assert self._preference is not None, "no planner that could learn"
+        self._preference = self._preference.with_measured(found, change_s)
+        self._assign = None
+        return (
+            f"event=measured degrees={found.degrees} micro_batch={found.micro_batch} "
+            f"step_s={found.seconds:.4g} steps={found.steps} "
+            f"layouts={len(self._preference.measured)}"
+        )
+
+    def _read_preference(self) -> Preference | None:
+        found = read_planner(self._planner, self._arguments, self._limits)
+        return None if isinstance(found, str) else found
 
     def learn(self, about: Mapping[str, Any]) -> None:
         """Take over limits that only the running script knew, from a snapshot's ``about``."""
-        facts = about.get("facts", {})
+        facts, before = about.get("facts", {}), self._limits
         if facts.get("padded_vocab_size") is not None:
             self._limits = replace(self._limits, padded_vocab_size=facts["padded_vocab_size"])
+            self._preference = self._preference or self._read_preference()
         if self._limits.eval_batch_size is None:
             self._limits = replace(self._limits, eval_batch_size=facts.get("eval_batch_size"))
         if self._limits.global_batch_size is None:
             # What a configuration states may be changed by a person before the job goes on.
             batch_size = facts.get("global_batch_size")
             self._limits = replace(self._limits, global_batch_size=batch_size)
+        if self._limits != before:
+            self._assign = None
 
     def _with(
         self,
@@ -94,7 +149,7 @@ class Sizing:
     ) -> Assign:
         return make_assign(
             self._limits,
-            self._policy,
+            replace(self._policy, preference=self._preference),
             min_hosts=self._min_hosts,
             max_hosts=max_hosts,
             max_workers=max_workers,

@@ -1,6 +1,8 @@
 """From hosts with free devices to workers with degrees."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 from scalai.core.choice import Choice, DegreePolicy, choose
 from scalai.core.commands import Placement
@@ -8,6 +10,9 @@ from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.errors import RefusedError
 from scalai.core.membership import Assign, Assignment
 from scalai.core.messages import Shared
+
+KNOWN_CHOICES = 256
+"""Changes of which it is kept what was chosen."""
 
 
 def make_assign(
@@ -29,8 +34,20 @@ def make_assign(
         requested: Degrees that a person asked for.
         explain: Is told why there is none.
 
-    The returned function gives None where too few hosts are there or no degrees are valid.
+    The returned function gives None where too few hosts are there or no degrees are valid. What it
+    has chosen once it knows.
     """
+
+    @lru_cache(maxsize=KNOWN_CHOICES)
+    def chosen(world: int, most: int, present: Degrees | None) -> Choice | str:
+        """Return what is chosen for so many ranks on hosts of ``most`` at most, or why nothing."""
+        here = policy
+        if policy.preference is not None:
+            here = replace(policy, preference=policy.preference.on_hosts(most))
+        try:
+            return choose(world, limits, here, present, excluded=excluded, requested=requested)
+        except RefusedError as error:
+            return str(error)
 
     def assign(hosts: tuple[tuple[str, int], ...], present: Degrees | None) -> Assignment | None:
         if len(hosts) < min_hosts:
@@ -43,10 +60,9 @@ def make_assign(
         if world < 1:
             explain("no slot is there")
             return None
-        try:
-            choice = choose(world, limits, policy, present, excluded=excluded, requested=requested)
-        except RefusedError as error:
-            explain(str(error))
+        choice = chosen(world, max(slots for _, slots in used), present)
+        if isinstance(choice, str):
+            explain(choice)
             return None
         workers = _fill(used, choice.degrees.world_size) + tuple(
             (h, 0) for h, _ in hosts[max_hosts:]

@@ -1,11 +1,13 @@
 """Which degrees a job takes on the ranks that are there.
 
 One function decides, :func:`choose`. It keeps to what is known to work: the degrees that a person
-wrote down, else those that run now.
+wrote down, else what the job's planner prefers (``planner/preference.py``), else those that run
+now.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, refusal
 from scalai.core.errors import RefusedError, UsageError
@@ -34,6 +36,16 @@ class Rule:
         return f"{came}{self.world_size}"
 
 
+class Preferring(Protocol):
+    """Puts valid choices in order by what they cost; gives none where it does not decide."""
+
+    def order(
+        self, choices: Sequence["Choice"], present: Degrees | None
+    ) -> Sequence["Choice"]: ...  # pragma: no cover
+
+    def on_hosts(self, slots: int) -> "Preferring": ...  # pragma: no cover
+
+
 @dataclass(frozen=True, slots=True)
 class DegreePolicy:
     """What a person says about degrees.
@@ -43,12 +55,14 @@ class DegreePolicy:
         initial: Degrees of the first start where no rule speaks: those of the script's flags.
         allowed_sizes: World sizes that may be used, ascending; empty: any.
         min_model_parallel: Smallest TP·PP that memory is known to hold; None: the present one.
+        preference: The job's planner; None: what runs is kept.
     """
 
     rules: tuple[Rule, ...] = ()
     initial: DegreeRequest | None = None
     allowed_sizes: tuple[int, ...] = ()
     min_model_parallel: int | None = None
+    preference: Preferring | None = None
 
     def __post_init__(self) -> None:
         keys = [rule.key for rule in self.rules]
@@ -113,11 +127,12 @@ def candidates(
     excluded: Sequence[Choice] = (),
     requested: DegreeRequest | None = None,
 ) -> Iterator[Choice]:
-    """Yield the valid choices, best first: the table's, then present TP and PP, then any other
-    split.
+    """Yield the valid choices, best first: the table's, then the planner's, then present TP and PP,
+    then any other split.
 
     TP·PP does not go below what memory is known to hold, nor below what ran out of memory, except
-    by the table. A request admits nothing beside itself. The arguments are those of :func:`choose`.
+    by the table; and by the planner, which computes what memory holds. A request admits nothing
+    beside itself. The arguments are those of :func:`choose`.
     """
     return _candidates(_Case(world, limits, policy, present, tuple(excluded)), requested, [])
 
@@ -166,14 +181,20 @@ def _candidates(
     if not sizes:
         refused.append(f"the smallest allowed size is {min(case.policy.allowed_sizes)}")
     seen = {(choice.degrees, choice.micro_batch_size) for choice in case.excluded}
-    for choice in (
-        *_asked_for(case, sizes, requested, refused),
-        *(_split_anew(case, sizes, refused) if requested is None else ()),
-    ):
+    for choice in _in_order(case, sizes, requested, refused):
         what = (choice.degrees, choice.micro_batch_size)
         if what not in seen:
             seen.add(what)
             yield choice
+
+
+def _in_order(
+    case: _Case, sizes: Sequence[int], requested: DegreeRequest | None, refused: list[str]
+) -> Iterator[Choice]:
+    yield from _asked_for(case, sizes, requested, refused)
+    if requested is None:
+        yield from _preferred(case, sizes)
+        yield from _split_anew(case, sizes, refused)
 
 
 def _asked_for(
@@ -195,10 +216,26 @@ def _asked_for(
                 yield choice
 
 
+def _preferred(case: _Case, sizes: Sequence[int]) -> Sequence[Choice]:
+    """Return what the job's planner makes of all splits, those that ran out of memory aside."""
+    preference = case.policy.preference
+    if preference is None:
+        return ()
+    least = max(case.policy.min_model_parallel or 0, case.failed)
+    failed = {(each.degrees, each.micro_batch_size) for each in case.excluded}
+    known: dict[Degrees, Choice] = {}
+    for request in _splits(case, max(sizes, default=0), least):
+        for size in sizes:
+            choice = _fit(case, request, size, "computed", [])
+            if choice is not None and (choice.degrees, choice.micro_batch_size) not in failed:
+                known.setdefault(choice.degrees, choice)
+    return preference.order(tuple(known.values()), case.present)
+
+
 def _split_anew(case: _Case, sizes: Sequence[int], refused: list[str]) -> Iterator[Choice]:
     """Yield present TP and PP, then every other split that the model allows."""
     kept, ranked = case.kept, []
-    for request in _splits(case, max(sizes, default=0)):
+    for request in _splits(case, max(sizes, default=0), case.floor):
         is_kept = (request.tp, request.pp) == (kept.tp, kept.pp)
         source = "TP and PP kept" if case.present else "initial degrees"
         if case.excluded:
@@ -219,8 +256,8 @@ def _split_anew(case: _Case, sizes: Sequence[int], refused: list[str]) -> Iterat
     yield from (choice for _, choice in sorted(ranked, key=lambda entry: entry[0]))
 
 
-def _splits(case: _Case, most: int) -> Iterator[DegreeRequest]:
-    """Yield TP and PP to try, the kept ones first.
+def _splits(case: _Case, most: int, least: int) -> Iterator[DegreeRequest]:
+    """Yield TP and PP to try, of ``least`` to ``most`` ranks a replica, the kept ones first.
 
     Where heads or layers are unknown, only divisors of what ran are safe.
     """
@@ -229,7 +266,7 @@ def _splits(case: _Case, most: int) -> Iterator[DegreeRequest]:
     pps = _divisors(limits.num_layers + limits.extra_layers if limits.num_layers else kept.pp)
     pairs = dict.fromkeys([(kept.tp, kept.pp), *((tp, pp) for tp in tps for pp in pps)])
     for tp, pp in pairs:
-        if case.floor <= tp * pp <= most:
+        if least <= tp * pp <= most:
             yield DegreeRequest(tp, pp, vpp=kept.vpp if pp > 1 else 1)
             if kept.vpp > 1 and pp > 1:
                 yield DegreeRequest(tp, pp)

@@ -374,12 +374,19 @@ class HeldGenerations:
             return copy_part(rows, directory)
 
     def archive(self, generation: int, directory: Path, *, own_only: bool) -> int:
-        """Copy a committed generation as ``write_hidden`` does, one at a time. It may be dropped
-        meanwhile. Returns how many bytes were written; ``StoreError`` where it was given up."""
+        """Copy a committed generation as ``write_hidden`` does, one at a time, once its pieces are
+        what was committed. It may be dropped meanwhile. Returns how many bytes were written.
+
+        Raises:
+            StoreError: It was given up. DamageError: A piece is not what was committed.
+        """
         with self.open_rows(generation) as rows:
             with self._mutex:
                 archive = self._archive = Archive(generation)
             try:
+                for row in range(len(rows.manifest.collection)):
+                    archive.check()
+                    rows.check(row)
                 return write_hidden(rows, directory, own_only=own_only, check=archive.check)
             finally:
                 with self._mutex:

@@ -110,3 +110,18 @@ def test_the_version_is_looked_at_without_a_configuration_too(tmp_path: Path) ->
     assert ended.returncode == 3
     assert "megatron-core 0.99.0 was never tried" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_it_is_said_who_chooses_degrees(tmp_path: Path) -> None:
+    model = "--hidden-size 256 --seq-length 64 --padded-vocab-size 512"
+    kept = check(f"{GPT} {model}")
+    assert "planner: degrees are kept, or those of [degrees]: no device is known" in kept
+    path = tmp_path / "elastic.toml"
+    path.write_text('[planner]\ngpu = "a100-80gb"\n')
+    auto = check(f"--elastic {path} --nnodes 1:2 {GPT} {model}")
+    assert "planner: degrees are kept until the job has measured steps at 2 of them" in auto
+    assert rows(auto)["8"][0] == "TP2·PP1·DP4"
+    cost = check(f"--elastic {path} --planner cost --nnodes 1:2 {GPT} {model}")
+    assert "planner: degrees are computed for a100-80gb" in cost
+    assert "by cost" in rows(cost)["8"][2]
+    assert int(rows(cost)["1"][1]) == 0, "what fits in memory is computed, not what ran"

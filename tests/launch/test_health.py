@@ -59,7 +59,7 @@ def test_a_command_that_does_not_end_is_killed_with_its_group(command: str) -> N
 
 
 def test_what_a_command_has_left_behind_is_not_waited_for(tmp_path: Path) -> None:
-    """It holds the output. The command ends only after that has left its group: the group is killed."""
+    """It holds the output. The command ends only after that has left its group, which is killed."""
     left = tmp_path / "pid"
     leave = f'setsid sh -c "echo \\$\\$ > {left}; exec sleep 60" & until test -s {left}; do :; done'
     assert check(f"sh -c '{leave}'").run("") is None

@@ -1,8 +1,10 @@
-"""A person's requests about a job's size hold wherever they fit."""
+"""A person's requests about a job's size hold wherever they fit; then what its planner computes."""
 
 import pytest
 
 from scalai.core.degrees import Degrees
+from scalai.core.errors import RefusedError
+from scalai.core.planner.preference import Measured
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.sizing import Sizing
@@ -67,3 +69,95 @@ def test_a_limit_of_hosts_leaves_the_later_ones_idle(sizing: Sizing) -> None:
     assignment = sizing.assign()(FOUR, None)
     assert assignment is not None
     assert assignment.workers == (("a", 2), ("b", 0))
+
+
+MEGATRON = (
+    "pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 "
+    "--max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 8 --bf16"
+)
+SLOW, FAST = Degrees(1, 1, 4), Degrees(2, 1, 2)
+
+
+def learn(sizing: Sizing) -> None:
+    sizing.measured(Measured(SLOW, 1, 50, 2.0), 10.0)
+    sizing.measured(Measured(FAST, 1, 50, 1.0), 10.0)
+
+
+@pytest.fixture
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> str:
+    config = tmp_path_factory.mktemp("planner") / "elastic.toml"
+    config.write_text('[planner]\ngpu = "a100-80gb"\n')
+    return str(config)
+
+
+def of_file(
+    config: str, *flags: str, script: str = f"{MEGATRON} --padded-vocab-size 1024"
+) -> Sizing:
+    given = ["--nnodes", "1:2", "--nproc-per-node", "2", "--elastic", config, *flags]
+    return Sizing(JobSpec.read(parse_options([*given, *script.split()])))
+
+
+def runs(sizing: Sizing, present: Degrees | None) -> Degrees:
+    found = sizing.assign()(FOUR, present)
+    assert found is not None
+    return found.degrees
+
+
+def test_degrees_are_kept_until_two_layouts_were_measured(gpu: str) -> None:
+    sizing = of_file(gpu)
+    assert sizing.has_planner
+    assert runs(sizing, SLOW) == SLOW
+    sizing.measured(Measured(SLOW, 1, 50, 2.0), None)
+    assert runs(sizing, SLOW) == SLOW
+    sizing.measured(Measured(FAST, 1, 50, 1.0), 10.0)
+    taken = runs(sizing, SLOW)
+    assert taken != SLOW
+    assert runs(sizing, taken) == taken
+    sizing.rescale(None, None, "tp1 pp2")
+    assert runs(sizing, SLOW) == Degrees(1, 2, 2), "a person's request wins"
+
+
+def test_who_takes_over_knows_what_was_measured(gpu: str) -> None:
+    before, after = of_file(gpu), of_file(gpu)
+    learn(before)
+    after.take_over(before.request)
+    assert after.request == before.request
+    assert runs(after, SLOW) == runs(before, SLOW) != SLOW
+
+
+def test_a_person_may_keep_degrees(gpu: str) -> None:
+    assert not of_file(gpu, "--planner", "keep").has_planner
+
+
+def test_a_person_may_have_them_computed_from_the_start(gpu: str) -> None:
+    found = of_file(gpu, "--planner", "cost").assign()(FOUR, None)
+    assert found is not None
+    assert "by cost" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("config", "script", "why"),
+    [
+        ("", f"{MEGATRON} --padded-vocab-size 1024", "name it by \\[planner\\] gpu"),
+        ('gpu = "abacus"', f"{MEGATRON} --padded-vocab-size 1024", "abacus"),
+        ('gpu = "h100"', "train.py --lr 1", "\\[degrees\\]"),
+        ('gpu = "h100"', MEGATRON, "--padded-vocab-size"),
+        ('gpu = "v100"', f"{MEGATRON} --padded-vocab-size 1024", "bf16"),
+    ],
+)
+def test_what_the_planner_lacks_is_said_where_it_was_asked_for(
+    config: str, script: str, why: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("planner") / "elastic.toml"
+    path.write_text(f"[planner]\n{config}\n")
+    with pytest.raises(RefusedError, match=why) as refused:
+        of_file(str(path), "--planner", "cost", script=script)
+    assert "--planner keep" in str(refused.value)
+    assert not of_file(str(path), script=script).has_planner
+
+
+def test_a_vocabulary_that_only_the_tokenizer_knows_is_learned_from_the_job(gpu: str) -> None:
+    sizing = of_file(gpu, script=MEGATRON)
+    assert not sizing.has_planner
+    sizing.learn({"facts": {"padded_vocab_size": 50304}})
+    assert sizing.has_planner

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scalai.core.errors import StoreError
+from scalai.core.errors import DamageError, StoreError
 from scalai.store import archive
 from scalai.store.archive import repair, retire, show
 from scalai.store.manifest import HostManifest, read_manifest
@@ -43,6 +43,25 @@ def test_a_part_is_hidden_until_it_is_shown_and_is_the_same_then(
         assert sorted(attached.fingerprint.tolist()) == sorted(written.fingerprint.tolist())
         with store.open_rows(3) as rows:
             assert list(rows.damage()) == []
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_is_damaged_in_memory_does_not_come_to_the_disk(
+    open_store: Opener, tmp_path: Path, is_cut: bool
+) -> None:
+    disk = tmp_path / "disk"
+    with open_store(host="a") as store:
+        generation(store, 3, step=30)
+        path = store.generation_directory(3) / "rank-1.safetensors"
+        if is_cut:
+            os.truncate(path, 10)
+        else:
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 0xFF
+            path.write_bytes(data)
+        with pytest.raises(DamageError, match="rank-1"):
+            store.archive(3, disk, own_only=True)
+        assert names(disk / "generation-3") == []
 
 
 def test_of_another_snapshot_nothing_is_shown(open_store: Opener, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def check(shape: ModelShape, degrees: Degrees) -> None:
             f"pp*vpp={chunks} of {degrees} is more than the {shape.layers} layers; use "
             f"{shape.layers} or fewer."
         )
-    if shape.experts % ep or degrees.dp * degrees.cp % ep:
+    if ep > 1 and (not shape.experts or shape.experts % ep or degrees.dp * degrees.cp % ep):
         raise RefusedError(
             f"ep={ep} of {degrees} does not divide {shape.experts} experts and the "
             f"{degrees.dp * degrees.cp} ranks of dp*cp; use a divisor of both."

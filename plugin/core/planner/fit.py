@@ -88,6 +88,26 @@ class Calibration:
         spread = np.exp(np.sqrt(known))
         return Prediction(seconds, seconds / spread, seconds * spread)
 
+    def spread_of_ratio(
+        self, x: Columns, measured_spread: float, is_measured: tuple[bool, bool]
+    ) -> float:
+        """Return half of the 90 % interval of the ratio of two steps, over it: what both have in
+        common cancels.
+
+        Args:
+            x: The two cases, [2].
+            measured_spread: Half of the interval of a step that was measured itself.
+            is_measured: Whether each was.
+        """
+        slopes = _slopes(lambda logs: np.log(step_time(x, from_logs(logs)).total), self.logs)
+        own = [
+            measured_spread if each else NINETY_PERCENT_TAILED * self.noise for each in is_measured
+        ]
+        # One that was measured does not move with the coefficients.
+        apart = slopes[0] * (not is_measured[0]) - slopes[1] * (not is_measured[1])
+        variance = NINETY_PERCENT**2 * float(apart @ self.covariance @ apart)
+        return float(np.exp(np.sqrt(variance + own[0] ** 2 + own[1] ** 2)) - 1)
+
 
 def uncalibrated() -> Calibration:
     """Return what is known where nothing was measured."""

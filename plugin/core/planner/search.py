@@ -131,7 +131,7 @@ def search(
     numbers = [*shown, *larger]
     rows = [layouts[number] for number in numbers]
     kept = [_layout(row, choices) for row in rows]
-    found = _estimates(_take(x, numbers), kept, devices, calibration)
+    found = estimates(_take(x, numbers), kept, devices, calibration)
     best = found[0]
     others = [replace(one, reason=_why_not(one, best, device, devices)) for one in found[1:]]
     others.sort(key=lambda one: one.seconds)
@@ -246,9 +246,10 @@ def _distinct(x: Columns, numbers: Iterable[int], most: int) -> list[int]:
     return list(seen.values())
 
 
-def _estimates(
+def estimates(
     x: Columns, layouts: Sequence[Layout], devices: int, calibration: Calibration
 ) -> list[Estimate]:
+    """Return what these layouts, of which ``x`` are the columns, cost on so many devices."""
     time, memory = step_time(x, calibration.coefficients), step_memory(x)
     said = calibration.predict(x)
     return [

@@ -17,7 +17,6 @@ from scalai.core.planner.search import MICRO_BATCHES, Choices, divisors, search
 from scalai.core.planner.time import step_time
 from scalai.core.planner.trace import Trace
 from scalai.core.planner.trace_policies import (
-    HYSTERESIS,
     Cost,
     Menu,
     Policy,
@@ -47,7 +46,6 @@ class Prices:
         snapshot_every_s: Between generations of the state that other hosts keep in memory.
         storage: Bytes/s of a whole checkpoint.
         residence_s: How long devices are expected to stay; None: as they did before.
-        hysteresis: None: the larger of 5 % and what a measured step scatters by.
     """
 
     rates: Rates = field(default_factory=Rates)
@@ -55,7 +53,6 @@ class Prices:
     snapshot_every_s: float = SNAPSHOT_S
     storage: float = STORAGE
     residence_s: float | None = None
-    hysteresis: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +77,15 @@ class _Model:
     limits: ModelLimits
     choices: Choices
     calibration: Calibration
+
+    def menu(self, layouts: Sequence[Layout]) -> Menu:
+        """Return what they take, and how well that is known."""
+        x = columns_of([(self.work, self.device, one) for one in layouts])
+        said = self.calibration.predict(x)
+        return Menu(
+            dict(zip(layouts, map(float, said.seconds), strict=True)),
+            dict(zip(layouts, map(float, said.half_width), strict=True)),
+        )
 
     def timed(self, layouts: Sequence[Layout]) -> dict[Layout, float]:
         """Return the seconds of a step of those that fit."""
@@ -136,7 +142,7 @@ def build_case(
     found |= model.timed(
         [one for gpus in trace.sizes for one in _with_replicas(model, begin, gpus)]
     )
-    menu = Menu(found)
+    menu = model.menu(list(found))
     return Case(menu, begin, _policies(model, menu, begin, rows, prices), refused)
 
 
@@ -160,9 +166,6 @@ def _policies(
 ) -> tuple[Policy, ...]:
     moved = change_cost(model.work, model.device, prices.rates)
     stored_s = model.work.shape.total_parameters * STATE_BYTES / prices.storage
-    least = prices.hysteresis
-    if least is None:
-        least = max(HYSTERESIS, model.calibration.noise)
 
     def memory(before: Layout | None, after: Layout) -> float:
         # What no host holds is read from the newest checkpoint.
@@ -173,7 +176,7 @@ def _policies(
 
     every = prices.snapshot_every_s
     found = [
-        Policy("ours", by_work(menu, memory, least), memory, every),
+        Policy("ours", by_work(menu, memory), memory, every),
         Policy("dp-only", fastest(replicas_only(menu, start)), memory, every),
         Policy("fixed", fastest(same_degrees(menu, start)), memory, every),
         Policy(

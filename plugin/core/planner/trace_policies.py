@@ -1,13 +1,11 @@
 """What a job does when its devices change: the policies that a trace is replayed with."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from scalai.core.planner.change import LEAST_GAIN
 from scalai.core.planner.columns import Layout
-
-HYSTERESIS = 0.05
-"""By how much more work a change has to do than staying does."""
 
 MOST_OPTIONS = 8
 """Of so many of the fastest layouts the cost of a change is looked at."""
@@ -21,9 +19,15 @@ class Cost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Menu:
-    """Layouts that are valid and fit, with the seconds of a step, fastest first."""
+    """Layouts that are valid and fit.
+
+    Attributes:
+        seconds: Of a step.
+        margin: Half of the interval of that, over it; none: it is known exactly.
+    """
 
     seconds: Mapping[Layout, float]
+    margin: Mapping[Layout, float] = field(default_factory=dict)
 
     def on(self, gpus: int) -> tuple[Layout, ...]:
         """Return those that so many devices can run, fastest first; fewer devices before more."""
@@ -34,7 +38,7 @@ class Menu:
 
     def only(self, is_wanted: Callable[[Layout], bool]) -> "Menu":
         """Return the menu of some of the layouts."""
-        return Menu({one: s for one, s in self.seconds.items() if is_wanted(one)})
+        return Menu({one: s for one, s in self.seconds.items() if is_wanted(one)}, self.margin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +95,11 @@ class Policy:
     is_in_memory: bool = True
 
 
-def by_work(menu: Menu, cost: Cost, hysteresis: float = HYSTERESIS) -> Decide:
+def by_work(menu: Menu, cost: Cost) -> Decide:
     """Decide for the layout that does the most work until devices are expected to change again.
 
-    Where staying is possible a change has to do more than ``1 + hysteresis`` times its work.
+    This is ``change.choose`` without hosts: where staying is possible a change has to do more work
+    by 5 %, and by the margin of what it promises.
     """
 
     def decide(now: Moment) -> Layout | None:
@@ -109,7 +114,8 @@ def by_work(menu: Menu, cost: Cost, hysteresis: float = HYSTERESIS) -> Decide:
         waits = {one: until(one) for one in options}
         work = {one: max(0.0, now.residence_s - waits[one]) / menu.seconds[one] for one in options}
         best = max(options, key=lambda one: (work[one], -waits[one]))
-        if home is not None and work[best] <= (1 + hysteresis) * work[home]:
+        need = max(LEAST_GAIN, menu.margin.get(best, 0.0))
+        if home is not None and work[best] <= (1 + need) * work[home]:
             return home
         return best
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 from math import inf
 from typing import Literal
 
+from scalai.core.planner.change import RESIDENCE_S
 from scalai.core.planner.columns import Layout
 from scalai.core.planner.trace import Event, Trace
 from scalai.core.planner.trace_policies import Menu, Moment, Policy
@@ -14,9 +15,6 @@ State = Literal["run", "reconfiguration", "redone", "waiting"]
 CAUSES = ("reconfiguration", "redone", "idle", "slower", "waiting")
 """Where time is lost: changing; work done twice; devices left alone; degrees slower than the best;
 no valid layout, or no device."""
-RESIDENCE_S = 35 * 60.0
-"""How long devices stay before any change was seen: the mean of the predecessor's trace, which it
-derived from Philly's (kungfu-team/tenplex, benchmark/dynamic_resources)."""
 _NEWEST = 0.3
 """Weight of the newest stay in the expected one."""
 

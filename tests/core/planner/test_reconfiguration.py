@@ -66,7 +66,7 @@ def _changes(draw: st.DrawFn) -> tuple[Workload, Layout, Layout, Hosts, Hosts]:
 
 
 def _hosts(draw: st.DrawFn, ranks: int, names: list[str]) -> Hosts:
-    counts = []
+    counts: list[int] = []
     while sum(counts) < ranks:
         counts.append(draw(st.integers(1, min(4, ranks - sum(counts)))))
     return tuple(zip(names[: len(counts)], counts, strict=True))

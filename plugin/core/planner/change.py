@@ -1,0 +1,269 @@
+"""Which layout to take when devices come or go: the one with which most is done until the next
+change."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from scalai.core.degrees import ModelLimits, refusal
+from scalai.core.errors import RefusedError
+from scalai.core.planner.columns import Layout, Workload, columns_of
+from scalai.core.planner.devices import Device
+from scalai.core.planner.fit import Calibration, uncalibrated
+from scalai.core.planner.memory import USABLE
+from scalai.core.planner.overlaps import overlaps_of
+from scalai.core.planner.placement import EXACT_HOSTS, Placed, place_by
+from scalai.core.planner.reconfiguration import Hosts, Rates, Reconfiguration, cost_of
+from scalai.core.planner.search import Choices, Estimate, estimates, search
+
+RESIDENCE_S = 2100.0
+"""Expected time until the next change, where a job has not seen any: 35 minutes (Tenplex, arXiv
+2312.05181, figure 9, from Philly's traces)."""
+LEAST_GAIN = 0.05
+"""A change must promise so much more work than staying."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One layout on the hosts that are there.
+
+    Attributes:
+        estimate: The layout with its seconds a step.
+        hosts: In the order of the ranks.
+        change: What it costs to get there; None: nothing, the job goes on as it is.
+        missing: Bytes that no host holds; the state comes from elsewhere then.
+        unplaced_moves: Bytes that would cross with the hosts in the order in which they are there.
+    """
+
+    estimate: Estimate
+    hosts: Hosts
+    change: Reconfiguration | None = None
+    unplaced_moves: int = 0
+
+    @property
+    def is_stay(self) -> bool:
+        return self.change is None
+
+    def steps(self, residence_s: float) -> float:
+        """Return the steps that are made within the time."""
+        lost = self.change.total_s if self.change else 0.0
+        return max(0.0, residence_s - lost) / self.estimate.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is taken, and the others with the reason why not, by the work that they would do."""
+
+    taken: Option
+    reason: str
+    others: tuple[tuple[Option, str], ...]
+
+
+def choose(options: Sequence[Option], residence_s: float) -> Choice:
+    """Return the option with which most steps are made within ``residence_s`` seconds.
+
+    Staying is left only where another one promises more by 5 %, and by half the width of the
+    interval of its step. Where nothing gets as far as a step, staying is taken, else the shortest
+    change.
+
+    Raises:
+        RefusedError: There is no option.
+    """
+    if not options:
+        raise RefusedError("no layout is possible on the devices that are there; add devices.")
+    stay = next((option for option in options if option.is_stay), None)
+    ranked = sorted(options, key=lambda one: (-one.steps(residence_s), _seconds_of(one)))
+    taken, reason = ranked[0], ""
+    if stay is not None and taken is not stay:
+        need = max(LEAST_GAIN, _half_width(taken.estimate))
+        gain = _gain(taken.steps(residence_s), stay.steps(residence_s))
+        if gain <= need:
+            taken = stay
+            reason = f"the best change promises {gain:+.1%} of steps, below {need:.1%}"
+        else:
+            reason = f"{gain:+.1%} of steps against staying"
+    elif taken is stay:
+        reason = "no change makes more steps"
+    if not reason:
+        reason = "most steps until the next change"
+    others = [(one, _why_not(one, taken, residence_s)) for one in ranked if one is not taken]
+    return Choice(taken, reason, tuple(others))
+
+
+def options_for(
+    work: Workload,
+    device: Device,
+    candidates: Sequence[Estimate],
+    before: Layout,
+    before_hosts: Hosts,
+    there: Hosts,
+    *,
+    lost: frozenset[str] = frozenset(),
+    rates: Rates | None = None,
+    relaunch_s: float | None = None,
+    step_s: float = 0.0,
+    calibration: Calibration | None = None,
+    exact_hosts: int = EXACT_HOSTS,
+) -> list[Option]:
+    """Return each candidate where the fewest bytes cross, with what it costs to get there.
+
+    Args:
+        before_hosts: Where the ranks are, in order.
+        there: The hosts that are there with how many devices each has, in the order of joining.
+        lost: Hosts of before whose memory is gone.
+    """
+    rates, calibration = rates or Rates(), calibration or uncalibrated()
+    order = in_order(before_hosts, there)
+    can_stay = _goes_on(before_hosts, there, lost)
+    found = []
+    for estimate in candidates:
+        if estimate.layout == before and can_stay:
+            found.append(Option(estimate, before_hosts))
+            continue
+        degrees = estimate.layout.degrees
+        new = fill(order, degrees.world_size, degrees.tp)
+        overlaps = overlaps_of(work, before, estimate.layout)
+        placed: Placed = place_by(
+            overlaps, before_hosts, new, devices=dict(there), lost=lost, exact_hosts=exact_hosts
+        )
+        hosts = tuple((name, count) for name, count in placed.hosts if count)
+        change = cost_of(
+            before, estimate.layout, before_hosts, hosts, overlaps, device=device, lost=lost,
+            rates=rates, relaunch_s=rates.relaunch_s if relaunch_s is None else relaunch_s,
+            step_s=step_s, coefficients=calibration.coefficients,
+        )  # fmt: skip
+        found.append(Option(estimate, hosts, change, placed.unplaced_moves))
+    return found
+
+
+def plan_change(
+    work: Workload,
+    device: Device,
+    limits: ModelLimits,
+    before: Layout,
+    before_hosts: Hosts,
+    there: Hosts,
+    *,
+    choices: Choices | None = None,
+    calibration: Calibration | None = None,
+    residence_s: float = RESIDENCE_S,
+    lost: frozenset[str] = frozenset(),
+    rates: Rates | None = None,
+    relaunch_s: float | None = None,
+) -> Choice:
+    """Search on the hosts that are there, and choose.
+
+    Candidates are the fastest layouts of the search, the fastest one with the TP and PP that run,
+    and what runs.
+
+    Raises:
+        RefusedError: Nothing is valid on the devices, or nothing fits.
+    """
+    calibration = calibration or uncalibrated()
+    devices = sum(count for _, count in there)
+    present = estimate_of(work, device, before, devices, calibration)
+    found: list[Estimate] = []
+    why: RefusedError | None = None
+    for narrowed in (limits, _with_split_of(before, limits)):
+        try:
+            plan = search(work, device, devices, narrowed, choices, calibration)
+        except RefusedError as error:
+            why = why or error
+            continue
+        found += [plan.best, *plan.runners_up]
+    room = USABLE * device.memory
+    fitting = [present] if _is_possible(present, devices, limits) else []
+    fitting += [one for one in found if one.bytes <= room]
+    if not fitting:
+        raise why or RefusedError(f"nothing fits on {devices} devices; add devices.")
+    distinct = list({one.layout: replace(one, reason="") for one in reversed(fitting)}.values())
+    options = options_for(
+        work, device, distinct[::-1], before, before_hosts, there, lost=lost, rates=rates,
+        relaunch_s=relaunch_s, step_s=present.seconds, calibration=calibration,
+    )  # fmt: skip
+    return choose(options, residence_s)
+
+
+def estimate_of(
+    work: Workload,
+    device: Device,
+    layout: Layout,
+    devices: int,
+    calibration: Calibration | None = None,
+) -> Estimate:
+    """Return what one layout costs on so many devices."""
+    x = columns_of([(work, device, layout)])
+    return estimates(x, [layout], devices, calibration or uncalibrated())[0]
+
+
+def in_order(before_hosts: Hosts, there: Hosts) -> Hosts:
+    """Return the hosts that are there: those of before in their order, then the others."""
+    place = {name: number for number, (name, _) in enumerate(before_hosts)}
+    return tuple(sorted(there, key=lambda host: place.get(host[0], len(place))))
+
+
+def fill(hosts: Hosts, ranks: int, tp: int = 1) -> Hosts:
+    """Give ranks to hosts in order, each as many as it has devices; the rest have none.
+
+    Where the devices suffice each host has a multiple of ``tp``, so that no TP group is on two
+    hosts.
+
+    Raises:
+        RefusedError: There are fewer devices.
+    """
+    whole = [(name, devices // tp * tp) for name, devices in hosts]
+    if sum(devices for _, devices in whole) < ranks:
+        whole = list(hosts)
+    filled = []
+    for name, devices in whole:
+        count = min(devices, ranks)
+        filled.append((name, count))
+        ranks -= count
+    if ranks:
+        raise RefusedError(f"{ranks} ranks have no device; add hosts, or take a smaller layout.")
+    return tuple(filled)
+
+
+def _goes_on(before_hosts: Hosts, there: Hosts, lost: frozenset[str]) -> bool:
+    room: Mapping[str, int] = dict(there)
+    return not lost & {name for name, _ in before_hosts} and all(
+        room.get(name, 0) >= count for name, count in before_hosts
+    )
+
+
+def _is_possible(present: Estimate, devices: int, limits: ModelLimits) -> bool:
+    """Whether what ran before may run on as many devices: it did fit, whatever is estimated."""
+    layout = present.layout
+    is_valid = refusal(layout.degrees, limits, layout.micro_batch) is None
+    return is_valid and layout.degrees.world_size <= devices
+
+
+def _with_split_of(before: Layout, limits: ModelLimits) -> ModelLimits:
+    why = "what runs now"
+    degrees = before.degrees
+    fixed = tuple(one for one in limits.fixed if one[0] not in ("tp", "pp"))
+    return replace(limits, fixed=(*fixed, ("tp", degrees.tp, why), ("pp", degrees.pp, why)))
+
+
+def _half_width(estimate: Estimate) -> float:
+    return (estimate.high - estimate.low) / (2 * estimate.seconds)
+
+
+def _gain(steps: float, reference: float) -> float:
+    return steps / reference - 1 if reference else float("inf") if steps else 0.0
+
+
+def _seconds_of(option: Option) -> float:
+    return option.change.total_s if option.change else 0.0
+
+
+def _why_not(one: Option, taken: Option, residence_s: float) -> str:
+    mine, best = one.steps(residence_s), taken.steps(residence_s)
+    if mine > best:
+        return f"{_gain(mine, best):+.1%} of steps, too few to leave what runs"
+    if not mine:
+        return f"the change takes {_seconds_of(one):.0f} s, longer than the devices stay"
+    text = f"{_gain(mine, best):+.1%} of steps"
+    longer = _seconds_of(one) - _seconds_of(taken)
+    if one.estimate.seconds < taken.estimate.seconds and longer > 0:
+        text += f": faster steps, but the change takes {longer:.0f} s longer"
+    return text

@@ -1,0 +1,271 @@
+"""Which of the degrees that are valid a running job takes, by what they cost: a step, and the
+change to them.
+
+Whatever is taken is kept until something is better by more than is uncertain. What was measured in
+the job itself is believed before what is predicted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import erf, exp, log, sqrt
+
+import numpy as np
+
+from scalai.core.choice import Choice
+from scalai.core.degrees import Degrees
+from scalai.core.planner.columns import Layout, Recompute, Workload, columns_of
+from scalai.core.planner.devices import Device
+from scalai.core.planner.fit import Calibration, calibrate, uncalibrated
+from scalai.core.planner.memory import USABLE, step_memory
+
+KNOWN_LAYOUTS = 2
+"""So many layouts of a job were measured before its planner decides without being asked to."""
+RESIDENCE_S = 2100.0
+"""How long devices are taken to stay as they are: the mean of the predecessor's trace (Tenplex,
+SOSP 2024, section 6.2)."""
+CHANGE_S = 60.0
+"""What a change is taken to cost until the job has made one."""
+MARGIN = 0.05
+"""By so much more work a change must promise at least."""
+MEASURED_SPREAD = 0.03
+"""Half of the interval of a step that was measured in the job."""
+CONTENDERS = 3
+"""So many of the best are tried where the prediction does not separate them."""
+WORTH = 3.0
+"""What a trial may gain must exceed its changes by this factor."""
+NINETY_PERCENT = 1.645
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Steps of the job in one layout.
+
+    Attributes:
+        micro_batch: Samples of a pass.
+        steps: How many were made while it was measured.
+        seconds: Of a usual one.
+    """
+
+    degrees: Degrees
+    micro_batch: int
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a person says about the planner, and what the job has measured of its changes.
+
+    Attributes:
+        is_asked: The planner decides although nothing was measured yet.
+        residence_s: How long devices are taken to stay as they are.
+        change_s: How long the training stands still for a change.
+        trial_steps: For so many steps each of the best is tried where the prediction does not
+            separate them; 0: none is.
+    """
+
+    is_asked: bool = False
+    residence_s: float = RESIDENCE_S
+    change_s: float = CHANGE_S
+    trial_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A choice that fits, with what a step takes and what it would earn."""
+
+    choice: Choice
+    seconds: float
+    low: float
+    high: float
+    is_measured: bool
+    cost_s: float
+    work: float
+    """Steps within the residence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """The planner of one job.
+
+    Attributes:
+        work: What a step computes.
+        device: What each rank runs on.
+        recompute, sharding, is_sequence_parallel: How the script runs, at any degrees.
+        micro_batch: Samples of a pass where a choice does not say it.
+        terms: What holds beside.
+        measured: What the job has measured, one entry a layout.
+        calibration: What those say of all other layouts.
+    """
+
+    work: Workload
+    device: Device
+    recompute: Recompute
+    sharding: int
+    is_sequence_parallel: bool
+    micro_batch: int
+    terms: Terms = Terms()
+    measured: tuple[Measured, ...] = ()
+    calibration: Calibration = field(default_factory=uncalibrated, compare=False)
+
+    @property
+    def is_deciding(self) -> bool:
+        """Whether its word counts: a person asked for it, or enough was measured; where it may try
+        others, one layout is enough to begin with."""
+        known = 1 if self.terms.trial_steps else KNOWN_LAYOUTS
+        return self.terms.is_asked or len(self.measured) >= known
+
+    def with_measured(self, found: Measured, change_s: float | None = None) -> "Preference":
+        """Return the planner that has learned this, which replaces what it knew of the layout, and
+        what a change takes (None: not measured)."""
+        if change_s is not None:
+            return replace(self, terms=replace(self.terms, change_s=change_s)).with_measured(found)
+        key = found.degrees, found.micro_batch
+        others = (each for each in self.measured if (each.degrees, each.micro_batch) != key)
+        return self.with_all_measured((*others, found))
+
+    def with_all_measured(self, measured: Sequence[Measured]) -> "Preference":
+        """Return the planner that knows this of the job, and nothing else."""
+        kept = tuple(measured)
+        if not kept:
+            return replace(self, measured=(), calibration=uncalibrated())
+        x = columns_of([self._case(each.degrees, each.micro_batch) for each in kept])
+        seconds = np.array([each.seconds for each in kept])
+        return replace(self, measured=kept, calibration=calibrate(x, seconds))
+
+    def on_hosts(self, slots: int) -> "Preference":
+        """Return the planner for hosts with so many ranks each."""
+        return replace(self, device=replace(self.device, per_host=max(1, slots)))
+
+    def order(self, choices: Sequence[Choice], present: Degrees | None) -> tuple[Choice, ...]:
+        """Return the choices that fit, best first, with the reason of each; none of them where the
+        planner does not decide.
+
+        Args:
+            choices: What is valid, each once.
+            present: The degrees that run; None: none do.
+        """
+        if not self.is_deciding or not choices:
+            return ()
+        cases = sorted(self._cases(choices, present), key=lambda case: -case.work)
+        if not cases:
+            return ()
+        stays = next((case for case in cases if case.choice.degrees == present), None)
+        first, why = cases[0], "the most work until the next change"
+        if stays is not None:
+            first, why = self._or_stay(cases, stays)
+        others = [case for case in cases if case is not first]
+        return (
+            _with_reason(first, stays, why),
+            *(_with_reason(case, stays, "next by work until the next change") for case in others),
+        )
+
+    def _or_stay(self, cases: Sequence[_Case], stays: _Case) -> tuple[_Case, str]:
+        """Return what to take where the present degrees may stay, and why."""
+        best = cases[0]
+        spread = max(MARGIN, self._spread(best, stays))
+        if best is not stays and best.work > (1 + spread) * stays.work:
+            return best, "the most work until the next change"
+        tried = self._trial(cases, stays)
+        if tried is not None:
+            return tried, f"tried for {self.terms.trial_steps} steps"
+        return stays, "kept" if best is stays else f"kept: nothing is better by {spread:.0%}"
+
+    def _trial(self, cases: Sequence[_Case], stays: _Case) -> _Case | None:
+        """Return one of the best that nobody has measured and that may be worth a try.
+
+        Where the present layout is itself under trial, that goes on.
+        """
+        if not self.terms.trial_steps or not stays.is_measured:
+            return None
+        for case in cases[:CONTENDERS]:
+            if case.is_measured or case is stays:
+                continue
+            spread = self._spread(case, stays)
+            gain_s = self.terms.residence_s * _expected_gain(stays.seconds / case.seconds, spread)
+            # There, and back where it is worse.
+            if gain_s > WORTH * 2 * self.terms.change_s:
+                return case
+        return None
+
+    def _spread(self, one: _Case, other: _Case) -> float:
+        """Return half of the 90 % interval of the two steps' ratio, less 1."""
+        if one is other:
+            return 0.0
+        x = columns_of([self._of(one.choice), self._of(other.choice)])
+        known = (one.is_measured, other.is_measured)
+        return self.calibration.spread_of_ratio(x, MEASURED_SPREAD, known)
+
+    def _cases(self, choices: Sequence[Choice], present: Degrees | None) -> list[_Case]:
+        known = {(each.degrees, each.micro_batch): each for each in self.measured}
+        x = columns_of([self._of(choice) for choice in choices])
+        said, fits = (
+            self.calibration.predict(x),
+            step_memory(x).total <= USABLE * self.device.memory,
+        )
+        found = []
+        for place, choice in enumerate(choices):
+            is_present = choice.degrees == present
+            mine = known.get((choice.degrees, self._micro(choice)))
+            if not (fits[place] or is_present or mine is not None):
+                continue
+            numbers = (said.seconds[place], said.low[place], said.high[place])
+            seconds, low, high = map(float, numbers)
+            if mine is not None:
+                seconds = mine.seconds
+                low, high = seconds / (1 + MEASURED_SPREAD), seconds * (1 + MEASURED_SPREAD)
+            cost_s = 0.0 if is_present else self.terms.change_s
+            work = max(0.0, self.terms.residence_s - cost_s) / seconds
+            found.append(_Case(choice, seconds, low, high, mine is not None, cost_s, work))
+        return found
+
+    def _of(self, choice: Choice) -> tuple[Workload, Device, Layout]:
+        return self._case(choice.degrees, self._micro(choice))
+
+    def _micro(self, choice: Choice) -> int:
+        return choice.micro_batch_size or self.micro_batch
+
+    def _case(self, degrees: Degrees, micro_batch: int) -> tuple[Workload, Device, Layout]:
+        layout = Layout(
+            degrees, micro_batch, self.recompute, self.sharding,
+            self.is_sequence_parallel and degrees.tp > 1,
+        )  # fmt: skip
+        return self.work, self.device, layout
+
+
+def measured_to_json(measured: Sequence[Measured]) -> list[list[object]]:
+    """Return what ``measured_of_json`` reads."""
+    return [
+        [each.degrees.to_json(), each.micro_batch, each.steps, each.seconds] for each in measured
+    ]
+
+
+def measured_of_json(data: Sequence[tuple[Mapping[str, int], int, int, float]]) -> list[Measured]:
+    """Raises ``ValueError`` where it is nothing of the kind."""
+    return [
+        Measured(Degrees.from_json(its), int(micro), int(steps), float(seconds))
+        for its, micro, steps, seconds in data
+    ]
+
+
+def _expected_gain(ratio: float, spread: float) -> float:
+    """Return the expected share of time that is won by a step whose time is log-normal about
+    1 / ``ratio`` of the present one's, where it is dropped again if it is worse."""
+    mean, deviation = -log(ratio), log(1 + spread) / NINETY_PERCENT
+    if deviation <= 0:
+        return max(0.0, 1 - exp(mean))
+    edge = -mean / deviation
+    return _normal(edge) - exp(mean + deviation**2 / 2) * _normal(edge - deviation)
+
+
+def _normal(x: float) -> float:
+    return (1 + erf(x / sqrt(2))) / 2
+
+
+def _with_reason(case: _Case, stays: _Case | None, why: str) -> Choice:
+    source = "measured" if case.is_measured else f"{case.low:.3g} to {case.high:.3g}"
+    text = f"{case.choice.reason}; by cost: {case.seconds:.3g} s a step ({source}), {why}"
+    if stays is not None and case is not stays:
+        text += f"; {stays.choice.degrees} has {stays.seconds:.3g} s, a change costs "
+        text += f"{case.cost_s:.0f} s"
+    return replace(case.choice, reason=text)

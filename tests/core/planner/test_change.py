@@ -1,0 +1,149 @@
+"""What is taken does the most work until the next change, and nothing is changed for little."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalai.core.degrees import Degrees
+from scalai.core.errors import RefusedError
+from scalai.core.planner.change import (
+    LEAST_GAIN,
+    Choice,
+    Option,
+    choose,
+    estimate_of,
+    fill,
+    in_order,
+    options_for,
+    plan_change,
+)
+from scalai.core.planner.columns import Layout, Workload
+from scalai.core.planner.devices import device_named
+from scalai.core.planner.memory import USABLE
+from scalai.core.planner.model import gpt
+from scalai.core.planner.reconfiguration import Hosts, reconfiguration
+from scalai.core.planner.rows import limits_of
+
+A100 = device_named("a100")
+WORK = Workload(gpt(24, 2_048, 16, 51_200, 1_024), 96)
+PRESENT = Layout(Degrees(2, 2, 4), 2, "full", is_sequence_parallel=True)
+TWO: Hosts = (("a", 8), ("b", 8))
+
+
+def taken_on(there: Hosts, residence_s: float, lost: frozenset[str] = frozenset()) -> Choice:
+    return plan_change(
+        WORK, A100, limits_of(WORK), PRESENT, TWO, there, residence_s=residence_s, lost=lost
+    )
+
+
+@st.composite
+def _options(draw: st.DrawFn) -> list[Option]:
+    """Options with any seconds a step and of the change; the first may be staying."""
+    base = estimate_of(WORK, A100, PRESENT, 16)
+    change = reconfiguration(WORK, A100, PRESENT, PRESENT)
+    found = []
+    hundredths = st.lists(st.integers(1, 10_000), min_size=1, max_size=6, unique=True)
+    for number, seconds in enumerate(size / 100 for size in draw(hundredths)):
+        width = draw(st.floats(1.0, 1.4))
+        estimate = replace(base, seconds=seconds, low=seconds / width, high=seconds * width)
+        costs = {**change.seconds, "relaunch": draw(st.floats(0.1, 1_000))}
+        is_stay = number == 0 and draw(st.booleans())
+        found.append(Option(estimate, TWO, None if is_stay else replace(change, seconds=costs)))
+    return draw(st.permutations(found))
+
+
+@settings(max_examples=300, deadline=None)
+@given(_options())
+def test_without_time_nothing_moves_and_with_all_time_the_fastest_is_taken(
+    options: list[Option],
+) -> None:
+    stay = next((one for one in options if one.is_stay), None)
+    at_once = choose(options, 0.0).taken
+    assert at_once is stay if stay else at_once.steps(0.0) == 0
+    if stay is None:
+        assert at_once.change is not None
+        assert at_once.change.total_s == min(o.change.total_s for o in options if o.change)
+    fastest = min(options, key=lambda one: one.estimate.seconds)
+    at_last = choose(options, 1e12).taken
+    if stay is None or stay is fastest:
+        assert at_last.estimate.seconds == fastest.estimate.seconds
+    else:
+        half = (fastest.estimate.high - fastest.estimate.low) / 2 / fastest.estimate.seconds
+        gain = stay.estimate.seconds / fastest.estimate.seconds - 1
+        need = max(LEAST_GAIN, half)
+        if abs(gain - need) > 1e-6:
+            assert (at_last is stay) == (gain < need)
+
+
+@settings(max_examples=300, deadline=None)
+@given(_options(), st.floats(0, 1e5))
+def test_what_is_taken_does_the_most_unless_it_stays(
+    options: list[Option], residence_s: float
+) -> None:
+    choice = choose(options, residence_s)
+    best = max(one.steps(residence_s) for one in options)
+    assert choice.taken.is_stay or choice.taken.steps(residence_s) == best
+    assert len(choice.others) == len(options) - 1 and all(why for _, why in choice.others)
+    assert choice.reason
+
+
+def test_nothing_possible_is_refused() -> None:
+    with pytest.raises(RefusedError, match="add devices"):
+        choose([], 100.0)
+
+
+def test_the_same_hosts_go_on_as_they_are_for_a_short_time() -> None:
+    choice = taken_on(TWO, 60.0)
+    assert choice.taken.is_stay and choice.taken.hosts == TWO
+    assert choice.taken.estimate.layout == PRESENT
+
+
+def test_with_much_time_a_faster_layout_is_worth_its_change() -> None:
+    choice = taken_on(TWO, 1e9)
+    stays = next(one for one, _ in choice.others if one.is_stay)
+    assert choice.taken.estimate.seconds < stays.estimate.seconds / (1 + LEAST_GAIN)
+    assert "against staying" in choice.reason
+
+
+def test_seven_of_eight_devices_leave_one_idle_where_that_does_more() -> None:
+    there: Hosts = (("a", 7),)
+    choice = taken_on(there, 1e6, lost=frozenset("b"))
+    used = choice.taken.estimate.layout.degrees.world_size
+    assert used + choice.taken.estimate.idle == 7 and used < 7
+    assert choice.taken.hosts == (("a", used),)
+    assert WORK.global_batch % choice.taken.estimate.layout.degrees.dp == 0
+    assert choice.taken.estimate.bytes <= USABLE * A100.memory
+
+
+def test_a_lost_host_ends_staying() -> None:
+    choice = taken_on((("a", 8), ("c", 8)), 0.0, lost=frozenset("b"))
+    options = [choice.taken, *(one for one, _ in choice.others)]
+    assert not any(one.is_stay for one in options)
+    same = next(one for one in options if one.estimate.layout == PRESENT)
+    assert same.change is not None and same.change.total_s > 0
+
+
+def test_a_host_that_joins_leaves_what_runs_a_candidate() -> None:
+    choice = taken_on((("c", 8), *TWO), 10.0)
+    assert choice.taken.is_stay and choice.taken.estimate.idle == 8
+
+
+def test_hosts_stand_where_less_crosses() -> None:
+    same = estimate_of(WORK, A100, PRESENT, 16)
+    old: Hosts = (("a", 8), ("b", 8), ("c", 0))
+    one, = options_for(
+        WORK, A100, [same], PRESENT, old[:2], (("c", 8), ("b", 8)), lost=frozenset("a")
+    )  # fmt: skip
+    assert one.change is not None and one.change.moves <= one.unplaced_moves
+    assert dict(one.hosts) == {"b": 8, "c": 8} and one.hosts[1][0] == "b"
+
+
+def test_hosts_that_were_there_stand_first_and_tp_groups_stay_inside() -> None:
+    assert in_order(TWO, (("c", 8), ("b", 8), ("a", 7))) == (("a", 7), ("b", 8), ("c", 8))
+    assert fill((("a", 7), ("b", 8)), 12, tp=4) == (("a", 4), ("b", 8))
+    assert fill((("a", 7), ("b", 8), ("c", 8)), 8, tp=1) == (("a", 7), ("b", 1), ("c", 0))
+    assert fill((("a", 3), ("b", 3)), 4, tp=4) == (("a", 3), ("b", 1))
+    with pytest.raises(RefusedError, match="1 ranks have no device"):
+        fill((("a", 3),), 4)

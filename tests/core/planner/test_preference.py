@@ -1,0 +1,177 @@
+"""The planner of a running job: what it takes, what it keeps, and what it tries."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalai.core.choice import Choice, DegreePolicy, choose
+from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
+from scalai.core.planner.columns import OPTIMIZER, Workload
+from scalai.core.planner.devices import device_named
+from scalai.core.planner.model import gpt
+from scalai.core.planner.preference import (
+    MARGIN,
+    Measured,
+    Preference,
+    Terms,
+    measured_of_json,
+    measured_to_json,
+)
+
+SHAPE = gpt(24, 2048, 16, 51200, 2048)
+LIMITS = ModelLimits(
+    num_attention_heads=16, num_query_groups=16, num_layers=24, global_batch_size=64,
+    micro_batch_size=2, padded_vocab_size=51200,
+)  # fmt: skip
+A, B, C = Degrees(2, 1, 4), Degrees(1, 2, 4), Degrees(4, 2, 1)
+
+
+def planner(**terms: float) -> Preference:
+    work, device = Workload(SHAPE, 64), device_named("a100-80gb")
+    return Preference(work, device, "none", OPTIMIZER, False, 2, Terms(**terms))  # type: ignore[arg-type]
+
+
+def asked(**terms: float) -> Preference:
+    return planner(is_asked=True, **terms)
+
+
+def choices(*degrees: Degrees) -> list[Choice]:
+    return [Choice(each, (), str(each)) for each in degrees]
+
+
+def measured(**seconds: float) -> list[Measured]:
+    return [
+        Measured(degrees, 2, 100, seconds[name])
+        for name, degrees in (("a", A), ("b", B), ("c", C))
+        if name in seconds
+    ]
+
+
+def first(preference: Preference, present: Degrees | None, *degrees: Degrees) -> Degrees:
+    return preference.order(choices(*degrees), present)[0].degrees
+
+
+def test_it_says_nothing_before_two_layouts_were_measured_unless_it_is_asked() -> None:
+    for found in ([], measured(a=1.0), [*measured(a=1.0), *measured(a=2.0)]):
+        learned = planner()
+        for each in found:
+            learned = learned.with_measured(each)
+        assert learned.order(choices(A, B), A) == ()
+    assert planner().with_all_measured(measured(a=1.0, b=0.5)).order(choices(A, B), A)
+    assert asked().order(choices(A, B), A)
+
+
+def test_what_was_measured_is_believed_before_what_is_predicted() -> None:
+    slow = asked().with_all_measured(measured(a=1.0, b=0.5))
+    assert first(slow, None, A, B) == B
+    assert first(asked().with_all_measured(measured(a=0.5, b=1.0)), None, A, B) == A
+
+
+def test_what_runs_is_kept_until_something_is_better_by_more_than_is_uncertain() -> None:
+    near = 1.0 / (1 + MARGIN / 2)
+    assert first(asked().with_all_measured(measured(a=1.0, b=near)), A, A, B) == A
+    assert first(asked().with_all_measured(measured(a=1.0, b=0.5)), A, A, B) == B
+
+
+def test_a_change_that_does_not_pay_within_the_residence_is_not_made() -> None:
+    known = measured(a=1.0, b=0.5)
+    brief = asked(residence_s=100.0, change_s=60.0).with_all_measured(known)
+    assert first(brief, A, A, B) == A
+    none = asked(residence_s=50.0, change_s=60.0).with_all_measured(known)
+    assert first(none, A, A, B) == A
+    assert first(none, None, A, B) in (A, B), "something must run although no work is expected"
+    long = asked(residence_s=1000.0, change_s=60.0).with_all_measured(known)
+    assert first(long, A, A, B) == B
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.floats(0.01, 10), st.floats(0.01, 10), st.floats(1.0, 300.0))
+def test_at_no_residence_it_never_moves_and_at_an_endless_one_the_fastest_wins(
+    a: float, b: float, change_s: float
+) -> None:
+    known = asked(change_s=change_s).with_all_measured(measured(a=a, b=b))
+    now = replace(known, terms=replace(known.terms, residence_s=1e-9))
+    ever = replace(known, terms=replace(known.terms, residence_s=1e12))
+    assert first(now, A, A, B) == A
+    assert first(ever, A, A, B) == (B if b * (1 + MARGIN) < a else A)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.floats(0.01, 10), st.floats(0.01, 10))
+def test_two_measured_layouts_do_not_take_turns(a: float, b: float) -> None:
+    known = asked().with_all_measured(measured(a=a, b=b))
+    taken = first(known, A, A, B)
+    assert first(known, taken, A, B) == taken
+
+
+def test_what_does_not_fit_is_not_offered_unless_it_ran() -> None:
+    big = replace(asked(), work=Workload(gpt(24, 16384, 16, 51200, 2048), 64))
+    small = choices(Degrees(1, 1, 8))
+    assert big.order(small, None) == ()
+    assert big.order(small, Degrees(1, 1, 8)), "it runs, so it fits"
+    ran = big.with_measured(Measured(Degrees(1, 1, 8), 2, 10, 1.0))
+    assert ran.order(small, None)
+
+
+def test_trials_are_off_unless_a_person_says_so() -> None:
+    known = planner().with_all_measured(measured(a=1.0, c=2.0))
+    assert first(known, A, A, B) == A
+
+
+def test_an_unmeasured_contender_is_tried_and_stays_until_it_is_measured() -> None:
+    said = {
+        each.degrees: float(each.reason.split("by cost: ")[1].split(" s")[0])
+        for each in asked().order(choices(A, B), None)
+    }
+    trying = planner(trial_steps=20, residence_s=1e5)
+    one = trying.with_all_measured(measured(a=said[A] * 1.02, c=9.0))
+    assert first(one, A, A, B) == B
+    assert "tried for 20 steps" in one.order(choices(A, B), A)[0].reason
+    assert first(one, B, A, B) == B, "while it is not measured, it goes on"
+    worse = one.with_measured(Measured(B, 2, 20, said[A] * 1.5))
+    assert first(worse, B, A, B) == A
+    assert first(worse, A, A, B) == A, "it is not tried twice"
+
+
+def test_a_trial_that_cannot_gain_three_times_what_it_costs_is_not_made() -> None:
+    brief = planner(trial_steps=20, residence_s=300.0).with_all_measured(measured(a=1.0, c=2.0))
+    assert first(brief, A, A, B) == A
+
+
+def test_what_was_measured_travels() -> None:
+    found = measured(a=1.0, b=0.25)
+    assert measured_of_json(measured_to_json(found)) == found  # type: ignore[arg-type]
+    for wrong in ([1], [[{"tp": 1}, 2, 3]], [["x", 1, 2, 3.0]]):
+        with pytest.raises((ValueError, TypeError)):
+            measured_of_json(wrong)  # type: ignore[arg-type]
+
+
+def test_a_persons_table_wins_over_it_and_it_wins_over_what_ran() -> None:
+    fast = asked().with_all_measured(measured(a=1.0, b=0.1))
+    policy = DegreePolicy(initial=DegreeRequest(2, 1), preference=fast)
+    assert choose(8, LIMITS, policy, A).degrees == B
+    asks = choose(8, LIMITS, policy, A, requested=DegreeRequest(8, 1))
+    assert asks.degrees == Degrees(8, 1, 1)
+    silent = DegreePolicy(initial=DegreeRequest(2, 1), preference=planner())
+    assert choose(8, LIMITS, silent, A).degrees == A
+
+
+def test_it_goes_below_what_ran_but_not_below_what_a_person_or_a_failure_forbids() -> None:
+    large = Degrees(8, 1, 1)
+    policy = DegreePolicy(initial=DegreeRequest(8, 1), preference=asked())
+    free = choose(8, LIMITS, policy, large)
+    assert free.degrees.model_parallel < 8
+    stated = choose(8, LIMITS, replace(policy, min_model_parallel=8), large)
+    assert stated.degrees.model_parallel == 8
+    again = choose(8, LIMITS, policy, large, excluded=[free])
+    assert again.degrees != free.degrees
+
+
+def test_devices_that_a_layout_cannot_use_stay_idle() -> None:
+    policy = DegreePolicy(initial=DegreeRequest(1, 1), preference=asked())
+    choice = choose(7, LIMITS, policy, None)
+    assert choice.degrees.world_size <= 7
+    assert len(choice.idle_ranks) == 7 - choice.degrees.world_size
+    assert "by cost" in choice.reason
