@@ -41,8 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--to", dest="after", metavar="DEGREES", help="to what it changes (default: what is best)")
     add("--lost", type=_names, default=frozenset(), metavar="HOST,..",
         help="hosts whose memory is gone; they are called host-0, host-1, ..")  # fmt: skip
-    add("--residence", type=_seconds, default=RESIDENCE_S, metavar="S",
-        help="seconds until the next change (default: %(default)g)")  # fmt: skip
+    add("--residence", type=_seconds, metavar="S",
+        help=f"seconds until the next change (default: {RESIDENCE_S:g}; of a trace: as devices "
+        "have stayed before)")  # fmt: skip
     add("--relaunch", type=_seconds, metavar="S", help="measured seconds of a relaunch")
     add("--picture", type=Path, metavar="FILE.svg", help="draw who sends what to whom")
 
@@ -54,7 +55,7 @@ def is_asked(args: argparse.Namespace) -> bool:
         RefusedError: It has flags of a change, but does not say from what.
     """
     given = {"--to": args.after, "--lost": args.lost, "--picture": args.picture,
-             "--relaunch": args.relaunch}  # fmt: skip
+             "--relaunch": args.trace is None and args.relaunch}  # fmt: skip
     if args.before is None:
         without = [flag for flag, value in given.items() if value]
         if without:
@@ -80,7 +81,7 @@ def report(question: Question, args: argparse.Namespace) -> int:
         choice = plan_change(
             question.work, question.device, question.limits, before, change.before_hosts,
             change.there, choices=question.choices, calibration=question.calibration,
-            residence_s=args.residence, lost=change.lost, relaunch_s=args.relaunch,
+            residence_s=args.residence or RESIDENCE_S, lost=change.lost, relaunch_s=args.relaunch,
         )  # fmt: skip
     else:
         choice = _given(question, args, change)
@@ -88,9 +89,9 @@ def report(question: Question, args: argparse.Namespace) -> int:
     if args.picture is not None:
         _draw(args.picture, change, taken)
     if args.json:
-        print(json.dumps(_content(change, choice, args.residence)))
+        print(json.dumps(_content(change, choice, args.residence or RESIDENCE_S)))
     else:
-        _print(question, change, choice, args.residence)
+        _print(question, change, choice, args.residence or RESIDENCE_S)
     return 0
 
 

@@ -104,7 +104,7 @@ def _any(draw: random.Random, has_newest_flags: bool) -> Case:
     heads, layers = pick((4, 8, 8, 12, 24)), pick((2, 4, 6, 8, 12, 12))
     micro = pick((1, 1, 1, 2, 3))
     final = pick((12, 24, 24, 48, 72, 96))
-    flags = {
+    flags: dict[str, object] = {
         "num-layers": layers, "hidden-size": heads * 16, "num-attention-heads": heads,
         "seq-length": pick((48, 48, 64, 66)), "max-position-embeddings": 96,
         "micro-batch-size": micro, "global-batch-size": final,

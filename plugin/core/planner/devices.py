@@ -143,6 +143,11 @@ _TABLE = (
         source="NVIDIA A10 datasheet (PCIe 4 x16: 64 GB/s); a host with one 100 Gb/s adapter",
     ),
     _device(
+        "rtxa6000-48gb", 154.8, 49_140, 768, 31, 25, 4, 0.80, fp32_tflops=38.7,
+        source="NVIDIA RTX A6000 datasheet (dense; PCIe 4 x16: 64 GB/s); a host of 4 with one 100 "
+        "Gb/s adapter",
+    ),
+    _device(
         "rtx4090-24gb", 165.2, 24_564, 1008, 31, 12.5, 8, 0.80, fp8_tflops=330.3, fp32_tflops=82.6,
         source="NVIDIA Ada architecture whitepaper, appendix A (fp32 sums; PCIe 4 x16); a host "
         "with one 100 Gb/s adapter",
@@ -162,7 +167,7 @@ _TABLE = (
 
 DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _TABLE})
 """Known devices by name."""
-_SHORT = {"a100": "a100-80gb", "v100": "v100-32gb", "h100": "h100-80gb"}
+_SHORT = {"a100": "a100-80gb", "v100": "v100-32gb", "h100": "h100-80gb", "a6000": "rtxa6000-48gb"}
 _WORDS = re.compile(r"nvidia|amd|tesla|geforce|instinct|sxm\d?|nvl\d*|hbm\d?e?|[\s_-]")
 
 FIGURES = {

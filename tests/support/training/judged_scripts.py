@@ -85,6 +85,7 @@ def judge(flags: list[str], world: int, rows: int) -> str | None:
     except SystemExit:
         return f"SystemExit: {said.getvalue().strip().splitlines()[-1]}"
     except Exception as error:  # whatever a start may raise is the answer
+        assert error.__traceback__ is not None
         where = inspect.getinnerframes(error.__traceback__)[-1]
         first = (str(error).splitlines() or [""])[0]
         return (
@@ -113,10 +114,10 @@ def _steps(args: Any, chunks: list[torch.nn.Module]) -> None:
             seen.add(batch)
             _first_pass(args, chunks, int(microbatches.get_num_microbatches()))
         consumed += batch
-    batch = getattr(args, "eval_global_batch_size", None)
-    if batch:
+    evaluated = getattr(args, "eval_global_batch_size", None)
+    if evaluated:
         once = args.eval_micro_batch_size * args.data_parallel_size
-        _first_pass(args, chunks, batch // once, forward_only=True)
+        _first_pass(args, chunks, evaluated // once, forward_only=True)
 
 
 def _called(function: Any, **values: Any) -> Any:
