@@ -14,6 +14,7 @@ from scalai.core.endings import kind_of, rank_of
 from scalai.core.errors import PeerError, ProofError
 from scalai.core.jsonable import Json
 from scalai.core.messages import Shared
+from scalai.core.planner.preference import Preference
 from scalai.core.recovery import Origin
 from scalai.core.resize import advance
 from scalai.launch.config.job import JobSpec
@@ -83,8 +84,8 @@ class LiveJob:
         self._degrees_before: str | None = None
         self.sizing = Sizing(spec)
         self.members = Members(lock, term)
-        self.calibrating = Calibrating(self.sizing, self.log)
-        self._ahead = LookAhead(self.log)
+        self.calibrating = Calibrating(self.sizing)
+        self._ahead = LookAhead(self, lock, self.log)
         self.memory = Memory(self.members, self.sizing)
         self.generations = Generations()
         self.recoveries = Recoveries(self.generations)
@@ -193,6 +194,20 @@ class LiveJob:
         """What ``sizing`` has learned holds from the next assignment on."""
         self.state = m.replace_assign(self.state, self.sizing.assign())
 
+    def learned(self, preference: Preference, assign: m.Assign) -> None:
+        """The planner has learned what steps take: others may be better degrees now."""
+        if self.has_ended:
+            return
+        self.sizing.adopt(preference, assign)
+        self.limit()
+        self.memory.look(self.state)
+        target, current = m.next_assignment(self.state), self.state.current
+        if target is None or current is None or target.is_same_as(current):
+            return
+        if self.state.phase is m.Phase.RUNNING and self.state.changed_at is None:
+            self.timeline.begin("the planner")
+            self.feed(events.Rescaled(self.sizing.assign(), time.monotonic()))
+
     def recount(self) -> None:
         """What hosts hold has changed, and with it which generations are whole."""
         whole = self.covered()
@@ -233,9 +248,8 @@ class LiveJob:
         """Let the rules decide about an event, and do what they say."""
         was, was_taking_over = self.state.phase, self.state.taking_over is not None
         self.state, due = advance(self.state, event)
-        if self.calibrating.look(self.state):
-            self.limit()
-            self._ahead.begin(self.state)
+        if (found := self.calibrating.look(self.state)) is not None:
+            self._ahead.begin(found)
         self.memory.look(self.state)
         if self.state.phase is not was:
             self._entered(was, self.state.phase)
@@ -283,7 +297,7 @@ class LiveJob:
         if was is m.Phase.BUILDING:
             line.phase("build", line.since("detected"))
         if now is m.Phase.RUNNING and self.sizing.has_planner:
-            self._ahead.begin(self.state)
+            self._ahead.begin()
         if now is m.Phase.PREPARING:
             line.mark("preparing")
         elif now is m.Phase.SNAPSHOTTING:

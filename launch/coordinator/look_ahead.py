@@ -1,31 +1,48 @@
-"""Computes beside the job what it would run if hosts came or went, so that nothing waits for
-it when they do."""
+"""What a job's planner computes beside the job: what measured steps teach, and what would run if
+hosts came or went. Nothing waits for it, and the lock of the job is held only to take it over."""
 
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from scalai.core.ahead import plans_ahead
-from scalai.core.membership import Job, present_degrees, staying
+from scalai.core.membership import Assign, Job, present_degrees, staying
+from scalai.core.planner.preference import Measured, Preference
+from scalai.launch.coordinator.sizing import Sizing
+
+Learned = tuple[Measured, float | None]
+"""What a step takes, and the seconds of a change."""
+
+
+class Planned(Protocol):
+    """The job for which is planned. Its lock is held where it is read or changed."""
+
+    state: Job
+    sizing: Sizing
+
+    def learned(self, preference: Preference, assign: Assign) -> None: ...
 
 
 class LookAhead:
     """One computation at a time; what comes meanwhile is computed behind it, the newest only.
 
     Args:
+        live: The job.
+        lock: Of the job.
         say: Takes log lines.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, live: Planned, lock: threading.RLock, say: Callable[[str], None]) -> None:
+        self._live, self._job_lock, self._say = live, lock, say
         self._lock = threading.Lock()
-        self._next: Job | None = None
-        self._is_busy = False
+        self._is_wanted = self._is_busy = False
+        self._found: Learned | None = None
         self._said = ""
 
-    def begin(self, job: Job) -> None:
-        """Compute what ``job`` would run; returns at once."""
+    def begin(self, found: Learned | None = None) -> None:
+        """Compute what the job would run, with what was measured; returns at once."""
         with self._lock:
-            self._next = job
+            self._is_wanted, self._found = True, found or self._found
             if self._is_busy:
                 return
             self._is_busy = True
@@ -34,22 +51,41 @@ class LookAhead:
     def _work(self) -> None:
         while True:
             with self._lock:
-                job, self._next = self._next, None
-                if job is None:
+                if not self._is_wanted:
                     self._is_busy = False
                     return
+                found, self._found, self._is_wanted = self._found, None, False
             try:
-                line = plans_line(job)
+                self._plan(found)
             except Exception as error:  # our own slip: nothing depends on this
-                line = f"event=ahead failed: {error!r}"
+                self._say(f"event=ahead failed: {error!r}")
+
+    def _plan(self, found: Learned | None) -> None:
+        with self._job_lock:
+            job, sizing = self._live.state, self._live.sizing
+            assign = job.assign
+        learned = None if found is None else sizing.with_measured(*found)
+        if learned is not None:
+            assign = learned[1]
+        line = plans_line(assign, job)  # what is assigned is known from now on
+        assign(staying(job), present_degrees(job))
+        with self._job_lock:
+            if found is not None and learned is not None:
+                steps, preference = found[0], learned[0]
+                self._say(
+                    f"event=measured degrees={steps.degrees} micro_batch={steps.micro_batch} "
+                    f"step_s={steps.seconds:.4g} steps={steps.steps} "
+                    f"layouts={len(preference.measured)}"
+                )
+                self._live.learned(*learned)
             if line != self._said:
                 self._said = line
                 self._say(line)
 
 
-def plans_line(job: Job) -> str:
+def plans_line(assign: Assign, job: Job) -> str:
     """Return what the job would run after each change that may come."""
-    plans = plans_ahead(job.assign, staying(job), present_degrees(job))
+    plans = plans_ahead(assign, staying(job), present_degrees(job))
     parts = (
         f"{name.replace(' ', '_')}={'none' if plan is None else plan.degrees}"
         for name, plan in plans

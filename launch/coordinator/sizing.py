@@ -34,6 +34,8 @@ class Sizing:
         self._excluded: tuple[Choice, ...] = ()
         self._assign: Assign | None = None
         """What ``assign`` gives, until something is learned."""
+        self._learned_from: Assign | None = None
+        """What it gave when the planner began to learn."""
 
     def assign(self) -> Assign:
         """Return the function that assigns workers to hosts, as things are now.
@@ -42,12 +44,15 @@ class Sizing:
         they do not, the job goes on as if nobody had asked.
         """
         if self._assign is None:
-            as_requested = self._with(self._max_workers, self._max_hosts, self._degrees)
-            otherwise = self._with(self._max_workers, self._max_hosts, None)
-            self._assign = lambda hosts, present: (
-                as_requested(hosts, present) or otherwise(hosts, present)
-            )
+            self._assign = self._made()
         return self._assign
+
+    def _made(self, preference: Preference | None = None) -> Assign:
+        preference = preference or self._preference
+        size = self._max_workers, self._max_hosts
+        as_requested = self._with(*size, self._degrees, preference=preference)
+        otherwise = self._with(*size, None, preference=preference)
+        return lambda hosts, present: as_requested(hosts, present) or otherwise(hosts, present)
 
     def scaled(
         self,
@@ -109,17 +114,22 @@ class Sizing:
         """Samples of a pass where no choice says it."""
         return self._limits.micro_batch_size
 
-    def measured(self, found: Measured, change_s: float | None) -> str:
-        """The job has measured steps, and what a change costs (None: none was made). Returns the
-        line that says so."""
-        assert self._preference is not None, "no planner that could learn"
-        self._preference = self._preference.with_measured(found, change_s)
-        self._assign = None
-        return (
-            f"event=measured degrees={found.degrees} micro_batch={found.micro_batch} "
-            f"step_s={found.seconds:.4g} steps={found.steps} "
-            f"layouts={len(self._preference.measured)}"
-        )
+    def with_measured(
+        self, found: Measured, change_s: float | None
+    ) -> tuple[Preference, Assign] | None:
+        """Return the planner that has learned what steps take, and a change, with what it assigns;
+        None: there is none. Nothing changes before ``adopt``, so that it may take its time."""
+        if self._preference is None:
+            return None
+        self._learned_from = self.assign()
+        preference = self._preference.with_measured(found, change_s)
+        return preference, self._made(preference)
+
+    def adopt(self, preference: Preference, assign: Assign) -> None:
+        """Go by what ``with_measured`` has given; where a person has asked for something meanwhile,
+        by the planner alone."""
+        self._preference = preference
+        self._assign = assign if self._assign is self._learned_from else None
 
     def _read_preference(self) -> Preference | None:
         found = read_planner(self._planner, self._arguments, self._limits)
@@ -146,10 +156,11 @@ class Sizing:
         max_hosts: int,
         request: str | None,
         explain: Callable[[str], object] = lambda reason: None,
+        preference: Preference | None = None,
     ) -> Assign:
         return make_assign(
             self._limits,
-            replace(self._policy, preference=self._preference),
+            replace(self._policy, preference=preference or self._preference),
             min_hosts=self._min_hosts,
             max_hosts=max_hosts,
             max_workers=max_workers,

@@ -78,9 +78,15 @@ MEGATRON = (
 SLOW, FAST = Degrees(1, 1, 4), Degrees(2, 1, 2)
 
 
+def learned(sizing: Sizing, found: Measured, change_s: float | None) -> None:
+    result = sizing.with_measured(found, change_s)
+    assert result is not None
+    sizing.adopt(*result)
+
+
 def learn(sizing: Sizing) -> None:
-    sizing.measured(Measured(SLOW, 1, 50, 2.0), 10.0)
-    sizing.measured(Measured(FAST, 1, 50, 1.0), 10.0)
+    learned(sizing, Measured(SLOW, 1, 50, 2.0), 10.0)
+    learned(sizing, Measured(FAST, 1, 50, 1.0), 10.0)
 
 
 @pytest.fixture
@@ -107,9 +113,9 @@ def test_degrees_are_kept_until_two_layouts_were_measured(gpu: str) -> None:
     sizing = of_file(gpu)
     assert sizing.has_planner
     assert runs(sizing, SLOW) == SLOW
-    sizing.measured(Measured(SLOW, 1, 50, 2.0), None)
+    learned(sizing, Measured(SLOW, 1, 50, 2.0), None)
     assert runs(sizing, SLOW) == SLOW
-    sizing.measured(Measured(FAST, 1, 50, 1.0), 10.0)
+    learned(sizing, Measured(FAST, 1, 50, 1.0), 10.0)
     taken = runs(sizing, SLOW)
     assert taken != SLOW
     assert runs(sizing, taken) == taken

@@ -8,6 +8,7 @@ the job itself is believed before what is predicted.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import erf, exp, log, sqrt
+from statistics import median
 
 import numpy as np
 
@@ -223,14 +224,14 @@ class Preference:
             self.calibration.predict(x),
             step_memory(x).total <= USABLE * self.device.memory,
         )
-        found = []
+        bias, found = self._bias(), []
         for place, choice in enumerate(choices):
             is_present = choice.degrees == present
             mine = known.get((choice.degrees, self._micro(choice)))
             if not (fits[place] or is_present or mine is not None):
                 continue
             numbers = (said.seconds[place], said.low[place], said.high[place])
-            seconds, low, high = map(float, numbers)
+            seconds, low, high = (float(number) * bias for number in numbers)
             if mine is not None:
                 seconds = mine.seconds
                 low, high = seconds / (1 + MEASURED_SPREAD), seconds * (1 + MEASURED_SPREAD)
@@ -238,6 +239,15 @@ class Preference:
             case = _Case(choice, seconds, low, high, mine is not None, cost_s)
             found.append(_worth(case, self.terms.residence_s))
         return found
+
+    def _bias(self) -> float:
+        """Return by how much steps of this job take longer than predicted, as far as coefficients
+        do not say it: all of its layouts have that in common."""
+        if not self.measured:
+            return 1.0
+        x = columns_of([self._case(each.degrees, each.micro_batch) for each in self.measured])
+        said = self.calibration.predict(x).seconds
+        return float(median([one.seconds for one in self.measured] / said))
 
     def _of(self, choice: Choice) -> tuple[Workload, Device, Layout]:
         return self._case(choice.degrees, self._micro(choice))
