@@ -297,8 +297,8 @@ def _context_and_experts(degrees: Degrees, limits: ModelLimits) -> Iterator[str]
     cp, ep, experts = degrees.cp, degrees.ep, limits.num_experts
     if cp > 1 and limits.seq_length is not None and limits.seq_length % (2 * cp):
         yield f"2*cp={2 * cp} does not divide seq_length={limits.seq_length}"
-    if ep == 1 and limits.expert_tp is None:
-        return
+    if ep == 1 and (limits.expert_tp is None or experts is None):
+        return  # a dense model's experts are cut as the rest
     expert_tp = limits.expert_tp or degrees.tp
     if experts is not None and experts % ep:
         yield f"ep={ep} does not divide num_experts={experts}"
