@@ -12,8 +12,9 @@ from support.tiny_job import check_steps
 pytestmark = pytest.mark.timeout(600)
 
 JOB = Path(__file__).parents[1] / "support" / "planned_job.py"
+# Eleven layers: the tiny job has no pipelines.
 MODEL = (
-    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 128 "
+    "--num-layers 11 --hidden-size 768 --num-attention-heads 12 --seq-length 128 "
     "--max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 12 "
     "--padded-vocab-size 1536"
 )
@@ -30,7 +31,7 @@ def planned(folder: Path, *seconds: float, planner: str) -> Iterator[Agents]:
         str(JOB), *MODEL.split(), "--step-s-of-tp", *map(str, seconds),
         "--metrics", str(folder / "metrics.jsonl"), "--enough", str(folder / "enough"),
     ]  # fmt: skip
-    settings = {"planner": DEVICE + planner, "model": "num_layers = 12"}
+    settings = {"planner": DEVICE + planner, "model": "num_layers = 11"}
     with Agents(folder, "", script, nodes="1", settings=settings) as agents:
         yield agents
 
