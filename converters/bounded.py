@@ -25,3 +25,12 @@ def bounded_memory(size_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def short_text(where: object, error: MemoryError) -> str:
+    """Say that reading took more memory than there is: which of two causes it has does not show."""
+    return (
+        f"memory ran out while {where} was read ({str(error) or 'MemoryError'}). Let the command "
+        "have more (`ulimit -d -v`, the limit of this container); where it has enough, a size in "
+        "this file is damaged: use another checkpoint."
+    )

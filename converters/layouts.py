@@ -4,6 +4,7 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
+from scalai.converters.bounded import short_text
 from scalai.converters.checkpoint import Checkpoint, Layout, ReadOptions
 from scalai.converters.deepspeed.plain.layout import DeepSpeedPlainLayout
 from scalai.converters.deepspeed.universal.layout import DeepSpeedUniversalLayout
@@ -86,7 +87,9 @@ def _read(layout: Layout, path: Path, options: ReadOptions) -> Checkpoint:
         raise
     except _UNFIT as error:
         if isinstance(error, OSError) and is_memory_short(error):
-            raise  # the kernel's word; Python's may come of a size that a damaged file names
+            raise
+        if isinstance(error, MemoryError):  # it may also come of a size that a damaged file names
+            raise RefusedError(short_text(path, error)) from error
         raise RefusedError(
             f"{path} does not hold what a checkpoint of the layout {layout.name} does "
             f"({type(error).__name__}: {error}). Use another checkpoint."

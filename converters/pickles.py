@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from scalai.converters.bounded import bounded_memory
+from scalai.converters.bounded import bounded_memory, short_text
 from scalai.core.errors import RefusedError, ScalaiError
 
 log = logging.getLogger("scalai.converters")
@@ -50,7 +50,7 @@ MEMORY_BYTES, MEMORY_FACTOR = 256 << 20, 100
 
 _DAMAGE = (
     pickle.UnpicklingError, ArithmeticError, AttributeError, BufferError, EOFError, LookupError,
-    MemoryError, RecursionError, SyntaxError, SystemError, TypeError, ValueError,
+    RecursionError, SyntaxError, SystemError, TypeError, ValueError,
 )  # fmt: skip
 """What a damaged pickle raises: the unpickler itself, and the plain classes when they are given
 other arguments than their own (``numpy.dtype`` parses its argument as an expression)."""
@@ -177,6 +177,8 @@ def loads(
         raise
     except _ForbiddenCall as error:
         raise RefusedError(f"{where} calls {error}, {_UNKNOWN}") from error
+    except MemoryError as error:
+        raise RefusedError(short_text(where, error)) from error
     except _DAMAGE as error:
         raise RefusedError(
             f"{where} holds a damaged pickle ({type(error).__name__}: {error}). Use another "

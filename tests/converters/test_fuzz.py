@@ -198,7 +198,7 @@ def test_damaged_files_end_in_our_error_or_in_what_they_say(
 
 def test_a_pickle_that_asks_for_all_memory_is_refused() -> None:
     memo = b"\x80\x02N" + pickle_memo() + b"."
-    with pytest.raises(RefusedError, match="damaged pickle"):
+    with pytest.raises(RefusedError, match=r"memory ran out while file was read.*is damaged"):
         pickles.loads(memo, "file")
 
 

@@ -24,7 +24,7 @@ from scalai.converters.engine import reshard
 from scalai.converters.forked import map_forked
 from scalai.converters.layouts import layout_named, open_checkpoint
 from scalai.converters.verify import verify
-from scalai.core.errors import MemoryShortError, PeerError
+from scalai.core.errors import MemoryShortError, PeerError, RefusedError
 from scalai.launch import cli
 from scalai.runtime.at_once import THREADS, at_once
 from support.checkpoints import LIMITS, deepspeed_state, state, write
@@ -75,6 +75,18 @@ def test_memory_that_runs_out_in_the_kernel_is_called_so_too(
     assert ended.value.code == 1
     assert "memory ran out" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_memory_that_runs_out_while_a_checkpoint_is_read_is_not_called_its_fault_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*_: object) -> None:
+        raise MemoryError("Unable to allocate 4.59 KiB for an array with shape (98, 6)")
+
+    write(tmp_path / "source", "deepspeed_zero1", deepspeed_state(), dp=2)
+    monkeypatch.setattr(type(layout_named("deepspeed_zero1")), "read", run_out)
+    with pytest.raises(RefusedError, match=r"memory ran out while .*source was read.*4.59 KiB"):
+        open_checkpoint(tmp_path / "source")
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ the job itself is believed before what is predicted.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import erf, exp, log, sqrt
-from statistics import median
+from statistics import median_high, median_low
 
 import numpy as np
 
@@ -242,12 +242,13 @@ class Preference:
 
     def _bias(self) -> float:
         """Return by how much steps of this job take longer than predicted, as far as coefficients
-        do not say it: all of its layouts have that in common."""
+        do not say it: all of its layouts have that in common. Of two middle ones it is the one
+        nearer to 1, so that one strange layout among two says nothing of all others."""
         if not self.measured:
             return 1.0
         x = columns_of([self._case(each.degrees, each.micro_batch) for each in self.measured])
-        said = self.calibration.predict(x).seconds
-        return float(median([one.seconds for one in self.measured] / said))
+        longer = [one.seconds for one in self.measured] / self.calibration.predict(x).seconds
+        return float(np.clip(1.0, median_low(longer), median_high(longer)))
 
     def _of(self, choice: Choice) -> tuple[Workload, Device, Layout]:
         return self._case(choice.degrees, self._micro(choice))
