@@ -1,7 +1,7 @@
 """How long a job takes until it is where it was, after a host has died with its memory.
 
-A GPT on megatron-core (fp32, distributed optimizer) trains with TP1 DP4 on three hosts of this
-machine (``recovery_hosts.py``), four ranks, and goes on with TP1 DP3 on the two that are left.
+A GPT on megatron-core (fp32, distributed optimizer) trains with PP2 DP2 on three hosts of this
+machine (``recovery_hosts.py``), four ranks, and goes on with PP3 DP1 on the two that are left.
 Every 10 steps there is a state that outlives a host: for Scalai a snapshot in memory, with
 replicas; for torchrun (3 nodes or 2, ``--max-restarts``) a torch_dist checkpoint on a memory disk
 that all hosts reach. A host is killed 5 steps behind the last of these; on both sides the survivors
@@ -28,6 +28,7 @@ Detection: both sides' settings are printed. torchrun's collectives give up afte
 import argparse
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -48,8 +49,10 @@ from report import Report
 
 KINDS = ("reset", "blackhole", "overhead", "coordinator", "notice")
 MEMORY_DISK = "/dev/shm"
-FULL = Size(hidden=1024, layers=7)
-SMALL = Size(hidden=256, layers=2)
+FULL = Size(hidden=768, layers=12)
+SMALL = Size(hidden=256, layers=6)
+LONG_STEPS = 12
+"""Samples of a step where snapshots are weighed against steps: one takes a second at least."""
 LOSS_TOLERANCE = 1e-4
 
 
@@ -132,7 +135,8 @@ def main() -> None:
                     report.say(f"{kind} {side.name}: {one.total_s:.2f} s {one.parts}")
             add_recovery(report, kind, found["scalai"], found["torchrun"])
         if options.only in (None, "overhead"):
-            add_overhead(report, folder, size, options.pairs)
+            longer = replace(size, global_batch=LONG_STEPS)
+            add_overhead(report, folder, longer, options.pairs)
         if options.only in (None, "coordinator"):
             for name, losses in figures(size, folder, options.runs).items():
                 kind = "coordinator_loss" if name == "process" else f"coordinator_{name}_loss"

@@ -7,6 +7,7 @@ all hosts reach, and when it is started again it loads the newest save that is w
 """
 
 import argparse
+import os
 import shutil
 import time
 from datetime import timedelta
@@ -74,8 +75,15 @@ def main() -> None:
     options_of.add_argument("--saves", type=Path, help="under torchrun: where saves lie")
     options_of.add_argument("--save-every", type=int, default=10)
     options_of.add_argument("--timeout-s", type=float, required=True, help="of collectives")
+    options_of.add_argument(
+        "--stages",
+        type=int,
+        nargs="+",
+        help="under torchrun: of 1, 2, ... ranks",
+    )
     options = options_of.parse_args()
-    with scalai.elastic(tp=options.tp) as session:
+    pp = options.stages[int(os.environ["WORLD_SIZE"]) - 1] if options.stages else 1
+    with scalai.elastic(tp=options.tp, pp=pp) as session:
         entered = time.monotonic(), time.process_time()
         dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout_s))
         mpu.initialize_model_parallel(session.tp, session.pp)
@@ -94,7 +102,7 @@ def main() -> None:
         saved = None if options.saves is None else newest_save(options.saves)
         is_restoring = saved is not None or session.restorable_step is not None
         job = Job(options, session, is_restoring, micro_batch)
-        marks.note("built", layout=f"tp{session.tp}-dp{dp}")
+        marks.note("built", layout=f"pp{session.pp}-dp{dp}")
         session.attach(MegatronState(job.model, job.optimizer, seed=SEED))
         step = session.step if saved is None else load(job, saved)
         marks.note("restored", step=step)

@@ -28,9 +28,11 @@ SLOTS = {"a": 2, "b": 1, "c": 1}
 NAMES = tuple(SLOTS)
 VICTIM = "c"
 LEFT = sum(count for name, count in SLOTS.items() if name != VICTIM)
-GLOBAL_BATCH, VOCABULARY = 12, 1024
+STAGES = (1, 1, 3, 2)
+"""Pipeline stages of 1, 2, ... ranks: gradients of few replicas cross, so that steps are short."""
+VOCABULARY = 1024
 TOKEN = "0123456789abcdef0123456789abcdef"
-STAGES = ("script", "imported", "entered", "connected", "built", "restored")
+MARKS = ("script", "imported", "entered", "connected", "built", "restored")
 Say = Callable[[str], None]
 
 
@@ -41,6 +43,7 @@ class Size:
     hidden: int
     layers: int
     seq_length: int = 8
+    global_batch: int = 4
 
     @property
     def state_bytes(self) -> int:
@@ -51,7 +54,7 @@ class Size:
     def flags(self) -> list[str]:
         sizes = {
             "hidden": self.hidden, "layers": self.layers, "vocabulary": VOCABULARY,
-            "seq-length": self.seq_length, "global-batch-size": GLOBAL_BATCH,
+            "seq-length": self.seq_length, "global-batch-size": self.global_batch,
         }  # fmt: skip
         return [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
 
@@ -112,11 +115,12 @@ class Marks:
         )
 
     def losses(self) -> dict[int, float]:
-        """Return the loss of each step, as it was made last."""
+        """Return the loss of each step, as it was made last; only the last stage has one."""
         found = dict[int, float]()
         for _, ranks in sorted(self.rounds.items()):
             for events in ranks.values():
-                found |= {e["step"]: e["loss"] for e in events if e["event"] == "step"}
+                steps = (e for e in events if e["event"] == "step" and e["loss"])
+                found |= {e["step"]: e["loss"] for e in steps}
         return found
 
 
@@ -165,12 +169,12 @@ class ScalaiSide(Side):
         self.variables = {"SCALAI_JOB_TOKEN": TOKEN}
 
     def command(self, hosts: Hosts, host: str, home: Path) -> list[str]:
-        config, worlds = home / "elastic.toml", range(1, sum(SLOTS.values()) + 1)
+        config = home / "elastic.toml"
         config.write_text(
-            "[degrees]\n" + "".join(f'{world} = "tp1 pp1"\n' for world in worlds)
+            "[degrees]\n" + "".join(f'{n} = "tp1 pp{pp}"\n' for n, pp in enumerate(STAGES, 1))
             + f"[model]\nnum_attention_heads = {self.size.hidden // 64}\n"
             f"num_layers = {self.size.layers}\npadded_vocab_size = {VOCABULARY}\n"
-            f"global_batch_size = {GLOBAL_BATCH}\nmicro_batch_size = 1\n"
+            f"global_batch_size = {self.size.global_batch}\nmicro_batch_size = 1\n"
             f"[store]\nsnapshot_every = {self._every}\n[resize]\nsettle_s = 0.0\n"
             '[probe]\nkind = "none"\n'
         )  # fmt: skip
@@ -211,7 +215,8 @@ class TorchrunSide(Side):
     def script_flags(self, home: Path) -> list[str]:
         saves = home / "saves"
         saves.mkdir(exist_ok=True)
-        return ["--saves", str(saves), "--save-every", str(EVERY)]
+        stages = map(str, STAGES)
+        return ["--saves", str(saves), "--save-every", str(EVERY), "--stages", *stages]
 
     def outlives(self, home: Path) -> int:
         found = newest_save(home / "saves")
@@ -249,9 +254,9 @@ def recover(hosts: Hosts, side: Side, home: Path, *, is_cut: bool) -> Recovery:
     last = max(found.rounds)
     restored = min(e["step"] for e in found.rounds[last][0] if e["event"] == "step") - 1
     # A worker that was forked has its imports behind it since long before.
-    stages = [killed_at, *(max(killed_at, found.when(last, stage)) for stage in STAGES)]
+    stages = [killed_at, *(max(killed_at, found.when(last, stage)) for stage in MARKS)]
     stages += [found.when(last, "step", at) for at in dict.fromkeys((restored + 1, step + 1))]
-    names = [*STAGES, "first step", "steps again"]
+    names = [*MARKS, "first step", "steps again"]
     parts = {
         name: round(at - since, 3)
         for name, (since, at) in zip(names, pairwise(stages), strict=False)  # one step may be both
