@@ -39,6 +39,7 @@ from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.losses import Losses, Patience
 from scalai.launch.coordinator.members import Member
 from scalai.launch.coordinator.person_calls import ReadSpec, Resume, Scale, Status
+from scalai.launch.coordinator.refusals import Refusals
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.requests import resume, scale
 from scalai.runtime.calls import Peer
@@ -62,6 +63,7 @@ class Desk:
         patience: How long it waits for agents that are away.
         term: Counts the coordinators of the job.
         is_successor: This one takes the place of another, which is gone.
+        refusals: Says which agents' processes are gone; None: nobody knows.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Desk:
         term: int = 1,
         *,
         is_successor: bool = False,
+        refusals: Refusals | None = None,
     ) -> None:
         self._spec, self._stores, self._patience = spec, stores, patience
         self._own_term = term
@@ -91,7 +94,7 @@ class Desk:
         self.moved: Moved | None = None
         """Where the job's coordinator is, if a later one was elected elsewhere."""
         self._agent_events = AgentEvents(self._live)
-        self._losses = Losses(self._live, patience, TICK_S)
+        self._losses = Losses(self._live, patience, TICK_S, refusals)
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
         """Reports that wait until the coordinator knows of the round under way."""
         self._brief_joins = BriefJoins()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from scalai.launch.coordinator.live_job import LiveJob
 from scalai.launch.coordinator.members import Member
+from scalai.launch.coordinator.refusals import Refusals
 
 GRACE_S = 2.0
 """How long an agent whose connections have ended may take to come back."""
@@ -84,10 +85,18 @@ class Losses:
         live: The job.
         patience: How long agents may be away.
         every_s: How often ``look`` is called.
+        refusals: Says whose process is gone: nobody waits for its return. None: all are waited for.
     """
 
-    def __init__(self, live: LiveJob, patience: Patience, every_s: float) -> None:
+    def __init__(
+        self,
+        live: LiveJob,
+        patience: Patience,
+        every_s: float,
+        refusals: Refusals | None = None,
+    ) -> None:
         self._live, self._patience, self._every_s = live, patience, every_s
+        self._refusals = refusals
         self._looked_at = time.monotonic()
 
     def look(self) -> None:
@@ -110,6 +119,12 @@ class Losses:
                     live.members.remove(host)  # nobody waits for it any longer
             elif unlinked_s is not None and unlinked_s > grace_s:
                 live.log(f"event=lost host={host}: its connections have ended")
+                live.lose(host)
+            elif unlinked_s is not None and self._refusals and self._refusals.is_gone(agent):
+                live.log(
+                    f"event=lost host={host}: its connections have ended, and nobody listens at "
+                    f"{agent.address[0]}:{agent.address[1]} any more"
+                )
                 live.lose(host)
             else:
                 self._listen(host, agent, lose_s)

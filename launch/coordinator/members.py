@@ -56,7 +56,8 @@ class Member:
         self._commands: list[Command] = []
         self._received = 0
         self._heard_at = time.monotonic()
-        self._unlinked_at: float | None = None
+        self.unlinked_at: float | None = None
+        """Since when it has no connection; None: it has one."""
 
     @property
     def has_commands(self) -> bool:
@@ -80,30 +81,30 @@ class Member:
     def is_doubtful(self, before: float) -> bool:
         """Whether it has no connection, has been silent since this moment, or was reported."""
         is_silent = not self._in_hand and self._heard_at < before
-        return is_silent or self._unlinked_at is not None or self.is_reported
+        return is_silent or self.unlinked_at is not None or self.is_reported
 
     def linked(self, peer: Peer) -> None:
         """It calls by this connection."""
         self._peers.add(peer)
-        self._unlinked_at = None
+        self.unlinked_at = None
 
     def unlinked(self, peer: Peer) -> None:
         """A connection has ended; it may be one of its own."""
         if peer in self._peers:
             self._peers.discard(peer)
             if not self._peers:
-                self._unlinked_at = time.monotonic()
+                self.unlinked_at = time.monotonic()
 
     def unlinked_s(self) -> float | None:
         """Return how long it has had no connection, None where it has one."""
-        return None if self._unlinked_at is None else time.monotonic() - self._unlinked_at
+        return None if self.unlinked_at is None else time.monotonic() - self.unlinked_at
 
     def excuse(self, seconds: float) -> None:
         """For so long nobody listened: do not count it."""
         now = time.monotonic()
         self._heard_at = min(now, self._heard_at + seconds)
-        if self._unlinked_at is not None:
-            self._unlinked_at = min(now, self._unlinked_at + seconds)
+        if self.unlinked_at is not None:
+            self.unlinked_at = min(now, self.unlinked_at + seconds)
 
     def command(self, command: Command) -> None:
         """Queue a command."""

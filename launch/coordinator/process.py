@@ -31,6 +31,7 @@ from scalai.launch.coordinator.discovery import (
 from scalai.launch.coordinator.elected import forward
 from scalai.launch.coordinator.leases import Entry, Lease, Register, open_register
 from scalai.launch.coordinator.losses import Patience
+from scalai.launch.coordinator.refusals import Refusals
 from scalai.launch.coordinator.server import STOOD_DOWN, Coordinator
 from scalai.launch.coordinator.vote_file import forget_electorate, known_of_json
 from scalai.launch.logs import configure
@@ -110,8 +111,9 @@ def _open(
     """Listen, and hold the job's lease where it has one."""
     patience = Patience(lost_after_s=spec.config.resize.silent_s)
     coordinator = Coordinator(
-        spec, address, token, log.info, alone_s, patience, term=term, is_successor=is_successor
-    )
+        spec, address, token, log.info, alone_s, patience, term=term, is_successor=is_successor,
+        refusals=Refusals(token),
+    )  # fmt: skip
     register: Register | None = open_register(spec.options.coordinator_lease, spec.job)
     if spec.may_vote:
         register = coordinator.elect(folder).register(known, token)

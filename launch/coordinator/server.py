@@ -15,6 +15,7 @@ from scalai.launch.coordinator.desk import TICK_S, Desk
 from scalai.launch.coordinator.electing import Electing
 from scalai.launch.coordinator.leases import Lease
 from scalai.launch.coordinator.losses import Patience
+from scalai.launch.coordinator.refusals import Refusals
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.runtime.calls import Address, Server
 
@@ -37,7 +38,7 @@ class Coordinator(Desk):
         alone_s: How long it waits for a first or another agent before it ends.
         patience: How long it waits for agents that are away.
         stores: What workers meet at; a process of its own if not given.
-        term, is_successor: As of ``Desk``.
+        term, is_successor, refusals: As of ``Desk``.
     """
 
     def __init__(
@@ -52,9 +53,13 @@ class Coordinator(Desk):
         term: int = 1,
         *,
         is_successor: bool = False,
+        refusals: Refusals | None = None,
     ) -> None:
         stores = stores or RendezvousStores(address[0])
-        super().__init__(spec, address[0], stores, say, patience, term, is_successor=is_successor)
+        super().__init__(
+            spec, address[0], stores, say, patience, term,
+            is_successor=is_successor, refusals=refusals,
+        )  # fmt: skip
         self._alone_s = alone_s
         self.electing: Electing | None = None
         self.forward: Callable[[Moved], object] = lambda moved: None

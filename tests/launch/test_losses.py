@@ -3,9 +3,10 @@
 import re
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,7 +23,11 @@ from scalai.launch.commands import questions
 from scalai.launch.coordinator.calls import Bye, Tell
 from scalai.launch.coordinator.desk import TICK_S
 from scalai.launch.coordinator.losses import MOST_POLL_S, Patience
+from scalai.launch.coordinator.members import Member
+from scalai.launch.coordinator.refusals import Refusals
+from scalai.runtime.calls import Peer
 from scalai.runtime.codec import encode
+from scalai.runtime.listening import Listener
 from support.coordinator_line import DEADLINE_S, QUICK, TOKEN, Line, wait_until
 from support.wire_words import call_raw
 
@@ -75,6 +80,34 @@ def test_a_silent_host_is_lost_where_others_can_go_on(short_line: Line) -> None:
     silent.go_on()
     wait_until(lambda: silent.error is not None, "b is told")
     assert "not in the job (any more)" in str(silent.error)
+
+
+def test_whose_process_is_gone_is_not_waited_for_and_whose_lives_is(tmp_path: Path) -> None:
+    """The connections of two hosts end; where one of them listened, nobody does."""
+    patience = replace(QUICK, grace_s=600.0)
+    line = Line(
+        tmp_path, "--nnodes", "1:3", "--max-restarts", "9",
+        patience=patience, refusals=Refusals(TOKEN),
+    )  # fmt: skip
+    with closing(Listener(("127.0.0.1", 0), TOKEN, lambda framed: None, timeout_s=5.0)) as there:
+        line.join("a")
+        lives = line.join("b", address=there.address)
+        dies = line.join("c")
+        for agent in (lives, dies):
+            agent.wait_for("start")
+            agent.leave()
+        wait_until(lambda: has_logged(line, "event=lost host=c", "nobody listens at"), "c is lost")
+        time.sleep(10 * TICK_S)
+        assert not has_logged(line, "event=lost host=b")
+    line.coordinator._losses._patience = QUICK  # the test need not wait for it
+    line.end()
+
+
+def test_another_process_that_listens_there_is_not_taken_for_the_agent() -> None:
+    with closing(Listener(("127.0.0.1", 0), b"another", lambda f: None, timeout_s=5.0)) as other:
+        assert isinstance(other.address, tuple)
+        stranger, refusals = Member(cast(Peer, None), other.address), Refusals(TOKEN)
+        wait_until(lambda: refusals.is_gone(stranger), "it is seen to be another one")
 
 
 def test_silence_alone_does_not_end_a_job_that_has_no_other_host(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calls import Join, Poll, Tell
 from scalai.launch.coordinator.losses import Patience
+from scalai.launch.coordinator.refusals import Refusals
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.server import Coordinator
 from scalai.runtime.calls import Channel
@@ -58,6 +59,7 @@ class Line:
         *flags: str,
         alone_s: float = 60.0,
         patience: Patience = QUICK,
+        refusals: Refusals | None = None,
     ) -> None:
         config = folder / "elastic.toml"
         config.write_text("[model]\nglobal_batch_size = 12\n[probe]\nkind = 'none'\n")
@@ -65,8 +67,9 @@ class Line:
         self.spec = JobSpec.read(parse_options([*self.flags, "script.py"]))
         self.log: list[str] = []
         self.coordinator = Coordinator(
-            self.spec, ("127.0.0.1", 0), TOKEN, self.log.append, alone_s, patience, NoStores()
-        )
+            self.spec, ("127.0.0.1", 0), TOKEN, self.log.append, alone_s, patience, NoStores(),
+            refusals=refusals,
+        )  # fmt: skip
         self.code: list[int] = []
         self.thread = threading.Thread(
             target=lambda: self.code.append(self.coordinator.run()), daemon=True
@@ -103,6 +106,7 @@ class FakeAgent:
         store: Any = None,
         damaged: tuple[tuple[int, str], ...] = (),
         is_slow: bool = False,
+        address: tuple[str, int] = ("127.0.0.1", 1),
     ) -> None:
         self.host, self._line, self._is_slow = host, line, is_slow
         self.parts = {part.generation: part for part in parts}
@@ -116,19 +120,19 @@ class FakeAgent:
         self.stalled: Stalled | None = None
         self.error: PeerError | None = None
         """Why it fetches commands no longer."""
-        address = line.coordinator.address
         self.incarnation = secrets.token_hex(4)
         self.unanswered: set[str] = set()
         """Commands that it leaves to the test to answer."""
         self._reported, self._received = 0, 0
         self._telling = threading.Lock()
         self._calls, self._polls = (
-            Channel(address, TOKEN, call_s=DEADLINE_S, connect_s=DEADLINE_S) for _ in range(2)
+            Channel(line.coordinator.address, TOKEN, call_s=DEADLINE_S, connect_s=DEADLINE_S)
+            for _ in range(2)
         )
         joined = self._calls.call(
             Join(
                 job="j", host=host, damaged=damaged, incarnation=self.incarnation,
-                store=store_identity(store), slots=2, address=("127.0.0.1", 1),
+                store=store_identity(store), slots=2, address=address,
                 parts=tuple(manifest_bytes(part) for part in parts),
                 sealed=tuple(manifest_bytes(part) for part in sealed),
                 spec=JsonText.of((spec or line.spec).to_json()),

@@ -1,0 +1,69 @@
+"""Whether the process of an agent whose connections have ended is gone: where it listened, nobody
+of the job answers any more. Then nothing is to be waited for."""
+
+import logging
+import queue
+import threading
+
+from scalai.core.errors import AbsentError, PeerError
+from scalai.launch.coordinator.members import Member
+from scalai.runtime.connecting import connect
+
+ANSWER_S = 1.0
+"""How long the other side may take to say who it is."""
+
+log = logging.getLogger(__name__)
+
+Address = tuple[str, int]
+_Knock = tuple[Address, float | None]
+"""At which address, for an agent that has no connection since when."""
+
+
+class Refusals:
+    """Knocks at the data planes of agents, in a thread of its own. Any thread may ask.
+
+    A host that says that nobody listens there has lost its agent, and with it its workers. Silence
+    says nothing: it may be the network.
+
+    Args:
+        token: The job's secret; another process that listens there by now does not know it.
+    """
+
+    def __init__(self, token: bytes) -> None:
+        self._token, self._mutex = token, threading.Lock()
+        self._asked: queue.SimpleQueue[_Knock] = queue.SimpleQueue()
+        self._found: dict[_Knock, bool] = {}
+        """What came of knocking; where that is not over, False."""
+        self._thread: threading.Thread | None = None
+
+    def is_gone(self, agent: Member) -> bool:
+        """Whether it was seen, since the agent has no connection, that nobody of the job listens
+        where it did. Blocks for nothing: the first question has somebody look."""
+        knock = agent.address, agent.unlinked_at
+        with self._mutex:
+            if knock in self._found:
+                return self._found[knock]
+            self._found[knock] = False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="refusals", daemon=True)
+                self._thread.start()
+        self._asked.put(knock)
+        return False
+
+    def _run(self) -> None:
+        while True:
+            knock = self._asked.get()
+            is_gone = self._is_refused(knock[0])
+            with self._mutex:
+                self._found[knock] = is_gone
+
+    def _is_refused(self, address: Address) -> bool:
+        try:
+            connect(address, self._token, ANSWER_S).close()
+        except AbsentError:
+            return True
+        except PeerError:
+            return False
+        except Exception as error:  # our own slip: who is gone is lost a little later
+            log.warning("event=not_knocked address=%s: %r", address, error)
+        return False
