@@ -142,7 +142,8 @@ def worker_gone(step: Step, number: int, rank: int, seen: Seen | None) -> None:
         return
     if rank not in current.ranks:
         return
-    is_done = current.snapshot is not None and rank in current.snapshot.parts
+    is_done = current.has_sealed
+    is_done |= current.snapshot is not None and rank in current.snapshot.parts
     if current.is_draining and not current.may_write and current.emergency is None:
         if seen is None or rank not in seen.reached:
             return  # how it ends tells whether it is a failure: see watch

@@ -5,7 +5,15 @@ import pytest
 
 from scalai.core import commands
 from scalai.core.host import actions, stops
-from scalai.core.host.events import Agreed, GroupOver, GroupStarted, Proposed, Seen, WorkerGone
+from scalai.core.host.events import (
+    Agreed,
+    GroupOver,
+    GroupStarted,
+    Proposed,
+    Sealed,
+    Seen,
+    WorkerGone,
+)
 from scalai.core.messages import JsonText
 from scalai.core.reports import Failed
 from scalai.core.worker_messages import BeginSnapshot, RankWritten, Stand, WorkerRequest
@@ -146,6 +154,20 @@ def test_a_worker_that_dies_at_the_stop_is_written_for_by_a_replica() -> None:
     last = host.ask(written(0))
     (seal,) = host.all(actions.Seal)
     assert set(seal.parts) == {0} and len(seal.taken_over) == 1 and host.answers()[last] is None
+
+
+def test_workers_that_leave_once_all_is_sealed_are_not_called_lost() -> None:
+    host = LawHost()
+    slot = host.train()
+    host.agree(8)
+    for rank in range(2):
+        host.ask(BeginSnapshot(rank, 1, "stop", 8))
+    host.obey(commands.TakeSnapshot(1))
+    for rank in range(2):
+        host.ask(written(rank))
+    host.feed(Sealed(1, slot, b"manifest"))
+    host.feed(WorkerGone(1, 0, Seen(reached=frozenset({0, 1}))))
+    assert not [each for each in host.all(actions.Log) if "worker_lost" in each.text]
 
 
 def test_a_worker_that_dies_before_the_stop_fails_the_round() -> None:
