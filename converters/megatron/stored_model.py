@@ -24,7 +24,7 @@ from scalai.core.planner.model import ModelShape
 from scalai.core.region import Index
 
 _POSITIONS = "embedding.position_embeddings.weight"
-_ATTENTION, _MLP = "self_attention.linear_", "mlp."
+_ATTENTION, _MLP, _SHARED = "self_attention.linear_", "mlp.", "shared_experts."
 _KNOWN = re.compile(
     r"embedding\.(word|position)_embeddings\.weight|output_layer\.weight"
     r"|decoder\.final_layernorm\.(weight|bias)"
@@ -52,6 +52,15 @@ class StoredModel:
     global_batch: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Layers, experts of one of them, and layers that have any."""
+
+    layers: int
+    experts: int
+    moe_layers: int
+
+
 def read_model(checkpoint: Checkpoint, seq: int | None, vocab: int | None) -> StoredModel:
     """Return what a Megatron checkpoint, or a generation of a Megatron job, says of its model.
 
@@ -73,7 +82,7 @@ def read_model(checkpoint: Checkpoint, seq: int | None, vocab: int | None) -> St
     sizes = _sizes(tensors, where)
     arguments = _arguments(checkpoint)
     try:
-        shape = _shape(sizes, arguments, where, seq, vocab)
+        shape = _shape(sizes, _counts(tensors), arguments, where, seq, vocab)
     except UsageError as error:
         raise RefusedError(f"{where}: {error} {_way_out()}") from error
     precision = _PRECISIONS.get(tensors[EMBEDDING].dtype, "bf16")
@@ -118,17 +127,23 @@ def _sizes(tensors: Mapping[str, Tensor], where: str) -> dict[str, Index]:
                 f"{where}: {name} is {list(tensor.shape)}, and {list(sizes[kind])} in another "
                 f"layer; layers of several sizes are not modelled. {_way_out()}"
             )
-    layers = {layer for name in tensors if (layer := layer_of(name)) is not None}
-    experts = {expert for name in tensors if (expert := expert_of(name)) is not None}
-    routed = {layer_of(name) for name in tensors if expert_of(name) is not None}
-    sizes["layers"], sizes["experts"] = (len(layers),), (len(experts), len(routed))
+    counts = _counts(tensors)
     needed = [EMBEDDING, f"{_ATTENTION}qkv.weight", f"{_ATTENTION}proj.weight"]
-    if len(layers) > len(routed):
-        needed += [f"{_MLP}linear_fc1.weight", f"{_MLP}linear_fc2.weight"]
+    parts = [""] * (counts.layers > counts.moe_layers) + ["experts."] * bool(counts.experts)
+    parts += [_SHARED] * any(kind.startswith(f"{_MLP}{_SHARED}linear_fc") for kind in sizes)
+    needed += [f"{_MLP}{part}linear_fc{number}.weight" for part in parts for number in (1, 2)]
+    needed += [_POSITIONS] * (_POSITIONS in sizes)
     missing = [name for name in needed if len(sizes.get(name, ())) != 2]
     if missing:
         raise RefusedError(f"{where} has no matrix {missing[0]!r}: it is no GPT. {_way_out()}")
     return sizes
+
+
+def _counts(names: Iterable[str]) -> _Counts:
+    layers = {layer for name in names if (layer := layer_of(name)) is not None}
+    experts = {(layer_of(name), expert_of(name)) for name in names if expert_of(name) is not None}
+    each, routed = ({pair[place] for pair in experts} for place in (1, 0))
+    return _Counts(len(layers), len(each), len(routed))
 
 
 def _kind(name: str) -> str:
@@ -140,18 +155,18 @@ def _kind(name: str) -> str:
 
 def _shape(
     sizes: Mapping[str, Index],
+    counts: _Counts,
     arguments: Mapping[str, Any],
     where: str,
     seq: int | None,
     vocab: int | None,
 ) -> ModelShape:
-    (rows, hidden), (layers,) = sizes[EMBEDDING], sizes["layers"]
-    experts, moe_layers = sizes["experts"]
+    rows, hidden = sizes[EMBEDDING]
     positions = sizes.get(_POSITIONS, (0,))[0]
     queries = sizes[f"{_ATTENTION}proj.weight"][1]
     heads = _heads(sizes, arguments, queries)
     seq = seq or _number(arguments, "seq_length") or positions or None
-    top_k = _number(arguments, "moe_router_topk") if experts else 0
+    top_k = _number(arguments, "moe_router_topk") if counts.experts else 0
     missing = [
         what
         for what, value in (
@@ -164,27 +179,26 @@ def _shape(
     if missing or heads is None or seq is None or top_k is None:
         raise RefusedError(
             f"{where} does not say {', '.join(missing)}: it holds no arguments of Megatron's that "
-            f"do. By its tensors it has layers = {layers}, hidden = {hidden}, vocab = {rows}. "
-            f"{_way_out()}"
+            f"do. By its tensors it has layers = {counts.layers}, hidden = {hidden}, vocab = "
+            f"{rows}. {_way_out()}"
         )
-    if queries % heads:
+    if not queries or queries % heads:
         raise UsageError(f"{heads} heads do not divide the {queries} columns of the attention.")
     head_dim = queries // heads
     groups, rest = divmod(sizes[f"{_ATTENTION}qkv.weight"][0] - queries, 2 * head_dim)
     if rest or groups < 1:
         raise UsageError(f"{heads} heads of {head_dim} do not divide the rows of linear_qkv.")
     expert_ffn, shared_ffn, dense_ffn = (
-        sizes.get(f"{_MLP}{part}linear_fc2.weight", (0, 0))[1]
-        for part in ("experts.", "shared_experts.", "")
+        sizes.get(f"{_MLP}{part}linear_fc2.weight", (0, 0))[1] for part in ("experts.", _SHARED, "")
     )
     has_bias = f"{_ATTENTION}proj.bias" in sizes
     return ModelShape(
-        layers=layers, hidden=hidden, heads=heads, ffn=dense_ffn or expert_ffn,
+        layers=counts.layers, hidden=hidden, heads=heads, ffn=dense_ffn or expert_ffn,
         vocab=vocab or rows, seq=seq, kv_groups=groups, head_dim=head_dim, positions=positions,
         is_gated=_is_gated(sizes), is_tied=OUTPUT not in sizes, has_bias=has_bias,
         has_qkv_bias=not has_bias and f"{_ATTENTION}qkv.bias" in sizes,
         has_norm_bias="decoder.final_layernorm.bias" in sizes,
-        experts=experts, moe_layers=moe_layers, top_k=top_k, expert_ffn=expert_ffn,
+        experts=counts.experts, moe_layers=counts.moe_layers, top_k=top_k, expert_ffn=expert_ffn,
         shared_ffn=shared_ffn,
     )  # fmt: skip
 
@@ -192,12 +206,13 @@ def _shape(
 def _heads(sizes: Mapping[str, Index], arguments: Mapping[str, Any], queries: int) -> int | None:
     """Return the number of heads: a norm of theirs has the width of one."""
     norm = sizes.get("self_attention.q_layernorm.weight")
-    return queries // norm[0] if norm and norm[0] else _number(arguments, "num_attention_heads")
+    by_norm = queries // norm[0] if norm and norm[0] else 0
+    return by_norm or _number(arguments, "num_attention_heads")
 
 
 def _is_gated(sizes: Mapping[str, Index]) -> bool:
     """Tell whether the first matrix of a feed-forward part has a gate's rows, too."""
-    parts: Iterable[str] = (f"{_MLP}{part}" for part in ("", "experts.", "shared_experts."))
+    parts: Iterable[str] = (f"{_MLP}{part}" for part in ("", "experts.", _SHARED))
     part = next(part for part in parts if f"{part}linear_fc2.weight" in sizes)
     return sizes[f"{part}linear_fc1.weight"][0] == 2 * sizes[f"{part}linear_fc2.weight"][1]
 

@@ -19,7 +19,7 @@ from scalai.store.manifest import write_manifest
 from scalai.store.places import find_generations
 from support.legacy_checkpoints import SHAPES, convert, gpt
 
-STATED = {
+STATED: dict[str, Any] = {
     "num_attention_heads": 2, "group_query_attention": True, "num_query_groups": 1,
     "seq_length": 4, "global_batch_size": 16, "hidden_dropout": 0.0, "attention_dropout": 0.0,
     "num_layers": 4, "swiglu": True,
@@ -51,7 +51,7 @@ def parameters(checkpoint: Checkpoint) -> int:
 
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2, "pp": 2}])
 @pytest.mark.parametrize("layout", ["torch_dist", "torch", "scalai"])
-def test_each_layout_says_it(tmp_path: Path, layout: str, degrees: dict[str, int]) -> None:
+def test_each_layout_says_it(tmp_path: Path, layout: str, degrees: dict[str, Any]) -> None:
     checkpoint = convert(gpt(**STATED), tmp_path, layout, **degrees)
     found = read_model(checkpoint, None, None)
     assert found.shape == SHAPE and found.shape.total_parameters == parameters(checkpoint)
@@ -123,8 +123,16 @@ def test_where_heads_have_norms_nobody_has_to_say_how_many_there_are() -> None:
         (SHAPES, {"num_attention_heads": 3}, "3 heads do not divide the 8 columns"),
         (SHAPES, {"num_attention_heads": 1}, "1 heads of 8 do not divide the rows"),
         (SHAPES, {"num_layers": 6}, "has 4 layers by its tensors, and 6 by its arguments"),
+        (
+            {n: ((8, 0) if "proj" in n else shape) for n, shape in SHAPES.items()}, {},
+            "2 heads do not divide the 0 columns",
+        ),
         (without("linear_proj"), {}, "no matrix 'self_attention.linear_proj.weight'"),
         (without("word_embeddings"), {}, "no matrix 'embedding.word_embeddings.weight'"),
+        (
+            {**SHAPES, "decoder.layers.1.mlp.experts.experts.0.linear_fc1.weight": (8, 8)}, {},
+            "no matrix 'mlp.experts.linear_fc2.weight'",
+        ),
         (
             {**SHAPES, "mtp.layers.0.eh_proj.weight": (8, 16)}, {},
             "has 'mtp.layers.0.eh_proj.weight', which is of no part of a model that is modelled",

@@ -179,7 +179,7 @@ def test_flags_that_contradict_each_other_are_refused(
 def test_a_checkpoint_says_its_model_and_its_batch(
     layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stated = {"num_attention_heads": 2, "seq_length": 4, "global_batch_size": 16}
+    stated: dict[str, Any] = {"num_attention_heads": 2, "seq_length": 4, "global_batch_size": 16}
     checkpoint = convert(gpt(**stated), tmp_path / "saved", layout)
     words = ("--model", tmp_path / "saved", "--gpus", "2", "--json")
     assert run(*words) == 0
