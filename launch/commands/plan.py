@@ -29,7 +29,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "With --score, compare the model of time with measured steps instead.",
     )
     add = parser.add_argument
-    add("--model", type=Path, metavar="CONFIG", help="config.json, or TOML with a table [model]")
+    add("--model", type=Path, metavar="PATH",
+        help="a checkpoint, config.json, or TOML with a table [model]")  # fmt: skip
     add("--gpus", type=_count, metavar="N", help="how many devices there are")
     add("--range", type=_range, metavar="A:B", help="a table for all numbers of devices in between")
     add("--gpu", default="h100", metavar="NAME", help="which device (default: h100)")

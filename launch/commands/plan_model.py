@@ -9,9 +9,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.converters.megatron.model_shape import choices_of, workload_of
 from scalai.converters.megatron.releases import shares_query_groups
+from scalai.converters.megatron.stored_model import StoredModel, read_model
 from scalai.core.degrees import ModelLimits
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import Workload
@@ -48,19 +50,13 @@ def read_question(args: argparse.Namespace) -> Question:
     """
     script = args.job_arguments[1:] if args.job_arguments[:1] == ["--"] else args.job_arguments
     if (args.model is None) == (not script):
-        raise RefusedError("give either --model CONFIG, or a training script's flags behind --.")
+        raise RefusedError("give either --model PATH, or a training script's flags behind --.")
     device = _device(args)
     calibration = read_calibration(args.calibrate, device, args.source)
     if script:
         work, limits, choices, arguments = _of_script(script, args)
         return Question(work, device, limits, choices, calibration, arguments)
-    if args.global_batch_size is None:
-        raise RefusedError("--global-batch-size is needed beside --model: the samples of a step.")
-    shape = read_shape(args.model, args.seq_length, args.vocab)
-    # Models with a gate are trained without dropout.
-    work = Workload(
-        shape, args.global_batch_size, args.precision or "bf16", has_dropout=not shape.is_gated
-    )
+    work = _work(_stored_model(args.model, args.seq_length, args.vocab), args)
     return Question(work, device, limits_of(work), _narrowed(Choices(), args), calibration)
 
 
@@ -107,6 +103,42 @@ def read_calibration(path: Path | None, device: Device, source: str | None) -> C
     return calibrate_rows([row for row in mine if row.source == sources[0]])
 
 
+def _work(model: StoredModel, args: argparse.Namespace) -> Workload:
+    batch = args.global_batch_size or model.global_batch
+    if batch is None:
+        raise RefusedError("--global-batch-size is needed beside --model: the samples of a step.")
+    return Workload(
+        model.shape, batch, args.precision or model.precision, has_dropout=model.has_dropout
+    )
+
+
+def _stored_model(path: Path, seq: int | None, vocab: int | None) -> StoredModel:
+    """Read what a checkpoint says of its model, or a file that states a shape alone.
+
+    Raises:
+        RefusedError: It is none of them, or does not say enough.
+    """
+    layout = find_layout(path) if path.is_dir() else None
+    if layout is not None and not _has_own_names(layout.name):
+        return read_model(open_checkpoint(path), seq, vocab)
+    if path.is_dir() and not (path / "config.json").is_file():
+        if layout is None:
+            raise RefusedError(unknown_text(path))
+        raise RefusedError(
+            f"{path} ({layout.name}) does not say what its tensors are parts of, such as how many "
+            "heads the model has. Give its config.json, which libraries save beside the weights, "
+            "or state the model in TOML under [model] (docs/degrees.md)."
+        )
+    shape = read_shape(path / "config.json" if path.is_dir() else path, seq, vocab)
+    # Models with a gate are trained without dropout.
+    return StoredModel(shape, "bf16", not shape.is_gated, None)
+
+
+def _has_own_names(layout: str) -> bool:
+    """Whether tensors of this layout are called as the script's own modules are."""
+    return layout.startswith("deepspeed") or layout == "safetensors"
+
+
 def read_shape(path: Path, seq: int | None, vocab: int | None) -> ModelShape:
     """Read a model's shape from Hugging Face's ``config.json``, or from a table [model] of TOML
     with the names of ``ModelShape``.
@@ -115,7 +147,10 @@ def read_shape(path: Path, seq: int | None, vocab: int | None) -> ModelShape:
         RefusedError: It is neither, or of a kind that is not modelled.
     """
     if not path.is_file():
-        raise RefusedError(f"{path} is no file; give a config.json, or TOML with a table [model].")
+        raise RefusedError(
+            f"{path} is no file; give a checkpoint's directory, a config.json, or TOML with a "
+            "table [model]."
+        )
     try:
         if path.suffix == ".toml":
             return _from_toml(tomllib.loads(path.read_text(encoding="utf-8")), path, seq, vocab)

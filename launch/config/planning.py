@@ -2,14 +2,18 @@
 
 import shutil
 import subprocess
+from collections.abc import Mapping
 
+from scalai.converters.deepspeed.job import zero_config
 from scalai.converters.megatron.arguments import MegatronArguments
 from scalai.converters.megatron.model_shape import recompute_of, sharding_of, workload_of
 from scalai.core.degrees import ModelLimits
-from scalai.core.errors import RefusedError
+from scalai.core.errors import RefusedError, UsageError
+from scalai.core.jsonable import Json
+from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, WEIGHTS, Workload
 from scalai.core.planner.devices import custom_device, device_named
 from scalai.core.planner.preference import Preference, Terms
-from scalai.launch.config.elastic_config import PlannerConfig
+from scalai.launch.config.elastic_config import DeepSpeedConfig, PlannerConfig
 
 DRIVER_S = 10.0
 """How long the driver's tool may take to name a device."""
@@ -75,3 +79,29 @@ def _planner(
         limits.is_sequence_parallel, limits.micro_batch_size,
         Terms(config.kind == "cost", config.residence_s, trial_steps=config.trial_steps),
     )  # fmt: skip
+
+
+def read_workload(arguments: MegatronArguments | None, limits: ModelLimits) -> Workload | None:
+    """Return what a step of the job computes; None: its flags do not say all of it."""
+    if arguments is None:
+        return None
+    try:
+        return workload_of(arguments, limits.padded_vocab_size)
+    except (RefusedError, UsageError):
+        return None
+
+
+def read_sharding(
+    world_size: int,
+    arguments: MegatronArguments | None,
+    config: DeepSpeedConfig,
+    deepspeed: Mapping[str, Json] | None,
+) -> int:
+    """Return what data-parallel ranks keep a part of on so many ranks (``columns.py``): where
+    nothing says it, the optimizer's state."""
+    if arguments is not None:
+        return sharding_of(arguments)
+    stage = config.stage_on(world_size)
+    if stage is None and deepspeed is not None:
+        stage = zero_config(deepspeed).get("stage", NO_SHARDING)
+    return stage if isinstance(stage, int) and 0 <= stage <= WEIGHTS else OPTIMIZER

@@ -17,6 +17,7 @@ def first_state(spec: JobSpec, sizing: Sizing, term: int, took_over_at: float | 
     orders = (term - 1) * ORDERS_A_TERM
     job = m.Job(
         assign=sizing.assign(),
+        place=sizing.place,
         settle_s=spec.settle_s,
         max_hosts=spec.max_hosts,
         failures_left=spec.failures,

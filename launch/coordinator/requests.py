@@ -11,6 +11,7 @@ from scalai.core.membership import (
     Job,
     Phase,
     failure_of,
+    placed,
     present_degrees,
     staying,
 )
@@ -76,6 +77,7 @@ def scale(
     if target is None:
         reason = why[-1] if why else "no host is there"
         raise UsageError(f"{_asked(nproc, nnodes, degrees)} on the hosts {dict(hosts)}: {reason}")
+    target = placed(job, target, hosts)
     is_same = job.current is not None and target.is_same_as(job.current)
     if not is_same:
         _check(job, target)

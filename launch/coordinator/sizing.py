@@ -8,7 +8,7 @@ from typing import Any
 from scalai.core.assignment import make_assign
 from scalai.core.choice import Choice
 from scalai.core.degrees import Degrees, parse_request
-from scalai.core.membership import Assign, Assignment
+from scalai.core.membership import Assign, Assignment, Place
 from scalai.core.messages import JsonText
 from scalai.core.planner.preference import (
     Measured,
@@ -16,8 +16,9 @@ from scalai.core.planner.preference import (
     measured_of_json,
     measured_to_json,
 )
+from scalai.core.planner.rank_order import Hosts, make_place
 from scalai.launch.config.job import JobSpec
-from scalai.launch.config.planning import read_planner
+from scalai.launch.config.planning import read_planner, read_sharding, read_workload
 
 
 class Sizing:
@@ -28,6 +29,8 @@ class Sizing:
         self._planner, self._arguments = spec.config.planner, facts.arguments
         self._limits, self._policy = facts.limits, facts.policy
         self._preference = self._read_preference()
+        self._deepspeed = spec.config.deepspeed, spec.deepspeed
+        self._place = self._made_place()
         self._min_hosts, self._max_hosts = spec.min_hosts, spec.max_hosts
         self._max_workers: int | None = None
         self._degrees: str | None = None
@@ -53,6 +56,16 @@ class Sizing:
         as_requested = self._with(*size, self._degrees, preference=preference)
         otherwise = self._with(*size, None, preference=preference)
         return lambda hosts, present: as_requested(hosts, present) or otherwise(hosts, present)
+
+    def place(self, target: Assignment, ran: Assignment, slots: Hosts) -> Assignment:
+        """Return an assignment with its hosts in the order in which the fewest bytes cross; a
+        ``Place``."""
+        return self._place(target, ran, slots)
+
+    def _made_place(self) -> Place:
+        of_job = self._arguments, *self._deepspeed
+        work = read_workload(self._arguments, self._limits)
+        return make_place(work, lambda world_size: read_sharding(world_size, *of_job))
 
     def scaled(
         self,
@@ -149,6 +162,7 @@ class Sizing:
             self._limits = replace(self._limits, global_batch_size=batch_size)
         if self._limits != before:
             self._assign = None
+            self._place = self._made_place()
 
     def _with(
         self,

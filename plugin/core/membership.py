@@ -194,12 +194,27 @@ Assign = Callable[[tuple[tuple[str, int], ...], Degrees | None], Assignment | No
 """(hosts and their slots in rank order, present degrees) -> an assignment, or None where no world
 fits yet."""
 
+LOST = ""
+"""In an assignment that ran, instead of the name of a host that has nothing of it any more."""
+
+Place = Callable[[Assignment, Assignment, tuple[tuple[str, int], ...]], Assignment]
+"""(an assignment, what ran before it, hosts and their slots) -> the same with its hosts in that
+order in which the fewest bytes cross."""
+
+
+def keep_order(
+    target: Assignment, ran: Assignment, slots: tuple[tuple[str, int], ...]
+) -> Assignment:
+    """A ``Place`` that leaves hosts where they are."""
+    return target
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """The whole state of a job. ``awaited`` are the hosts whose answer ends the present phase."""
 
     assign: Assign
+    place: Place = keep_order
     settle_s: float = 0.0
     max_hosts: int = 1
     failures_left: int = 3
@@ -395,10 +410,51 @@ def next_assignment(job: Job) -> Assignment | None:
     where there is nothing else.
     """
     hosts = staying(job)
-    target = job.assign(hosts, present_degrees(job)) if hosts else None
+    target = assigned(job, hosts) if hosts else None
     if target is None or failure_of(job, target) is None:
         return target
     return _instead(job, hosts) or target
+
+
+def assigned(job: Job, hosts: tuple[tuple[str, int], ...]) -> Assignment | None:
+    """What these hosts would run, each at its place."""
+    target = job.assign(hosts, present_degrees(job))
+    return None if target is None else placed(job, target, hosts)
+
+
+def placed(job: Job, target: Assignment, hosts: tuple[tuple[str, int], ...]) -> Assignment:
+    """The assignment with each host where it holds most of what it needs.
+
+    Where its workers run already, or stand by, they stay where they are: what is known of the state
+    may have changed meanwhile.
+    """
+    if job.current is not None and target.is_same_as(job.current):
+        return target
+    standby = job.standby.assignment if job.standby is not None else None
+    if standby is not None and _has_same_hosts(standby, target):
+        idle = tuple((name, 0) for name, _ in target.workers if name not in standby.members)
+        active_ones = tuple(entry for entry in standby.workers if entry[1])
+        return replace(target, workers=(*active_ones, *idle), reason=standby.reason)
+    ran = _held(job)
+    return target if ran is None else job.place(target, ran, hosts)
+
+
+def _has_same_hosts(one: Assignment, other: Assignment) -> bool:
+    """Whether both have as many workers on each host, at the same degrees."""
+    mine, its = (sorted(entry for entry in a.workers if entry[1]) for a in (one, other))
+    return mine == its and one.degrees == other.degrees
+
+
+def _held(job: Job) -> Assignment | None:
+    """What ran last, with ``LOST`` for each host that has nothing of it any more; None: there is no
+    state yet."""
+    newest = job.newest_generation
+    ran = job.ran or (job.current if newest is not None else None)
+    if ran is None:
+        return None
+    holders = active(job) | (newest.hosts & job.hosts.keys() if newest is not None else frozenset())
+    workers = tuple((name if name in holders else LOST, count) for name, count in ran.workers)
+    return replace(ran, workers=workers)
 
 
 def _instead(job: Job, hosts: tuple[tuple[str, int], ...]) -> Assignment | None:
@@ -406,7 +462,7 @@ def _instead(job: Job, hosts: tuple[tuple[str, int], ...]) -> Assignment | None:
     if job.ran is not None and _is_possible(job, job.ran) and failure_of(job, job.ran) is None:
         return job.ran
     for count in range(len(hosts) - 1, 0, -1):
-        fewer = job.assign(hosts[:count], present_degrees(job))
+        fewer = assigned(job, hosts[:count])
         if fewer is not None and failure_of(job, fewer) is None:
             return fewer
     return None

@@ -10,7 +10,7 @@ from scalai.core import events
 from scalai.core import membership as m
 from scalai.core.deadlines import LIMITS
 from scalai.core.membership import TRAINING, active, staying
-from support.membership_choice import assign_all
+from support.membership_choice import assign_all, turn_round
 from support.membership_simulation import Simulation, job
 
 RESTING = (m.Phase.WAITING, m.Phase.RUNNING, m.Phase.ENDED)
@@ -33,6 +33,7 @@ class Histories(RuleBasedStateMachine):
         build_timeout_s=st.sampled_from([0.0, 8.0, 60.0]), is_loss_free=st.booleans(),
         present=st.sampled_from(["", "a", "ab", "ab", "abc"]), replicas=st.integers(0, 1),
         hang_s=st.sampled_from([0.0, 30.0]), hanger=st.sampled_from(["", "", "b"]),
+        place=st.sampled_from([m.keep_order, turn_round]),
     )  # fmt: skip
     def begin(
         self,
@@ -47,9 +48,11 @@ class Histories(RuleBasedStateMachine):
         replicas: int,
         hang_s: float,
         hanger: str,
+        place: m.Place,
     ) -> None:
         self.simulation = Simulation(
             job(
+                place=place,
                 max_hosts=max_hosts,
                 has_durable_dir=is_durable,
                 assign=assign_all(minimum),

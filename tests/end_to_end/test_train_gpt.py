@@ -3,6 +3,7 @@ learning rates are those of an uninterrupted run."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -143,4 +144,37 @@ def test_losses_are_those_of_an_uninterrupted_run(
         agents.drain("c")
         wait_for_change(agents, 4)
         agents.exit_code("c")
+    check_same(metrics, tmp_path / "uninterrupted")
+
+
+def test_the_host_that_stays_keeps_its_stage_where_the_first_one_leaves(tmp_path: Path) -> None:
+    """In the order of joining the second host would have the first stage, of which it holds
+    nothing, and the new one the second: all of the state would cross."""
+    metrics = tmp_path / "metrics"
+    metrics.mkdir()
+    with Agents(
+        tmp_path, '1 = "pp1"\n2 = "pp2"', command(metrics, STEPS), slots=1, settings=SETTINGS,
+        flags=FLAGS,
+    ) as agents:  # fmt: skip
+        agents.start("a")
+        wait_for_change(agents, 1)
+        agents.start("b")
+        wait_for_change(agents, 2)
+        agents.start("c")
+        agents.wait_until(lambda: "host=c" in agents.text(), "c is idle", deadline_s=100)
+        agents.drain("a")
+        wait_for_change(agents, 3)
+        agents.exit_code("a")
+        made = last_step(metrics)
+        agents.wait_until(lambda: last_step(metrics) >= made + 4, "more steps", deadline_s=200)
+        agents.drain("b")
+        agents.drain("c")
+        agents.exit_code("b")
+        report, text = agents.resizes()[2], agents.text()
+    assert list(report["workers"].items()) == [("c", 1), ("b", 1)]
+    assert not report.get("steps_lost", 0)
+    found = re.search(r"placed: ([\d.]+)% of what is wanted crosses, ([\d.]+)% in the order", text)
+    assert found is not None and 2 * float(found[1]) < float(found[2]) + 5, text
+    # What crossed indeed: the stage of the new host, not both.
+    assert report["bytes_remote"] < 1.1 * report["bytes_local"]
     check_same(metrics, tmp_path / "uninterrupted")

@@ -9,6 +9,7 @@ import pytest
 
 from scalai.core.degrees import Degrees
 from scalai.core.errors import RefusedError, UsageError
+from scalai.core.membership import Assignment
 from scalai.core.spacing import FIRST_STEPS
 from scalai.launch.commands.check_elastic import check_elastic
 from scalai.launch.config.flags import parse_options
@@ -129,3 +130,26 @@ def test_what_keeps_ranks_from_changing_is_refused_before_the_start(read: Read) 
     assert not read(config).is_elastic
     fine = read({"train_batch_size": 12, "sequence_parallel_size": 1, "scalai": {}})
     assert check_elastic(fine.options, fine.config, 4, fine.deepspeed)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_placed"),
+    [
+        ({}, False),
+        ({"zero_optimization": {"stage": 0}}, False),
+        ({"zero_optimization": {"stage": 1}}, True),
+        ({"zero_optimization": {"stage": 3}}, True),
+        ({"scalai": {"deepspeed": {"zero_stage": {"4": 2, "default": 0}}}}, True),
+        ({"scalai": {"deepspeed": {"zero_stage": {"default": 0}}}}, False),
+    ],
+)
+def test_hosts_keep_their_parts_of_the_state_where_zero_cuts_it(
+    read: Read, config: dict[str, Any], is_placed: bool
+) -> None:
+    block: dict[str, Any] = {"train_batch_size": 12, "scalai": {}}
+    sizing, four = Sizing(read({**block, **config})), Degrees(1, 1, 4)
+    ran, target = (
+        Assignment(tuple((name, 2) for name in hosts), four, 1, "why") for hosts in ("ab", "bc")
+    )
+    found = sizing.place(target, ran, (("b", 2), ("c", 2)))
+    assert found.active == (("c", "b") if is_placed else ("b", "c"))

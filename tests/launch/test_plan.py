@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from scalai.launch.cli import main
+from support.checkpoints import deepspeed_state, write
+from support.legacy_checkpoints import convert, gpt
 
 SCRIPT = (
     "pretrain_gpt.py --num-layers 96 --hidden-size 12288 --num-attention-heads 96 "
@@ -164,10 +166,70 @@ def test_flags_that_contradict_each_other_are_refused(
     llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("--gpus", "8", "--model", llama, "--global-batch-size", "8", "--", *SCRIPT) == 3
-    assert "either --model CONFIG" in capsys.readouterr().err
+    assert "either --model PATH" in capsys.readouterr().err
     assert run("--gpus", "8") == 3
     assert run("--gpus", "8", "--global-batch-size", "8", "--", *SCRIPT) == 3
     assert "keep one" in capsys.readouterr().err
     wrong = [*SCRIPT, "--num-attention-heads", "7"]
     assert run("--gpus", "8", "--", *wrong) == 3
     assert "--num-attention-heads 7 does not divide" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["torch_dist", "torch", "scalai"])
+def test_a_checkpoint_says_its_model_and_its_batch(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stated: dict[str, Any] = {"num_attention_heads": 2, "seq_length": 4, "global_batch_size": 16}
+    checkpoint = convert(gpt(**stated), tmp_path / "saved", layout)
+    words = ("--model", tmp_path / "saved", "--gpus", "2", "--json")
+    assert run(*words) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["global_batch"] == 16
+    parameters = (t for t in checkpoint.placed.collection.tensors if t.name.startswith("param/"))
+    assert said["parameters"] == sum(tensor.numel for tensor in parameters)
+    assert run(*words, "--global-batch-size", "8") == 0
+    assert json.loads(capsys.readouterr().out)["global_batch"] == 8
+
+
+@pytest.mark.parametrize("layout", ["torch_dist", "torch", "scalai"])
+def test_a_checkpoint_that_does_not_say_enough_is_refused_by_what_is_missing(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(gpt(), tmp_path / "saved", layout)
+    words = ("--model", tmp_path / "saved", "--gpus", "2", "--global-batch-size", "8")
+    assert run(*words) == 3
+    text = capsys.readouterr().err
+    assert f"({layout}) does not say num_attention_heads" in text
+    assert "state the model in TOML under [model]" in text
+
+
+@pytest.mark.parametrize("layout", ["deepspeed_zero0", "deepspeed_zero1", "safetensors"])
+def test_a_checkpoint_with_names_of_its_own_needs_the_config_beside_it(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "saved"
+    write(folder, layout, deepspeed_state(), **({"dp": 1} if layout != "safetensors" else {}))
+    words = ("--model", folder, "--gpus", "8", "--global-batch-size", "64", "--json")
+    assert run(*words) == 3
+    assert f"({layout}) does not say what its tensors are parts of" in capsys.readouterr().err
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    assert run(*words) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == 8_030_261_248
+
+
+def test_a_path_that_says_no_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--gpus", "2", "--global-batch-size", "8", "--model")
+    assert run(*words, tmp_path / "nowhere") == 3
+    assert "is no file; give a checkpoint's directory, a config.json" in capsys.readouterr().err
+    assert run(*words, tmp_path) == 3
+    assert "holds no checkpoint of a known layout" in capsys.readouterr().err
+    convert(gpt(num_attention_heads=2), tmp_path / "saved", "torch_dist")
+    (damaged,) = (tmp_path / "saved").rglob(".metadata")
+    damaged.write_bytes(b"no pickle")
+    assert run(*words, tmp_path / "saved") == 3
+    assert ".metadata" in capsys.readouterr().err
+    convert(gpt(num_attention_heads=2), tmp_path / "other", "torch_dist")
+    assert run("--gpus", "2", "--model", tmp_path / "other") == 3
+    assert "--global-batch-size is needed" in capsys.readouterr().err

@@ -1,9 +1,12 @@
 """A person's requests about a job's size hold wherever they fit; then what its planner computes."""
 
+import re
+
 import pytest
 
 from scalai.core.degrees import Degrees
 from scalai.core.errors import RefusedError
+from scalai.core.membership import Assignment
 from scalai.core.planner.preference import Measured
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
@@ -167,3 +170,32 @@ def test_a_vocabulary_that_only_the_tokenizer_knows_is_learned_from_the_job(gpu:
     assert not sizing.has_planner
     sizing.learn({"facts": {"padded_vocab_size": 50304}})
     assert sizing.has_planner
+
+
+def left(degrees: Degrees) -> tuple[Assignment, Assignment]:
+    """Return what runs on hosts a and b, and the same degrees on b and the new c."""
+    ran, target = (
+        Assignment(tuple((name, 2) for name in hosts), degrees, 1, "why") for hosts in ("ab", "bc")
+    )
+    return target, ran
+
+
+def test_the_bytes_of_its_own_model_say_where_the_hosts_of_a_megatron_job_stand(gpu: str) -> None:
+    target, ran = left(Degrees(2, 2, 1))
+    found = of_file(gpu, "--planner", "keep").place(target, ran, (("b", 2), ("c", 2)))
+    assert found.workers == (("c", 2), ("b", 2))
+    assert re.search(r"hosts placed: \d+ bytes cross, \d+ in the order of joining", found.reason)
+
+
+def test_of_a_model_that_no_flag_states_shares_are_counted(gpu: str, sizing: Sizing) -> None:
+    target, ran = left(Degrees(2, 2, 1))
+    for job in (sizing, of_file(gpu, script=MEGATRON)):  # the vocabulary is not known yet
+        found = job.place(target, ran, (("b", 2), ("c", 2)))
+        assert found.workers == (("c", 2), ("b", 2)) and "% of what is wanted" in found.reason
+
+
+def test_what_the_workers_have_told_makes_it_bytes(gpu: str) -> None:
+    target, ran = left(Degrees(2, 2, 1))
+    job = of_file(gpu, script=MEGATRON)
+    job.learn({"facts": {"padded_vocab_size": 1024}})
+    assert "bytes cross" in job.place(target, ran, (("b", 2), ("c", 2))).reason

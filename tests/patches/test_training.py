@@ -162,7 +162,7 @@ def test_a_fresh_job_makes_its_start_generation_from_what_was_built() -> None:
     session = FakeSession()
     framework = hooked(session)
     assert session.attached == {"step": 0, "samples": 0, "restore": False}
-    assert session.facts == {"padded_vocab_size": 128}
+    assert session.facts == {"padded_vocab_size": 128, "arguments": {"global_batch_size": 4}}
     assert framework.loaded_from == [None]
 
 

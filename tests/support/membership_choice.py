@@ -1,5 +1,7 @@
 """How a simulated job chooses the workers of its hosts."""
 
+from dataclasses import replace
+
 from scalai.core import membership as m
 from scalai.core.degrees import Degrees
 
@@ -19,3 +21,10 @@ def assign_all(minimum: int = 1, allowed: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) 
         return m.Assignment(tuple(workers), Degrees(1, 1, world), 1, f"dp={world}")
 
     return assign
+
+
+def turn_round(
+    target: m.Assignment, ran: m.Assignment, slots: tuple[tuple[str, int], ...]
+) -> m.Assignment:
+    """A ``Place`` that never leaves hosts where they are."""
+    return replace(target, workers=target.workers[::-1])

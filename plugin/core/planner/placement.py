@@ -32,12 +32,14 @@ class Placed:
         moves: Bytes that cross to another host.
         unplaced_moves: Bytes that cross with the order that was given.
         least_moves: No order has fewer; ``moves`` where the assignment is exact.
+        needed: Bytes that the hosts want, each once a host.
     """
 
     hosts: Hosts
     moves: int
     unplaced_moves: int
     least_moves: int
+    needed: int
 
 
 def place_hosts(
@@ -53,8 +55,9 @@ def place_hosts(
 ) -> Placed:
     """Return the order of the new hosts in which the fewest bytes cross.
 
-    A host takes any slot that it has the devices for. The given order is kept where no other one
-    is better, so that a job that has no reason to turn its hosts round does not.
+    A host takes any slot that it has the devices for. Of orders that are as good the one is taken
+    that leaves most hosts where they are, where they are assigned exactly; the given one is kept
+    where no other one is better, so that a job that has no reason to turn its hosts round does not.
 
     Args:
         after_hosts: The order to begin with, such as that of joining. A host without ranks may take
@@ -109,7 +112,7 @@ def place_by(
     kept = int(held[np.arange(len(slots)), order].sum())
     given = int(np.trace(held))
     hosts = tuple((names[place], count) for place, count in zip(order.tolist(), slots, strict=True))
-    return Placed(hosts, total - kept, total - given, total - most)
+    return Placed(hosts, total - kept, total - given, total - most, total)
 
 
 def _assign(
@@ -120,8 +123,10 @@ def _assign(
     given = np.arange(count)
     gain = np.where(is_allowed, held, 0)
     if count <= exact_hosts:
+        # Of two orders that keep as much, the one that leaves more hosts where they are.
+        worth = gain * (count + 1) + np.eye(count, dtype=np.int64)
         # What is not allowed costs more than all else can gain.
-        chosen = assignment(np.where(is_allowed, held, -int(gain.sum()) - 1))
+        chosen = assignment(np.where(is_allowed, worth, -count * int(worth.max(initial=0)) - 1))
         most = int(held[given, chosen].sum())
     else:
         chosen = given.copy()

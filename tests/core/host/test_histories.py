@@ -162,7 +162,7 @@ def test_a_host_whose_shards_nobody_else_has_written_may_be_lost_with_its_store(
 def test_without_replicas_such_a_job_waits_for_its_host(tmp_path: Path) -> None:
     flags = ("--nnodes", "1:4", "--max-restarts", "9", "--replicas", "0")
     world = three_with_shards(tmp_path, flags=flags)
-    world.kill("b", is_disk_lost=True)
+    world.kill("a", is_disk_lost=True)  # the first ranks are its own, before the change and after
     world.go_on(120.0)
     assert world.phase is Phase.WAITING, world.log
 

@@ -116,3 +116,17 @@ def test_ranks_that_a_host_has_no_devices_for_are_refused() -> None:
     same = layout(1, 2, 1)
     with pytest.raises(UsageError, match="b has 1 devices for 2 ranks"):
         place_hosts(WORK, same, same, (("a", 2),), (("b", 2),), devices={"b": 1})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(WAYS), st.permutations("abcdefgh"))
+def test_of_orders_that_are_as_good_the_one_is_taken_that_leaves_most_hosts(
+    first: tuple[int, int, int], new_names: list[str]
+) -> None:
+    before, after = layout(*first), layout(1, 8, 1)
+    old, new = hosts_of(list("abcd"), before.degrees.world_size), hosts_of(new_names, 8)
+    placed = place_hosts(WORK, before, after, old, new)
+    orders = [tuple((name, 2) for name, _ in order) for order in permutations(new)]
+    best = [order for order in orders if moved(before, after, old, order) == placed.moves]
+    stayed = [sum(map(lambda a, b: a == b, order, new)) for order in best]
+    assert stayed[best.index(placed.hosts)] == max(stayed)
