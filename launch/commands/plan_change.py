@@ -12,9 +12,9 @@ from scalai.core.degrees import AXES, DegreeRequest, Degrees, parse_request, ref
 from scalai.core.errors import RefusedError
 from scalai.core.planner.change import Choice, Option, estimate_of, options_for, plan_change
 from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, Layout
-from scalai.core.planner.preference import RESIDENCE_S
 from scalai.core.planner.reconfiguration import Hosts, Reconfiguration, spread
 from scalai.core.planner.search import search
+from scalai.core.planner.weighing import RESIDENCE_S
 from scalai.launch.commands.plan_model import Question
 from scalai.launch.commands.plan_picture import picture
 from scalai.store.atomic import replace_file

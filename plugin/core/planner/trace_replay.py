@@ -7,9 +7,9 @@ from math import inf
 from typing import Literal
 
 from scalai.core.planner.columns import Layout
-from scalai.core.planner.preference import RESIDENCE_S
 from scalai.core.planner.trace import Event, Trace
 from scalai.core.planner.trace_policies import Menu, Moment, Policy
+from scalai.core.planner.weighing import RESIDENCE_S
 
 State = Literal["run", "reconfiguration", "redone", "waiting"]
 CAUSES = ("reconfiguration", "redone", "idle", "slower", "waiting")
