@@ -8,13 +8,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from scalai.core.errors import AnswerError, EndedError, PeerError
+from scalai.core.errors import AnswerError, EndedError, PeerError, RefusedError
+from scalai.core.planner.devices import custom_device
 from scalai.launch import host_signals
 from scalai.launch.agent.caretaker import say_ahead, stay
 from scalai.launch.agent.durable import check_writable, refuse_finished
@@ -24,13 +25,13 @@ from scalai.launch.agent.participant import Participant, open_agent
 from scalai.launch.agent.probe import DeviceProbe
 from scalai.launch.agent.torch_elastic import WorkerSet, self_check
 from scalai.launch.commands.check_elastic import check_elastic
+from scalai.launch.config.driver import NoAnswerError, driver_device
 from scalai.launch.config.endpoint import take_token
 from scalai.launch.config.flags import build_parser, parse_options, with_own_name
 from scalai.launch.config.frameworks import refuse_untried
 from scalai.launch.config.hostfile import expand_hostfile
 from scalai.launch.config.identity import secure_process
 from scalai.launch.config.job import JobSpec
-from scalai.launch.config.planning import driver_device
 from scalai.launch.coordinator.discovery import Place, find_coordinator, has_moved
 from scalai.launch.logs import configure
 from scalai.launch.program import exit_code_of, worker_count
@@ -57,10 +58,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(argv: list[str]) -> int:
-    spec = _with_device(JobSpec.read(parse_options(_with_hostfile(with_own_name(argv)))))
+    spec = JobSpec.read(parse_options(_with_hostfile(with_own_name(argv))))
     refuse_untried(spec)
     if not spec.options.is_check:
         return run_agent(spec)
+    spec = _with_device(spec)
     slots = worker_count(spec.options.nproc_per_node)
     print(check_elastic(spec.options, spec.config, slots, spec.deepspeed))
     return 0
@@ -68,15 +70,27 @@ def _run(argv: list[str]) -> int:
 
 def _with_device(spec: JobSpec) -> JobSpec:
     """Return the job with the device that the driver names, where nobody has named one and degrees
-    may be computed."""
+    may be computed. Blocks for 15 s at most; the log has the answer, or why there is none."""
     planner = spec.config.planner
     if not spec.is_elastic or planner.kind == "keep" or planner.gpu is not None:
         return spec
-    named = driver_device()
-    if named is None:
+    try:
+        named = driver_device()
+    except NoAnswerError as error:
+        log.info("event=device no answer: %s; [planner] gpu names one", error)
         return spec
+    log.info("event=device name=%r%s", named, _unknown(named, planner.figures))
     options = spec.options
     return JobSpec.read(replace(options, overrides={**options.overrides, "planner.gpu": named}))
+
+
+def _unknown(device: str, figures: Mapping[str, float]) -> str:
+    """Return why the planner knows nothing of a device, as the end of a line of the log."""
+    try:
+        custom_device(device, figures)
+    except RefusedError as error:
+        return f": {error}"
+    return ""
 
 
 def _with_hostfile(argv: list[str]) -> list[str]:
@@ -94,6 +108,7 @@ def run_agent(spec: JobSpec) -> int:
     options = spec.options
     host = check_host(options.host_id or socket.gethostname())
     configure(host)
+    spec = _with_device(spec)
     self_check()
     secure_process(options.tls)
     slots = worker_count(options.nproc_per_node)

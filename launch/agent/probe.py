@@ -1,19 +1,11 @@
 """How many devices of this host work: a question that an agent asks again and again."""
 
-import os
 import re
-import signal
-import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from scalai.launch.config.driver import Commands, NoAnswerError
 from scalai.launch.config.elastic_config import ProbeConfig
-
-TIMEOUT_S = 30.0
-"""A driver that has lost a device may take long to answer, or never answer."""
-END_S = 5.0
-"""How long a command that was killed may take to end."""
 
 _FIELDS = ("index", "uuid", "temperature.gpu", "remapped_rows.failure", "gpu_recovery_action")
 _FEWER_FIELDS = _FIELDS[:3]
@@ -28,18 +20,23 @@ class DeviceProbe:
     has replaced the row, so it is not looked at.
     """
 
-    def __init__(self, config: ProbeConfig, visible: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        config: ProbeConfig,
+        visible: Sequence[str] | None = None,
+        commands: Commands | None = None,
+    ) -> None:
         """Take over what to ask.
 
         Args:
             visible: Indices or UUIDs of the devices that the job may use (CUDA_VISIBLE_DEVICES);
                 None: all. Only ``nvidia-smi`` is narrowed by it.
+            commands: What runs commands; None: with the usual deadlines.
         """
         self._config = config
         self._visible = visible
         self._has_seen_devices = False
-        self._stuck: subprocess.Popen[str] | None = None
-        """A command that was killed and has not ended."""
+        self._commands = commands or Commands()
         self.problem: str | None = None
         """Why the last ``read`` gave None; None where it gave a number."""
 
@@ -47,87 +44,46 @@ class DeviceProbe:
         """Return the number of working devices, or None where there is no answer (see ``problem``).
 
         No answer is not zero devices: whoever asks should leave the job as it is. Blocks for up to
-        30 s.
+        35 s.
         """
         self.problem = None
         try:
             match self._config.kind:
                 case "none":
-                    raise _NoAnswerError("no probe is configured ([probe] kind = none)")
+                    raise NoAnswerError("no probe is configured ([probe] kind = none)")
                 case "command":
                     return self._ask_command(self._config.command or "")
                 case "file":
                     return self._ask_file(Path(self._config.file or ""))
                 case _:
                     return self._ask_driver()
-        except _NoAnswerError as error:
+        except NoAnswerError as error:
             self.problem = str(error)
             return None
 
     def _ask_command(self, command: str) -> int:
-        code, output = self._run(["/bin/sh", "-c", command])
+        code, output = self._commands.run(["/bin/sh", "-c", command])
         if code:
-            raise _NoAnswerError(f"probe {command!r} ended with {code}: {output.strip()[-200:]}")
+            raise NoAnswerError(f"probe {command!r} ended with {code}: {output.strip()[-200:]}")
         return _number(output, f"probe {command!r}")
 
     def _ask_file(self, path: Path) -> int:
         try:
             return _number(path.read_text(), f"probe file {path}")
         except (OSError, UnicodeDecodeError) as error:
-            raise _NoAnswerError(f"probe file {path}: {error}") from error
+            raise NoAnswerError(f"probe file {path}: {error}") from error
 
     def _ask_driver(self) -> int:
-        code, output = self._query(_FIELDS)
+        code, output = self._commands.query(_FIELDS)
         if code and "not a valid field" in output.lower():
-            code, output = self._query(_FEWER_FIELDS)
+            code, output = self._commands.query(_FEWER_FIELDS)
         count = count_working(output, self._visible)
         if count:
             self._has_seen_devices = True
         elif not self._has_seen_devices:
             # A driver without devices under a job on CPUs: nothing was lost.
-            raise _NoAnswerError(f"nvidia-smi sees no working device: {output.strip()[-200:]}")
+            raise NoAnswerError(f"nvidia-smi sees no working device: {output.strip()[-200:]}")
         return count
-
-    def _query(self, names: Sequence[str]) -> tuple[int, str]:
-        fields = f"--query-gpu={','.join(names)}"
-        return self._run(["nvidia-smi", fields, "--format=csv,noheader,nounits"])
-
-    def _run(self, command: Sequence[str]) -> tuple[int, str]:
-        """Return the exit code of a command and all that it wrote; it ends after 30 s at most.
-
-        One that cannot even be killed, because its driver does not answer, is left alone, and no
-        other is started beside it.
-        """
-        if self._stuck is not None and self._stuck.poll() is None:
-            raise _NoAnswerError(
-                f"process {self._stuck.pid}, which was to ask before, was killed and has not ended"
-            )
-        self._stuck = None
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise _NoAnswerError(f"{command[0]}: {error.strerror}") from error
-        try:
-            output, _ = process.communicate(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # or what it started holds its output
-                process.communicate(timeout=END_S)
-            assert process.stdout is not None
-            process.stdout.close()
-            self._stuck = process
-            text = f"{command[0]} gave no answer within {TIMEOUT_S:.0f} s"
-            raise _NoAnswerError(text) from None
-        return process.returncode, output
 
 
 def count_working(output: str, visible: Sequence[str] | None = None) -> int:
@@ -158,14 +114,8 @@ def _names(name: str, index: str, uuid: str) -> bool:
     return name == index or (name.startswith("GPU-") and uuid.startswith(name))
 
 
-class _NoAnswerError(Exception):
-    """The probe cannot say how many devices there are; the message says why."""
-
-
 def _number(text: str, where: str) -> int:
     match = re.fullmatch(r"\s*(\d+)\s*", text)
     if match is None:
-        raise _NoAnswerError(
-            f"{where} says {text.strip()[:80]!r}, which is not a number of devices"
-        )
+        raise NoAnswerError(f"{where} says {text.strip()[:80]!r}, which is not a number of devices")
     return int(match[1])

@@ -9,14 +9,13 @@ from typing import Any
 from scalai.converters.megatron.arguments import derived_flags
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.planner.columns import RECOMPUTES
-from scalai.core.planner.devices import FIGURES
+from scalai.core.planner.devices import FIGURES, GB
 from scalai.core.planner.score import figures, group_figures, predict_rows
 from scalai.core.planner.search import Estimate, Plan, search
 from scalai.launch.commands import plan_change
 from scalai.launch.commands.plan_model import Question, read_question, read_table
 from scalai.launch.commands.plan_trace import add_options, run_trace
 
-GB = 1e9
 _WIDEST_RANGE = 1024
 
 

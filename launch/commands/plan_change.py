@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from scalai.converters.megatron.model_shape import sharding_of
 from scalai.core.degrees import AXES, DegreeRequest, Degrees, parse_request, refusal
 from scalai.core.errors import RefusedError
 from scalai.core.planner.change import Choice, Option, estimate_of, options_for, plan_change
-from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, Layout
-from scalai.core.planner.preference import RESIDENCE_S
+from scalai.core.planner.columns import Layout
 from scalai.core.planner.reconfiguration import Hosts, Reconfiguration, spread
 from scalai.core.planner.search import search
+from scalai.core.planner.weighing import RESIDENCE_S
 from scalai.launch.commands.plan_model import Question
-from scalai.launch.commands.plan_picture import picture
+from scalai.launch.commands.plan_picture import picture, sized
 from scalai.store.atomic import replace_file
 
-GB = 1e9
 SHOWN_PAIRS = 8
 
 
@@ -54,18 +54,24 @@ def is_asked(args: argparse.Namespace) -> bool:
     Raises:
         RefusedError: It has flags of a change, but does not say from what.
     """
-    given = {"--to": args.after, "--lost": args.lost, "--picture": args.picture,
-             "--relaunch": args.trace is None and args.relaunch}  # fmt: skip
     if args.before is None:
-        without = [flag for flag, value in given.items() if value]
-        if without:
-            raise RefusedError(f"{without[0]} is about a change; say what runs, by --from DEGREES.")
+        _refuse_without(args)
         return False
-    if args.range is not None or args.score is not None:
-        raise RefusedError("--from is about one change; leave out --range and --score.")
+    if any(other is not None for other in (args.range, args.score, args.trace)):
+        raise RefusedError("--from is about one change; leave out --range, --score and --trace.")
     if args.picture is not None and args.picture.suffix.lower() != ".svg":
         raise RefusedError(f"{args.picture}: the picture is an SVG; name a file that ends in .svg.")
     return True
+
+
+def _refuse_without(args: argparse.Namespace) -> None:
+    """Refuse flags of a change where nobody says from what; a trace has two of them itself."""
+    given = {"--to": args.after, "--lost": args.lost or None, "--picture": args.picture}
+    if args.trace is None:
+        given |= {"--residence": args.residence, "--relaunch": args.relaunch}
+    without = [flag for flag, value in given.items() if value is not None]
+    if without:
+        raise RefusedError(f"{without[0]} is about a change; say what runs, by --from DEGREES.")
 
 
 def report(question: Question, args: argparse.Namespace) -> int:
@@ -77,11 +83,12 @@ def report(question: Question, args: argparse.Namespace) -> int:
     question = _as_it_runs(question, args.sharding is not None)
     before = _layout(question, args.before, "--from", must_fit=False)
     change = _asked(question, args, before)
+    residence_s = RESIDENCE_S if args.residence is None else args.residence
     if args.after is None:
         choice = plan_change(
             question.work, question.device, question.limits, before, change.before_hosts,
             change.there, choices=question.choices, calibration=question.calibration,
-            residence_s=args.residence or RESIDENCE_S, lost=change.lost, relaunch_s=args.relaunch,
+            residence_s=residence_s, lost=change.lost, relaunch_s=args.relaunch,
         )  # fmt: skip
     else:
         choice = _given(question, args, change)
@@ -89,9 +96,9 @@ def report(question: Question, args: argparse.Namespace) -> int:
     if args.picture is not None:
         _draw(args.picture, change, taken)
     if args.json:
-        print(json.dumps(_content(change, choice, args.residence or RESIDENCE_S)))
+        print(json.dumps(_content(change, choice, residence_s)))
     else:
-        _print(question, change, choice, args.residence or RESIDENCE_S)
+        _print(question, change, choice, residence_s)
     return 0
 
 
@@ -99,8 +106,7 @@ def _as_it_runs(question: Question, is_sharding_given: bool) -> Question:
     """A script's optimizer is sharded as its flags say, before and after."""
     if question.arguments is None or is_sharding_given:
         return question
-    is_split = "--use-distributed-optimizer" in question.arguments.given
-    sharding = (OPTIMIZER,) if is_split else (NO_SHARDING,)
+    sharding = (sharding_of(question.arguments),)
     return replace(question, choices=replace(question.choices, sharding=sharding))
 
 
@@ -226,20 +232,20 @@ def _print(question: Question, change: _Change, choice: Choice, residence_s: flo
 
 def _print_cost(cost: Reconfiguration, unplaced_moves: int) -> None:
     print(
-        f"  {_size(cost.moves)} cross between hosts ({_size(unplaced_moves)} with the hosts in the "
-        f"order of joining), {_size(cost.stays)} stay on theirs"
+        f"  {sized(cost.moves)} cross between hosts ({sized(unplaced_moves)} with the hosts in the "
+        f"order of joining), {sized(cost.stays)} stay on theirs"
     )
     if cost.missing:
-        print(f"  {_size(cost.missing)} are held by no host that is left: they come from replicas "
+        print(f"  {sized(cost.missing)} are held by no host that is left: they come from replicas "
               "or from a checkpoint")  # fmt: skip
     parts = ", ".join(f"{name} {value:.3g} s" for name, value in cost.seconds.items() if value)
     print(f"  {cost.total_s:.1f} s: {parts}")
     pairs = _pairs(cost)
     for giver, taker, size in pairs[:SHOWN_PAIRS]:
-        print(f"    {giver} -> {taker}: {_size(size)}")
+        print(f"    {giver} -> {taker}: {sized(size)}")
     if len(pairs) > SHOWN_PAIRS:
         rest = sum(size for _, _, size in pairs[SHOWN_PAIRS:])
-        print(f"    {len(pairs) - SHOWN_PAIRS} more pairs: {_size(rest)}; --json has all")
+        print(f"    {len(pairs) - SHOWN_PAIRS} more pairs: {sized(rest)}; --json has all")
 
 
 def _pairs(cost: Reconfiguration) -> list[tuple[str, str, int]]:
@@ -294,13 +300,6 @@ def _hosts_json(hosts: Hosts) -> list[dict[str, Any]]:
 def _named(layout: Layout, hosts: Hosts) -> str:
     ranks = layout.degrees.world_size
     return f"{layout} ({ranks} rank{'s' * (ranks > 1)}, {len(hosts)} host{'s' * (len(hosts) > 1)})"
-
-
-def _size(size_bytes: int) -> str:
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:.3g} {name}"
-    return f"{size_bytes} bytes"
 
 
 def _names(text: str) -> frozenset[str]:

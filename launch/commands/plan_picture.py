@@ -5,14 +5,17 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from scalai.core.planner.columns import Layout
+from scalai.core.planner.devices import GB
 from scalai.core.planner.reconfiguration import Hosts, Reconfiguration
 
 INK, PALE, PAPER, MOVED, LOST = "#22303c", "#b9c6d2", "#ffffff", "#d9822b", "#c8443a"
 MOST_HOSTS, MOST_FLOWS, MOST_RANKS = 24, 80, 16
 """Hosts on each side, flows, and ranks of a host that are drawn; of what is left it is said how
 much it is."""
-_CELL, _ROW, _WIDTH, _TOP = 18, 52, 1100, 96
+_CELL, _ROW, _WIDTH, _TOP = 18, 52, 1100, 112
 _WIDEST = 16.0
+"""How wide all lines of the host are together that gives or takes most."""
+_STAGE, _MOST_STAGES = 26, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,12 @@ class _Side:
     layout: Layout
     hosts: Hosts
     left: int
+
+    @property
+    def edge(self) -> int:
+        """Where the squares of the largest host end."""
+        most = max((count for _, count in self.shown), default=0)
+        return self.left + min(most, MOST_RANKS) * _CELL
 
     @property
     def shown(self) -> Hosts:
@@ -47,8 +56,8 @@ def picture(
     """Return an SVG.
 
     Hosts of before stand at the left, those of after at the right, each with its ranks, in the
-    colour of their pipeline stage. A line is as wide as its share of what crosses; what stays on
-    its host is pale.
+    colour of their pipeline stage. A line is as wide as its share of what the busiest host gives
+    or takes; what stays on its host is pale. Lines of a host begin and end side by side.
 
     Args:
         change: None: nothing changes.
@@ -66,59 +75,111 @@ def picture(
         f'<rect width="{_WIDTH}" height="{height}" fill="{PAPER}"/>',
         _text(20, 26, title, size=18),
         _text(20, 48, _summary(change)),
-        _text(20, 78, f"before: {before.degrees}"),
-        _text(new.left, 78, f"after: {after.degrees}"),
     ]
+    for side, when in ((old, "before"), (new, "after")):
+        parts.append(_text(side.left, 78, f"{when}: {side.layout.degrees}"))
+        parts += _stages(side)
     if change is not None:
         parts += _flows(old, new, change)
-    for side, gone in ((old, lost), (new, frozenset[str]())):
-        parts += _hosts(side, gone, change, is_after=side is new)
-    legend = "A square is a rank, its colour the pipeline stage; pale lines stay on their host, "
-    parts.append(_text(20, height - 12, legend + "orange ones cross."))
+    for side, other, gone in ((old, new, lost), (new, old, frozenset[str]())):
+        parts += _hosts(side, other, gone, change)
+    legend = "A square is a rank, its colour the pipeline stage; bytes of pale lines stay on their "
+    parts.append(_text(20, height - 12, legend + "host, those of orange ones cross."))
     return "\n".join([*parts, "</svg>", ""])
 
 
 def _summary(change: Reconfiguration | None) -> str:
     if change is None:
         return "nothing changes"
-    text = f"{_gb(change.moves)} cross between hosts, {_gb(change.stays)} stay; "
+    text = f"{sized(change.moves)} cross between hosts, {sized(change.stays)} stay; "
     text += f"{change.total_s:.1f} s: "
     text += ", ".join(f"{name} {value:.3g}" for name, value in change.seconds.items() if value)
-    return text + (f"; {_gb(change.missing)} held by nobody" if change.missing else "")
+    return text + (f"; {sized(change.missing)} held by nobody" if change.missing else "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """Bytes from a host of before to one of after."""
+
+    size: int
+    giver: str
+    taker: str
 
 
 def _flows(old: _Side, new: _Side, change: Reconfiguration) -> list[str]:
-    """Draw what goes from host to host, the largest last, so that it lies on top."""
-    found: list[tuple[int, str, str]] = []
+    """Draw what goes from host to host: what crosses lies on what stays."""
+    found = []
     rows, columns = change.host_bytes.nonzero()
     for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
         giver, taker = change.hosts[row], change.hosts[column]
         if old.middle(giver) is not None and new.middle(taker) is not None:
-            found.append((int(change.host_bytes[row, column]), giver, taker))
-    found.sort(key=lambda flow: (-flow[0], flow[1:]))
-    drawn = found[:MOST_FLOWS]
-    most = drawn[0][0] if drawn else 1
-    start, end = old.left + MOST_RANKS * _CELL + 6, new.left - 8
+            found.append(_Flow(int(change.host_bytes[row, column]), giver, taker))
+    drawn = sorted(found, key=lambda flow: (-flow.size, flow.giver, flow.taker))[:MOST_FLOWS]
+    totals: dict[tuple[bool, str], int] = {}
+    for flow in drawn:
+        for side in ((False, flow.giver), (True, flow.taker)):
+            totals[side] = totals.get(side, 0) + flow.size
+    scale = _WIDEST / max(totals.values(), default=1)
+    begins = _side_by_side(drawn, old, new, scale, is_after=False)
+    ends = _side_by_side(drawn, old, new, scale, is_after=True)
+    drawn.sort(key=lambda flow: (flow.giver != flow.taker, flow.size))
+    start, end = old.left + MOST_RANKS * _CELL + 6, new.left - 6
     bend = (end - start) / 2
     parts = []
-    for size, giver, taker in reversed(drawn):
-        top, bottom = old.middle(giver), new.middle(taker)
-        is_kept = giver == taker
-        stroke = max(_WIDEST * size / most, 0.5)
-        says = f"{giver} {'keeps' if is_kept else 'to ' + taker} {_gb(size)}"
+    for flow in drawn:
+        top, bottom = begins[flow], ends[flow]
+        is_kept = flow.giver == flow.taker
+        says = f"{flow.giver} {'keeps' if is_kept else 'to ' + flow.taker} {sized(flow.size)}"
         parts.append(
-            f'<path d="M{start} {top} C{start + bend} {top} {end - bend} {bottom} {end} {bottom}" '
-            f'fill="none" stroke="{PALE if is_kept else MOVED}" stroke-width="{stroke:.2f}" '
-            f'stroke-opacity="{0.9 if is_kept else 0.55}"><title>{escape(says)}</title></path>'
+            f'<path d="M{old.edge + 4} {top:.2f} H{start} '
+            f'C{start + bend} {top:.2f} {end - bend} {bottom:.2f} {end} {bottom:.2f}" '
+            f'fill="none" stroke="{PALE if is_kept else MOVED}" '
+            f'stroke-width="{max(flow.size * scale, 0.5):.2f}" '
+            f'stroke-opacity="0.85"><title>{escape(says)}</title></path>'
         )
     return parts
 
 
+def _side_by_side(
+    flows: Sequence[_Flow], old: _Side, new: _Side, scale: float, *, is_after: bool
+) -> dict[_Flow, float]:
+    """Return at which height each flow begins, or ends, in the order of where it comes from or
+    goes to, so that lines of a host do not cross there."""
+    here, there = (new, old) if is_after else (old, new)
+    found: dict[_Flow, float] = {}
+    for name, _ in here.shown:
+        mine = [flow for flow in flows if name == (flow.taker if is_after else flow.giver)]
+        mine.sort(key=lambda flow: there.middle(flow.giver if is_after else flow.taker) or 0.0)
+        height = (here.middle(name) or 0.0) - sum(flow.size for flow in mine) * scale / 2
+        for flow in mine:
+            found[flow] = height + flow.size * scale / 2
+            height += flow.size * scale
+    return found
+
+
+def _stages(side: _Side) -> list[str]:
+    """Draw which colour is which stage."""
+    parts, stages = [], side.layout.degrees.pp
+    if stages == 1:
+        return []
+    for stage in range(min(stages, _MOST_STAGES)):
+        left = side.left + stage * _STAGE
+        parts.append(
+            f'<rect x="{left}" y="86" width="9" height="9" fill="{_colour(stage, stages)}"/>'
+        )
+        parts.append(_text(left + 11, 95, str(stage), size=10))
+    if stages > _MOST_STAGES:
+        left = side.left + _MOST_STAGES * _STAGE
+        parts.append(_text(left, 95, f"... {stages - 1}", size=10))
+    return parts
+
+
 def _hosts(
-    side: _Side, gone: frozenset[str], change: Reconfiguration | None, *, is_after: bool
+    side: _Side, other: _Side, gone: frozenset[str], change: Reconfiguration | None
 ) -> list[str]:
     parts, first = [], 0
-    degrees = side.layout.degrees
+    degrees, is_after = side.layout.degrees, side.left > other.left
+    others = {name for name, count in other.hosts if count}
     for place, (name, count) in enumerate(side.shown):
         top = _TOP + place * _ROW
         for number in range(min(count, MOST_RANKS)):
@@ -133,6 +194,8 @@ def _hosts(
         if name in gone:
             words += ", lost"
         elif change is not None:
+            if name not in others:
+                words += ", new" if is_after else ", leaves"
             words += f", {_crossing(change, name, is_after=is_after)}"
         parts.append(
             _text(side.left, top + _CELL + 12, words, size=11, fill=LOST if name in gone else INK)
@@ -147,13 +210,13 @@ def _hosts(
 
 def _crossing(change: Reconfiguration, name: str, *, is_after: bool) -> str:
     if name not in change.hosts:
-        return "sends nothing"
+        return "takes nothing" if is_after else "sends nothing"
     place = change.hosts.index(name)
     line: Sequence[int] = (
         change.host_bytes[:, place] if is_after else change.host_bytes[place]
     ).tolist()
     size = sum(line) - line[place]
-    return f"{'takes' if is_after else 'sends'} {_gb(size)}"
+    return f"{'takes' if is_after else 'sends'} {sized(size) if size else 'nothing'}"
 
 
 def _rank(rank: int, where: tuple[int, ...]) -> str:
@@ -189,7 +252,9 @@ def _text(x: float, y: float, words: str, *, size: int = 12, fill: str = INK) ->
     return f'<text x="{x}" y="{y}" font-size="{size}" fill="{fill}">{escape(words)}</text>'
 
 
-def _gb(size_bytes: int) -> str:
-    if size_bytes >= 1e12:
-        return f"{size_bytes / 1e12:.3g} TB"
-    return f"{size_bytes / 1e9:.3g} GB"
+def sized(size_bytes: int) -> str:
+    """Return a number of bytes in the unit that suits it."""
+    for unit, name in ((1e12, "TB"), (GB, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.3g} {name}"
+    return f"{size_bytes} bytes"

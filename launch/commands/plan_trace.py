@@ -11,6 +11,7 @@ from typing import Any
 from scalai.core.degrees import DegreeRequest, parse_request
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.planner.columns import Layout
+from scalai.core.planner.devices import GB
 from scalai.core.planner.reconfiguration import Rates
 from scalai.core.planner.trace import Trace, read_trace
 from scalai.core.planner.trace_menu import (
@@ -24,7 +25,7 @@ from scalai.core.planner.trace_menu import (
 from scalai.core.planner.trace_replay import CAUSES, Account, Piece, Terms, account, replay
 from scalai.launch.commands.plan_model import Question
 
-GB, MINUTE = 1e9, 60.0
+MINUTE = 60.0
 MOST_BYTES = 10_000_000
 
 

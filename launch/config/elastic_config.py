@@ -9,7 +9,7 @@ from scalai.core.choice import DegreePolicy, Preferring, Rule
 from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.core.errors import UsageError
 from scalai.core.planner.devices import FIGURES
-from scalai.core.planner.preference import RESIDENCE_S
+from scalai.core.planner.weighing import RESIDENCE_S
 from scalai.core.young_daly import MOST_STEPS, MTBF_HOURS
 from scalai.launch.config.notice_source import NoticeSource, parse_source
 

@@ -1,7 +1,5 @@
 """The planner that a job's degrees are chosen by, from its flags and the devices it runs on."""
 
-import shutil
-import subprocess
 from collections.abc import Mapping
 
 from scalai.converters.deepspeed.job import zero_config
@@ -14,23 +12,6 @@ from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, WEIGHTS, Workloa
 from scalai.core.planner.devices import custom_device, device_named
 from scalai.core.planner.preference import Preference, Terms
 from scalai.launch.config.elastic_config import DeepSpeedConfig, PlannerConfig
-
-DRIVER_S = 10.0
-"""How long the driver's tool may take to name a device."""
-
-
-def driver_device() -> str | None:
-    """Return the name of this host's first device as its driver has it; None: it names none."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    command = [tool, "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    names = answer.stdout.split("\n") if answer.returncode == 0 else []
-    return names[0].strip() or None if names else None
 
 
 def read_planner(

@@ -82,11 +82,11 @@ class LiveJob:
         self._last_number = 0
         self._gap = SUCCESSORS_GAP if is_successor else 0
         self._degrees_before: str | None = None
-        self.sizing = Sizing(spec)
+        self.sizing = Sizing(spec, say)
         self.members = Members(lock, term)
         self.calibrating = Calibrating(self.sizing)
         self._ahead = LookAhead(self, lock, self.log)
-        self.memory = Memory(self.members, self.sizing)
+        self.memory = Memory(self.members, self.sizing, self._look_ahead)
         self.generations = Generations()
         self.recoveries = Recoveries(self.generations)
         self.timeline = Timeline(spec.report_dir, self.log)
@@ -208,6 +208,12 @@ class LiveJob:
             self.timeline.begin("the planner")
             self.feed(events.Rescaled(self.sizing.assign(), time.monotonic()))
 
+    def _look_ahead(self) -> None:
+        """Have it computed beside what would run, and what measured steps teach that were taken
+        over."""
+        if self.sizing.has_planner:
+            self._ahead.begin()
+
     def recount(self) -> None:
         """What hosts hold has changed, and with it which generations are whole."""
         whole = self.covered()
@@ -296,8 +302,8 @@ class LiveJob:
             line.mark("detected")
         if was is m.Phase.BUILDING:
             line.phase("build", line.since("detected"))
-        if now is m.Phase.RUNNING and self.sizing.has_planner:
-            self._ahead.begin()
+        if now is m.Phase.RUNNING:
+            self._look_ahead()
         if now is m.Phase.PREPARING:
             line.mark("preparing")
         elif now is m.Phase.SNAPSHOTTING:

@@ -64,23 +64,29 @@ class LookAhead:
         with self._job_lock:
             job, sizing = self._live.state, self._live.sizing
             assign = job.assign
-        learned = None if found is None else sizing.with_measured(*found)
+        learned = sizing.recalibrated() if found is None else sizing.with_measured(*found)
         if learned is not None:
             assign = learned[1]
         line = plans_line(assign, job)  # what is assigned is known from now on
         assign(staying(job), present_degrees(job))
         with self._job_lock:
-            if found is not None and learned is not None:
-                steps, preference = found[0], learned[0]
-                self._say(
-                    f"event=measured degrees={steps.degrees} micro_batch={steps.micro_batch} "
-                    f"step_s={steps.seconds:.4g} steps={steps.steps} "
-                    f"layouts={len(preference.measured)}"
-                )
+            if learned is not None:
+                self._say(_learned_line(found, learned[0]))
                 self._live.learned(*learned)
             if line != self._said:
                 self._said = line
                 self._say(line)
+
+
+def _learned_line(found: Learned | None, preference: Preference) -> str:
+    layouts = f"layouts={len(preference.measured)}"
+    if found is None:
+        return f"event=recalled {layouts}"
+    steps = found[0]
+    return (
+        f"event=measured degrees={steps.degrees} micro_batch={steps.micro_batch} "
+        f"step_s={steps.seconds:.4g} steps={steps.steps} {layouts}"
+    )
 
 
 def plans_line(assign: Assign, job: Job) -> str:

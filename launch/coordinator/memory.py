@@ -2,6 +2,7 @@
 one has said so."""
 
 import time
+from collections.abc import Callable
 
 from scalai.core.commands import Remember
 from scalai.core.membership import Job, Phase
@@ -21,10 +22,11 @@ class Memory:
     Args:
         members: The hosts.
         sizing: Knows what persons have asked for.
+        recalled: Is told where something of a coordinator before holds from now on.
     """
 
-    def __init__(self, members: Members, sizing: Sizing) -> None:
-        self._members, self._sizing = members, sizing
+    def __init__(self, members: Members, sizing: Sizing, recalled: Callable[[], object]) -> None:
+        self._members, self._sizing, self._recalled = members, sizing, recalled
         self._said: Shared[Remembered] | None = None
         self._of: tuple[Job, JsonText] | None = None
         self._terms = set[int]()
@@ -64,6 +66,7 @@ class Memory:
         if not has_begun and not has_said and known.order > self._heard:
             self._heard = known.order
             self._sizing.take_over(known.request)
+            self._recalled()
         return known
 
     def wait_kept(self, longest_s: float) -> bool:

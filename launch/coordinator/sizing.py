@@ -3,6 +3,7 @@ requests, and what has turned out not to fit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from scalai.core.assignment import make_assign
@@ -19,15 +20,23 @@ from scalai.core.planner.preference import (
 from scalai.core.planner.rank_order import Hosts, make_place
 from scalai.launch.config.job import JobSpec
 from scalai.launch.config.planning import read_planner, read_sharding, read_workload
+from scalai.launch.coordinator.guarded_planner import GuardedPlanner
 
 
 class Sizing:
     """The inputs of ``make_assign`` for one job. ``scalai scale`` and out-of-memory change them."""
 
-    def __init__(self, spec: JobSpec) -> None:
-        facts = spec.script
+    def __init__(self, spec: JobSpec, say: Callable[[str], object] = lambda line: None) -> None:
+        """Take over what a person has stated.
+
+        Args:
+            say: Takes log lines.
+        """
+        facts, self._say = spec.script, say
         self._planner, self._arguments = spec.config.planner, facts.arguments
         self._limits, self._policy = facts.limits, facts.policy
+        self._recalled: tuple[tuple[Measured, ...], float | None] = ((), None)
+        """What the coordinator before had measured: steps, and the seconds of a change."""
         self._preference = self._read_preference()
         self._deepspeed = spec.config.deepspeed, spec.deepspeed
         self._place = self._made_place()
@@ -37,8 +46,8 @@ class Sizing:
         self._excluded: tuple[Choice, ...] = ()
         self._assign: Assign | None = None
         """What ``assign`` gives, until something is learned."""
-        self._learned_from: Assign | None = None
-        """What it gave when the planner began to learn."""
+        self._learned_from: tuple[Preference, Assign] | None = None
+        """The planner that began to learn, and what ``assign`` gave then."""
 
     def assign(self) -> Assign:
         """Return the function that assigns workers to hosts, as things are now.
@@ -91,20 +100,33 @@ class Sizing:
         excluded = [
             [each.degrees.to_json(), each.micro_batch_size, each.reason] for each in self._excluded
         ]
-        measured = measured_to_json(self._preference.measured) if self._preference else []
-        return JsonText.of([self._max_workers, self._max_hosts, self._degrees, excluded, measured])
+        measured, change_s = self._recalled
+        if (planner := self._preference) is not None:
+            measured, change_s = planner.measured, planner.terms.change_s
+        return JsonText.of([
+            self._max_workers, self._max_hosts, self._degrees, excluded,
+            measured_to_json(measured), change_s,
+        ])  # fmt: skip
 
     def take_over(self, request: JsonText) -> None:
-        """This held under the coordinator before. Raises ``ValueError`` where it is nothing that
-        ``request`` gives."""
-        nproc, nnodes, degrees, excluded, measured = request.value()
+        """This held under the coordinator before. What it had measured says nothing of other
+        layouts before ``recalibrated`` is adopted.
+
+        Raises:
+            ValueError: It is nothing that ``request`` gives.
+        """
+        match request.value():
+            case [nproc, nnodes, degrees, list() as excluded, measured, change_s] if (
+                change_s is None or (isinstance(change_s, float | int) and 0 < change_s < inf)
+            ):
+                recalled = tuple(measured_of_json(measured)), change_s
+                failed = tuple(_choice_of_json(each) for each in excluded)
+            case other:
+                raise ValueError(f"{other!r} is no request of persons")
         self.rescale(nproc, nnodes, degrees)
+        self._recalled, self._excluded = recalled, failed
         if self._preference is not None:
-            self._preference = self._preference.with_all_measured(measured_of_json(measured))
-        self._excluded = tuple(
-            Choice(Degrees.from_json(its), (), reason, size) for its, size, reason in excluded
-        )
-        self._assign = None
+            self._preference = self._preference.recalling(*recalled)
 
     def exclude(self, assignment: Assignment) -> None:
         """These degrees ran out of memory in their first step."""
@@ -134,19 +156,31 @@ class Sizing:
         None: there is none. Nothing changes before ``adopt``, so that it may take its time."""
         if self._preference is None:
             return None
-        self._learned_from = self.assign()
+        self._learned_from = self._preference, self.assign()
         preference = self._preference.with_measured(found, change_s)
         return preference, self._made(preference)
 
+    def recalibrated(self) -> tuple[Preference, Assign] | None:
+        """Return the planner that has computed what was taken over, as ``with_measured`` does;
+        None: there is nothing to compute."""
+        if self._preference is None or self._preference.is_calibrated:
+            return None
+        self._learned_from = self._preference, self.assign()
+        preference = self._preference.recalibrated()
+        return preference, self._made(preference)
+
     def adopt(self, preference: Preference, assign: Assign) -> None:
-        """Go by what ``with_measured`` has given; where a person has asked for something meanwhile,
-        by the planner alone."""
+        """Go by what ``with_measured`` or ``recalibrated`` has given; where a person has asked for
+        something meanwhile, by the planner alone. Where meanwhile another coordinator's
+        measurements were taken over, these stay."""
+        if self._learned_from is None or self._preference is not self._learned_from[0]:
+            return
         self._preference = preference
-        self._assign = assign if self._assign is self._learned_from else None
+        self._assign = assign if self._assign is self._learned_from[1] else None
 
     def _read_preference(self) -> Preference | None:
         found = read_planner(self._planner, self._arguments, self._limits)
-        return None if isinstance(found, str) else found
+        return None if isinstance(found, str) else found.recalling(*self._recalled)
 
     def learn(self, about: Mapping[str, Any]) -> None:
         """Take over limits that only the running script knew, from a snapshot's ``about``."""
@@ -172,9 +206,11 @@ class Sizing:
         explain: Callable[[str], object] = lambda reason: None,
         preference: Preference | None = None,
     ) -> Assign:
+        planner = preference or self._preference
+        guarded = None if planner is None else GuardedPlanner(planner, self._say)
         return make_assign(
             self._limits,
-            replace(self._policy, preference=preference or self._preference),
+            replace(self._policy, preference=guarded),
             min_hosts=self._min_hosts,
             max_hosts=max_hosts,
             max_workers=max_workers,
@@ -182,3 +218,10 @@ class Sizing:
             requested=parse_request(request) if request else None,
             explain=explain,
         )
+
+
+def _choice_of_json(data: object) -> Choice:
+    match data:
+        case [dict() as degrees, int() | None as size, str(reason)]:
+            return Choice(Degrees.from_json(degrees), (), reason, size)
+    raise ValueError(f"{data!r} is no choice: degrees, samples of a pass, why")

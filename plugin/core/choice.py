@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, refusal
-from scalai.core.errors import RefusedError, UsageError
+from scalai.core.errors import RefusedError, ScalaiError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class Rule:
 
 
 class Preferring(Protocol):
-    """Puts valid choices in order by what they cost; gives none where it does not decide."""
+    """Puts valid choices in order by what they cost; gives none where it does not decide, and
+    raises ``ScalaiError`` where it cannot."""
 
     def order(
         self, choices: Sequence["Choice"], present: Degrees | None
@@ -192,9 +193,15 @@ def _in_order(
     case: _Case, sizes: Sequence[int], requested: DegreeRequest | None, refused: list[str]
 ) -> Iterator[Choice]:
     yield from _asked_for(case, sizes, requested, refused)
-    if requested is None:
+    if requested is not None:
+        return
+    failure = ""
+    try:
         yield from _preferred(case, sizes)
-        yield from _split_anew(case, sizes, refused)
+    except ScalaiError as error:
+        failure = f"; the planner cannot say: {error}"
+    for choice in _split_anew(case, sizes, refused):
+        yield replace(choice, reason=choice.reason + failure)
 
 
 def _asked_for(

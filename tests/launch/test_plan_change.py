@@ -1,6 +1,7 @@
 """``scalai plan --from`` says what a change moves and takes, draws it, or says the way out."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -66,6 +67,12 @@ def test_for_a_moment_nothing_changes(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "nothing changes" in picture.read_text()
 
 
+def test_no_time_is_not_the_usual_time(capsys: pytest.CaptureFixture[str]) -> None:
+    said = content(capsys, "--from", "tp8 pp2 dp1", "--gpus", "16", "--residence", "0")
+    to = said["to"]
+    assert isinstance(to, dict) and to["is_stay"] and said["residence_s"] == 0
+
+
 def test_bytes_that_are_lost_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--from", "tp4 pp4 dp2", "--to", "tp4 pp4 dp1", "--lost", "host-1") == 0
     assert "held by no host that is left" in capsys.readouterr().out
@@ -93,6 +100,27 @@ def test_the_picture_has_every_rank_and_every_flow(
         assert 0 <= float(one.get("y", "0")) <= height - float(one.attrib["height"])
 
 
+def test_lines_of_a_host_lie_side_by_side_and_begin_at_its_squares(tmp_path: Path) -> None:
+    path = tmp_path / "change.svg"
+    words = ("--per-host", "4", "--from", "tp4 pp4 dp2", "--to", "tp4 pp3 dp1")
+    assert run(*words, "--picture", path) == 0
+    root = ElementTree.fromstring(path.read_text())
+    ends: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for one in root.iter(f"{SVG}path"):
+        x, y, *_, last = one.attrib["d"].removeprefix("M").split()
+        width = float(one.attrib["stroke-width"])
+        assert float(x) == 20 + 4 * 18 + 4
+        says = str(one.findtext(f"{SVG}title")).replace(" keeps ", " to ").split()
+        ends.setdefault(("from", says[0]), []).append((float(y), width))
+        if says[2].startswith("host"):
+            ends.setdefault(("to", says[2]), []).append((float(last), width))
+    assert max(len(lines) for lines in ends.values()) > 1
+    for lines in ends.values():
+        for (above, upper), (below, lower) in pairwise(sorted(lines)):
+            assert below - above >= (upper + lower) / 2 - 0.5, "0.5 is the thinnest line"
+        assert sum(width for _, width in lines) <= 16.5
+
+
 def test_a_large_picture_says_what_it_leaves_out(tmp_path: Path) -> None:
     path = tmp_path / "large.svg"
     assert run("--from", "tp8 pp6 dp6", "--to", "tp8 pp6 dp4", "--picture", path) == 0
@@ -104,6 +132,9 @@ def test_a_large_picture_says_what_it_leaves_out(tmp_path: Path) -> None:
     ("words", "says"),
     [
         (("--to", "tp1 pp1 dp1", "--gpus", "1"), "say what runs, by --from"),
+        (("--residence", "60", "--gpus", "8"), "--residence is about a change; say what runs"),
+        (("--relaunch", "0", "--gpus", "8"), "--relaunch is about a change; say what runs"),
+        (("--from", "tp2 pp2 dp2", "--trace", "a.csv"), "--score and --trace"),
         (("--from", "tp2 pp2"), "does not say dp; write for example"),
         (("--from", "tp2 pp2 dp2"), "give --gpus N"),
         (("--from", "two", "--gpus", "8"), "write for example 'tp2 pp1'"),

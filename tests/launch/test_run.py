@@ -3,13 +3,17 @@
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from scalai.launch import run
+from scalai.launch.config.flags import parse_options
+from scalai.launch.config.job import JobSpec
 from scalai.launch.host_signals import Heard
+from support.driver_script import install_into
 
 
 def test_a_loop_that_stands_still_does_not_outlive_a_second_signal(
@@ -30,6 +34,40 @@ def test_a_loop_that_stands_still_does_not_outlive_a_second_signal(
     forever.set()
     run._wait(loop, agent, heard)
     assert not loop.is_alive()
+
+
+def elastic_job(tmp_path: Path, *flags: str) -> JobSpec:
+    config = tmp_path / "elastic.toml"
+    config.write_text("[model]\nnum_attention_heads = 8\n")
+    return JobSpec.read(parse_options(["--elastic", str(config), *flags, "script.py"]))
+
+
+@pytest.mark.parametrize(
+    ("script", "gpu", "line"),
+    [
+        ("echo NVIDIA H200", "NVIDIA H200", "event=device name='NVIDIA H200'"),
+        ("echo NVIDIA K80", "NVIDIA K80", "'NVIDIA K80' is not in the table of devices"),
+        ("echo No devices were found; exit 6", None, "no answer: nvidia-smi names no device"),
+    ],
+)
+def test_the_log_has_what_the_driver_says_of_its_device(
+    script: str, gpu: str | None, line: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level("INFO", "scalai")
+    install_into(tmp_path, monkeypatch)(script)
+    assert run._with_device(elastic_job(tmp_path)).config.planner.gpu == gpu
+    assert line in caplog.text
+
+
+def test_the_driver_is_not_asked_where_a_person_has_said_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "scalai")
+    install_into(tmp_path, monkeypatch)("echo NVIDIA H200")
+    kept = elastic_job(tmp_path, "--planner", "keep")
+    assert run._with_device(kept) is kept
+    assert caplog.text == ""
 
 
 SECOND_SIGNAL_AT_THE_FIRST = """

@@ -1,12 +1,15 @@
 """A person's requests about a job's size hold wherever they fit; then what its planner computes."""
 
 import re
+from collections.abc import Callable
 
 import pytest
 
 from scalai.core.degrees import Degrees
 from scalai.core.errors import RefusedError
 from scalai.core.membership import Assignment
+from scalai.core.messages import JsonText
+from scalai.core.planner import preference
 from scalai.core.planner.preference import Measured
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
@@ -100,10 +103,20 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def of_file(
-    config: str, *flags: str, script: str = f"{MEGATRON} --padded-vocab-size 1024"
+    config: str,
+    *flags: str,
+    script: str = f"{MEGATRON} --padded-vocab-size 1024",
+    say: Callable[[str], object] = print,
 ) -> Sizing:
     given = ["--nnodes", "1:2", "--nproc-per-node", "2", "--elastic", config, *flags]
-    return Sizing(JobSpec.read(parse_options([*given, *script.split()])))
+    return Sizing(JobSpec.read(parse_options([*given, *script.split()])), say)
+
+
+def reasons(sizing: Sizing) -> str:
+    """Return what it says of what it takes instead of the slow layout."""
+    found = sizing.assign()(FOUR, SLOW)
+    assert found is not None
+    return found.reason
 
 
 def runs(sizing: Sizing, present: Degrees | None) -> Degrees:
@@ -132,6 +145,83 @@ def test_who_takes_over_knows_what_was_measured(gpu: str) -> None:
     after.take_over(before.request)
     assert after.request == before.request
     assert runs(after, SLOW) == runs(before, SLOW) != SLOW
+
+
+def test_who_takes_over_computes_beside_the_job_what_was_measured(
+    gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = of_file(gpu), of_file(gpu)
+    learn(before)
+    with monkeypatch.context() as patched:
+        patched.setattr(preference, "calibrate", lambda x, seconds: pytest.fail("in the lock"))
+        after.take_over(before.request)
+    found = after.recalibrated()
+    assert found is not None
+    after.adopt(*found)
+    assert after.recalibrated() is None
+    assert reasons(after) == reasons(before), "it predicts what its predecessor did"
+
+
+def test_who_takes_over_knows_what_a_change_takes(gpu: str) -> None:
+    before, after = of_file(gpu), of_file(gpu)
+    learned(before, Measured(SLOW, 1, 50, 2.0), 321.0)
+    after.take_over(before.request)
+    learned(after, Measured(FAST, 1, 50, 1.0), None)
+    assert "a change costs 321 s" in reasons(after)
+
+
+def test_what_was_measured_waits_for_a_vocabulary_that_the_job_tells(gpu: str) -> None:
+    before, after = of_file(gpu), of_file(gpu, script=MEGATRON)
+    learn(before)
+    after.take_over(before.request)
+    assert after.request == before.request, "the next one hears of it too"
+    after.learn({"facts": {"padded_vocab_size": 1024}})
+    assert after.request == before.request
+    assert runs(after, SLOW) == runs(before, SLOW)
+
+
+def test_what_is_computed_meanwhile_does_not_replace_what_is_taken_over(gpu: str) -> None:
+    before, after = of_file(gpu), of_file(gpu)
+    learn(before)
+    found = after.with_measured(Measured(SLOW, 1, 50, 9.0), None)
+    assert found is not None
+    after.take_over(before.request)
+    after.adopt(*found)
+    assert after.request == before.request
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None, 7, [], [None, 2, None, [], []], [None, 2, None, [], 7, None],
+        [None, 2, None, [], [], "x"], [None, 2, None, [], [], -1.0], [None, 2, None, [3], [], 1.0],
+        [None, 2, None, [[{"tp": 2}, None]], [], 1.0],
+    ],
+)  # fmt: skip
+def test_what_nobody_has_asked_for_is_not_taken_over(gpu: str, wrong: object) -> None:
+    sizing = of_file(gpu)
+    was = sizing.request
+    with pytest.raises(ValueError, match=r"is no "):
+        sizing.take_over(JsonText.of(wrong))
+    assert sizing.request == was
+
+
+def test_a_slip_of_the_planner_is_told_and_leaves_what_runs(
+    gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def order(*_: object) -> None:
+        raise ZeroDivisionError("a slip")
+
+    monkeypatch.setattr(preference.Preference, "order", order)
+    said: list[str] = []
+    sizing = of_file(gpu, "--planner", "cost", say=said.append)
+    for _ in range(2):
+        found = sizing.assign()(FOUR, SLOW)
+        assert found is not None
+        assert found.degrees == SLOW
+        assert "the planner cannot say: ZeroDivisionError('a slip')" in found.reason
+    (line,) = said
+    assert "event=planner failed" in line and "Traceback" in line
 
 
 def test_a_person_may_keep_degrees(gpu: str) -> None:

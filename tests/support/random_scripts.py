@@ -2,6 +2,7 @@
 laws say of them."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from scalai.converters.megatron.arguments import derived_flags, read_arguments
@@ -98,18 +99,40 @@ def random_case(draw: random.Random, *, has_newest_flags: bool) -> Case:
 
 
 def _any(draw: random.Random, has_newest_flags: bool) -> Case:
-    pick, maybe = draw.choice, draw.random
-    tp, pp, dp = pick((1, 1, 2, 2, 3, 4, 8)), pick((1, 1, 2, 2, 3, 4)), pick((1, 2, 2, 3, 4, 6))
-    cp = pick((1, 1, 1, 1, 2, 4))
-    heads, layers = pick((4, 8, 8, 12, 24)), pick((2, 4, 6, 8, 12, 12))
-    micro = pick((1, 1, 1, 2, 3))
-    final = pick((12, 24, 24, 48, 72, 96))
-    flags: dict[str, object] = {
-        "num-layers": layers, "hidden-size": heads * 16, "num-attention-heads": heads,
-        "seq-length": pick((48, 48, 64, 66)), "max-position-embeddings": 96,
-        "micro-batch-size": micro, "global-batch-size": final,
+    pick = draw.choice
+    degrees = Degrees(
+        pick((1, 1, 2, 2, 3, 4, 8)), pick((1, 1, 2, 2, 3, 4)), pick((1, 2, 2, 3, 4, 6)),
+        cp=pick((1, 1, 1, 1, 2, 4)),
+    )  # fmt: skip
+    layers, final = pick((2, 4, 6, 8, 12, 12)), pick((12, 24, 24, 48, 72, 96))
+    flags, words = _model(draw, layers, final)
+    degrees = replace(degrees, ep=_experts(draw, flags, words))
+    _switches(draw, flags, words)
+    vpp, is_fixed = _stages(draw, flags, words, layers, degrees.pp)
+    _batches(draw, flags, final, has_newest_flags)
+    first = replace(degrees, vpp=vpp)
+    flags |= {
+        "tensor-model-parallel-size": first.tp, "pipeline-model-parallel-size": first.pp,
+        "context-parallel-size": first.cp, "expert-model-parallel-size": first.ep,
     }  # fmt: skip
-    words: list[str] = []
+    degrees, micro_batch = first, None
+    if draw.random() < 0.5:
+        degrees = _changed(draw, first, is_fixed=is_fixed, has_experts="num-experts" in flags)
+        micro_batch = pick((None, 1, 2, 4))
+    ranks = degrees.world_size + (pick((1, 2)) if draw.random() < 0.03 else 0)
+    return Case((*FLAGS, *_given(flags), *words), degrees, micro_batch, ranks, first.tp)
+
+
+def _model(draw: random.Random, layers: int, final: int) -> tuple[dict[str, object], list[str]]:
+    """Return flags of a dense model and its ``final`` batch: with values, and without."""
+    pick, maybe = draw.choice, draw.random
+    heads, words = pick((4, 8, 8, 12, 24)), list[str]()
+    flags: dict[str, object] = {
+        "num-layers": layers, "hidden-size": heads * 16,
+        "num-attention-heads": heads, "seq-length": pick((48, 48, 64, 66)),
+        "max-position-embeddings": 96, "micro-batch-size": pick((1, 1, 1, 2, 3)),
+        "global-batch-size": final,
+    }  # fmt: skip
     if maybe() < 0.4:
         groups = pick([size for size in (1, 2, 3, 4, 6, heads) if size <= heads])
         flags["num-query-groups"] = groups
@@ -120,49 +143,54 @@ def _any(draw: random.Random, has_newest_flags: bool) -> Case:
         flags["hidden-size"] = pick((96, 100, 120))
     if maybe() < 0.3:
         flags["ffn-hidden-size"] = pick((64, 96, 96, 100, 192))
-    ep = 1
+    return flags, words
+
+
+def _experts(draw: random.Random, flags: dict[str, object], words: list[str]) -> int:
+    """Add experts to some models; return over how many ranks they are spread."""
+    pick, maybe = draw.choice, draw.random
+    if maybe() >= 0.3:
+        return 1
+    flags |= {
+        "num-experts": pick((4, 6, 8)), "moe-router-topk": 2,
+        "moe-token-dispatcher-type": "alltoall",
+    }  # fmt: skip
+    words.append("--disable-bias-linear")
     if maybe() < 0.3:
-        flags["num-experts"] = pick((4, 6, 8))
-        flags["moe-router-topk"] = 2
-        words.append("--disable-bias-linear")
-        ep = pick((1, 2, 2, 3, 4))
-        flags["moe-token-dispatcher-type"] = "alltoall"
-        if maybe() < 0.3:
-            flags["expert-tensor-parallel-size"] = pick((1, 1, 2))
-        if maybe() < 0.3:
-            flags["moe-ffn-hidden-size"] = pick((32, 48, 50))
+        flags["expert-tensor-parallel-size"] = pick((1, 1, 2))
+    if maybe() < 0.3:
+        flags["moe-ffn-hidden-size"] = pick((32, 48, 50))
+    return pick((1, 2, 2, 3, 4))
+
+
+def _switches(draw: random.Random, flags: dict[str, object], words: list[str]) -> None:
+    """Add what is on or off, and what belongs to it."""
     for word, share in (
         ("--swiglu", 0.3), ("--sequence-parallel", 0.4), ("--use-distributed-optimizer", 0.4),
         ("--untie-embeddings-and-output-weights", 0.3), ("--no-overlap-p2p-communication", 0.1),
     ):  # fmt: skip
-        if maybe() < share:
+        if draw.random() < share:
             words.append(word)
-    if "--use-distributed-optimizer" in words and maybe() < 0.3:
-        flags["num-distributed-optimizer-instances"] = pick((2, 2, 3))
-    if maybe() < 0.1:
-        flags["padded-vocab-size"] = pick((128, 132, 144, 160))
-    vpp, is_fixed = _stages(draw, flags, words, layers, pp)
-    _batches(draw, flags, final, has_newest_flags)
-    first_tp = tp
-    degrees = Degrees(tp, pp, dp, vpp, cp, ep)
-    flags |= {
-        "tensor-model-parallel-size": tp, "pipeline-model-parallel-size": pp,
-        "context-parallel-size": cp, "expert-model-parallel-size": ep,
-    }  # fmt: skip
-    micro_batch = None
-    if maybe() < 0.5:  # a change
-        degrees = replace(degrees, tp=pick((1, 2, 3, 4)), dp=pick((1, 2, 3, 4, 6)))
-        if not is_fixed:
-            degrees = replace(degrees, pp=pick((1, 2, 3, 4)), vpp=pick((1, 1, 2, 3)))
-        if "num-experts" in flags:
-            degrees = replace(degrees, ep=pick((1, 2, 4)))
-        micro_batch = pick((None, 1, 2, 4))
-    ranks = degrees.world_size + (pick((1, 2)) if maybe() < 0.03 else 0)
-    given = [
+    if "--use-distributed-optimizer" in words and draw.random() < 0.3:
+        flags["num-distributed-optimizer-instances"] = draw.choice((2, 2, 3))
+    if draw.random() < 0.1:
+        flags["padded-vocab-size"] = draw.choice((128, 132, 144, 160))
+
+
+def _changed(draw: random.Random, first: Degrees, *, is_fixed: bool, has_experts: bool) -> Degrees:
+    """Return degrees that the script's own may change to; stages that are fixed stay."""
+    pick = draw.choice
+    degrees = replace(first, tp=pick((1, 2, 3, 4)), dp=pick((1, 2, 3, 4, 6)))
+    if not is_fixed:
+        degrees = replace(degrees, pp=pick((1, 2, 3, 4)), vpp=pick((1, 1, 2, 3)))
+    return replace(degrees, ep=pick((1, 2, 4))) if has_experts else degrees
+
+
+def _given(flags: Mapping[str, object]) -> list[str]:
+    return [
         word for name, value in flags.items()
         for word in (f"--{name}", *(value if isinstance(value, tuple) else (str(value),)))
     ]  # fmt: skip
-    return Case((*FLAGS, *given, *words), degrees, micro_batch, ranks, first_tp)
 
 
 def _stages(

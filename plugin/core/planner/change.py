@@ -12,9 +12,15 @@ from scalai.core.planner.fit import Calibration, uncalibrated
 from scalai.core.planner.memory import USABLE
 from scalai.core.planner.overlaps import overlaps_of
 from scalai.core.planner.placement import EXACT_HOSTS, Placed, place_by
-from scalai.core.planner.preference import MARGIN, MEASURED_SPREAD, RESIDENCE_S
 from scalai.core.planner.reconfiguration import Hosts, Rates, Reconfiguration, cost_of
 from scalai.core.planner.search import Choices, Estimate, estimates, search
+from scalai.core.planner.weighing import (
+    MEASURED_SPREAD,
+    RESIDENCE_S,
+    is_worth_leaving,
+    needed_gain,
+    steps_within,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,6 @@ class Option:
         estimate: The layout with its seconds a step.
         hosts: In the order of the ranks.
         change: What it costs to get there; None: nothing, the job goes on as it is.
-        missing: Bytes that no host holds; the state comes from elsewhere then.
         unplaced_moves: Bytes that would cross with the hosts in the order in which they are there.
     """
 
@@ -40,8 +45,7 @@ class Option:
 
     def steps(self, residence_s: float) -> float:
         """Return the steps that are made within the time."""
-        lost = self.change.total_s if self.change else 0.0
-        return max(0.0, residence_s - lost) / self.estimate.seconds
+        return steps_within(residence_s, _seconds_of(self), self.estimate.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +78,29 @@ def choose(
         raise RefusedError("no layout is possible on the devices that are there; add devices.")
     stay = next((option for option in options if option.is_stay), None)
     ranked = sorted(options, key=lambda one: (-one.steps(residence_s), _seconds_of(one)))
-    taken, reason = ranked[0], ""
-    if stay is not None and taken is not stay:
-        spread = (spread_of or _half_width)(taken.estimate, stay.estimate)
-        need = max(MARGIN, spread)
-        gain = _gain(taken.steps(residence_s), stay.steps(residence_s))
-        if gain <= need:
-            taken = stay
-            reason = f"the best change promises {gain:+.1%} of steps, below {need:.1%}"
-        else:
-            reason = f"{gain:+.1%} of steps against staying"
-    elif taken is stay:
+    taken, reason = ranked[0], "most steps until the next change"
+    if taken is stay:
         reason = "no change makes more steps"
-    if not reason:
-        reason = "most steps until the next change"
+    elif stay is not None:
+        taken, reason = _or_stay(taken, stay, residence_s, spread_of or _half_width)
     others = [(one, _why_not(one, taken, residence_s)) for one in ranked if one is not taken]
     return Choice(taken, reason, tuple(others))
+
+
+def _or_stay(
+    best: Option,
+    stay: Option,
+    residence_s: float,
+    spread_of: Callable[[Estimate, Estimate], float],
+) -> tuple[Option, str]:
+    """Return what to take where the job may go on as it is, and why."""
+    spread = spread_of(best.estimate, stay.estimate)
+    steps, present = best.steps(residence_s), stay.steps(residence_s)
+    gain = _gain(steps, present)
+    if is_worth_leaving(steps, present, spread):
+        return best, f"{gain:+.1%} of steps against staying"
+    need = needed_gain(spread)
+    return stay, f"the best change promises {gain:+.1%} of steps, below {need:.1%}"
 
 
 def options_for(

@@ -167,8 +167,10 @@ _TABLE = (
 
 DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _TABLE})
 """Known devices by name."""
-_SHORT = {"a100": "a100-80gb", "v100": "v100-32gb", "h100": "h100-80gb", "a6000": "rtxa6000-48gb"}
-_WORDS = re.compile(r"nvidia|amd|tesla|geforce|instinct|sxm\d?|nvl\d*|hbm\d?e?|[\s_-]")
+_SHORT = {"a100": "a100-80gb", "v100": "v100-32gb", "h100": "h100-80gb", "a6000": "rtxa6000-48gb",
+          "h100pcie": "h100-80gb-pcie"}  # fmt: skip
+_WORDS = re.compile(r"nvidia|amd|tesla|geforce|instinct|sxm\d?|nvl72|hbm\d?e?|[\s_-]")
+"""What tells no two devices apart; ``PCIe`` and ``NVL`` of a card do."""
 
 FIGURES = {
     "tflops": "peak of dense bf16 products, TFLOP/s",

@@ -5,33 +5,31 @@ Whatever is taken is kept until something is better by more than is uncertain. W
 the job itself is believed before what is predicted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import erf, exp, log, sqrt
+from math import erf, exp, inf, log, sqrt
 from statistics import median_high, median_low
 
 import numpy as np
 
 from scalai.core.choice import Choice
 from scalai.core.degrees import Degrees
-from scalai.core.errors import RefusedError
+from scalai.core.errors import ScalaiError
 from scalai.core.planner.columns import Layout, Recompute, Workload, columns_of
 from scalai.core.planner.devices import Device
 from scalai.core.planner.fit import Calibration, calibrate, uncalibrated
 from scalai.core.planner.memory import USABLE, step_memory
-from scalai.core.planner.reconfiguration import reconfiguration
+from scalai.core.planner.reconfiguration import RELAUNCH_S, reconfiguration
+from scalai.core.planner.weighing import (
+    MEASURED_SPREAD,
+    RESIDENCE_S,
+    is_worth_leaving,
+    needed_gain,
+    steps_within,
+)
 
 KNOWN_LAYOUTS = 2
 """So many layouts of a job were measured before its planner decides without being asked to."""
-RESIDENCE_S = 2100.0
-"""How long devices are taken to stay as they are: the mean of the predecessor's trace (Tenplex,
-SOSP 2024, section 6.2)."""
-CHANGE_S = 60.0
-"""What a change is taken to cost until the job has made one."""
-MARGIN = 0.05
-"""By so much more work a change must promise at least."""
-MEASURED_SPREAD = 0.03
-"""Half of the interval of a step that was measured in the job."""
 COSTED = 8
 """Of so many of the best the bytes of the change are counted."""
 CONTENDERS = 3
@@ -64,14 +62,15 @@ class Terms:
     Attributes:
         is_asked: The planner decides although nothing was measured yet.
         residence_s: How long devices are taken to stay as they are.
-        change_s: How long the training stands still for a change.
+        change_s: How long the training stands still for a change; until the job has made one, what
+            a relaunch is taken to cost.
         trial_steps: For so many steps each of the best is tried where the prediction does not
             separate them; 0: none is.
     """
 
     is_asked: bool = False
     residence_s: float = RESIDENCE_S
-    change_s: float = CHANGE_S
+    change_s: float = RELAUNCH_S
     trial_steps: int = 0
 
 
@@ -87,6 +86,8 @@ class _Case:
     cost_s: float
     work: float = 0.0
     """Steps within the residence."""
+    uncounted: str = ""
+    """Why the bytes of the change are not in its cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,23 @@ class Preference:
         key = found.degrees, found.micro_batch
         others = (each for each in self.measured if (each.degrees, each.micro_batch) != key)
         return self.with_all_measured((*others, found))
+
+    def recalling(self, measured: Sequence[Measured], change_s: float | None) -> "Preference":
+        """Return the planner that knows what another one has measured; what that says of other
+        layouts is computed by ``recalibrated``, which takes its time."""
+        return replace(
+            self, measured=tuple(measured), calibration=uncalibrated(),
+            terms=replace(self.terms, change_s=change_s or self.terms.change_s),
+        )  # fmt: skip
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether all that was measured counts for other layouts too."""
+        return self.calibration.rows == len(self.measured)
+
+    def recalibrated(self) -> "Preference":
+        """Return the planner that has computed what its measurements say of other layouts."""
+        return self.with_all_measured(self.measured)
 
     def with_all_measured(self, measured: Sequence[Measured]) -> "Preference":
         """Return the planner that knows this of the job, and nothing else."""
@@ -171,13 +189,16 @@ class Preference:
     def _or_stay(self, cases: Sequence[_Case], stays: _Case) -> tuple[_Case, str]:
         """Return what to take where the present degrees may stay, and why."""
         best = cases[0]
-        spread = max(MARGIN, self._spread(best, stays))
-        if best is not stays and best.work > (1 + spread) * stays.work:
+        spread = self._spread(best, stays)
+        if best is not stays and is_worth_leaving(best.work, stays.work, spread):
             return best, "the most work until the next change"
         tried = self._trial(cases, stays)
         if tried is not None:
             return tried, f"tried for {self.terms.trial_steps} steps"
-        return stays, "kept" if best is stays else f"kept: nothing is better by {spread:.0%}"
+        return (
+            stays,
+            "kept" if best is stays else f"kept: nothing is better by {needed_gain(spread):.0%}",
+        )
 
     def _trial(self, cases: Sequence[_Case], stays: _Case) -> _Case | None:
         """Return one of the best that nobody has measured and that may be worth a try.
@@ -205,8 +226,8 @@ class Preference:
             change = reconfiguration(
                 work, device, before, self._of(case.choice)[2], relaunch_s=self.terms.change_s
             )
-        except RefusedError:  # what runs is cut as the formulas do not know
-            return case
+        except ScalaiError as error:  # what runs is cut as the formulas do not know
+            return replace(case, uncounted=str(error))
         return _worth(replace(case, cost_s=change.total_s), self.terms.residence_s)
 
     def _spread(self, one: _Case, other: _Case) -> float:
@@ -271,16 +292,26 @@ def measured_to_json(measured: Sequence[Measured]) -> list[list[object]]:
     ]
 
 
-def measured_of_json(data: Sequence[tuple[Mapping[str, int], int, int, float]]) -> list[Measured]:
+def measured_of_json(data: object) -> list[Measured]:
     """Raises ``ValueError`` where it is nothing of the kind."""
-    return [
-        Measured(Degrees.from_json(its), int(micro), int(steps), float(seconds))
-        for its, micro, steps, seconds in data
-    ]
+    if not isinstance(data, list | tuple):
+        raise ValueError(f"{data!r} is no list of measured steps")
+    return [_measured_of_json(entry) for entry in data]
+
+
+def _measured_of_json(entry: object) -> Measured:
+    wrong = f"{entry!r} is no measured step: degrees, samples of a pass, steps, seconds"
+    match entry:
+        case (dict() as degrees, int(micro), int(steps), float() | int() as seconds) if (
+            all(isinstance(size, int) for size in degrees.values())
+            and micro > 0 and 0 < seconds < inf
+        ):  # fmt: skip
+            return Measured(Degrees.from_json(degrees), micro, steps, float(seconds))
+    raise ValueError(wrong)
 
 
 def _worth(case: _Case, residence_s: float) -> _Case:
-    return replace(case, work=max(0.0, residence_s - case.cost_s) / case.seconds)
+    return replace(case, work=steps_within(residence_s, case.cost_s, case.seconds))
 
 
 def _by_work(case: _Case) -> float:
@@ -307,4 +338,5 @@ def _with_reason(case: _Case, stays: _Case | None, why: str) -> Choice:
     if stays is not None and case is not stays:
         text += f"; {stays.choice.degrees} has {stays.seconds:.3g} s, a change costs "
         text += f"{case.cost_s:.0f} s"
+        text += f" and its bytes: {case.uncounted}" if case.uncounted else ""
     return replace(case.choice, reason=text)

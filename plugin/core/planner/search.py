@@ -23,7 +23,7 @@ from scalai.core.planner.columns import (
     Workload,
     grid,
 )
-from scalai.core.planner.devices import Device
+from scalai.core.planner.devices import GB, Device
 from scalai.core.planner.fit import Calibration, uncalibrated
 from scalai.core.planner.memory import USABLE, StepMemory, step_memory
 from scalai.core.planner.time import StepTime, step_time
@@ -35,7 +35,6 @@ REPLICA_COUNTS = 3
 model: fewer replicas leave more devices idle."""
 RUNNERS_UP, TOO_LARGE = 5, 2
 """Layouts that are shown beside the best: those that fit, and faster ones that do not."""
-GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, refusal
 from scalai.core.errors import RefusedError
 from scalai.core.planner.columns import GRADIENTS, Layout, Workload, columns_of
-from scalai.core.planner.devices import Device
+from scalai.core.planner.devices import GB, Device
 from scalai.core.planner.fit import Calibration
 from scalai.core.planner.memory import fits, step_memory
 from scalai.core.planner.reconfiguration import Rates, reconfiguration
@@ -33,7 +33,6 @@ STORAGE = 1e9
 """Bytes/s in which a whole checkpoint is written or read. Tenplex-Central, whose state goes through
 one host, takes 13.3 s per 1e9 parameters (arXiv 2312.05181, figure 14, by data parallelism)."""
 CHECKPOINT_S, SNAPSHOT_S = 1800.0, 300.0
-GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +145,14 @@ def build_case(
     return Case(menu, begin, _policies(model, menu, begin, rows, prices), refused)
 
 
-def change_cost(work: Workload, device: Device, rates: Rates) -> Cost:
+def stored_s(work: Workload, prices: Prices) -> float:
+    """Return the seconds in which a whole checkpoint is written, or read."""
+    return work.shape.total_parameters * STATE_BYTES / prices.storage
+
+
+def change_cost(work: Workload, device: Device, prices: Prices) -> Cost:
     """Return what a change in memory costs; without a layout before it, what a start does."""
+    rates = prices.rates
 
     @cache
     def cost(before: Layout | None, after: Layout) -> float:
@@ -155,7 +160,7 @@ def change_cost(work: Workload, device: Device, rates: Rates) -> Cost:
             change = reconfiguration(work, device, before, after, rates=rates)
         except RefusedError:
             # A model that cannot be cut to the byte: its state comes from storage.
-            return rates.relaunch_s + work.shape.total_parameters * STATE_BYTES / STORAGE
+            return rates.relaunch_s + stored_s(work, prices)
         return change.total_s
 
     return cost
@@ -164,15 +169,15 @@ def change_cost(work: Workload, device: Device, rates: Rates) -> Cost:
 def _policies(
     model: _Model, menu: Menu, start: Layout, table: Mapping[int, Layout], prices: Prices
 ) -> tuple[Policy, ...]:
-    moved = change_cost(model.work, model.device, prices.rates)
-    stored_s = model.work.shape.total_parameters * STATE_BYTES / prices.storage
+    moved = change_cost(model.work, model.device, prices)
+    whole_s = stored_s(model.work, prices)
 
     def memory(before: Layout | None, after: Layout) -> float:
         # What no host holds is read from the newest checkpoint.
-        return moved(before, after) + (stored_s if before is None else 0.0)
+        return moved(before, after) + (whole_s if before is None else 0.0)
 
     def storage(before: Layout | None, after: Layout) -> float:
-        return prices.rates.relaunch_s + stored_s
+        return prices.rates.relaunch_s + whole_s
 
     every = prices.snapshot_every_s
     found = [
@@ -180,7 +185,7 @@ def _policies(
         Policy("dp-only", fastest(replicas_only(menu, start)), memory, every),
         Policy("fixed", fastest(same_degrees(menu, start)), memory, every),
         Policy(
-            "checkpoint", fastest(menu), storage, prices.checkpoint_every_s, stored_s,
+            "checkpoint", fastest(menu), storage, prices.checkpoint_every_s, whole_s,
             is_in_memory=False,
         ),
     ]  # fmt: skip

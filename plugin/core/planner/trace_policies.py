@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from scalai.core.planner.columns import Layout
-from scalai.core.planner.preference import MARGIN
+from scalai.core.planner.weighing import is_worth_leaving, steps_within
 
 MOST_OPTIONS = 8
 """Of so many of the fastest layouts the cost of a change is looked at."""
@@ -112,10 +112,12 @@ def by_work(menu: Menu, cost: Cost) -> Decide:
             return now.remaining_s if one == home else cost(now.held, one)
 
         waits = {one: until(one) for one in options}
-        work = {one: max(0.0, now.residence_s - waits[one]) / menu.seconds[one] for one in options}
+        work = {
+            one: steps_within(now.residence_s, waits[one], menu.seconds[one]) for one in options
+        }
         best = max(options, key=lambda one: (work[one], -waits[one]))
-        need = max(MARGIN, menu.margin.get(best, 0.0))
-        if home is not None and work[best] <= (1 + need) * work[home]:
+        spread = menu.margin.get(best, 0.0)
+        if home is not None and not is_worth_leaving(work[best], work[home], spread):
             return home
         return best
 

@@ -7,9 +7,9 @@ from math import inf
 from typing import Literal
 
 from scalai.core.planner.columns import Layout
-from scalai.core.planner.preference import RESIDENCE_S
 from scalai.core.planner.trace import Event, Trace
 from scalai.core.planner.trace_policies import Menu, Moment, Policy
+from scalai.core.planner.weighing import RESIDENCE_S
 
 State = Literal["run", "reconfiguration", "redone", "waiting"]
 CAUSES = ("reconfiguration", "redone", "idle", "slower", "waiting")
@@ -99,7 +99,8 @@ def replay(trace: Trace, policy: Policy, start: Layout | None, terms: Terms) -> 
     """
     begin = trace.events[0].at_s
     job = _Job(begin, start, start, begin, begin)
-    residence, gpus = terms.residence_s or RESIDENCE_S, trace.events[0].gpus
+    residence = RESIDENCE_S if terms.residence_s is None else terms.residence_s
+    gpus = trace.events[0].gpus
     ends = [event.at_s for event in trace.events[1:]] + [trace.end_s]
     for place, (event, end_s) in enumerate(zip(trace.events, ends, strict=True)):
         if place and terms.residence_s is None:

@@ -12,17 +12,34 @@ from scalai.core.planner.devices import DEVICES, FIGURES, GB, custom_device, dev
         ("h100", "h100-80gb"),
         ("H100-80GB", "h100-80gb"),
         ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", "h100-80gb-pcie"),
+        ("NVIDIA H200", "h200-141gb"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
         ("A100", "a100-80gb"),
         ("A10", "a10-24gb"),
         ("Tesla V100-SXM2-32GB", "v100-32gb"),
         ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
         ("AMD Instinct MI300X", "mi300x-192gb"),
         ("b200", "b200-180gb"),
+        ("NVIDIA GB200 NVL72", "gb200-186gb"),
     ],
 )
 def test_a_device_is_known_by_its_usual_names(name: str, found: str) -> None:
     assert device_named(name).name == found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA A100-PCIE-40GB", "Tesla V100-SXM2-16GB",
+        "NVIDIA GeForce RTX 4090 D", "NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA",
+    ],
+)  # fmt: skip
+def test_a_device_is_not_taken_for_a_faster_one_of_its_family(name: str) -> None:
+    with pytest.raises(RefusedError, match=f"'{name}' is not in the table of devices"):
+        device_named(name)
 
 
 def test_every_device_states_its_sources() -> None:

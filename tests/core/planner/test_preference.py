@@ -1,5 +1,6 @@
 """The planner of a running job: what it takes, what it keeps, and what it tries."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,17 +9,19 @@ from hypothesis import strategies as st
 
 from scalai.core.choice import Choice, DegreePolicy, choose
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
+from scalai.core.errors import LayoutError, UsageError
+from scalai.core.planner import preference
 from scalai.core.planner.columns import OPTIMIZER, Workload
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.model import gpt
 from scalai.core.planner.preference import (
-    MARGIN,
     Measured,
     Preference,
     Terms,
     measured_of_json,
     measured_to_json,
 )
+from scalai.core.planner.weighing import MARGIN
 
 SHAPE = gpt(24, 2048, 16, 51200, 2048)
 LIMITS = ModelLimits(
@@ -142,10 +145,47 @@ def test_a_trial_that_cannot_gain_three_times_what_it_costs_is_not_made() -> Non
 
 def test_what_was_measured_travels() -> None:
     found = measured(a=1.0, b=0.25)
-    assert measured_of_json(measured_to_json(found)) == found  # type: ignore[arg-type]
-    for wrong in ([1], [[{"tp": 1}, 2, 3]], [["x", 1, 2, 3.0]]):
-        with pytest.raises((ValueError, TypeError)):
-            measured_of_json(wrong)  # type: ignore[arg-type]
+    assert measured_of_json(measured_to_json(found)) == found
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None, 3, [1], [None], [[{"tp": 1}, 2, 3]], [["x", 1, 2, 3.0]], [[{"tp": "x"}, 1, 2, 3.0]],
+        [[{"xp": 1}, 1, 2, 3.0]], [[{"tp": 1}, None, 2, 3.0]], [[{"tp": 1}, 1, 2, "3"]],
+        [[{"tp": 1}, 1, 2, float("nan")]], [[{"tp": 1}, 1, 2, 0.0]], {"tp": 1},
+    ],
+)  # fmt: skip
+def test_what_was_not_measured_is_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"is not? "):
+        measured_of_json(wrong)
+
+
+def test_a_change_whose_bytes_cannot_be_counted_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def uncut(*_: object, **__: object) -> None:
+        raise UsageError("the hosts have other ranks")
+
+    monkeypatch.setattr(preference, "reconfiguration", uncut)
+    best = asked().with_all_measured(measured(a=1.0, b=0.5)).order(choices(A, B), A)[0]
+    assert best.degrees == B
+    assert "a change costs 79 s and its bytes: the hosts have other ranks" in best.reason
+
+
+class _Failing:
+    """A planner that cannot say what anything costs."""
+
+    def order(self, _: Sequence[Choice], present: Degrees | None) -> Sequence[Choice]:
+        raise LayoutError(f"nothing is known of {present}")
+
+    def on_hosts(self, slots: int) -> "_Failing":
+        return self
+
+
+def test_what_runs_is_kept_where_the_planner_cannot_say_and_the_reason_says_so() -> None:
+    policy = DegreePolicy(initial=DegreeRequest(2, 1), preference=_Failing())
+    kept = choose(8, LIMITS, policy, A)
+    assert kept.degrees == A
+    assert kept.reason.endswith(f"; the planner cannot say: nothing is known of {A}")
 
 
 def test_a_persons_table_wins_over_it_and_it_wins_over_what_ran() -> None:
