@@ -105,6 +105,7 @@ class Participant:
             term=served.link.term,
             remembered=state.remembered,
             memory=served.data.votes.name,
+            examined=found.examined,
         )
 
     def _underway(self) -> Underway | None:

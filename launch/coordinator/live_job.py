@@ -31,6 +31,7 @@ from scalai.launch.coordinator.recoveries import Recoveries
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing
 from scalai.launch.coordinator.standing import (
+    is_lost,
     loss,
     obstacle,
     refused_obstacle,
@@ -148,6 +149,16 @@ class LiveJob:
             }  # fmt: skip
             self.timeline.note(failure=self.last_failure)
 
+    def note_examined(
+        self, host: str, number: int, damage: Iterable[str], directory: str = ""
+    ) -> None:
+        """A host has read its part of a generation again, and found this damage."""
+        lines = tuple(damage)
+        for line in lines:
+            self.log(f"event=damage generation={number} host={host} {line}")
+        if self.generations.has(number):
+            self.generations.doubts.note_examined(number, host, directory, lines)
+
     def lose(self, host: str) -> None:
         """Go on without an agent that is gone without a word."""
         self.forget(host)
@@ -228,7 +239,9 @@ class LiveJob:
         # itself, and to nothing older.
         is_old = bool(whole) and self.generations.is_offered(whole[-1].number)
         is_old = is_old and whole[-1].number not in self.state.archived
-        is_held_back = bool(text) and (self.state.round == 0 or is_old)
+        # One that takes another's place goes back as that would have.
+        has_begun = self.state.round > 0 or (self.is_successor and is_lost(newer))
+        is_held_back = bool(text) and (not has_begun or is_old)
         lost = "" if whole else loss(newer)
         self.state = m.replace_obstacle(self.state, text, is_held_back=is_held_back, loss=lost)
         return whole
@@ -264,6 +277,15 @@ class LiveJob:
             self.timeline.forget()
         if was_taking_over and self.state.taking_over is None:
             self._count_sealed()
+            for host in self.members.hosts():
+                self.count_damaged(host)
+
+    def count_damaged(self, host: str) -> None:
+        """Damage that a host has brought counts as if it had found it now, once it is known what
+        the job does."""
+        found = [n for n, by in self.generations.doubts.found() if by == host]
+        for number in found if self.state.taking_over is None else ():
+            self.feed(events.Examined(host, number, is_damaged=True))
 
     def _count_sealed(self) -> None:
         """Parts of snapshots on the way count that only the coordinator before had heard of."""
