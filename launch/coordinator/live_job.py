@@ -100,6 +100,9 @@ class LiveJob:
         """What every agent is told once the job has ended: the command to exit."""
         self.has_crashed = False
         """Whether the coordinator itself has failed, which has ended the job."""
+        self.is_alone: Callable[[], bool] = lambda: True
+        """Whether no other machine can have the job's next coordinator."""
+        self._interface = interface
         self._starter = Starter(self, interface, stores)
         took_over_at = time.monotonic() if is_successor else None
         self.state = first_state(spec, self.sizing, term, took_over_at)
@@ -476,6 +479,21 @@ class LiveJob:
         else:
             self.feed(doubted(round, number, reason, self.generations))
 
+    def _left_with(self, host: str, action: actions.Release) -> str:
+        """Say what becomes of the coordinator where it is on the machine of a host that leaves, and
+        no other one can have the next one; empty where that is not so."""
+        staying = [name for name in self.members.hosts() if name not in action.leaving]
+        machines = {self.members[name].address[0] for name in staying}
+        own = self.members[host].address[0]
+        if own != self._interface or own in machines or not machines or not self.is_alone():
+            return ""
+        return (
+            f". Its coordinator stays on this machine ({own}), and no other can have the next one: "
+            "keep it up until the job has ended. Where it goes sooner, hosts "
+            f"{sorted(staying)} end within [resize] coordinator_timeout_s, exit code 1, and keep "
+            "their state. With --coordinator-lease file:/FOLDER or etcd:URL another host takes over"
+        )
+
     def _release(self, action: actions.Release) -> None:
         if self.state.phase is m.Phase.RUNNING and self.timeline.has_round:
             self.timeline.phase("first_step", self.timeline.since("proven"))
@@ -485,7 +503,7 @@ class LiveJob:
             for number in self.generations.keep(action.keep):
                 self.command(self.members.hosts(), commands.Drop(number))
         for host in action.leaving:
-            reason = "drained: the job goes on without this host"
+            reason = f"drained: the job goes on without this host{self._left_with(host, action)}"
             self.command([host], commands.Exit(0, reason, self._keeps_state(0)))
             self.members.release(host)
             self.generations.forget(host, is_released=True)

@@ -104,6 +104,7 @@ class FakeAgent:
         damaged: tuple[tuple[int, str], ...] = (),
         examined: tuple[tuple[int, tuple[str, ...]], ...] = (),
         is_slow: bool = False,
+        machine: str = "127.0.0.1",
     ) -> None:
         self.host, self._line, self._is_slow = host, line, is_slow
         self.parts = {part.generation: part for part in parts}
@@ -130,7 +131,7 @@ class FakeAgent:
             Join(
                 job="j", host=host, damaged=damaged, examined=examined,
                 incarnation=self.incarnation,
-                store=store_identity(store), slots=2, address=("127.0.0.1", 1),
+                store=store_identity(store), slots=2, address=(machine, 1),
                 parts=tuple(manifest_bytes(part) for part in parts),
                 sealed=tuple(manifest_bytes(part) for part in sealed),
                 spec=JsonText.of((spec or line.spec).to_json()),
