@@ -29,11 +29,13 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Found:
     """What a host brings to a job: manifests, as bytes, of committed generations (``parts``) and of
-    what is ``sealed`` and has no number; and what it cannot read, by number, with the reason."""
+    what is ``sealed`` and has no number; what it cannot read, by number, with the reason; and what
+    of its parts it has found damaged when it read them again (``examined``), by number."""
 
     parts: tuple[bytes, ...]
     sealed: tuple[bytes, ...]
     damaged: tuple[tuple[int, str], ...]
+    examined: tuple[tuple[int, tuple[str, ...]], ...]
 
 
 class Holdings:
@@ -76,7 +78,8 @@ class Holdings:
             if not damaged and not self._store.generations() and not self._store.sealed():
                 damaged = left_by_others(self._store.directory)
         sealed = tuple(summary_bytes(manifest) for _, manifest in self._store.sealed())
-        return Found(self._parts(), sealed, (*sorted(damaged.items()), *unread))
+        found = tuple((n, _named(lines)) for n, lines in self._store.damage_found().items())
+        return Found(self._parts(), sealed, (*sorted(damaged.items()), *unread), found)
 
     def _attach(self) -> dict[int, str]:
         found = {}
@@ -131,9 +134,7 @@ class Holdings:
             directory = str(self._store.generation_directory(generation))
             directory = part.about.get("attached", {}).get("directory", directory)
             left = summary_bytes(part)
-        if len(damage) > NAMED:
-            damage = [*damage[:NAMED], f"and {len(damage) - NAMED} more"]
-        self._tell(reports.Examined(generation, tuple(damage), directory, left))
+        self._tell(reports.Examined(generation, _named(damage), directory, left))
 
     def look(self) -> None:
         """Nothing in memory is whole: tell what the durable directory holds."""
@@ -187,3 +188,9 @@ class Holdings:
             store.remove()
         else:
             store.close()
+
+
+def _named(damage: Sequence[str]) -> tuple[str, ...]:
+    """Return the first lines, and how many more there are."""
+    more = [f"and {len(damage) - NAMED} more"] if len(damage) > NAMED else []
+    return (*damage[:NAMED], *more)

@@ -105,6 +105,7 @@ class Participant:
             term=served.link.term,
             remembered=state.remembered,
             memory=served.data.votes.name,
+            examined=found.examined,
         )
 
     def _underway(self) -> Underway | None:
@@ -235,7 +236,7 @@ def open_agent(
         directory = _agent_folder(store)
         data = DataPlaneServer(store, place.token, interface)
         opened.callback(data.close)
-        succession = Succession(spec, interface, data.votes.name)
+        succession = Succession(spec, interface, data.votes.name, lambda: agent.state.is_leaving)
         link = _open_link(spec, host, place, succession, loop, lambda: member)
         background, stacks = Background(loop.put), Stacks(directory)
         background.start()

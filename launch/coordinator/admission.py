@@ -69,6 +69,10 @@ class Admission:
             if part.generation in obsolete or not live.generations.add(part):
                 dropped.append(part.generation)
                 manifests = [kept for kept in manifests if kept is not part]
+        kept = {part.generation for part in manifests}
+        for number, lines in join.examined:
+            if number in kept:
+                live.note_examined(host, number, lines)
         renaming = self._sealed_parts.take(host, chosen)
         live.limit()
         answer = self.answer()
@@ -91,6 +95,7 @@ class Admission:
                 remembered,
             )
         )
+        live.count_damaged(host)
         return answer
 
     def _count_term(self, join: Join) -> None:

@@ -167,11 +167,7 @@ class AgentEvents:
     def _examined(self, host: str, report: reports.Examined, manifests: Manifests) -> None:
         """A host has read its part of a generation again: what is damaged of it counts no more."""
         number = report.generation
-        for line in report.damage:
-            self._live.log(f"event=damage generation={number} host={host} {line}")
-        if self._live.generations.has(number):
-            doubts = self._live.generations.doubts
-            doubts.note_examined(number, host, report.directory, report.damage)
+        self._live.note_examined(host, number, report.damage, report.directory)
         left = None if report.manifest is None else manifests[report.manifest]
         self._doubted(host, number, left)
         self._feed(events.Examined(host, number, bool(report.damage)))

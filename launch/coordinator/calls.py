@@ -47,11 +47,12 @@ class Join(Request[Joined]):
     passes it before it runs workers. ``parts`` are the manifests, as bytes, of the committed
     generations in its store, ``sealed`` those of what is sealed there and not committed;
     ``damaged`` are numbers of generations that it cannot read, with the reason (``UNNUMBERED``:
-    what it had sealed). ``spec`` is the job as the agent's command line states it. ``underway``:
-    the round that its workers are in, which another coordinator has begun; ``last_round``: the
-    highest number of a round, and ``term`` that of a coordinator, that it has heard of;
-    ``remembered``: what it has kept of the job; ``memory``: what it remembers by as a witness, "":
-    it is none.
+    what it had sealed), ``examined`` those of which it has found damage when it read its part
+    again, a line a piece that it does not hold whole since. ``spec`` is the job as the agent's
+    command line states it. ``underway``: the round that its workers are in, which another
+    coordinator has begun; ``last_round``: the highest number of a round, and ``term`` that of a
+    coordinator, that it has heard of; ``remembered``: what it has kept of the job; ``memory``: what
+    it remembers by as a witness, "": it is none.
     """
 
     job: str
@@ -71,6 +72,7 @@ class Join(Request[Joined]):
     term: int = 0
     remembered: Shared[Remembered] | None = None
     memory: str = ""
+    examined: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

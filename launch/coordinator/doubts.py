@@ -28,6 +28,11 @@ class Doubts:
         elif number in self._failed:
             self._failed[number][host] = directory
 
+    def found(self) -> tuple[tuple[int, str], ...]:
+        """Return the generations in which hosts have found damage when they read their part again,
+        with these hosts, in order."""
+        return tuple(sorted((n, host) for n, hosts in self._found.items() for host in hosts))
+
     def numbers(self) -> set[int]:
         """Return the generations of which anything is damaged."""
         return set(self._damaged)

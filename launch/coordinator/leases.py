@@ -278,6 +278,11 @@ class Lease:
         is_renewed = self._register.is_alone or time.monotonic() - self._renewed_at < HELD_S
         return is_renewed and not self._is_superseded
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other machine can have it."""
+        return self._register.is_alone
+
     def end(self, *, is_over: bool) -> None:
         """Renew no more; ``is_over``: the job has ended, and nobody is to follow."""
         self._ended.set()

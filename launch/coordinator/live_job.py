@@ -31,6 +31,7 @@ from scalai.launch.coordinator.recoveries import Recoveries
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing
 from scalai.launch.coordinator.standing import (
+    is_lost,
     loss,
     obstacle,
     refused_obstacle,
@@ -99,6 +100,9 @@ class LiveJob:
         """What every agent is told once the job has ended: the command to exit."""
         self.has_crashed = False
         """Whether the coordinator itself has failed, which has ended the job."""
+        self.is_alone: Callable[[], bool] = lambda: True
+        """Whether no other machine can have the job's next coordinator."""
+        self._interface = interface
         self._starter = Starter(self, interface, stores)
         took_over_at = time.monotonic() if is_successor else None
         self.state = first_state(spec, self.sizing, term, took_over_at)
@@ -147,6 +151,16 @@ class LiveJob:
                 "round": round,
             }  # fmt: skip
             self.timeline.note(failure=self.last_failure)
+
+    def note_examined(
+        self, host: str, number: int, damage: Iterable[str], directory: str = ""
+    ) -> None:
+        """A host has read its part of a generation again, and found this damage."""
+        lines = tuple(damage)
+        for line in lines:
+            self.log(f"event=damage generation={number} host={host} {line}")
+        if self.generations.has(number):
+            self.generations.doubts.note_examined(number, host, directory, lines)
 
     def lose(self, host: str) -> None:
         """Go on without an agent that is gone without a word."""
@@ -234,7 +248,9 @@ class LiveJob:
         # itself, and to nothing older.
         is_old = bool(whole) and self.generations.is_offered(whole[-1].number)
         is_old = is_old and whole[-1].number not in self.state.archived
-        is_held_back = bool(text) and (self.state.round == 0 or is_old)
+        # One that takes another's place goes back as that would have.
+        has_begun = self.state.round > 0 or (self.is_successor and is_lost(newer))
+        is_held_back = bool(text) and (not has_begun or is_old)
         lost = "" if whole else loss(newer)
         self.state = m.replace_obstacle(self.state, text, is_held_back=is_held_back, loss=lost)
         return whole
@@ -270,6 +286,15 @@ class LiveJob:
             self.timeline.forget()
         if was_taking_over and self.state.taking_over is None:
             self._count_sealed()
+            for host in self.members.hosts():
+                self.count_damaged(host)
+
+    def count_damaged(self, host: str) -> None:
+        """Damage that a host has brought counts as if it had found it now, once it is known what
+        the job does."""
+        found = [n for n, by in self.generations.doubts.found() if by == host]
+        for number in found if self.state.taking_over is None else ():
+            self.feed(events.Examined(host, number, is_damaged=True))
 
     def _count_sealed(self) -> None:
         """Parts of snapshots on the way count that only the coordinator before had heard of."""
@@ -460,6 +485,21 @@ class LiveJob:
         else:
             self.feed(doubted(round, number, reason, self.generations))
 
+    def _left_with(self, host: str, action: actions.Release) -> str:
+        """Say what becomes of the coordinator where it is on the machine of a host that leaves, and
+        no other one can have the next one; empty where that is not so."""
+        staying = [name for name in self.members.hosts() if name not in action.leaving]
+        machines = {self.members[name].address[0] for name in staying}
+        own = self.members[host].address[0]
+        if own != self._interface or own in machines or not machines or not self.is_alone():
+            return ""
+        return (
+            f". Its coordinator stays on this machine ({own}), and no other can have the next one: "
+            "keep it up until the job has ended. Where it goes sooner, hosts "
+            f"{sorted(staying)} end within [resize] coordinator_timeout_s, exit code 1, and keep "
+            "their state. With --coordinator-lease file:/FOLDER or etcd:URL another host takes over"
+        )
+
     def _release(self, action: actions.Release) -> None:
         if self.state.phase is m.Phase.RUNNING and self.timeline.has_round:
             self.timeline.phase("first_step", self.timeline.since("proven"))
@@ -469,7 +509,7 @@ class LiveJob:
             for number in self.generations.keep(action.keep):
                 self.command(self.members.hosts(), commands.Drop(number))
         for host in action.leaving:
-            reason = "drained: the job goes on without this host"
+            reason = f"drained: the job goes on without this host{self._left_with(host, action)}"
             self.command([host], commands.Exit(0, reason, self._keeps_state(0)))
             self.members.release(host)
             self.generations.forget(host, is_released=True)

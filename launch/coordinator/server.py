@@ -66,6 +66,7 @@ class Coordinator(Desk):
         """Has who looks for the coordinator on this machine find a later one."""
         self.lease: Lease | None = None
         """Says whether this is the job's coordinator; None: no other can be."""
+        self._live.is_alone = lambda: self.lease is None or self.lease.is_alone
         try:
             self._server = Server(
                 address, token, CoordinatorRequest, self.handle, self.gone, send_s=SEND_S

@@ -22,6 +22,12 @@ def obstacle(newer: Sequence[Incomplete], whole: Sequence[Generation], job: str)
     return f"because {'; '.join(map(_lacks, newer))}. {', '.join(ways)}"
 
 
+def is_lost(newer: Sequence[Incomplete]) -> bool:
+    """Whether damage was found in what is ``newer`` than all that is whole, and nobody who is away
+    may hold the rest of it."""
+    return any(each.is_found for each in newer) and not any(each.missing for each in newer)
+
+
 def loss(newer: Sequence[Incomplete]) -> str:
     """Say what is damaged where nothing is whole and nobody who is away may hold the rest, and what
     a person may do; empty where there is another way.
@@ -29,7 +35,7 @@ def loss(newer: Sequence[Incomplete]) -> str:
     Args:
         newer: All that is known and not whole, newest first.
     """
-    if not any(each.is_found for each in newer) or any(each.missing for each in newer):
+    if not is_lost(newer):
         return ""
     return f"{'; '.join(map(_lacks, newer))}, and nothing else is whole. {WAYS_OUT}"
 

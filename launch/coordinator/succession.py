@@ -48,6 +48,8 @@ SEARCH_S = 60.0
 LOOK_S = 0.25
 TURN_S, LAST_TURN_S = 1.5, 6.0
 """How much later the next witness claims a term than the one before it, and the last one."""
+LEAVING_TURN_S = LAST_TURN_S + 6.0
+"""How much later one claims it whose host leaves: by then those that stay have, and listen."""
 WITNESS_LOOK_S = 1.0
 FOLLOW_S = 1.5, 3.0
 """How soon an agent that is no witness asks one of them again."""
@@ -70,10 +72,18 @@ class Succession:
         spec: The job.
         interface: Where a coordinator of this host listens if it takes the place of another host's.
         memory: By what this agent remembers as a witness of a vote.
+        is_leaving: Whether this host is to be taken away: a coordinator here would go with it.
     """
 
-    def __init__(self, spec: JobSpec, interface: str, memory: str = "") -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        interface: str,
+        memory: str = "",
+        is_leaving: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._spec, self._interface, self._memory = spec, interface, memory
+        self._is_leaving = is_leaving
         register = open_register(spec.options.coordinator_lease, spec.job)
         self._watch = None if register is None else Watch(register)
         self._vote: VoteRegister | None = None
@@ -155,7 +165,9 @@ class Succession:
         return not vote.known.is_off and not self._is_witness(vote)
 
     def _turn_s(self, vote: VoteRegister | None) -> float:
-        """Return for how long this witness leaves it to others to claim a term."""
+        """Return for how long this agent leaves it to others to claim a term."""
+        if self._is_leaving():
+            return LEAVING_TURN_S
         names = [] if vote is None else [w.memory for w in vote.known.electorate.everyone]
         place = names.index(self._memory) if self._memory in names else 0
         return min(place * TURN_S, LAST_TURN_S)

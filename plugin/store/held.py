@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import Collection
+from scalai.core.damage import DamagedPiece, still_damaged
 from scalai.core.errors import StoreError
 from scalai.core.jsonable import Json
 from scalai.store.archive import Archive, write_hidden
@@ -65,6 +66,8 @@ class HeldGenerations:
         self.damaged: dict[int, str] = {}
         """Committed generations that cannot be used, with the reason. They are left as they are,
         and their numbers are never used again."""
+        self._found: dict[int, tuple[DamagedPiece, ...]] = {}
+        """By generation the damage that ``examine`` has found."""
 
     def generations(self) -> list[int]:
         """Return the committed generations, oldest first."""
@@ -122,6 +125,7 @@ class HeldGenerations:
     def examine(self, generation: int) -> list[str]:
         """Compare a committed generation with its manifest. What is damaged counts no more as held
         by this host, until another process reads the manifest anew: the files stay, and it.
+        ``damage_found`` tells it again.
 
         Returns:
             A line for each damaged piece.
@@ -146,7 +150,22 @@ class HeldGenerations:
             links = [directory / name for name, _ in places if (directory / name).is_symlink()]
             self._spoilt |= {link.resolve() for link in links}
             self._committed[generation] = without_rows(own, damaged)
+            pieces = [(read.collection.box(row), line) for row, line in found.items()]
+            self._found[generation] = (
+                *self._found.get(generation, ()),
+                *(DamagedPiece(tensor.name, box, line) for (tensor, box), line in pieces),
+            )
         return list(found.values())
+
+    def damage_found(self) -> dict[int, list[str]]:
+        """Return by generation a line for each piece that was found damaged, and that this host
+        does not hold whole since."""
+        with self._mutex:
+            left = {
+                number: still_damaged(found, self._committed[number].collection)
+                for number, found in sorted(self._found.items())
+            }
+        return {n: [piece.reason for piece in pieces] for n, pieces in left.items() if pieces}
 
     def drop(self, generation: int) -> None:
         """End a committed generation; its files are reused once nobody reads them.
@@ -163,6 +182,7 @@ class HeldGenerations:
         dropped = self.directory / f"dropped-{generation}"
         os.rename(directory, dropped)
         del self._committed[generation]
+        self._found.pop(generation, None)
         if generation not in self._readers:
             self._folders.recycle(dropped)
 

@@ -332,6 +332,7 @@ class HostStore(HeldGenerations):
         self._folders.remove()
         with self._mutex:
             self._committed.clear()
+            self._found.clear()
             self._sealed.clear()
 
     def _adopt(self) -> None:

@@ -1,38 +1,19 @@
 """Three hosts on a network and no lease outside of the job: the two that are left elect the next
 coordinator, and one that is cut off is no coordinator any more."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from support.network_namespaces import NetworkAgents, NetworkHosts, network_agents
+from support.network_namespaces import NetworkAgents, NetworkHosts
 from support.tiny_job import check_steps
+from support.voting_hosts import coordinators, voting
 
 obstacle = NetworkHosts.obstacle()
 pytestmark = [
     pytest.mark.campaign,
     pytest.mark.skipif(obstacle is not None, reason=str(obstacle)),
 ]
-NAMES = "h1", "h2", "h3"
-
-
-@contextmanager
-def voting(folder: Path) -> Iterator[tuple[NetworkAgents, NetworkHosts]]:
-    degrees = '3 = "tp1"\n2 = "tp1"\n1 = "tp1"'
-    with network_agents(folder, degrees, slots=1, nodes="1:3", names=NAMES) as (agents, hosts):
-        for name in NAMES:
-            agents.start(name)
-        agents.wait_for_step(agents.wait_for_world(3) + 5, world=3)
-        agents.wait_until(
-            lambda: "event=lease kind=vote witnesses=h1,h2,h3" in agents.text(), "there is a vote"
-        )
-        yield agents, hosts
-
-
-def coordinators(agents: NetworkAgents) -> int:
-    return agents.text().count("event=coordinator job=")
 
 
 def since(agents: NetworkAgents, word: str) -> str:

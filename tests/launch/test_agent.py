@@ -169,7 +169,8 @@ def test_an_agent_that_cannot_hear_how_the_job_ended_says_where_to_look() -> Non
 
 def test_an_agent_that_was_expelled_joins_again_with_what_its_store_holds_then() -> None:
     made, asked = Made(), list[Any]()
-    found = SimpleNamespace(parts=(b"7",), sealed=(), damaged=())
+    examined = ((7, ("it differs",)),)
+    found = SimpleNamespace(parts=(b"7",), sealed=(), damaged=(), examined=examined)
     link = SimpleNamespace(rejoin=lambda brings, joined: asked.append((brings, joined)), term=1)
     holdings = SimpleNamespace(found=lambda: found)
     store = SimpleNamespace(directory=Path("/"))
@@ -181,4 +182,4 @@ def test_an_agent_that_was_expelled_joins_again_with_what_its_store_holds_then()
     ((brings, _),) = asked
     join = brings("i2")
     assert (join.host, join.incarnation, join.parts, join.slots) == ("a", "i2", (b"7",), 2)
-    assert join.domain == "rack=1"
+    assert (join.domain, join.examined) == ("rack=1", examined)

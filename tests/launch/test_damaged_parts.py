@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from scalai.store.manifest import HostManifest
+from scalai.store.parts import without_rows
 from support.committed_parts import part
-from support.coordinator_line import FakeAgent, Line
+from support.coordinator_line import DEADLINE_S, FakeAgent, Line, wait_until
 
+LINE = "'param/w' in /d/x differs"
 FLAGS = ("--nnodes", "1:3", "--settle-s", "0.2", "--max-restarts", "9")
 
 
@@ -112,3 +114,43 @@ def test_who_gives_what_was_not_committed_is_asked(line: Line, tmp_path: Path) -
     agent.wait_for("start")
     agent.tell("suspected", generation=4, hosts=["a", "gone"], reason="it differs")
     assert agent.wait_for("examine")["generation"] == 4
+
+
+def without_pieces(whole: HostManifest) -> HostManifest:
+    """Return what is left of a part of which all pieces were found damaged."""
+    return without_rows(whole, range(len(whole.collection)))
+
+
+def test_damage_that_was_found_under_another_coordinator_ends_a_job_that_has_nothing_else(
+    tmp_path: Path,
+) -> None:
+    line = Line(tmp_path, "--nnodes", "1", "--max-restarts", "0")
+    whole = part(tmp_path, "a", 4, 30, "r-1-30")
+    line.join("a", parts=(without_pieces(whole),), examined=((4, (LINE,)),))
+    assert "event=damage generation=4 host=a" in "".join(line.log)
+    line.thread.join(DEADLINE_S)
+    assert line.code == [3], "it waits for nobody: there is nobody who may have it"
+    end = next(text for text in line.log if "event=exit" in text)
+    assert LINE in end and "nothing else is whole" in end
+    line.end()
+
+
+def test_damage_that_was_found_under_another_coordinator_is_told_where_an_older_state_is_taken(
+    tmp_path: Path,
+) -> None:
+    line = Line(tmp_path, "--nnodes", "1", "--max-restarts", "0")
+    older, whole = part(tmp_path, "a", 3, 20, "r-1-20"), part(tmp_path, "a", 4, 30, "r-1-30")
+    agent = line.join("a", parts=(older, without_pieces(whole)), examined=((4, (LINE,)),))
+    wait_until(lambda: "event=note waiting" in "".join(line.log), "it says what it waits for")
+    assert not agent.heard("start"), "a person decides whether steps are given up"
+    waiting = next(text for text in line.log if "event=note waiting" in text)
+    assert LINE in waiting and "scalai resume --job j --generation 3" in waiting
+    line.end()
+
+
+def test_damage_of_what_the_job_has_left_behind_is_no_news(line: Line, tmp_path: Path) -> None:
+    """A part that goes since it is of no use takes what was found of it along."""
+    agents = [line.join(h, parts=(part(tmp_path, h, 4, 30, "r-1-30"),)) for h in "ab"]
+    agents[0].wait_for("start")
+    line.join("c", parts=(), examined=((3, (LINE,)),))
+    assert "event=damage" not in "".join(line.log)

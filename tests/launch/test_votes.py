@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from scalai.core.witness import Known
 from scalai.launch.agent.data_plane import DataPlaneServer
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
-from scalai.launch.coordinator import elected, leases
+from scalai.launch.coordinator import elected, leases, succession
 from scalai.launch.coordinator.calls import Moved
 from scalai.launch.coordinator.desk import Desk
 from scalai.launch.coordinator.discovery import Place
@@ -251,6 +252,42 @@ def test_where_the_witnesses_know_that_the_job_is_over_nobody_follows(
     found.learn(known, TOKEN)
     with pytest.raises(OverError, match="the job is over"):
         found.find(Place(("192.0.2.1", 29400), TOKEN), 6, threading.Event())
+
+
+def test_a_host_that_leaves_leaves_it_to_others_to_have_the_next_coordinator(
+    witnesses: Witnesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go with that host."""
+    for name, seconds in (("LEASE_S", 0.2), ("JITTER_S", 0.0), ("WITNESS_LOOK_S", 0.05)):
+        monkeypatch.setattr(succession, name, seconds)
+    monkeypatch.setattr(succession, "LEAVING_TURN_S", 3.0)
+    known = Known(started(witnesses))
+    assert VoteRegister(known, TOKEN).claim(Entry(1, "192.0.2.1", 29400))
+    server = Server(("127.0.0.1", 0), TOKEN, object, lambda peer, request: None)
+    begun: list[str] = []
+
+    def start_coordinator(spec: JobSpec, folder: Path, *given: Any, **known: Any) -> Place:
+        begun.append(folder.parent.name)
+        host, port = str(server.address[0]), int(server.address[1])
+        assert VoteRegister(known["known"], TOKEN).claim(Entry(2, host, port))
+        return Place((host, port), TOKEN)
+
+    monkeypatch.setattr(succession, "start_coordinator", start_coordinator)
+
+    def find(name: str) -> Place:
+        memory = witnesses.servers[name].votes.name
+        is_leaving = name == "a"
+        one = Succession(spec_of(tmp_path / name), "127.0.0.1", memory, lambda: is_leaving)
+        one.learn(known, TOKEN)
+        return one.find(Place(("192.0.2.1", 29400), TOKEN), 1, threading.Event())
+
+    try:
+        with ThreadPoolExecutor() as both:
+            found = [both.submit(find, name) for name in "ab"]
+            assert {each.result(30.0).address for each in found} == {server.address}
+        assert begun == ["b"], "though a comes first in the order of the witnesses"
+    finally:
+        server.close()
 
 
 def test_nobody_votes_where_a_person_says_so(witnesses: Witnesses, tmp_path: Path) -> None:

@@ -63,13 +63,15 @@ def test_a_file_that_was_cut_after_it_was_attached_is_told_as_damage(
             os.truncate(path.resolve(), 1)
     reported: list[Any] = []
     beside: Any = SimpleNamespace(submit=lambda work: work())
-    Holdings(
+    holdings = Holdings(
         JobSpec.read(parse_options(["--job", "job", "script.py"])), store,
         reported.append, beside, lambda due: due(),
-    ).examine(3)  # fmt: skip
+    )  # fmt: skip
+    holdings.examine(3)
     (report,) = reported
     assert isinstance(report, Examined) and "the file has 1 bytes" in report.damage[0]
     assert report.directory.startswith(str(tmp_path / "disk")) and report.manifest is not None
+    assert holdings.found().examined == ((3, report.damage),), "the next coordinator hears of it"
     store.attach(parts)
     assert not len(store.manifest(3).collection), "what was damaged there is not attached again"
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scalai.core.collection import Collection
+from scalai.core.collection import Collection, Tensor
 from scalai.core.errors import DamageError, StoreError
-from scalai.core.region import whole
+from scalai.core.region import Box, whole
+from scalai.store.files import slices
 from scalai.store.host import HostStore
 from scalai.store.parts import StoredRows
 from scalai.store.places import MANIFEST
@@ -54,12 +55,42 @@ def test_what_is_damaged_counts_no_more_until_the_manifest_is_read_anew(
     assert len(left.collection) == len(before.collection) - len(found)
     assert (left.file == 0).sum() == (before.file == 0).sum(), "what is whole stays"
     assert store.examine(3) == [], "it was told"
+    assert store.damage_found() == {3: found}, "and is told to the next coordinator"
     assert stated.read_bytes() == said
     store.close()
     path.write_bytes(content)  # a person mends it
     again = open_store()
     assert len(again.manifest(3).collection) == len(before.collection)
+    assert again.damage_found() == {}
     assert again.examine(3) == []
+
+
+def fetch(store: HostStore, tensor: Tensor, box: Box) -> None:
+    """Make a piece of generation 3 of step 2 this host's own."""
+    staged = store.stage(Collection.of([(tensor, box)]))
+    head = staged.path.read_bytes()[: int(staged.begins[0])]
+    staged.path.write_bytes(head + values_of(tensor, 2)[slices(box)].tobytes())
+    store.extend(3, staged)
+
+
+def test_what_has_come_whole_again_is_damaged_no_more(store: HostStore) -> None:
+    before = generation(store, 3, step=2)
+    empty(store.generation_directory(3) / "rank-1.safetensors")
+    found = store.examine(3)
+    lost = [before.collection.box(row) for row in np.flatnonzero(before.file == 1).tolist()]
+    assert len(found) == len(lost) > 1
+    for done, (tensor, box) in enumerate(lost, 1):
+        fetch(store, tensor, box)
+        assert len(store.damage_found().get(3, [])) == len(lost) - done
+    assert store.examine(3) == [] and len(store.manifest(3).collection) == len(before.collection)
+
+
+def test_what_is_dropped_is_damaged_no_more(store: HostStore) -> None:
+    generation(store, 3, step=2)
+    rot(store.generation_directory(3) / "rank-0.safetensors")
+    assert store.examine(3)
+    store.drop(3)
+    assert store.damage_found() == {}
 
 
 def test_what_has_come_meanwhile_stays(store: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,7 @@ class FakeAgent:
         spec: JobSpec | None = None,
         store: Any = None,
         damaged: tuple[tuple[int, str], ...] = (),
+        examined: tuple[tuple[int, tuple[str, ...]], ...] = (),
         is_slow: bool = False,
         address: tuple[str, int] = ("127.0.0.1", 1),
     ) -> None:
@@ -131,7 +132,8 @@ class FakeAgent:
         )
         joined = self._calls.call(
             Join(
-                job="j", host=host, damaged=damaged, incarnation=self.incarnation,
+                job="j", host=host, damaged=damaged, examined=examined,
+                incarnation=self.incarnation,
                 store=store_identity(store), slots=2, address=address,
                 parts=tuple(manifest_bytes(part) for part in parts),
                 sealed=tuple(manifest_bytes(part) for part in sealed),

@@ -4,6 +4,7 @@ of virtual Ethernet devices, more than two by a switch, each with a /dev/shm of 
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -92,13 +93,17 @@ class NetworkHosts:
     def kill(self, name: str) -> None:
         """A host dies: all of its processes end at once, and nobody hears of it where its wire is
         pulled out before."""
+        self.send(name, signal.SIGKILL)
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to all processes of a host."""
         found = subprocess.run(
             ["ip", "netns", "pids", self.space(name)],
             capture_output=True, text=True, check=False, timeout=30,
         )  # fmt: skip
         for pid in found.stdout.split():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), 9)
+                os.kill(int(pid), number)
 
     def set_link(self, name: str, *, up: bool) -> None:
         """Plug a host's wire in, or pull it out."""

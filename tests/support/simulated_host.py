@@ -49,6 +49,8 @@ class SimulatedHost:
         self.is_silent = self.is_full = self.cannot_start = False
         self.damaged: dict[int, dict[str, str]] = {}
         """Tensors of its part of a generation whose files have rotted, or were cut."""
+        self.known_damage: dict[int, dict[str, str]] = {}
+        """Those of them that its agent has found, by reading its part again."""
         self.reads: dict[str, str] = {}
         """What is wrong with the files that the workers of its present round read, by tensor."""
         self.seconds: dict[str, float] = {}
@@ -138,8 +140,19 @@ class SimulatedHost:
         if part is not None and lines:
             left = [t for t in part.collection.tensors if t.name not in found]
             self.store[number] = self.like(part, left, part.ranks)
+            known = self.known_damage.setdefault(number, {})
+            known |= {name: found[name] for name in found.keys() & names}
         kept = summary_bytes(self.store[number]) if part is not None else None
         self.unsent.append(Examined(number, lines, "/d", kept))
+
+    def examined(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """Return the damage that was found and has not come whole again, by generation."""
+        told = {}
+        for number, part in sorted(self.store.items()):
+            held = {tensor.name for tensor in part.collection.tensors}
+            found = sorted(self.known_damage.get(number, {}).items())
+            told[number] = tuple(f"{name!r} is {how}" for name, how in found if name not in held)
+        return tuple((number, lines) for number, lines in told.items() if lines)
 
     def like(
         self, part: HostManifest, tensors: Iterable[Tensor], ranks: tuple[int, ...]
@@ -257,7 +270,7 @@ class SimulatedHost:
             underway=underway(self.agent.state, self.hands.seen(self.agent.state.round)),
             last_round=self.agent.state.last_round, term=self.term,
             remembered=self.agent.state.remembered,
-            has_check=self.world.has_checks,
+            has_check=self.world.has_checks, examined=self.examined(),
         )  # fmt: skip
         try:
             answer: Any = self.world.desk.handle(self, travelled(request))  # type: ignore[arg-type]

@@ -326,3 +326,8 @@ class HostState:
     @property
     def host(self) -> str:
         return self.settings.host
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a signal or a notice says that the host is to be taken away."""
+        return self.leaving_at is not None or bool(self.notices)
