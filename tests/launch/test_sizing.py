@@ -7,12 +7,13 @@ import pytest
 
 from scalai.core.degrees import Degrees
 from scalai.core.errors import RefusedError
-from scalai.core.membership import Assignment
+from scalai.core.membership import Assignment, keep_order
 from scalai.core.messages import JsonText
 from scalai.core.planner import preference
 from scalai.core.planner.preference import Measured
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
+from scalai.launch.coordinator.first_state import first_state
 from scalai.launch.coordinator.sizing import Sizing
 
 FOUR, TWO = (("a", 2), ("b", 2)), (("a", 2),)
@@ -289,3 +290,8 @@ def test_what_the_workers_have_told_makes_it_bytes(gpu: str) -> None:
     job = of_file(gpu, script=MEGATRON)
     job.learn({"facts": {"padded_vocab_size": 1024}})
     assert "bytes cross" in job.place(target, ran, (("b", 2), ("c", 2))).reason
+
+
+def test_a_plain_job_has_the_order_of_joining() -> None:
+    spec = JobSpec.read(parse_options(["--nnodes", "1:2", "script.py"]))
+    assert first_state(spec, Sizing(spec), 1, None).place is keep_order
