@@ -106,7 +106,8 @@ class Ballots:
     def _ask(
         self, line: _Line, witness: Witness, request: VoteRequest, replies: "queue.Queue[Reply]"
     ) -> None:
-        if not line.mutex.acquire(blocking=False):
+        # It may still be answering what it was asked before, which was decided without it.
+        if not line.mutex.acquire(timeout=ASK_S):
             replies.put((witness, SilentError("it has not answered what it was asked before.")))
             return
         try:

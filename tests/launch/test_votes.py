@@ -114,6 +114,26 @@ def test_a_majority_is_enough_and_without_one_those_that_are_not_heard_are_named
     assert watcher.is_lost(), "nobody listens where two of three were"
 
 
+def test_a_witness_that_still_answers_the_last_question_is_waited_for(
+    witnesses: Witnesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three were enough for it; then one of these two is gone."""
+    known, may_answer = Known(started(witnesses)), threading.Event()
+    desk = witnesses.servers["c"].votes
+    answer = desk.answer
+
+    def slowly(request: Any) -> Any:
+        may_answer.wait(60.0)
+        return answer(request)
+
+    monkeypatch.setattr(desk, "answer", slowly)
+    holder = VoteRegister(known, TOKEN)
+    assert holder.claim(entry(1))
+    witnesses.servers["a"].close()
+    threading.Timer(0.5, may_answer.set).start()
+    holder.renew(entry(1))
+
+
 def test_a_witness_that_never_answers_is_outvoted(witnesses: Witnesses) -> None:
     """As one that is stopped, or whose packets are swallowed."""
     electorate = started(witnesses, "ab")
