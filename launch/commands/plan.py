@@ -12,9 +12,8 @@ from scalai.core.planner.columns import RECOMPUTES
 from scalai.core.planner.devices import FIGURES, GB
 from scalai.core.planner.score import figures, group_figures, predict_rows
 from scalai.core.planner.search import Estimate, Plan, search
-from scalai.launch.commands import plan_change
+from scalai.launch.commands import plan_change, plan_trace
 from scalai.launch.commands.plan_model import Question, read_question, read_table
-from scalai.launch.commands.plan_trace import add_options, run_trace
 
 _WIDEST_RANGE = 1024
 
@@ -52,7 +51,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--score", type=Path, metavar="ROWS.csv", help="compare predictions with these steps")
     add("--json", action="store_true", help="one JSON object")
     plan_change.add_arguments(parser)
-    add_options(parser)
+    plan_trace.add_options(parser)
     add("job_arguments", nargs=argparse.REMAINDER, metavar="-- SCRIPT FLAGS",
         help="a Megatron-LM training script with its flags, instead of --model")  # fmt: skip
     parser.set_defaults(run=run)
@@ -63,12 +62,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         if plan_change.is_asked(args):
             return plan_change.report(read_question(args), args)
+        if plan_trace.is_asked(args):
+            return plan_trace.run_trace(read_question(args), args)
         if args.score is not None:
             return _score(args)
-        if args.trace is not None:
-            if args.gpus is not None or args.range is not None:
-                raise RefusedError("--trace says how many devices there are; leave out --gpus.")
-            return run_trace(read_question(args), args)
         if (args.gpus is None) == (args.range is None):
             raise RefusedError("give either --gpus N, or --range A:B.")
         question = read_question(args)

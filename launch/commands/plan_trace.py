@@ -46,16 +46,38 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="compare policies on devices that come and go (docs/degrees.md)")  # fmt: skip
     add("--until", type=_minutes, metavar="MINUTES", help="when the trace ends")
     every = f"(default: {CHECKPOINT_S / MINUTE:g})"
-    add("--checkpoint-every", type=_minutes, metavar="MINUTES", default=CHECKPOINT_S,
+    add("--checkpoint-every", type=_minutes, metavar="MINUTES",
         help=f"between checkpoints on durable storage {every}")  # fmt: skip
     every = f"(default: {SNAPSHOT_S / MINUTE:g})"
-    add("--snapshot-minutes", type=_minutes, metavar="MINUTES", default=SNAPSHOT_S,
+    add("--snapshot-minutes", type=_minutes, metavar="MINUTES",
         help=f"between generations in the memory of other hosts {every}")  # fmt: skip
-    add("--storage-gb-s", type=_rate, metavar="X", default=STORAGE / GB,
+    add("--storage-gb-s", type=_rate, metavar="X",
         help=f"rate of whole checkpoints, GB/s (default: {STORAGE / GB:g})")  # fmt: skip
     add("--start", type=_request, metavar="DEGREES", help="at the beginning, such as 'tp2 pp4'")
     add("--degrees", type=_entry, metavar="N=DEGREES", action="append",
         help="a policy with these on N devices; once for each N")  # fmt: skip
+
+
+def is_asked(args: argparse.Namespace) -> bool:
+    """Whether the command line asks about a trace.
+
+    Raises:
+        RefusedError: It has flags of a trace, but names none; or it says how many devices there
+            are, which a trace does.
+    """
+    if args.trace is None:
+        given = {
+            "--until": args.until, "--start": args.start, "--degrees": args.degrees,
+            "--checkpoint-every": args.checkpoint_every, "--storage-gb-s": args.storage_gb_s,
+            "--snapshot-minutes": args.snapshot_minutes,
+        }  # fmt: skip
+        without = [flag for flag, value in given.items() if value is not None]
+        if without:
+            raise RefusedError(f"{without[0]} is about a trace; name it, by --trace EVENTS.csv.")
+        return False
+    if args.gpus is not None or args.range is not None:
+        raise RefusedError("--trace says how many devices there are; leave out --gpus.")
+    return True
 
 
 def run_trace(question: Question, args: argparse.Namespace) -> int:
@@ -67,9 +89,12 @@ def run_trace(question: Question, args: argparse.Namespace) -> int:
     trace = _read(args.trace, args.until)
     rates = Rates() if args.relaunch is None else Rates(relaunch_s=args.relaunch)
     prices = Prices(
-        checkpoint_every_s=args.checkpoint_every, snapshot_every_s=args.snapshot_minutes,
-        storage=args.storage_gb_s * GB, residence_s=args.residence, rates=rates,
-    )  # fmt: skip
+        checkpoint_every_s=_given(args.checkpoint_every, CHECKPOINT_S),
+        snapshot_every_s=_given(args.snapshot_minutes, SNAPSHOT_S),
+        storage=_given(args.storage_gb_s, STORAGE / GB) * GB,
+        residence_s=args.residence,
+        rates=rates,
+    )
     case = build_case(
         trace, question.work, question.device, question.limits, question.choices,
         question.calibration, prices, start=args.start, table=_table(args.degrees),
@@ -80,6 +105,10 @@ def run_trace(question: Question, args: argparse.Namespace) -> int:
     else:
         _print(question, trace, case, found)
     return 0
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 def replay_all(trace: Trace, case: Case, prices: Prices) -> tuple[Replayed, ...]:

@@ -57,6 +57,18 @@ def test_what_cannot_be_replayed_is_refused_with_the_way_out(
     assert way_out in captured.err and not captured.out
 
 
+@pytest.mark.parametrize("words", ["--until 90", "--start tp2", "--degrees 8=tp2",
+                                   "--checkpoint-every 5", "--storage-gb-s 2"])  # fmt: skip
+def test_flags_of_a_trace_without_one_are_refused(
+    folder: Path, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--model", folder / "model.toml", "--global-batch-size", "64", "--gpus", "8")
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *map(str, given), *words.split()])
+    assert end.value.code == 3
+    assert f"{words.split()[0]} is about a trace; name it" in capsys.readouterr().err
+
+
 def test_a_trace_that_is_no_file_or_no_text_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
