@@ -2,6 +2,7 @@
 device may never answer: no command is waited for longer than it is given."""
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ NAME_S = 10.0
 """How long the driver may take to name a device: a job waits for it before it starts."""
 END_S = 5.0
 """How long a command that was killed may take to end."""
+
+
+_NAMED = re.compile(r"^[ \t]*\d+[ \t]*,[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
 
 
 class NoAnswerError(Exception):
@@ -91,8 +95,9 @@ def driver_device(commands: Commands | None = None) -> str:
     Raises:
         NoAnswerError: It names none; the message says why.
     """
-    code, output = (commands or Commands(NAME_S)).query(["name"])
-    name = output.strip().partition("\n")[0].strip()
-    if code or not name:
-        raise NoAnswerError(f"nvidia-smi names no device (exit code {code}): {name[-200:]!r}")
-    return name
+    code, output = (commands or Commands(NAME_S)).query(["index", "name"])
+    named = _NAMED.search(output)  # the dynamic linker may have written its warnings before
+    if code or named is None:
+        text = output.strip()[-200:]
+        raise NoAnswerError(f"nvidia-smi names no device (exit code {code}): {text!r}")
+    return named[1]

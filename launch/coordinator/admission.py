@@ -70,9 +70,9 @@ class Admission:
                 dropped.append(part.generation)
                 manifests = [kept for kept in manifests if kept is not part]
         kept = {part.generation for part in manifests}
-        for number, lines in join.examined:
-            if number in kept:
-                live.note_examined(host, number, lines)
+        examined = {number: lines for number, lines in join.examined if number in kept}
+        for number, lines in examined.items():
+            live.note_examined(host, number, lines)
         renaming = self._sealed_parts.take(host, chosen)
         live.limit()
         answer = self.answer()
@@ -95,7 +95,7 @@ class Admission:
                 remembered,
             )
         )
-        live.count_damaged(host)
+        live.count_damaged(host, examined)
         return answer
 
     def _count_term(self, join: Join) -> None:

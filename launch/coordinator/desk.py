@@ -94,6 +94,7 @@ class Desk:
         self.moved: Moved | None = None
         """Where the job's coordinator is, if a later one was elected elsewhere."""
         self._agent_events = AgentEvents(self._live)
+        self._refusals = refusals
         self._losses = Losses(self._live, patience, TICK_S, refusals)
         self._kept: list[tuple[Member, str, Report, Manifests]] = []
         """Reports that wait until the coordinator knows of the round under way."""
@@ -242,6 +243,8 @@ class Desk:
         replaces = present is not None and self._losses.is_replaceable(present, join.store)
         answer = self._admission.join(peer, join, manifests, spec, replaces=replaces)
         members.name(host, join.incarnation, join.store)
+        if self._refusals is not None:
+            self._refusals.greet(members[host])
         self._hear_kept()
         return answer
 

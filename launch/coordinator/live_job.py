@@ -5,7 +5,7 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from scalai.core import actions, commands, events
@@ -258,7 +258,7 @@ class LiveJob:
     def can_go_on_without(self, host: str) -> bool:
         """Whether the other hosts that stay would have an assignment, and a state to go on from."""
         others = {name: kept for name, kept in self.state.hosts.items() if name != host}
-        if m.next_assignment(replace(self.state, hosts=others)) is None:
+        if m.next_assignment(replace(self.state, hosts=others, place=m.keep_order)) is None:
             return False
         whole = self.generations.covered(without=host)
         is_held = any(not self.generations.is_offered(each.number) for each in whole)
@@ -286,14 +286,14 @@ class LiveJob:
             self.timeline.forget()
         if was_taking_over and self.state.taking_over is None:
             self._count_sealed()
-            for host in self.members.hosts():
-                self.count_damaged(host)
+            for number, host in self.generations.doubts.found():
+                if host in self.members:
+                    self.count_damaged(host, (number,))
 
-    def count_damaged(self, host: str) -> None:
-        """Damage that a host has brought counts as if it had found it now, once it is known what
-        the job does."""
-        found = [n for n, by in self.generations.doubts.found() if by == host]
-        for number in found if self.state.taking_over is None else ():
+    def count_damaged(self, host: str, numbers: Iterable[int]) -> None:
+        """Damage that a host has brought, of these generations, counts as if it had found it now,
+        once it is known what the job does."""
+        for number in numbers if self.state.taking_over is None else ():
             self.feed(events.Examined(host, number, is_damaged=True))
 
     def _count_sealed(self) -> None:
@@ -485,13 +485,14 @@ class LiveJob:
         else:
             self.feed(doubted(round, number, reason, self.generations))
 
-    def _left_with(self, host: str, action: actions.Release) -> str:
-        """Say what becomes of the coordinator where it is on the machine of a host that leaves, and
-        no other one can have the next one; empty where that is not so."""
-        staying = [name for name in self.members.hosts() if name not in action.leaving]
-        machines = {self.members[name].address[0] for name in staying}
-        own = self.members[host].address[0]
-        if own != self._interface or own in machines or not machines or not self.is_alone():
+    def _left_behind(self, leaving: Collection[str]) -> str:
+        """Say what becomes of the coordinator where its machine is that of hosts that leave, and no
+        other can have the next one; empty where that is not so."""
+        gone, own = frozenset(leaving), self._interface
+        staying = [name for name in self.members.hosts() if name not in gone]
+        if not staying or any(self.members[name].address[0] == own for name in staying):
+            return ""
+        if not self.is_alone():
             return ""
         return (
             f". Its coordinator stays on this machine ({own}), and no other can have the next one: "
@@ -508,8 +509,10 @@ class LiveJob:
         if action.keep is not None:
             for number in self.generations.keep(action.keep):
                 self.command(self.members.hosts(), commands.Drop(number))
+        behind = self._left_behind(action.leaving) if action.leaving else ""
         for host in action.leaving:
-            reason = f"drained: the job goes on without this host{self._left_with(host, action)}"
+            is_its = self.members[host].address[0] == self._interface
+            reason = f"drained: the job goes on without this host{behind if is_its else ''}"
             self.command([host], commands.Exit(0, reason, self._keeps_state(0)))
             self.members.release(host)
             self.generations.forget(host, is_released=True)

@@ -1,6 +1,7 @@
 """What the hosts of a job keep of it for a coordinator that takes this one's place, as far as this
 one has said so."""
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,8 @@ from scalai.core.remembered import Remembered
 from scalai.core.remembering import is_as_before, remember
 from scalai.launch.coordinator.members import Members
 from scalai.launch.coordinator.sizing import Sizing
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 0.05
 """How often it is looked whether hosts keep what was said."""
@@ -65,7 +68,10 @@ class Memory:
             has_said = False  # numbers of two coordinators tell nothing of which is later
         if not has_begun and not has_said and known.order > self._heard:
             self._heard = known.order
-            self._sizing.take_over(known.request)
+            try:
+                self._sizing.take_over(known.request)
+            except ValueError as error:  # of another release: the job goes on as it was begun
+                log.warning("event=not_taken_over what persons had asked for: %s", error)
             self._recalled()
         return known
 

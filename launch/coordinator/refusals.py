@@ -22,8 +22,8 @@ _Knock = tuple[Address, float | None]
 class Refusals:
     """Knocks at the data planes of agents, in a thread of its own. Any thread may ask.
 
-    A host that says that nobody listens there has lost its agent, and with it its workers. Silence
-    says nothing: it may be the network.
+    A host that says that nobody listens there has lost its agent, and with it its workers, if it
+    could be reached before: else a wall on the way may say so. Silence says nothing.
 
     Args:
         token: The job's secret; another process that listens there by now does not know it.
@@ -34,6 +34,8 @@ class Refusals:
         self._asked: queue.SimpleQueue[_Knock] = queue.SimpleQueue()
         self._found: dict[_Knock, bool] = {}
         """What came of knocking; where that is not over, False."""
+        self._reached = set[Address]()
+        """Where somebody of the job has answered."""
         self._thread: threading.Thread | None = None
 
     def is_gone(self, agent: Member) -> bool:
@@ -41,29 +43,41 @@ class Refusals:
         where it did. Blocks for nothing: the first question has somebody look."""
         knock = agent.address, agent.unlinked_at
         with self._mutex:
-            if knock in self._found:
-                return self._found[knock]
+            if knock in self._found or agent.address not in self._reached:
+                return self._found.get(knock, False)
+        self._ask(knock)
+        return False
+
+    def greet(self, agent: Member) -> None:
+        """It has joined: see whether it can be reached at all."""
+        self._ask((agent.address, None))
+
+    def _ask(self, knock: _Knock) -> None:
+        with self._mutex:
             self._found[knock] = False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="refusals", daemon=True)
                 self._thread.start()
         self._asked.put(knock)
-        return False
 
     def _run(self) -> None:
         while True:
             knock = self._asked.get()
-            is_gone = self._is_refused(knock[0])
+            answers = self._answers(knock[0])
             with self._mutex:
-                self._found[knock] = is_gone
+                self._found[knock] = answers is False
+                if answers:
+                    self._reached.add(knock[0])
 
-    def _is_refused(self, address: Address) -> bool:
+    def _answers(self, address: Address) -> bool | None:
+        """Whether somebody of the job listens there; None: it cannot be told."""
         try:
             connect(address, self._token, ANSWER_S).close()
         except AbsentError:
-            return True
-        except PeerError:
             return False
+        except PeerError:
+            return None
         except Exception as error:  # our own slip: who is gone is lost a little later
             log.warning("event=not_knocked address=%s: %r", address, error)
-        return False
+            return None
+        return True

@@ -68,8 +68,12 @@ class Sizing:
 
     def place(self, target: Assignment, ran: Assignment, slots: Hosts) -> Assignment:
         """Return an assignment with its hosts in the order in which the fewest bytes cross; a
-        ``Place``."""
-        return self._place(target, ran, slots)
+        ``Place``. Where that cannot be computed they stay as they are: nothing depends on it."""
+        try:
+            return self._place(target, ran, slots)
+        except Exception as error:  # our own slip: it must not end a job
+            self._say(f"event=not_placed {error!r}: hosts keep the order of joining")
+            return target
 
     def _made_place(self) -> Place:
         of_job = self._arguments, *self._deepspeed

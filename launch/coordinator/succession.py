@@ -226,9 +226,11 @@ class Succession:
         if unchanged_s <= LEASE_S and not has_died:
             return None
         turn_s = 0.0 if has_died else self._turn_s(vote)
-        time.sleep(random.uniform(0.0, JITTER_S) + turn_s)
-        if watch.look()[0] != entry:
-            return None
+        claims_at = time.monotonic() + random.uniform(0.0, JITTER_S) + turn_s
+        while (left_s := claims_at - time.monotonic()) > 0:
+            time.sleep(min(left_s, TURN_S))
+            if watch.look()[0] != entry:
+                return None
         known = NOBODY if vote is None else replace(vote.known, term=max(vote.known.term, term))
         folder = job_directory(self._spec)
         with one_at_a_time(folder):

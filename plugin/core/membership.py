@@ -410,16 +410,14 @@ def next_assignment(job: Job) -> Assignment | None:
     where there is nothing else.
     """
     hosts = staying(job)
-    target = assigned(job, hosts) if hosts else None
-    if target is None or failure_of(job, target) is None:
-        return target
-    return _instead(job, hosts) or target
-
-
-def assigned(job: Job, hosts: tuple[tuple[str, int], ...]) -> Assignment | None:
-    """What these hosts would run, each at its place."""
-    target = job.assign(hosts, present_degrees(job))
-    return None if target is None else placed(job, target, hosts)
+    target = job.assign(hosts, present_degrees(job)) if hosts else None
+    if target is None:
+        return None
+    if failure_of(job, target) is not None:
+        if job.ran is not None and _is_possible(job, job.ran) and not failure_of(job, job.ran):
+            return job.ran
+        target, hosts = _fewer(job, hosts) or (target, hosts)
+    return placed(job, target, hosts)
 
 
 def placed(job: Job, target: Assignment, hosts: tuple[tuple[str, int], ...]) -> Assignment:
@@ -431,7 +429,8 @@ def placed(job: Job, target: Assignment, hosts: tuple[tuple[str, int], ...]) -> 
     if job.current is not None and target.is_same_as(job.current):
         return target
     standby = job.standby.assignment if job.standby is not None else None
-    if standby is not None and _has_same_hosts(standby, target):
+    is_ready = standby is not None and standby.micro_batch_size == target.micro_batch_size
+    if standby is not None and is_ready and _has_same_hosts(standby, target):
         idle = tuple((name, 0) for name, _ in target.workers if name not in standby.members)
         active_ones = tuple(entry for entry in standby.workers if entry[1])
         return replace(target, workers=(*active_ones, *idle), reason=standby.reason)
@@ -457,14 +456,14 @@ def _held(job: Job) -> Assignment | None:
     return replace(ran, workers=workers)
 
 
-def _instead(job: Job, hosts: tuple[tuple[str, int], ...]) -> Assignment | None:
-    """The best assignment beside those that have failed."""
-    if job.ran is not None and _is_possible(job, job.ran) and failure_of(job, job.ran) is None:
-        return job.ran
+def _fewer(
+    job: Job, hosts: tuple[tuple[str, int], ...]
+) -> tuple[Assignment, tuple[tuple[str, int], ...]] | None:
+    """The assignment of the most hosts that has not failed, and these hosts."""
     for count in range(len(hosts) - 1, 0, -1):
-        fewer = assigned(job, hosts[:count])
+        fewer = job.assign(hosts[:count], present_degrees(job))
         if fewer is not None and failure_of(job, fewer) is None:
-            return fewer
+            return fewer, hosts[:count]
     return None
 
 
@@ -478,11 +477,12 @@ def _is_possible(job: Job, assignment: Assignment) -> bool:
 
 
 def failure_of(job: Job, assignment: Assignment) -> FailedChange | None:
-    """How this assignment failed on the hosts as they joined last; None where it did not."""
+    """How this assignment failed on the hosts as they joined last, in whatever order; None where
+    it did not."""
     members = members_of(job, assignment)
     for failed in job.failed:
         its = failed.assignment
-        is_same = its.is_same_as(assignment) and members == failed.members
+        is_same = _has_same_hosts(its, assignment) and members == failed.members
         if is_same and its.micro_batch_size == assignment.micro_batch_size:
             return failed
     return None

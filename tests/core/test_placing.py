@@ -82,6 +82,19 @@ def test_what_has_failed_in_its_order_is_passed_over() -> None:
     assert tried[-1].workers == (("a", 2), ("b", 2)), "back to what ran"
 
 
+def test_what_has_failed_is_not_tried_again_in_another_order() -> None:
+    place = Placing()
+    simulation = placed_job(place, failures_left=3)
+    simulation.cannot_run.add(6)
+    simulation.join("c", 2)
+    simulation.settle()
+    before = len(rounds(simulation))
+    place.is_reversed = False
+    simulation.feed(events.Rescaled(simulation.job.assign, simulation.now))
+    simulation.settle()
+    assert len(rounds(simulation)) == before and simulation.job.phase is m.Phase.RUNNING
+
+
 def test_a_host_that_has_lost_its_memory_holds_nothing() -> None:
     place = Placing()
     simulation = placed_job(place)

@@ -17,7 +17,10 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def test_the_driver_names_the_first_device(nvidia_smi: Install) -> None:
-    nvidia_smi("echo NVIDIA H100 80GB HBM3; echo NVIDIA L4")
+    nvidia_smi(
+        "echo ERROR: ld.so: it cannot be preloaded, ignored. >&2; "
+        "echo 0, NVIDIA H100 80GB HBM3; echo 1, NVIDIA L4"
+    )
     assert driver_device() == "NVIDIA H100 80GB HBM3"
 
 
@@ -60,8 +63,8 @@ def test_a_driver_that_cannot_be_killed_is_not_waited_for(
     assert commands.stuck is not None
     commands.stuck.kill()
     assert commands.stuck.wait(60) == -signal.SIGKILL
-    nvidia_smi("echo NVIDIA H200")
-    assert Commands().run(["nvidia-smi"])[1] == "NVIDIA H200\n"
+    nvidia_smi("echo 0, NVIDIA H200")
+    assert Commands().run(["nvidia-smi"])[1] == "0, NVIDIA H200\n"
     assert driver_device(Commands()) == "NVIDIA H200"
 
 

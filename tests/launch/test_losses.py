@@ -82,32 +82,47 @@ def test_a_silent_host_is_lost_where_others_can_go_on(short_line: Line) -> None:
     assert "not in the job (any more)" in str(silent.error)
 
 
+def listens() -> Listener:
+    """As the data plane of an agent."""
+    return Listener(("127.0.0.1", 0), TOKEN, lambda framed: None, timeout_s=5.0)
+
+
 def test_whose_process_is_gone_is_not_waited_for_and_whose_lives_is(tmp_path: Path) -> None:
     """The connections of two hosts end; where one of them listened, nobody does."""
-    patience = replace(QUICK, grace_s=600.0)
+    patience, refusals = replace(QUICK, grace_s=600.0), Refusals(TOKEN)
     line = Line(
-        tmp_path, "--nnodes", "1:3", "--max-restarts", "9",
-        patience=patience, refusals=Refusals(TOKEN),
+        tmp_path, "--nnodes", "1:4", "--max-restarts", "9", patience=patience, refusals=refusals,
     )  # fmt: skip
-    with closing(Listener(("127.0.0.1", 0), TOKEN, lambda framed: None, timeout_s=5.0)) as there:
+    with closing(listens()) as there:
+        goes = listens()
         line.join("a")
         lives = line.join("b", address=there.address)
-        dies = line.join("c")
+        dies = line.join("c", address=goes.address)
+        walled = line.join("d", address=("127.0.0.1", 1))
+        wait_until(lambda: {there.address, goes.address} <= refusals._reached, "both are reached")
+        goes.close()
         for agent in (lives, dies):
             agent.wait_for("start")
+        for agent in (lives, walled, dies):
             agent.leave()
         wait_until(lambda: has_logged(line, "event=lost host=c", "nobody listens at"), "c is lost")
         time.sleep(10 * TICK_S)
         assert not has_logged(line, "event=lost host=b")
+        assert not has_logged(line, "event=lost host=d"), "it never could be reached"
     line.coordinator._losses._patience = QUICK  # the test need not wait for it
     line.end()
 
 
 def test_another_process_that_listens_there_is_not_taken_for_the_agent() -> None:
-    with closing(Listener(("127.0.0.1", 0), b"another", lambda f: None, timeout_s=5.0)) as other:
-        assert isinstance(other.address, tuple)
-        stranger, refusals = Member(cast(Peer, None), other.address), Refusals(TOKEN)
-        wait_until(lambda: refusals.is_gone(stranger), "it is seen to be another one")
+    first = listens()
+    assert isinstance(first.address, tuple)
+    agent, refusals = Member(cast(Peer, None), first.address), Refusals(TOKEN)
+    refusals.greet(agent)
+    wait_until(lambda: first.address in refusals._reached, "it is reached")
+    first.close()
+    agent.unlinked_at = 1.0
+    with closing(Listener(agent.address, b"another", lambda framed: None, timeout_s=5.0)):
+        wait_until(lambda: refusals.is_gone(agent), "it is seen to be another one")
 
 
 def test_silence_alone_does_not_end_a_job_that_has_no_other_host(tmp_path: Path) -> None:

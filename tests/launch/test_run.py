@@ -45,8 +45,8 @@ def elastic_job(tmp_path: Path, *flags: str) -> JobSpec:
 @pytest.mark.parametrize(
     ("script", "gpu", "line"),
     [
-        ("echo NVIDIA H200", "NVIDIA H200", "event=device name='NVIDIA H200'"),
-        ("echo NVIDIA K80", "NVIDIA K80", "'NVIDIA K80' is not in the table of devices"),
+        ("echo 0, NVIDIA H200", "NVIDIA H200", "event=device name='NVIDIA H200'"),
+        ("echo 0, NVIDIA K80", "NVIDIA K80", "'NVIDIA K80' is not in the table of devices"),
         ("echo No devices were found; exit 6", None, "no answer: nvidia-smi names no device"),
     ],
 )
@@ -64,7 +64,7 @@ def test_the_driver_is_not_asked_where_a_person_has_said_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "scalai")
-    install_into(tmp_path, monkeypatch)("echo NVIDIA H200")
+    install_into(tmp_path, monkeypatch)("echo 0, NVIDIA H200")
     kept = elastic_job(tmp_path, "--planner", "keep")
     assert run._with_device(kept) is kept
     assert caplog.text == ""

@@ -5,7 +5,7 @@ each other. Where the shape of the model is known bytes are counted, else shares
 degrees cut alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import lcm
@@ -28,10 +28,9 @@ FINENESS = 8
 WORTH = 0.01
 """Hosts change places where more than this share of what they want need not cross: for less the
 first rank, with what it logs and writes, stays where it is."""
-MOST_PAIRS = 1 << 18
+MOST_PAIRS = 1 << 15
 """Of hosts and of replicas whose parts each of them wants: more of them keep the order of joining,
-because the computation would take longer than the bytes that it saves, which are below a
-hundredth."""
+because the computation, which the whole job waits for, would take a good part of a second."""
 
 Hosts = tuple[tuple[str, int], ...]
 
@@ -44,7 +43,7 @@ def make_place(work: Workload | None, sharding: Callable[[int], int]) -> Place:
         sharding: What data-parallel ranks keep a part of (``columns.py``) on so many ranks.
 
     The returned function gives the same assignment where no other order is worth it. Ranks of a
-    host stay neighbours, and no host has more of them than its slots.
+    host stay neighbours, and only hosts with as many slots change places.
     """
 
     @lru_cache(maxsize=KNOWN_CHANGES)
@@ -75,10 +74,18 @@ def make_place(work: Workload | None, sharding: Callable[[int], int]) -> Place:
         best, is_own = placed(held, ran.degrees, target.workers, target.degrees, slots)
         if best.unplaced_moves - best.moves <= WORTH * best.needed:
             return target
+        if not _is_settled(best.hosts, target.workers, dict(slots)):
+            return target
         reason = f"{target.reason}; hosts placed: {_saved(best, is_own)}"
         return replace(target, workers=best.hosts, reason=reason)
 
     return place
+
+
+def _is_settled(hosts: Hosts, given: Hosts, slots: Mapping[str, int]) -> bool:
+    """Whether hosts change places with such of as many slots alone: who assigns ranks to them in
+    this order then comes to the same, and no other change follows."""
+    return [slots.get(name) for name, _ in hosts] == [slots.get(name) for name, _ in given]
 
 
 def _saved(best: Placed, is_own: bool) -> str:
