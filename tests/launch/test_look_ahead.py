@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from scalai.core.degrees import Degrees
+from scalai.core.messages import JsonText
 from scalai.core.planner import preference
 from scalai.core.planner.fit import calibrate
 from scalai.core.planner.preference import Measured
@@ -73,3 +74,13 @@ def test_a_slip_of_what_is_computed_beside_the_job_is_told(
     after.memory.hear(known, has_begun=False, is_own=False)
     wait_until(lambda: any("event=ahead failed" in line for line in log), "it is told")
     assert after.sizing.request == before.sizing.request
+
+
+def test_a_request_of_another_release_is_told_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, after = live_job(tmp_path, []), live_job(tmp_path, [], term=2)
+    own = after.sizing.request
+    known = remember(before.state, 1, 1, JsonText.of(["of", "another", "shape"]))
+    assert after.memory.hear(known, has_begun=False, is_own=False) == known
+    assert after.sizing.request == own and "event=not_taken_over" in caplog.text

@@ -295,3 +295,19 @@ def test_what_the_workers_have_told_makes_it_bytes(gpu: str) -> None:
 def test_a_plain_job_has_the_order_of_joining() -> None:
     spec = JobSpec.read(parse_options(["--nnodes", "1:2", "script.py"]))
     assert first_state(spec, Sizing(spec), 1, None).place is keep_order
+
+
+def test_a_slip_of_the_placement_is_told_and_hosts_stay_where_they_are(
+    gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    sizing = of_file(gpu, say=said.append)
+
+    def slip(*_: object) -> Assignment:
+        raise ZeroDivisionError("a slip")
+
+    monkeypatch.setattr(sizing, "_place", slip)
+    ran = Assignment((("a", 2), ("b", 2)), Degrees(2, 2, 1), 1, "")
+    target = Assignment((("b", 2), ("c", 2)), Degrees(2, 2, 1), 1, "")
+    assert sizing.place(target, ran, (("b", 2), ("c", 2))) is target
+    assert "event=not_placed ZeroDivisionError" in said[0]
