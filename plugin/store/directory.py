@@ -14,6 +14,7 @@ from scalai.store.budget import Room, check_budget
 from scalai.store.files import FileLayout
 from scalai.store.lock import StoreLock
 from scalai.store.making import Making, Makings
+from scalai.store.manifest import is_spare
 from scalai.store.places import MANIFEST, NUMBERED, check_host, check_job
 from scalai.store.pool import FilePool, free_bytes
 from scalai.store.secure import open_below
@@ -115,12 +116,14 @@ class HostDirectory:
         self._pool.trim(keep_bytes)
 
     def room(self) -> Room:
-        """Return what is in use, what waits for reuse, and what is free."""
+        """Return what is in use, what waits for reuse, and what is free. Room that is kept for a
+        manifest is none of these: it is small, and given back once the manifest is written."""
         with self.mutex:
             in_use = sum(
                 entry.lstat().st_size  # a link leads to bytes on a disk
                 for kind in ("generation", "snapshot", "deposit", "dropped", "fetched", "damaged")
                 for entry in self.path.glob(f"{kind}-*/*")
+                if not is_spare(entry)
             )
             return Room(in_use, self._pool.size_bytes(), free_bytes(self.path))
 

@@ -239,6 +239,11 @@ def reserve_manifests(directory: Path, size_bytes: int) -> None:
             os.close(descriptor)
 
 
+def is_spare(path: Path) -> bool:
+    """Whether a file is room that ``reserve_manifests`` made."""
+    return path.match(_SPARE)
+
+
 def release_manifests(directory: Path) -> None:
     """Give back the room that was not used."""
     for spare in directory.glob(_SPARE):

@@ -65,8 +65,9 @@ def test_a_worker_may_die_at_every_place_of_a_change(
     state is in shards, what dies before it is written is gone, and the newest snapshot counts."""
     with training(tmp_path, stage, monkeypatch, nodes="1") as agents:
         agents.start("a")
-        agents.wait_for_step(2, world=2)
+        world = 2
         for number, place in enumerate(PLACES):
+            agents.wait_for_all(world)
             changes, world = len(agents.resizes()), 1 + number % 2
             agents.arm(place, "0")
             agents.scale(nproc=world)

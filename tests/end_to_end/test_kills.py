@@ -80,6 +80,7 @@ def steps_lost(agents: Agents) -> list[int]:
 @pytest.mark.parametrize("rank", ["0", "3"])
 def test_a_worker_may_die_at_any_place_of_a_resize(agents: Agents, rank: str) -> None:
     for place in PLACES:
+        agents.wait_for_all(4)
         agents.arm(place, rank)
         changes = len(agents.resizes())
         tp = change_degrees(agents)
@@ -151,11 +152,12 @@ def test_an_agent_that_comes_back_brings_what_it_had_sealed(tmp_path: Path) -> N
     with tiny_agents(tmp_path, '4 = "tp4"\n3 = "tp3"', nodes="2", flags=FLAGS) as agents:
         agents.start("a")
         agents.start("b")
-        agents.wait_for_step(3, world=4)
+        world = 4
         for place in ("commit", "sealed", "committed"):
+            agents.wait_for_all(world)
             agents.arm(place, "b")
             changes = len(agents.resizes())
-            world = 7 - agents.lines()[-1]["world"]
+            world = 7 - world
             agents.scale(nproc=world)
             agents.wait_for_death()
             agents.exit_code("b")

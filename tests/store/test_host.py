@@ -287,6 +287,19 @@ def test_a_store_that_may_take_too_little_says_so_before_anything_is_made(tmp_pa
         assert not list(store.directory.glob("snapshot-*"))
 
 
+def test_room_for_manifests_takes_none_from_snapshots_and_replicas(tmp_path: Path) -> None:
+    held = two_ranks()
+    with HostStore("job", "host", tmp_path) as store:
+        needed = store.reserve(held).size_bytes
+    budget = 2 * needed + 1000  # of which the committed manifest takes a part
+    with HostStore("job", "host", tmp_path / "tight", budget_bytes=budget) as store:
+        generation(store, 1, step=1, held=held)
+        slot = store.reserve(held)
+        assert sum(path.stat().st_size for path in slot.directory.glob(".manifest*")) > 1000
+        assert 0 < store.most_bytes() <= budget
+        store.check_spare(1)
+
+
 def test_manifests_need_no_more_room_than_was_made_for_the_snapshot(store: HostStore) -> None:
     held = two_ranks()
     slot = store.reserve(held)
