@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from scalai.launch.agent.durable import look
 from support.agents import Agents, tiny_agents
 from support.tiny_job import check_steps
@@ -53,6 +55,7 @@ def saved(folder: Path) -> dict[int, list[str]]:
     return {n: sorted(part.host for _, part in parts) for n, parts in seen.parts.items()}
 
 
+@pytest.mark.campaign
 def test_a_job_that_loses_more_than_it_keeps_goes_back_to_the_disk_unasked(tmp_path: Path) -> None:
     with hosts_ab(tmp_path) as agents:
         train(agents)
@@ -101,6 +104,7 @@ def test_a_disk_that_refuses_ends_nothing(tmp_path: Path) -> None:
         archived(agents, before + 1)
 
 
+@pytest.mark.campaign
 def test_an_agent_that_stands_still_in_a_copy_shows_nothing(tmp_path: Path) -> None:
     """SIGSTOP while generations come to the disk: what is shown stays whole."""
     with hosts_ab(tmp_path) as agents:

@@ -68,6 +68,7 @@ def test_a_job_that_chooses_how_often_learns_it_and_keeps_it_through_a_failure(
         check_steps(agents.lines())
 
 
+@pytest.mark.campaign
 def test_a_stop_that_comes_while_a_snapshot_is_written_loses_no_step(tmp_path: Path) -> None:
     """With one of every step there is always one under way."""
     settings = {"store": "snapshot_every = 1"}

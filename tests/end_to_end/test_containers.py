@@ -89,6 +89,7 @@ def test_the_agent_that_started_the_coordinator_stays_until_the_job_has_ended(
         assert "event=container" not in (tmp_path / "b.log").read_text()
 
 
+@pytest.mark.campaign
 def test_a_second_signal_ends_an_agent_that_stays(tmp_path: Path) -> None:
     with pods(tmp_path) as agents:
         agents.start("a")
@@ -103,6 +104,7 @@ def test_a_second_signal_ends_an_agent_that_stays(tmp_path: Path) -> None:
         agents.wait_for_step(agents.lines()[-1]["step"] + 3, world=1)
 
 
+@pytest.mark.campaign
 def test_who_started_the_coordinator_that_took_over_stays_for_it_likewise(tmp_path: Path) -> None:
     with pods(tmp_path) as agents:
         agents.start("a")

@@ -37,6 +37,7 @@ def test_a_script_without_a_line_of_ours_goes_through_other_dps_and_stages(
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_every_stage_goes_through_four_changes_of_dp(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -57,6 +57,7 @@ def training(
     compare(made, lines_of(folder / "alone"))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_worker_may_die_at_every_place_of_a_change(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,6 +80,7 @@ def test_a_worker_may_die_at_every_place_of_a_change(
             assert lost == 0 or may_lose, f"{place}: {lost}\n{agents.logs()}"
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_failure_in_training_costs_no_step_where_the_state_lives_on(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -41,6 +41,7 @@ def test_degrees_that_a_script_cannot_run_are_given_up_for_those_that_ran(
         assert steps == list(range(1, len(steps) + 1)), "each step is made once"
 
 
+@pytest.mark.campaign
 def test_a_host_whose_joining_fails_stays_idle_and_the_others_train_on(tmp_path: Path) -> None:
     degrees = '2 = "tp2"\n4 = "tp2"'
     with faulty(tmp_path, degrees, "--raise-at-world", "4") as agents:

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from support.agents import tiny_agents
 from support.tiny_job import check_steps
 
 DEGREES = '4 = "tp1"\n2 = "tp1"'
 
 
+@pytest.mark.campaign
 def test_a_host_whose_check_fails_behind_a_failure_stays_idle_until_it_passes(
     tmp_path: Path,
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_host_may_die_with_its_memory_in_a_resize(agents: Agents) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 @pytest.mark.timeout(900)  # twelve kills
 @pytest.mark.parametrize(("with_its_memory", "hosts"), [(True, "ab"), (False, "ba")])
 def test_hosts_may_die_at_every_place(agents: Agents, with_its_memory: bool, hosts: str) -> None:
@@ -134,6 +135,7 @@ def test_hosts_may_die_at_every_place(agents: Agents, with_its_memory: bool, hos
 # ------------------------------------------------------------------ without replicas elsewhere
 
 
+@pytest.mark.campaign
 def test_a_replica_on_the_same_host_writes_for_a_worker_that_dies(tmp_path: Path) -> None:
     with tiny_agents(tmp_path, '3 = "tp1"\n2 = "tp1"', slots=3, nodes="1", flags=FLAGS) as agents:
         agents.start("a")
@@ -258,6 +260,7 @@ def test_a_second_change_during_a_resize_begins_again_from_the_same_state(agents
     assert not any(steps_lost(agents))
 
 
+@pytest.mark.campaign
 def test_a_job_whose_agents_and_coordinator_died_goes_on_where_it_was(tmp_path: Path) -> None:
     with one_worker(tmp_path, settings={"store": "snapshot_every = 5"}) as agents:
         agents.start("a")

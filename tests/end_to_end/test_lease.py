@@ -29,6 +29,7 @@ def leased(folder: Path) -> Iterator[tuple[NetworkAgents, NetworkHosts]]:
         yield agents, hosts
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_the_other_host_takes_over_and_no_step_is_lost(tmp_path: Path, is_heard: bool) -> None:
     with leased(tmp_path) as (agents, hosts):

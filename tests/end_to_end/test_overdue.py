@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from scalai.launch.config.endpoint import read_card
 from scalai.launch.coordinator.person_calls import Status
@@ -41,6 +42,7 @@ def stalled(agents: Agents) -> list[int]:
     return [rank for host in shown.values() for rank in host["ranks"]]
 
 
+@pytest.mark.campaign
 def test_a_worker_that_stands_still_in_training_is_reported_with_its_state(tmp_path: Path) -> None:
     """And a stop that it does not come to is taken back: the training goes on as soon as it can."""
     settings = {"resize": f"{NEVER_STANDBY}drain_timeout_s = 2\nstall_s = 2"}

@@ -3,6 +3,8 @@ hooked."""
 
 from pathlib import Path
 
+import pytest
+
 from support.agents import Agents
 
 SCRIPT = """
@@ -33,6 +35,7 @@ def test_a_script_that_ends_ends_the_job(tmp_path: Path) -> None:
         agents.wait_until(lambda: not agents.family(), "nothing is left")
 
 
+@pytest.mark.campaign
 def test_a_script_that_fails_is_started_as_often_as_asked(tmp_path: Path) -> None:
     with plain(tmp_path, "fails", "--max-restarts", "1", nodes="1") as agents:
         agents.start("a")

@@ -66,6 +66,7 @@ def test_a_person_may_forbid_it(tmp_path: Path) -> None:
         check_steps(agents.lines())
 
 
+@pytest.mark.campaign
 def test_the_job_follows_the_number_of_devices_that_work(tmp_path: Path) -> None:
     devices = tmp_path / "devices"
     devices.write_text("2")

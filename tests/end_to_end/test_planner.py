@@ -47,6 +47,7 @@ def test_degrees_are_computed_from_the_start_where_a_person_says_so(tmp_path: Pa
 
 
 @pytest.mark.campaign
+@pytest.mark.turns
 @pytest.mark.parametrize(("slow", "fast", "ends_with"), [(1.2, 0.2, 2), (0.3, 1.5, 1)])
 def test_a_contender_is_tried_in_the_live_job_and_the_faster_one_stays(
     tmp_path: Path, slow: float, fast: float, ends_with: int

@@ -105,6 +105,7 @@ def test_a_script_that_nothing_connects_is_told_so_once(tmp_path: Path) -> None:
         assert "event=unhooked host=a" in log
 
 
+@pytest.mark.campaign
 def test_a_script_that_attaches_after_steps_on_dummy_data_is_connected(tmp_path: Path) -> None:
     then = ATTACHING.format(metrics=str(tmp_path / "metrics.jsonl"))
     with agents_of(tmp_path, UNCONNECTED.format(steps=3, then=then)) as agents:

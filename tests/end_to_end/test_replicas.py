@@ -62,6 +62,7 @@ def test_a_host_with_shards_of_its_own_may_be_lost_with_its_memory(
         check_steps(agents.lines())
 
 
+@pytest.mark.campaign
 def test_one_host_after_the_other_may_be_lost(tmp_path: Path) -> None:
     """What a host kept for others is made anew on those that are left."""
     with hosts_abc(tmp_path, settings=EVERY_7) as agents:
@@ -89,7 +90,7 @@ def test_hosts_of_one_rack_may_be_lost_together(tmp_path: Path) -> None:
 
 
 def test_without_room_for_replicas_the_training_goes_on_and_says_so(tmp_path: Path) -> None:
-    # Two snapshots of 528 bytes and a manifest of 1,003 fit, 160 bytes of others beside them do not.
+    # Two snapshots of 528 bytes and a manifest of 1,003 fit, but no 160 bytes of others beside.
     with hosts_abc(tmp_path, flags=("--store-budget-gb", "0.00000214")) as agents:
         train(agents)
         agents.wait_until(lambda: "event=no_replica" in agents.text(), "it is said")

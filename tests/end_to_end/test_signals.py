@@ -115,6 +115,7 @@ def test_a_second_signal_ends_the_agent_and_its_workers_at_once(tmp_path: Path) 
         agents.wait_until(lambda: not agents.workers(), "the workers are gone")
 
 
+@pytest.mark.campaign
 def test_a_build_whose_worker_was_killed_holds_up_no_later_round(tmp_path: Path) -> None:
     (tmp_path / "extensions" / "op").mkdir(parents=True)
     script = tmp_path / "script.py"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from support.agents import one_worker, tiny_agents
 
@@ -19,6 +20,7 @@ def coordinator_of(processes: list[psutil.Process]) -> psutil.Process:
     return found
 
 
+@pytest.mark.campaign
 def test_a_silent_coordinator_holds_nobody_up(tmp_path: Path) -> None:
     """Workers train on, commands end with an error, and two signals end the agent; its state
     stays."""
@@ -43,6 +45,7 @@ def test_a_silent_coordinator_holds_nobody_up(tmp_path: Path) -> None:
         assert agents.generations("a")
 
 
+@pytest.mark.campaign
 def test_a_drain_that_a_silent_coordinator_cannot_serve_ends_by_its_timeout(tmp_path: Path) -> None:
     with one_worker(tmp_path, settings={"resize": "drain_timeout_s = 3"}) as agents:
         agents.start("a")

@@ -112,6 +112,7 @@ def test_a_damaged_newest_state_is_waited_for_until_a_person_decides(tmp_path: P
         assert manifest.exists(), "what is damaged is left as it is"
 
 
+@pytest.mark.campaign
 def test_a_state_of_an_older_release_goes_on_proven_by_its_own_fingerprints(tmp_path: Path) -> None:
     with tiny_agents(tmp_path, '2 = "tp2"', nodes="1", flags=durable(tmp_path)) as agents:
         agents.start("a")
@@ -140,6 +141,7 @@ def test_a_state_of_an_older_release_goes_on_proven_by_its_own_fingerprints(tmp_
         assert manifest["fingerprint_version"] == VERSION
 
 
+@pytest.mark.campaign
 def test_bytes_that_rot_on_the_disk_end_the_start_and_are_named(tmp_path: Path) -> None:
     with tiny_agents(tmp_path, '2 = "tp2"', nodes="1", flags=durable(tmp_path)) as agents:
         agents.start("a")

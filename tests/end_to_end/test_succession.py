@@ -62,6 +62,7 @@ def test_workers_train_on_while_another_coordinator_takes_its_place(tmp_path: Pa
         assert agents.exit_code("a") == agents.exit_code("b") == 0
 
 
+@pytest.mark.campaign
 def test_a_coordinator_that_stands_still_is_ended_and_replaced(tmp_path: Path) -> None:
     settings = {"resize": "coordinator_timeout_s = 8"}
     with two_hosts(tmp_path, settings=settings) as agents:
@@ -74,6 +75,7 @@ def test_a_coordinator_that_stands_still_is_ended_and_replaced(tmp_path: Path) -
         no_step_was_lost(agents)
 
 
+@pytest.mark.campaign
 def test_what_stops_a_host_leaves_a_coordinator_alone_that_was_started_there(
     tmp_path: Path,
 ) -> None:

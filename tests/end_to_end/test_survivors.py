@@ -60,6 +60,7 @@ def test_a_worker_that_is_killed_costs_no_step_where_another_has_its_state(tmp_p
         every_step_once(agents)
 
 
+@pytest.mark.campaign
 def test_a_job_without_restarts_ends_and_the_same_command_goes_on(tmp_path: Path) -> None:
     with started(tmp_path, REPLICAS) as agents:
         train(agents)
@@ -96,6 +97,7 @@ def test_a_training_that_hangs_is_started_again_and_loses_no_step(tmp_path: Path
         every_step_once(agents)
 
 
+@pytest.mark.campaign
 def test_a_script_that_raises_costs_no_step_though_nobody_else_has_its_state(
     tmp_path: Path,
 ) -> None:
@@ -111,6 +113,7 @@ def test_a_script_that_raises_costs_no_step_though_nobody_else_has_its_state(
         assert "Traceback" in agents.text(), "the script's own words are in the log"
 
 
+@pytest.mark.campaign
 def test_shards_of_two_steps_are_no_state(tmp_path: Path) -> None:
     """A rank fails between the last collective and its own update, which the other has made."""
     settings = {"store": "snapshot_every = 7"}

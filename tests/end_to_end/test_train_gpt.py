@@ -83,6 +83,7 @@ def wait_for_change(agents: Agents, count: int) -> None:
     )
 
 
+@pytest.mark.campaign
 def test_a_host_that_dies_in_training_costs_no_step(tmp_path: Path) -> None:
     """The other host has all of the state, in memory that no snapshot was made of."""
     metrics = tmp_path / "metrics"
@@ -147,6 +148,7 @@ def test_losses_are_those_of_an_uninterrupted_run(
     check_same(metrics, tmp_path / "uninterrupted")
 
 
+@pytest.mark.campaign
 def test_the_host_that_stays_keeps_its_stage_where_the_first_one_leaves(tmp_path: Path) -> None:
     """In the order of joining the second host would have the first stage, of which it holds
     nothing, and the new one the second: all of the state would cross."""

@@ -103,6 +103,7 @@ def check(folder: Path, agents: Agents) -> None:
     assert list(dict.fromkeys(world for _, world in worlds)) == list(WORLDS)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_script_on_trainer_goes_through_other_worlds(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +162,7 @@ def test_a_worker_of_a_script_on_trainer_may_die(
     check_history(tmp_path)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("flags", [(), ("--save-epochs",)], ids=["plain", "resumes"])
 def test_a_loop_on_accelerate_goes_through_other_worlds(
     flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

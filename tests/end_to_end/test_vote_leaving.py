@@ -28,6 +28,7 @@ def goes_on_alone(agents: NetworkAgents, drained: Sequence[str]) -> None:
     assert steps == list(range(1, steps[-1] + 1)), "no step was lost"
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("drained", "apart_s"), [(("h1", "h2"), 0.0), (("h2", "h1"), 1.0), (("h2", "h3"), 0.0)]
 )
@@ -43,6 +44,7 @@ def test_two_of_three_drain(tmp_path: Path, drained: tuple[str, str], apart_s: f
         assert ("keep it up until the job has ended" in agents.text()) == ("h1" in drained)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("dies", "drained", "terms"), [("h3", "h2", 1), ("h3", "h1", 1), ("h1", "h2", 2)]
 )

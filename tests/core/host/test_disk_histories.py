@@ -60,7 +60,7 @@ class DiskHistories(Histories):
 
 TestDiskHistories = DiskHistories.TestCase
 TestDiskHistories.settings = settings(
-    max_examples=12, stateful_step_count=20, deadline=None,
+    max_examples=8, stateful_step_count=20, deadline=None,
     derandomize=os.environ.get("SCALAI_HISTORIES") != "random",
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip

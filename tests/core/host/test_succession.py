@@ -138,7 +138,9 @@ def step_by_step(world: World, count: int) -> bool:
     return world.phase is not Phase.RUNNING or world.is_training()
 
 
-@pytest.mark.parametrize("every", [24, pytest.param(3, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "every", [24, pytest.param(3, marks=[pytest.mark.campaign, pytest.mark.turns])]
+)
 @pytest.mark.parametrize("is_replicated", [True, False])
 @pytest.mark.parametrize("hosts", ["ab", "abc"])
 def test_wherever_a_change_is_when_the_coordinator_dies_no_step_is_lost(

@@ -54,7 +54,7 @@ def _options(draw: st.DrawFn) -> list[Option]:
     return draw(st.permutations(found))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(_options())
 def test_without_time_nothing_moves_and_with_all_time_the_fastest_is_taken(
     options: list[Option],
@@ -77,7 +77,7 @@ def test_without_time_nothing_moves_and_with_all_time_the_fastest_is_taken(
             assert (at_last is stay) == (gain < need)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(_options(), st.floats(0, 1e5))
 def test_what_is_taken_does_the_most_unless_it_stays(
     options: list[Option], residence_s: float

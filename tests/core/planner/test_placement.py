@@ -56,7 +56,7 @@ def test_no_order_crosses_less(
     assert 2 * (total - greedy.moves) >= total - placed.moves
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 6), st.data())
 def test_an_assignment_has_the_largest_sum(count: int, data: st.DataObject) -> None:
     row = st.lists(st.integers(0, 20), min_size=count, max_size=count)

@@ -89,7 +89,7 @@ def test_a_change_that_does_not_pay_within_the_residence_is_not_made() -> None:
     assert first(long, A, A, B) == B
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(st.floats(0.01, 10), st.floats(0.01, 10), st.floats(1.0, 300.0))
 def test_at_no_residence_it_never_moves_and_at_an_endless_one_the_fastest_wins(
     a: float, b: float, change_s: float
@@ -101,7 +101,7 @@ def test_at_no_residence_it_never_moves_and_at_an_endless_one_the_fastest_wins(
     assert first(ever, A, A, B) == (B if b * (1 + MARGIN) < a else A)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(st.floats(0.01, 10), st.floats(0.01, 10))
 def test_two_measured_layouts_do_not_take_turns(a: float, b: float) -> None:
     known = asked().with_all_measured(measured(a=a, b=b))
