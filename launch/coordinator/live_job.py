@@ -5,11 +5,12 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from scalai.core import actions, commands, events
 from scalai.core import membership as m
+from scalai.core.assigning import next_assignment
 from scalai.core.endings import kind_of, rank_of
 from scalai.core.errors import PeerError, ProofError
 from scalai.core.jsonable import Json
@@ -19,6 +20,7 @@ from scalai.core.recovery import Origin
 from scalai.core.resize import advance
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.calibrating import Calibrating
+from scalai.launch.coordinator.farewells import end_job, let_go
 from scalai.launch.coordinator.first_state import first_state
 from scalai.launch.coordinator.generations import Generations
 from scalai.launch.coordinator.judging import judge_rescue, judge_snapshot, judge_stop
@@ -30,21 +32,12 @@ from scalai.launch.coordinator.proving import Answers, doubted, prove
 from scalai.launch.coordinator.recoveries import Recoveries
 from scalai.launch.coordinator.rendezvous_store import RendezvousStores
 from scalai.launch.coordinator.sizing import Sizing
-from scalai.launch.coordinator.standing import (
-    is_lost,
-    loss,
-    obstacle,
-    refused_obstacle,
-    sealed_obstacle,
-    unread_obstacle,
-)
+from scalai.launch.coordinator.standing import first_obstacle, is_lost, loss, obstacle
 from scalai.launch.coordinator.starter import Starter
 from scalai.launch.coordinator.timeline import Timeline
 
 SUCCESSORS_GAP = 8
 """Numbers that a new coordinator leaves out: who is away may have them from the one before."""
-RESUMABLE = 75
-"""Exit code: the state lies in the durable directory."""
 
 
 class LiveJob:
@@ -87,7 +80,7 @@ class LiveJob:
         self.members = Members(lock, term)
         self.calibrating = Calibrating(self.sizing)
         self._ahead = LookAhead(self, lock, self.log)
-        self.memory = Memory(self.members, self.sizing, self._look_ahead)
+        self.memory = Memory(self.members, self.sizing, self._ahead.begin)
         self.generations = Generations()
         self.recoveries = Recoveries(self.generations)
         self.timeline = Timeline(spec.report_dir, self.log)
@@ -102,7 +95,7 @@ class LiveJob:
         """Whether the coordinator itself has failed, which has ended the job."""
         self.is_alone: Callable[[], bool] = lambda: True
         """Whether no other machine can have the job's next coordinator."""
-        self._interface = interface
+        self.interface = interface
         self._starter = Starter(self, interface, stores)
         took_over_at = time.monotonic() if is_successor else None
         self.state = first_state(spec, self.sizing, term, took_over_at)
@@ -215,18 +208,12 @@ class LiveJob:
         self.sizing.adopt(preference, assign)
         self.limit()
         self.memory.look(self.state)
-        target, current = m.next_assignment(self.state), self.state.current
+        target, current = next_assignment(self.state), self.state.current
         if target is None or current is None or target.is_same_as(current):
             return
         if self.state.phase is m.Phase.RUNNING and self.state.changed_at is None:
             self.timeline.begin("the planner")
             self.feed(events.Rescaled(self.sizing.assign(), time.monotonic()))
-
-    def _look_ahead(self) -> None:
-        """Have it computed beside what would run, and what measured steps teach that were taken
-        over."""
-        if self.sizing.has_planner:
-            self._ahead.begin()
 
     def recount(self) -> None:
         """What hosts hold has changed, and with it which generations are whole."""
@@ -240,10 +227,7 @@ class LiveJob:
         newer = self.generations.incomplete(whole)
         text = obstacle(newer, whole, self._job)
         if not text and self.state.round == 0:
-            text = refused_obstacle(self.generations.refused(), whole, self._job)
-            text = text or unread_obstacle(self.generations.unread(whole), whole, self._job)
-            if not text and not whole:
-                text = sealed_obstacle(self.generations.unfinished(self.members.hosts()))
+            text = first_obstacle(self.generations, whole, self.members.hosts(), self._job)
         # A job that runs goes back by itself to what it holds in memory or has brought to a disk
         # itself, and to nothing older.
         is_old = bool(whole) and self.generations.is_offered(whole[-1].number)
@@ -258,7 +242,7 @@ class LiveJob:
     def can_go_on_without(self, host: str) -> bool:
         """Whether the other hosts that stay would have an assignment, and a state to go on from."""
         others = {name: kept for name, kept in self.state.hosts.items() if name != host}
-        if m.next_assignment(replace(self.state, hosts=others, place=m.keep_order)) is None:
+        if next_assignment(replace(self.state, hosts=others, place=m.keep_order)) is None:
             return False
         whole = self.generations.covered(without=host)
         is_held = any(not self.generations.is_offered(each.number) for each in whole)
@@ -316,41 +300,27 @@ class LiveJob:
         )
         self._say(f"event=crashed reason={reason!r}\n{traceback.format_exc()}")
         self.state = replace(self.state, phase=m.Phase.ENDED, awaited=frozenset())
-        self._say_farewell(self.members.hosts(), commands.Exit(1, reason))
+        self.say_farewell(self.members.hosts(), commands.Exit(1, reason))
+
+    def say_farewell(self, hosts: Iterable[str], farewell: commands.Exit) -> None:
+        """Let hosts go; who is cut off learns it later."""
+        self.farewell = farewell
+        self.command(hosts, farewell)
 
     def _entered(self, was: m.Phase, now: m.Phase) -> None:
-        line = self.timeline
-        if was is m.Phase.RUNNING and now in (m.Phase.BUILDING, m.Phase.PREPARING):
-            # Nobody came, went or asked: a host is well again, say, or its quarantine is over.
-            line.begin("others may run workers now, or a change is tried again")
-            line.phase("detect", line.since("event"))
-            line.mark("detected")
-        if was is m.Phase.BUILDING:
-            line.phase("build", line.since("detected"))
+        emergency = self.state.emergency
+        failure = "" if emergency is None else emergency.reason
+        self.timeline.enter(was, now, failure, self.answers.slowest_snapshot)
         if now is m.Phase.RUNNING:
-            self._look_ahead()
-        if now is m.Phase.PREPARING:
-            line.mark("preparing")
+            self._ahead.begin()
         elif now is m.Phase.SNAPSHOTTING:
             self.answers.snapshots.clear()
         elif now is m.Phase.STOPPING:
             if (number := self.recover()) is not None:
                 self.command_commit(self.generations.parts(number), number)
         elif now is m.Phase.STARTING:
-            line.note(recovery=self.recoveries.explain(self.members.hosts(), self.log))
-        elif now is m.Phase.FREEZING:
-            if self.state.emergency is not None:
-                line.begin(self.state.emergency.reason)
-            line.mark("failed")
-        elif now is m.Phase.COMMITTING and was is m.Phase.RESCUING:
-            line.phase("snapshot", line.since("failed"), is_emergency=True)
-            line.mark("sealed")
-        elif now is m.Phase.COMMITTING:
-            snapshot = self.answers.slowest_snapshot("snapshot")
-            proof = self.answers.slowest_snapshot("snapshot_proof")
-            line.phase("drain", max(0.0, line.since("preparing") - snapshot))
-            line.phase("snapshot", snapshot, snapshot_proof_s=round(proof, 6))
-            line.mark("sealed")
+            found = self.recoveries.explain(self.members.hosts(), self.log)
+            self.timeline.note(recovery=found)
 
     def _perform(self, action: actions.Action) -> None:
         match action:
@@ -395,7 +365,7 @@ class LiveJob:
             case actions.Release():
                 self._release(action)
             case actions.Exit():
-                self._exit(action)
+                end_job(self, action)
             case actions.Say(text):
                 self.log(text if text.startswith("event=") else f"event=note {text}")
             case _:
@@ -410,27 +380,6 @@ class LiveJob:
         self.log(f"event=no_answer host={host} {reason}: {what}")
         if can_go_on:
             self.lose(host)
-
-    def _exit(self, action: actions.Exit) -> None:
-        code, reason = action.code, action.reason
-        self.exit_code = code
-        self.log(f"event=exit code={code} reason={reason!r}")
-        ending = None
-        if code == 0 and self.state.finished:
-            newest = self.state.newest_generation
-            self.finished_step = max(self.state.newest, self.members.newest())
-            ending = commands.Ending(self.finished_step, newest.number if newest else None)
-        farewell = commands.Exit(code, reason, self._keeps_state(code), ending)
-        self._say_farewell(action.hosts, farewell)
-
-    def _say_farewell(self, hosts: Iterable[str], farewell: commands.Exit) -> None:
-        self.farewell = farewell
-        self.command(hosts, farewell)
-
-    def _keeps_state(self, code: int) -> bool:
-        """Whether an agent that exits leaves its store as it is: a job that has not begun has made
-        nothing of what is there, and one that failed may be resumed."""
-        return self.state.round == 0 if code == 0 else code != RESUMABLE
 
     def _build(self, action: actions.Build) -> None:
         standby = action.standby
@@ -485,22 +434,6 @@ class LiveJob:
         else:
             self.feed(doubted(round, number, reason, self.generations))
 
-    def _left_behind(self, leaving: Collection[str]) -> str:
-        """Say what becomes of the coordinator where its machine is that of hosts that leave, and no
-        other can have the next one; empty where that is not so."""
-        gone, own = frozenset(leaving), self._interface
-        staying = [name for name in self.members.hosts() if name not in gone]
-        if not staying or any(self.members[name].address[0] == own for name in staying):
-            return ""
-        if not self.is_alone():
-            return ""
-        return (
-            f". Its coordinator stays on this machine ({own}), and no other can have the next one: "
-            "keep it up until the job has ended. Where it goes sooner, hosts "
-            f"{sorted(staying)} end within [resize] coordinator_timeout_s, exit code 1, and keep "
-            "their state. With --coordinator-lease file:/FOLDER or etcd:URL another host takes over"
-        )
-
     def _release(self, action: actions.Release) -> None:
         if self.state.phase is m.Phase.RUNNING and self.timeline.has_round:
             self.timeline.phase("first_step", self.timeline.since("proven"))
@@ -509,12 +442,6 @@ class LiveJob:
         if action.keep is not None:
             for number in self.generations.keep(action.keep):
                 self.command(self.members.hosts(), commands.Drop(number))
-        behind = self._left_behind(action.leaving) if action.leaving else ""
-        for host in action.leaving:
-            is_its = self.members[host].address[0] == self._interface
-            reason = f"drained: the job goes on without this host{behind if is_its else ''}"
-            self.command([host], commands.Exit(0, reason, self._keeps_state(0)))
-            self.members.release(host)
-            self.generations.forget(host, is_released=True)
         if action.leaving:
+            let_go(self, action.leaving)
             self.recount()

@@ -40,7 +40,10 @@ class LookAhead:
         self._said = ""
 
     def begin(self, found: Learned | None = None) -> None:
-        """Compute what the job would run, with what was measured; returns at once."""
+        """Compute what the job would run, with what was measured; returns at once. Nothing is
+        computed for a job without a planner."""
+        if not self._live.sizing.has_planner:
+            return
         with self._lock:
             self._is_wanted, self._found = True, found or self._found
             if self._is_busy:

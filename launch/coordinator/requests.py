@@ -4,14 +4,13 @@ older state where it waits for its newest one (``scalai resume``)."""
 import time
 
 from scalai.core import events
+from scalai.core.assigning import failure_of, placed
 from scalai.core.errors import UsageError
 from scalai.core.jsonable import Json
 from scalai.core.membership import (
     Assignment,
     Job,
     Phase,
-    failure_of,
-    placed,
     present_degrees,
     staying,
 )

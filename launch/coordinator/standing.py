@@ -4,11 +4,11 @@ A job that has a state never begins without it by itself.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from scalai.core.membership import Generation
 from scalai.launch.coordinator.doubts import WAYS_OUT
-from scalai.launch.coordinator.generations import Incomplete, Refused, Unfinished
+from scalai.launch.coordinator.generations import Generations, Incomplete, Refused, Unfinished
 from scalai.launch.coordinator.recoveries import what_lacks
 from scalai.store.manifest import HostManifest
 
@@ -40,7 +40,24 @@ def loss(newer: Sequence[Incomplete]) -> str:
     return f"{'; '.join(map(_lacks, newer))}, and nothing else is whole. {WAYS_OUT}"
 
 
-def refused_obstacle(refused: Refused | None, whole: Sequence[Generation], job: str) -> str:
+def first_obstacle(
+    generations: Generations, whole: tuple[Generation, ...], hosts: Collection[str], job: str
+) -> str:
+    """Say why what was sealed last may not be passed over by a job that has had no round yet, and
+    what a person may do; empty where nothing stands in the way.
+
+    Args:
+        whole: The generations that are whole, oldest first.
+        hosts: Those that are there.
+    """
+    text = _refused(generations.refused(), whole, job)
+    text = text or _unread(generations.unread(whole), whole, job)
+    if not text and not whole:
+        text = _sealed(generations.unfinished(hosts))
+    return text
+
+
+def _refused(refused: Refused | None, whole: Sequence[Generation], job: str) -> str:
     """Say what was sealed last and may not be gone on from, and what a person may do; empty where
     nothing was, or what is whole here is as new."""
     if refused is None or (whole and whole[-1].step >= refused.step):
@@ -56,7 +73,7 @@ def refused_obstacle(refused: Refused | None, whole: Sequence[Generation], job: 
     )
 
 
-def unread_obstacle(found: Mapping[str, str], whole: Sequence[Generation], job: str) -> str:
+def _unread(found: Mapping[str, str], whole: Sequence[Generation], job: str) -> str:
     """Say what hosts had sealed last and cannot read, and what a person may do; empty for nothing.
 
     Args:
@@ -85,7 +102,7 @@ def _others(step: int | None, whole: Sequence[Generation], job: str) -> list[str
     return [*ways, "or begin anew: stop the job and start it with --fresh"]
 
 
-def sealed_obstacle(found: Sequence[Unfinished]) -> str:
+def _sealed(found: Sequence[Unfinished]) -> str:
     """Say what was sealed and is not whole here where nothing was ever committed; empty for
     nothing."""
     if not found:

@@ -3,10 +3,11 @@
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from scalai.core.membership import Phase
 from scalai.store.atomic import replace_file
 
 PHASES = (
@@ -77,6 +78,35 @@ class Timeline:
 
     def note(self, **facts: Any) -> None:
         self._facts.update(facts)
+
+    def enter(self, was: Phase, now: Phase, failure: str, slowest: Callable[[str], float]) -> None:
+        """Note what a phase that begins says of the one that has ended.
+
+        Args:
+            failure: Why workers are frozen.
+            slowest: Seconds of the worker that took longest for a part of its snapshot.
+        """
+        if was is Phase.RUNNING and now in (Phase.BUILDING, Phase.PREPARING):
+            # Nobody came, went or asked: a host is well again, say, or its quarantine is over.
+            self.begin("others may run workers now, or a change is tried again")
+            self.phase("detect", self.since("event"))
+            self.mark("detected")
+        if was is Phase.BUILDING:
+            self.phase("build", self.since("detected"))
+        if now is Phase.PREPARING:
+            self.mark("preparing")
+        elif now is Phase.FREEZING:
+            if failure:
+                self.begin(failure)
+            self.mark("failed")
+        elif now is Phase.COMMITTING and was is Phase.RESCUING:
+            self.phase("snapshot", self.since("failed"), is_emergency=True)
+            self.mark("sealed")
+        elif now is Phase.COMMITTING:
+            snapshot, proof = slowest("snapshot"), slowest("snapshot_proof")
+            self.phase("drain", max(0.0, self.since("preparing") - snapshot))
+            self.phase("snapshot", snapshot, snapshot_proof_s=round(proof, 6))
+            self.mark("sealed")
 
     def close(self, **facts: Any) -> Mapping[str, Any]:
         """The first step is done: write the report and return it."""

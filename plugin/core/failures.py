@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from scalai.core import events, respacing
 from scalai.core.actions import Action, Freeze, Say
+from scalai.core.assigning import failure_of, members_of, next_assignment
 from scalai.core.membership import (
     TRAINING,
     Emergency,
@@ -13,9 +14,6 @@ from scalai.core.membership import (
     Job,
     Phase,
     active,
-    failure_of,
-    members_of,
-    next_assignment,
 )
 from scalai.core.quarantine import strike
 from scalai.core.transitions import (

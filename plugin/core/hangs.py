@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from scalai.core.assigning import next_assignment
 from scalai.core.behind import Ranks, behind
 from scalai.core.deadlines import HANG_STEPS, LEAST_HANG_S, PAUSES
 from scalai.core.events import Stalled
 from scalai.core.failures import fail
 from scalai.core.health import ask
-from scalai.core.membership import TRAINING, Job, active, next_assignment
+from scalai.core.membership import TRAINING, Job, active
 from scalai.core.quarantine import bar_who_hangs
 from scalai.core.transitions import Result
 

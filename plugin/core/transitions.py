@@ -30,6 +30,7 @@ from scalai.core.actions import (
     Withdraw,
 )
 from scalai.core.archiving import lose
+from scalai.core.assigning import next_assignment
 from scalai.core.deadlines import CHECKED_S, LONGEST_BACKOFF_S
 from scalai.core.membership import (
     RESIZABLE,
@@ -40,7 +41,6 @@ from scalai.core.membership import (
     Start,
     active,
     leaving,
-    next_assignment,
     present_degrees,
     staying,
 )

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from scalai.core import events
 from scalai.core import membership as m
+from scalai.core.assigning import failure_of, next_assignment
 from scalai.core.deadlines import LIMITS
 from scalai.core.membership import TRAINING, active, staying
 from support.membership_choice import assign_all, turn_round
@@ -120,8 +121,8 @@ class Histories(RuleBasedStateMachine):
         assert simulation.job.failures_left in (before.failures_left, before.failures_left - 1)
         if before.phase is m.Phase.STARTING and before.ran and not is_refusal:
             is_change = before.current and not before.current.is_same_as(before.ran)
-            target = m.next_assignment(simulation.job)
-            is_back = target is not None and m.failure_of(simulation.job, target) is None
+            target = next_assignment(simulation.job)
+            is_back = target is not None and failure_of(simulation.job, target) is None
             assert not is_change or is_back or simulation.job.failures_left < before.failures_left
 
     @rule(name=NAMES)
