@@ -86,7 +86,9 @@ def main() -> None:
     with scalai.elastic(tp=options.tp, pp=pp) as session:
         entered = time.monotonic(), time.process_time()
         dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout_s))
-        mpu.initialize_model_parallel(session.tp, session.pp)
+        # Groups of its own have half an hour by default, whatever the first group has.
+        minutes = options.timeout_s / 60
+        mpu.initialize_model_parallel(session.tp, session.pp, distributed_timeout_minutes=minutes)
         torch.manual_seed(SEED)
         model_parallel_cuda_manual_seed(SEED)
         marks = Marks(options.marks, str(next_round(options.marks)))
