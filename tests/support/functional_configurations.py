@@ -79,7 +79,9 @@ def _words(key: str, value: Any) -> list[str]:
         return [key, *shlex.split(text[1:-1])]
     if re.fullmatch(r"\d+( \d+)+", text):
         return [key, *text.split()]  # the shell would pass one word, which no parser takes
-    return [key, " ".join(shlex.split(text))] if text else [key]
+    # What is left of two levels of escapes: the script reads a line, and evaluates it.
+    word = re.sub(r"\\(.)", r"\1", " ".join(shlex.split(text)))
+    return [key, word] if text else [key]
 
 
 def _text(value: Any) -> str:
