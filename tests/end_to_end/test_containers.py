@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.agents import SCALAI_RUN, TINY_JOB, Agents
+from support.agents import SCALAI_RUN, TINY_JOB, Agents, command_of
 from support.tiny_job import check_steps
 
 INSIDE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -41,14 +41,6 @@ class PodAgents(Agents):
         inside = psutil.Process(self.agent_pid(host)).children(recursive=True)
         (agent,) = [p for p in inside if str(SCALAI_RUN) in command_of(p)[:2]]
         agent.send_signal(signal.SIGTERM)
-
-
-def command_of(process: psutil.Process) -> list[str]:
-    """Return its command line; nothing where it has just ended."""
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:  # or a zombie
-        return []
 
 
 def pods(folder: Path) -> PodAgents:

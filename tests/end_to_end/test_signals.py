@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.agents import Agents, one_worker, tiny_agents
+from support.agents import Agents, command_of, one_worker, tiny_agents
 from support.tiny_job import check_steps
 
 DEGREES = '2 = "tp2"\n1 = "tp1"'
@@ -61,7 +61,7 @@ def test_a_signal_while_the_fork_server_starts_leaves_no_traceback(tmp_path: Pat
     with one_worker(tmp_path, flags=("--durable-dir", str(tmp_path / "disk"))) as agents:
         agents.start("a")
         agents.wait_until(
-            lambda: any("forkserver" in str(p.cmdline()) for p in agents.family()), "it is there"
+            lambda: any("forkserver" in str(command_of(p)) for p in agents.family()), "it is there"
         )
         send_to_all(agents, signal.SIGINT)
         check_drained(agents)
@@ -92,7 +92,7 @@ def test_ctrl_c_at_a_terminal_reaches_the_agent_alone(tmp_path: Path) -> None:
         (agent,) = [p for p in agents.family() if p.pid == agents.agent_pid("a")]
         others = [p.pid for p in agents.family() if p.pid != agent.pid]
         group = os.getpgid(agent.pid)
-        trackers = {p.pid for p in agents.family() if "resource_tracker" in str(p.cmdline())}
+        trackers = {p.pid for p in agents.family() if "resource_tracker" in str(command_of(p))}
         assert {pid for pid in others if os.getpgid(pid) == group} <= trackers
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.agents import one_worker, tiny_agents
+from support.agents import command_of, one_worker, tiny_agents
 
 DEADLINE_S = 60.0
 
 
 def coordinator_of(processes: list[psutil.Process]) -> psutil.Process:
-    (found,) = [p for p in processes if "scalai.launch.coordinator.process" in p.cmdline()]
+    (found,) = [p for p in processes if "scalai.launch.coordinator.process" in command_of(p)]
     return found
 
 

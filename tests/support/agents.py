@@ -94,7 +94,7 @@ class Agents:
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
                     if is_tracker:
                         process.wait(10)
-                    if is_tracker or not any("resource_tracker" in p for p in process.cmdline()):
+                    if is_tracker or not any("resource_tracker" in p for p in command_of(process)):
                         process.kill()
         for agent in self._all:
             agent.wait(10)
@@ -173,7 +173,7 @@ class Agents:
     def signal_coordinator(self, number: signal.Signals) -> None:
         """Send a signal to the process that lives as long as the job."""
         name = "scalai.launch.coordinator.process"
-        (process,) = [p for p in self.family() if name in p.cmdline()]
+        (process,) = [p for p in self.family() if name in command_of(p)]
         process.send_signal(number)
 
     def kill_worker(self, rank: int) -> None:
@@ -314,10 +314,18 @@ def worker_home(process: psutil.Process) -> Path | None:
     return Path(environment["SCALAI_PRELOAD"]).parent
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    """Return a process's command line; empty where it has ended meanwhile."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 def _is_fork_server(process: psutil.Process) -> bool:
     """Whether this is a fork server, or a process that one has forked: their command line is
     one."""
-    return any("multiprocessing.forkserver" in part for part in process.cmdline())
+    return any("multiprocessing.forkserver" in part for part in command_of(process))
 
 
 def _is_of(process: psutil.Process, store: str) -> bool:
