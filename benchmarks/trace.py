@@ -4,8 +4,8 @@
 A small GPT on megatron-core trains on one host while its devices come and go, a few minutes each.
 In the same run, before the trace, the job is measured: seconds a step at each of its layouts, and
 what a change between two of them takes. With these alone ``planner/trace_replay.py`` says which
-layouts the job runs when, by the planner's policy, and how many steps it makes; then the job is
-taken through the trace, and its steps are counted.
+layouts the job runs when, and how many steps it makes; then the job is taken through the trace, and
+its steps are counted.
 
 * ``trace_error``: |simulated - measured steps| / measured, median of the runs; ``trace_errors``;
 * ``simulated_steps``, ``measured_steps``, ``changes``: of each run;
@@ -21,6 +21,7 @@ A run takes the seconds of the trace and four minutes before it; three runs of 6
 import argparse
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -28,8 +29,9 @@ from report import Report
 from resize import MEMORY_DISK, Gpt
 from trace_run import Calibrated, Run, run_trace
 
+from scalai.core.planner.columns import Layout
 from scalai.core.planner.trace import Event, Trace
-from scalai.core.planner.trace_policies import Menu, Policy, by_work
+from scalai.core.planner.trace_policies import Menu, Policy, by_table
 from scalai.core.planner.trace_replay import Account, Piece, Terms, account, replay
 
 JOB = Gpt(hidden=256, layers=4, steps=12, seq_length=128, global_batch=8)
@@ -49,11 +51,18 @@ def trace_of(number: int, seconds: float) -> Trace:
 
 
 def simulated(trace: Trace, found: Calibrated) -> tuple[tuple[Piece, ...], Account]:
-    """Return what the planner's policy makes of a trace, by what was measured before it."""
+    """Return what the job makes of a trace, by what was measured before it, at the fastest layout
+    of all devices that are there: it changes with each event, whatever that gains."""
     menu = Menu(found.step_s)
-    policy = Policy("ours", by_work(menu, found.cost), found.cost, kept_every_s=0.0)
-    pieces = replay(trace, policy, menu.on(trace.events[0].gpus)[0], Terms())
+    sizes = {one.degrees.world_size: menu.only(partial(has_size, one)) for one in found.step_s}
+    table = {size: of.on(size)[0] for size, of in sizes.items()}
+    policy = Policy("table", by_table(table), found.cost, kept_every_s=0.0)
+    pieces = replay(trace, policy, table[trace.events[0].gpus], Terms())
     return pieces, account(pieces, menu)
+
+
+def has_size(one: Layout, other: Layout) -> bool:
+    return one.degrees.world_size == other.degrees.world_size
 
 
 def add(report: Report, runs: list[Run]) -> None:
@@ -76,7 +85,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=600.0, help="of the trace")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--calibration", type=float, default=15.0, metavar="SECONDS",
+    parser.add_argument("--calibration", type=float, default=12.0, metavar="SECONDS",
                         help="in which a layout is measured, each time")  # fmt: skip
     options = parser.parse_args()
     report = Report("trace")

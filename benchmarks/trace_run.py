@@ -24,27 +24,31 @@ from scalai.core.planner.trace_replay import Account, Piece
 TP2, DP2, PP2, ONE = (
     Layout(Degrees(*sizes), 1) for sizes in ((2, 1, 1), (1, 1, 2), (1, 2, 1), (1, 1, 1))
 )
-TOUR = (TP2, ONE, DP2, ONE, PP2, ONE, DP2, TP2, ONE, TP2)
-"""Layouts that are measured, in the order in which the job has them before the trace. The first
-changes of a job are no usual ones: the same follow later."""
+TOUR = (TP2, ONE, DP2, PP2, ONE)
+"""Layouts that are measured first."""
+TURNS = 3
+"""So often the job then changes to the fastest layout and back, as it will in the trace."""
 FIRST_CHANGES = 2
+"""Those of a job are no usual ones."""
 WARM_STEPS = 3
 """The first steps of a round are no usual ones; they are part of what its change takes."""
 ENDING_STEPS = 6
+
+
+def steps_of(marks: Path, number: int) -> list[tuple[float, int]]:
+    """Return when the first rank of a round has made which step."""
+    path = marks / f"round-{number}-0.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    entries = [json.loads(line) for line in lines if '"event": "step"' in line]
+    return [(float(entry["at"]), int(entry["step"])) for entry in entries]
 
 
 class Progress:
     """When the job has made which step, by the marks of the first rank of each round."""
 
     def __init__(self, marks: Path, rounds: int) -> None:
-        steps = []
-        for number in range(rounds):
-            path = marks / f"round-{number}-0.jsonl"
-            lines = path.read_text().splitlines() if path.exists() else []
-            entries = [json.loads(line) for line in lines if '"event": "step"' in line]
-            steps.append([(float(entry["at"]), int(entry["step"])) for entry in entries])
-        self.rounds = steps
-        self._all = [(0.0, 0), *sorted(step for one in steps for step in one)]
+        self.rounds = [steps_of(marks, number) for number in range(rounds)]
+        self._all = [(0.0, 0), *sorted(step for one in self.rounds for step in one)]
         self._times = [at for at, _ in self._all]
 
     def at(self, moment: float) -> float:
@@ -134,7 +138,7 @@ class Driven:
         asked, number = self.begin(layout), self.rounds - 1
 
         def is_measured() -> bool:
-            steps = Progress(self._marks, number + 1).rounds[number]
+            steps = steps_of(self._marks, number)
             return len(steps) > WARM_STEPS and steps[-1][0] - steps[WARM_STEPS - 1][0] >= seconds
 
         self._running.wait_for(is_measured, f"steps at {layout}")
@@ -160,6 +164,9 @@ def run_trace(
         running.wait_for(lambda: "event=warm" in running.log(), "warm fork server")
         driven = Driven(folder, name, running, marks)
         visits = [driven.visit(layout, window_s) for layout in TOUR]
+        steps = calibrated(driven.progress(), visits).step_s
+        fastest = min((TP2, DP2, PP2), key=lambda layout: steps[layout])
+        visits += [driven.visit(layout, window_s) for layout in (fastest, ONE) * TURNS]
         found = calibrated(driven.progress(), visits)
         say(f"a step takes {found.steps_shown()}")
         say(f"a change takes {found.changes_shown()}")

@@ -26,7 +26,9 @@ class ChangeTime:
 
     def __post_init__(self) -> None:
         if not (0 <= self.fixed_s and 0 <= self.moves_s and 0 < self.total_s < inf):
-            raise ValueError(f"{self.fixed_s} and {self.moves_s} s are no time of a change")
+            raise ValueError(
+                f"{self.fixed_s} s and {self.moves_s} s of its bytes is no time of a change"
+            )
 
     @property
     def total_s(self) -> float:
