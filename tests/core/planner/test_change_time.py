@@ -32,9 +32,9 @@ def test_bytes_do_not_take_longer_than_the_part_in_which_they_move() -> None:
     assert change_time(PACE, long) == ChangeTime(fixed_s=1.0, moves_s=40.0)
 
 
-@pytest.mark.parametrize("part", ["write_s", "start_s"])
-def test_nothing_is_said_before_a_change_was_made(part: str) -> None:
-    assert change_time(replace(PACE, **{part: None}), Moves()) is None
+@pytest.mark.parametrize("pace", [replace(PACE, write_s=None), replace(PACE, start_s=None)])
+def test_nothing_is_said_before_a_change_was_made(pace: Pace) -> None:
+    assert change_time(pace, Moves()) is None
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def kept_bytes(case: Case, layers: int) -> int:
 
 
 def main() -> None:
-    said = []
+    said: list[Any] = []
     for case in json.load(sys.stdin):
         if "layers" in case:
             world = case.get("tp", 1) * case.get("pp", 1) * case.get("dp", 1)
