@@ -46,6 +46,8 @@ class Gpt:
     layers: int
     steps: int
     standby: str = "auto"
+    seq_length: int = 32
+    global_batch: int = WORKERS
     script = Path(__file__).with_name("resize_job.py")
 
     def layouts(self, rounds: int) -> list[Layout]:
@@ -54,7 +56,10 @@ class Gpt:
         ]
 
     def flags(self) -> list[str]:
-        sizes = {"hidden": self.hidden, "layers": self.layers, "vocabulary": VOCABULARY}
+        sizes = {
+            "hidden": self.hidden, "layers": self.layers, "vocabulary": VOCABULARY,
+            "seq-length": self.seq_length, "global-batch-size": self.global_batch,
+        }  # fmt: skip
         return [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
 
     def elastic(self, folder: Path) -> tuple[list[str], list[str]]:
@@ -62,7 +67,7 @@ class Gpt:
         config.write_text(
             f'[degrees]\n{WORKERS} = "tp{WORKERS} pp1"\n1 = "tp1 pp1"\n'
             f"[model]\nnum_attention_heads = {self.hidden // 64}\nnum_layers = {self.layers}\n"
-            f"padded_vocab_size = {VOCABULARY}\nglobal_batch_size = {WORKERS}\n"
+            f"padded_vocab_size = {VOCABULARY}\nglobal_batch_size = {self.global_batch}\n"
             f'micro_batch_size = 1\n[resize]\nsettle_s = 0.0\nstandby = "{self.standby}"\n'
             '[probe]\nkind = "none"\n'
         )

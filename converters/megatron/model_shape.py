@@ -60,7 +60,10 @@ def workload_of(arguments: MegatronArguments, vocab: int | None = None) -> Workl
     gradient = 2 if "--grad-reduce-in-bf16" in given else None
     dropouts = (given.get(f"--{part}-dropout", ("0.1",)) for part in ("hidden", "attention"))
     has_dropout = any(float(words[0]) > 0 if words else True for words in dropouts)
-    return Workload(_shape(given, vocab), batch or 0, precision, is_fused, has_dropout, gradient)
+    return Workload(
+        _shape(given, vocab), batch or 0, precision, is_fused, has_dropout, gradient,
+        expert_tp=arguments.limits.expert_tp, expert_capacity=_expert_capacity(given),
+    )  # fmt: skip
 
 
 def choices_of(arguments: MegatronArguments) -> Choices:
@@ -122,6 +125,14 @@ def _shape(given: Given, vocab: int | None) -> ModelShape:
         expert_ffn=(integer(given, "--moe-ffn-hidden-size") or ffn) if experts else 0,
         shared_ffn=(integer(given, "--moe-shared-expert-intermediate-size") or 0) if experts else 0,
     )  # fmt: skip
+
+
+def _expert_capacity(given: Given) -> float:
+    """Return how many rows experts compute over copies of tokens: what is above their capacity is
+    dropped, and what is below it added where it is said."""
+    stated = given.get("--moe-expert-capacity-factor")
+    factor = float(stated[0]) if stated else 1.0
+    return factor if "--moe-pad-expert-input-to-capacity" in given else min(factor, 1.0)
 
 
 def _vocab(given: Given, vocab: int | None) -> int:

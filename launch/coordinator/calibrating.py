@@ -1,9 +1,11 @@
 """What a job's steps take at its degrees, for its planner: measured while it trains undisturbed."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from scalai.core.membership import Job, Phase
+from scalai.core.planner.change_time import ChangeTime, Moves, change_time
 from scalai.core.planner.meter import Meter
 from scalai.core.planner.preference import Measured
 from scalai.launch.coordinator.sizing import Sizing
@@ -19,11 +21,17 @@ class Calibrating:
 
     def __init__(self, sizing: Sizing, clock: Callable[[], float] = time.monotonic) -> None:
         self._sizing, self._clock = sizing, clock
-        self._meter = Meter()
+        self._meter, self._moves = Meter(), Moves()
 
-    def look(self, job: Job) -> tuple[Measured, float | None] | None:
+    def changed(self, report: Mapping[str, Any]) -> None:
+        """Take note of what the bytes of a change took, by its report."""
+        # Of a stop alone: what a failure left was written while nobody waited for a stop.
+        is_stop = "snapshot_proof_s" in report
+        self._moves = self._moves.reported(report["seconds"], is_stop=is_stop)
+
+    def look(self, job: Job) -> tuple[Measured, ChangeTime | None] | None:
         """Take note of how far the job is. Returns what a step takes where that is known now, with
-        the seconds of a change (None: none was made)."""
+        those of a change (None: none was made)."""
         current = job.current
         if current is None or not self._sizing.has_planner:
             return None
@@ -38,6 +46,5 @@ class Calibrating:
         micro = current.micro_batch_size or self._sizing.micro_batch_size
         if micro is None:
             return None
-        pace, parts = job.pace, (job.pace.write_s, job.pace.start_s)
-        change_s = None if None in parts else sum(filter(None, (*parts, pace.step_s)))
-        return Measured(current.degrees, micro, reading.steps, reading.seconds), change_s
+        measured = Measured(current.degrees, micro, reading.steps, reading.seconds)
+        return measured, change_time(job.pace, self._moves)

@@ -438,6 +438,7 @@ class LiveJob:
         if self.state.phase is m.Phase.RUNNING and self.timeline.has_round:
             self.timeline.phase("first_step", self.timeline.since("proven"))
             report = self.timeline.close()
+            self.calibrating.changed(report)
             self.log(f"event=resized total_s={report['total_s']:.3f} degrees={report.get('after')}")
         if action.keep is not None:
             for number in self.generations.keep(action.keep):

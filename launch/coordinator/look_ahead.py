@@ -7,11 +7,12 @@ from typing import Protocol
 
 from scalai.core.ahead import plans_ahead
 from scalai.core.membership import Assign, Job, present_degrees, staying
+from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.preference import Measured, Preference
 from scalai.launch.coordinator.sizing import Sizing
 
-Learned = tuple[Measured, float | None]
-"""What a step takes, and the seconds of a change."""
+Learned = tuple[Measured, ChangeTime | None]
+"""What a step takes, and what a change."""
 
 
 class Planned(Protocol):

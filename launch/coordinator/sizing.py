@@ -3,7 +3,6 @@ requests, and what has turned out not to fit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 from scalai.core.assignment import make_assign
@@ -11,9 +10,12 @@ from scalai.core.choice import Choice
 from scalai.core.degrees import Degrees, parse_request
 from scalai.core.membership import Assign, Assignment, Place
 from scalai.core.messages import JsonText
+from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.preference import (
     Measured,
     Preference,
+    change_of_json,
+    change_to_json,
     measured_of_json,
     measured_to_json,
 )
@@ -35,7 +37,7 @@ class Sizing:
         facts, self._say = spec.script, say
         self._planner, self._arguments = spec.config.planner, facts.arguments
         self._limits, self._policy = facts.limits, facts.policy
-        self._recalled: tuple[tuple[Measured, ...], float | None] = ((), None)
+        self._recalled: tuple[tuple[Measured, ...], ChangeTime | None] = ((), None)
         """What the coordinator before had measured: steps, and the seconds of a change."""
         self._preference = self._read_preference()
         self._deepspeed = spec.config.deepspeed, spec.deepspeed
@@ -104,12 +106,12 @@ class Sizing:
         excluded = [
             [each.degrees.to_json(), each.micro_batch_size, each.reason] for each in self._excluded
         ]
-        measured, change_s = self._recalled
+        measured, change = self._recalled
         if (planner := self._preference) is not None:
-            measured, change_s = planner.measured, planner.terms.change_s
+            measured, change = planner.measured, planner.terms.change
         return JsonText.of([
             self._max_workers, self._max_hosts, self._degrees, excluded,
-            measured_to_json(measured), change_s,
+            measured_to_json(measured), *change_to_json(change),
         ])  # fmt: skip
 
     def take_over(self, request: JsonText) -> None:
@@ -120,10 +122,8 @@ class Sizing:
             ValueError: It is nothing that ``request`` gives.
         """
         match request.value():
-            case [nproc, nnodes, degrees, list() as excluded, measured, change_s] if (
-                change_s is None or (isinstance(change_s, float | int) and 0 < change_s < inf)
-            ):
-                recalled = tuple(measured_of_json(measured)), change_s
+            case [nproc, nnodes, degrees, list() as excluded, measured, *change]:
+                recalled = tuple(measured_of_json(measured)), change_of_json(change)
                 failed = tuple(_choice_of_json(each) for each in excluded)
             case other:
                 raise ValueError(f"{other!r} is no request of persons")
@@ -154,14 +154,14 @@ class Sizing:
         return self._limits.micro_batch_size
 
     def with_measured(
-        self, found: Measured, change_s: float | None
+        self, found: Measured, change: ChangeTime | None
     ) -> tuple[Preference, Assign] | None:
         """Return the planner that has learned what steps take, and a change, with what it assigns;
         None: there is none. Nothing changes before ``adopt``, so that it may take its time."""
         if self._preference is None:
             return None
         self._learned_from = self._preference, self.assign()
-        preference = self._preference.with_measured(found, change_s)
+        preference = self._preference.with_measured(found, change)
         return preference, self._made(preference)
 
     def recalibrated(self) -> tuple[Preference, Assign] | None:

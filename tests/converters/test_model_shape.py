@@ -94,3 +94,17 @@ def test_a_vocabulary_may_be_stated_beside_the_flags() -> None:
     bare = GPT.replace("--vocab-size 1000", "")
     assert shape_of(bare, 1000).vocab == 1_024
     assert shape_of(f"{bare} --padded-vocab-size 1001").vocab == 1_001
+
+
+def test_flags_of_experts_say_how_they_are_cut_and_how_much_they_compute() -> None:
+    def work(more: str) -> tuple[int | None, float]:
+        flags = f"{GPT} --num-experts 8 --sequence-parallel {more}".split()
+        found = workload_of(read_arguments(flags, allow_untested=True))
+        return found.expert_tp, found.expert_capacity
+
+    capacity = "--moe-expert-capacity-factor 1.5"
+    assert work("") == (None, 1.0)
+    assert work("--expert-tensor-parallel-size 1") == (1, 1.0)
+    assert work(capacity) == (None, 1.0)  # what is above is dropped, nothing is added
+    assert work(f"{capacity} --moe-pad-expert-input-to-capacity") == (None, 1.5)
+    assert work("--moe-expert-capacity-factor 0.5") == (None, 0.5)

@@ -8,6 +8,7 @@ import pytest
 from scalai.core.degrees import Degrees
 from scalai.core.messages import JsonText
 from scalai.core.planner import preference
+from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.fit import calibrate
 from scalai.core.planner.preference import Measured
 from scalai.core.remembering import remember
@@ -39,7 +40,7 @@ def test_what_a_coordinator_had_measured_is_computed_beside_its_successor(
     log: list[str] = []
     before, after = live_job(tmp_path, []), live_job(tmp_path, log, term=2)
     for degrees, seconds in ((Degrees(1, 1, 4), 2.0), (Degrees(2, 1, 2), 1.0)):
-        found = before.sizing.with_measured(Measured(degrees, 1, 50, seconds), 10.0)
+        found = before.sizing.with_measured(Measured(degrees, 1, 50, seconds), ChangeTime(10.0))
         assert found is not None
         before.sizing.adopt(*found)
     may_compute = threading.Event()
@@ -66,7 +67,7 @@ def test_a_slip_of_what_is_computed_beside_the_job_is_told(
 
     log: list[str] = []
     before, after = live_job(tmp_path, []), live_job(tmp_path, log, term=2)
-    found = before.sizing.with_measured(Measured(Degrees(1, 1, 4), 1, 50, 2.0), 10.0)
+    found = before.sizing.with_measured(Measured(Degrees(1, 1, 4), 1, 50, 2.0), ChangeTime(10.0))
     assert found is not None
     before.sizing.adopt(*found)
     monkeypatch.setattr(preference, "calibrate", slip)

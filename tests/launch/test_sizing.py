@@ -10,6 +10,7 @@ from scalai.core.errors import RefusedError
 from scalai.core.membership import Assignment, keep_order
 from scalai.core.messages import JsonText
 from scalai.core.planner import preference
+from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.preference import Measured
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
@@ -86,7 +87,8 @@ SLOW, FAST = Degrees(1, 1, 4), Degrees(2, 1, 2)
 
 
 def learned(sizing: Sizing, found: Measured, change_s: float | None) -> None:
-    result = sizing.with_measured(found, change_s)
+    change = None if change_s is None else ChangeTime(change_s, change_s / 10)
+    result = sizing.with_measured(found, change)
     assert result is not None
     sizing.adopt(*result)
 
@@ -171,6 +173,15 @@ def test_who_takes_over_knows_what_a_change_takes(gpu: str) -> None:
     assert "a change costs 321 s" in reasons(after)
 
 
+def test_what_an_older_release_kept_of_a_change_is_taken_over(gpu: str) -> None:
+    before, after = of_file(gpu), of_file(gpu)
+    learned(before, Measured(SLOW, 1, 50, 2.0), 321.0)
+    kept = before.request.value()
+    assert isinstance(kept, list)
+    after.take_over(JsonText.of(kept[:-1]))
+    assert [*kept[:-1], 0.0] == after.request.value()
+
+
 def test_what_was_measured_waits_for_a_vocabulary_that_the_job_tells(gpu: str) -> None:
     before, after = of_file(gpu), of_file(gpu, script=MEGATRON)
     learn(before)
@@ -196,6 +207,7 @@ def test_what_is_computed_meanwhile_does_not_replace_what_is_taken_over(gpu: str
     [
         None, 7, [], [None, 2, None, [], []], [None, 2, None, [], 7, None],
         [None, 2, None, [], [], "x"], [None, 2, None, [], [], -1.0], [None, 2, None, [3], [], 1.0],
+        [None, 2, None, [], [], 1.0, 2.0], [None, 2, None, [], [], 3.0, 1.0, 1.0],
         [None, 2, None, [[{"tp": 2}, None]], [], 1.0],
     ],
 )  # fmt: skip

@@ -70,7 +70,8 @@ class Model:
         shape, norm = self.shape, self._norm()
         queries, keys = shape.heads * shape.head_dim, shape.kv_groups * shape.head_dim
         mlp = self._feed_forward(shape.shared_ffn if is_moe else shape.ffn, TENSOR, WHOLE)
-        router = [[_Block(shape.experts, shape.hidden, "none", WHOLE)]] if is_moe else []
+        widths = [shape.hidden, 1] if shape.has_bias else [shape.hidden]
+        router = [[_Block(shape.experts, width, "none", WHOLE)] for width in widths if is_moe]
         projection = [[_Block(shape.hidden, queries, "columns", TENSOR)]]
         bias = [[_Block(shape.hidden, 1, "none", WHOLE)]] if shape.has_bias else []
         both = [self._queries(queries, keys, shape.hidden)]

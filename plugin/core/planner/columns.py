@@ -31,6 +31,9 @@ class Workload:
             Megatron-LM has it (``accumulate_allreduce_grads_in_fp32``).
         gathers_per_layer: Into how many collectives the sharded weights of a layer are cut: 1 where
             it is gathered as a whole (FSDP), 4 where each matrix is (ZeRO 3).
+        expert_tp: Tensor parallelism of the experts; None: that of the model.
+        expert_capacity: Rows that experts compute over copies of tokens that are sent to them: 1
+            where none is dropped or added, the capacity factor where they are padded to it.
     """
 
     shape: ModelShape
@@ -40,12 +43,20 @@ class Workload:
     has_dropout: bool = True
     gradient_bytes: int | None = None
     gathers_per_layer: int = 1
+    expert_tp: int | None = None
+    expert_capacity: float = 1.0
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise UsageError(f"precision {self.precision!r} is none of {', '.join(PRECISIONS)}.")
         if not 1 <= self.global_batch <= LARGEST:
             raise UsageError(f"a global batch of {self.global_batch} samples is no batch.")
+        if self.expert_tp is not None and self.expert_tp < 1:
+            raise UsageError(f"expert_tp={self.expert_tp} is not a degree; use 1 or more.")
+        if not 0 < self.expert_capacity <= LARGEST:
+            raise UsageError(
+                f"expert_capacity={self.expert_capacity} is no share; use a number above 0."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +100,19 @@ class Columns:
     top_k: Floats
     expert_ffn: Floats
     shared_ffn: Floats
-    layer_parameters: Floats
-    """Of one layer without its routed experts, averaged over the layers."""
-    expert_parameters: Floats
-    """Of all routed experts of one layer, averaged over the layers."""
+    dense_cut: Floats
+    """Parameters of a layer without experts that tensor parallelism cuts."""
+    dense_whole: Floats
+    """Those that each of its ranks has."""
+    moe_cut: Floats
+    """The same of a layer with experts, but for the routed ones."""
+    moe_whole: Floats
+    expert_cut: Floats
+    """The same of one routed expert."""
+    expert_whole: Floats
+    expert_tp: Floats
+    """As stated; 0: that of the model."""
+    expert_capacity: Floats
     final_norm: Floats
     global_batch: Floats
     is_attention_fused: Floats
@@ -131,6 +151,24 @@ class Columns:
         return self.seq * self.micro_batch / self.cp
 
     @property
+    def etp(self) -> Floats:
+        """Tensor parallelism of the experts."""
+        return np.where(self.expert_tp > 0, self.expert_tp, self.tp)
+
+    @property
+    def replicas(self) -> Floats:
+        """Ranks that have the same of all but the experts."""
+        return self.dp * self.cp
+
+    @property
+    def expert_replicas(self) -> Floats:
+        """Ranks that share the experts' state: fewer, as their ranks are more. Without expert
+        parallelism megatron-core spreads it as all other state (``allreduce`` of a parameter,
+        tensor_parallel/layers.py)."""
+        apart = np.maximum(self.tp * self.replicas / (self.etp * self.ep), 1)
+        return np.where(self.ep > 1, apart, self.replicas)
+
+    @property
     def world_size(self) -> Floats:
         return self.tp * self.pp * self.dp * self.cp
 
@@ -151,16 +189,17 @@ def grid(work: Workload, device: Device, layouts: Mapping[str, Floats]) -> Colum
 
 
 def _work_values(work: Workload) -> dict[str, float]:
-    shape, part = work.shape, work.shape.parameters
+    shape = work.shape
+    parts = {"dense": shape.dense_layer, "moe": shape.expert_layer, "expert": shape.expert}
     names = {f.name for f in fields(ModelShape)} & {f.name for f in fields(Columns)}
-    moe = shape.moe_layers / shape.layers
-    both = (1 - moe) * part.mlp + moe * (part.router + part.shared_expert)
     gradient = 4 if work.precision in ("bf16", "fp8", "fp32") else 2
     return {
         **{name: float(getattr(shape, name)) for name in names},
-        "layer_parameters": part.attention + part.norms + both,
-        "expert_parameters": moe * shape.experts * part.expert,
-        "final_norm": float(part.final_norm),
+        **{f"{name}_cut": float(part.cut) for name, part in parts.items()},
+        **{f"{name}_whole": float(part.whole) for name, part in parts.items()},
+        "expert_tp": float(work.expert_tp or 0),
+        "expert_capacity": work.expert_capacity,
+        "final_norm": float(shape.parameters.final_norm),
         "global_batch": float(work.global_batch),
         "is_attention_fused": float(work.is_attention_fused),
         "has_dropout": float(work.has_dropout),

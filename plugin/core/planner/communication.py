@@ -56,7 +56,8 @@ def context_time(x: Columns, k: Coefficients) -> Floats:
 def expert_time(x: Columns, k: Coefficients) -> Floats:
     """Return the seconds of a layer's two all-to-alls in a forward pass."""
     rate = bandwidth(x, k, x.tp, x.ep)
-    size = BYTES * x.tokens * x.top_k * x.hidden / np.where(x.is_sequence_parallel > 0, x.tp, 1)
+    copies = x.tokens * x.top_k * x.expert_capacity
+    size = BYTES * copies * x.hidden / np.where(x.is_sequence_parallel > 0, x.tp, 1)
     return 2 * gather(size, x.ep, rate) * x.moe_layers / x.layers
 
 
@@ -77,3 +78,8 @@ def message_time(x: Columns, k: Coefficients) -> Floats:
 def replica_rate(x: Columns, k: Coefficients) -> tuple[Floats, Floats]:
     """Return bytes/s and latency between data-parallel replicas."""
     return bandwidth(x, k, x.tp, x.cp * x.dp)
+
+
+def expert_replica_rate(x: Columns, k: Coefficients) -> tuple[Floats, Floats]:
+    """Return bytes/s and latency between the ranks that have the same experts."""
+    return bandwidth(x, k, np.where(x.ep > 1, x.etp * x.ep, x.tp), x.expert_replicas)

@@ -91,8 +91,8 @@ def _feed_forward(x: Columns, k: Coefficients, rows: Floats, width: Floats) -> F
 def _experts(x: Columns, k: Coefficients) -> Floats:
     """Return the seconds of routed and shared experts, balanced over ``ep`` ranks."""
     local = np.maximum(x.experts / x.ep, 1)
-    rows = x.tokens * x.top_k / local
-    routed = local * _feed_forward(x, k, rows, x.expert_ffn / x.tp)
+    rows = x.tokens * x.top_k * x.expert_capacity * x.etp / x.tp / local
+    routed = local * _feed_forward(x, k, rows, x.expert_ffn / x.etp)
     shared = np.where(x.shared_ffn > 0, _feed_forward(x, k, x.tokens, x.shared_ffn / x.tp), 0.0)
     return routed + shared
 

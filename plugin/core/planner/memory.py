@@ -7,6 +7,16 @@ import numpy.typing as npt
 
 from scalai.core.planner.columns import GRADIENTS, OPTIMIZER, WEIGHTS, Columns, Floats
 from scalai.core.planner.layer_time import BYTES
+from scalai.core.planner.stage import (
+    dense_layer,
+    expert_layer,
+    experts,
+    first,
+    last,
+    layers_of,
+    parameters_of,
+    second,
+)
 
 RESERVE_BYTES = 2e9
 """Of a device, beside tensors: the context, libraries' workspaces, NCCL's channels (CUDA about
@@ -17,6 +27,10 @@ estimate is of the size that it is (``UNCERTAINTY``)."""
 LOGITS_BYTES = 8
 """Of a logit at the loss: 2 as the product gives it, 4 as the loss reads it, 2 of its gradient."""
 MASK_BYTES = 1.0
+INDEX_BYTES, MAP_BYTES = 20.0, 3.0
+"""Of a router, for each copy of a token and for each expert that a token may go to (Megatron-LM,
+transformer/moe/moe_utils.py: two indices of 8 and a probability in fp32; a probability in 16 bit
+and whether it is chosen)."""
 UNCERTAINTY = 0.15
 """Of the total: 14 measured jobs are within 11 %, and 6 % in the mean."""
 
@@ -44,21 +58,22 @@ class StepMemory:
 
 
 def step_memory(x: Columns) -> StepMemory:
-    """Return the bytes of the first stage or of the last, whichever has more.
+    """Return the bytes of the first stage, the second or the last, whichever has most.
 
     The first keeps the most passes in flight and has the embedding, the last has head and logits;
-    those between have less than the first.
+    those between have less than the first, unless layers without experts come first: then the
+    second has more of them.
 
     Source:
         Korthikanti et al., arXiv 2205.05198, table 2 and equations 5 to 9, by width of each saved
         tensor; Megatron-LM, training/theoretical_memory_usage.py and pipeline_parallel/schedules.py
         (passes in flight); Rajbhandari et al., arXiv 1910.02054 (sharding).
     """
-    first, last = _stage(x, is_last=False), _stage(x, is_last=True)
-    is_first = first.total >= last.total
+    stages = [stage_memory(x, stage) for stage in (first(x), second(x), last(x))]
+    fullest = np.argmax([each.total for each in stages], axis=0)
     return StepMemory(
         **{
-            f.name: np.where(is_first, getattr(first, f.name), getattr(last, f.name))
+            f.name: np.choose(fullest, [getattr(each, f.name) for each in stages])
             for f in fields(StepMemory)
         }
     )
@@ -76,18 +91,47 @@ def is_too_large(x: Columns) -> npt.NDArray[np.bool_]:
     return is_large
 
 
-def layer_activations(x: Columns) -> Floats:
-    """Return what an average layer keeps of one micro-batch without recomputation."""
-    return _saved_whole(x) + _saved_parts(x) + _scores(x)
+def layer_activations(x: Columns, *, is_moe: bool = False) -> Floats:
+    """Return what a layer, without experts or with them, keeps of one micro-batch without
+    recomputation."""
+    return _saved_whole(x) + _saved_parts(x, is_moe) + _scores(x)
 
 
-def kept_activations(x: Columns) -> Floats:
-    """Return what an average layer keeps of one micro-batch at the case's recomputation."""
+def kept_activations(x: Columns, *, is_moe: bool = False) -> Floats:
+    """Return what a layer, without experts or with them, keeps of one micro-batch at the case's
+    recomputation."""
     # The input of a layer lies in parts under sequence parallelism, else whole on each rank.
     checkpoint = BYTES * x.tokens * x.hidden / _sequence_parts(x)
-    selective = _saved_whole(x) + _saved_parts(x)
+    selective = _saved_whole(x) + _saved_parts(x, is_moe)
     return np.select(
-        [x.recompute == 2, x.recompute == 1], [checkpoint, selective], layer_activations(x)
+        [x.recompute == 2, x.recompute == 1],
+        [checkpoint, selective],
+        layer_activations(x, is_moe=is_moe),
+    )
+
+
+def stage_memory(x: Columns, stage: Floats) -> StepMemory:
+    """Return the bytes of one rank of a pipeline stage, by its number, [cases]."""
+    own, routed = parameters_of(x, stage)
+    shape = np.zeros(np.broadcast(x.pp, x.tp, x.micro_batch).shape)
+
+    def held(bytes_each: Floats, sharding: int) -> Floats:
+        shared = own / x.replicas + routed / x.expert_replicas
+        return bytes_each * np.where(x.sharding >= sharding, shared, own + routed) + shape
+
+    master = np.where(x.weight_bytes == 4, 8.0, 12.0)
+    dense, moe = layers_of(x, stage)
+    passes, has_logits = _passes(x, stage), stage == x.pp - 1
+    kept = dense * kept_activations(x) + moe * kept_activations(x, is_moe=True)
+    return StepMemory(
+        weights=held(x.weight_bytes, WEIGHTS),
+        gradients=held(x.gradient_bytes, GRADIENTS),
+        optimizer=held(master, OPTIMIZER),
+        activations=passes * kept + _embedded(x, stage),
+        working=_working(x, dense, moe) + shape,
+        logits=np.where(has_logits, LOGITS_BYTES * x.tokens * x.vocab / x.tp, 0.0) + shape,
+        buffers=_buffers(x, dense, moe) + shape,
+        reserve=RESERVE_BYTES + shape,
     )
 
 
@@ -101,17 +145,36 @@ def _saved_whole(x: Columns) -> Floats:
     return each * x.tokens * x.hidden / _sequence_parts(x)
 
 
-def _saved_parts(x: Columns) -> Floats:
-    """What tensor parallelism cuts: queries, keys, values, attention's result; input and result of
-    the activation; of experts each token's copies."""
-    moe = x.moe_layers / x.layers
+def _saved_parts(x: Columns, is_moe: bool) -> Floats:
+    """What tensor parallelism cuts: queries, keys, values, attention's result; of the feed-forward
+    part input and result of the activation; of experts what they and the router keep."""
     width = x.heads * x.head_dim
     # Attention that is not fused repeats the keys and values of a group for each of its heads.
     keys = np.where(x.is_attention_fused > 0, x.kv_groups, x.heads) * x.head_dim
-    ffn = (1 - moe) * x.ffn + moe * (x.top_k * x.expert_ffn + x.shared_ffn)
+    ffn = x.shared_ffn if is_moe else x.ffn
     per_token = 2 * width + 2 * keys + (2 + x.is_gated) * ffn
-    copies = moe * 2 * x.top_k * x.hidden / _sequence_parts(x)
-    return BYTES * x.tokens * (per_token / x.tp + copies)
+    parts = BYTES * x.tokens * per_token / x.tp
+    return parts + _routed(x) + _router(x) if is_moe else parts
+
+
+def expert_rows(x: Columns) -> Floats:
+    """Return how many copies of tokens the experts of a rank compute, where they are spread
+    evenly: those of its expert-tensor-parallel ranks together."""
+    copies = x.tokens / _sequence_parts(x) * x.top_k * x.expert_capacity
+    return copies * np.where(x.is_sequence_parallel > 0, x.etp, 1.0)
+
+
+def _routed(x: Columns) -> Floats:
+    """The experts' input, and of each its activation's input and result and the latter times its
+    probability. With a gate, activation and product are one kernel, which keeps no result."""
+    return BYTES * expert_rows(x) * (x.hidden + 3 * x.expert_ffn / x.etp)
+
+
+def _router(x: Columns) -> Floats:
+    """Probabilities, indices and places of each copy, and of each token scores and the map of the
+    experts."""
+    per_token = INDEX_BYTES * x.top_k + MAP_BYTES * x.experts
+    return per_token * x.tokens / _sequence_parts(x)
 
 
 def _scores(x: Columns) -> Floats:
@@ -121,62 +184,39 @@ def _scores(x: Columns) -> Floats:
     return np.where(x.is_attention_fused > 0, 4 * rows, each * rows * x.seq)
 
 
-def _in_flight(x: Columns, *, is_last: bool) -> Floats:
-    """Return how many layers' activations a stage keeps, by the warm-up of its schedule."""
-    behind = np.zeros_like(x.pp) if is_last else x.pp - 1
+def _passes(x: Columns, stage: Floats) -> Floats:
+    """Return how many micro-batches' activations a stage keeps, by the warm-up of its schedule."""
+    behind = x.pp - 1 - stage
     plain = np.minimum(behind + 1, x.micro_batches)
     chunks = np.minimum(2 * behind + (x.vpp - 1) * x.pp + 1, x.vpp * x.micro_batches)
-    passes = np.where(x.vpp > 1, chunks / x.vpp, plain)
-    return passes * np.ceil(x.layers / x.pp)
+    return np.where(x.vpp > 1, chunks / x.vpp, plain)
 
 
-def _parameters(x: Columns, *, is_last: bool) -> tuple[Floats, Floats]:
-    """Return the stage's parameters on one rank: all but routed experts, and these."""
-    layers = np.ceil(x.layers / x.pp)
-    embedding = x.vocab * x.hidden / x.tp
-    alone = x.pp == 1
-    if is_last:
-        ends = embedding + np.where(alone, (1 - x.is_tied) * embedding, 0) + x.final_norm
-        ends = ends + np.where(alone, x.positions * x.hidden, 0)
-    else:
-        ends = embedding + x.positions * x.hidden
-        ends = ends + np.where(alone, (1 - x.is_tied) * embedding + x.final_norm, 0)
-    dense = layers * x.layer_parameters / x.tp + ends
-    return dense, layers * x.expert_parameters / (x.tp * x.ep)
+def _working(x: Columns, dense: Floats, moe: Floats) -> Floats:
+    """The largest layer of a stage while it is computed again, or scores while their gradients
+    are."""
+    again = np.maximum(
+        np.where(dense > 0, layer_activations(x), 0.0),
+        np.where(moe > 0, layer_activations(x, is_moe=True), 0.0),
+    )
+    return np.where(x.recompute == 2, again, _scores(x))
 
 
-def _stage(x: Columns, *, is_last: bool) -> StepMemory:
-    dense, experts = _parameters(x, is_last=is_last)
-    replicas = x.dp * x.cp
-    # An expert's replicas are as many times fewer as its ranks are more.
-    spread = np.maximum(replicas / x.ep, 1)
-
-    def held(bytes_each: Floats, sharding: int) -> Floats:
-        shared = x.sharding >= sharding
-        whole = bytes_each * (dense + experts)
-        return np.where(shared, bytes_each * (dense / replicas + experts / spread), whole)
-
-    master = np.where(x.weight_bytes == 4, 8.0, 12.0)
-    is_sharded = x.sharding == WEIGHTS
-    layer = x.layer_parameters / x.tp + x.expert_parameters / (x.tp * x.ep)
-    gathered = np.where(is_sharded, layer * 2 * x.weight_bytes, 0.0)
+def _buffers(x: Columns, dense: Floats, moe: Floats) -> Floats:
+    """Messages between stages, gathered sequences, two layers' weights where they are sharded, and
+    copies of tokens as they are sent to experts and as they come from others."""
+    layer = np.maximum(
+        np.where(dense > 0, dense_layer(x), 0.0),
+        np.where(moe > 0, expert_layer(x) + experts(x), 0.0),
+    )
+    gathered = np.where(x.sharding == WEIGHTS, layer * 2 * x.weight_bytes, 0.0)
     messages = np.where(x.pp > 1, 4 * BYTES * x.tokens * x.hidden / x.tp, 0.0)
     sequences = np.where(x.is_sequence_parallel > 0, 2 * BYTES * x.tokens * x.hidden, 0.0)
-    has_logits = np.asarray(True) if is_last else x.pp == 1
-    shape = np.zeros(np.broadcast(x.pp, x.tp, x.micro_batch).shape)
-    return StepMemory(
-        weights=held(x.weight_bytes, WEIGHTS) + shape,
-        gradients=held(x.gradient_bytes, GRADIENTS) + shape,
-        optimizer=held(master, OPTIMIZER) + shape,
-        activations=kept_activations(x) * _in_flight(x, is_last=is_last) + _embedded(x, is_last),
-        working=np.where(x.recompute == 2, layer_activations(x), _scores(x)) + shape,
-        logits=np.where(has_logits, LOGITS_BYTES * x.tokens * x.vocab / x.tp, 0.0) + shape,
-        buffers=gathered + messages + sequences + shape,
-        reserve=RESERVE_BYTES + shape,
-    )
+    copies = np.where(moe > 0, 2 * BYTES * expert_rows(x) * x.hidden, 0.0)
+    return gathered + messages + sequences + copies
 
 
-def _embedded(x: Columns, is_last: bool) -> Floats:
+def _embedded(x: Columns, stage: Floats) -> Floats:
     """The embedding's dropout mask, of each pass in flight on the first stage."""
-    passes = np.where(is_last & (x.pp > 1), 0.0, np.minimum(x.pp, x.micro_batches))
+    passes = np.where(stage > 0, 0.0, np.minimum(x.pp, x.micro_batches))
     return MASK_BYTES * x.has_dropout * x.tokens * x.hidden / _sequence_parts(x) * passes

@@ -25,6 +25,19 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Numbers of parameters of a part of the model.
+
+    Attributes:
+        cut: Those that tensor parallelism cuts.
+        whole: Those that each of its ranks has: norms, routers, biases behind a cut sum.
+    """
+
+    cut: int
+    whole: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """A decoder-only transformer.
 
@@ -105,7 +118,7 @@ class ModelShape:
             attention=qkv + hidden * (queries + bias),
             norms=2 * norm,
             mlp=self._feed_forward(self.ffn),
-            router=hidden * self.experts,
+            router=(hidden + bias) * self.experts,
             expert=self._feed_forward(self.expert_ffn) if self.experts else 0,
             shared_expert=self._feed_forward(self.shared_ffn) if self.shared_ffn else 0,
             embedding=self.vocab * hidden,
@@ -113,6 +126,26 @@ class ModelShape:
             final_norm=norm,
             head=0 if self.is_tied else self.vocab * hidden,
         )
+
+    @property
+    def dense_layer(self) -> Cut:
+        """A layer without experts."""
+        part, bias = self.parameters, self.hidden * self.has_bias
+        return Cut(part.attention + part.mlp - 2 * bias, part.norms + 2 * bias)
+
+    @property
+    def expert_layer(self) -> Cut:
+        """A layer with experts, but for the routed ones."""
+        part, bias = self.parameters, self.hidden * self.has_bias
+        biases = bias * (1 + bool(self.shared_ffn))
+        cut = part.attention + part.shared_expert - biases
+        return Cut(cut, part.norms + part.router + biases)
+
+    @property
+    def expert(self) -> Cut:
+        """One routed expert, which the experts' tensor parallelism cuts."""
+        bias = self.hidden * self.has_bias * bool(self.experts)
+        return Cut(self.parameters.expert - bias, bias)
 
     def _feed_forward(self, width: int) -> int:
         first, bias = width * (1 + self.is_gated), int(self.has_bias)

@@ -11,6 +11,7 @@ import numpy as np
 
 from scalai.core.boxes import Boxes, Index, expand, intersection
 from scalai.core.collection import MAX_NDIM, Columns
+from scalai.core.errors import RefusedError
 from scalai.core.planner.buffers import Model
 from scalai.core.planner.cells import Cells, cells_of
 from scalai.core.planner.columns import NO_SHARDING, WEIGHTS, Layout, Workload
@@ -45,8 +46,14 @@ def overlaps_of(work: Workload, before: Layout, after: Layout) -> tuple[Overlap,
     rest may be one step old.
 
     Raises:
-        RefusedError: A layout does not cut the model.
+        RefusedError: A layout does not cut the model, or cuts experts otherwise than the rest.
     """
+    for tp in {before.degrees.tp, after.degrees.tp}:
+        if work.shape.experts and work.expert_tp not in (None, tp):
+            raise RefusedError(
+                f"experts have a tensor parallelism of {work.expert_tp}, not tp={tp}: where their "
+                "parts lie is not modelled. Use the model's tensor parallelism for them."
+            )
     model = Model.of(work.shape, before.degrees, after.degrees)
     weights, optimizer = state_bytes(work)
     old = cells_of(model, before.degrees, is_sharded=before.sharding != NO_SHARDING)

@@ -15,11 +15,12 @@ import numpy as np
 from scalai.core.choice import Choice
 from scalai.core.degrees import Degrees
 from scalai.core.errors import ScalaiError
+from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.columns import Layout, Recompute, Workload, columns_of
 from scalai.core.planner.devices import Device
 from scalai.core.planner.fit import Calibration, calibrate, uncalibrated
 from scalai.core.planner.memory import USABLE, step_memory
-from scalai.core.planner.reconfiguration import RELAUNCH_S, reconfiguration
+from scalai.core.planner.reconfiguration import reconfiguration
 from scalai.core.planner.weighing import (
     MEASURED_SPREAD,
     RESIDENCE_S,
@@ -62,15 +63,15 @@ class Terms:
     Attributes:
         is_asked: The planner decides although nothing was measured yet.
         residence_s: How long devices are taken to stay as they are.
-        change_s: How long the training stands still for a change; until the job has made one, what
-            a relaunch is taken to cost.
+        change: How long the training stands still for a change, as the last one took; until the job
+            has made one, what a relaunch is taken to cost.
         trial_steps: For so many steps each of the best is tried where the prediction does not
             separate them; 0: none is.
     """
 
     is_asked: bool = False
     residence_s: float = RESIDENCE_S
-    change_s: float = RELAUNCH_S
+    change: ChangeTime = field(default_factory=ChangeTime)
     trial_steps: int = 0
 
 
@@ -121,21 +122,21 @@ class Preference:
         known = 1 if self.terms.trial_steps else KNOWN_LAYOUTS
         return self.terms.is_asked or len(self.measured) >= known
 
-    def with_measured(self, found: Measured, change_s: float | None = None) -> "Preference":
+    def with_measured(self, found: Measured, change: ChangeTime | None = None) -> "Preference":
         """Return the planner that has learned this, which replaces what it knew of the layout, and
         what a change takes (None: not measured)."""
-        if change_s is not None:
-            return replace(self, terms=replace(self.terms, change_s=change_s)).with_measured(found)
+        if change is not None:
+            return replace(self, terms=replace(self.terms, change=change)).with_measured(found)
         key = found.degrees, found.micro_batch
         others = (each for each in self.measured if (each.degrees, each.micro_batch) != key)
         return self.with_all_measured((*others, found))
 
-    def recalling(self, measured: Sequence[Measured], change_s: float | None) -> "Preference":
+    def recalling(self, measured: Sequence[Measured], change: ChangeTime | None) -> "Preference":
         """Return the planner that knows what another one has measured; what that says of other
         layouts is computed by ``recalibrated``, which takes its time."""
         return replace(
             self, measured=tuple(measured), calibration=uncalibrated(),
-            terms=replace(self.terms, change_s=change_s or self.terms.change_s),
+            terms=replace(self.terms, change=change or self.terms.change),
         )  # fmt: skip
 
     @property
@@ -213,19 +214,21 @@ class Preference:
             spread = self._spread(case, stays)
             gain_s = self.terms.residence_s * _expected_gain(stays.seconds / case.seconds, spread)
             # There, and back where it is worse.
-            if gain_s > WORTH * 2 * self.terms.change_s:
+            if gain_s > WORTH * 2 * self.terms.change.total_s:
                 return case
         return None
 
     def _with_cost(self, case: _Case, present: Degrees) -> _Case:
-        """Return the case with the seconds of its change, its bytes on their way included."""
+        """Return the case with the seconds of its change: those that any takes, and those of its
+        own bytes."""
         if case.choice.degrees == present:
             return case
         work, device, before = self._case(present, self.micro_batch)
         try:
             change = reconfiguration(
-                work, device, before, self._of(case.choice)[2], relaunch_s=self.terms.change_s
-            )
+                work, device, before, self._of(case.choice)[2],
+                relaunch_s=self.terms.change.fixed_s,
+            )  # fmt: skip
         except ScalaiError as error:  # what runs is cut as the formulas do not know
             return replace(case, uncounted=str(error))
         return _worth(replace(case, cost_s=change.total_s), self.terms.residence_s)
@@ -256,7 +259,7 @@ class Preference:
             if mine is not None:
                 seconds = mine.seconds
                 low, high = seconds / (1 + MEASURED_SPREAD), seconds * (1 + MEASURED_SPREAD)
-            cost_s = 0.0 if is_present else self.terms.change_s
+            cost_s = 0.0 if is_present else self.terms.change.total_s
             case = _Case(choice, seconds, low, high, mine is not None, cost_s)
             found.append(_worth(case, self.terms.residence_s))
         return found
@@ -297,6 +300,28 @@ def measured_of_json(data: object) -> list[Measured]:
     if not isinstance(data, list | tuple):
         raise ValueError(f"{data!r} is no list of measured steps")
     return [_measured_of_json(entry) for entry in data]
+
+
+def change_to_json(change: ChangeTime | None) -> list[float | None]:
+    """Return what ``change_of_json`` reads: the seconds of a change, and of these its bytes'."""
+    return [None, None] if change is None else [change.total_s, change.moves_s]
+
+
+def change_of_json(data: Sequence[object]) -> ChangeTime | None:
+    """Read a change's seconds; what an older release kept has not those of its bytes, which then
+    count as if any change took them.
+
+    Raises:
+        ValueError: It is nothing of the kind.
+    """
+    match tuple(data):
+        case (None,) | (None, None):
+            return None
+        case (float() | int() as total_s,):
+            return ChangeTime(total_s)
+        case (float() | int() as total_s, float() | int() as moves_s):
+            return ChangeTime(total_s - moves_s, moves_s)
+    raise ValueError(f"{data!r} is no time of a change")
 
 
 def _measured_of_json(entry: object) -> Measured:

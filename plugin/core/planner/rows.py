@@ -211,6 +211,7 @@ def limits_of(work: Workload, **more: object) -> ModelLimits:
         global_batch_size=work.global_batch,
         seq_length=shape.seq,
         num_experts=shape.experts or None,
+        expert_tp=work.expert_tp,
         ffn_hidden_size=shape.ffn if shape.moe_layers < shape.layers else None,
         expert_ffn_hidden_size=shape.expert_ffn or None,
         shared_ffn_hidden_size=shape.shared_ffn or None,

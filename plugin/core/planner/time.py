@@ -8,6 +8,7 @@ from scalai.core.planner.coefficients import DEFAULT, Coefficients
 from scalai.core.planner.columns import WEIGHTS, Columns, Floats
 from scalai.core.planner.communication import (
     context_time,
+    expert_replica_rate,
     expert_time,
     gather,
     message_time,
@@ -15,6 +16,7 @@ from scalai.core.planner.communication import (
     tensor_time,
 )
 from scalai.core.planner.layer_time import core_attention_time, head_time, layer_time
+from scalai.core.planner.stage import most_parameters
 
 UPDATE_BYTES = 34
 """Read and written of a parameter that a rank updates: gradient, master and two moments in fp32,
@@ -82,17 +84,9 @@ def step_time(x: Columns, k: Coefficients = DEFAULT) -> StepTime:
         bubble=(x.pp - 1) / x.vpp * (stage + message),
         pipeline=m * message,
         data=m * weights + gradients - k.overlap * np.minimum(gradients, exposed_to),
-        optimizer=_update(x, k, layers),
+        optimizer=_update(x, k),
         overhead=np.broadcast_to(np.asarray(k.step_s), np.shape(stage)),
     )
-
-
-def stage_parameters(x: Columns, layers: Floats) -> Floats:
-    """Return the parameters of one rank of the fullest stage, with its experts, whatever is
-    sharded over replicas."""
-    embedding = x.vocab * x.hidden / x.tp
-    ends = np.where(x.pp > 1, 1.0, 2.0 - x.is_tied) * embedding + x.positions * x.hidden
-    return layers * (x.layer_parameters / x.tp + x.expert_parameters / (x.tp * x.ep)) + ends
 
 
 def _data(
@@ -100,10 +94,13 @@ def _data(
 ) -> tuple[Floats, Floats, Floats]:
     """Return what sharded weights add to a micro-batch, what gradients take a step, and the seconds
     that may hide the latter: the backward pass of the last micro-batch."""
-    ranks, rate = x.dp * x.cp, replica_rate(x, k)
-    parameters = stage_parameters(x, layers)
-    weights = gather(x.weight_bytes * parameters, ranks, rate)
-    gradients = gather(x.gradient_bytes * parameters, ranks, rate)
+    rate, (own, routed) = replica_rate(x, k), most_parameters(x)
+
+    def crossing_of(bytes_each: Floats) -> Floats:
+        experts = gather(bytes_each * routed, x.expert_replicas, expert_replica_rate(x, k))
+        return gather(bytes_each * own, x.replicas, rate) + np.where(routed > 0, experts, 0.0)
+
+    weights, gradients = crossing_of(x.weight_bytes), crossing_of(x.gradient_bytes)
     # Weights are gathered for both passes, gradients scattered, each micro-batch.
     crossing = 3 * (weights + (x.gathers_per_layer * layers - 1) * rate[1])
     hidden = k.overlap_weights * np.minimum(crossing, stage)
@@ -117,7 +114,8 @@ def _data(
     )
 
 
-def _update(x: Columns, k: Coefficients, layers: Floats) -> Floats:
-    shards = np.where(x.sharding > 0, x.dp * x.cp, 1.0)
-    parameters = stage_parameters(x, layers) / shards
+def _update(x: Columns, k: Coefficients) -> Floats:
+    own, routed = most_parameters(x)
+    shared = own / x.replicas + routed / x.expert_replicas
+    parameters = np.where(x.sharding > 0, shared, own + routed)
     return UPDATE_BYTES * parameters / (x.memory_bandwidth * k.memory)

@@ -8,6 +8,7 @@ from scalai.core.planner.columns import Layout, Recompute, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.memory import fits, is_too_large, step_memory
 from scalai.core.planner.model import ModelShape, gpt
+from scalai.core.planner.stage import first, parameters_of
 
 A100 = device_named("a100")
 GIB = 2.0**30
@@ -105,3 +106,27 @@ def test_nothing_is_held_impossible_that_hardly_misses() -> None:
     can, cannot = fits(x), is_too_large(x)
     assert can.any() and cannot.any() and not (can & cannot).any() and not (can | cannot).all()
     assert np.all(np.diff(step_memory(x).total) > 0)
+
+
+def test_the_second_stage_counts_where_layers_without_experts_come_first() -> None:
+    shape = ModelShape(
+        layers=8, hidden=1_024, heads=8, ffn=1_024, vocab=1_024, seq=128, kv_groups=8,
+        head_dim=128, experts=64, moe_layers=7, top_k=2, expert_ffn=4_096,
+    )  # fmt: skip
+    said = memory_of(shape, Degrees(1, 4, 8, ep=8), 1, precision="bf16")
+    assert said["weights"] > 2 * 2 * 8 * shape.parameters.expert
+
+
+@pytest.mark.parametrize(("ep", "expert_tp", "ranks"), [(4, 1, 4), (4, 2, 8), (2, 2, 4), (8, 1, 8)])
+def test_experts_are_cut_by_their_own_parallelism(ep: int, expert_tp: int, ranks: int) -> None:
+    shape = ModelShape(
+        layers=8, hidden=1_024, heads=8, ffn=4_096, vocab=32_000, seq=2_048, kv_groups=8,
+        head_dim=128, experts=8, moe_layers=8, top_k=2, expert_ffn=4_096, has_bias=False,
+    )  # fmt: skip
+    layout = Layout(Degrees(4, 1, 8, ep=ep), 1, is_sequence_parallel=True)
+    work = Workload(shape, 64, expert_tp=expert_tp)
+    x = columns_of([(work, A100, layout)])
+    own, routed = parameters_of(x, first(x))
+    assert routed[0] == 8 * 8 * shape.parameters.expert / ranks
+    memory = step_memory(x)
+    assert memory.optimizer[0] == 12 * (own[0] / 8 + routed[0] / (32 / ranks))

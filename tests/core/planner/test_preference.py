@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,16 +12,20 @@ from scalai.core.choice import Choice, DegreePolicy, choose
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.errors import LayoutError, UsageError
 from scalai.core.planner import preference
-from scalai.core.planner.columns import OPTIMIZER, Workload
+from scalai.core.planner.change_time import ChangeTime
+from scalai.core.planner.columns import OPTIMIZER, Layout, Workload
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.model import gpt
 from scalai.core.planner.preference import (
     Measured,
     Preference,
     Terms,
+    change_of_json,
+    change_to_json,
     measured_of_json,
     measured_to_json,
 )
+from scalai.core.planner.reconfiguration import reconfiguration
 from scalai.core.planner.weighing import MARGIN
 
 SHAPE = gpt(24, 2048, 16, 51200, 2048)
@@ -31,12 +36,12 @@ LIMITS = ModelLimits(
 A, B, C = Degrees(2, 1, 4), Degrees(1, 2, 4), Degrees(4, 2, 1)
 
 
-def planner(**terms: float) -> Preference:
+def planner(**terms: Any) -> Preference:
     work, device = Workload(SHAPE, 64), device_named("a100-80gb")
-    return Preference(work, device, "none", OPTIMIZER, False, 2, Terms(**terms))  # type: ignore[arg-type]
+    return Preference(work, device, "none", OPTIMIZER, False, 2, Terms(**terms))
 
 
-def asked(**terms: float) -> Preference:
+def asked(**terms: Any) -> Preference:
     return planner(is_asked=True, **terms)
 
 
@@ -80,13 +85,34 @@ def test_what_runs_is_kept_until_something_is_better_by_more_than_is_uncertain()
 
 def test_a_change_that_does_not_pay_within_the_residence_is_not_made() -> None:
     known = measured(a=1.0, b=0.5)
-    brief = asked(residence_s=100.0, change_s=60.0).with_all_measured(known)
+    brief = asked(residence_s=100.0, change=ChangeTime(60.0)).with_all_measured(known)
     assert first(brief, A, A, B) == A
-    none = asked(residence_s=50.0, change_s=60.0).with_all_measured(known)
+    none = asked(residence_s=50.0, change=ChangeTime(60.0)).with_all_measured(known)
     assert first(none, A, A, B) == A
     assert first(none, None, A, B) in (A, B), "something must run although no work is expected"
-    long = asked(residence_s=1000.0, change_s=60.0).with_all_measured(known)
+    long = asked(residence_s=1000.0, change=ChangeTime(60.0)).with_all_measured(known)
     assert first(long, A, A, B) == B
+
+
+@pytest.mark.parametrize("moves_s", [0.0, 200.0])
+def test_the_bytes_of_the_last_change_are_no_part_of_the_next_one(moves_s: float) -> None:
+    last = ChangeTime(fixed_s=60.0, moves_s=moves_s)
+    known = asked(change=last).with_all_measured(measured(a=1.0, b=0.5))
+    before, after = (Layout(degrees, 2, sharding=OPTIMIZER) for degrees in (A, B))
+    own = reconfiguration(known.work, known.device, before, after, relaunch_s=60.0).total_s
+    assert own > 60
+    reason = known.order(choices(A, B), A)[0].reason
+    assert f"a change costs {own:.0f} s" in reason
+
+
+def test_a_kept_time_of_a_change_is_read_whichever_release_kept_it() -> None:
+    for change in (None, ChangeTime(60.0), ChangeTime(60.0, 20.0)):
+        assert change_of_json(change_to_json(change)) == change
+    assert change_of_json([80.0]) == ChangeTime(80.0), "an older one did not tell its bytes' apart"
+    assert change_of_json([None]) is None
+    for wrong in ([], [1.0, 2.0], ["x"], [1.0, None], [-1.0], [5.0, 1.0, 1.0], 7):
+        with pytest.raises((ValueError, TypeError)):
+            change_of_json(wrong)  # type: ignore[arg-type]
 
 
 @settings(deadline=None, max_examples=15)
@@ -94,7 +120,7 @@ def test_a_change_that_does_not_pay_within_the_residence_is_not_made() -> None:
 def test_at_no_residence_it_never_moves_and_at_an_endless_one_the_fastest_wins(
     a: float, b: float, change_s: float
 ) -> None:
-    known = asked(change_s=change_s).with_all_measured(measured(a=a, b=b))
+    known = asked(change=ChangeTime(change_s)).with_all_measured(measured(a=a, b=b))
     now = replace(known, terms=replace(known.terms, residence_s=1e-9))
     ever = replace(known, terms=replace(known.terms, residence_s=1e12))
     assert first(now, A, A, B) == A

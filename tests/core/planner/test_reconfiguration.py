@@ -213,6 +213,13 @@ def test_a_layout_that_does_not_cut_the_model_is_refused(wrong: Layout, why: str
         change(wrong, layout(1, 1, 1))
 
 
+def test_experts_that_are_cut_otherwise_than_the_rest_are_refused() -> None:
+    work = Workload(SHAPES["mixtral"], 48, expert_tp=1)
+    assert reconfiguration(work, H100, layout(1, 1, 2), layout(1, 2, 2)).needed > 0
+    with pytest.raises(RefusedError, match="a tensor parallelism of 1, not tp=2"):
+        reconfiguration(work, H100, layout(1, 1, 2), layout(2, 1, 1))
+
+
 def test_hosts_without_the_layouts_ranks_are_refused() -> None:
     with pytest.raises(UsageError, match="has 2 ranks, the 3 hosts have 3; give as many"):
         change(layout(1, 1, 1), layout(1, 1, 2), after_hosts=(("a", 1), ("b", 1), ("c", 1)))
