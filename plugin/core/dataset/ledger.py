@@ -260,9 +260,10 @@ class Ledger:
             ledger = ledger._with_draw(draw)
         return ledger
 
-    def objections(self, draws: Iterable[Draw]) -> Iterator[str]:
+    def objections(self, draws: Sequence[Draw], samples: int | None = None) -> Iterator[str]:
         """Yield by what these draws, made now, would break the order: samples that were consumed
-        before, or that are passed over."""
+        before, or that are passed over, or others than the script counts; ``samples``: as of
+        ``stepped``."""
         for draw in draws:
             known = self._find(draw)
             expected = self._next(draw) if known is None else max(known.taken.end, known.unproven)
@@ -275,6 +276,8 @@ class Ledger:
                 yield f"{where}: samples {expected}:{draw.start} are passed over"
             if draw.length is not None and draw.stop > draw.length:
                 yield f"{where}: samples to {draw.stop} of a pass of {draw.length}"
+        if draws and samples is not None and self.at[1] is not None:
+            yield from _miscounted(draws, samples - self.at[1])
 
     def _counted(self, samples: int | None) -> Sequence[Draw]:
         before = self.at[1]
@@ -352,19 +355,36 @@ class Ledger:
 
 
 def split(
-    data_set: str, start: int, stop: int, length: int | None, *, is_dealt: bool = False
+    data_set: str,
+    start: int,
+    stop: int,
+    length: int | None,
+    size: int | None = None,
+    *,
+    is_dealt: bool = False,
 ) -> tuple[Draw, ...]:
     """Return the draws of a step whose samples are counted over all passes: ``start`` to ``stop``
-    over passes of ``length`` (None: there is one, without end)."""
+    over passes of ``length`` (None: there is one, without end); ``size`` as of ``Draw``, None: as
+    long as a pass."""
     if length is None:
         return (Draw(data_set, Number(0), start, stop, is_dealt=is_dealt),)
     return tuple(
         Draw(
             data_set, Number(epoch), max(start - epoch * length, 0),
-            min(stop - epoch * length, length), length, length, is_dealt,
+            min(stop - epoch * length, length), length, size or length, is_dealt,
         )
         for epoch in range(start // length, -(-stop // length))
     )  # fmt: skip
+
+
+def _miscounted(draws: Iterable[Draw], counted: int) -> Iterator[str]:
+    """Yield the data sets of which a step draws other samples than it counts."""
+    drawn: dict[str, int] = {}
+    for draw in draws:
+        drawn[draw.data_set] = drawn.get(draw.data_set, 0) + draw.stop - draw.start
+    for name, count in drawn.items():
+        if count != counted:
+            yield f"{name}: the step drew {count} samples and counts {counted}"
 
 
 def _joined(passes: tuple[Pass, ...]) -> tuple[Pass, ...]:

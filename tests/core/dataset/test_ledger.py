@@ -183,12 +183,12 @@ def damages() -> list[Any]:
         return {**content, "digest": module._digest(content)}
 
     torn = {**example(), "at": [7, 28]}
-    run = {**example()["passes"][0], "pass": [0, 0, 1, 0], "taken": [0, 9]}
-    changes = [
+    run = {**example()["passes"][0], "pass": [0, 0, 1, 0], "taken": [2, 9]}
+    changes: list[dict[str, Any]] = [
         {"version": 2}, {"passes": None}, {"at": [7]}, {"lost": [["a", 1]]}, {"stretches": "none"},
         {"passes": [run]}, {"passes": [{**run, "taken": [4]}]}, {"passes": [{}]},
     ]  # fmt: skip
-    return [None, [], {}, torn, *map(sealed, changes)]
+    return [None, [], {}, torn, *(sealed(change) for change in changes)]
 
 
 @pytest.mark.parametrize("value", damages())
