@@ -79,7 +79,7 @@ DISTRIBUTED = [
             marks=pytest.mark.campaign,
         ),
     ],
-    ids=["mock data, TP2·DP2 to PP2", "real text, DP3 to TP2", "each its own part, DP4 to PP2"],
+    ids=["mock data, TP2·DP2 to PP2", "real text, DP3 to TP2", "each its own part, TP2·DP2 to PP2"],
 )
 def test_losses_samples_and_rates_are_those_of_the_uninterrupted_run(
     data: Callable[[Path], list[str]],
