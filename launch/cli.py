@@ -14,7 +14,7 @@ ABOUT = "The commands around a job: its state, its size, its store, its checkpoi
 MODULES = {
     "status": "questions", "scale": "questions", "resume": "questions", "coordinator": "serving",
     "inspect": "inspect", "reshard": "reshard", "verify": "verify", "clean": "clean",
-    "doctor": "doctor", "chaos": "chaos", "plan": "plan",
+    "doctor": "doctor", "chaos": "chaos", "plan": "plan", "ledger": "ledger",
 }  # fmt: skip
 """Where each command is: one imports all converters, another what is needed to talk to a job, which
 takes time and memory that the others have not to spare."""

@@ -168,12 +168,6 @@ def _flag(name: str) -> str:
 
 
 def _data_faults(values: Values) -> Iterator[str]:
-    if values.get("dataloader_type") == "cyclic" and values.get("data_sharding", True):
-        yield (
-            "--dataloader-type cyclic with data sharding: every data-parallel rank draws from its "
-            "own part of the data, so other samples would make a batch after a change; add "
-            "--no-data-sharding, or use --dataloader-type single"
-        )
     if not values.get("global_batch_size") and not values.get("step_batch_size_schedule"):
         yield (
             "--global-batch-size is not given: it would follow the data-parallel size and change "

@@ -123,7 +123,7 @@ def prepare_restore(
     orders = read_orders(planned, moved.parts.all, directories, moving.fetched)
     done = time.monotonic()
     return Restore(
-        sources=_sources(listed, ranks, orders, states),
+        sources=_sources(start, ranks, orders, states),
         grown=moving.grown,
         plan_s=moved.began - began,
         move_s=done - moved.began,
@@ -141,12 +141,14 @@ def suspected(generation: int, damaged: Mapping[str, str]) -> Suspected | None:
 
 
 def _sources(
-    listed: SourceList,
+    start: Start,
     ranks: Sequence[int],
     orders: Mapping[int, ReadOrder],
     states: Mapping[int, Mapping[str, Json]],
 ) -> dict[int, Source]:
     """Return what each rank reads; ``orders`` by its place among the ranks."""
+    assert start.sources is not None
+    listed = start.sources.value
     about = mapped(listed.about.value(), "about")
     return {
         rank: Source(
@@ -156,6 +158,7 @@ def _sources(
             scalars=listed.scalars,
             rank_state=JsonText.of(states[rank]),
             fingerprint_version=listed.fingerprint_version,
+            lost=start.lost,
         )
         for number, rank in enumerate(ranks)
     }

@@ -144,6 +144,7 @@ class Performer:
             is_standby=action.is_standby,
             facts=workers.facts,
             settings=JsonText.of(spec.hook_settings(workers.placement.world_size)),
+            run=workers.run,
         )
         self._answer(action.call, welcome)
 

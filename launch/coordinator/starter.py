@@ -1,5 +1,6 @@
 """How the workers of a round are started: where they meet, and what they begin from."""
 
+from dataclasses import replace
 from typing import Protocol
 
 from scalai.core import actions, commands
@@ -67,8 +68,10 @@ class Starter:
         workers = self._workers(
             action.round, action.assignment, self._port, action.generation, action.every
         )
+        run = self._run.run
+        lost = tuple(replace(each, round=f"{run}-{each.round}") for each in action.lost)
         for host, each in workers.items():
-            self._roster.command([host], commands.Start(each, sources, action.is_built))
+            self._roster.command([host], commands.Start(each, sources, action.is_built, lost))
 
     def replicate(self, action: actions.Replicate) -> None:
         """Have hosts keep replicas for each other; each hears of those that share parameters with

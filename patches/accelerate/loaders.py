@@ -90,6 +90,7 @@ class ShardedBatches(BatchSampler):
         """Yield this rank's micro-batches of an epoch of which so many samples are consumed."""
         assert self.feed.batches is not None
         epoch = EpochBatches(self.sampler, self.feed.batches, self._rank, drop_last=self.drop_last)
+        self._clock.size, self._clock.length = epoch.size, epoch.samples
         return epoch.after(consumed)
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -9,21 +9,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import NamedTuple
 
 from scalai.core.batches import Batches
+from scalai.core.dataset.ledger import Draw, Number
 from scalai.core.jsonable import Json
 
-
-class PassNumber(NamedTuple):
-    """Which pass over a sampler this is: the epoch that the script set, and how often it began a
-    pass in that epoch before. Without ``set_epoch`` all passes are of epoch 0."""
-
-    epoch: int
-    repeat: int
-
-
-START = PassNumber(0, 0)
+START = Number(0)
+"""Without ``set_epoch`` all passes are of epoch 0."""
 
 
 @dataclass(slots=True)
@@ -37,26 +29,30 @@ class Clock:
             script may draw ahead.
         over: The pass that this process has gone through to its end last; None: none yet.
         glanced: Passes that the script has only looked into, as for the shape of a batch.
+        size, length: Samples of the data set, and places of a pass over it with what fills its last
+            batch; None: none was begun yet.
     """
 
-    current: PassNumber = START
+    current: Number = START
     consumed: int = 0
-    drawn: deque[PassNumber] = field(default_factory=deque)
-    over: PassNumber | None = None
-    glanced: list[PassNumber] = field(default_factory=list)
-    _newest: PassNumber | None = None
+    drawn: deque[Number] = field(default_factory=deque)
+    over: Number | None = None
+    glanced: list[Number] = field(default_factory=list)
+    size: int | None = None
+    length: int | None = None
+    _newest: Number | None = None
     """The pass that this process has begun last."""
 
-    def next_pass(self, epoch: int) -> tuple[PassNumber, int | None]:
+    def next_pass(self, epoch: int) -> tuple[Number, int | None]:
         """Return which pass would begin now, and how many samples of it are consumed; None: all."""
         is_repeated = self._newest is not None and self._newest.epoch == epoch
         repeat = self._newest.repeat + 1 if is_repeated and self._newest is not None else 0
-        number = PassNumber(epoch, repeat)
+        number = Number(epoch, repeat)
         if number < self.current:
             return number, 0 if number in self.glanced else None
         return number, self.consumed if number == self.current else 0
 
-    def begin(self, epoch: int) -> tuple[PassNumber, int | None]:
+    def begin(self, epoch: int) -> tuple[Number, int | None]:
         """Begin the next pass, and return what ``next_pass`` does."""
         number, consumed = self.next_pass(epoch)
         if self._newest is not None and self._newest != self.over:
@@ -92,23 +88,28 @@ class Clock:
         self.consumed += batches.global_batch_size
         return True
 
+    def drawn_by_step(self, data_set: str, batches: Batches) -> Draw:
+        """Return what the newest step has drawn. Where a person has changed the global batch within
+        a pass, its last batch may be filled further."""
+        length = self.length if self.length is None else max(self.length, self.consumed)
+        begin = self.consumed - batches.global_batch_size
+        return Draw(data_set, self.current, begin, self.consumed, length, self.size, is_dealt=True)
+
     @property
-    def place(self) -> tuple[PassNumber, int]:
+    def place(self) -> tuple[Number, int]:
         """Where a later round goes on: a pass, and how many samples of it are consumed. Where the
         script has begun the next pass already, what it does at the end of one is done."""
         if self._newest is not None and self._newest > self.current:
             return self._newest, 0
         return self.current, self.consumed
 
-    def restart(
-        self, current: PassNumber, consumed: int, glanced: Sequence[PassNumber] = ()
-    ) -> None:
+    def restart(self, current: Number, consumed: int, glanced: Sequence[Number] = ()) -> None:
         """Be as far as told. What was begun and drawn before does not count."""
         self.current, self.consumed, self.glanced = current, consumed, list(glanced)
         self.begin_after(None)
         self.drawn.clear()
 
-    def begin_after(self, over: PassNumber | None) -> None:
+    def begin_after(self, over: Number | None) -> None:
         """Have the script go on behind a pass; None: from the first one on."""
         self._newest = self.over = over
 
@@ -120,6 +121,8 @@ class Clocks:
         self._clocks: list[Clock] = []
         self._to_come: list[Clock] = []
         """Restored clocks of samplers that the script has not made yet."""
+        self.draws: tuple[Draw, ...] = ()
+        """What the newest step has drawn."""
 
     def add(self) -> Clock:
         """Return the clock of one sampler more."""
@@ -129,7 +132,12 @@ class Clocks:
 
     def step(self, batches: Batches) -> bool:
         """Count an optimizer step. Returns whether any sampler gave its samples."""
-        return any([clock.step(batches) for clock in self._clocks])
+        self.draws = tuple(
+            clock.drawn_by_step(f"loader-{number}", batches)
+            for number, clock in enumerate(self._clocks)
+            if clock.step(batches)
+        )
+        return bool(self.draws)
 
     @property
     def is_replaying(self) -> bool:
@@ -155,7 +163,7 @@ class Clocks:
         """Have a script that does not begin with its first pass go on behind what ``over``
         returned."""
         for clock, state in zip((*self._clocks, *self._to_come), over, strict=False):
-            clock.begin_after(state and PassNumber(*state))
+            clock.begin_after(state and Number(*state))
 
     def take(self) -> Json:
         """Return how far every sampler is, [samplers]."""
@@ -176,5 +184,5 @@ class Clocks:
             if state is None:
                 clock.restart(START, 0)
             else:
-                glanced = [PassNumber(*number) for number in state["glanced"]]
-                clock.restart(PassNumber(*state["pass"]), int(state["consumed"]), glanced)
+                glanced = [Number(*number) for number in state["glanced"]]
+                clock.restart(Number(*state["pass"]), int(state["consumed"]), glanced)

@@ -28,6 +28,10 @@ class EpochBatches(BatchSampler):
         dp_rank: The replica.
         drop_last: Whether the incomplete global batch at the end is dropped.
 
+    Attributes:
+        size: Samples of the data set.
+        samples: Of an epoch: whole global batches.
+
     Raises:
         RefusedError: The order is not one of ``SEEDED``, or there is no whole global batch.
     """
@@ -41,9 +45,9 @@ class EpochBatches(BatchSampler):
                 "Accelerate's DataLoaderConfiguration), or run without --elastic."
             )
         super().__init__(sampler, batches.micro_batch_size, drop_last)
-        self._batches, self._dp_rank = batches, dp_rank
-        self._samples = pass_length(len(sampler), batches.global_batch_size, drop_last=drop_last)
-        if not self._samples:
+        self._batches, self._dp_rank, self.size = batches, dp_rank, len(sampler)
+        self.samples = pass_length(len(sampler), batches.global_batch_size, drop_last=drop_last)
+        if not self.samples:
             raise RefusedError(
                 f"the data set has {len(sampler)} samples, fewer than a global batch of "
                 f"{batches.global_batch_size}, and drop_last drops them. Use a smaller batch."
@@ -53,11 +57,11 @@ class EpochBatches(BatchSampler):
         return self.after(0)
 
     def __len__(self) -> int:
-        return self._samples // (self._batches.micro_batch_size * self._batches.dp)
+        return self.samples // (self._batches.micro_batch_size * self._batches.dp)
 
     def after(self, consumed: int) -> Iterator[list[int]]:
         """Yield the micro-batches of an epoch of which so many samples are consumed."""
-        order = np.resize(np.fromiter(self.sampler, dtype=np.int64), self._samples)
+        order = np.resize(np.fromiter(self.sampler, dtype=np.int64), self.samples)
         for begin in range(consumed, len(order), self._batches.global_batch_size):
             for places in self._batches.samples(begin, self._dp_rank):
                 yield order[places % len(order)].tolist()

@@ -21,12 +21,14 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from scalai.core.batches import Batches, pass_length
+from scalai.core.dataset.ledger import Number
 from scalai.core.errors import RefusedError
 from scalai.patches.calls import Call
-from scalai.patches.data.clock import Clock, Clocks, PassNumber
+from scalai.patches.data.clock import Clock, Clocks
 
 LOOK_AHEAD = 8
 """Micro-batches that a script may draw ahead of its steps, where two steps have no more."""
+TORCHDATA = "torchdata.stateful_dataloader.stateful_dataloader"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,19 @@ class Feed:
         """Hook torch's samplers and loaders, those that are made from now on."""
         wrapt.wrap_function_wrapper(DistributedSampler, "__init__", self._make_sampler)
         wrapt.wrap_function_wrapper(DataLoader, "__init__", self._make_loader)
+        wrapt.register_post_import_hook(self._hook_torchdata, TORCHDATA)
         wrapt.wrap_function_wrapper(DataLoader, "__iter__", self._iterate)
         wrapt.wrap_function_wrapper(_BaseDataLoaderIter, "__next__", self._draw)
+
+    def _hook_torchdata(self, module: Any) -> None:
+        def make(wrapped: Call, instance: Any, args: Any, kwargs: Any) -> None:
+            wrapped(*args, **kwargs)
+            self.decline(
+                "torchdata's StatefulDataLoader keeps its place by rank and by worker, which does "
+                "not fit another number of ranks"
+            )
+
+        wrapt.wrap_function_wrapper(module, "StatefulDataLoader.__init__", make)
 
     def step(self) -> None:
         """Count an optimizer step.
@@ -279,6 +292,7 @@ class ElasticBatchSampler(BatchSampler):
             )
         is_dropping = self.drop_last or sampler.drop_last
         order = pass_order(sampler, batches.global_batch_size, drop_last=is_dropping)
+        self.clock.size, self.clock.length = samples_of(sampler), len(order)
         for begin in range(consumed, len(order), batches.global_batch_size):
             for places in batches.dealt_samples(begin, sampler.rank):
                 # Beyond the end only where a person has changed the global batch within a pass.
@@ -295,7 +309,7 @@ class Pass(Iterator[list[int]]):
     def __init__(self, sampler: Dealer) -> None:
         self.sampler = sampler
         self._batches: Iterator[list[int]] | None = None
-        self.number: PassNumber | None = None
+        self.number: Number | None = None
 
     def __next__(self) -> list[int]:
         if self._batches is None:

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ import torch.distributed
 import wrapt
 
 from scalai.converters.deepspeed.config import StatedBatch
+from scalai.core.dataset.ledger import Draw
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.patches.calls import Args, Call, Kwargs
@@ -74,6 +75,9 @@ class ElasticSession(Protocol):
     def attach(self, state: LiveState) -> bool:
         """Restore the generation into ``state``, or make a start generation of ``state``."""
 
+    def note_draws(self, *draws: Draw) -> None:
+        """Say what the step has drawn; nothing: other ranks do."""
+
     def begin_update(self) -> None:
         """Say that memory of the state is about to change."""
 
@@ -115,6 +119,8 @@ class EngineHooks:
             engine does.
         is_due: Whether a step has ended that the job was not told of.
         rng_state: RNG states that the first step goes on with; None: those that run.
+        drawn_elsewhere: What a framework around the engine says that its step of this number has
+            drawn, where ``keeps_order`` is False; None: it does not say.
         settle_config: What a framework around the engine does with the engine's configuration.
     """
 
@@ -130,6 +136,7 @@ class EngineHooks:
         self.keeps_order = True
         self.is_due = False
         self.rng_state: Json = None
+        self.drawn_elsewhere: Callable[[int], Sequence[Draw]] | None = None
         self.settle_config: Callable[[dict[str, Any]], None] = lambda config: None
         self._has_train_mode = False
 
@@ -226,6 +233,11 @@ class EngineHooks:
         if self.feed.is_counting and _draws_samples(self.engine):
             self._accumulation.end_step(self.engine.gradient_accumulation_steps())
             self.feed.step()
+            self._session.note_draws(*self.feed.clocks.draws)
+        elif self.feed.is_counting:
+            self._session.note_draws()
+        elif self.drawn_elsewhere is not None:
+            self._session.note_draws(*self.drawn_elsewhere(self.engine.global_steps))
         # Accelerate calls the engine's step once an accumulation, not once a micro-batch.
         engine, each = self.engine, self.engine.gradient_accumulation_steps()
         engine.micro_steps = -(-engine.micro_steps // each) * each

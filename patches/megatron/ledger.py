@@ -1,10 +1,10 @@
 """What a job consumed and how it learned, step by step: for comparing a run with another one.
 
 The samples are hashed at consumption, in the order-free way of ``scalai.core.batches``: added over
-the data-parallel ranks, a step's value is that of its global batch, in any layout.
+the data-parallel ranks, a step's value is that of its global batch, in any layout. `scalai ledger`
+reads the lines.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,6 +15,7 @@ import torch.distributed
 from numpy.typing import NDArray
 
 from scalai.core.batches import combine_hashes, sample_hashes
+from scalai.core.dataset.step_lines import StepLine, line_text
 from scalai.core.errors import UsageError
 
 LEDGER_DIR = "SCALAI_LEDGER_DIR"
@@ -32,9 +33,9 @@ class Ledger:
     (last stage). Rates and losses are read from the device once a step: for tests, not for speed.
     """
 
-    def __init__(self, directory: Path, round_number: int) -> None:
+    def __init__(self, directory: Path, run: str, round_number: int) -> None:
         self._directory = directory
-        self._round = round_number
+        self._run, self._round = run, round_number
         self._file: TextIO | None = None
         self._hash: int | None = None
         self._loss: float | None = None
@@ -63,15 +64,11 @@ class Ledger:
             self._directory.mkdir(parents=True, exist_ok=True)
             path = self._directory / f"rank-{torch.distributed.get_rank()}.jsonl"
             self._file = path.open("a", buffering=1)
-        line = {
-            "round": self._round,
-            "step": step,
-            "consumed_samples": consumed_samples,
-            "hash": self._hash,
-            "loss": self._loss,
-            "lr": max((float(group["lr"]) for group in optimizer.param_groups), default=None),
-        }
-        self._file.write(json.dumps(line) + "\n")
+        rate = max((float(group["lr"]) for group in optimizer.param_groups), default=None)
+        line = StepLine(
+            self._run, self._round, step, consumed_samples, self._hash, self._loss, rate
+        )
+        self._file.write(line_text(line))
         self._hash = None if self._hash is None else 0
 
     def _counted(self, batches: Iterator[Mapping[str, torch.Tensor]]) -> Iterator[Any]:

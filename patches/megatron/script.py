@@ -1,9 +1,7 @@
-"""What of Megatron-LM's training scripts may surprise, and what is known of their data alone."""
+"""What of Megatron-LM's training scripts may surprise."""
 
 from collections.abc import Iterator
 from typing import Any
-
-from scalai.core.errors import RefusedError
 
 
 def warnings_of(args: Any) -> Iterator[str]:
@@ -20,21 +18,3 @@ def warnings_of(args: Any) -> Iterator[str]:
         )
     if getattr(args, "exit_duration_in_mins", None):
         yield "--exit-duration-in-mins counts from the newest start of the workers"
-
-
-def refuse_random_order(total_samples: int, global_batch_size: int) -> None:
-    """Check the epoch of a random sampler without data sharding.
-
-    Its epoch ends at the last whole ``micro_batch_size * data_parallel_size`` samples. That is the
-    same for every data-parallel size only if whole global batches make an epoch. Source:
-    MegatronPretrainingRandomSampler, megatron/training/datasets/data_samplers.py (0.16).
-
-    Raises:
-        RefusedError: The order of samples would depend on the data-parallel size.
-    """
-    if total_samples % global_batch_size:
-        raise RefusedError(
-            f"--dataloader-type cyclic: {total_samples} samples are not a multiple of the global "
-            f"batch of {global_batch_size}, so the length of an epoch, and with it the order of "
-            "samples, would depend on the data-parallel size. Use --dataloader-type single."
-        )

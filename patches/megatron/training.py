@@ -10,7 +10,7 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -22,10 +22,12 @@ import wrapt
 
 from scalai.converters.megatron.rules import allows_untested, faults_of, fixed_axes
 from scalai.converters.megatron.told import FACT, told_of
+from scalai.core.dataset.ledger import Draw
 from scalai.core.faults import refuse_all
 from scalai.core.jsonable import Json
 from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.megatron import save_process, script, writers
+from scalai.patches.megatron.draws import TrainingDraws
 from scalai.patches.megatron.ledger import LEDGER_DIR, Ledger
 from scalai.patches.megatron.progress import checkpoint_step, put_progress, take_progress
 from scalai.patches.megatron.saved import TRACKER
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 
 SAMPLERS = ("megatron.training.datasets.data_samplers", "megatron.legacy.data.data_samplers")
 """Where the samplers live: from 0.16 on, and before."""
+FIRST_SHARE = "first_share"
+"""Under this name it is told how the first round dealt: micro-batch size and replicas."""
 CUDA_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 NO_CHECKPOINT = -1
 """Stands for "no checkpoint" where a number has to be agreed on."""
@@ -45,6 +49,9 @@ NO_CHECKPOINT = -1
 
 class ElasticSession(Protocol):
     """What the hooks need of ``scalai.runtime.session.Session``."""
+
+    run: str
+    facts: Mapping[str, Json]
 
     @property
     def restorable_step(self) -> int | None:
@@ -74,6 +81,9 @@ class ElasticSession(Protocol):
     def note_save(self, iteration: int | None) -> None:
         """Say which save of Megatron's own is in flight."""
 
+    def note_draws(self, *draws: Draw) -> None:
+        """Say what the step has drawn; nothing: other ranks do."""
+
     def begin_step(self) -> None:
         """Say that a step begins."""
 
@@ -98,7 +108,7 @@ def install(get_session: Callable[[], ElasticSession]) -> None:
     wrapt.register_post_import_hook(_hook_arguments, "megatron.training.arguments")
     save_process.install()
     for name in SAMPLERS:
-        wrapt.register_post_import_hook(_hook_samplers, name)
+        wrapt.register_post_import_hook(hooks.draws.hook, name)
 
 
 class TrainingHooks:
@@ -116,6 +126,7 @@ class TrainingHooks:
         self._wandb_run_id = ""
         self._start_wandb: Call | None = None
         self._saves = AsyncSaves()
+        self.draws = TrainingDraws()
 
     def hook_training(self, training: Any) -> None:
         self._training = training
@@ -146,6 +157,7 @@ class TrainingHooks:
         self._check(job)
         if getattr(job, "async_save", False):
             self._saves.begin(session)
+        self._keep_first_degrees(job)
         is_restoring = self._is_generation_newer(job)
         with _without_loading(job) if is_restoring else nullcontext():
             built = wrapped(*args, **kwargs)
@@ -169,7 +181,9 @@ class TrainingHooks:
         return built
 
     def build_data_iterators(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        iterators = wrapped(*args, **kwargs)
+        iterators = self.draws.build(
+            self._training.get_args().consumed_train_samples, wrapped, args, kwargs
+        )
         if self._ledger:
             self._ledger.count(iterators)
         return iterators
@@ -194,6 +208,9 @@ class TrainingHooks:
             self._ledger.write(self._iteration, samples, bound["optimizer"])
         if wrapped(*args, **kwargs):
             return True  # Megatron itself has decided to end
+        drawn = self.draws.step()
+        if drawn is not None:
+            self._session.note_draws(*drawn)
         self._saves.at_boundary(self._training.maybe_finalize_async_save)
         if self._session.boundary(self._iteration, samples):
             self._saves.leave()
@@ -212,7 +229,17 @@ class TrainingHooks:
                 log.warning("event=hook detail=%r", line)
         if LEDGER_DIR in os.environ:
             round_number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-            self._ledger = Ledger(Path(os.environ[LEDGER_DIR]), round_number)
+            directory = Path(os.environ[LEDGER_DIR])
+            self._ledger = Ledger(directory, self._session.run, round_number)
+
+    def _keep_first_degrees(self, job: Any) -> None:
+        """Have random samplers keep the order of the degrees that the job began with."""
+        if getattr(job, "dataloader_type", None) != "cyclic":
+            return
+        here = [job.micro_batch_size, job.data_parallel_size]
+        first = self._session.facts.get(FIRST_SHARE, here)
+        self._session.report_facts(**{FIRST_SHARE: first})
+        self.draws.first = first[0], first[1]
 
     def _is_generation_newer(self, job: Any) -> bool:
         """Whether to restore our generation. Called by all ranks: they agree on the checkpoint."""
@@ -284,20 +311,6 @@ def _validate_args(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
     if getattr(job, "async_save", False):
         save_process.tie_children()  # the first is started with the process groups
     return job
-
-
-def _hook_samplers(data_samplers: Any) -> None:
-    wrapt.wrap_function_wrapper(
-        data_samplers, "MegatronPretrainingRandomSampler.__init__", _check_random_sampler
-    )
-
-
-def _check_random_sampler(wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    from megatron.training.global_vars import get_args
-
-    bound = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    script.refuse_random_order(bound["total_samples"], get_args().global_batch_size)
-    wrapped(*args, **kwargs)
 
 
 @contextmanager

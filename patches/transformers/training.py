@@ -10,7 +10,7 @@ Source: transformers/trainer.py and integrations/deepspeed.py, 5.23.
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,7 @@ import wrapt
 
 from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN
 from scalai.core.batches import Batches
+from scalai.core.dataset.ledger import Draw, split
 from scalai.core.errors import RefusedError
 from scalai.patches.accelerate.batches import check_ranks, round_batches
 from scalai.patches.calls import Args, Call, Kwargs
@@ -54,6 +55,7 @@ class TrainerHooks:
         self._get_session, self._engines = get_session, engines
         self._batches: Batches | None = None
         self._loader: Any = None
+        self._ordered: EpochBatches | None = None
         self._has_begun = False
         self._prepared: Any = None
         self._saved: Mapping[str, Any] | None = None
@@ -132,7 +134,7 @@ class TrainerHooks:
                 plain.sampler, self._batches, rank, drop_last=instance.args.dataloader_drop_last
             )
             # The loader does not let an attribute be set again; nothing has used it yet.
-            vars(base)["batch_sampler"] = ordered
+            vars(base)["batch_sampler"] = self._ordered = ordered
             self._loader = loader
         return loader
 
@@ -145,6 +147,7 @@ class TrainerHooks:
         self._trainer = instance
         session.register_state("trainer", lambda: taken(instance), self._put)
         self._engines.keeps_order = False
+        self._engines.drawn_elsewhere = self._drawn
         self._prepared = instance._prepare_for_training(
             given["max_steps"], self._loader, given["resume_from_checkpoint"]
         )
@@ -188,6 +191,12 @@ class TrainerHooks:
         if self._engines.is_due:
             self._engines.end_step()
         return wrapped(*args, **kwargs)
+
+    def _drawn(self, step: int) -> Sequence[Draw]:
+        """Return what Trainer's step of this number draws of its epochs."""
+        assert self._batches is not None and self._ordered is not None
+        each, epoch = self._batches.global_batch_size, self._ordered
+        return split("trainer", (step - 1) * each, step * each, epoch.samples, epoch.size)
 
     def _put(self, saved: Any) -> None:
         self._saved = saved

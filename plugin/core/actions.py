@@ -3,6 +3,7 @@ carry out in order."""
 
 from dataclasses import dataclass
 
+from scalai.core.dataset.ledger import Lost
 from scalai.core.membership import Assignment, Standby
 
 
@@ -158,7 +159,8 @@ class EndWorkers:
 class StartRound:
     """Start these workers from this generation (None: from the script's own initial state).
     ``steps_lost``: steps that were made and are in no generation; ``is_built``: the workers were
-    started by ``Build``. Their snapshots lie ``every`` steps apart."""
+    started by ``Build``. Their snapshots lie ``every`` steps apart. ``lost`` is all that rounds of
+    this job have done and that it went back behind, as of ``Job``."""
 
     round: int
     assignment: Assignment
@@ -166,6 +168,7 @@ class StartRound:
     steps_lost: int = 0
     is_built: bool = False
     every: int = 0
+    lost: tuple[Lost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

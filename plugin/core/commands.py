@@ -5,6 +5,7 @@ leaves them."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from scalai.core.dataset.ledger import Lost
 from scalai.core.fingerprint import Committed
 from scalai.core.messages import JsonText, Shared
 from scalai.core.remembered import Remembered
@@ -98,11 +99,12 @@ class GiveUp:
 class Start:
     """Begin a round: with the workers that were built for it, where ``is_built``. They go on from
     the generation that the hosts of ``sources`` hold; None: from the script's own initial
-    state."""
+    state. ``lost``: steps that were done before and are in no generation."""
 
     workers: Workers
     sources: Shared[SourceList] | None
     is_built: bool
+    lost: tuple[Lost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from operator import attrgetter
 
 from scalai.core.checks import Check
 from scalai.core.copies import Archiving, Replication
+from scalai.core.dataset.ledger import Lost
 from scalai.core.degrees import Degrees
 from scalai.core.pace import Pace
 from scalai.core.remembered import Remembered
@@ -274,6 +275,8 @@ class Job:
     stop: int = 0
     margin: int = 1
     newest: int = 0
+    lost: tuple[Lost, ...] = ()
+    """What earlier rounds did and the job went back behind; of ``Lost`` the round is its number."""
     now: float = 0.0
     wait: Wait = Wait()
     start: Start = Start()

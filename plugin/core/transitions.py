@@ -31,6 +31,7 @@ from scalai.core.actions import (
 )
 from scalai.core.archiving import lose
 from scalai.core.assigning import next_assignment
+from scalai.core.dataset.ledger import MOST_LOST, Lost
 from scalai.core.deadlines import CHECKED_S, LONGEST_BACKOFF_S
 from scalai.core.membership import (
     RESIZABLE,
@@ -243,6 +244,7 @@ def _start_round(job: Job) -> Result:
     is_built = source is not None and _is_built_for(job, target)
     job, given_up = (job, ()) if is_built else without_standby(job)
     number = job.standby.round if job.standby else job.last_round + 1
+    lost = (Lost(str(job.round), step, reached),) if reached > step else ()
     job = replace(
         give_up(respacing.started(job, is_built=is_built)),
         phase=Phase.STARTING,
@@ -262,6 +264,7 @@ def _start_round(job: Job) -> Result:
         sealed={},
         changed_at=None,
         newest=step,
+        lost=(*job.lost, *lost)[-MOST_LOST:],
     )
     return job, (*given_up, *_starts(job, target, max(0, reached - step), is_built=is_built))
 
@@ -273,7 +276,7 @@ def _starts(job: Job, target: Assignment, steps_lost: int, *, is_built: bool) ->
     message = [Report(f"event=round {target.reason!r} generation={source}", ())]
     lost = [Report(f"event=went_back steps_lost={steps_lost}", ())] if steps_lost else []
     every = job.spacing.told
-    start = StartRound(job.round, target, source, steps_lost, is_built, every)
+    start = StartRound(job.round, target, source, steps_lost, is_built, every, job.lost)
     return (*message, Discard(everyone), GoBack(everyone, source), *lost, start)
 
 

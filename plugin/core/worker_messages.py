@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.collection import Collection, Columns
+from scalai.core.dataset.ledger import Lost
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText, Request
 
@@ -82,7 +83,7 @@ class Welcome:
     training; ``has_emergency``: a worker that outlives a failure writes what it has;
     ``restorable_step`` is the step of the generation that ``Publish`` will hand out, None where
     there is none; ``facts`` are those of the job's first workers; ``settings`` are the elastic
-    configuration's words to a framework's hooks.
+    configuration's words to a framework's hooks; ``run`` names this run of the job.
     """
 
     degrees: Mapping[str, int]
@@ -94,6 +95,7 @@ class Welcome:
     is_standby: bool
     facts: JsonText
     settings: JsonText
+    run: str = "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ class Source:
     """What a worker restores: which bytes of which files (``order``), and what goes with them.
 
     ``scalars`` are those of all ranks; ``rank_state`` maps this rank's coordinate to its state, or
-    is empty; fingerprints of what was read are to be of ``fingerprint_version``.
+    is empty; fingerprints of what was read are to be of ``fingerprint_version``. ``lost`` are the
+    steps that were done before and are in no generation.
     """
 
     order: ReadOrder
@@ -118,6 +121,7 @@ class Source:
     scalars: JsonText
     rank_state: JsonText
     fingerprint_version: int
+    lost: tuple[Lost, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -26,6 +26,7 @@ from typing import cast
 
 import torch
 
+from scalai.core.dataset.ledger import Draw
 from scalai.core.errors import LayoutError, PeerError, RefusedError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText
@@ -42,6 +43,7 @@ from scalai.core.worker_messages import (
 )
 from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_number, tell_agent
 from scalai.runtime.calls import Channel
+from scalai.runtime.consumption import LEDGER, POLICY, Consumption
 from scalai.runtime.control import ControlPage, control_path
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.imports import imported
@@ -116,6 +118,7 @@ class Session:
         self._snapshots: Snapshots | None = None
         self._agent: Channel | None = None
         degrees = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, **defaults}
+        self.run = "-"
         directory = os.environ.get(AGENT_DIRECTORY)
         if directory is not None:
             self._agent = call_agent(directory)
@@ -130,9 +133,16 @@ class Session:
             self.restorable_step = welcome.restorable_step
             self.is_standby = welcome.is_standby
             self.facts, self.settings = welcome.facts.value(), welcome.settings.value()
+            self.run = welcome.run
         self.tp, self.pp, self.vpp = degrees["tp"], degrees["pp"], degrees["vpp"]
         self.cp, self.ep = degrees["cp"], degrees["ep"]
         self.dp = self.world_size // (self.tp * self.pp * self.cp)
+        self._consumption = Consumption(
+            f"{self.run}-{self._round}",
+            {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep},
+            os.environ.get(POLICY, ""),
+            is_telling=self._rank == 0,
+        )
 
     @property
     def is_elastic(self) -> bool:
@@ -265,11 +275,12 @@ class Session:
         )
         self._snapshots = Snapshots(
             self._agent, self._rank, self._round, state, self._held, self._rings, self._registered,
-            partial(self._page.between_steps, self._local_rank),
+            self._consumption, partial(self._page.between_steps, self._local_rank),
         )  # fmt: skip
         if self._schedule.every and self._is_async:
             self._snapshots.write_beside_training()
         if source is None:
+            self._consumption.begin(step, samples, "the state is a checkpoint of the framework's")
             self._snapshot("start")
         else:
             self._restore(wanted, source)
@@ -290,6 +301,7 @@ class Session:
         self._state = state
         if self._agent is None:
             return
+        self._consumption.begin(step, samples, "the framework has loaded a checkpoint")
         held = held_rows([*state.slots(), *self._registered.slots()])
         if collection_of(held).to_json() != collection_of(self._held).to_json():
             raise LayoutError(
@@ -300,6 +312,19 @@ class Session:
         if self._snapshots is not None:
             self._snapshots.renew(state, held)
         self._page.report(self._local_rank, self.step)
+
+    def note_draws(self, *draws: Draw) -> None:
+        """Say what the step under way has drawn from which data set, before ``boundary``; optional:
+        else it is counted how many samples a step has. The ledger of the job keeps it, on all ranks
+        alike.
+
+        Args:
+            draws: None at all: this rank draws no samples in this round, and others say.
+        """
+        if draws:
+            self._consumption.note(draws)
+        else:
+            self._consumption.be_silent()
 
     def begin_update(self) -> None:
         """Say that memory of the state is about to change, until ``boundary``.
@@ -345,6 +370,7 @@ class Session:
         self.end_step()
         if self._agent is None or self._snapshots is None:
             return False
+        self._consumption.step_ended(self.step, self.consumed_samples)
         if not self._has_stepped:
             self._has_stepped = True
             imports = imported(self._local_rank)
@@ -425,5 +451,7 @@ class Session:
         self.step = source.step
         self.consumed_samples = cast(int, source.consumed_samples)  # or as the script counts them
         self._restored_step = self.step
+        ledger = filled.scalars.get(LEDGER)
+        self._consumption.restore(ledger, self.step, self.consumed_samples, source.lost)
         self._registered.put(filled.scalars["user"])
         self._agent.call(filled.proven(self._rank, self._round, wanted, source.fingerprint_version))

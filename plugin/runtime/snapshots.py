@@ -24,6 +24,7 @@ from scalai.core.worker_messages import (
 from scalai.runtime.agent_folder import AGENT_DIRECTORY
 from scalai.runtime.async_snapshots import AsyncSnapshots
 from scalai.runtime.calls import Channel
+from scalai.runtime.consumption import Consumption
 from scalai.runtime.emergency import Between, Emergency
 from scalai.runtime.failpoints import reached
 from scalai.runtime.live import LiveState, Slot
@@ -46,6 +47,7 @@ class Snapshots:
         rows: The rows that it holds.
         rings: Pinned buffers by device.
         registered: What the script keeps beside.
+        consumption: What it has consumed.
         pause: Returns a context for what is within a step and no part of it.
     """
 
@@ -58,11 +60,12 @@ class Snapshots:
         rows: Sequence[Row],
         rings: Mapping[torch.device, StagingRing],
         registered: Registered,
+        consumption: Consumption,
         pause: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._agent, self._rank, self._round = agent, rank, round
         self._state, self._rows, self._rings = state, rows, rings
-        self._registered, self._pause = registered, pause
+        self._registered, self._consumption, self._pause = registered, consumption, pause
         self._mapped: MappedFile | None = None
         self._turn = threading.Lock()
         self._emergency: Emergency | None = None
@@ -217,12 +220,12 @@ class Snapshots:
 
     def _between(self, step: int, samples: Samples) -> Between:
         """Return what belongs to the state of a step beside its tensors."""
-        user = dict(self._registered.values())
+        own = {"user": dict(self._registered.values()), **self._consumption.scalars()}
         return Between(
             step=step,
             consumed_samples=samples,
             coordinate=self._state.coordinate,
-            scalars=JsonText.of({**self._state.scalars(), "user": user}),
+            scalars=JsonText.of({**self._state.scalars(), **own}),
             rank_state=JsonText.of(self._state.rank_state()),
         )
 

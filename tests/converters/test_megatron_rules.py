@@ -24,7 +24,6 @@ REFUSED = [
     ("--fp8-param-gather", {"fp8_param_gather": True}, "kept in FP8"),
     ("--fp4-format=e2m1", {"fp4": "e2m1"}, "train in bf16"),
     ("--yaml-cfg x.yaml", {"yaml_cfg": "x.yaml"}, "write them as flags"),
-    ("--dataloader-type cyclic", {"dataloader_type": "cyclic"}, "--no-data-sharding"),
     ("--decrease-batch-size-if-needed", {"decrease_batch_size_if_needed": True},
      "order of samples"),
     ("--use-mp-args-from-checkpoint-args", {"use_mp_args_from_checkpoint_args": True}, "degrees"),
@@ -69,6 +68,7 @@ def test_flags_and_parsed_arguments_are_refused_alike_with_the_way_out(
     [
         {},
         {"dataloader_type": "cyclic", "data_sharding": False},
+        {"dataloader_type": "cyclic"},
         {
             "use_precision_aware_optimizer": True,
             "optimizer_cpu_offload": True,

@@ -80,7 +80,10 @@ def test_workers_that_fail_start_again_from_the_newest_generation_within_the_bud
         simulation.feed(events.WorkersFailed("a", simulation.job.round, "rank 0 died"))
         simulation.settle()
         assert (simulation.job.phase, simulation.job.failures_left) == (m.Phase.RUNNING, left)
-        assert rounds(simulation)[-1].steps_lost == made >= 3
+        last = rounds(simulation)[-1]
+        assert last.steps_lost == made >= 3
+        assert last.lost[-1].until - last.lost[-1].after == made
+    assert [each.round for each in last.lost] == ["1", "2"], "of all rounds, not the last alone"
     simulation.feed(events.WorkersFailed("a", simulation.job.round, "rank 0 died"))
     assert [e.code for e in simulation.exits] == [1]
 

@@ -70,8 +70,16 @@ DISTRIBUTED = [
     [
         (mock_data, 4, 2, {4: "tp2 pp1", 2: "tp1 pp2"}, []),
         (real_text, 3, 2, {3: "tp1 pp1", 2: "tp2 pp1"}, DISTRIBUTED),
+        pytest.param(
+            real_text,
+            4,
+            2,
+            {4: "tp1 pp1", 2: "tp1 pp2"},
+            ["--dataloader-type", "cyclic"],
+            marks=pytest.mark.campaign,
+        ),
     ],
-    ids=["mock data, TP2·DP2 to PP2", "real text, DP3 to TP2"],
+    ids=["mock data, TP2·DP2 to PP2", "real text, DP3 to TP2", "each its own part, TP2·DP2 to PP2"],
 )
 def test_losses_samples_and_rates_are_those_of_the_uninterrupted_run(
     data: Callable[[Path], list[str]],
@@ -97,6 +105,7 @@ def test_losses_samples_and_rates_are_those_of_the_uninterrupted_run(
         assert entry.samples_hash == expected[step].samples_hash, step
         assert entry.lr == expected[step].lr, step
         assert entry.consumed_samples == expected[step].consumed_samples, step
+    assert changed.verified() == {"is_kept": True, "breaks": [], "notes": []}
 
 
 @pytest.mark.parametrize(

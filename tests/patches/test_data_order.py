@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from scalai.core.batches import fit_batches
+from scalai.core.dataset.ledger import Ledger
+from scalai.core.dataset.verdict import judge
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
 
@@ -385,3 +388,43 @@ def test_too_small_data_and_other_replicas_are_refused() -> None:
         next(iter(loader_of(11, 1, 0, drop_last=True)))
     with hooked(2), pytest.raises(RefusedError, match="deals to 4 replicas, the job has DP2"):
         next(iter(loader_of(48, 4, 0)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_ledger_has_each_place_once_over_changes_in_mid_epoch(workers: int) -> None:
+    """50 samples make passes of 60 places, of which the last ten are the first ones again."""
+    ledger, saved = Ledger.begun(0, 0), list[Mapping[str, Any]]()
+    for dp, steps in ((4, 3), (2, 4), (6, 6)):
+        with hooked(dp) as feed:
+            loader = loader_of(50, dp, dp - 1, workers=workers)
+            feed.clocks.put(saved)
+            count = feed.step
+
+            def step(count: Any = count, feed: Feed = feed) -> None:
+                nonlocal ledger
+                count()
+                assert not list(ledger.objections(feed.clocks.draws))
+                samples = (ledger.at[1] or 0) + GLOBAL_BATCH
+                ledger = ledger.stepped(ledger.at[0] + 1, samples, feed.clocks.draws)
+
+            feed.step = step  # type: ignore[method-assign]
+            train(feed, loader, steps)
+            saved = feed.clocks.take()
+    assert judge(ledger, 13, 156).is_kept
+    assert [(each.first.epoch, each.last.epoch, str(each.taken)) for each in ledger.passes] == [
+        (0, 1, "0:60"), (2, 2, "0:36")
+    ]  # fmt: skip
+    whole = ledger.passes[0]
+    assert whole.is_dealt and (whole.size, whole.length) == (50, 60)
+
+
+def test_torchdatas_stateful_loader_is_refused_with_the_reason() -> None:
+    class StatefulDataLoader:
+        """Stands for torchdata's, which makes itself without torch's own."""
+
+    module = SimpleNamespace(StatefulDataLoader=StatefulDataLoader)
+    with hooked(1) as feed:
+        feed._hook_torchdata(module)
+        module.StatefulDataLoader()
+        with pytest.raises(RefusedError, match="StatefulDataLoader keeps its place by rank"):
+            feed.step()

@@ -1,37 +1,16 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from scalai.core.batches import combine_hashes, sample_hashes
+from scalai.core.dataset.step_lines import Entry
 from scalai.core.errors import UsageError
 from scalai.patches.megatron import ledger
 from scalai.patches.megatron.ledger import Ledger, samples_of
-from support.ledgers import Entry, read_ledger, unite
-
-
-def line(step: int, round_: int = 0, **values: Any) -> dict[str, Any]:
-    unknown = {"hash": None, "loss": None, "lr": None}
-    return {"round": round_, "step": step, "consumed_samples": 8 * step, **unknown, **values}
-
-
-def test_a_step_unites_what_replicas_and_stages_know() -> None:
-    entries = unite(
-        [
-            line(1, hash=2**64 - 1, lr=0.1),
-            line(1, hash=3, lr=0.1),
-            line(1, loss=2.5, lr=0.1),
-        ]
-    )
-    assert entries[1] == Entry(0, 1, 8, samples_hash=2, loss=2.5, lr=0.1)
-
-
-def test_of_a_step_done_twice_the_newest_round_counts() -> None:
-    entries = unite([line(2, hash=5, loss=1.0), line(2, 1, hash=7, loss=1.0), line(1, hash=4)])
-    assert [entry.samples_hash for entry in entries.values()] == [4, 7]
+from support.ledgers import read_ledger
 
 
 def test_consumed_samples_are_hashed_once_and_written_a_line_a_step(
@@ -42,7 +21,7 @@ def test_consumed_samples_are_hashed_once_and_written_a_line_a_step(
     batches = [{"tokens": torch.arange(4 * n, 4 * n + 8).view(2, 4)} for n in range(4)]
     train = SimpleNamespace(iterable=iter(batches))
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}, {"lr": 0.25}])
-    book = Ledger(tmp_path / "new folder", round_number=2)
+    book = Ledger(tmp_path / "new folder", "r", round_number=2)
     book.count((train, None, None))
     for step in (1, 2):
         next(train.iterable), next(train.iterable)
@@ -77,7 +56,7 @@ def test_ranks_that_read_no_samples_write_none(
     monkeypatch.setattr(ledger, "_is_counting_rank", lambda: False)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     train = SimpleNamespace(iterable="untouched")
-    book = Ledger(tmp_path, round_number=0)
+    book = Ledger(tmp_path, "r", round_number=0)
     book.count((train, None, None))
     book.count((None, None, None))
     book.keep_loss({})

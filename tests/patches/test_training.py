@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from scalai.core.dataset.ledger import Draw
 from scalai.core.errors import RefusedError
 from scalai.patches.megatron import training
 from scalai.patches.megatron.training import TrainingHooks
@@ -16,6 +17,8 @@ from scalai.patches.versions import ALLOW_UNKNOWN_VERSION
 
 class FakeSession:
     """Restores the counters of step ``restorable_step``, and drains at ``stop``."""
+
+    run = "r"
 
     def __init__(
         self,
@@ -30,6 +33,7 @@ class FakeSession:
         self.facts: dict[str, Any] = {}
         self.boundaries: list[tuple[int | None, int | None]] = []
         self.within: list[bool] = []
+        self.draws: list[tuple[Draw, ...]] = []
         self.registered: tuple[Callable[[], Any], Callable[[Any], None]] | None = None
         self.attached: Mapping[str, Any] = {}
 
@@ -48,6 +52,9 @@ class FakeSession:
             saved["progress"] |= {"iteration": self.restorable_step, "consumed_train_samples": 40}
             put(saved)
         return restore
+
+    def note_draws(self, *draws: Draw) -> None:
+        self.draws.append(draws)
 
     def begin_step(self) -> None:
         self.within.append(True)
@@ -247,9 +254,9 @@ def test_the_batch_of_an_evaluation_is_told_where_no_flag_states_it() -> None:
 
 
 def test_what_cannot_be_elastic_is_refused_before_the_model_is_built() -> None:
-    framework = FakeTraining(dataloader_type="cyclic", data_sharding=True)
+    framework = FakeTraining(decrease_batch_size_if_needed=True)
     session: Any = FakeSession()
     TrainingHooks(lambda: session).hook_training(framework)
-    with pytest.raises(RefusedError, match="own part of the data"):
+    with pytest.raises(RefusedError, match="order of samples"):
         framework.setup_model_and_optimizer("provider", "type")
     assert framework.loaded_from == []

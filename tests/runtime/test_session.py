@@ -9,6 +9,7 @@ import pytest
 from scalai.core.errors import UsageError
 from scalai.core.worker_messages import RankFinished
 from scalai.runtime.agent_folder import AGENT_DIRECTORY
+from scalai.runtime.consumption import Consumption
 from scalai.runtime.registered import Registered
 from scalai.runtime.session import Session
 from scalai.runtime.snapshots import Snapshots
@@ -44,7 +45,9 @@ def test_where_no_thread_can_begin_the_training_goes_on(monkeypatch: pytest.Monk
         raise RuntimeError("can't start new thread")
 
     nobody: Any = None
-    snapshots = Snapshots(nobody, 0, 1, TinyState(0, 1, 0), [], {}, Registered())
+    snapshots = Snapshots(
+        nobody, 0, 1, TinyState(0, 1, 0), [], {}, Registered(), Consumption("r-1", {})
+    )
     monkeypatch.setenv(AGENT_DIRECTORY, "nowhere")
     monkeypatch.setattr(threading.Thread, "start", full)
     snapshots.map_next()

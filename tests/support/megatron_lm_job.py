@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from scalai.core.dataset.step_lines import Entry
 from support.agents import SCALAI_RUN
-from support.ledgers import Entry, read_ledger
+from support.ledgers import read_ledger
 
 CHECKOUTS = tuple(filter(None, os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep)))
 """Folders of Megatron-LM checkouts: pretrain_gpt.py and megatron/ lie in each."""
@@ -101,6 +102,16 @@ class Job:
 
     def ledger(self) -> Mapping[int, Entry]:
         return read_ledger(self._folder / "ledger")
+
+    def verified(self) -> Mapping[str, Any]:
+        """What ``scalai ledger verify`` finds in the files of the ranks."""
+        command = [sys.executable, "-m", "scalai.launch.cli", "ledger", "verify", "--json"]
+        shown = subprocess.run(
+            [*command, str(self._folder / "ledger")], timeout=60, stdout=subprocess.PIPE, text=True,
+            check=False,
+        )  # fmt: skip
+        found = json.loads(shown.stdout)
+        return {name: found[name] for name in ("is_kept", "breaks", "notes")}
 
     def wait_for_step(self, step: int) -> None:
         """Wait until the job has done this step."""

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from scalai.core.errors import ScalaiError
 from scalai.patches import hooks
 from scalai.runtime import session as sessions
+from scalai.runtime.consumption import LEDGER
 from scalai.runtime.live import LiveState, held_rows, piece_view, wanted_rows
 from scalai.runtime.orphans import die_with_parent
 from scalai.runtime.session import Session
@@ -129,6 +130,7 @@ class RoundSession(Session):
         self._values()  # what cannot be kept is refused before the first step
         parts = sorted(self._folder.glob(f"{self.given.number - 1}.*"))
         if not parts:
+            self._consumption.begin(step, samples)
             return False
         kept = [torch.load(path, weights_only=True) for path in parts]
         _fill(wanted_rows(slots), [pieces for part in kept for pieces in part["pieces"]])
@@ -138,6 +140,8 @@ class RoundSession(Session):
         self.step, self.consumed_samples = reported[0]["step"], reported[0]["samples"]
         self._restored_step = self.step
         state.load_rank_state(ranks.get(state.coordinate), self.step)
+        ledger = next((part[LEDGER] for part in reported if part.get(LEDGER)), None)
+        self._consumption.restore(ledger, self.step, self.consumed_samples)
         self._registered.put(reported[0]["user"])
         return True
 
@@ -147,12 +151,14 @@ class RoundSession(Session):
 
     def renew(self, state: LiveState, *, step: int, samples: int) -> None:
         super().renew(state, step=step, samples=samples)
+        self._consumption.begin(step, samples)
         self._held = held_rows([*state.slots(), *self._registered.slots()])
 
     def boundary(
         self, step: int | None = None, consumed_samples: int | None = None, *, samples: int = 0
     ) -> bool:
         super().boundary(step, consumed_samples, samples=samples)
+        self._consumption.step_ended(self.step, self.consumed_samples)
         if self.step == self.given.stop_at:
             self._keep()
             self._is_stopped = True
@@ -168,6 +174,7 @@ class RoundSession(Session):
             "rank_state": self._state.rank_state(),
             "step": self.step,
             "samples": self.consumed_samples,
+            **self._consumption.scalars(),
         }
         pieces = [
             (slot.tensor.name, slot.tensor.shape, piece.box.offset, piece_view(slot, piece).clone())

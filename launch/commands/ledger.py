@@ -1,0 +1,214 @@
+"""``scalai ledger``: which samples a job has consumed, and whether each was seen just once."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalai.core.dataset.ledger import Ledger
+from scalai.core.dataset.step_lines import judge_lines, read_lines, united
+from scalai.core.dataset.verdict import Verdict, judge, left_of, name_of
+from scalai.core.errors import RefusedError, StoreError, UsageError
+from scalai.core.jsonable import Json
+from scalai.launch.commands.ledger_picture import picture
+from scalai.runtime.consumption import LEDGER
+from scalai.store.atomic import replace_file
+from scalai.store.manifest import HostManifest, read_saved_manifest
+from scalai.store.places import check_job, default_store_dir, find_generations
+
+DIFFERS = 4
+"""Exit code where the promise is broken, as of ``ProofError``."""
+TRIES = 3
+"""A running job drops generations while they are read."""
+_LINES = "rank-*.jsonl"
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command's parser."""
+    parser = subparsers.add_parser(
+        "ledger",
+        help="show which samples a job has consumed, and prove that each was seen once",
+        description="Read the ledger of a job's newest generation. verify ends with exit code 4 "
+        "where samples were skipped or seen twice.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text in (
+        ("verify", "prove that no sample was skipped or seen twice"),
+        ("show", "show what was consumed"),
+    ):
+        action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        action.add_argument(
+            "what", metavar="JOB|PATH",
+            help="a job of this machine; or the directory of a generation, of a host or a job in a "
+            "store, a durable one, or the folder of SCALAI_LEDGER_DIR",
+        )  # fmt: skip
+        action.add_argument("--generation", type=int, metavar="N", help="this one, not the newest")
+        action.add_argument(
+            "--store-dir", type=Path, help="where the job's stores are, if not in /dev/shm"
+        )
+        action.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw it, too")
+        action.add_argument("--json", action="store_true", help="one JSON object")
+        action.set_defaults(run=run, is_verifying=name == "verify")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show or verify. Raises ``ScalaiError`` where there is no ledger, or it cannot be read."""
+    path = _path(args)
+    if sorted(path.glob(_LINES)):
+        return _of_lines(path, args)
+    found = _find(path, args.generation)
+    verdict = found.verdict
+    if args.picture is not None:
+        drawing = picture(f"What {args.what} has consumed", found.ledger, verdict)
+        replace_file(args.picture, drawing.encode(), is_durable=False)
+    if args.json:
+        print(json.dumps(found.to_json()))
+    else:
+        print("\n".join([*_lines(found), *_verdict_lines(verdict, found.ledger.since[0])]))
+    return DIFFERS if args.is_verifying and not verdict.is_kept else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The ledger of a generation, as the parts that are at hand have it. ``breaks`` are those
+    between them."""
+
+    generation: int
+    step: int
+    samples: int | None
+    directory: Path
+    ledger: Ledger
+    breaks: tuple[str, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        own = judge(self.ledger, self.step, self.samples)
+        return Verdict((*self.breaks, *own.breaks), own.notes)
+
+    def to_json(self) -> dict[str, Json]:
+        return {
+            "generation": self.generation, "step": self.step, "samples": self.samples,
+            "directory": str(self.directory), **self.verdict.to_json(),
+            "ledger": self.ledger.to_json(),
+        }  # fmt: skip
+
+
+def _path(args: argparse.Namespace) -> Path:
+    """Return the directory that is meant: a path, or a job by its name."""
+    path = Path(args.what)
+    if path.is_dir():
+        return path
+    if path.exists() or "/" in args.what:
+        raise UsageError(f"{path} is no directory. Name a job, or a directory with a ledger.")
+    folder = (args.store_dir or default_store_dir()) / check_job(args.what)
+    if not folder.is_dir():
+        raise UsageError(
+            f"no job {args.what!r} has a store here (looked for {folder}). Name it by --store-dir, "
+            "or name a directory."
+        )
+    return Path(folder)
+
+
+def _find(path: Path, number: int | None) -> Found:
+    """Read the ledger of a generation; None: the newest one. Of a job that runs, a generation may
+    go while it is read: then the next one is."""
+    for left in reversed(range(TRIES)):
+        found = find_generations(path)
+        if not found or number not in (None, *found):
+            wanted = "no generation" if number is None else f"no generation {number}"
+            raise UsageError(
+                f"{path} holds {wanted}, but {sorted(found)}. Name a generation's directory, a "
+                "host's, a job's or a durable one."
+            )
+        wanted_one = max(found) if number is None else number
+        try:
+            parts = [read_saved_manifest(each, wanted_one) for each in found[wanted_one]]
+            return _united(path, parts)
+        except StoreError:
+            if not left or all(each.exists() for each in found[wanted_one]):
+                raise
+    raise AssertionError("the last try raises")
+
+
+def _united(path: Path, parts: list[HostManifest]) -> Found:
+    """Return the one ledger of these parts of a generation."""
+    parts.sort(key=lambda part: min(part.ranks, default=1 << 62))
+    ledgers: dict[str, Ledger] = {}
+    for part in parts:
+        if LEDGER in part.scalars:
+            try:
+                ledgers[part.host] = Ledger.from_json(part.scalars[LEDGER])
+            except ValueError as error:
+                raise StoreError(
+                    f"the ledger in the part of host {part.host!r} in {path} is damaged: {error}. "
+                    "Use another generation."
+                ) from error
+    first = parts[0]
+    if not ledgers:
+        raise RefusedError(
+            f"generation {first.generation} in {path} has no ledger: an older release wrote it, or "
+            f"the hosts that draw samples are not here. Nothing is proven of its {first.step} "
+            "steps; a job that goes on from it begins a ledger there."
+        )
+    host, ledger = next(iter(ledgers.items()))
+    others = [name for name, each in ledgers.items() if each != ledger]
+    breaks = [f"hosts {host!r} and {other!r} have different ledgers" for other in others]
+    samples = first.about["consumed_samples"]
+    return Found(
+        first.generation, first.step, samples if type(samples) is int else None, path, ledger,
+        tuple(breaks),
+    )  # fmt: skip
+
+
+def _lines(found: Found) -> Iterator[str]:
+    """Yield what was consumed, as text."""
+    ledger = found.ledger
+    counted = "" if found.samples is None else f", {found.samples} samples"
+    yield f"generation {found.generation}: step {found.step}{counted}"
+    yield "consumed"
+    for place, each in enumerate(ledger.passes):
+        of = "" if each.length is None else f" of {each.length}"
+        times = "" if each.count == 1 else f", {each.count} times"
+        seen = "seen at the samplers" if each.is_dealt else "counted"
+        left = ", the rest was left" if left_of(ledger, place) else ""
+        yield f"  {name_of(each)}: {each.taken}{of}{times}, {seen}{left}"
+    yield "rounds"
+    for stretch, until, samples in ledger.rounds():
+        degrees = " ".join(f"{axis}{size}" for axis, size in stretch.degrees.items() if size > 1)
+        steps = f"steps {stretch.step + 1} to {until}" if until > stretch.step else "no step"
+        counted = ""
+        if samples is not None and stretch.samples is not None:
+            counted = f", {samples - stretch.samples} samples"
+        yield f"  {stretch.round}: {steps}{counted}{', ' + degrees if degrees else ''}"
+
+
+def _verdict_lines(verdict: Verdict, since: int) -> Iterator[str]:
+    yield from (f"note: {note}" for note in verdict.notes)
+    yield from (f"BROKEN: {text}" for text in verdict.breaks)
+    if verdict.is_kept:
+        yield (
+            "proven"
+            + (f" from step {since} on" if since else "")
+            + (": no sample was skipped, and none was seen twice")
+        )
+
+
+def _of_lines(path: Path, args: argparse.Namespace) -> int:
+    """Show or verify what ranks wrote into the folder of ``SCALAI_LEDGER_DIR``."""
+    if args.picture is not None:
+        raise UsageError("--picture draws the ledger of a generation; name a job or a generation.")
+    paths = sorted(path.glob(_LINES), key=lambda each: (len(each.name), each.name))
+    files = {each.name: read_lines(each.read_text(), str(each)) for each in paths}
+    verdict, steps = judge_lines(files), united(lines for lines, _ in files.values())
+    if not steps:
+        raise RefusedError(f"the files in {path} have no whole line.")
+    last = list(steps.values())[-1]
+    summary = {"steps": len(steps), "step": last.step, "samples": last.consumed_samples}
+    if args.json:
+        print(json.dumps({"directory": str(path), **summary, **verdict.to_json()}))
+    else:
+        print(f"{len(files)} files: steps {min(steps)} to {last.step}, to sample "
+              f"{last.consumed_samples}")  # fmt: skip
+        print("\n".join(_verdict_lines(verdict, min(steps) - 1)))
+    return DIFFERS if args.is_verifying and not verdict.is_kept else 0

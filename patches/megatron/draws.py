@@ -1,0 +1,198 @@
+"""What Megatron-LM's samplers give this rank, read where they give it: the places of the global
+order that each step draws.
+
+A sampler gives blocks of ``micro_batch_size * dp`` samples in the order of its data set, of which a
+rank takes its share. Loaders with several workers ask it ahead of the steps, so what was given
+waits until a step has drawn it.
+
+Source: megatron/training/datasets/data_samplers.py (0.16).
+"""
+
+import inspect
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from scalai.core.dataset.ledger import Draw, Number, split
+from scalai.core.dataset.order import ShuffledBlocks
+from scalai.core.errors import RefusedError
+from scalai.patches.calls import Args, Call, Kwargs
+from scalai.patches.megatron.random_order import micro_batches
+
+TRAIN = "train"
+"""The data set that is trained on, as the ledger calls it; a blend is one. That of a later phase
+(``--phase-transition-iterations``) has the number of the first sample of the phase behind it."""
+
+ENERGON = "megatron.energon"
+
+
+class Samplers(Protocol):
+    """``megatron.training.datasets.data_samplers``."""
+
+    MegatronPretrainingSampler: type
+    MegatronPretrainingRandomSampler: type
+
+
+class Watch:
+    """One sampler of training data.
+
+    Args:
+        data_set: The name of what it draws from.
+        begins: The place from which on it gives samples, over all passes.
+        size, length: Samples of its data set, and places of a pass over it.
+        micro_batch_size, dp, dp_rank: How it deals.
+        is_random: Whether it gives a shuffled order: then places are counted, in the order that
+            ``random_order`` deals.
+    """
+
+    def __init__(
+        self, data_set: str, begins: int, size: int, length: int, micro_batch_size: int, dp: int,
+        dp_rank: int, *, is_random: bool,
+    ) -> None:  # fmt: skip
+        self._data_set = data_set
+        self._place, self._size, self._length, self._is_random = begins, size, length, is_random
+        self._share, self._block = range(micro_batch_size), micro_batch_size * dp
+        self._first = dp_rank * micro_batch_size
+        self._given: deque[Sequence[int]] = deque()
+        self._drawn: list[tuple[int, int]] = []
+
+    def gives(self, batches: Iterator[Sequence[int]]) -> Iterator[Sequence[int]]:
+        """Pass on what the sampler gives, and keep it until it is drawn."""
+        for batch in batches:
+            self._given.append(batch)
+            yield batch
+
+    def draws(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Pass on what the training loop draws."""
+        for batch in batches:
+            self._draw()
+            yield batch
+
+    def _draw(self) -> None:
+        given = list(self._given.popleft())
+        if not self._is_random:
+            self._place = given[0] - self._first
+            if given != [self._place + self._first + each for each in self._share]:
+                raise RefusedError(
+                    f"the sampler of the training data gave samples {given[:8]}, where a "
+                    f"micro-batch has {len(self._share)} consecutive ones: something else has "
+                    "changed Megatron-LM's samplers, and the order could not be kept over a "
+                    "change. Run without --elastic."
+                )
+        if self._drawn and self._drawn[-1][1] == self._place:
+            self._drawn[-1] = self._drawn[-1][0], self._place + self._block
+        else:
+            self._drawn.append((self._place, self._place + self._block))
+        self._place += self._block
+
+    def step(self) -> Sequence[Draw]:
+        """Return what the step has drawn, and begin the next one."""
+        drawn, self._drawn = self._drawn, []
+        name, kind = self._data_set, (self._length, self._size)
+        if self._is_random:
+            return [draw for pair in drawn for draw in split(name, *pair, *kind, is_dealt=True)]
+        return [Draw(name, Number(0), *pair, *kind, is_dealt=True) for pair in drawn]
+
+
+class TrainingDraws:
+    """The watch on the sampler of this rank's training data; chunks of virtual stages have one
+    each, of which the first that draws counts.
+
+    Attributes:
+        first: The micro-batch size and the number of replicas that the job began with, whose order
+            random samplers keep; None: not known, and they deal as they do.
+    """
+
+    def __init__(self) -> None:
+        self.first: tuple[int, int] | None = None
+        self._consumed: int | None = None
+        """Samples consumed, where iterators are being built."""
+        self._built: Watch | None = None
+        self._watches: list[Watch] = []
+        self._has_own_loader = False
+
+    def hook(self, samplers: Samplers) -> None:
+        """Hook the samplers of one module."""
+        for cls, is_random in (
+            (samplers.MegatronPretrainingSampler, False),
+            (samplers.MegatronPretrainingRandomSampler, True),
+        ):
+            self._hook(cls, is_random=is_random)
+
+    def _hook(self, cls: Any, *, is_random: bool) -> None:
+        if vars(cls).get("scalai_is_hooked"):
+            return  # two modules name it
+        cls.scalai_is_hooked = True
+        make, give = cls.__init__, cls.__iter__
+        signature, watches = inspect.signature(make), self
+
+        def init(sampler: Any, *args: Any, **kwargs: Any) -> None:
+            make(sampler, *args, **kwargs)
+            if type(sampler) is cls:
+                given = signature.bind(sampler, *args, **kwargs).arguments
+                sampler.scalai_watch = watches.made(given, is_random=is_random)
+
+        def iterate(sampler: Any) -> Iterator[Sequence[int]]:
+            watch: Watch | None = getattr(sampler, "scalai_watch", None)
+            order = watches.order_of(sampler) if is_random and type(sampler) is cls else None
+            batches: Iterator[Sequence[int]]
+            batches = give(sampler) if order is None else micro_batches(sampler, order)
+            return batches if watch is None else watch.gives(batches)
+
+        cls.__init__, cls.__iter__ = init, iterate
+
+    def order_of(self, sampler: Any) -> ShuffledBlocks | None:
+        """Return the order of a random sampler at the first degrees; None: they are not known."""
+        if self.first is None:
+            return None
+        return ShuffledBlocks(sampler.total_samples, *self.first, sampler.data_sharding)
+
+    def made(self, given: Any, *, is_random: bool) -> Watch | None:
+        """A sampler was made: the first of a set of iterators is that of the training data."""
+        if self._consumed is None or self._built is not None:
+            return None
+        phase, size = self._consumed - given["consumed_samples"], given["total_samples"]
+        dealt = given["micro_batch_size"], given["data_parallel_size"]
+        each, replicas = self.first or dealt
+        blocks = ShuffledBlocks(size, each, replicas, given.get("data_sharding", False))
+        self._built = Watch(
+            f"{TRAIN}-{phase}" if phase > 0 else TRAIN, given["consumed_samples"],
+            size, blocks.length if is_random else size, *dealt, given["data_parallel_rank"],
+            is_random=is_random,
+        )  # fmt: skip
+        return self._built
+
+    def build(self, consumed: int, wrapped: Call, args: Args, kwargs: Kwargs) -> Any:
+        """Build the iterators of a training that has ``consumed`` samples, and watch what is drawn
+        from that of the training data.
+
+        Raises:
+            RefusedError: It is a loader whose place cannot be kept.
+        """
+        self._consumed, self._built = consumed, None
+        try:
+            iterators = wrapped(*args, **kwargs)
+        finally:
+            self._consumed = None
+        train, watch = iterators[0], self._built
+        if watch is not None and hasattr(train, "iterable"):
+            # Inside RerunDataIterator, which may replay a step: replayed samples count once.
+            train.iterable = watch.draws(train.iterable)
+            self._watches.append(watch)
+        elif train is not None:
+            self._has_own_loader = True
+        if self._has_own_loader and watch is None and ENERGON in sys.modules:
+            raise RefusedError(
+                "--dataloader-type external with Megatron-Energon: its loaders keep their place by "
+                "rank and by worker, for one number of both, so what is consumed could not be told "
+                "from the rest after a change of DP. Use --dataloader-type single or "
+                "cyclic, or run without --elastic."
+            )
+        return iterators
+
+    def step(self) -> Sequence[Draw] | None:
+        """Return what the step has drawn, as the first chunk that draws has it: nothing on a rank
+        that draws none; None where the loader is the script's own, and nobody knows."""
+        drawn = [watch.step() for watch in self._watches]
+        return None if self._has_own_loader else next((each for each in drawn if each), ())

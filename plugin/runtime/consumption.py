@@ -1,0 +1,136 @@
+"""What one worker knows of the samples that its job has consumed: the ledger, as it trains."""
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from scalai.core.dataset.ledger import Draw, Ledger, Lost
+from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
+from scalai.core.worker_messages import Samples
+
+LEDGER = "scalai_ledger"
+"""In ``scalars`` of a generation: its ledger."""
+POLICY = "SCALAI_LEDGER"
+"""Environment variable: ``note`` has a job go on where it would skip samples or see some twice, and
+its ledger keep it; ``anew`` has it begin another one where the one that it finds does not fit."""
+NOTE, ANEW = "note", "anew"
+
+log = logging.getLogger(__name__)
+
+
+class Consumption:
+    """The ledger of one worker. All ranks that draw samples have the same one; others have none.
+
+    Args:
+        round: ``<run>-<round>``.
+        degrees: Of the round.
+        policy: What ``POLICY`` says.
+        is_telling: Whether this worker says for the job what is noted in spite of its promise.
+    """
+
+    def __init__(
+        self, round: str, degrees: Mapping[str, int], policy: str = "", *, is_telling: bool = True
+    ) -> None:
+        if policy not in ("", NOTE, ANEW):
+            raise RefusedError(
+                f"{POLICY}={policy!r} is none of {NOTE!r} and {ANEW!r}. Leave it out."
+            )
+        self._round, self._degrees, self._policy = round, dict(degrees), policy
+        self._is_telling = is_telling
+        self._draws: list[Draw] = []
+        self._is_silent = False
+        self.ledger: Ledger | None = None
+
+    def begin(self, step: int, samples: Samples, reason: str = "") -> None:
+        """Begin a ledger at this step: nothing is known of what came before, for this reason."""
+        if step and reason and self._is_telling:
+            log.warning("event=ledger begins_at_step=%d %s: unproven before", step, reason)
+        self.ledger = Ledger.begun(step, _whole(step, samples)).with_round(
+            self._round, self._degrees
+        )
+        self._draws = []
+
+    def restore(self, saved: Json, step: int, samples: Samples, lost: Iterable[Lost] = ()) -> None:
+        """Go on with the ledger of a generation.
+
+        Args:
+            saved: What ``scalars`` held; None: it has none.
+            step, samples: How far the state is.
+            lost: What was done before and is in no generation.
+
+        Raises:
+            RefusedError: It is damaged, or of another step or another number of samples.
+        """
+        if saved is None or self._policy == ANEW:
+            why = "as SCALAI_LEDGER=anew says" if saved is not None else "the state has no ledger"
+            self.begin(step, samples, why)
+            return
+        try:
+            ledger = Ledger.from_json(saved)
+        except ValueError as error:
+            raise RefusedError(f"the state's ledger of samples is damaged: {error}. {_WAYS}") from (
+                error
+            )
+        if ledger.at != (step, _whole(step, samples)):
+            found, stated = _at(*ledger.at), _at(step, _whole(step, samples))
+            raise RefusedError(
+                f"the state is at {stated}, its ledger of samples at {found}: samples between them "
+                f"would be skipped, or seen twice. {_WAYS}"
+            )
+        self.ledger = ledger.with_round(self._round, self._degrees, lost)
+
+    def note(self, draws: Iterable[Draw]) -> None:
+        """Keep what the step under way has drawn."""
+        self._draws += draws
+
+    def be_silent(self) -> None:
+        """This rank draws no samples: others say for the job what was consumed."""
+        self._is_silent = True
+
+    def step_ended(self, step: int, samples: Samples) -> None:
+        """Write what the step has drawn into the ledger.
+
+        Raises:
+            RefusedError: It would skip samples, or see some twice.
+        """
+        draws, self._draws = self._draws, []
+        if self.ledger is None or self._is_silent:
+            return
+        counted = _whole(step, samples)
+        if objections := list(self.ledger.objections(draws, counted)):
+            self._object(step, objections)
+        self.ledger = self.ledger.stepped(step, counted, draws)
+
+    def scalars(self) -> Mapping[str, Json]:
+        """Return what a generation keeps of it."""
+        is_known = self.ledger is not None and not self._is_silent
+        return {LEDGER: self.ledger.to_json()} if is_known and self.ledger is not None else {}
+
+    def _object(self, step: int, objections: list[str]) -> None:
+        found = "; ".join(objections)
+        if self._policy != NOTE:
+            raise RefusedError(
+                f"step {step} would break the order of samples: {found}. What was consumed is in "
+                "the ledger of the newest generation (`scalai ledger show`). Give the loader the "
+                "data set, seed and batch that the job began with; or go on in spite of it, with "
+                f"{POLICY}={NOTE}: the ledger keeps it, and `scalai ledger verify` says so."
+            )
+        if self._is_telling:
+            log.warning("event=ledger step=%d %s", step, found)
+
+
+_WAYS = (
+    f"Go on from another generation (`scalai resume`), or begin a ledger here, by {POLICY}={ANEW}: "
+    "what came before is unproven then."
+)
+
+
+def _whole(step: int, samples: Samples) -> int | None:
+    """Return a count of samples; None of what is none: a script's own fraction, and the 0 of a
+    checkpoint that does not say."""
+    is_count = type(samples) is int and samples >= bool(step)
+    return int(samples) if is_count and samples is not None else None
+
+
+def _at(step: int, samples: int | None) -> str:
+    return f"step {step}" if samples is None else f"step {step} with {samples} samples"

@@ -1,0 +1,191 @@
+"""``scalai ledger``: what it finds in stores, on disks and in files of ranks, and what it says."""
+
+import argparse
+import json
+import shutil
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalai.core.dataset.ledger import Draw, Ledger, Lost, Number
+from scalai.core.dataset.step_lines import StepLine, line_text
+from scalai.core.errors import RefusedError, StoreError, UsageError
+from scalai.launch.commands import ledger as command
+from scalai.runtime.consumption import LEDGER
+from scalai.store.host import HostStore
+from scalai.store.manifest import read_manifest, read_saved_manifest, write_manifest
+from support.store_states import Opener, generation
+
+STEP = 5
+"""Of the generation; each step has 12 samples."""
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """Run the command; return its exit code and what it printed."""
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["ledger", *map(str, arguments)])
+    return args.run(args), capsys.readouterr().out
+
+
+def consumed(first: int = 0, skip_at: int | None = None) -> Ledger:
+    """Return the ledger of a job that has changed at step 3, and went back to step 4 from 6."""
+    ledger = Ledger.begun(first, 12 * first).with_round("r-1", {"dp": 2, "tp": 1})
+    for step in range(first + 1, STEP + 1):
+        if step == 4:
+            ledger = ledger.with_round("r-3", {"dp": 4, "tp": 1}, [Lost("r-2", 3, 6)])
+        begin = 12 * step - 12 + (12 if skip_at is not None and step >= skip_at else 0)
+        draw = Draw("train", Number(0), begin, begin + 12, 120, 120, is_dealt=True)
+        ledger = ledger.stepped(step, 12 * step, [draw])
+    return ledger
+
+
+def keep(store: HostStore, value: Any, number: int = 1) -> Path:
+    """Have a host hold a generation with this ledger; return the part's directory."""
+    generation(store, number, STEP)
+    folder = store.generation_directory(number)
+    manifest = read_manifest(folder)
+    scalars = {**manifest.scalars, **({LEDGER: value} if value is not None else {})}
+    write_manifest(folder, replace(manifest, scalars=scalars))
+    return folder
+
+
+def test_a_job_that_has_changed_and_failed_is_proven_wherever_its_state_lies(
+    open_store: Opener, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(host="a")
+    part = keep(store, consumed().to_json())
+    shutil.copytree(part, tmp_path / "disk" / "generation-1" / "a")
+    job = store.directory.parent
+    places: list[list[object]]
+    places = [[part], [store.directory], [job], [tmp_path / "disk"]]
+    for place in [*places, [job.name, "--store-dir", job.parent]]:
+        code, text = run(capsys, "verify", *place)
+        assert code == 0 and "proven: no sample was skipped, and none was seen twice" in text
+        assert "train, pass 0: 0:60 of 120, seen at the samplers" in text
+        assert "r-3: steps 4 to 5, 24 samples, dp4" in text
+        assert "note: steps 4 to 6 of round r-2 were lost, 2 of them done again so far" in text
+
+
+def test_what_was_skipped_is_a_difference_and_only_verify_ends_with_it(
+    open_store: Opener, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = keep(open_store(), consumed(skip_at=3).to_json())
+    code, text = run(capsys, "verify", part)
+    assert code == 4 and "BROKEN: train, pass 0: samples 24:36 were skipped" in text
+    assert "proven" not in text
+    code, text = run(capsys, "show", part, "--json")
+    report = json.loads(text)
+    assert code == 0 and not report["is_kept"] and report["breaks"]
+    assert Ledger.from_json(report["ledger"]) == consumed(skip_at=3)
+
+
+def test_what_came_before_the_ledger_is_said_to_be_unproven(
+    open_store: Opener, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(capsys, "verify", keep(open_store(), consumed(first=2).to_json()))
+    assert code == 0 and "proven from step 2 on" in text and "steps 1 to 2 (24 samples)" in text
+
+
+def test_a_generation_without_a_ledger_proves_nothing(open_store: Opener) -> None:
+    part = keep(open_store(), None)
+    with pytest.raises(RefusedError, match=r"generation 1 .* has no ledger"):
+        command.run(arguments("verify", part))
+
+
+def arguments(*given: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    return parser.parse_args(["ledger", *map(str, given)])
+
+
+def test_a_damaged_ledger_is_refused_by_its_host(open_store: Opener) -> None:
+    part = keep(open_store(host="a"), {**consumed().to_json(), "at": [9, 9]})
+    with pytest.raises(StoreError, match=r"part of host 'a' .* its digest"):
+        command.run(arguments("verify", part))
+
+
+def test_a_torn_manifest_is_refused(open_store: Opener) -> None:
+    part = keep(open_store(), consumed().to_json())
+    (part / "manifest.json").write_bytes((part / "manifest.json").read_bytes()[:-20])
+    with pytest.raises(StoreError, match="damaged"):
+        command.run(arguments("verify", part))
+
+
+def test_two_hosts_with_different_ledgers_are_a_difference(
+    open_store: Opener, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = open_store(host="a")
+    keep(first, consumed().to_json())
+    keep(open_store(host="b"), consumed(first=1).to_json())
+    code, text = run(capsys, "verify", first.directory.parent)
+    assert code == 4 and "hosts 'a' and 'b' have different ledgers" in text
+
+
+def test_a_generation_that_a_running_job_drops_meanwhile_gives_way_to_the_next(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store()
+    old = keep(store, consumed().to_json())
+
+    def dropping(part: Path, number: int | None = None) -> Any:
+        if part == old and old.exists():
+            keep(store, consumed().to_json(), 2)
+            shutil.rmtree(old)
+        return read_saved_manifest(part, number)
+
+    monkeypatch.setattr(command, "read_saved_manifest", dropping)
+    assert run(capsys, "verify", store.directory)[1].startswith("generation 2: step 5")
+
+
+def test_a_ledger_of_another_step_than_its_state_is_a_difference(
+    open_store: Opener, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = consumed().stepped(6, 72, [Draw("train", Number(0), 60, 72, 120, 120, is_dealt=True)])
+    code, text = run(capsys, "verify", keep(open_store(), late.to_json()))
+    assert code == 4 and "the state is of step 5, its ledger of step 6" in text
+
+
+@pytest.mark.parametrize("name", ["nowhere", "a/b", "../x"])
+def test_what_is_no_job_and_no_directory_is_said(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError):
+        command.run(arguments("show", name, "--store-dir", tmp_path))
+
+
+def test_the_picture_shows_passes_rounds_and_what_was_lost(
+    open_store: Opener, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ledger.svg"
+    part = keep(open_store(), consumed(first=1, skip_at=3).to_json())
+    run(capsys, "show", part, "--picture", path)
+    root = ElementTree.fromstring(path.read_text())
+    titles = [each.text for each in root.iter("{http://www.w3.org/2000/svg}title")]
+    for says in (
+        "consumed: 12 to 24", "skipped: 24 to 36", "before the ledger began: 0 to 12",
+        "r-1: dp2 tp1: 1 to 3", "r-3: dp4 tp1: 3 to 5", "lost by round r-2: 3 to 6",
+    ):  # fmt: skip
+        assert says in titles, says
+
+
+def test_files_of_ranks_are_verified_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        lines = [StepLine("r", 1, step, 4 * step, rank + step, None, 0.1) for step in (1, 2, 3)]
+        lines += [StepLine("r", 2, step, 4 * step, rank + step, None, 0.1) for step in (3, 4)]
+        text = "".join(map(line_text, lines))
+        (tmp_path / f"rank-{rank}.jsonl").write_text(text if rank else text[:-7])
+    code, text = run(capsys, "verify", tmp_path)
+    assert code == 0 and text == (
+        "2 files: steps 1 to 4, to sample 16\nnote: rank-0.jsonl: its last line was torn\n"
+        "note: steps 3 to 3 of round 1 were lost and done again\n"
+        "proven: no sample was skipped, and none was seen twice\n"
+    )
+    other = line_text(StepLine("r", 2, 6, 24, 1, None, 0.1))
+    with (tmp_path / "rank-1.jsonl").open("a") as file:
+        file.write(other)
+    code, text = run(capsys, "verify", tmp_path, "--json")
+    assert code == 4 and json.loads(text)["breaks"] == ["steps 5 to 5 are in no file"]

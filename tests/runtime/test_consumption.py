@@ -1,0 +1,101 @@
+"""The ledger of a worker: what it takes up, what it refuses, and the way out."""
+
+import json
+from typing import Any
+
+import pytest
+
+from scalai.core.dataset.ledger import Draw, Ledger, Lost, Number
+from scalai.core.dataset.verdict import judge
+from scalai.core.errors import RefusedError
+from scalai.runtime.consumption import ANEW, LEDGER, NOTE, Consumption
+
+
+def trained(steps: int = 4) -> Consumption:
+    found = Consumption("run-1", {"dp": 2})
+    found.begin(0, 0)
+    for step in range(1, steps + 1):
+        found.note([Draw("train", Number(0), 3 * step - 3, 3 * step)])
+        found.step_ended(step, 3 * step)
+    return found
+
+
+def saved(steps: int = 4) -> Any:
+    return json.loads(json.dumps(trained(steps).scalars()[LEDGER]))
+
+
+def test_the_next_round_goes_on_with_it_and_knows_what_was_lost() -> None:
+    found = Consumption("run-3", {"dp": 1})
+    found.restore(saved(), 4, 12, [Lost("run-2", 4, 6)])
+    assert found.ledger is not None and found.ledger.lost == (Lost("run-2", 4, 6),)
+    assert [each.round for each in found.ledger.stretches] == ["run-1", "run-3"]
+
+
+def test_a_state_without_one_begins_one_at_its_step() -> None:
+    found = Consumption("run-2", {})
+    found.restore(None, 7, 21)
+    assert found.ledger is not None and found.ledger.since == (7, 21)
+
+
+@pytest.mark.parametrize(("step", "samples"), [(5, 15), (3, 9), (4, 13), (4, None)])
+def test_a_state_at_another_place_than_its_ledger_is_refused_with_the_way_out(
+    step: int, samples: int | None
+) -> None:
+    found = Consumption("run-2", {})
+    with pytest.raises(RefusedError, match=r"ledger of samples at step 4 .*SCALAI_LEDGER=anew"):
+        found.restore(saved(), step, samples)
+    anew = Consumption("run-2", {}, ANEW)
+    anew.restore(saved(), step, samples)
+    assert anew.ledger is not None and anew.ledger.since == (step, samples)
+
+
+def test_a_torn_ledger_is_refused() -> None:
+    torn = saved()
+    torn["passes"][0]["taken"] = [0, 9]
+    with pytest.raises(RefusedError, match="damaged: its digest"):
+        Consumption("run-2", {}).restore(torn, 4, 12)
+
+
+@pytest.mark.parametrize("start", [9, 15])
+def test_a_step_that_would_break_the_order_is_refused_or_noted(start: int) -> None:
+    draw = Draw("train", Number(0), start, start + 3)
+    found = trained()
+    found.note([draw])
+    with pytest.raises(RefusedError, match=r"step 5 would break .*SCALAI_LEDGER=note"):
+        found.step_ended(5, 15)
+    noted = Consumption("run-2", {}, NOTE)
+    noted.restore(saved(), 4, 12)
+    noted.note([draw])
+    noted.step_ended(5, 15)
+    assert noted.ledger is not None
+    assert noted.ledger.passes[0].skipped or noted.ledger.passes[0].twice
+
+
+def test_a_rank_that_draws_nothing_leaves_it_to_others() -> None:
+    found = trained()
+    found.be_silent()
+    found.step_ended(5, 15)
+    assert found.scalars() == {}
+
+
+def test_counts_that_are_no_whole_numbers_are_not_counted() -> None:
+    found = Consumption("run-1", {})
+    found.begin(0, 0.5)
+    found.step_ended(1, 1.5)
+    assert found.ledger == Ledger.begun(0, None).with_round("run-1", {}).stepped(1, None)
+
+
+def test_a_checkpoint_that_does_not_say_how_far_it_is_is_no_break() -> None:
+    found = Consumption("run-1", {})
+    found.begin(100, 0)
+    value = json.loads(json.dumps(found.scalars()[LEDGER]))
+    found.restore(value, 100, 0)
+    found.note([Draw("train", Number(0), 400, 404, 800, 800)])
+    found.step_ended(101, 404)
+    assert found.ledger is not None and found.ledger.passes[0].unproven == 400
+    assert judge(found.ledger, 101, 404).is_kept
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(RefusedError, match="SCALAI_LEDGER='off'"):
+        Consumption("run-1", {}, "off")
