@@ -156,7 +156,13 @@ def _stage(x: Columns, *, is_last: bool) -> StepMemory:
         whole = bytes_each * (dense + experts)
         return np.where(shared, bytes_each * (dense / replicas + experts / spread), whole)
 
-    master = np.where(x.weight_bytes == 4, 8.0, 12.0)
+    has_masters = (x.weight_bytes < 4) | ((x.has_flat_masters > 0) & (x.sharding >= OPTIMIZER))
+    master = np.where(has_masters, 12.0, 8.0)
+    update = held(np.where(has_masters & (x.has_flat_masters > 0), 4.0, 0.0), OPTIMIZER)
+    # The first stage of ZeRO leaves 16-bit gradients where they are while their sums are in fp32.
+    is_summed_apart = (x.weight_bytes < x.gradient_bytes) & (x.has_flat_masters > 0)
+    both = np.where(is_summed_apart & (x.sharding == OPTIMIZER), x.weight_bytes, 0.0)
+    buckets = np.where(x.sharding >= OPTIMIZER, x.bucket_bytes, 0.0)
     is_sharded = x.sharding == WEIGHTS
     layer = x.layer_parameters / x.tp + x.expert_parameters / (x.tp * x.ep)
     gathered = np.where(is_sharded, layer * 2 * x.weight_bytes, 0.0)
@@ -166,12 +172,12 @@ def _stage(x: Columns, *, is_last: bool) -> StepMemory:
     shape = np.zeros(np.broadcast(x.pp, x.tp, x.micro_batch).shape)
     return StepMemory(
         weights=held(x.weight_bytes, WEIGHTS) + shape,
-        gradients=held(x.gradient_bytes, GRADIENTS) + shape,
+        gradients=held(x.gradient_bytes + both, GRADIENTS) + shape,
         optimizer=held(master, OPTIMIZER) + shape,
         activations=kept_activations(x) * _in_flight(x, is_last=is_last) + _embedded(x, is_last),
         working=np.where(x.recompute == 2, layer_activations(x), _scores(x)) + shape,
         logits=np.where(has_logits, LOGITS_BYTES * x.tokens * x.vocab / x.tp, 0.0) + shape,
-        buffers=gathered + messages + sequences + shape,
+        buffers=gathered + messages + sequences + update + buckets + shape,
         reserve=RESERVE_BYTES + shape,
     )
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalai.core.choice import Choice, DegreePolicy, choose
-from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
+from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, Sharding
 from scalai.core.errors import LayoutError, UsageError
 from scalai.core.planner import preference
 from scalai.core.planner.columns import OPTIMIZER, Workload
@@ -33,7 +33,7 @@ A, B, C = Degrees(2, 1, 4), Degrees(1, 2, 4), Degrees(4, 2, 1)
 
 def planner(**terms: float) -> Preference:
     work, device = Workload(SHAPE, 64), device_named("a100-80gb")
-    return Preference(work, device, "none", OPTIMIZER, False, 2, Terms(**terms))  # type: ignore[arg-type]
+    return Preference(work, device, "none", Sharding(OPTIMIZER), False, 2, Terms(**terms))  # type: ignore[arg-type]
 
 
 def asked(**terms: float) -> Preference:
