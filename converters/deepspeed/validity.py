@@ -27,10 +27,13 @@ PARAM_DTYPE_COUNTS = (0, 19, 4)
 """From here on ``data_types.param_dtype`` is looked at."""
 SUMS_COUNT = (0, 19, 5)
 """From here on gradients may be added up instead of averaged."""
-TESTED_WITH_ZERO = ("adam", "adamw", "adagrad", "lion", "muon")
+TESTED_WITH_ZERO = ("adam", "adamw", "adagrad", "lion", "muon", "muadam", "muadamw")
 """Types of optimizers that ``ZERO_SUPPORTED_OPTIMIZERS`` of deepspeed/runtime/zero/utils.py has."""
 MASTERS_IN_ALL_STAGES = (0, 18, 1)
-"""From here on masters may be kept in 16 bits in all stages of ZeRO, before in stage 2 alone."""
+"""From here on masters may be kept in 16 bits in all stages of ZeRO, in bf16 too; before in stage 2
+alone, in fp16."""
+SWITCHES_COUNT_ALONE = (0, 17, 6)
+"""From here on, at the latest, the switch counts without its precision."""
 _DTYPES: Mapping[str, str] = {
     f"{prefix}{alias}": name
     for name, aliases in {
@@ -80,17 +83,17 @@ def _faults(config: Mapping[str, Any], release: Release) -> Iterator[str]:
     if _is_on(config, "fp16") and enables_bf16(config):
         yield "fp16 and bf16 are both enabled; it trains in one of them"
     stated, precision = _data_type(config, "param_dtype"), precision_of(config)
-    if stated not in (None, precision) and release >= PARAM_DTYPE_COUNTS:
+    if stated not in (None, precision or stated) and release >= PARAM_DTYPE_COUNTS:
         yield f"data_types.param_dtype {stated} is not {precision}, which fp16 and bf16 ask for"
 
 
 def _faults_of_stage(config: Mapping[str, Any], stage: int, release: Release) -> Iterator[str]:
     zero = zero_config(config)
-    sums = _data_type(config, "grad_accum_dtype")
-    if stage == NO_SHARDING and sums not in (None, precision_of(config)):
+    sums, precision = _data_type(config, "grad_accum_dtype"), precision_of(config)
+    if stage == NO_SHARDING and sums not in (None, precision or sums):
         yield (
-            f"data_types.grad_accum_dtype {sums} with {precision_of(config)}: without ZeRO "
-            "gradients are added up in the dtype of the weights"
+            f"data_types.grad_accum_dtype {sums} with {precision}: without ZeRO gradients are "
+            "added up in the dtype of the weights"
         )
     optimizer = _section(config, "optimizer").get("type")
     is_tested = optimizer is None or str(optimizer).lower() in TESTED_WITH_ZERO
@@ -127,17 +130,8 @@ def _faults_without_norm(config: Mapping[str, Any], stage: int) -> Iterator[str]
 
 
 def _faults_of_masters(config: Mapping[str, Any], stage: int, release: Release) -> Iterator[str]:
-    """Yield what is in the way of masters in 16 bits; the switches count also where their precision
-    is not enabled."""
-    bf16 = _section(config, "bf16" if "bf16" in config else "bfloat16")
-    if bf16.get("bf16_optimizer_states") and not bf16.get("bf16_master_weights_and_grads"):
-        yield "bf16.bf16_optimizer_states needs bf16_master_weights_and_grads"
-    for section, switch in (
-        (_section(config, "fp16"), "fp16_master_weights_and_grads"),
-        (bf16, "bf16_master_weights_and_grads"),
-    ):
-        if not section.get(switch):
-            continue
+    """Yield what is in the way of masters in 16 bits."""
+    for switch in _master_switches(config, release):
         if stage == NO_SHARDING:
             yield f"{switch}: without ZeRO masters are in fp32"
         elif stage != GRADIENTS and () < release < MASTERS_IN_ALL_STAGES:
@@ -146,6 +140,23 @@ def _faults_of_masters(config: Mapping[str, Any], stage: int, release: Release) 
             continue  # which does not look at the switch
         elif not is_offloaded(config) or not _is_cpu_adam(config):
             yield f"{switch}: masters in 16 bits are updated by an offloaded DeepSpeedCPUAdam alone"
+    bf16 = _bf16(config)
+    if bf16.get("bf16_optimizer_states") and not bf16.get("bf16_master_weights_and_grads"):
+        yield "bf16.bf16_optimizer_states needs bf16_master_weights_and_grads"
+
+
+def _master_switches(config: Mapping[str, Any], release: Release) -> Iterator[str]:
+    """Yield the switches that are on, as far as the release knows them. They count also where their
+    precision is not enabled, but not in the oldest releases."""
+    fp16, is_old = _section(config, "fp16"), release < SWITCHES_COUNT_ALONE
+    if fp16.get("fp16_master_weights_and_grads") and (not is_old or _is_on(config, "fp16")):
+        yield "fp16_master_weights_and_grads"
+    if _bf16(config).get("bf16_master_weights_and_grads") and release >= MASTERS_IN_ALL_STAGES:
+        yield "bf16_master_weights_and_grads"
+
+
+def _bf16(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _section(config, "bf16" if "bf16" in config else "bfloat16")
 
 
 def _is_cpu_adam(config: Mapping[str, Any]) -> bool:
@@ -162,13 +173,16 @@ def is_offloaded(config: Mapping[str, Any]) -> bool:
     return bool(zero.get("cpu_offload")) or device != "none"
 
 
-def gradient_dtype(config: Mapping[str, Any]) -> str:
-    """Return in what gradients are added up."""
+def gradient_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return in what gradients are added up; None: Trainer says it."""
     return _data_type(config, "grad_accum_dtype") or precision_of(config)
 
 
-def precision_of(config: Mapping[str, Any]) -> str:
-    """Return in what an engine trains: fp32, bf16 or fp16."""
+def precision_of(config: Mapping[str, Any]) -> str | None:
+    """Return in what an engine trains: fp32, bf16 or fp16; None: Trainer says it."""
+    sections = (config.get(name) for name in ("fp16", "bf16", "bfloat16"))
+    if any(isinstance(one, Mapping) and one.get("enabled") == AUTO for one in sections):
+        return None
     return "fp16" if _is_on(config, "fp16") else "bf16" if enables_bf16(config) else "fp32"
 
 

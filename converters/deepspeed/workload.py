@@ -23,7 +23,8 @@ def workload_of(config: Mapping[str, Any], shape: ModelShape, global_batch: int)
     """Return what a step computes.
 
     Raises:
-        RefusedError: A part of the state is not on the devices, which is not modelled.
+        RefusedError: A part of the state is not on the devices, which is not modelled, or the
+            configuration does not say the precision.
     """
     zero = zero_config(config)
     if is_offloaded(config) or zero.get("offload_param") or zero.get("cpu_offload_param"):
@@ -32,6 +33,10 @@ def workload_of(config: Mapping[str, Any], shape: ModelShape, global_batch: int)
             "by a [degrees] table."
         )
     precision = precision_of(config)
+    if precision is None:
+        raise RefusedError(
+            'fp16 or bf16 is "auto": the precision is not known before the start; state it.'
+        )
     gradient = 4 if gradient_dtype(config) == "fp32" else 2
     elements = float(zero.get("reduce_bucket_size", BUCKET_ELEMENTS))
     buckets = 2 if zero.get("overlap_comm") is True else 1

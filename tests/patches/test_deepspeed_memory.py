@@ -75,6 +75,11 @@ def test_buckets_and_what_updates_the_masters_are_counted() -> None:
     assert one == pytest.approx(4 * total / 4 + 2 * BUCKET)
 
 
+def test_a_precision_that_only_the_start_knows_is_not_guessed() -> None:
+    with pytest.raises(RefusedError, match="the precision is not known"):
+        workload_of({"bf16": {"enabled": "auto"}}, SHAPE, 8)
+
+
 @pytest.mark.parametrize("part", ["offload_optimizer", "offload_param"])
 def test_an_offloaded_state_is_not_modelled(part: str) -> None:
     config = {"zero_optimization": {"stage": 3, part: {"device": "cpu"}}}

@@ -7,13 +7,18 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scalai.core.release import numbers_of
+from scalai.launch.config import script
+from support.deepspeed_releases import installed
 from support.random_deepspeed import Case, Verdict, is_stated, judge, offered, random_case
 
-CASES, CAMPAIGN_CASES = 160, 2_400
+CASES, CAMPAIGN_CASES, RELEASE_CASES = 160, 2_400, 600
+RELEASES = ("0.16.9", "0.17.6", "0.18.9")
 
 
 DECISION = "AutoTP takes all ranks for its own"
@@ -21,9 +26,9 @@ DECISION = "AutoTP takes all ranks for its own"
 not."""
 
 
-def cases_of(count: int) -> list[Case]:
+def cases_of(count: int, release: str = "0.19.8") -> list[Case]:
     draw = random.Random(int(os.environ.get("SEED", "20")))
-    return [random_case(draw) for _ in range(count)]
+    return [random_case(draw, numbers_of(release)) for _ in range(count)]
 
 
 def ask(asked: list[Any]) -> list[tuple[str | None, list[int] | None]]:
@@ -38,8 +43,25 @@ def ask(asked: list[Any]) -> list[tuple[str | None, list[int] | None]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [CASES, pytest.param(CAMPAIGN_CASES, marks=pytest.mark.campaign)])
 def test_what_we_accept_deepspeed_accepts_and_what_we_refuse_it_refuses(count: int) -> None:
-    pytest.importorskip("deepspeed")
-    cases = cases_of(count)
+    deepspeed = pytest.importorskip("deepspeed")
+    compare(cases_of(count, deepspeed.__version__))
+
+
+@pytest.mark.campaign
+@pytest.mark.turns
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("release", RELEASES)
+def test_so_it_is_in_other_releases(
+    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = installed(release, tmp_path / "release")
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setattr(script, "installed_release", lambda _: numbers_of(release))
+    compare(cases_of(RELEASE_CASES, release))
+
+
+def compare(cases: list[Case]) -> None:
+    """Ask for all cases, and compare: who accepts, and what samples a step then has."""
     ours = [judge(case) for case in cases]
     theirs = verdicts(cases, ours)
     different = [
@@ -51,7 +73,7 @@ def test_what_we_accept_deepspeed_accepts_and_what_we_refuse_it_refuses(count: i
     for case, mine, (_, has) in zip(cases, ours, theirs, strict=True):
         assert has is None or (has[0], has[3]) == (mine.samples, case.degrees.dp), (case, mine, has)
     both = Counter(mine.refused is None for mine in ours)
-    assert both[True] > count // 4 and both[False] > count // 4
+    assert both[True] > len(cases) // 4 and both[False] > len(cases) // 4
 
 
 def verdicts(cases: list[Case], ours: list[Verdict]) -> list[tuple[str | None, list[int] | None]]:

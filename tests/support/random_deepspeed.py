@@ -20,6 +20,8 @@ number of stages; one by a topology, which may have tensor parallelism."""
 OPTIONS = parse_options(["--nnodes", "1:8", "--nproc-per-node", "4", "train.py"])
 TYPES = ("fp32", "float32", "bf16", "fp16", "half")
 MOST_RANKS = 24
+NORM_MAY_BE_LEFT_OUT, CUTS_ARE_TOLD = (0, 19, 5), (0, 18, 9)
+"""Releases from which on, at the latest, a configuration may say so."""
 CUTS = {
     "use_default_specs": False,
     "layer_specs": [{"patterns": [r"0\.weight$"], "partition_type": "column"}],
@@ -158,19 +160,21 @@ def _plain(case: Case, order: RoundOrder) -> dict[str, Any]:
     return mine
 
 
-def random_case(draw: random.Random) -> Case:
+def random_case(draw: random.Random, release: tuple[int, ...]) -> Case:
     """Return a case; about half of them are valid. Of how many layers a pipeline is made only its
     first round can tell."""
     while True:
-        case = _any(draw)
+        case = _any(draw, release)
         is_known = case.first is not None or case.degrees.pp <= case.layers
         if case.degrees.world_size <= MOST_RANKS and is_known:
             return case
 
 
-def _any(draw: random.Random) -> Case:
+def _any(draw: random.Random, release: tuple[int, ...]) -> Case:
     pick, maybe = draw.choice, draw.random
     kind = pick(("plain", *KINDS, "pipeline"))
+    has_cuts = release >= CUTS_ARE_TOLD
+    kind = "plain" if kind == "auto" and not has_cuts else kind
     degrees = _degrees(draw, kind)
     first = _degrees(draw, kind) if maybe() < 0.5 else None
     config: dict[str, Any] = {
@@ -179,11 +183,13 @@ def _any(draw: random.Random) -> Case:
     stage = pick((0, 1, 1, 2, 3))
     if maybe() < 0.9:
         config["zero_optimization"] = {"stage": stage, **_zero(draw)}
+        if release < NORM_MAY_BE_LEFT_OUT:
+            config["zero_optimization"].pop("compute_grad_norm", None)
     elif maybe() < 0.3:
         config["zero_optimization"] = pick((True, False))
     if maybe() < 0.06:
         config["gradient_allreduce_op"] = pick(("sum", "mean"))
-    if kind == "auto" or (kind in ("pipeline", "grid") and maybe() < 0.05):
+    if kind == "auto" or (has_cuts and kind in ("pipeline", "grid") and maybe() < 0.05):
         size = degrees.tp if degrees.tp > 1 else 0
         config["tensor_parallel"] = {"autotp_size": size, "partition_config": CUTS}
     ranks = degrees.world_size
@@ -241,7 +247,8 @@ def _batch(draw: random.Random, counted: int) -> dict[str, Any]:
 
 def _precision(draw: random.Random) -> dict[str, Any]:
     pick, maybe = draw.choice, draw.random
-    kind, config = pick(("fp32", "bf16", "bf16", "fp16", "both" if maybe() < 0.3 else "fp32")), {}
+    config: dict[str, Any] = {}
+    kind = pick(("fp32", "bf16", "bf16", "fp16", "both" if maybe() < 0.3 else "fp32"))
     if kind in ("bf16", "both"):
         config["bf16" if maybe() < 0.8 else "bfloat16"] = {"enabled": True}
     if kind in ("fp16", "both"):
