@@ -71,7 +71,8 @@ def compare(cases: list[Case]) -> None:
     ]
     assert not different, "\n\n".join(map(str, different[:10]))
     for case, mine, (_, has) in zip(cases, ours, theirs, strict=True):
-        assert has is None or (has[0], has[3]) == (mine.samples, case.degrees.dp), (case, mine, has)
+        if mine.refused is None and has is not None:
+            assert (has[0], has[3]) == (mine.samples, case.degrees.dp), (case, mine, has)
     both = Counter(mine.refused is None for mine in ours)
     assert both[True] > len(cases) // 4 and both[False] > len(cases) // 4
 

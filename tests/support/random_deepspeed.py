@@ -20,8 +20,8 @@ number of stages; one by a topology, which may have tensor parallelism."""
 OPTIONS = parse_options(["--nnodes", "1:8", "--nproc-per-node", "4", "train.py"])
 TYPES = ("fp32", "float32", "bf16", "fp16", "half")
 MOST_RANKS = 24
-NORM_MAY_BE_LEFT_OUT, CUTS_ARE_TOLD = (0, 19, 5), (0, 18, 9)
-"""Releases from which on, at the latest, a configuration may say so."""
+NORM_MAY_BE_LEFT_OUT, CUTS_ARE_TOLD, HAS_BF16_MASTERS = (0, 19, 5), (0, 18, 9), (0, 18, 3)
+"""Releases from which on, at the latest, a configuration may say so; before the key is unknown."""
 CUTS = {
     "use_default_specs": False,
     "layer_specs": [{"patterns": [r"0\.weight$"], "partition_type": "column"}],
@@ -185,6 +185,8 @@ def _any(draw: random.Random, release: tuple[int, ...]) -> Case:
         config["zero_optimization"] = {"stage": stage, **_zero(draw)}
         if release < NORM_MAY_BE_LEFT_OUT:
             config["zero_optimization"].pop("compute_grad_norm", None)
+    if release < HAS_BF16_MASTERS and "bf16" in config:
+        config["bf16"].pop("bf16_master_weights_and_grads", None)
     elif maybe() < 0.3:
         config["zero_optimization"] = pick((True, False))
     if maybe() < 0.06:
