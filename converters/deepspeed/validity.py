@@ -23,6 +23,8 @@ Release = tuple[int, ...]
 """Numbers of a release; none: unknown, then only what all releases refuse is refused."""
 AUTOTP_WITH_WEIGHTS = (0, 19, 1)
 """From here on tensor-parallel ranks may shard weights."""
+BF16_SUMS_ARE_BF16 = (0, 17, 6)
+"""From here on, at the latest, gradients in bf16 are not added up in fp32 without ZeRO."""
 PARAM_DTYPE_COUNTS = (0, 19, 4)
 """From here on ``data_types.param_dtype`` is looked at."""
 SUMS_COUNT = (0, 19, 5)
@@ -90,7 +92,9 @@ def _faults(config: Mapping[str, Any], release: Release) -> Iterator[str]:
 def _faults_of_stage(config: Mapping[str, Any], stage: int, release: Release) -> Iterator[str]:
     zero = zero_config(config)
     sums, precision = _data_type(config, "grad_accum_dtype"), precision_of(config)
-    if stage == NO_SHARDING and sums not in (None, precision or sums):
+    # Up to 0.16 bf16 is added up in fp32, in a pipeline in bf16 too.
+    may_differ = precision == "bf16" and sums == "fp32" and release < BF16_SUMS_ARE_BF16
+    if stage == NO_SHARDING and sums not in (None, precision or sums) and not may_differ:
         yield (
             f"data_types.grad_accum_dtype {sums} with {precision}: without ZeRO gradients are "
             "added up in the dtype of the weights"

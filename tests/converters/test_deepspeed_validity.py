@@ -46,6 +46,7 @@ def test_it_is_refused_with_the_stage_and_the_reason(
         ({}, {0, 1, 2, 3}, ()),
         ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, {0, 3}, NEWEST),
         ({"bf16": {"enabled": "auto"}, "data_types": {"grad_accum_dtype": "bf16"}}, {0}, NEWEST),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, {0}, OLDEST),
         (AUTOTP, {3}, NEWEST),
         (AUTOTP, {3}, ()),
         (AUTOTP, {2}, OLDEST),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scalai.converters.deepspeed.validity import stages_of
+from scalai.converters.deepspeed.validity import BF16_SUMS_ARE_BF16, stages_of
 from scalai.core.degrees import DegreeRequest, Degrees
 from scalai.core.errors import RefusedError, UsageError
 from scalai.launch.config.elastic_config import DeepSpeedConfig, ElasticConfig
@@ -189,6 +189,11 @@ def _any(draw: random.Random, release: tuple[int, ...]) -> Case:
         config["bf16"].pop("bf16_master_weights_and_grads", None)
     elif maybe() < 0.3:
         config["zero_optimization"] = pick((True, False))
+    if (
+        release < BF16_SUMS_ARE_BF16
+        and config.get("data_types", {}).get("grad_accum_dtype") == "bf16"
+    ):
+        del config["data_types"]  # where it is a pipeline's alone, DeepSpeed says
     if maybe() < 0.06:
         config["gradient_allreduce_op"] = pick(("sum", "mean"))
     if kind == "auto" or (has_cuts and kind in ("pipeline", "grid") and maybe() < 0.05):
