@@ -1,9 +1,9 @@
 """Which versions of a framework are known to work."""
 
-import re
 from dataclasses import dataclass
 
 from scalai.core.errors import RefusedError
+from scalai.core.release import numbers_of
 
 ALLOW_UNKNOWN_VERSION = "SCALAI_ALLOW_UNKNOWN_VERSION"
 """Environment variable: 1 to go on with a version that was never tried."""
@@ -45,12 +45,6 @@ class KnownVersions:
 # The names that the hooks and the adapters rely on are the same in all of them.
 MEGATRON = KnownVersions("megatron-core", (0, 14), (0, 20))
 DEEPSPEED = KnownVersions("deepspeed", (0, 16), (0, 19))
-
-
-def numbers_of(version: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with, none where it begins with something else."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(number) for number in found[0].split(".")) if found is not None else ()
 
 
 def _dotted(version: tuple[int, int]) -> str:

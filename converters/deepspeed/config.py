@@ -25,6 +25,7 @@ STAGE_FLAGS = ("pipeline-parallel-size", "pipe-parallel-size", "num-stages")
 TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 AUTOTP, AUTOTP_SIZE = "tensor_parallel", "autotp_size"
+ZERO, STAGE, STAGE_COUNT = "zero_optimization", "stage", 4
 SEQUENCE_PARALLEL = "sequence_parallel_size"
 
 
@@ -80,6 +81,25 @@ class StatedBatch:
             assert self.micro is not None
             return self.micro * steps * dp, self.micro
         return self.train, self.micro or max(1, self.train // (dp * steps))
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """Return the ZeRO stage that a configuration asks for.
+
+    Source: ``get_zero_config`` of deepspeed/runtime/config.py: true, of old, is stage 1.
+
+    Raises:
+        UsageError: There is no such stage.
+    """
+    section = config.get(ZERO)
+    if section is None or isinstance(section, bool):
+        return int(bool(section))
+    stage = section.get(STAGE, 0)
+    if stage == "auto":  # as what is not stated
+        return 0
+    if isinstance(stage, bool) or stage not in range(STAGE_COUNT):
+        raise UsageError(f"{ZERO}.{STAGE} = {stage!r}; expected 0, 1, 2 or 3.")
+    return int(stage)
 
 
 def autotp_size(config: Mapping[str, Any]) -> int:

@@ -77,8 +77,8 @@ def zero_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def enables_bf16(config: Mapping[str, Any]) -> bool:
     """Tell whether a DeepSpeed configuration trains in bf16."""
-    section = config.get("bf16") or config.get("bfloat16") or {}
-    return bool(section.get("enabled"))
+    section = config.get("bf16", config.get("bfloat16")) or {}
+    return section.get("enabled") not in (None, False, AUTO)
 
 
 def uses_bf16_optimizer(config: Mapping[str, Any], stage: int) -> bool:

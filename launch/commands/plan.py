@@ -6,6 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from scalai.converters.deepspeed.config import (
+    ACCUMULATION,
+    AUTOTP,
+    AUTOTP_SIZE,
+    MICRO,
+    STAGE,
+    TRAIN,
+    ZERO,
+)
 from scalai.converters.megatron.arguments import derived_flags
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.planner.columns import RECOMPUTES
@@ -53,7 +62,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     plan_change.add_arguments(parser)
     plan_trace.add_options(parser)
     add("job_arguments", nargs=argparse.REMAINDER, metavar="-- SCRIPT FLAGS",
-        help="a Megatron-LM training script with its flags, instead of --model")  # fmt: skip
+        help="a Megatron-LM training script with its flags, instead of --model; or a DeepSpeed "
+        "script that names its configuration, beside --model")  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -180,7 +190,10 @@ def _estimate(one: Estimate) -> dict[str, Any]:
 
 
 def _flags(question: Question, best: Estimate) -> tuple[str, ...]:
-    """Return what a Megatron-LM script is given for the layout."""
+    """Return what a Megatron-LM script is given for the layout, or what a DeepSpeed configuration
+    states."""
+    if question.deepspeed is not None:
+        return _settings(question, best)
     if question.arguments is None:
         return ()
     arguments, layout = question.arguments, best.layout
@@ -198,6 +211,21 @@ def _flags(question: Question, best: Estimate) -> tuple[str, ...]:
     if layout.sharding and "--use-distributed-optimizer" not in arguments.given:
         flags += ("--use-distributed-optimizer",)
     return flags
+
+
+def _settings(question: Question, best: Estimate) -> tuple[str, ...]:
+    layout, batch = best.layout, question.work.global_batch
+    degrees, micro = layout.degrees, layout.micro_batch
+    # AutoTP's ranks count as replicas.
+    found = [
+        f"{TRAIN}={batch * degrees.tp}", f"{MICRO}={micro}",
+        f"{ACCUMULATION}={batch // (micro * degrees.dp)}", f"{ZERO}.{STAGE}={layout.sharding}",
+    ]  # fmt: skip
+    if degrees.tp > 1:
+        found.append(f"{AUTOTP}.{AUTOTP_SIZE}={degrees.tp}")
+    if degrees.pp > 1:
+        found.append(f"stages={degrees.pp}")
+    return tuple(found)
 
 
 def _trust(question: Question, plan: Plan) -> str:

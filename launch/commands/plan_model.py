@@ -9,6 +9,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from scalai.converters.deepspeed.config import (
+    AUTOTP,
+    TRAIN,
+    find_config,
+    refuse_fixed,
+    stage_of,
+    stated_stages,
+    step_samples,
+)
+from scalai.converters.deepspeed.validity import refuse_invalid
+from scalai.converters.deepspeed.workload import workload_of as deepspeed_workload
 from scalai.converters.layouts import find_layout, open_checkpoint, unknown_text
 from scalai.converters.megatron.arguments import MegatronArguments, is_megatron, read_arguments
 from scalai.converters.megatron.model_shape import choices_of, workload_of
@@ -23,6 +34,8 @@ from scalai.core.planner.model import ModelShape
 from scalai.core.planner.rows import Row, limits_of, read_rows
 from scalai.core.planner.score import calibrate_rows
 from scalai.core.planner.search import Choices
+from scalai.launch.config.model_table import read_table_shape
+from scalai.launch.config.script import AUTOTP_ALONE, DEEPSPEED_FIXED, installed_release
 
 _GPT = ("gpt2", "gpt_neo", "gpt_bigcode")
 _LLAMA = ("llama", "mistral", "qwen2", "qwen3", "mixtral")
@@ -39,6 +52,8 @@ class Question:
     calibration: Calibration
     arguments: MegatronArguments | None = None
     """Of a Megatron-LM job that the command line names."""
+    deepspeed: Mapping[str, Any] | None = None
+    """The configuration of a DeepSpeed job that it names."""
 
 
 def read_question(args: argparse.Namespace) -> Question:
@@ -49,10 +64,14 @@ def read_question(args: argparse.Namespace) -> Question:
             what to give.
     """
     script = args.job_arguments[1:] if args.job_arguments[:1] == ["--"] else args.job_arguments
-    if (args.model is None) == (not script):
+    found = None if is_megatron(script) else find_config(script)
+    if found is None and (args.model is None) == (not script):
         raise RefusedError("give either --model PATH, or a training script's flags behind --.")
     device = _device(args)
     calibration = read_calibration(args.calibrate, device, args.source)
+    if found is not None:
+        work, limits, choices = _of_deepspeed(script, found.content, args)
+        return Question(work, device, limits, choices, calibration, deepspeed=found.content)
     if script:
         work, limits, choices, arguments = _of_script(script, args)
         return Question(work, device, limits, choices, calibration, arguments)
@@ -196,6 +215,34 @@ def _of_script(
     return work, arguments.limits, _narrowed(choices_of(arguments), args), arguments
 
 
+def _of_deepspeed(
+    script: Sequence[str], config: Mapping[str, Any], args: argparse.Namespace
+) -> tuple[Workload, ModelLimits, Choices]:
+    """Return what the configuration of a DeepSpeed job says beside its model."""
+    if args.model is None:
+        raise RefusedError("a DeepSpeed script does not say its model; state it by --model too.")
+    if args.precision:
+        raise RefusedError("--precision: the configuration says it; leave it out.")
+    stages = args.sharding or (stage_of(config),)
+    refuse_fixed(config)
+    refuse_invalid(config, stages, installed_release("deepspeed"))
+    batch, stated = args.global_batch_size, step_samples(config)
+    if (batch is None) == (stated is None):
+        raise RefusedError(
+            f"give the samples of a step, by --global-batch-size or by {TRAIN} of the "
+            "configuration, not by both."
+        )
+    shape = _stored_model(args.model, args.seq_length, args.vocab).shape
+    work = deepspeed_workload(config, shape, batch or stated or 0)
+    fixed = list(DEEPSPEED_FIXED)
+    if AUTOTP not in config:
+        fixed.append(("tp", 1, f"the configuration has no {AUTOTP} (AutoTP)"))
+    if stated_stages(script) is None:
+        fixed.append(("pp", 1, "no flag of the script states stages, such as --num-stages"))
+    limits = limits_of(work, fixed=tuple(fixed), no_tp_in_stages=AUTOTP_ALONE)
+    return work, limits, _narrowed(Choices(sharding=stages, is_sequence_parallel=False), args)
+
+
 def _narrowed(choices: Choices, args: argparse.Namespace) -> Choices:
     given: dict[str, Any] = {
         "micro_batches": args.micro_batch_size, "recompute": args.recompute,
@@ -212,22 +259,10 @@ def _from_toml(
     table = content.get("model")
     if not isinstance(table, Mapping):
         raise RefusedError(f"{path} has no table [model].")
-    known = {f.name for f in fields(ModelShape)}
-    unknown = sorted(set(table) - known)
-    if unknown:
-        raise RefusedError(f"{path}: {unknown[0]!r} is no size of a model; known: {sorted(known)}.")
     sizes = {**table}
     sizes |= {"seq": seq} if seq else {}
     sizes |= {"vocab": vocab} if vocab else {}
-    missing = sorted({"layers", "hidden", "heads", "seq", "vocab"} - set(sizes))
-    if missing:
-        raise RefusedError(f"{path}: [model] lacks {', '.join(missing)}.")
-    wrong = sorted(name for name, size in sizes.items() if not isinstance(size, int))
-    if wrong:
-        raise RefusedError(f"{path}: {wrong[0]}={sizes[wrong[0]]!r} is no whole number.")
-    hidden, heads = sizes["hidden"], sizes["heads"]
-    filled = {"ffn": 4 * hidden, "kv_groups": heads, "head_dim": hidden // max(heads, 1), **sizes}
-    return ModelShape(**filled)
+    return read_table_shape(sizes, f"{path}: [model]")
 
 
 def _from_hugging_face(

@@ -8,6 +8,7 @@ from math import inf
 from scalai.core.choice import DegreePolicy, Preferring, Rule
 from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.core.errors import UsageError
+from scalai.core.planner.columns import RECOMPUTES
 from scalai.core.planner.devices import FIGURES
 from scalai.core.planner.weighing import RESIDENCE_S
 from scalai.core.young_daly import MOST_STEPS, MTBF_HOURS
@@ -201,10 +202,15 @@ class PlannerConfig:
         residence_s: How long devices are taken to stay as they are.
         trial_steps: For so many steps each of the best degrees is tried where the prediction does
             not separate them; 0: none is.
+        model: Of a DeepSpeed job, whose flags do not say it, the sizes of the model, by the names
+            of ``plugin/core/planner/model.py``.
+        recompute: What such a job computes again in its backward pass.
     """
 
     kind: str = AUTO
     gpu: str | None = None
+    model: Mapping[str, int | bool] = field(default_factory=dict)
+    recompute: str = "none"
     figures: Mapping[str, float] = field(default_factory=dict)
     residence_s: float = RESIDENCE_S
     trial_steps: int = 0
@@ -214,6 +220,8 @@ class PlannerConfig:
         for name in self.figures:
             _expect(name in FIGURES, f"figures.{name}", name, f"one of {', '.join(FIGURES)}")
         _expect(0 < self.residence_s < inf, "residence_s", self.residence_s, "> 0 seconds")
+        kinds = "one of " + ", ".join(RECOMPUTES)
+        _expect(self.recompute in RECOMPUTES, "recompute", self.recompute, kinds)
         _expect(self.trial_steps >= 0, "trial_steps", self.trial_steps, "0 or more steps")
 
 

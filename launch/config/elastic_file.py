@@ -50,7 +50,10 @@ SECTIONS = (
 FORMER_NAMES = {"resize.build_ahead": "standby"}
 """Keys by the names that they had before, which are still taken."""
 
-DERIVED_LIMITS = ("fixed", "min_pp_with_vpp", "min_tp", "min_tp_reason")
+DERIVED_LIMITS = (
+    "fixed", "min_pp_with_vpp", "min_tp", "min_tp_reason",
+    "sharding", "is_in_stages", "most_pp", "no_tp_in_stages",
+)  # fmt: skip
 """Limits that follow from a script's flags and that nobody states in a file."""
 
 

@@ -21,7 +21,12 @@ from scalai.core.planner.preference import (
 )
 from scalai.core.planner.rank_order import Hosts, make_place
 from scalai.launch.config.job import JobSpec
-from scalai.launch.config.planning import read_planner, read_sharding, read_workload
+from scalai.launch.config.planning import (
+    read_planner,
+    read_sharding,
+    read_workload,
+    told_by,
+)
 from scalai.launch.coordinator.guarded_planner import GuardedPlanner
 
 
@@ -39,8 +44,9 @@ class Sizing:
         self._limits, self._policy = facts.limits, facts.policy
         self._recalled: tuple[tuple[Measured, ...], ChangeTime | None] = ((), None)
         """What the coordinator before had measured: steps, and the seconds of a change."""
-        self._preference = self._read_preference()
         self._deepspeed = spec.config.deepspeed, spec.deepspeed
+        self._told = None if spec.deepspeed is None else told_by(spec.deepspeed)
+        self._preference = self._read_preference()
         self._place = self._made_place()
         self._min_hosts, self._max_hosts = spec.min_hosts, spec.max_hosts
         self._max_workers: int | None = None
@@ -151,6 +157,8 @@ class Sizing:
     @property
     def micro_batch_size(self) -> int | None:
         """Samples of a pass where no choice says it."""
+        if self._preference is not None:
+            return self._preference.micro_batch
         return self._limits.micro_batch_size
 
     def with_measured(
@@ -183,22 +191,28 @@ class Sizing:
         self._assign = assign if self._assign is self._learned_from[1] else None
 
     def _read_preference(self) -> Preference | None:
-        found = read_planner(self._planner, self._arguments, self._limits)
+        found = read_planner(self._planner, self._arguments, self._limits, self._told)
         return None if isinstance(found, str) else found.recalling(*self._recalled)
 
     def learn(self, about: Mapping[str, Any]) -> None:
         """Take over limits that only the running script knew, from a snapshot's ``about``."""
-        facts, before = about.get("facts", {}), self._limits
+        facts, before = about.get("facts", {}), (self._limits, self._told)
         if facts.get("padded_vocab_size") is not None:
             self._limits = replace(self._limits, padded_vocab_size=facts["padded_vocab_size"])
-            self._preference = self._preference or self._read_preference()
+        if self._told is not None and self._told.micro_batch_size is None:
+            micro = facts.get("first_micro_batch_size")
+            self._told = replace(self._told, micro_batch_size=micro)
         if self._limits.eval_batch_size is None:
             self._limits = replace(self._limits, eval_batch_size=facts.get("eval_batch_size"))
         if self._limits.global_batch_size is None:
             # What a configuration states may be changed by a person before the job goes on.
             batch_size = facts.get("global_batch_size")
             self._limits = replace(self._limits, global_batch_size=batch_size)
-        if self._limits != before:
+        if (layers := facts.get("pipeline_layers")) is not None:
+            is_alike = self._limits.is_in_stages or facts.get("is_in_stages", False)
+            self._limits = replace(self._limits, most_pp=layers, is_in_stages=is_alike)
+        if (self._limits, self._told) != before:
+            self._preference = self._preference or self._read_preference()
             self._assign = None
             self._place = self._made_place()
 

@@ -16,16 +16,17 @@ from scalai.converters.deepspeed.config import (
     AUTOTP_SIZE,
     MICRO,
     TRAIN,
+    ZERO,
     StatedBatch,
     read_config,
     refuse_fixed,
+    stage_of,
     step_samples,
 )
 from scalai.core.batches import Batches, fit_batches
+from scalai.core.degrees import MOST_SHARDED_WITH_STAGES
 from scalai.core.errors import RefusedError
-
-PIPELINE_STAGE_LIMIT = 1
-"""ZeRO stages above are refused by DeepSpeed's pipelines."""
+from scalai.core.planner.columns import WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class RoundOrder:
         zero_stage: None: what the configuration says.
         has_mpu: Whether the script tells DeepSpeed which ranks are replicas. With AutoTP alone it
             counts every rank as one.
+        is_in_stages: Whether the model is a pipeline, if only of one stage.
     """
 
     tp: int
@@ -51,6 +53,7 @@ class RoundOrder:
     usual_micro_batch_size: int | None = None
     zero_stage: int | None = None
     has_mpu: bool = False
+    is_in_stages: bool = False
 
 
 def config_of(args: Any, config: Any, config_params: Any) -> dict[str, Any] | None:
@@ -108,22 +111,18 @@ def rewritten(config: Mapping[str, Any], order: RoundOrder, batches: Batches) ->
     Raises:
         RefusedError: The stage or the degrees do not go together in DeepSpeed.
     """
+    _refuse_unfit(config, order)
     mine = copy.deepcopy(dict(config))
     counted = order.tp if AUTOTP in mine and not order.has_mpu else 1
     mine[TRAIN] = batches.global_batch_size * counted
     mine[MICRO] = batches.micro_batch_size
     mine[ACCUMULATION] = batches.num_micro_batches
     if order.zero_stage is not None:
-        if order.pp > 1 and order.zero_stage > PIPELINE_STAGE_LIMIT:
-            raise RefusedError(
-                f"zero_stage {order.zero_stage} on {order.tp * order.pp * order.dp} ranks: "
-                f"DeepSpeed's pipelines (PP{order.pp}) know stages 0 and 1. Correct [deepspeed] "
-                "zero_stage."
-            )
-        mine["zero_optimization"] = {
-            **mine.get("zero_optimization", {}),
-            "stage": order.zero_stage,
-        }
+        stated = mine.get(ZERO)
+        mine[ZERO] = {**(stated if isinstance(stated, dict) else {}), "stage": order.zero_stage}
+    if counted > 1 and stage_of(mine) == WEIGHTS:
+        # Stage 3 reads it once more, without tensor-parallel ranks: both have to come out.
+        del mine[TRAIN]
     if order.tp > 1 and AUTOTP in mine:
         mine[AUTOTP] = {**mine[AUTOTP], AUTOTP_SIZE: order.tp}
     elif AUTOTP_SIZE in mine.get(AUTOTP, {}):
@@ -131,6 +130,23 @@ def rewritten(config: Mapping[str, Any], order: RoundOrder, batches: Batches) ->
     if "data_parallel_size" in mine:
         mine["data_parallel_size"] = order.dp
     return mine
+
+
+def _refuse_unfit(config: Mapping[str, Any], order: RoundOrder) -> None:
+    """Refuse what DeepSpeed's pipelines do not do (``PipelineEngine.__init__``)."""
+    if order.pp == 1 and not order.is_in_stages:
+        return
+    stage = stage_of(config) if order.zero_stage is None else order.zero_stage
+    if stage > MOST_SHARDED_WITH_STAGES:
+        raise RefusedError(
+            f"zero_stage {stage} on {order.tp * order.pp * order.dp} ranks: DeepSpeed's pipelines "
+            f"(PP{order.pp}) know stages 0 and 1. Correct [deepspeed] zero_stage."
+        )
+    if order.tp > 1 and AUTOTP in config:
+        raise RefusedError(
+            f"TP{order.tp} by AutoTP in a pipeline (PP{order.pp}): AutoTP takes all ranks for its "
+            "own, those of other stages too. Build a topology with TP, or leave one of them out."
+        )
 
 
 def without_batches(config: Mapping[str, Any]) -> dict[str, Any]:

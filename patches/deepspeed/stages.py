@@ -15,21 +15,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scalai.core.faults import refuse_all
-from scalai.patches.versions import numbers_of
+from scalai.core.release import numbers_of
 
 UNSCALED_SINCE = (0, 18, 3)
 LOSING_SINCE, KEEPING_SINCE = (0, 17, 6), (0, 18, 3)
-
-
-def stages_of(config: Mapping[str, Any], by_world: Mapping[str, int]) -> frozenset[int]:
-    """Return the stages that a job may come to have.
-
-    Args:
-        config: DeepSpeed's configuration.
-        by_world: The table ``deepspeed.zero_stage`` of the elastic one.
-    """
-    usual = by_world.get("default", (config.get("zero_optimization") or {}).get("stage", 0))
-    return frozenset((*by_world.values(), usual))
 
 
 def refuse_unfit_stages(
@@ -39,7 +28,7 @@ def refuse_unfit_stages(
 
     Args:
         config: DeepSpeed's configuration.
-        stages: By ``stages_of``.
+        stages: By ``stages_of`` of ``converters/deepspeed/validity.py``.
         before: That of the round before; None: this is the first.
         version: DeepSpeed's.
 

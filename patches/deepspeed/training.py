@@ -20,9 +20,11 @@ import torch.distributed
 import wrapt
 
 from scalai.converters.deepspeed.config import StatedBatch
+from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
 from scalai.core.dataset.ledger import Draw
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
+from scalai.core.release import numbers_of
 from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.data.loaders import Feed, FirstBatches
 from scalai.patches.deepspeed import loaders, offloading, workarounds
@@ -37,7 +39,7 @@ from scalai.patches.deepspeed.round_config import (
     rewritten,
     without_batches,
 )
-from scalai.patches.deepspeed.stages import refuse_unfit_stages, stages_of
+from scalai.patches.deepspeed.stages import refuse_unfit_stages
 from scalai.patches.versions import ALLOW_UNKNOWN_VERSION, DEEPSPEED
 from scalai.runtime.live import LiveState
 
@@ -177,8 +179,9 @@ class EngineHooks:
         is_allowed = os.environ.get(ALLOW_UNKNOWN_VERSION) == "1"
         warning = DEEPSPEED.check(self._version, allow_unknown=is_allowed)
         self.settle_config(config)
-        order = self._order(has_mpu=given.get("mpu") is not None)
+        order = self._order(given.get("model"), has_mpu=given.get("mpu") is not None)
         stages = stages_of(config, self._session.settings.get("zero_stages", {}))
+        refuse_invalid(config, stages, numbers_of(self._version))
         refuse_unfit_stages(config, stages, self._session.facts.get("zero_stage"), self._version)
         batches = batches_of(config, order)
         first = self._first() or batches
@@ -272,7 +275,7 @@ class EngineHooks:
             facts["global_batch_size"], facts["first_micro_batch_size"], facts["first_dp"]
         )
 
-    def _order(self, *, has_mpu: bool) -> RoundOrder:
+    def _order(self, model: Any, *, has_mpu: bool) -> RoundOrder:
         session, first = self._session, self._first()
         return RoundOrder(
             session.tp,
@@ -283,6 +286,7 @@ class EngineHooks:
             first.micro_batch_size if first else None,
             session.settings.get("zero_stage"),
             has_mpu,
+            isinstance(model, importlib.import_module("deepspeed.pipe").PipelineModule),
         )
 
     def _take_part(self, engine: Any) -> None:
@@ -317,6 +321,9 @@ class EngineHooks:
         session.register_state("beside", self.auxiliary.take, self.auxiliary.put)
         is_pipeline = _is_pipeline(engine)
         if is_pipeline:
+            session.report_facts(pipeline_layers=engine.module._num_layers)
+            if session.pp == 1:  # else the script may build a plain model for one stage
+                session.report_facts(is_in_stages=True)
             session.register_state("steps", self.replay.take, self.replay.put)
         self.engine = engine
         self.auxiliary.start(engine, session)

@@ -57,6 +57,8 @@ class DegreePolicy:
         allowed_sizes: World sizes that may be used, ascending; empty: any.
         min_model_parallel: Smallest TP·PP that memory is known to hold; None: the present one.
         preference: The job's planner; None: what runs is kept.
+        kept_axes: Those of TP and PP that stay what they are where no person asks for another: of
+            a script that is not known to cut its model there.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -64,6 +66,7 @@ class DegreePolicy:
     allowed_sizes: tuple[int, ...] = ()
     min_model_parallel: int | None = None
     preference: Preferring | None = None
+    kept_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         keys = [rule.key for rule in self.rules]
@@ -269,9 +272,10 @@ def _splits(case: _Case, most: int, least: int) -> Iterator[DegreeRequest]:
     Where heads or layers are unknown, only divisors of what ran are safe.
     """
     kept, limits = case.kept, case.limits
-    tps = _divisors(limits.num_attention_heads or kept.tp)
+    fixed = case.policy.kept_axes
+    tps = [kept.tp] if "tp" in fixed else _divisors(limits.num_attention_heads or kept.tp)
     is_uneven = limits.first_stage_layers is not None or limits.last_stage_layers is not None
-    is_known = limits.num_layers is not None and not is_uneven
+    is_known = limits.num_layers is not None and not is_uneven and "pp" not in fixed
     pps = _divisors((limits.num_layers or 0) + limits.extra_layers) if is_known else [kept.pp]
     pairs = dict.fromkeys([(kept.tp, kept.pp), *((tp, pp) for tp in tps for pp in pps)])
     for tp, pp in pairs:

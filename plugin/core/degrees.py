@@ -95,6 +95,27 @@ class Degrees:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharding:
+    """What data-parallel ranks keep a part of, as stages of ZeRO (arXiv 1910.02054): by world size,
+    else as usual."""
+
+    usual: int = 0
+    by_world: tuple[tuple[int, int], ...] = ()
+
+    def on(self, world_size: int) -> int:
+        """Return the stage on so many ranks."""
+        return dict(self.by_world).get(world_size, self.usual)
+
+    def __str__(self) -> str:
+        others = (f"{stage} on {world}" for world, stage in self.by_world)
+        return "; ".join((f"ZeRO {self.usual}", *others))
+
+
+MOST_SHARDED_WITH_STAGES = 1
+"""ZeRO stage of jobs in pipeline stages: a later one would reduce gradients once a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelLimits:
     """What a model and its batches allow. None: unknown, then nothing is refused for it.
 
@@ -140,6 +161,14 @@ class ModelLimits:
     """Without overlapped point-to-point communication virtual stages need 3 pipeline stages."""
     min_tp: int = 1
     min_tp_reason: str = ""
+    sharding: Sharding | None = None
+    """None: unknown, or the same at all degrees."""
+    is_in_stages: bool = False
+    """Whether the job runs as a pipeline also where it has one stage."""
+    most_pp: int | None = None
+    """Layers that stages are made of, where these need not be equal."""
+    no_tp_in_stages: str = ""
+    """Why tensor parallelism does not go with a pipeline; empty: it does."""
     fixed: tuple[tuple[str, int, str], ...] = ()
     """(axis, size, why): axes that may have this one size only."""
 
@@ -168,6 +197,7 @@ def refusal(
         _fixed_axes,
         _tensor_parallel,
         _pipeline,
+        _sharded,
         lambda d, lim: _batch(d, lim, micro),
         _context_and_experts,
         _optimizer_copies,
@@ -231,6 +261,25 @@ def _pipeline(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
     if layers % (pp * vpp):
         stages = f"pp={pp}" if vpp == 1 else f"pp*vpp={pp}*{vpp}"
         yield f"{stages} does not divide {counted}"
+
+
+def _sharded(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
+    """Yield what of a pipeline does not go with ZeRO, or with who cuts its layers.
+
+    Source: ``PipelineEngine.__init__`` of deepspeed/runtime/pipe/engine.py, and
+    ``PipelineModule._partition_layers``: stages without layers have nothing to optimize.
+    """
+    pp, is_in_stages = degrees.pp, degrees.pp > 1 or limits.is_in_stages
+    if limits.most_pp is not None and pp > limits.most_pp:
+        yield f"pp={pp} is more than the {limits.most_pp} layers that stages are made of"
+    if is_in_stages and degrees.tp > 1 and limits.no_tp_in_stages:
+        yield f"tp={degrees.tp} with a pipeline (pp={pp}): {limits.no_tp_in_stages}"
+    stage = limits.sharding.on(degrees.world_size) if limits.sharding is not None else 0
+    if is_in_stages and stage > MOST_SHARDED_WITH_STAGES:
+        yield (
+            f"ZeRO stage {stage} on {degrees.world_size} ranks, where a pipeline (pp={pp}) goes "
+            "with stages 0 and 1"
+        )
 
 
 def _uneven_stages(degrees: Degrees, limits: ModelLimits, layers: int) -> Iterator[str]:

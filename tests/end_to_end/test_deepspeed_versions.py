@@ -4,17 +4,15 @@ The installed version goes through all the other tests. For the campaign: each r
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.deepspeed_elastic import check, config, lines_of, run_alone, train_through
+from support.deepspeed_releases import installed
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 
-PIP = [sys.executable, "-m", "pip"]
 WORLDS = (3, 2, 1)
 STAGES = {"0.16.9": (2, 3, 1), "0.17.6": (1, 3, 0), "0.18.9": (2, 3, 1)}
 """Stage 2 of 0.17.6 loses gradients, and is refused."""
@@ -23,16 +21,7 @@ STAGES = {"0.16.9": (2, 3, 1), "0.17.6": (1, 3, 0), "0.18.9": (2, 3, 1)}
 @pytest.fixture(params=STAGES)
 def release(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Put a release before the installed one, for processes to come."""
-    asked = subprocess.run(
-        [*PIP, "index", "versions", "deepspeed", "--retries", "1"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    if asked.returncode != 0:
-        pytest.skip(f"the package index cannot be reached: {asked.stderr.strip()}")
-    folder = tmp_path / "release"
-    command = [*PIP, "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    command += ["--target", str(folder), f"deepspeed=={request.param}"]
-    subprocess.run(command, check=True, env={**os.environ, "DS_BUILD_OPS": "0"}, timeout=240)
+    folder = installed(request.param, tmp_path / "release")
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     return str(request.param)
 

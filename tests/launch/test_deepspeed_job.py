@@ -153,3 +153,106 @@ def test_hosts_keep_their_parts_of_the_state_where_zero_cuts_it(
     )
     found = sizing.place(target, ran, (("b", 2), ("c", 2)))
     assert found.active == (("c", "b") if is_placed else ("b", "c"))
+
+
+def refused(sizing: Sizing, slots: int, degrees: str) -> str:
+    """Return why nothing is taken for a request."""
+    why: list[str] = []
+    assert sizing.scaled(None, None, degrees, why.append)((("a", slots),), None) is None
+    return why[0]
+
+
+def test_a_pipeline_is_not_offered_where_zero_shards_gradients(read: Read) -> None:
+    block = {"degrees": {"default": "pp2"}, "deepspeed": {"zero_stage": {"default": 1, "4": 2}}}
+    sizing = Sizing(read({"train_batch_size": 12, "scalai": block}))
+    assert assigned(sizing, 2) == Degrees(1, 2, 1)
+    assert assigned(sizing, 4) == Degrees(1, 2, 1), "on four ranks gradients are sharded"
+    assert "ZeRO stage 2 on 4 ranks, where a pipeline (pp=2)" in refused(sizing, 4, "pp2 dp2")
+
+
+def test_what_a_round_has_told_of_its_pipeline_holds_for_the_next(read: Read) -> None:
+    block = {"degrees": {"default": "pp2"}, "deepspeed": {"zero_stage": {"1": 3}}}
+    sizing = Sizing(read({"train_batch_size": 12, "scalai": block}))
+    sizing.learn({"facts": {"pipeline_layers": 4}})
+    assert "pp=6 is more than the 4 layers" in refused(sizing, 6, "pp6")
+    assert sizing.scaled(None, None, "pp1", print)((("a", 1),), None) is not None
+    sizing.learn({"facts": {"pipeline_layers": 4, "is_in_stages": True}})
+    assert "ZeRO stage 3 on 1 ranks" in refused(sizing, 1, "pp1")
+
+
+def test_axes_that_deepspeed_does_not_have_are_refused(read: Read) -> None:
+    config: dict[str, Any] = {"train_batch_size": 24, "scalai": {}}
+    sizing = Sizing(read(config))
+    for axis in ("vpp", "cp", "ep"):
+        assert f"{axis}=2 must stay 1: DeepSpeed's" in refused(sizing, 8, f"tp1 pp2 {axis}2")
+    config["tensor_parallel"] = {"autotp_size": 2}
+    assert "AutoTP takes all ranks" in refused(Sizing(read(config)), 8, "tp2 pp2")
+
+
+def test_a_configuration_that_deepspeed_would_not_take_in_a_later_round_is_refused(
+    read: Read,
+) -> None:
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    block = {"deepspeed": {"zero_stage": {"2": 1}}}
+    spec = read({"train_batch_size": 12, "zero_optimization": offload, "scalai": block})
+    with pytest.raises(RefusedError, match=r"in stage 3 alone \(ZeRO stage 1\)"):
+        check_elastic(spec.options, spec.config, 4, spec.deepspeed)
+
+
+MODEL = {"layers": 8, "hidden": 1024, "heads": 16, "seq": 1024, "vocab": 32000}
+
+
+def planned(read: Read, *script_flags: str, **config: Any) -> Sizing:
+    block = {"planner": {"kind": "cost", "gpu": "a100-80gb", "model": MODEL}}
+    batch = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 4}
+    given = {**batch, "bf16": {"enabled": True}, "scalai": block, **config}
+    return Sizing(read(given, script_flags=script_flags))
+
+
+def test_degrees_are_computed_where_the_model_is_stated(read: Read) -> None:
+    """The global batch stays: 5 replicas do not divide it, and one rank is left idle."""
+    found = planned(read).assign()((("a", 5),), None)
+    assert found is not None and found.degrees == Degrees(1, 1, 4)
+    assert "by cost:" in found.reason and "rank 4 idle" in found.reason
+
+
+def test_only_degrees_that_the_script_cuts_and_deepspeed_takes_are_computed(read: Read) -> None:
+    world = (("a", 8),)
+
+    def offered(sizing: Sizing) -> set[Degrees]:
+        facts: list[Degrees] = []
+        for _ in range(40):
+            found = sizing.assign()(world, None)
+            if found is None:
+                break
+            facts.append(found.degrees)
+            sizing.exclude(found)
+        return set(facts)
+
+    plain = offered(planned(read))
+    assert plain and all(each.model_parallel == 1 for each in plain)
+    cut = {"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 96}
+    automatic = offered(planned(read, **cut))
+    assert any(each.tp > 1 for each in automatic) and all(each.pp == 1 for each in automatic)
+    stages = planned(read, "--num-stages", "2", zero_optimization={"stage": 2})
+    assert all(each.pp == 1 for each in offered(stages))
+
+
+def test_the_planner_says_what_it_needs_of_a_deepspeed_job(read: Read) -> None:
+    block = {"planner": {"kind": "cost", "gpu": "a100-80gb"}}
+    with pytest.raises(RefusedError, match=r"state it by \[planner\] model"):
+        Sizing(read({"train_batch_size": 12, "scalai": block}))
+    block["planner"]["model"] = {**MODEL, "depth": 3}  # type: ignore[assignment]
+    with pytest.raises(RefusedError, match="'depth' is no size of a model"):
+        Sizing(read({"train_batch_size": 12, "scalai": block}))
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    with pytest.raises(RefusedError, match="which is not modelled"):
+        planned(read, zero_optimization=offload)
+
+
+def test_a_micro_batch_that_only_the_first_round_knows_lets_the_planner_begin(read: Read) -> None:
+    planner = {"gpu": "a100-80gb", "model": MODEL}
+    sizing = Sizing(read({"train_batch_size": 48, "scalai": {"planner": planner}}))
+    assert not sizing.has_planner
+    sizing.learn({"facts": {"first_micro_batch_size": 4}})
+    assert sizing.has_planner and sizing.micro_batch_size == 4

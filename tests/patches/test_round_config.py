@@ -71,6 +71,34 @@ def test_what_cannot_keep_its_batch_is_refused() -> None:
         rewrite({**STATED, "managed_gradient_accumulation": False}, RoundOrder(1, 1, 2))
 
 
+def test_autotp_in_stage_3_states_no_global_batch() -> None:
+    """DeepSpeed reads the configuration twice, with and without tensor-parallel ranks."""
+    config = {**STATED, "tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3}}
+    found = rewrite(config, RoundOrder(2, 1, 2))
+    assert "train_batch_size" not in found
+    each = found["train_micro_batch_size_per_gpu"] * found["gradient_accumulation_steps"]
+    assert each * 2 * 2 == 24
+    assert rewrite(config, RoundOrder(2, 1, 2, has_mpu=True))["train_batch_size"] == 24
+
+
+@pytest.mark.parametrize(("pp", "is_in_stages"), [(2, False), (1, True)])
+def test_a_pipeline_with_sharded_gradients_or_autotp_is_refused(
+    pp: int, is_in_stages: bool
+) -> None:
+    order = RoundOrder(1, pp, 2, is_in_stages=is_in_stages)
+    with pytest.raises(RefusedError, match=r"pipelines .* know stages 0 and 1"):
+        rewrite({**STATED, "zero_optimization": {"stage": 2}}, order)
+    cut = RoundOrder(2, pp, 2, is_in_stages=is_in_stages)
+    with pytest.raises(RefusedError, match="AutoTP takes all ranks for its own"):
+        rewrite({**STATED, "tensor_parallel": {"autotp_size": 2}}, cut)
+
+
+def test_true_of_old_is_stage_1() -> None:
+    config = {**STATED, "zero_optimization": True}
+    assert rewrite(config, RoundOrder(1, 1, 2))["zero_optimization"] is True
+    assert rewrite(config, RoundOrder(1, 1, 2, zero_stage=3))["zero_optimization"] == {"stage": 3}
+
+
 def test_stage_and_degrees_are_those_of_the_round_and_the_rest_stays() -> None:
     config = {
         **STATED,

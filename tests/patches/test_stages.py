@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from scalai.converters.deepspeed.validity import stages_of
 from scalai.core.errors import RefusedError
-from scalai.patches.deepspeed.stages import refuse_unfit_stages, stages_of
+from scalai.patches.deepspeed.stages import refuse_unfit_stages
 
 FP16 = {"fp16": {"enabled": True}}
 
@@ -15,6 +16,7 @@ FP16 = {"fp16": {"enabled": True}}
     [
         ({}, {}, {0}),
         ({"zero_optimization": {"stage": 2}}, {}, {2}),
+        ({"zero_optimization": True}, {}, {1}),
         ({"zero_optimization": {"stage": 2}}, {"4": 1}, {1, 2}),
         ({}, {"default": 1, "4": 3}, {1, 3}),
     ],

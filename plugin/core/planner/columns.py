@@ -29,6 +29,10 @@ class Workload:
         has_dropout: Whether dropouts keep their masks for the backward pass.
         gradient_bytes: Of one gradient when it crosses; None: 4 with bf16 and 2 with fp16, as
             Megatron-LM has it (``accumulate_allreduce_grads_in_fp32``).
+        has_flat_masters: Whether masters are kept, and what they are updated by in their precision,
+            beside the weights: in 16 bits, and with ZeRO also where weights are in fp32, as
+            DeepSpeed does.
+        bucket_bytes: Of the buckets in which ZeRO reduces gradients; they are there at all times.
         gathers_per_layer: Into how many collectives the sharded weights of a layer are cut: 1 where
             it is gathered as a whole (FSDP), 4 where each matrix is (ZeRO 3).
         expert_tp: Tensor parallelism of the experts; None: that of the model.
@@ -45,6 +49,8 @@ class Workload:
     gathers_per_layer: int = 1
     expert_tp: int | None = None
     expert_capacity: float = 1.0
+    has_flat_masters: bool = False
+    bucket_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -120,6 +126,8 @@ class Columns:
     weight_bytes: Floats
     gradient_bytes: Floats
     gathers_per_layer: Floats
+    has_flat_masters: Floats
+    bucket_bytes: Floats
     tp: Floats
     pp: Floats
     dp: Floats
@@ -206,6 +214,8 @@ def _work_values(work: Workload) -> dict[str, float]:
         "weight_bytes": 4.0 if work.precision == "fp32" else 2.0,
         "gradient_bytes": float(work.gradient_bytes or gradient),
         "gathers_per_layer": float(work.gathers_per_layer),
+        "has_flat_masters": float(work.has_flat_masters),
+        "bucket_bytes": float(work.bucket_bytes),
     }
 
 

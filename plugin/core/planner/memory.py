@@ -119,18 +119,24 @@ def stage_memory(x: Columns, stage: Floats) -> StepMemory:
         shared = own / x.replicas + routed / x.expert_replicas
         return bytes_each * np.where(x.sharding >= sharding, shared, own + routed) + shape
 
-    master = np.where(x.weight_bytes == 4, 8.0, 12.0)
+    has_masters = (x.weight_bytes < 4) | ((x.has_flat_masters > 0) & (x.sharding >= OPTIMIZER))
+    master = np.where(has_masters, 12.0, 8.0)
+    update = held(np.where(has_masters & (x.has_flat_masters > 0), 4.0, 0.0), OPTIMIZER)
+    # The first stage of ZeRO leaves 16-bit gradients where they are while their sums are in fp32.
+    is_summed_apart = (x.weight_bytes < x.gradient_bytes) & (x.has_flat_masters > 0)
+    both = np.where(is_summed_apart & (x.sharding == OPTIMIZER), x.weight_bytes, 0.0)
+    buckets = np.where(x.sharding >= OPTIMIZER, x.bucket_bytes, 0.0)
     dense, moe = layers_of(x, stage)
     passes, has_logits = _passes(x, stage), stage == x.pp - 1
     kept = dense * kept_activations(x) + moe * kept_activations(x, is_moe=True)
     return StepMemory(
         weights=held(x.weight_bytes, WEIGHTS),
-        gradients=held(x.gradient_bytes, GRADIENTS),
+        gradients=held(x.gradient_bytes + both, GRADIENTS),
         optimizer=held(master, OPTIMIZER),
         activations=passes * kept + _embedded(x, stage),
         working=_working(x, dense, moe) + shape,
         logits=np.where(has_logits, LOGITS_BYTES * x.tokens * x.vocab / x.tp, 0.0) + shape,
-        buffers=_buffers(x, dense, moe) + shape,
+        buffers=_buffers(x, dense, moe) + update + buckets + shape,
         reserve=RESERVE_BYTES + shape,
     )
 

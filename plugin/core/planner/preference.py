@@ -12,8 +12,9 @@ from statistics import median_high, median_low
 
 import numpy as np
 
+from scalai.core.batches import fit_batches
 from scalai.core.choice import Choice
-from scalai.core.degrees import Degrees
+from scalai.core.degrees import Degrees, Sharding
 from scalai.core.errors import ScalaiError
 from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.columns import Layout, Recompute, Workload, columns_of
@@ -98,8 +99,10 @@ class Preference:
     Attributes:
         work: What a step computes.
         device: What each rank runs on.
-        recompute, sharding, is_sequence_parallel: How the script runs, at any degrees.
-        micro_batch: Samples of a pass where a choice does not say it.
+        recompute, is_sequence_parallel: How the script runs, at any degrees.
+        sharding: ZeRO's stage by world size.
+        micro_batch: Samples of a pass where a choice does not say it: where they divide a
+            replica's share of the global batch, else as many below as do.
         terms: What holds beside.
         measured: What the job has measured, one entry a layout.
         calibration: What those say of all other layouts.
@@ -108,7 +111,7 @@ class Preference:
     work: Workload
     device: Device
     recompute: Recompute
-    sharding: int
+    sharding: Sharding
     is_sequence_parallel: bool
     micro_batch: int
     terms: Terms = Terms()
@@ -242,7 +245,10 @@ class Preference:
         return self.calibration.spread_of_ratio(x, MEASURED_SPREAD, known)
 
     def _cases(self, choices: Sequence[Choice], present: Degrees | None) -> list[_Case]:
-        known = {(each.degrees, each.micro_batch): each for each in self.measured}
+        known = {
+            (each.degrees, self._fitted(each.degrees, each.micro_batch)): each
+            for each in self.measured
+        }
         x = columns_of([self._of(choice) for choice in choices])
         said, fits = (
             self.calibration.predict(x),
@@ -278,12 +284,17 @@ class Preference:
         return self._case(choice.degrees, self._micro(choice))
 
     def _micro(self, choice: Choice) -> int:
-        return choice.micro_batch_size or self.micro_batch
+        return self._fitted(choice.degrees, choice.micro_batch_size or self.micro_batch)
+
+    def _fitted(self, degrees: Degrees, micro_batch: int) -> int:
+        if self.work.global_batch % degrees.dp:
+            return micro_batch
+        return fit_batches(self.work.global_batch, degrees.dp, micro_batch).micro_batch_size
 
     def _case(self, degrees: Degrees, micro_batch: int) -> tuple[Workload, Device, Layout]:
         layout = Layout(
-            degrees, micro_batch, self.recompute, self.sharding,
-            self.is_sequence_parallel and degrees.tp > 1,
+            degrees, self._fitted(degrees, micro_batch), self.recompute,
+            self.sharding.on(degrees.world_size), self.is_sequence_parallel and degrees.tp > 1,
         )  # fmt: skip
         return self.work, self.device, layout
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalai.core.choice import Choice, DegreePolicy, choose
-from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
+from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, Sharding
 from scalai.core.errors import LayoutError, UsageError
 from scalai.core.planner import preference
 from scalai.core.planner.change_time import ChangeTime
@@ -38,7 +38,7 @@ A, B, C = Degrees(2, 1, 4), Degrees(1, 2, 4), Degrees(4, 2, 1)
 
 def planner(**terms: Any) -> Preference:
     work, device = Workload(SHAPE, 64), device_named("a100-80gb")
-    return Preference(work, device, "none", OPTIMIZER, False, 2, Terms(**terms))
+    return Preference(work, device, "none", Sharding(OPTIMIZER), False, 2, Terms(**terms))
 
 
 def asked(**terms: Any) -> Preference:

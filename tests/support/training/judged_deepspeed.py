@@ -1,0 +1,169 @@
+"""What DeepSpeed itself says of jobs: ``python -m support.training.judged_deepspeed`` reads a JSON
+list of [ranks, kind, tp, pp, layers, configuration] from standard input and prints, for each,
+[what stops it, null], or [null, [samples of a step, micro-batch, accumulation, data-parallel
+ranks]].
+
+The engine is built by ``deepspeed.initialize`` itself, on a fake process group, which stands for
+the other ranks: of a pipeline at the first stage and at the last. No collective is run.
+"""
+
+# What DeepSpeed is to run on is said before it is imported.
+# ruff: noqa: E402
+
+import contextlib
+import gc
+import inspect
+import io
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+os.environ |= {"DS_ACCELERATOR": "cpu"}
+warnings.filterwarnings("ignore")  # DeepSpeed's own, about what a CPU machine lacks
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject import layers as autotp
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+LINEAR = torch.nn.functional.linear
+WIDTH = 8
+
+Case = tuple[int, str, int, int, int, dict[str, Any]]
+Verdict = tuple[str | None, list[int] | None]
+
+
+def judge(case: Case) -> Verdict:
+    """Return what stops a job, or what its engine has."""
+    world, _, tp, pp, _, _ = case
+    if world % (tp * pp):
+        return f"{world} ranks are no multiple of TP{tp} times PP{pp}", None
+    ranks = [0, world - 1] if pp > 1 else [0]
+    seen: list[list[int]] = []
+    for rank in ranks:
+        why, has = _judge_rank(case, rank)
+        if has is None:
+            return why, None
+        seen.append(has)
+    return None, seen[0]
+
+
+def _judge_rank(case: Case, rank: int) -> Verdict:
+    join(case[0], rank)
+    said = io.StringIO()
+    engine: Any = None
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+            engine = _built(case)
+        # AutoTP counts tensor-parallel ranks as replicas.
+        samples = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+        return None, [
+            samples * engine.dp_world_size, engine.train_micro_batch_size_per_gpu(),
+            engine.gradient_accumulation_steps(), engine.dp_world_size,
+        ]  # fmt: skip
+    except Exception as error:  # whatever a start may raise is the answer
+        assert error.__traceback__ is not None
+        where = inspect.getinnerframes(error.__traceback__)[-1]
+        first = " ".join(str(error).split())[:200]
+        return f"{type(error).__name__} ({Path(where.filename).name}:{where.lineno}): {first}", None
+    finally:
+        if engine is not None:
+            with contextlib.suppress(Exception):
+                engine.destroy()
+        forget()
+
+
+def join(world: int, rank: int) -> None:
+    """Stand as a rank among others that a fake process group stands for."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+
+def _built(case: Case) -> Any:
+    world, kind, tp, pp, layers, config = case
+    mpu = None
+    if kind in ("grid", "mpu"):
+        topology = PipeModelDataParallelTopology(pp, tp, world // pp // tp)
+    model: torch.nn.Module
+    if kind in ("pipeline", "grid"):
+        how = {"topology": topology} if kind == "grid" else {"num_stages": pp}
+        model = PipelineModule(
+            [torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)], partition_method="uniform",
+            loss_fn=torch.nn.functional.mse_loss, **how,
+        )  # fmt: skip
+    else:
+        model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    if kind == "mpu":
+        mpu = PipelineParallelGrid(topology=topology, process_group=dist.group.WORLD)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=parameters, config=config, mpu=mpu
+    )
+    return engine
+
+
+def forget() -> None:
+    """Destroy all process groups, and DeepSpeed's memory of them and of earlier parameters."""
+    dist.destroy_process_group()
+    deepspeed.zero.Init.param_id = 0
+    register = cast(Any, DeepSpeedZeRoOffload._register_deepspeed_module)
+    (count,) = register.__defaults__
+    count[0] = 0
+    torch.nn.functional.linear = LINEAR
+    deepspeed.comm.comm.cdb = None
+    autotp.set_autotp_mode(training=False)
+    groups: Any = vars(deepspeed.utils.groups)
+    groups["mpu"] = None
+    for name, value in groups.items():
+        if name.startswith("_") and name.isupper() and not name.startswith("__"):
+            groups[name] = {} if isinstance(value, dict) else None
+
+
+def _optimizers() -> dict[str, Any]:
+    """Return torch's AdamW under the names of DeepSpeed's own, which are compiled."""
+
+    class DeepSpeedCPUAdam(torch.optim.AdamW):
+        def __init__(self, groups: Any, lr: float, **_: Any) -> None:
+            super().__init__(groups, lr)
+
+    class FusedAdam(DeepSpeedCPUAdam):
+        pass
+
+    return {kind.__name__: kind for kind in (DeepSpeedCPUAdam, FusedAdam)}
+
+
+def prepare() -> None:
+    """Have nothing compiled or measured; DeepSpeed asks whether fp16 has fast kernels."""
+    logging.disable(logging.ERROR)
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
+    accelerator = type(deepspeed.accelerator.get_accelerator())
+    accelerator.is_fp16_supported = lambda _: True
+    optimizers = _optimizers()
+    zero_utils.ZERO_SUPPORTED_OPTIMIZERS.extend(optimizers.values())
+    stand_ins = {"see_memory_usage": lambda *_, **__: None, **optimizers}
+    for name, module in list(sys.modules.items()):
+        for known in stand_ins.keys() & vars(module).keys() if "deepspeed" in name else ():
+            setattr(module, known, stand_ins[known])
+    gc.collect()
+    gc.freeze()
+
+
+def main() -> None:
+    cases: list[Case] = json.load(sys.stdin)
+    prepare()
+    print(json.dumps([judge(case) for case in cases]))
+
+
+if __name__ == "__main__":
+    main()
