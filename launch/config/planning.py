@@ -4,10 +4,17 @@ from collections.abc import Mapping
 
 from scalai.converters.deepspeed.job import zero_config
 from scalai.converters.megatron.arguments import MegatronArguments
-from scalai.converters.megatron.model_shape import recompute_of, sharding_of, workload_of
+from scalai.converters.megatron.model_shape import (
+    more_recompute_of,
+    recompute_of,
+    sharding_of,
+    workload_of,
+)
+from scalai.converters.megatron.rules import fixed_passes, values_of
 from scalai.core.degrees import ModelLimits
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.jsonable import Json
+from scalai.core.passes import PARTS, Freedom
 from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, WEIGHTS, Workload
 from scalai.core.planner.devices import custom_device, device_named
 from scalai.core.planner.preference import Preference, Terms
@@ -60,6 +67,20 @@ def _planner(
         limits.is_sequence_parallel, limits.micro_batch_size,
         Terms(config.kind == "cost", config.residence_s, trial_steps=config.trial_steps),
     )  # fmt: skip
+
+
+def read_freedom(config: PlannerConfig, arguments: MegatronArguments | None) -> Freedom:
+    """Return what beside the degrees may be another than the script's flags say."""
+    if arguments is None:
+        why = "no flag of the script is known that changes it"
+        return Freedom(fixed=tuple((part, why) for part in PARTS))
+    return Freedom(
+        own=recompute_of(arguments),
+        more=more_recompute_of(arguments),
+        fixed=tuple(fixed_passes(values_of(arguments.given))),
+        for_speed=tuple(part for part in PARTS if part in config.may_change),
+        for_memory=tuple(part for part in PARTS if part in config.memory_may_change),
+    )
 
 
 def read_workload(arguments: MegatronArguments | None, limits: ModelLimits) -> Workload | None:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scalai.converters.deepspeed.config import (
@@ -18,7 +18,7 @@ from scalai.core.choice import DegreePolicy
 from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.launch.config.elastic_config import ElasticConfig
 from scalai.launch.config.options import Options
-from scalai.launch.config.planning import read_planner
+from scalai.launch.config.planning import read_freedom, read_planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,22 @@ def read_script(
         limits = config.model.filled_from(arguments.limits)
         planner = read_planner(config.planner, arguments, limits)
         preference, why = (None, planner) if isinstance(planner, str) else (planner, "")
-        policy = config.policy(arguments.initial, preference)
+        policy = replace(
+            config.policy(arguments.initial, preference),
+            freedom=read_freedom(config.planner, arguments),
+        )
         return ScriptFacts(limits, policy, arguments, why)
     why = str(read_planner(config.planner, None, config.model))
+    freedom = read_freedom(config.planner, None)
     if deepspeed is None:
-        return ScriptFacts(config.model, config.policy(), why_no_planner=why)
+        return ScriptFacts(
+            config.model, replace(config.policy(), freedom=freedom), why_no_planner=why
+        )
     refuse_fixed(deepspeed)
     # The micro-batch of a DeepSpeed job follows from its DP: only the global batch is a limit.
     limits = ModelLimits(global_batch_size=step_samples(deepspeed))
     tp, pp = autotp_size(deepspeed), stated_stages(options.script_args) or 1
     initial = DegreeRequest(tp, pp) if tp * pp > 1 else None
     limits = config.model.filled_from(limits)
-    return ScriptFacts(limits, config.policy(initial), why_no_planner=why)
+    policy = replace(config.policy(initial), freedom=freedom)
+    return ScriptFacts(limits, policy, why_no_planner=why)

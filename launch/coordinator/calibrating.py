@@ -40,4 +40,5 @@ class Calibrating:
             return None
         pace, parts = job.pace, (job.pace.write_s, job.pace.start_s)
         change_s = None if None in parts else sum(filter(None, (*parts, pace.step_s)))
-        return Measured(current.degrees, micro, reading.steps, reading.seconds), change_s
+        found = Measured(current.degrees, micro, reading.steps, reading.seconds, current.recompute)
+        return found, change_s

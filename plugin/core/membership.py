@@ -28,6 +28,7 @@ from scalai.core.checks import Check
 from scalai.core.copies import Archiving, Replication
 from scalai.core.degrees import Degrees
 from scalai.core.pace import Pace
+from scalai.core.passes import Passes, Recompute
 from scalai.core.remembered import Remembered
 from scalai.core.spacing import Spacing
 from scalai.core.underway import TakingOver
@@ -95,6 +96,8 @@ class Assignment:
     degrees: Degrees
     micro_batch_size: int | None
     reason: str
+    recompute: Recompute | None = None
+    """What is computed again; None: as the script's flags say."""
     active: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """Hosts that have workers. Made once, because it is asked for with every report of a host."""
     members: frozenset[str] = field(init=False, repr=False, compare=False)
@@ -105,10 +108,24 @@ class Assignment:
         object.__setattr__(self, "active", active)
         object.__setattr__(self, "members", frozenset(active))
 
+    @property
+    def passes(self) -> Passes:
+        return Passes(self.micro_batch_size, self.recompute)
+
+    @property
+    def layout(self) -> str:
+        """Its degrees, and what is computed again where that is not as the script's flags say."""
+        return f"{self.degrees}{self.passes.beside(self.passes)}"
+
     def is_same_as(self, other: "Assignment") -> bool:
-        """Whether the same workers would run at the same degrees; idle hosts do not count."""
+        """Whether the same workers would run at the same degrees with the same passes; idle hosts
+        do not count."""
         mine, its = ([entry for entry in a.workers if entry[1]] for a in (self, other))
-        return mine == its and self.degrees == other.degrees
+        return mine == its and self.has_layout_of(other)
+
+    def has_layout_of(self, other: "Assignment") -> bool:
+        """Whether it has the same degrees and passes."""
+        return self.degrees == other.degrees and self.passes == other.passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +207,8 @@ class Start:
     is_proven: bool = False
 
 
-Assign = Callable[[tuple[tuple[str, int], ...], Degrees | None], Assignment | None]
-"""(hosts and their slots in rank order, present degrees) -> an assignment, or None where no world
+Assign = Callable[[tuple[tuple[str, int], ...], Assignment | None], Assignment | None]
+"""(hosts and their slots in rank order, what ran last) -> an assignment, or None where no world
 fits yet."""
 
 LOST = ""
@@ -387,15 +404,14 @@ def staying(job: Job) -> tuple[tuple[str, int], ...]:
     if place:
         hosts.sort(key=lambda host: place.get(host.name, len(place)))  # else in that order
     free = tuple([(host.name, host.slots) for host in hosts if host.name not in job.barred])
-    if len(free) == len(hosts) or (free and job.assign(free, present_degrees(job)) is not None):
+    if len(free) == len(hosts) or (free and job.assign(free, present(job)) is not None):
         return free
     return tuple((host.name, host.slots) for host in hosts)
 
 
-def present_degrees(job: Job) -> Degrees | None:
-    """The degrees that ran last, else those of the start under way."""
-    last = job.ran or job.current
-    return last.degrees if last else None
+def present(job: Job) -> Assignment | None:
+    """What ran last, else the start under way."""
+    return job.ran or job.current
 
 
 def active(job: Job) -> frozenset[str]:
@@ -410,7 +426,7 @@ def next_assignment(job: Job) -> Assignment | None:
     where there is nothing else.
     """
     hosts = staying(job)
-    target = job.assign(hosts, present_degrees(job)) if hosts else None
+    target = job.assign(hosts, present(job)) if hosts else None
     if target is None:
         return None
     if failure_of(job, target) is not None:
@@ -429,8 +445,7 @@ def placed(job: Job, target: Assignment, hosts: tuple[tuple[str, int], ...]) -> 
     if job.current is not None and target.is_same_as(job.current):
         return target
     standby = job.standby.assignment if job.standby is not None else None
-    is_ready = standby is not None and standby.micro_batch_size == target.micro_batch_size
-    if standby is not None and is_ready and _has_same_hosts(standby, target):
+    if standby is not None and _has_same_hosts(standby, target):
         idle = tuple((name, 0) for name, _ in target.workers if name not in standby.members)
         active_ones = tuple(entry for entry in standby.workers if entry[1])
         return replace(target, workers=(*active_ones, *idle), reason=standby.reason)
@@ -439,9 +454,9 @@ def placed(job: Job, target: Assignment, hosts: tuple[tuple[str, int], ...]) -> 
 
 
 def _has_same_hosts(one: Assignment, other: Assignment) -> bool:
-    """Whether both have as many workers on each host, at the same degrees."""
+    """Whether both have as many workers on each host, at the same degrees with the same passes."""
     mine, its = (sorted(entry for entry in a.workers if entry[1]) for a in (one, other))
-    return mine == its and one.degrees == other.degrees
+    return mine == its and one.has_layout_of(other)
 
 
 def _held(job: Job) -> Assignment | None:
@@ -461,7 +476,7 @@ def _fewer(
 ) -> tuple[Assignment, tuple[tuple[str, int], ...]] | None:
     """The assignment of the most hosts that has not failed, and these hosts."""
     for count in range(len(hosts) - 1, 0, -1):
-        fewer = job.assign(hosts[:count], present_degrees(job))
+        fewer = job.assign(hosts[:count], present(job))
         if fewer is not None and failure_of(job, fewer) is None:
             return fewer, hosts[:count]
     return None
@@ -482,8 +497,7 @@ def failure_of(job: Job, assignment: Assignment) -> FailedChange | None:
     members = members_of(job, assignment)
     for failed in job.failed:
         its = failed.assignment
-        is_same = _has_same_hosts(its, assignment) and members == failed.members
-        if is_same and its.micro_batch_size == assignment.micro_batch_size:
+        if _has_same_hosts(its, assignment) and members == failed.members:
             return failed
     return None
 

@@ -15,6 +15,7 @@ from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.first_state import first_state
 from scalai.launch.coordinator.sizing import Sizing
+from support.membership_choice import ran
 
 FOUR, TWO = (("a", 2), ("b", 2)), (("a", 2),)
 
@@ -29,26 +30,26 @@ def sizing(tmp_path_factory: pytest.TempPathFactory) -> Sizing:
 
 def test_requested_degrees_hold_until_the_next_scale(sizing: Sizing) -> None:
     sizing.rescale(None, None, "tp4")
-    first = sizing.assign()(FOUR, Degrees(2, 1, 2))
-    again = sizing.assign()(FOUR, Degrees(4, 1, 1))
+    first = sizing.assign()(FOUR, ran(Degrees(2, 1, 2)))
+    again = sizing.assign()(FOUR, ran(Degrees(4, 1, 1)))
     assert first is not None and again is not None
     assert first.degrees == again.degrees == Degrees(4, 1, 1)
     sizing.rescale(None, None, None)
-    back = sizing.assign()(FOUR, Degrees(4, 1, 1))
+    back = sizing.assign()(FOUR, ran(Degrees(4, 1, 1)))
     assert back is not None
     assert back.degrees == Degrees(2, 1, 2)
 
 
 def test_a_job_goes_on_where_requested_degrees_do_not_fit_any_more(sizing: Sizing) -> None:
     sizing.rescale(None, None, "tp4")
-    assignment = sizing.assign()(TWO, Degrees(4, 1, 1))
+    assignment = sizing.assign()(TWO, ran(Degrees(4, 1, 1)))
     assert assignment is not None
     assert assignment.degrees == Degrees(1, 1, 2)
 
 
 def test_a_request_that_does_not_fit_is_not_taken_for_another(sizing: Sizing) -> None:
     why: list[str] = []
-    assert sizing.scaled(None, None, "tp4", why.append)(TWO, Degrees(1, 1, 2)) is None
+    assert sizing.scaled(None, None, "tp4", why.append)(TWO, ran(Degrees(1, 1, 2))) is None
 
 
 def test_who_takes_over_goes_by_what_persons_asked_for_and_what_ran_out_of_memory(
@@ -115,13 +116,13 @@ def of_file(
 
 def reasons(sizing: Sizing) -> str:
     """Return what it says of what it takes instead of the slow layout."""
-    found = sizing.assign()(FOUR, SLOW)
+    found = sizing.assign()(FOUR, ran(SLOW))
     assert found is not None
     return found.reason
 
 
 def runs(sizing: Sizing, present: Degrees | None) -> Degrees:
-    found = sizing.assign()(FOUR, present)
+    found = sizing.assign()(FOUR, None if present is None else ran(present))
     assert found is not None
     return found.degrees
 
@@ -217,7 +218,7 @@ def test_a_slip_of_the_planner_is_told_and_leaves_what_runs(
     said: list[str] = []
     sizing = of_file(gpu, "--planner", "cost", say=said.append)
     for _ in range(2):
-        found = sizing.assign()(FOUR, SLOW)
+        found = sizing.assign()(FOUR, ran(SLOW))
         assert found is not None
         assert found.degrees == SLOW
         assert "the planner cannot say: ZeroDivisionError('a slip')" in found.reason
