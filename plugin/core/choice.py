@@ -323,6 +323,8 @@ def _split_anew(case: _Case, sizes: Sequence[int], refused: list[str]) -> Iterat
         is_own = request.micro_batch_size is None and request.recompute is None
         for size in sizes:
             choice = _fit(case, request, size, source, refused)
+            if choice is not None and is_own and choice.degrees == case.present:
+                choice = _as_it_ran(case, request, size, source) or choice
             if choice is not None:
                 # The same TP and PP move the fewest bytes; then idle ranks cost most.
                 cost = (
@@ -335,6 +337,15 @@ def _split_anew(case: _Case, sizes: Sequence[int], refused: list[str]) -> Iterat
                 ranked.append((cost, choice))
                 break
     yield from (choice for _, choice in sorted(ranked, key=lambda entry: entry[0]))
+
+
+def _as_it_ran(case: _Case, split: DegreeRequest, size: int, source: str) -> Choice | None:
+    """Return present degrees with the passes that ran, which an entry for one change may have
+    said; None: they are not valid any more."""
+    ran = case.ran
+    request = replace(split, micro_batch_size=ran.micro_batch_size, recompute=ran.recompute)
+    choice = _fit(case, request, size, source, [])
+    return choice if choice is not None and choice.degrees == case.present else None
 
 
 def _smaller(case: _Case, splits: Iterator[DegreeRequest]) -> Iterator[DegreeRequest]:

@@ -312,3 +312,36 @@ def test_a_slip_of_the_placement_is_told_and_hosts_stay_where_they_are(
     target = Assignment((("b", 2), ("c", 2)), Degrees(2, 2, 1), 1, "")
     assert sizing.place(target, ran, (("b", 2), ("c", 2))) is target
     assert "event=not_placed ZeroDivisionError" in said[0]
+
+
+def test_who_takes_over_knows_what_was_recomputed_and_reads_what_a_release_before_said(
+    gpu: str,
+) -> None:
+    before, after, older = of_file(gpu), of_file(gpu), of_file(gpu)
+    learned(before, Measured(SLOW, 1, 50, 2.0, "full"), 10.0)
+    before.exclude(ran(FAST, "full"))
+    after.take_over(before.request)
+    assert after.request == before.request
+    match before.request.value():
+        case [*head, excluded, measured, change_s]:
+            told = [
+                *head, [each[:3] for each in excluded], [each[:4] for each in measured], change_s
+            ]  # fmt: skip
+    older.take_over(JsonText.of(told))
+    assert "full" not in str(older.request.value())
+    assert older.request != before.request
+
+
+def test_a_person_may_ask_a_running_job_to_recompute_at_the_same_degrees(gpu: str) -> None:
+    sizing = of_file(gpu)
+    kept = sizing.assign()(FOUR, ran(SLOW))
+    asked = sizing.scaled(None, None, "tp1 pp1 recompute=full", print)(FOUR, ran(SLOW))
+    assert kept is not None and asked is not None
+    assert asked.degrees == kept.degrees == SLOW and asked.recompute == "full"
+    assert not asked.is_same_as(kept)
+    assert "recompute none -> full, as requested" in asked.reason
+    why: list[str] = []
+    script = f"{MEGATRON} --recompute-granularity full"
+    full = of_file(gpu, script=script).scaled(None, None, "tp1 recompute=none", why.append)
+    assert full(FOUR, ran(SLOW)) is None
+    assert "recompute=none cannot be had: the script has full" in why[-1]

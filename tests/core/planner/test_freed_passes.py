@@ -157,6 +157,13 @@ def test_without_a_planner_an_out_of_memory_leads_to_recomputation_before_the_jo
     assert "recompute none -> full" in choice.reason
 
 
+def test_what_is_kept_keeps_its_passes() -> None:
+    ran = Choice(Degrees(4, 2, 1), (), "", 2, "full")
+    kept = chosen(8, ran=ran, planner=None)
+    assert kept.key == ran.key and "->" not in kept.reason
+    assert chosen(16, ran=ran, planner=None).passes == Passes(MICRO)
+
+
 def test_a_person_may_ask_for_it() -> None:
     asks = DegreeRequest(4, 2, recompute="full")
     choice = choose(16, LIMITS, policy(FREEDOM), None, requested=asks)
