@@ -303,7 +303,7 @@ def _with_passes(case: _Case, split: DegreeRequest, *, for_memory: bool) -> Iter
     if own is not None and freedom.is_free("micro-batch", for_memory=for_memory):
         most = MICRO_BATCHES if freedom.is_free("micro-batch", for_memory=False) else own
         batch = case.limits.global_batch_size or own
-        micros += [size for size in reversed(_divisors(batch)) if size <= most and size != own]
+        micros += [size for size in range(most, 0, -1) if batch % size == 0 and size != own]
     for recompute in freedom.recomputes(for_memory=for_memory):
         for micro in micros:
             yield replace(split, micro_batch_size=micro, recompute=recompute)
