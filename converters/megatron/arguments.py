@@ -19,6 +19,7 @@ from scalai.converters.megatron.rules import Given, faults_of, fixed_axes, value
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.faults import refuse_all
+from scalai.core.passes import Recompute
 
 _UNDERIVED: Mapping[str, str] = {
     "--cpu-offloading-num-layers": "counts layers of a pipeline stage and stays as given",
@@ -37,6 +38,14 @@ _FIRST_STAGE = "--decoder-first-pipeline-num-layers"
 _LAST_STAGE = "--decoder-last-pipeline-num-layers"
 _STATED_STAGES = ("hybrid_layer_pattern", "pipeline_model_parallel_layout")
 _SHARED_FFN = "--moe-shared-expert-intermediate-size"
+_RECOMPUTE: Mapping[Recompute | None, tuple[str, ...]] = {
+    "selective": ("--recompute-granularity", "selective"),
+    "full": (
+        "--recompute-granularity", "full", "--recompute-method", "uniform",
+        "--recompute-num-layers", "1",
+    ),
+}  # fmt: skip
+"""Each layer is computed again from its own input, on any number of pipeline stages."""
 _RAMP, _SCHEDULE = "--rampup-batch-size", "--step-batch-size-schedule"
 _PADDED_VOCAB = "--padded-vocab-size"
 _EVAL_BATCH, _EVAL_MICRO = "--eval-global-batch-size", "--eval-micro-batch-size"
@@ -88,6 +97,7 @@ def derived_flags(
     padded_vocab_size: int | None,
     micro_batch_size: int | None = None,
     eval_batch_size: int | None = None,
+    recompute: Recompute | None = None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the flags to append for ``degrees``, and one line for each flag that stays as it is.
 
@@ -99,6 +109,7 @@ def derived_flags(
         micro_batch_size: None: as given.
         eval_batch_size: Samples of a step of an evaluation in the job's first round; None: not
             known yet, or stated by a flag.
+        recompute: What is computed again in the backward pass; None: as given.
 
     Raises:
         RefusedError: The padded vocabulary or the virtual stages cannot be had at these degrees.
@@ -111,6 +122,7 @@ def derived_flags(
         flags += ["--expert-model-parallel-size", str(degrees.ep)]
     if micro_batch_size is not None and micro_batch_size != arguments.initial.micro_batch_size:
         flags += ["--micro-batch-size", str(micro_batch_size)]
+    flags += _RECOMPUTE.get(recompute, ())
     if arguments.limits.num_experts and degrees.tp > 1 and "--sequence-parallel" not in given:
         flags.append("--sequence-parallel")  # Megatron-LM trains experts under TP no other way.
     flags += _evaluation(arguments, degrees.dp, micro_batch_size, eval_batch_size)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from scalai.converters.megatron.arguments import MegatronArguments, integer
 from scalai.converters.megatron.rules import Given
 from scalai.core.errors import RefusedError
-from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, Recompute, Workload
+from scalai.core.passes import RECOMPUTES, Recompute
+from scalai.core.planner.columns import NO_SHARDING, OPTIMIZER, Workload
 from scalai.core.planner.model import ModelShape
 from scalai.core.planner.search import Choices
 
@@ -53,17 +54,21 @@ def workload_of(arguments: MegatronArguments, vocab: int | None = None) -> Workl
     precision = "fp32"
     for flag, name in (("--fp16", "fp16"), ("--bf16", "bf16"), ("--fp8-format", "fp8")):
         precision = name if flag in given else precision
-    is_fused = "--use-flash-attn" in given or not (
-        given.get("--transformer-impl") == ("local",)
-        or given.get("--attention-backend") in (("unfused",), ("local",))
-    )
     gradient = 2 if "--grad-reduce-in-bf16" in given else None
     dropouts = (given.get(f"--{part}-dropout", ("0.1",)) for part in ("hidden", "attention"))
+    is_fused = _is_attention_fused(given)
     has_dropout = any(float(words[0]) > 0 if words else True for words in dropouts)
     return Workload(
         _shape(given, vocab), batch or 0, precision, is_fused, has_dropout, gradient,
         expert_tp=arguments.limits.expert_tp, expert_capacity=_expert_capacity(given),
     )  # fmt: skip
+
+
+def _is_attention_fused(given: Given) -> bool:
+    return "--use-flash-attn" in given or not (
+        given.get("--transformer-impl") == ("local",)
+        or given.get("--attention-backend") in (("unfused",), ("local",))
+    )
 
 
 def choices_of(arguments: MegatronArguments) -> Choices:
@@ -86,6 +91,15 @@ def recompute_of(arguments: MegatronArguments) -> Recompute:
         return "full"
     is_selective = given.get("--recompute-granularity") == ("selective",)
     return "selective" if is_selective or "--recompute-activations" in given else "none"
+
+
+def more_recompute_of(arguments: MegatronArguments) -> tuple[Recompute, ...]:
+    """Return what the script can be made to compute again instead, each saving more memory than
+    the one before. What it computes again already cannot be taken back by appending flags."""
+    own = RECOMPUTES.index(recompute_of(arguments))
+    is_fused = _is_attention_fused(arguments.given)
+    # Where attention is fused its scores are never kept: selective saves nothing.
+    return tuple(kind for kind in RECOMPUTES[own + 1 :] if kind == "full" or not is_fused)
 
 
 def sharding_of(arguments: MegatronArguments) -> int:

@@ -12,6 +12,8 @@ Source: megatron/training/arguments.py of 0.14.0 to 0.19.0 and of 0.20 (d98e8a64
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from scalai.core.passes import Part
+
 Values = Mapping[str, Any]
 """Arguments by their names in Megatron-LM's namespace; one that is absent has its default."""
 Given = Mapping[str, tuple[str, ...]]
@@ -65,6 +67,18 @@ BLOCKWISE = "blockwise"
 """The value of --muon-tp-mode that orthogonalizes each tensor-parallel shard by itself."""
 _WHOLE_MATRIX = ("duplicated", "distributed")
 """Values of --muon-tp-mode that orthogonalize the whole matrix, in any layout."""
+_NO_OTHER_RECOMPUTE: Mapping[str, str] = {
+    "cpu_offloading_num_layers": "does not go with it",
+    "cpu_offloading": "does not go with it",
+    "cuda_graph_impl": "does not go with it",
+    "enable_cuda_graph": "does not go with it",
+    "external_cuda_graph": "does not go with it",
+    "fine_grained_activation_offloading": "does not go with it",
+    "moe_layer_recompute": "does not go with it (--recompute-modules moe says the same)",
+    "overlap_moe_expert_parallel_comm": "does not go with it",
+    "recompute_activations": "overrules it (--recompute-granularity selective says the same)",
+}
+"""Arguments under which nothing else can be recomputed than the flags say, and why."""
 UNEVEN_STAGES = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
@@ -148,6 +162,34 @@ def fixed_axes(values: Values) -> Iterator[tuple[str, str]]:
     if values.get("encoder_num_layers") and values.get("decoder_num_layers"):
         yield "pp", "Megatron-LM runs T5 without pipeline parallelism"
     yield from optimizer_axes(values)
+
+
+def fixed_passes(values: Values) -> Iterator[tuple[Part, str]]:
+    """Yield what of the passes stays as the flags have it, and why.
+
+    Another micro-batch is to change the order of additions alone, and to compute more again is to
+    change nothing. Source: ``MoEAuxLoss`` of transformer/moe/router.py is of one micro-batch;
+    ``forward_step_calc_loss`` of pipeline_parallel/schedules.py divides by its unmasked tokens;
+    transformer_config.py (0.16) for what does not go with recomputation.
+    """
+    if values.get("num_experts"):
+        yield (
+            "micro-batch",
+            "experts share the load within a micro-batch, so it is part of the loss",
+        )
+    elif not values.get("calculate_per_token_loss"):
+        for name in ("eod_mask_loss", "sft"):
+            if values.get(name):
+                yield (
+                    "micro-batch",
+                    f"{_flag(name)} leaves tokens out of the loss, which is then a mean of each "
+                    "micro-batch's own (--calculate-per-token-loss weighs all alike)",
+                )
+    if values.get("dataloader_type") == "external":
+        yield "micro-batch", "the order of --dataloader-type external may depend on it"
+    for name, why in _NO_OTHER_RECOMPUTE.items():
+        if values.get(name) not in (None, False, "none", "0"):
+            yield "recompute", f"{_flag(name)} {why}"
 
 
 def optimizer_axes(values: Values) -> Iterator[tuple[str, str]]:

@@ -214,6 +214,7 @@ def worker_arguments(spec: JobSpec, wanted: Workers) -> list[str]:
         facts.get("padded_vocab_size"),
         wanted.micro_batch_size,
         facts.get("eval_batch_size"),
+        wanted.recompute,
     )
     for note in notes:
         log.info("event=flags %s", note)

@@ -13,6 +13,7 @@ from scalai.converters.megatron.arguments import evaluates_by_replicas, underive
 from scalai.core.choice import Choice, DegreePolicy, candidates, check_rules, choose
 from scalai.core.degrees import AXES, Degrees, ModelLimits
 from scalai.core.errors import RefusedError
+from scalai.core.passes import PARTS
 from scalai.core.planner.preference import KNOWN_LAYOUTS
 from scalai.launch.config.elastic_config import ElasticConfig
 from scalai.launch.config.options import Options
@@ -58,7 +59,7 @@ def check_elastic(
     if all(line.choice is None for line in lines):
         raise RefusedError(f"no world has valid degrees; the last one: {lines[-1].reason}")
     offered = offered_degrees(facts.limits, facts.policy, worlds)
-    changes = _changes(facts.limits, offered)
+    changes = (*_changes(facts.limits, offered), *_passes(facts.policy))
     return "\n".join([*_header(facts, config), *changes, "", *_table(lines)])
 
 
@@ -149,6 +150,22 @@ def _changes(limits: ModelLimits, offered: frozenset[Degrees]) -> Iterator[str]:
             if axis in ("ep", "vpp"):
                 why = "until [degrees] or scalai scale asks for another"
             yield f"stays: {axis} {sizes[axis][0]} ({why})"
+
+
+def _passes(policy: DegreePolicy) -> Iterator[str]:
+    """Yield what of the passes may change, when, and what stays, with the reason."""
+    freedom, fixed = policy.freedom, dict(policy.freedom.fixed)
+    for part in PARTS:
+        if part in fixed:
+            if part in (*freedom.for_speed, *freedom.for_memory):
+                yield f"stays: {part} ({fixed[part]})"
+        elif part in freedom.for_speed:
+            yield f"may change: {part}, wherever that is computed to be faster"
+        elif part == "recompute" and not freedom.more:
+            if part in freedom.for_memory:
+                yield f"stays: {part} {freedom.own} (nothing else keeps less in memory)"
+        elif part in freedom.for_memory:
+            yield f"may change: {part}, where nothing fits into memory as the flags have it"
 
 
 def _stated(limits: ModelLimits) -> str:

@@ -17,7 +17,7 @@ from scalai.converters.deepspeed.config import (
 )
 from scalai.converters.megatron.arguments import derived_flags
 from scalai.core.errors import RefusedError, UsageError
-from scalai.core.planner.columns import RECOMPUTES
+from scalai.core.passes import RECOMPUTES
 from scalai.core.planner.devices import FIGURES, GB
 from scalai.core.planner.score import figures, group_figures, predict_rows
 from scalai.core.planner.search import Estimate, Plan, search
@@ -201,13 +201,8 @@ def _flags(question: Question, best: Estimate) -> tuple[str, ...]:
     limits = replace(arguments.limits, fixed=())
     flags, _ = derived_flags(
         replace(arguments, limits=limits), layout.degrees,
-        arguments.limits.padded_vocab_size, layout.micro_batch,
+        arguments.limits.padded_vocab_size, layout.micro_batch, recompute=layout.recompute,
     )  # fmt: skip
-    if layout.recompute == "full":
-        flags += ("--recompute-granularity", "full", "--recompute-method", "uniform",
-                  "--recompute-num-layers", "1")  # fmt: skip
-    elif layout.recompute == "selective":
-        flags += ("--recompute-granularity", "selective")
     if layout.sharding and "--use-distributed-optimizer" not in arguments.given:
         flags += ("--use-distributed-optimizer",)
     return flags

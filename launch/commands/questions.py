@@ -99,10 +99,22 @@ def _status(arguments: argparse.Namespace) -> int:
             f"{name} {value:.2f}" for name, value in last["seconds"].items() if value
         )
         print(
-            f"{'last resize':16} {last.get('before')} -> {last.get('after')} in "
+            f"{'last resize':16} {last.get('before')} -> {last.get('after')}{_passes(last)} in "
             f"{last['total_s']:.2f} s ({phases})"
         )
     return 0
+
+
+def _passes(last: Mapping[str, Any]) -> str:
+    """Return what of the passes a resize has changed; a coordinator that was started before an
+    upgrade does not say it."""
+    before, after = last.get("passes_before") or {}, last.get("passes_after") or {}
+    changed = [
+        f", {key.replace('_', ' ')} {before[key] or 'as given'} -> {after[key] or 'as given'}"
+        for key in before.keys() & after.keys()
+        if before[key] != after[key]
+    ]
+    return "".join(sorted(changed))
 
 
 def _describe_stall(host: str, stall: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from math import inf
 from scalai.core.choice import DegreePolicy, Preferring, Rule
 from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.core.errors import UsageError
-from scalai.core.planner.columns import RECOMPUTES
+from scalai.core.passes import MEMORY_PARTS, PARTS, RECOMPUTES
 from scalai.core.planner.devices import FIGURES
 from scalai.core.planner.weighing import RESIDENCE_S
 from scalai.core.young_daly import MOST_STEPS, MTBF_HOURS
@@ -205,6 +205,10 @@ class PlannerConfig:
         model: Of a DeepSpeed job, whose flags do not say it, the sizes of the model, by the names
             of ``plugin/core/planner/model.py``.
         recompute: What such a job computes again in its backward pass.
+        may_change: What beside the degrees the planner also chooses for speed: ``micro-batch``,
+            ``recompute``, ``virtual-stages``.
+        memory_may_change: What is changed where nothing fits into memory as the script's flags have
+            it: ``recompute``, ``micro-batch``.
     """
 
     kind: str = AUTO
@@ -214,8 +218,12 @@ class PlannerConfig:
     figures: Mapping[str, float] = field(default_factory=dict)
     residence_s: float = RESIDENCE_S
     trial_steps: int = 0
+    may_change: tuple[str, ...] = ()
+    memory_may_change: tuple[str, ...] = ("recompute",)
 
     def __post_init__(self) -> None:
+        _expect_some("may_change", self.may_change, PARTS)
+        _expect_some("memory_may_change", self.memory_may_change, MEMORY_PARTS)
         _expect(self.kind in PLANNERS, "kind", self.kind, "one of " + ", ".join(PLANNERS))
         for name in self.figures:
             _expect(name in FIGURES, f"figures.{name}", name, f"one of {', '.join(FIGURES)}")
@@ -320,6 +328,10 @@ def _check_words(command: str | None) -> None:
     except ValueError:  # a quotation has no end
         is_command = False
     _expect(is_command, "health_check", command, "a command, such as '/opt/check --quick'")
+
+
+def _expect_some(name: str, found: tuple[str, ...], known: tuple[str, ...]) -> None:
+    _expect(set(found) <= set(known), name, list(found), f"some of {', '.join(known)}")
 
 
 def _expect(is_met: bool, name: str, found: object, expected: str) -> None:

@@ -7,11 +7,18 @@ from typing import Any
 from scalai.converters.deepspeed.config import MICRO, TRAIN, StatedBatch, stage_of
 from scalai.converters.deepspeed.workload import workload_of as deepspeed_workload
 from scalai.converters.megatron.arguments import MegatronArguments
-from scalai.converters.megatron.model_shape import recompute_of, sharding_of, workload_of
+from scalai.converters.megatron.model_shape import (
+    more_recompute_of,
+    recompute_of,
+    sharding_of,
+    workload_of,
+)
+from scalai.converters.megatron.rules import fixed_passes, values_of
 from scalai.core.degrees import ModelLimits, Sharding
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.jsonable import Json
-from scalai.core.planner.columns import OPTIMIZER, RECOMPUTES, Workload
+from scalai.core.passes import PARTS, RECOMPUTES, Freedom
+from scalai.core.planner.columns import OPTIMIZER, Workload
 from scalai.core.planner.devices import Device, custom_device, device_named
 from scalai.core.planner.preference import Preference, Terms
 from scalai.launch.config.elastic_config import DeepSpeedConfig, PlannerConfig
@@ -111,6 +118,20 @@ def _device(config: PlannerConfig) -> Device:
 
 def _terms(config: PlannerConfig) -> Terms:
     return Terms(config.kind == "cost", config.residence_s, trial_steps=config.trial_steps)
+
+
+def read_freedom(config: PlannerConfig, arguments: MegatronArguments | None) -> Freedom:
+    """Return what beside the degrees may be another than the script's flags say."""
+    if arguments is None:
+        why = "no flag of the script is known that changes it"
+        return Freedom(fixed=tuple((part, why) for part in PARTS))
+    return Freedom(
+        own=recompute_of(arguments),
+        more=more_recompute_of(arguments),
+        fixed=tuple(fixed_passes(values_of(arguments.given))),
+        for_speed=tuple(part for part in PARTS if part in config.may_change),
+        for_memory=tuple(part for part in PARTS if part in config.memory_may_change),
+    )
 
 
 def read_workload(arguments: MegatronArguments | None, limits: ModelLimits) -> Workload | None:

@@ -24,7 +24,7 @@ from scalai.core.release import numbers_of
 from scalai.launch.config.elastic_config import ElasticConfig
 from scalai.launch.config.model_table import read_table_shape
 from scalai.launch.config.options import Options
-from scalai.launch.config.planning import read_planner, told_by
+from scalai.launch.config.planning import read_freedom, read_planner, told_by
 
 AUTOTP_ALONE = "DeepSpeed's AutoTP takes all ranks for its own, those of pipeline stages too"
 """``_init_tp_mesh_device`` of deepspeed/utils/groups.py."""
@@ -70,11 +70,16 @@ def read_script(
         limits = config.model.filled_from(arguments.limits)
         planner = read_planner(config.planner, arguments, limits)
         preference, why = (None, planner) if isinstance(planner, str) else (planner, "")
-        policy = config.policy(arguments.initial, preference)
+        policy = replace(
+            config.policy(arguments.initial, preference),
+            freedom=read_freedom(config.planner, arguments),
+        )
         return ScriptFacts(limits, policy, arguments, why)
+    freedom = read_freedom(config.planner, None)
     if deepspeed is None:
         why = str(read_planner(config.planner, None, config.model))
-        return ScriptFacts(config.model, config.policy(), why_no_planner=why)
+        policy = replace(config.policy(), freedom=freedom)
+        return ScriptFacts(config.model, policy, why_no_planner=why)
     by_world = config.deepspeed.zero_stage
     refuse_fixed(deepspeed)
     refuse_invalid(deepspeed, stages_of(deepspeed, by_world), installed_release("deepspeed"))
@@ -93,7 +98,7 @@ def read_script(
     planner = read_planner(config.planner, None, limits, told_by(deepspeed))
     preference, why = (None, planner) if isinstance(planner, str) else (planner, "")
     policy = config.policy(initial, preference)
-    policy = replace(policy, kept_axes=_kept_axes(policy, deepspeed))
+    policy = replace(policy, freedom=freedom, kept_axes=_kept_axes(policy, deepspeed))
     return ScriptFacts(limits, policy, why_no_planner=why)
 
 

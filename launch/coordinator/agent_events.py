@@ -115,7 +115,7 @@ class AgentEvents:
         if report.out_of_memory and current is not None and live.state.phase is Phase.STARTING:
             live.sizing.exclude(current)
             live.limit()
-            reason += f"; {current.degrees} is not tried again"
+            reason += f"; {current.layout} is not tried again"
         live.timeline.begin(reason)
         live.note_failure(host, reason)
         live.feed(

@@ -46,5 +46,7 @@ class Calibrating:
         micro = current.micro_batch_size or self._sizing.micro_batch_size
         if micro is None:
             return None
-        measured = Measured(current.degrees, micro, reading.steps, reading.seconds)
+        measured = Measured(
+            current.degrees, micro, reading.steps, reading.seconds, current.recompute
+        )
         return measured, change_time(job.pace, self._moves)

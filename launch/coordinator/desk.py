@@ -17,6 +17,7 @@ from scalai.core.errors import ScalaiError, StaleError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.membership import Phase, staying
 from scalai.core.messages import JsonText, Shared
+from scalai.core.passes import AS_GIVEN
 from scalai.core.reports import Attached, Doubted, Examined, Grown, Report, Sealed
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.admission import Admission
@@ -320,6 +321,7 @@ class Desk:
             "round": job.round,
             "world_size": job.current.degrees.world_size if job.current else 0,
             "degrees": str(job.current.degrees) if job.current else None,
+            **(job.current.passes if job.current else AS_GIVEN).to_json(),
             "reason": job.current.reason if job.current else None,
             "hosts": {h: {"slots": s} for h, s in staying(job)},
             "workers": dict(job.current.workers) if job.current else {},
@@ -333,7 +335,7 @@ class Desk:
                 host: check.reason or "is being checked" for host, check in job.checks.items()
             },
             "waiting_hosts": {h: round(until - job.now) for h, until in job.barred.items()},
-            "failed_changes": [f"{f.assignment.degrees}: {f.reason}" for f in job.failed],
+            "failed_changes": [f"{f.assignment.layout}: {f.reason}" for f in job.failed],
             "last_failure": self._live.last_failure,
             "last_resize": reports[-1] if reports else None,
         }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from scalai.core.choice import Choice, Preferring
 from scalai.core.degrees import Degrees
 from scalai.core.errors import ScalaiError
+from scalai.core.passes import Passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +22,20 @@ class GuardedPlanner:
     planner: Preferring
     say: Callable[[str], object]
 
-    def order(self, choices: Sequence[Choice], present: Degrees | None) -> Sequence[Choice]:
+    def order(
+        self,
+        choices: Sequence[Choice],
+        present: Degrees | None,
+        ran: Passes,
+        failed: Sequence[Choice],
+    ) -> Sequence[Choice]:
         """Return what the planner does.
 
         Raises:
             ScalaiError: It cannot say, or it has failed; then the log has where.
         """
         try:
-            return self.planner.order(choices, present)
+            return self.planner.order(choices, present, ran, failed)
         except ScalaiError:
             raise
         except Exception as error:  # our own slip: the job has degrees that run

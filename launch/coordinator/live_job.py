@@ -75,7 +75,7 @@ class LiveJob:
         self.run = secrets.token_hex(4)  # so that snapshots of two runs have different names
         self._last_number = 0
         self._gap = SUCCESSORS_GAP if is_successor else 0
-        self._degrees_before: str | None = None
+        self._ran_before = _as_before(None)
         self.sizing = Sizing(spec, say)
         self.members = Members(lock, term)
         self.calibrating = Calibrating(self.sizing)
@@ -397,14 +397,15 @@ class LiveJob:
             round=action.round,
             generation=action.generation,
             step=0 if action.generation is None else self.generations.step(action.generation),
-            before=self._degrees_before,
+            **self._ran_before,
             after=str(assignment.degrees),
+            passes_after=assignment.passes.to_json(),
             workers=dict(assignment.workers),
             why=assignment.reason,
         )
         # After a commit the old workers were stopped: their end is part of the relaunch.
         self.timeline.mark_first("committed")
-        self._degrees_before = str(assignment.degrees)
+        self._ran_before = _as_before(assignment)
         if action.steps_lost:
             self.timeline.note(steps_lost=action.steps_lost)
         self.answers = Answers()
@@ -439,10 +440,19 @@ class LiveJob:
             self.timeline.phase("first_step", self.timeline.since("proven"))
             report = self.timeline.close()
             self.calibrating.changed(report)
-            self.log(f"event=resized total_s={report['total_s']:.3f} degrees={report.get('after')}")
+            again = (report.get("passes_after") or {}).get("recompute")
+            line = f"event=resized total_s={report['total_s']:.3f} degrees={report.get('after')}"
+            self.log(line + (f" recompute={again}" if again else ""))
         if action.keep is not None:
             for number in self.generations.keep(action.keep):
                 self.command(self.members.hosts(), commands.Drop(number))
         if action.leaving:
             let_go(self, action.leaving)
             self.recount()
+
+
+def _as_before(ran: m.Assignment | None) -> dict[str, Json]:
+    """Return what the report of the next change says of the round that ran; None: none did."""
+    if ran is None:
+        return {"before": None, "passes_before": None}
+    return {"before": str(ran.degrees), "passes_before": ran.passes.to_json()}

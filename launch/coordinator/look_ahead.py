@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from scalai.core.ahead import plans_ahead
-from scalai.core.membership import Assign, Job, present_degrees, staying
+from scalai.core.membership import Assign, Job, present, staying
+from scalai.core.passes import AS_GIVEN
 from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.preference import Measured, Preference
 from scalai.launch.coordinator.sizing import Sizing
@@ -72,7 +73,7 @@ class LookAhead:
         if learned is not None:
             assign = learned[1]
         line = plans_line(assign, job)  # what is assigned is known from now on
-        assign(staying(job), present_degrees(job))
+        assign(staying(job), present(job))
         with self._job_lock:
             if learned is not None:
                 self._say(_learned_line(found, learned[0]))
@@ -89,15 +90,19 @@ def _learned_line(found: Learned | None, preference: Preference) -> str:
     steps = found[0]
     return (
         f"event=measured degrees={steps.degrees} micro_batch={steps.micro_batch} "
+        f"recompute={steps.recompute or preference.recompute} "
         f"step_s={steps.seconds:.4g} steps={steps.steps} {layouts}"
     )
 
 
 def plans_line(assign: Assign, job: Job) -> str:
     """Return what the job would run after each change that may come."""
-    plans = plans_ahead(assign, staying(job), present_degrees(job))
+    ran = present(job)
+    passes = AS_GIVEN if ran is None else ran.passes
+    plans = plans_ahead(assign, staying(job), ran)
     parts = (
-        f"{name.replace(' ', '_')}={'none' if plan is None else plan.degrees}"
+        f"{name.replace(' ', '_')}="
+        + ("none" if plan is None else f"{plan.degrees}{plan.passes.beside(passes)}")
         for name, plan in plans
     )
     return " ".join(("event=ahead", *parts))

@@ -11,7 +11,7 @@ from scalai.core.membership import (
     Assignment,
     Job,
     Phase,
-    present_degrees,
+    present,
     staying,
 )
 from scalai.core.transitions import UNHOOKED
@@ -72,7 +72,7 @@ def scale(
     job, why = live.state, list[str]()
     _refuse_while_taking_over(job)
     hosts = staying(job)
-    target = live.sizing.scaled(nproc, nnodes, degrees, why.append)(hosts, present_degrees(job))
+    target = live.sizing.scaled(nproc, nnodes, degrees, why.append)(hosts, present(job))
     if target is None:
         reason = why[-1] if why else "no host is there"
         raise UsageError(f"{_asked(nproc, nnodes, degrees)} on the hosts {dict(hosts)}: {reason}")
@@ -88,8 +88,11 @@ def scale(
     reason = target.reason
     if is_same:
         short = f"{slots} slots, {nproc} asked; " if nproc is not None and nproc > slots else ""
-        reason = f"no change: {short}{target.degrees} runs already"
-    return {"degrees": str(target.degrees), "workers": dict(target.workers), "reason": reason}
+        reason = f"no change: {short}{target.layout} runs already"
+    return {
+        "degrees": str(target.degrees), **target.passes.to_json(),
+        "workers": dict(target.workers), "reason": reason,
+    }  # fmt: skip
 
 
 def _refuse_while_taking_over(job: Job) -> None:
@@ -117,6 +120,6 @@ def _check(job: Job, target: Assignment) -> None:
     failed = failure_of(job, target)
     if failed is not None:
         raise UsageError(
-            f"{target.degrees} failed on these hosts before: {failed.reason}. They are tried again "
+            f"{target.layout} failed on these hosts before: {failed.reason}. They are tried again "
             "once the agent of one of the hosts has been started anew; or ask for others."
         )

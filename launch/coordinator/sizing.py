@@ -2,7 +2,7 @@
 requests, and what has turned out not to fit."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from scalai.core.assignment import make_assign
@@ -10,6 +10,7 @@ from scalai.core.choice import Choice
 from scalai.core.degrees import Degrees, parse_request
 from scalai.core.membership import Assign, Assignment, Place
 from scalai.core.messages import JsonText
+from scalai.core.passes import recompute_of_json
 from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.preference import (
     Measured,
@@ -110,7 +111,8 @@ class Sizing:
         """What persons have asked for, and what has run out of memory, for whoever takes this
         coordinator's place."""
         excluded = [
-            [each.degrees.to_json(), each.micro_batch_size, each.reason] for each in self._excluded
+            [each.degrees.to_json(), each.micro_batch_size, each.reason, each.recompute]
+            for each in self._excluded
         ]
         measured, change = self._recalled
         if (planner := self._preference) is not None:
@@ -140,7 +142,8 @@ class Sizing:
 
     def exclude(self, assignment: Assignment) -> None:
         """These degrees ran out of memory in their first step."""
-        failed = Choice(assignment.degrees, (), assignment.reason, assignment.micro_batch_size)
+        degrees, passes = assignment.degrees, assignment.passes
+        failed = Choice(degrees, (), assignment.reason, *astuple(passes))
         self._excluded = (*self._excluded, failed)
         self._assign = None
 
@@ -240,6 +243,8 @@ class Sizing:
 
 def _choice_of_json(data: object) -> Choice:
     match data:
-        case [dict() as degrees, int() | None as size, str(reason)]:
-            return Choice(Degrees.from_json(degrees), (), reason, size)
-    raise ValueError(f"{data!r} is no choice: degrees, samples of a pass, why")
+        case [dict() as degrees, int() | None as size, str(reason), *more] if len(more) < 2:
+            # A release before did not say what is computed again: it was what the flags say.
+            recompute = recompute_of_json(more[0]) if more else None
+            return Choice(Degrees.from_json(degrees), (), reason, size, recompute)
+    raise ValueError(f"{data!r} is no choice: degrees, samples of a pass, why, recompute")

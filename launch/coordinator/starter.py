@@ -148,6 +148,7 @@ class Starter:
                 restorable_step=step,
                 facts=JsonText.of(facts),
                 snapshot_every=every,
+                recompute=assignment.recompute,
             )
             for host, placement in place_ranks(assignment).items()
         }

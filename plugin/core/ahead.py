@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from scalai.core.degrees import Degrees
 from scalai.core.membership import Assign, Assignment
 
 Hosts = tuple[tuple[str, int], ...]
@@ -24,7 +23,7 @@ def changes_ahead(hosts: Hosts) -> Iterator[tuple[str, Hosts]]:
 
 
 def plans_ahead(
-    assign: Assign, hosts: Hosts, present: Degrees | None
+    assign: Assign, hosts: Hosts, present: Assignment | None
 ) -> Iterator[tuple[str, Assignment | None]]:
     """Yield what the job would run after each; None: it could not."""
     for name, there in changes_ahead(hosts):

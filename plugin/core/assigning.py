@@ -9,7 +9,7 @@ from scalai.core.membership import (
     FailedChange,
     Job,
     active,
-    present_degrees,
+    present,
     staying,
 )
 
@@ -21,7 +21,7 @@ def next_assignment(job: Job) -> Assignment | None:
     where there is nothing else.
     """
     hosts = staying(job)
-    target = job.assign(hosts, present_degrees(job)) if hosts else None
+    target = job.assign(hosts, present(job)) if hosts else None
     if target is None:
         return None
     if failure_of(job, target) is not None:
@@ -40,8 +40,7 @@ def placed(job: Job, target: Assignment, hosts: tuple[tuple[str, int], ...]) -> 
     if job.current is not None and target.is_same_as(job.current):
         return target
     standby = job.standby.assignment if job.standby is not None else None
-    is_ready = standby is not None and standby.micro_batch_size == target.micro_batch_size
-    if standby is not None and is_ready and _has_same_hosts(standby, target):
+    if standby is not None and _has_same_hosts(standby, target):
         idle = tuple((name, 0) for name, _ in target.workers if name not in standby.members)
         active_ones = tuple(entry for entry in standby.workers if entry[1])
         return replace(target, workers=(*active_ones, *idle), reason=standby.reason)
@@ -50,9 +49,9 @@ def placed(job: Job, target: Assignment, hosts: tuple[tuple[str, int], ...]) -> 
 
 
 def _has_same_hosts(one: Assignment, other: Assignment) -> bool:
-    """Whether both have as many workers on each host, at the same degrees."""
+    """Whether both have as many workers on each host, at the same degrees with the same passes."""
     mine, its = (sorted(entry for entry in a.workers if entry[1]) for a in (one, other))
-    return mine == its and one.degrees == other.degrees
+    return mine == its and one.has_layout_of(other)
 
 
 def _held(job: Job) -> Assignment | None:
@@ -72,7 +71,7 @@ def _fewer(
 ) -> tuple[Assignment, tuple[tuple[str, int], ...]] | None:
     """The assignment of the most hosts that has not failed, and these hosts."""
     for count in range(len(hosts) - 1, 0, -1):
-        fewer = job.assign(hosts[:count], present_degrees(job))
+        fewer = job.assign(hosts[:count], present(job))
         if fewer is not None and failure_of(job, fewer) is None:
             return fewer, hosts[:count]
     return None
@@ -93,8 +92,7 @@ def failure_of(job: Job, assignment: Assignment) -> FailedChange | None:
     members = members_of(job, assignment)
     for failed in job.failed:
         its = failed.assignment
-        is_same = _has_same_hosts(its, assignment) and members == failed.members
-        if is_same and its.micro_batch_size == assignment.micro_batch_size:
+        if _has_same_hosts(its, assignment) and members == failed.members:
             return failed
     return None
 

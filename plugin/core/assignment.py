@@ -10,6 +10,7 @@ from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.errors import RefusedError
 from scalai.core.membership import Assign, Assignment
 from scalai.core.messages import Shared
+from scalai.core.passes import AS_GIVEN, Passes
 
 KNOWN_CHOICES = 256
 """Changes of which it is kept what was chosen."""
@@ -39,17 +40,19 @@ def make_assign(
     """
 
     @lru_cache(maxsize=KNOWN_CHOICES)
-    def chosen(world: int, most: int, present: Degrees | None) -> Choice | str:
+    def chosen(world: int, most: int, present: Degrees | None, ran: Passes) -> Choice | str:
         """Return what is chosen for so many ranks on hosts of ``most`` at most, or why nothing."""
         here = policy
         if policy.preference is not None:
             here = replace(policy, preference=policy.preference.on_hosts(most))
         try:
-            return choose(world, limits, here, present, excluded=excluded, requested=requested)
+            return choose(
+                world, limits, here, present, excluded=excluded, requested=requested, ran=ran
+            )
         except RefusedError as error:
             return str(error)
 
-    def assign(hosts: tuple[tuple[str, int], ...], present: Degrees | None) -> Assignment | None:
+    def assign(hosts: tuple[tuple[str, int], ...], ran: Assignment | None) -> Assignment | None:
         if len(hosts) < min_hosts:
             explain(f"at least {min_hosts} hosts are needed, {len(hosts)} are there")
             return None
@@ -60,14 +63,17 @@ def make_assign(
         if world < 1:
             explain("no slot is there")
             return None
-        choice = chosen(world, max(slots for _, slots in used), present)
+        present = (None, AS_GIVEN) if ran is None else (ran.degrees, ran.passes)
+        choice = chosen(world, max(slots for _, slots in used), *present)
         if isinstance(choice, str):
             explain(choice)
             return None
         workers = _fill(used, choice.degrees.world_size) + tuple(
             (h, 0) for h, _ in hosts[max_hosts:]
         )
-        return Assignment(workers, choice.degrees, choice.micro_batch_size, choice.reason)
+        return Assignment(
+            workers, choice.degrees, choice.micro_batch_size, choice.reason, choice.recompute
+        )
 
     return assign
 

@@ -2,7 +2,8 @@
 
 One function decides, :func:`choose`. It keeps to what is known to work: the degrees that a person
 wrote down, else what the job's planner prefers (``planner/preference.py``), else those that run
-now.
+now. Micro-batch and recomputation are the script's, unless a person frees them or memory forces
+another (``passes.Freedom``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,16 @@ from typing import Protocol
 
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, refusal
 from scalai.core.errors import RefusedError, ScalaiError, UsageError
+from scalai.core.passes import (
+    AS_GIVEN,
+    MEMORY_PARTS,
+    MICRO_BATCHES,
+    NO_FREEDOM,
+    Freedom,
+    Passes,
+    Recompute,
+    difference,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +52,11 @@ class Preferring(Protocol):
     raises ``ScalaiError`` where it cannot."""
 
     def order(
-        self, choices: Sequence["Choice"], present: Degrees | None
+        self,
+        choices: Sequence["Choice"],
+        present: Degrees | None,
+        ran: Passes,
+        failed: Sequence["Choice"],
     ) -> Sequence["Choice"]: ...  # pragma: no cover
 
     def on_hosts(self, slots: int) -> "Preferring": ...  # pragma: no cover
@@ -59,6 +74,7 @@ class DegreePolicy:
         preference: The job's planner; None: what runs is kept.
         kept_axes: Those of TP and PP that stay what they are where no person asks for another: of
             a script that is not known to cut its model there.
+        freedom: What beside the degrees may be another than the script's flags say.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -67,6 +83,7 @@ class DegreePolicy:
     min_model_parallel: int | None = None
     preference: Preferring | None = None
     kept_axes: tuple[str, ...] = ()
+    freedom: Freedom = NO_FREEDOM
 
     def __post_init__(self) -> None:
         keys = [rule.key for rule in self.rules]
@@ -89,6 +106,17 @@ class Choice:
     reason: str = field(compare=False)
     micro_batch_size: int | None = None
     """Samples a forward pass and replica; None: unknown, the job's own."""
+    recompute: Recompute | None = None
+    """What is computed again; None: as the script's flags say."""
+
+    @property
+    def passes(self) -> Passes:
+        return Passes(self.micro_batch_size, self.recompute)
+
+    @property
+    def key(self) -> tuple[Degrees, Passes]:
+        """What tells it from other choices."""
+        return self.degrees, self.passes
 
 
 def choose(
@@ -99,6 +127,7 @@ def choose(
     *,
     excluded: Sequence[Choice] = (),
     requested: DegreeRequest | None = None,
+    ran: Passes = AS_GIVEN,
 ) -> Choice:
     """Return the first of :func:`candidates`.
 
@@ -107,11 +136,12 @@ def choose(
         present: Degrees that ran last; None on the first start.
         excluded: Choices that ran out of memory in their first step.
         requested: Degrees that a person asked for, for this change; they win over everything.
+        ran: The passes that ran with ``present``.
 
     Raises:
         RefusedError: Nothing is valid; the message names the nearest worlds where something is.
     """
-    case = _Case(world, limits, policy, present, tuple(excluded))
+    case = _Case(world, limits, policy, present, tuple(excluded), ran)
     refused: list[str] = []
     for choice in _candidates(case, requested, refused):
         return choice
@@ -130,15 +160,18 @@ def candidates(
     *,
     excluded: Sequence[Choice] = (),
     requested: DegreeRequest | None = None,
+    ran: Passes = AS_GIVEN,
 ) -> Iterator[Choice]:
     """Yield the valid choices, best first: the table's, then the planner's, then present TP and PP,
     then any other split.
 
     TP·PP does not go below what memory is known to hold, nor below what ran out of memory, except
-    by the table; and by the planner, which computes what memory holds. A request admits nothing
-    beside itself. The arguments are those of :func:`choose`.
+    by the table; and by the planner, which computes what memory holds. After an out-of-memory
+    splits with larger TP·PP come first, then the same with passes that need less memory. A request
+    admits nothing beside itself. The arguments are those of :func:`choose`.
     """
-    return _candidates(_Case(world, limits, policy, present, tuple(excluded)), requested, [])
+    case = _Case(world, limits, policy, present, tuple(excluded), ran)
+    return _candidates(case, requested, [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +183,7 @@ class _Case:
     policy: DegreePolicy
     present: Degrees | None
     excluded: tuple[Choice, ...]
+    ran: Passes = AS_GIVEN
 
     @property
     def kept(self) -> Degrees | DegreeRequest:
@@ -164,6 +198,12 @@ class _Case:
     def floor(self) -> int:
         known = self.policy.min_model_parallel or self.kept.tp * self.kept.pp
         return max(known, self.failed)
+
+    @property
+    def own(self) -> Passes:
+        """The passes of the script's flags."""
+        initial = self.policy.initial
+        return Passes((initial and initial.micro_batch_size) or self.limits.micro_batch_size)
 
     def floor_reason(self) -> str:
         return f"TP·PP below {self.floor} is not known to fit in memory (min_model_parallel)"
@@ -184,11 +224,10 @@ def _candidates(
     sizes = case.sizes()
     if not sizes:
         refused.append(f"the smallest allowed size is {min(case.policy.allowed_sizes)}")
-    seen = {(choice.degrees, choice.micro_batch_size) for choice in case.excluded}
+    seen = {choice.key for choice in case.excluded}
     for choice in _in_order(case, sizes, requested, refused):
-        what = (choice.degrees, choice.micro_batch_size)
-        if what not in seen:
-            seen.add(what)
+        if choice.key not in seen:
+            seen.add(choice.key)
             yield choice
 
 
@@ -227,43 +266,111 @@ def _asked_for(
 
 
 def _preferred(case: _Case, sizes: Sequence[int]) -> Sequence[Choice]:
-    """Return what the job's planner makes of all splits, those that ran out of memory aside."""
-    preference = case.policy.preference
+    """Return what the job's planner makes of all splits, those that ran out of memory aside.
+
+    Passes that nobody has freed are other than the script's only where nothing fits with these.
+    """
+    preference, freedom = case.policy.preference, case.policy.freedom
     if preference is None:
         return ()
+    own = _valid(case, sizes, for_memory=False)
+    ordered = preference.order(own, case.present, case.ran, case.excluded)
+    if ordered or not any(freedom.is_free(part, for_memory=True) for part in MEMORY_PARTS):
+        return ordered
+    forced = _valid(case, sizes, for_memory=True)
+    return [
+        replace(choice, reason=f"{choice.reason}; no layout fits with the script's flags alone")
+        for choice in preference.order(forced, case.present, case.ran, case.excluded)
+    ]
+
+
+def _valid(case: _Case, sizes: Sequence[int], *, for_memory: bool) -> tuple[Choice, ...]:
+    """Return all choices that are valid, with the passes that are free for speed, or also for
+    memory."""
     least = max(case.policy.min_model_parallel or 0, case.failed)
-    failed = {(each.degrees, each.micro_batch_size) for each in case.excluded}
-    known: dict[Degrees, Choice] = {}
-    for request in _splits(case, max(sizes, default=0), least):
-        for size in sizes:
-            choice = _fit(case, request, size, "computed", [])
-            if choice is not None and (choice.degrees, choice.micro_batch_size) not in failed:
-                known.setdefault(choice.degrees, choice)
-    return preference.order(tuple(known.values()), case.present)
+    failed = {each.key for each in case.excluded}
+    known: dict[tuple[Degrees, Passes], Choice] = {}
+    for split in _splits(case, max(sizes, default=0), least):
+        for request in _with_passes(case, split, for_memory=for_memory):
+            for size in sizes:
+                choice = _fit(case, request, size, "computed", [])
+                if choice is not None and choice.key not in failed:
+                    known.setdefault(choice.key, choice)
+    return tuple(known.values())
+
+
+def _with_passes(case: _Case, split: DegreeRequest, *, for_memory: bool) -> Iterator[DegreeRequest]:
+    """Yield a split with each of the passes that it may have, the script's own first."""
+    freedom, own = case.policy.freedom, case.own.micro_batch_size
+    micros: list[int | None] = [None]
+    if own is not None and freedom.is_free("micro-batch", for_memory=for_memory):
+        most = MICRO_BATCHES if freedom.is_free("micro-batch", for_memory=False) else own
+        batch = case.limits.global_batch_size or own
+        micros += [size for size in range(most, 0, -1) if batch % size == 0 and size != own]
+    for recompute in freedom.recomputes(for_memory=for_memory):
+        for micro in micros:
+            yield replace(split, micro_batch_size=micro, recompute=recompute)
 
 
 def _split_anew(case: _Case, sizes: Sequence[int], refused: list[str]) -> Iterator[Choice]:
-    """Yield present TP and PP, then every other split that the model allows."""
+    """Yield present TP and PP, then every other split that the model allows; after an
+    out-of-memory also with passes that need less."""
     kept, ranked = case.kept, []
-    for request in _splits(case, max(sizes, default=0), case.floor):
+    for request in _smaller(case, _splits(case, max(sizes, default=0), case.floor)):
         is_kept = (request.tp, request.pp) == (kept.tp, kept.pp)
         source = "TP and PP kept" if case.present else "initial degrees"
         if case.excluded:
             source = "the next candidate after an out-of-memory"
         elif not is_kept:
             source = f"{source} not valid" if case.present is None else "TP and PP changed"
+        is_own = request.micro_batch_size is None and request.recompute is None
         for size in sizes:
             choice = _fit(case, request, size, source, refused)
+            if choice is not None and is_own and choice.degrees == case.present:
+                choice = _as_it_ran(case, request, size, source) or choice
             if choice is not None:
                 # The same TP and PP move the fewest bytes; then idle ranks cost most.
                 cost = (
-                    not is_kept, request.tp * request.pp <= case.failed, len(choice.idle_ranks),
+                    not (is_kept and is_own), _after_failure(case, request),
+                    not is_own and not is_kept, -(request.micro_batch_size or MICRO_BATCHES),
+                    len(choice.idle_ranks),
                     request.tp * request.pp, request.tp != kept.tp, request.pp != kept.pp,
                     request.vpp != kept.vpp, request.tp,
                 )  # fmt: skip
                 ranked.append((cost, choice))
                 break
     yield from (choice for _, choice in sorted(ranked, key=lambda entry: entry[0]))
+
+
+def _as_it_ran(case: _Case, split: DegreeRequest, size: int, source: str) -> Choice | None:
+    """Return present degrees with the passes that ran, which an entry for one change may have
+    said; None: they are not valid any more."""
+    ran = case.ran
+    request = replace(split, micro_batch_size=ran.micro_batch_size, recompute=ran.recompute)
+    choice = _fit(case, request, size, source, [])
+    return choice if choice is not None and choice.degrees == case.present else None
+
+
+def _smaller(case: _Case, splits: Iterator[DegreeRequest]) -> Iterator[DegreeRequest]:
+    """Yield the splits; after an out-of-memory each also with the passes that need less memory."""
+    recompute = case.policy.freedom.recomputes(for_memory=True)[-1]
+    own = case.own.micro_batch_size or 1
+    for split in splits:
+        yield split
+        if not case.excluded:
+            continue
+        for request in _with_passes(case, split, for_memory=True):
+            is_less = request.micro_batch_size is None or request.micro_batch_size < own
+            if request.recompute == recompute and is_less and request != split:
+                yield request
+
+
+def _after_failure(case: _Case, request: DegreeRequest) -> int:
+    """Return in which turn a split comes after an out-of-memory: larger TP·PP, then passes that
+    need less memory, then what is left. Where nothing has failed all come in one."""
+    if request.micro_batch_size is not None or request.recompute is not None:
+        return 1
+    return 2 if request.tp * request.pp <= case.failed else 0
 
 
 def _splits(case: _Case, most: int, least: int) -> Iterator[DegreeRequest]:
@@ -276,13 +383,17 @@ def _splits(case: _Case, most: int, least: int) -> Iterator[DegreeRequest]:
     tps = [kept.tp] if "tp" in fixed else _divisors(limits.num_attention_heads or kept.tp)
     is_uneven = limits.first_stage_layers is not None or limits.last_stage_layers is not None
     is_known = limits.num_layers is not None and not is_uneven and "pp" not in fixed
-    pps = _divisors((limits.num_layers or 0) + limits.extra_layers) if is_known else [kept.pp]
+    layers = (limits.num_layers or 0) + limits.extra_layers
+    pps = _divisors(layers) if is_known else [kept.pp]
+    has_all_stages = is_known and case.policy.freedom.is_free("virtual-stages", for_memory=False)
     pairs = dict.fromkeys([(kept.tp, kept.pp), *((tp, pp) for tp in tps for pp in pps)])
     for tp, pp in pairs:
         if least <= tp * pp <= most:
-            yield DegreeRequest(tp, pp, vpp=kept.vpp if pp > 1 else 1)
-            if kept.vpp > 1 and pp > 1:
-                yield DegreeRequest(tp, pp)
+            stages = [kept.vpp, 1] if pp > 1 else [1]
+            if has_all_stages and pp > 1:
+                stages += _divisors(layers // pp)
+            for vpp in dict.fromkeys(stages):
+                yield DegreeRequest(tp, pp, vpp=vpp)
 
 
 def _divisors(number: int) -> list[int]:
@@ -296,10 +407,12 @@ def _fit(
 
     None, and a line in ``refused``, where no number of replicas is.
     """
-    allowed, initial = case.policy.allowed_sizes, case.policy.initial
+    allowed = case.policy.allowed_sizes
     cp, ep = request.cp or case.kept.cp or 1, request.ep or case.kept.ep or 1
-    micro = request.micro_batch_size or (initial and initial.micro_batch_size)
-    micro = micro or case.limits.micro_batch_size
+    micro = request.micro_batch_size or case.own.micro_batch_size
+    if (fault := case.policy.freedom.refusal(request.recompute)) is not None:
+        refused.append(fault)
+        return None
     replica = request.tp * request.pp * cp
     most = size // replica
     if request.dp is not None:
@@ -319,7 +432,9 @@ def _fit(
                 why_idle = f"allowed sizes are {', '.join(map(str, allowed))}"
             elif request.dp is not None:
                 why_idle = f"DP{request.dp} was asked for"
-            return _chosen(case, degrees, micro, source, why_idle, refused)
+            recompute = request.recompute if request.recompute != case.policy.freedom.own else None
+            passes = Passes(micro, recompute)
+            return _chosen(case, degrees, passes, source, why_idle, refused)
         first_fault = first_fault or f"not {degrees}: {fault}"
     refused.append(first_fault)
     return None
@@ -328,13 +443,16 @@ def _fit(
 def _chosen(
     case: _Case,
     degrees: Degrees,
-    micro: int | None,
+    passes: Passes,
     source: str,
     why_idle: str,
     refused: Sequence[str],
 ) -> Choice:
     before = case.present
     change = f"{before} -> {degrees}" if before and before != degrees else str(degrees)
+    ran = case.ran if before else case.own
+    if changed := difference(ran, passes, case.policy.freedom.own):
+        change += f", {changed}"
     line = f"{_ranks(case.world)}: {change}, {source}"
     if refused:
         line += f"; {refused[0]}"
@@ -342,7 +460,7 @@ def _chosen(
     if idle:
         names = f"rank {idle[0]}" if len(idle) == 1 else f"ranks {idle[0]} to {idle[-1]}"
         line += f"; {names} idle ({why_idle})"
-    return Choice(degrees, idle, line, micro)
+    return Choice(degrees, idle, line, passes.micro_batch_size, passes.recompute)
 
 
 def _nearest_worlds(case: _Case, requested: DegreeRequest | None) -> str:

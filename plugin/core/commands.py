@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from scalai.core.dataset.ledger import Lost
 from scalai.core.fingerprint import Committed
 from scalai.core.messages import JsonText, Shared
+from scalai.core.passes import Recompute
 from scalai.core.remembered import Remembered
 from scalai.core.replicas import Ring
 from scalai.core.source_list import SourceList
@@ -55,7 +56,8 @@ class Workers:
     """Which workers a host runs in a round, and what they are told before they build their models.
 
     ``run`` names this run of the job; snapshots on the way lie ``snapshot_every`` steps apart (0:
-    there are none); ``degrees`` are as of ``Degrees.to_json``; workers meet at
+    there are none); ``degrees`` are as of ``Degrees.to_json``; without ``micro_batch_size`` and
+    ``recompute`` passes are as the script's flags say; workers meet at
     ``master_addr``, ``master_port``. Of the newest ``generation`` (None: there is none)
     ``restorable_step`` and ``facts`` are known.
     """
@@ -71,6 +73,7 @@ class Workers:
     restorable_step: int | None
     facts: JsonText
     snapshot_every: int
+    recompute: Recompute | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from scalai.core.errors import RefusedError, UsageError
+from scalai.core.passes import RECOMPUTES, Recompute
 
 AXES = ("tp", "pp", "dp", "vpp", "cp", "ep")
 """Names of the axes, in the order in which they are printed."""
@@ -376,8 +377,8 @@ def _optimizer_copies(degrees: Degrees, limits: ModelLimits) -> Iterator[str]:
 class DegreeRequest:
     """Degrees that somebody asks for.
 
-    ``dp`` None: as many replicas as fit; ``cp``, ``ep``, ``micro_batch_size`` None: what the job
-    has.
+    ``dp`` None: as many replicas as fit; ``cp``, ``ep``, ``micro_batch_size``, ``recompute`` None:
+    what the job has.
     """
 
     tp: int = 1
@@ -387,8 +388,12 @@ class DegreeRequest:
     cp: int | None = None
     ep: int | None = None
     micro_batch_size: int | None = None
+    recompute: Recompute | None = None
 
     def __post_init__(self) -> None:
+        if self.recompute is not None and self.recompute not in RECOMPUTES:
+            kinds = ", ".join(RECOMPUTES)
+            raise UsageError(f"recompute={self.recompute!r} is none of {kinds}.")
         for axis in (*AXES, "micro_batch_size"):
             size = getattr(self, axis)
             if size is not None and (
@@ -399,15 +404,17 @@ class DegreeRequest:
     def __str__(self) -> str:
         sizes = {**asdict(self), "vpp": self.vpp if self.vpp > 1 else None}
         text = "·".join(f"{a.upper()}{sizes[a]}" for a in AXES if sizes[a] is not None)
-        return text + (f"·MBS{self.micro_batch_size}" if self.micro_batch_size else "")
+        text += f"·MBS{self.micro_batch_size}" if self.micro_batch_size else ""
+        return text + (f"·recompute={self.recompute}" if self.recompute else "")
 
 
-_WORD = re.compile(r"(tp|pp|dp|vpp|cp|ep|mbs|micro_batch_size)=?(\d+)")
+_WORD = re.compile(r"(tp|pp|dp|vpp|cp|ep|mbs|micro_batch_size)=?(\d+)|(recompute)=([a-z]+)")
+_NAMES = (*AXES, "micro_batch_size", "recompute")
 
 
 def parse_request(value: object) -> DegreeRequest:
-    """Read ``"tp2 pp1"``, ``"tp=2,pp=1"``, ``"TP2·PP1·MBS4"`` or ``{"tp": 2, "micro_batch_size":
-    4}``.
+    """Read ``"tp2 pp1"``, ``"tp=2,pp=1"``, ``"TP2·PP1·MBS4"``, ``"tp2 recompute=full"`` or
+    ``{"tp": 2, "micro_batch_size": 4}``.
 
     TP and PP that are not named are 1.
 
@@ -416,20 +423,22 @@ def parse_request(value: object) -> DegreeRequest:
     """
     if isinstance(value, DegreeRequest):
         return value
-    sizes: dict[str, int] = {}
+    stated: dict[str, Any] = {}
     if isinstance(value, Mapping):
-        sizes = {str(key): size for key, size in value.items()}
+        stated = {str(key): size for key, size in value.items()}
     elif isinstance(value, str) and value.strip():
         for word in re.split(r"[\s,;·]+", value.strip().lower()):
             match = _WORD.fullmatch(word)
-            if match is None or match[1].replace("mbs", "micro_batch_size") in sizes:
+            name = "" if match is None else (match[1] or match[3])
+            name = name.replace("mbs", "micro_batch_size")
+            if match is None or name in stated:
                 fault = "is not a degree" if match is None else "stands there twice"
                 raise UsageError(f"{word!r} in {value!r} {fault}; write for example 'tp2 pp1'.")
-            sizes[match[1].replace("mbs", "micro_batch_size")] = int(match[2])
+            stated[name] = match[4] or int(match[2])
     else:
         raise UsageError(f"{value!r} are not degrees; write for example 'tp2 pp1'.")
-    unknown = sorted(set(sizes) - {*AXES, "micro_batch_size"})
+    unknown = sorted(set(stated) - set(_NAMES))
     if unknown:
-        known = ", ".join((*AXES, "micro_batch_size"))
+        known = ", ".join(_NAMES)
         raise UsageError(f"{unknown[0]!r} in {value!r} is not an axis; known are {known}.")
-    return DegreeRequest(**sizes)
+    return DegreeRequest(**stated)

@@ -29,6 +29,7 @@ from scalai.core.copies import Archiving, Replication
 from scalai.core.dataset.ledger import Lost
 from scalai.core.degrees import Degrees
 from scalai.core.pace import Pace
+from scalai.core.passes import Passes, Recompute
 from scalai.core.remembered import Remembered
 from scalai.core.spacing import Spacing
 from scalai.core.underway import TakingOver
@@ -96,6 +97,8 @@ class Assignment:
     degrees: Degrees
     micro_batch_size: int | None
     reason: str
+    recompute: Recompute | None = None
+    """What is computed again; None: as the script's flags say."""
     active: tuple[str, ...] = field(init=False, repr=False, compare=False)
     """Hosts that have workers. Made once, because it is asked for with every report of a host."""
     members: frozenset[str] = field(init=False, repr=False, compare=False)
@@ -106,10 +109,24 @@ class Assignment:
         object.__setattr__(self, "active", active)
         object.__setattr__(self, "members", frozenset(active))
 
+    @property
+    def passes(self) -> Passes:
+        return Passes(self.micro_batch_size, self.recompute)
+
+    @property
+    def layout(self) -> str:
+        """Its degrees, and what is computed again where that is not as the script's flags say."""
+        return f"{self.degrees}{self.passes.beside(self.passes)}"
+
     def is_same_as(self, other: "Assignment") -> bool:
-        """Whether the same workers would run at the same degrees; idle hosts do not count."""
+        """Whether the same workers would run at the same degrees with the same passes; idle hosts
+        do not count."""
         mine, its = ([entry for entry in a.workers if entry[1]] for a in (self, other))
-        return mine == its and self.degrees == other.degrees
+        return mine == its and self.has_layout_of(other)
+
+    def has_layout_of(self, other: "Assignment") -> bool:
+        """Whether it has the same degrees and passes."""
+        return self.degrees == other.degrees and self.passes == other.passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +208,8 @@ class Start:
     is_proven: bool = False
 
 
-Assign = Callable[[tuple[tuple[str, int], ...], Degrees | None], Assignment | None]
-"""(hosts and their slots in rank order, present degrees) -> an assignment, or None where no world
+Assign = Callable[[tuple[tuple[str, int], ...], Assignment | None], Assignment | None]
+"""(hosts and their slots in rank order, what ran last) -> an assignment, or None where no world
 fits yet."""
 
 LOST = ""
@@ -390,15 +407,14 @@ def staying(job: Job) -> tuple[tuple[str, int], ...]:
     if place:
         hosts.sort(key=lambda host: place.get(host.name, len(place)))  # else in that order
     free = tuple([(host.name, host.slots) for host in hosts if host.name not in job.barred])
-    if len(free) == len(hosts) or (free and job.assign(free, present_degrees(job)) is not None):
+    if len(free) == len(hosts) or (free and job.assign(free, present(job)) is not None):
         return free
     return tuple((host.name, host.slots) for host in hosts)
 
 
-def present_degrees(job: Job) -> Degrees | None:
-    """The degrees that ran last, else those of the start under way."""
-    last = job.ran or job.current
-    return last.degrees if last else None
+def present(job: Job) -> Assignment | None:
+    """What ran last, else the start under way."""
+    return job.ran or job.current
 
 
 def active(job: Job) -> frozenset[str]:

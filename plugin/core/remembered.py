@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scalai.core.messages import JsonText
+from scalai.core.passes import Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Run:
     workers: tuple[tuple[str, int], ...]
     degrees: Mapping[str, int]
     micro_batch_size: int | None
+    recompute: Recompute | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,9 +97,9 @@ def failed_before(job: Job) -> tuple[FailedChange, ...]:
 
 def _run(assignment: Assignment) -> Run:
     degrees = assignment.degrees.to_json()
-    return Run(assignment.workers, degrees, assignment.micro_batch_size)
+    return Run(assignment.workers, degrees, assignment.micro_batch_size, assignment.recompute)
 
 
 def _assignment(run: Run) -> Assignment:
     degrees, why = Degrees.from_json(run.degrees), "it ran under the coordinator before"
-    return Assignment(run.workers, degrees, run.micro_batch_size, why)
+    return Assignment(run.workers, degrees, run.micro_batch_size, why, run.recompute)

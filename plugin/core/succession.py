@@ -99,7 +99,9 @@ def adopt(job: Job) -> Result:
         job,
         round=one.round,
         last_round=max(job.last_round, one.round),
-        current=Assignment(one.workers, one.layout, one.micro_batch_size, "it ran so"),
+        current=Assignment(
+            one.workers, one.layout, one.micro_batch_size, "it ran so", one.recompute
+        ),
         newest=max(each.newest for each in found.values()),
         is_hooked=all(each.is_hooked for each in found.values()),
         gone=gone,

@@ -42,7 +42,7 @@ from scalai.core.membership import (
     Start,
     active,
     leaving,
-    present_degrees,
+    present,
     staying,
 )
 from scalai.core.replicating import give_up, needs_older, release_older, without
@@ -146,8 +146,7 @@ def _is_built_for(job: Job, target: Assignment | None) -> bool:
     """Whether the workers that stand by are those of this assignment."""
     if job.standby is None or target is None:
         return False
-    its = job.standby.assignment
-    return target.is_same_as(its) and target.micro_batch_size == its.micro_batch_size
+    return target.is_same_as(job.standby.assignment)
 
 
 def stop_unbuilt(job: Job, reason: str) -> Result:
@@ -314,7 +313,7 @@ def _look(job: Job) -> Result:
 def missing(job: Job) -> str:
     """What a job waits for that cannot begin its round."""
     hosts = staying(job)
-    fits = bool(hosts) and job.assign(hosts, present_degrees(job)) is not None
+    fits = bool(hosts) and job.assign(hosts, present(job)) is not None
     found = (job.obstacle or _NOT_WHOLE) if fits else "for hosts"
     checked = [
         f"; host {host} "

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from scalai.core.degrees import Degrees
+from scalai.core.passes import Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class Underway:
         round: Its number.
         workers: All hosts of the round with how many workers each has, in rank order.
         degrees: As of ``Degrees.to_json``.
-        micro_batch_size: None: the script's own.
+        micro_batch_size, recompute: None: the script's own.
         generation: What it began from; None: from the script's own initial state.
         newest: The furthest step of this host's workers.
         is_proven: Whether they may train: what they began from is proven.
@@ -48,6 +49,7 @@ class Underway:
     is_failed: bool
     is_finished: bool
     every: int
+    recompute: Recompute | None = None
 
     @property
     def members(self) -> frozenset[str]:

@@ -10,8 +10,10 @@ from scalai.converters.megatron.arguments import (
     is_megatron,
     read_arguments,
 )
+from scalai.converters.megatron.model_shape import more_recompute_of, recompute_of
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, refusal
 from scalai.core.errors import RefusedError, UsageError
+from scalai.core.passes import Recompute
 
 GPT = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --lr 1e-3 "
@@ -262,6 +264,40 @@ def test_an_evaluation_keeps_the_samples_of_its_steps(
     arguments = read_arguments(base.split())
     found = derived_flags(arguments, Degrees(1, 1, dp), 50304, eval_batch_size=batch)[0]
     assert " ".join(found[4:-2]) == derived
+
+
+@pytest.mark.parametrize(
+    ("recompute", "flags"),
+    [
+        (None, ""),
+        ("none", ""),
+        ("selective", "--recompute-granularity selective"),
+        ("full", "--recompute-granularity full --recompute-method uniform "
+         "--recompute-num-layers 1"),
+    ],
+)  # fmt: skip
+def test_what_is_computed_again_is_said_by_flags_behind_all_others(
+    recompute: Recompute | None, flags: str
+) -> None:
+    found = derived_flags(read(), Degrees(1, 2, 1), None, 1, recompute=recompute)[0]
+    assert " ".join(found[4:]) == f"--micro-batch-size 1 {flags}".strip()
+
+
+@pytest.mark.parametrize(
+    ("flags", "own", "more"),
+    [
+        ("", "none", ("full",)),
+        ("--transformer-impl local", "none", ("selective", "full")),
+        ("--transformer-impl local --recompute-granularity selective", "selective", ("full",)),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", "full",
+         ()),
+    ],
+)  # fmt: skip
+def test_more_can_be_computed_again_and_never_less(
+    flags: str, own: Recompute, more: tuple[Recompute, ...]
+) -> None:
+    assert recompute_of(read(flags)) == own
+    assert more_recompute_of(read(flags)) == more
 
 
 def test_what_cannot_be_derived_is_named() -> None:

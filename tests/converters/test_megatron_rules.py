@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from scalai.converters.megatron.arguments import read_arguments
-from scalai.converters.megatron.rules import faults_of, fixed_axes, values_of
+from scalai.converters.megatron.rules import faults_of, fixed_axes, fixed_passes, values_of
 from scalai.core.degrees import Degrees, refusal
 from scalai.core.errors import RefusedError
 
@@ -146,3 +146,26 @@ def test_flags_become_the_arguments_that_they_set() -> None:
         "data_sharding": False,
         "betas": ("0.9", "0.95"),
     }
+
+
+@pytest.mark.parametrize(
+    ("flags", "fixed"),
+    [
+        ("", {}),
+        ("--num-experts 4", {"micro-batch": "part of the loss"}),
+        ("--eod-mask-loss", {"micro-batch": "--calculate-per-token-loss"}),
+        ("--eod-mask-loss --calculate-per-token-loss", {}),
+        ("--dataloader-type external", {"micro-batch": "order"}),
+        ("--cpu-offloading-num-layers 2", {"recompute": "--cpu-offloading-num-layers"}),
+        ("--cpu-offloading-num-layers 0 --cuda-graph-impl none", {}),
+        ("--cuda-graph-impl local", {"recompute": "--cuda-graph-impl"}),
+        ("--recompute-activations", {"recompute": "--recompute-granularity selective"}),
+    ],
+)
+def test_what_of_the_passes_stays_is_said_with_the_reason(
+    flags: str, fixed: dict[str, str]
+) -> None:
+    found = dict(fixed_passes(values_of(read_arguments(f"{GPT} {flags}".split()).given)))
+    assert found.keys() == fixed.keys()
+    for part, why in found.items():
+        assert fixed[part] in why

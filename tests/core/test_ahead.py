@@ -6,6 +6,7 @@ from scalai.core.ahead import NEWCOMER, changes_ahead, plans_ahead
 from scalai.core.assignment import make_assign
 from scalai.core.choice import DegreePolicy
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
+from support.membership_choice import ran
 
 FOUR = tuple((name, 2) for name in "abcd")
 
@@ -33,7 +34,7 @@ def test_where_nothing_is_valid_it_says_so() -> None:
         ModelLimits(num_attention_heads=8, global_batch_size=8, micro_batch_size=1),
         DegreePolicy(initial=DegreeRequest(4, 1)), min_hosts=1, max_hosts=8,
     )  # fmt: skip
-    plans = dict(plans_ahead(assign, FOUR[:2], Degrees(4, 1, 1)))
+    plans = dict(plans_ahead(assign, FOUR[:2], ran(Degrees(4, 1, 1))))
     assert plans["one less"] is None
     more = plans["one more"]
     assert more is not None
@@ -51,7 +52,7 @@ def test_what_was_chosen_is_known_when_another_host_of_its_kind_goes() -> None:
     assign = make_assign(
         ModelLimits(), Counting(initial=DegreeRequest(1, 1)), min_hosts=1, max_hosts=8
     )
-    present = Degrees(1, 1, 8)
+    present = ran(Degrees(1, 1, 8))
     list(plans_ahead(assign, FOUR, present))
     before = len(asked)
     assert assign(tuple(host for host in FOUR if host[0] != "b"), present) is not None

@@ -6,6 +6,7 @@ from scalai.core.assignment import make_assign, place_ranks
 from scalai.core.choice import DegreePolicy, Rule
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.membership import Assign
+from support.membership_choice import ran
 
 LIMITS = ModelLimits(num_attention_heads=4, num_layers=4, global_batch_size=12, micro_batch_size=1)
 TABLE = DegreePolicy(
@@ -30,7 +31,7 @@ def test_every_slot_gets_a_worker_where_the_degrees_fill_the_world() -> None:
 
 
 def test_a_limit_of_workers_leaves_the_last_slots_idle() -> None:
-    assignment = assign(max_workers=3)((("a", 2), ("b", 2)), Degrees(2, 1, 2))
+    assignment = assign(max_workers=3)((("a", 2), ("b", 2)), ran(Degrees(2, 1, 2)))
     assert assignment is not None
     assert assignment.workers == (("a", 2), ("b", 1))
     assert assignment.degrees == Degrees(1, 1, 3)

@@ -164,6 +164,8 @@ def test_another_micro_batch_size_is_checked_instead_of_the_models() -> None:
         ("pp2", DegreeRequest(1, 2)),
         ("pp2 vpp2 mbs4", DegreeRequest(1, 2, vpp=2, micro_batch_size=4)),
         ({"tp": 2, "ep": 2, "micro_batch_size": 1}, DegreeRequest(2, 1, ep=2, micro_batch_size=1)),
+        ("tp2 recompute=full", DegreeRequest(2, 1, recompute="full")),
+        (str(DegreeRequest(2, 1, recompute="selective")), DegreeRequest(2, recompute="selective")),
         (DegreeRequest(4, 1), DegreeRequest(4, 1)),
     ],
 )

@@ -177,5 +177,11 @@ def test_the_job_is_done_when_the_workers_of_every_host_are() -> None:
 
 def test_idle_hosts_do_not_make_an_assignment_another_one() -> None:
     small = m.Assignment((("a", 2),), Degrees(1, 1, 2), 1, "")
-    assert small.is_same_as(m.Assignment((("a", 2), ("b", 0)), Degrees(1, 1, 2), 2, "other"))
+    assert small.is_same_as(m.Assignment((("a", 2), ("b", 0)), Degrees(1, 1, 2), 1, "other"))
     assert not small.is_same_as(m.Assignment((("a", 2),), Degrees(2, 1, 1), 1, ""))
+
+
+def test_other_passes_make_an_assignment_another_one() -> None:
+    small = m.Assignment((("a", 2),), Degrees(1, 1, 2), 1, "")
+    assert not small.is_same_as(replace(small, micro_batch_size=2))
+    assert not small.is_same_as(replace(small, recompute="full"))

@@ -78,8 +78,14 @@ DISTRIBUTED = [
             ["--dataloader-type", "cyclic"],
             marks=pytest.mark.campaign,
         ),
+        (real_text, 4, 2, {4: "tp2 pp1 mbs2", 2: "tp2 pp1 mbs1 recompute=full"}, DISTRIBUTED),
     ],
-    ids=["mock data, TP2·DP2 to PP2", "real text, DP3 to TP2", "each its own part, TP2·DP2 to PP2"],
+    ids=[
+        "mock data, TP2·DP2 to PP2",
+        "real text, DP3 to TP2",
+        "each its own part, TP2·DP2 to PP2",
+        "other passes, TP2·DP2 to TP2",
+    ],
 )
 def test_losses_samples_and_rates_are_those_of_the_uninterrupted_run(
     data: Callable[[Path], list[str]],
@@ -97,6 +103,28 @@ def test_losses_samples_and_rates_are_those_of_the_uninterrupted_run(
     changed.wait_for_step(BEFORE)
     changed.scale(target)
     changed.finish()
+    check_as_uninterrupted(alone, changed)
+
+
+def test_other_passes_at_the_same_degrees_change_nothing_but_themselves(
+    tmp_path: Path, start: Start
+) -> None:
+    flags, degrees = mock_data(tmp_path), {2: "tp1 pp2"}
+    alone = start("alone", 2, degrees, flags)
+    alone.finish()
+    changed = start("changed", 2, degrees, flags)
+    changed.wait_for_step(BEFORE)
+    assert changed.status()["micro_batch_size"] == 1
+    changed.scale(2, "tp1 pp2 mbs3 recompute=full")
+    changed.wait_until(lambda: changed.status()["recompute"] == "full", "recomputation")
+    changed.finish()
+    assert "micro-batch 1 -> 3, recompute none -> full, as requested" in changed.log
+    assert "event=resized" in changed.log
+    check_as_uninterrupted(alone, changed)
+
+
+def check_as_uninterrupted(alone: Job, changed: Job) -> None:
+    """Compare what two jobs have consumed and learned, one of which was changed once."""
     expected, found = alone.ledger(), changed.ledger()
     assert list(found) == list(expected) == list(range(1, STEPS + 1))
     assert len({entry.round for entry in found.values()}) == 2, changed.log

@@ -112,6 +112,35 @@ def test_the_version_is_looked_at_without_a_configuration_too(tmp_path: Path) ->
     assert "Traceback" not in ended.stderr
 
 
+def test_it_is_said_what_of_the_passes_may_change_and_when(tmp_path: Path) -> None:
+    path = tmp_path / "elastic.toml"
+    assert "may change: recompute, where nothing fits into memory as the flags have it" in check(
+        GPT
+    )
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    assert "stays: recompute full (nothing else keeps less in memory)" in check(f"{GPT} {full}")
+    path.write_text('[planner]\nmay_change = ["micro-batch"]\nmemory_may_change = []\n')
+    free = check(f"--elastic {path} {GPT}")
+    assert "may change: micro-batch, wherever that is computed to be faster" in free
+    assert "recompute, where" not in free
+    masked = check(f"--elastic {path} {GPT} --eod-mask-loss")
+    assert "stays: micro-batch (--eod-mask-loss leaves tokens out of the loss" in masked
+
+
+def test_a_world_on_which_nothing_fits_is_shown_with_what_is_recomputed(tmp_path: Path) -> None:
+    large = (
+        "pretrain_gpt.py --num-layers 64 --hidden-size 5120 --num-attention-heads 40 "
+        "--seq-length 2048 --max-position-embeddings 2048 --padded-vocab-size 51200 --bf16 "
+        "--micro-batch-size 4 --global-batch-size 64 --use-distributed-optimizer "
+        "--tensor-model-parallel-size 8"
+    )
+    path = tmp_path / "elastic.toml"
+    path.write_text('[planner]\ngpu = "a100-80gb"\nkind = "cost"\n')
+    found = rows(check(f"--elastic {path} --nnodes 1:8 {large}", slots=8))
+    assert "recompute none -> full" in found["8"][2]
+    assert "recompute" not in found["64"][2]
+
+
 def test_it_is_said_who_chooses_degrees(tmp_path: Path) -> None:
     model = "--hidden-size 256 --seq-length 64 --padded-vocab-size 512"
     kept = check(f"{GPT} {model}")

@@ -9,7 +9,7 @@ from scalai.core.choice import Rule, choose
 from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.core.errors import UsageError
 from scalai.launch.config.elastic_config import ElasticConfig, ProbeConfig
-from scalai.launch.config.elastic_file import load_config
+from scalai.launch.config.elastic_file import load_config, parse_config
 
 Writer = Callable[[str], str]
 EXAMPLES = Path(__file__).parents[2] / "configs"
@@ -135,3 +135,9 @@ def test_stated_limits_win_over_those_that_were_read() -> None:
     assert stated.filled_from(read) == ModelLimits(
         num_layers=4, num_attention_heads=2, is_sequence_parallel=True
     )
+
+
+@pytest.mark.parametrize("line", ['may_change = ["tp"]', 'memory_may_change = ["virtual-stages"]'])
+def test_only_what_may_be_freed_is_taken(line: str) -> None:
+    with pytest.raises(UsageError, match="expected some of micro-batch, recompute"):
+        parse_config(f"[planner]\n{line}\n", "mine.toml")

@@ -16,6 +16,7 @@ from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
 from scalai.launch.coordinator.first_state import first_state
 from scalai.launch.coordinator.sizing import Sizing
+from support.membership_choice import ran
 
 FOUR, TWO = (("a", 2), ("b", 2)), (("a", 2),)
 
@@ -30,26 +31,26 @@ def sizing(tmp_path_factory: pytest.TempPathFactory) -> Sizing:
 
 def test_requested_degrees_hold_until_the_next_scale(sizing: Sizing) -> None:
     sizing.rescale(None, None, "tp4")
-    first = sizing.assign()(FOUR, Degrees(2, 1, 2))
-    again = sizing.assign()(FOUR, Degrees(4, 1, 1))
+    first = sizing.assign()(FOUR, ran(Degrees(2, 1, 2)))
+    again = sizing.assign()(FOUR, ran(Degrees(4, 1, 1)))
     assert first is not None and again is not None
     assert first.degrees == again.degrees == Degrees(4, 1, 1)
     sizing.rescale(None, None, None)
-    back = sizing.assign()(FOUR, Degrees(4, 1, 1))
+    back = sizing.assign()(FOUR, ran(Degrees(4, 1, 1)))
     assert back is not None
     assert back.degrees == Degrees(2, 1, 2)
 
 
 def test_a_job_goes_on_where_requested_degrees_do_not_fit_any_more(sizing: Sizing) -> None:
     sizing.rescale(None, None, "tp4")
-    assignment = sizing.assign()(TWO, Degrees(4, 1, 1))
+    assignment = sizing.assign()(TWO, ran(Degrees(4, 1, 1)))
     assert assignment is not None
     assert assignment.degrees == Degrees(1, 1, 2)
 
 
 def test_a_request_that_does_not_fit_is_not_taken_for_another(sizing: Sizing) -> None:
     why: list[str] = []
-    assert sizing.scaled(None, None, "tp4", why.append)(TWO, Degrees(1, 1, 2)) is None
+    assert sizing.scaled(None, None, "tp4", why.append)(TWO, ran(Degrees(1, 1, 2))) is None
 
 
 def test_who_takes_over_goes_by_what_persons_asked_for_and_what_ran_out_of_memory(
@@ -117,13 +118,13 @@ def of_file(
 
 def reasons(sizing: Sizing) -> str:
     """Return what it says of what it takes instead of the slow layout."""
-    found = sizing.assign()(FOUR, SLOW)
+    found = sizing.assign()(FOUR, ran(SLOW))
     assert found is not None
     return found.reason
 
 
 def runs(sizing: Sizing, present: Degrees | None) -> Degrees:
-    found = sizing.assign()(FOUR, present)
+    found = sizing.assign()(FOUR, None if present is None else ran(present))
     assert found is not None
     return found.degrees
 
@@ -229,7 +230,7 @@ def test_a_slip_of_the_planner_is_told_and_leaves_what_runs(
     said: list[str] = []
     sizing = of_file(gpu, "--planner", "cost", say=said.append)
     for _ in range(2):
-        found = sizing.assign()(FOUR, SLOW)
+        found = sizing.assign()(FOUR, ran(SLOW))
         assert found is not None
         assert found.degrees == SLOW
         assert "the planner cannot say: ZeroDivisionError('a slip')" in found.reason
@@ -323,3 +324,36 @@ def test_a_slip_of_the_placement_is_told_and_hosts_stay_where_they_are(
     target = Assignment((("b", 2), ("c", 2)), Degrees(2, 2, 1), 1, "")
     assert sizing.place(target, ran, (("b", 2), ("c", 2))) is target
     assert "event=not_placed ZeroDivisionError" in said[0]
+
+
+def test_who_takes_over_knows_what_was_recomputed_and_reads_what_a_release_before_said(
+    gpu: str,
+) -> None:
+    before, after, older = of_file(gpu), of_file(gpu), of_file(gpu)
+    learned(before, Measured(SLOW, 1, 50, 2.0, "full"), 10.0)
+    before.exclude(ran(FAST, "full"))
+    after.take_over(before.request)
+    assert after.request == before.request
+    match before.request.value():
+        case [*head, excluded, measured, change_s]:
+            told = [
+                *head, [each[:3] for each in excluded], [each[:4] for each in measured], change_s
+            ]  # fmt: skip
+    older.take_over(JsonText.of(told))
+    assert "full" not in str(older.request.value())
+    assert older.request != before.request
+
+
+def test_a_person_may_ask_a_running_job_to_recompute_at_the_same_degrees(gpu: str) -> None:
+    sizing = of_file(gpu)
+    kept = sizing.assign()(FOUR, ran(SLOW))
+    asked = sizing.scaled(None, None, "tp1 pp1 recompute=full", print)(FOUR, ran(SLOW))
+    assert kept is not None and asked is not None
+    assert asked.degrees == kept.degrees == SLOW and asked.recompute == "full"
+    assert not asked.is_same_as(kept)
+    assert "recompute none -> full, as requested" in asked.reason
+    why: list[str] = []
+    script = f"{MEGATRON} --recompute-granularity full"
+    full = of_file(gpu, script=script).scaled(None, None, "tp1 recompute=none", why.append)
+    assert full(FOUR, ran(SLOW)) is None
+    assert "recompute=none cannot be had: the script has full" in why[-1]

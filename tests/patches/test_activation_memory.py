@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from scalai.core.degrees import Degrees
-from scalai.core.planner.columns import Layout, Recompute, Workload, columns_of
+from scalai.core.passes import Recompute
+from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import device_named
 from scalai.core.planner.memory import kept_activations
 from scalai.core.planner.model import ModelShape, gpt

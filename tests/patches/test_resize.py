@@ -7,11 +7,13 @@ import pytest
 
 from support.training.jobs import Job
 from support.training.megatron_layouts import (
+    AGAIN,
     BF16,
     BUCKETS,
     DP2,
     DP3,
     DP4,
+    EIGHT,
     EP2,
     EXACT,
     FP16,
@@ -41,6 +43,7 @@ from support.training.worker_pool import WorkerPool
 NO_REDUCTIONS = {"is_tied": False, "clip": 0.0}
 """Without tied weights and clipping no sum runs over pipeline stages."""
 INSTANCES = {"distributed": True, "overlap": True, "instances": 2}
+TWICE = {**TP2DP2, "micro_batch_size": 2}
 OFFLOADED = {"distributed": True, "precision": "bf16", "is_offloaded": True}
 
 CASES: list[tuple[str, Fields, Fields, Fields, float]] = [
@@ -51,6 +54,15 @@ CASES: list[tuple[str, Fields, Fields, Fields, float]] = [
     ("pp4-to-pp2-untied", NO_REDUCTIONS, PP4, PP2, EXACT),
     ("virtual-stages-to-one", {}, VPP2, ONE, FP32),
     ("pp2-to-virtual-stages", NO_REDUCTIONS, PP2, VPP2, EXACT),
+    ("recompute-none-to-full", {}, DP2, {**DP2, **AGAIN}, EXACT),
+    ("recompute-full-to-selective", {}, {**TP2, **AGAIN}, {**TP2, "recompute": "selective"}, EXACT),
+    ("recompute-with-dropout", {"dropout": 0.1}, TP2DP2, {**TP2DP2, **AGAIN}, EXACT),
+    ("recompute-of-experts", {**MOE, **SPLIT}, EP2, {**EP2, **AGAIN}, EXACT),
+    ("recompute-with-fewer-ranks", BUCKETS, TP2DP2, {**TP2, **AGAIN}, FP32),
+    ("micro-batch-4-to-1", {**EIGHT, **SPLIT}, {**DP2, "micro_batch_size": 4}, DP2, FP32),
+    ("micro-batch-1-to-2-of-stages", EIGHT, VPP2, {**VPP2, "micro_batch_size": 2}, FP32),
+    ("micro-batch-and-recompute-of-fewer", {**EIGHT, **SPLIT}, TWICE, {**TP2, **AGAIN}, FP32),
+    ("micro-batch-bf16", {**EIGHT, "precision": "bf16"}, TWICE, {**PP2, **AGAIN}, BF16),
     ("dp2-to-dp3", SIX, DP2, DP3, FP32),
     ("dp2-to-dp3-buckets", {**SIX, **BUCKETS}, DP2, DP3, FP32),
     ("tp2pp2-to-dp3-buckets", {**SIX, **BUCKETS}, TP2PP2, DP3, FP32),

@@ -50,7 +50,7 @@ SOURCES = Shared(
         b"\x80\x00", (Tensor("param/e", (0, 2), "BF16"),), TEXT, TEXT, {"tp0": 0, "tp1": 1},
     )
 )  # fmt: skip
-RAN = Run((("a", 2), ("b", 0)), {"tp": 2}, None)
+RAN = Run((("a", 2), ("b", 0)), {"tp": 2}, None, "full")
 KNOWN = Remembered(2, 7, TEXT, 4, 1, 3, 1, RAN, (FailedRun(RAN, "no"),), (3, 4))
 PARTS: list[Any] = [
     commands.Remember(Shared(KNOWN)),
@@ -271,3 +271,12 @@ def test_threads_may_read_the_first_message_of_a_kind_all_at_once() -> None:
         [sys.executable, "-c", FIRST_WORDS], cwd=tests, timeout=DEADLINE_S, check=False
     )
     assert run.returncode == 0
+
+
+def test_a_round_of_a_release_before_recomputed_what_the_flags_say() -> None:
+    written = encode({"workers": [["a", 2]], "degrees": {"tp": 2}, "micro_batch_size": 2})
+    assert decode(written, Run) == Run((("a", 2),), {"tp": 2}, 2, None)
+    with pytest.raises(MessageError):
+        decode(
+            encode({"workers": [], "degrees": {}, "micro_batch_size": 2, "recompute": "some"}), Run
+        )

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 from scalai.core import membership as m
 from scalai.core.degrees import Degrees
+from scalai.core.passes import Recompute
 
 
 def assign_all(minimum: int = 1, allowed: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) -> m.Assign:
     """Return an assignment that takes the largest allowed number of workers."""
 
-    def assign(hosts: tuple[tuple[str, int], ...], present: Degrees | None) -> m.Assignment | None:
+    def assign(hosts: tuple[tuple[str, int], ...], ran: m.Assignment | None) -> m.Assignment | None:
         world = max((n for n in allowed if n <= sum(s for _, s in hosts)), default=0)
         if len(hosts) < minimum or not world:
             return None
@@ -21,6 +22,11 @@ def assign_all(minimum: int = 1, allowed: tuple[int, ...] = (1, 2, 3, 4, 6, 8)) 
         return m.Assignment(tuple(workers), Degrees(1, 1, world), 1, f"dp={world}")
 
     return assign
+
+
+def ran(degrees: Degrees, recompute: Recompute | None = None) -> m.Assignment:
+    """Return what ran on one host."""
+    return m.Assignment((("a", degrees.world_size),), degrees, None, "it ran", recompute)
 
 
 def turn_round(

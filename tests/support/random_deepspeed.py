@@ -8,6 +8,7 @@ from typing import Any
 from scalai.converters.deepspeed.validity import BF16_SUMS_ARE_BF16, stages_of
 from scalai.core.degrees import DegreeRequest, Degrees
 from scalai.core.errors import RefusedError, UsageError
+from scalai.core.membership import Assignment
 from scalai.launch.config.elastic_config import DeepSpeedConfig, ElasticConfig
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
@@ -85,7 +86,9 @@ def judge(case: Case) -> Verdict:
     micro = f" mbs{case.micro_batch}" if case.micro_batch else ""
     request = f"tp{asked.tp} pp{asked.pp} dp{asked.dp}{micro}"
     why: list[str] = []
-    found = sizing.scaled(None, None, request, why.append)((("a", case.ranks),), case.first)
+    hosts = (("a", case.ranks),)
+    ran = Assignment(hosts, case.first, None, "") if case.first is not None else None
+    found = sizing.scaled(None, None, request, why.append)(hosts, ran)
     if found is None:
         return Verdict(why[0], "coordinator", (_plain(case, order),))
     try:

@@ -73,4 +73,5 @@ def underway(state: HostState, seen: Seen | None) -> Underway | None:
         is_failed=current.failure is not None or current.emergency is not None,
         is_finished=current.has_finished,
         every=workers.snapshot_every if current.every is None else current.every,
+        recompute=workers.recompute,
     )

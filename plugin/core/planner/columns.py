@@ -2,19 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from scalai.core.degrees import Degrees
 from scalai.core.errors import UsageError
+from scalai.core.passes import RECOMPUTES, Recompute
 from scalai.core.planner.devices import PRECISIONS, Device
 from scalai.core.planner.model import LARGEST, ModelShape
 
 Floats = npt.NDArray[np.float64]
-Recompute = Literal["none", "selective", "full"]
-RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 NO_SHARDING, OPTIMIZER, GRADIENTS, WEIGHTS = range(4)
 """What data-parallel ranks keep a part of: nothing; as ZeRO 1 (Megatron-LM's distributed optimizer)
 the optimizer's state; as ZeRO 2 the gradients too; as ZeRO 3 the weights too."""

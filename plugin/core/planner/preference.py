@@ -11,13 +11,15 @@ from math import erf, exp, inf, log, sqrt
 from statistics import median_high, median_low
 
 import numpy as np
+import numpy.typing as npt
 
 from scalai.core.batches import fit_batches
 from scalai.core.choice import Choice
 from scalai.core.degrees import Degrees, Sharding
 from scalai.core.errors import ScalaiError
+from scalai.core.passes import AS_GIVEN, Passes, Recompute, recompute_of_json
 from scalai.core.planner.change_time import ChangeTime
-from scalai.core.planner.columns import Layout, Recompute, Workload, columns_of
+from scalai.core.planner.columns import Columns, Layout, Workload, columns_of
 from scalai.core.planner.devices import Device
 from scalai.core.planner.fit import Calibration, calibrate, uncalibrated
 from scalai.core.planner.memory import USABLE, step_memory
@@ -41,6 +43,11 @@ WORTH = 3.0
 NINETY_PERCENT = 1.645
 
 
+_Key = tuple[Degrees, Passes]
+"""What tells a layout of the job from others: none of the passes is None."""
+Bools = npt.NDArray[np.bool_]
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Steps of the job in one layout.
@@ -49,12 +56,18 @@ class Measured:
         micro_batch: Samples of a pass.
         steps: How many were made while it was measured.
         seconds: Of a usual one.
+        recompute: None: as the script's flags say.
     """
 
     degrees: Degrees
     micro_batch: int
     steps: int
     seconds: float
+    recompute: Recompute | None = None
+
+    @property
+    def passes(self) -> Passes:
+        return Passes(self.micro_batch, self.recompute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +112,9 @@ class Preference:
     Attributes:
         work: What a step computes.
         device: What each rank runs on.
-        recompute, is_sequence_parallel: How the script runs, at any degrees.
         sharding: ZeRO's stage by world size.
+        is_sequence_parallel: How the script runs, at any degrees.
+        recompute: What is computed again where a choice does not say it.
         micro_batch: Samples of a pass where a choice does not say it: where they divide a
             replica's share of the global batch, else as many below as do.
         terms: What holds beside.
@@ -130,8 +144,8 @@ class Preference:
         what a change takes (None: not measured)."""
         if change is not None:
             return replace(self, terms=replace(self.terms, change=change)).with_measured(found)
-        key = found.degrees, found.micro_batch
-        others = (each for each in self.measured if (each.degrees, each.micro_batch) != key)
+        key = found.degrees, found.passes
+        others = (each for each in self.measured if (each.degrees, each.passes) != key)
         return self.with_all_measured((*others, found))
 
     def recalling(self, measured: Sequence[Measured], change: ChangeTime | None) -> "Preference":
@@ -156,7 +170,7 @@ class Preference:
         kept = tuple(measured)
         if not kept:
             return replace(self, measured=(), calibration=uncalibrated())
-        x = columns_of([self._case(each.degrees, each.micro_batch) for each in kept])
+        x = columns_of([self._case(each.degrees, each.passes) for each in kept])
         seconds = np.array([each.seconds for each in kept])
         return replace(self, measured=kept, calibration=calibrate(x, seconds))
 
@@ -164,23 +178,32 @@ class Preference:
         """Return the planner for hosts with so many ranks each."""
         return replace(self, device=replace(self.device, per_host=max(1, slots)))
 
-    def order(self, choices: Sequence[Choice], present: Degrees | None) -> tuple[Choice, ...]:
+    def order(
+        self,
+        choices: Sequence[Choice],
+        present: Degrees | None,
+        ran: Passes = AS_GIVEN,
+        failed: Sequence[Choice] = (),
+    ) -> tuple[Choice, ...]:
         """Return the choices that fit, best first, with the reason of each; none of them where the
         planner does not decide.
 
         Args:
             choices: What is valid, each once.
             present: The degrees that run; None: none do.
+            ran: The passes that run with them.
+            failed: What ran out of memory: nothing fits that is held to need as much.
         """
         if not self.is_deciding or not choices:
             return ()
-        cases = sorted(self._cases(choices, present), key=_by_work)
+        runs = None if present is None else self._key(present, ran)
+        cases = sorted(self._cases(choices, runs, failed), key=_by_work)
         if not cases:
             return ()
-        if present is not None:
-            nearest = [self._with_cost(case, present) for case in cases[:COSTED]]
+        if runs is not None:
+            nearest = [self._with_cost(case, runs) for case in cases[:COSTED]]
             cases = sorted([*nearest, *cases[COSTED:]], key=_by_work)
-        stays = next((case for case in cases if case.choice.degrees == present), None)
+        stays = next((case for case in cases if self._of_choice(case.choice) == runs), None)
         first, why = cases[0], "the most work until the next change"
         if stays is not None:
             first, why = self._or_stay(cases, stays)
@@ -221,12 +244,12 @@ class Preference:
                 return case
         return None
 
-    def _with_cost(self, case: _Case, present: Degrees) -> _Case:
+    def _with_cost(self, case: _Case, runs: _Key) -> _Case:
         """Return the case with the seconds of its change: those that any takes, and those of its
         own bytes."""
-        if case.choice.degrees == present:
+        if self._of_choice(case.choice) == runs:
             return case
-        work, device, before = self._case(present, self.micro_batch)
+        work, device, before = self._case(*runs)
         try:
             change = reconfiguration(
                 work, device, before, self._of(case.choice)[2],
@@ -244,20 +267,16 @@ class Preference:
         known = (one.is_measured, other.is_measured)
         return self.calibration.spread_of_ratio(x, MEASURED_SPREAD, known)
 
-    def _cases(self, choices: Sequence[Choice], present: Degrees | None) -> list[_Case]:
-        known = {
-            (each.degrees, self._fitted(each.degrees, each.micro_batch)): each
-            for each in self.measured
-        }
+    def _cases(
+        self, choices: Sequence[Choice], runs: _Key | None, failed: Sequence[Choice]
+    ) -> list[_Case]:
+        known = {self._key(each.degrees, each.passes): each for each in self.measured}
         x = columns_of([self._of(choice) for choice in choices])
-        said, fits = (
-            self.calibration.predict(x),
-            step_memory(x).total <= USABLE * self.device.memory,
-        )
+        said, fits = self.calibration.predict(x), self._fits(x, failed)
         bias, found = self._bias(), []
         for place, choice in enumerate(choices):
-            is_present = choice.degrees == present
-            mine = known.get((choice.degrees, self._micro(choice)))
+            is_present = self._of_choice(choice) == runs
+            mine = known.get(self._of_choice(choice))
             if not (fits[place] or is_present or mine is not None):
                 continue
             numbers = (said.seconds[place], said.low[place], said.high[place])
@@ -270,31 +289,46 @@ class Preference:
             found.append(_worth(case, self.terms.residence_s))
         return found
 
+    def _fits(self, x: Columns, failed: Sequence[Choice]) -> Bools:
+        """Return which of these cases fit into memory, as far as that is known."""
+        needed = step_memory(x).total
+        fits: Bools = needed <= USABLE * self.device.memory
+        if failed:
+            too_much = step_memory(columns_of([self._of(choice) for choice in failed])).total
+            fits &= needed < too_much.min()
+        return fits
+
     def _bias(self) -> float:
         """Return by how much steps of this job take longer than predicted, as far as coefficients
         do not say it: all of its layouts have that in common. Of two middle ones it is the one
         nearer to 1, so that one strange layout among two says nothing of all others."""
         if not self.measured:
             return 1.0
-        x = columns_of([self._case(each.degrees, each.micro_batch) for each in self.measured])
+        x = columns_of([self._case(each.degrees, each.passes) for each in self.measured])
         longer = [one.seconds for one in self.measured] / self.calibration.predict(x).seconds
         return float(np.clip(1.0, median_low(longer), median_high(longer)))
 
     def _of(self, choice: Choice) -> tuple[Workload, Device, Layout]:
-        return self._case(choice.degrees, self._micro(choice))
+        return self._case(*choice.key)
 
-    def _micro(self, choice: Choice) -> int:
-        return self._fitted(choice.degrees, choice.micro_batch_size or self.micro_batch)
+    def _of_choice(self, choice: Choice) -> _Key:
+        return self._key(*choice.key)
 
     def _fitted(self, degrees: Degrees, micro_batch: int) -> int:
         if self.work.global_batch % degrees.dp:
             return micro_batch
         return fit_batches(self.work.global_batch, degrees.dp, micro_batch).micro_batch_size
 
-    def _case(self, degrees: Degrees, micro_batch: int) -> tuple[Workload, Device, Layout]:
+    def _key(self, degrees: Degrees, passes: Passes) -> _Key:
+        """Return the layout with the script's own passes where none are stated."""
+        micro = self._fitted(degrees, passes.micro_batch_size or self.micro_batch)
+        return degrees, Passes(micro, passes.recompute or self.recompute)
+
+    def _case(self, degrees: Degrees, passes: Passes) -> tuple[Workload, Device, Layout]:
         layout = Layout(
-            degrees, self._fitted(degrees, micro_batch), self.recompute,
-            self.sharding.on(degrees.world_size), self.is_sequence_parallel and degrees.tp > 1,
+            degrees, self._fitted(degrees, passes.micro_batch_size or self.micro_batch),
+            passes.recompute or self.recompute, self.sharding.on(degrees.world_size),
+            self.is_sequence_parallel and degrees.tp > 1,
         )  # fmt: skip
         return self.work, self.device, layout
 
@@ -302,7 +336,8 @@ class Preference:
 def measured_to_json(measured: Sequence[Measured]) -> list[list[object]]:
     """Return what ``measured_of_json`` reads."""
     return [
-        [each.degrees.to_json(), each.micro_batch, each.steps, each.seconds] for each in measured
+        [each.degrees.to_json(), each.micro_batch, each.steps, each.seconds, each.recompute]
+        for each in measured
     ]
 
 
@@ -336,13 +371,15 @@ def change_of_json(data: Sequence[object]) -> ChangeTime | None:
 
 
 def _measured_of_json(entry: object) -> Measured:
-    wrong = f"{entry!r} is no measured step: degrees, samples of a pass, steps, seconds"
+    wrong = f"{entry!r} is no measured step: degrees, samples of a pass, steps, seconds, recompute"
     match entry:
-        case (dict() as degrees, int(micro), int(steps), float() | int() as seconds) if (
+        case (dict() as degrees, int(micro), int(steps), float() | int() as seconds, *more) if (
             all(isinstance(size, int) for size in degrees.values())
-            and micro > 0 and 0 < seconds < inf
+            and micro > 0 and 0 < seconds < inf and len(more) < 2
         ):  # fmt: skip
-            return Measured(Degrees.from_json(degrees), micro, steps, float(seconds))
+            # A release before did not say what is computed again: it was what the flags say.
+            recompute = recompute_of_json(more[0]) if more else None
+            return Measured(Degrees.from_json(degrees), micro, steps, float(seconds), recompute)
     raise ValueError(wrong)
 
 
@@ -372,7 +409,8 @@ def _with_reason(case: _Case, stays: _Case | None, why: str) -> Choice:
     source = "measured" if case.is_measured else f"{case.low:.3g} to {case.high:.3g}"
     text = f"{case.choice.reason}; by cost: {case.seconds:.3g} s a step ({source}), {why}"
     if stays is not None and case is not stays:
-        text += f"; {stays.choice.degrees} has {stays.seconds:.3g} s, a change costs "
-        text += f"{case.cost_s:.0f} s"
+        is_same = stays.choice.degrees == case.choice.degrees
+        runs = "what runs" if is_same else str(stays.choice.degrees)
+        text += f"; {runs} has {stays.seconds:.3g} s, a change costs {case.cost_s:.0f} s"
         text += f" and its bytes: {case.uncounted}" if case.uncounted else ""
     return replace(case.choice, reason=text)

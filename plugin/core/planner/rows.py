@@ -8,7 +8,8 @@ import numpy as np
 
 from scalai.core.degrees import Degrees, ModelLimits, refusal
 from scalai.core.errors import RefusedError, ScalaiError
-from scalai.core.planner.columns import RECOMPUTES, Layout, Workload, columns_of
+from scalai.core.passes import RECOMPUTES
+from scalai.core.planner.columns import Layout, Workload, columns_of
 from scalai.core.planner.devices import Device, device_named
 from scalai.core.planner.memory import fits, is_too_large
 from scalai.core.planner.model import ModelShape

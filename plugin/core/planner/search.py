@@ -13,23 +13,13 @@ import numpy as np
 
 from scalai.core.degrees import Degrees, ModelLimits, refusal
 from scalai.core.errors import RefusedError
-from scalai.core.planner.columns import (
-    GRADIENTS,
-    OPTIMIZER,
-    RECOMPUTES,
-    Columns,
-    Layout,
-    Recompute,
-    Workload,
-    grid,
-)
+from scalai.core.passes import MICRO_BATCHES, RECOMPUTES, Recompute
+from scalai.core.planner.columns import GRADIENTS, OPTIMIZER, Columns, Layout, Workload, grid
 from scalai.core.planner.devices import GB, Device
 from scalai.core.planner.fit import Calibration, uncalibrated
 from scalai.core.planner.memory import USABLE, StepMemory, step_memory
 from scalai.core.planner.time import StepTime, step_time
 
-MICRO_BATCHES = 32
-"""Larger micro-batches are not tried."""
 REPLICA_COUNTS = 3
 """How many of the largest numbers of replicas that fit the devices are tried with each split of the
 model: fewer replicas leave more devices idle."""

@@ -8,12 +8,13 @@ import numpy as np
 
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, refusal
 from scalai.core.errors import RefusedError
+from scalai.core.passes import MICRO_BATCHES
 from scalai.core.planner.columns import GRADIENTS, Layout, Workload, columns_of
 from scalai.core.planner.devices import GB, Device
 from scalai.core.planner.fit import Calibration
 from scalai.core.planner.memory import fits, step_memory
 from scalai.core.planner.reconfiguration import Rates, reconfiguration
-from scalai.core.planner.search import MICRO_BATCHES, Choices, divisors, search
+from scalai.core.planner.search import Choices, divisors, search
 from scalai.core.planner.time import step_time
 from scalai.core.planner.trace import Trace
 from scalai.core.planner.trace_policies import (

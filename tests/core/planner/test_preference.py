@@ -200,7 +200,9 @@ def test_a_change_whose_bytes_cannot_be_counted_says_so(monkeypatch: pytest.Monk
 class _Failing:
     """A planner that cannot say what anything costs."""
 
-    def order(self, _: Sequence[Choice], present: Degrees | None) -> Sequence[Choice]:
+    def order(
+        self, _: Sequence[Choice], present: Degrees | None, *passes: object
+    ) -> Sequence[Choice]:
         raise LayoutError(f"nothing is known of {present}")
 
     def on_hosts(self, slots: int) -> "_Failing":

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scalai.core.passes import Recompute
+
 SEED, OTHER_SEED = 1234, 4321
 """A fresh job starts from other weights: one that is not written cannot be right by luck."""
 BEFORE, AFTER = range(0, 3), range(3, 6)
@@ -53,6 +55,8 @@ class Job:
     dropout: float = 0.0
     clip: float = 1.0
     global_batch_size: int = 4
+    micro_batch_size: int = 1
+    recompute: Recompute = "none"
     loss_scale: float = 2.0**12
 
 

@@ -39,6 +39,8 @@ TEXT: Fields = {
     "padded_vocabulary": 50304, "vocabulary": 50257, "hidden": 16, "heads": 2, "layers": 2,
 }  # fmt: skip
 UNTIED: Fields = {"is_tied": False}
+EIGHT: Fields = {"global_batch_size": 8}
+AGAIN: Fields = {"recompute": "full"}
 SIX: Fields = {"global_batch_size": 6}
 OVERFLOWS: Fields = {"precision": "fp16", "loss_scale": 2.0**20}
 """Steps 0 and 3 of 6 are skipped: one before the resize and one after it."""

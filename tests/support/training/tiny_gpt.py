@@ -69,7 +69,9 @@ class Training:
         model_parallel_cuda_manual_seed(seed)
         self.dp = parallel_state.get_data_parallel_world_size()
         microbatches.destroy_num_microbatches_calculator()
-        microbatches.init_num_microbatches_calculator(rank, None, job.global_batch_size, 1, self.dp)
+        microbatches.init_num_microbatches_calculator(
+            rank, None, job.global_batch_size, job.micro_batch_size, self.dp
+        )
         config = _transformer(job)
         self.chunks = [_chunk(job, config, stage) for stage in range(job.vpp or 1)]
         config.finalize_model_grads_func = finalize_model_grads
@@ -110,7 +112,7 @@ class Training:
             model=self.chunks if self.job.vpp else self.chunks[0],
             num_microbatches=microbatches.get_num_microbatches(),
             seq_length=self.job.sequence,
-            micro_batch_size=1,
+            micro_batch_size=self.job.micro_batch_size,
             decoder_seq_length=self.job.sequence,
             forward_only=False,
         )
@@ -120,19 +122,30 @@ class Training:
             self.skipped.append(step)
         if parallel_state.get_tensor_model_parallel_rank():
             return {}
-        dp_rank = parallel_state.get_data_parallel_rank()
         return {
-            number * self.dp + dp_rank: float(entry["loss"]) for number, entry in enumerate(losses)
+            sample: float(loss)
+            for number, entry in enumerate(losses)
+            for sample, loss in zip(self._numbers(number), entry["losses"], strict=True)
         }
+
+    def _numbers(self, number: int) -> range:
+        """Return which samples of the global batch this replica's micro-batch has, in megatron's
+        order (``MegatronPretrainingSampler``)."""
+        size, dp_rank = self.job.micro_batch_size, parallel_state.get_data_parallel_rank()
+        first = (number * self.dp + dp_rank) * size
+        return range(first, first + size)
 
     def _samples(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield this replica's micro-batches in megatron's order; a sample depends on the step."""
-        dp_rank = parallel_state.get_data_parallel_rank()
         for number in range(microbatches.get_num_microbatches()):
-            generator = torch.Generator().manual_seed(1_000_003 * step + number * self.dp + dp_rank)
-            start, stride = torch.randint(1, self.job.vocabulary, (2,), generator=generator)
-            tokens = (start + stride * torch.arange(self.job.sequence + 1)) % self.job.vocabulary
-            yield tokens[None, :-1].contiguous(), tokens[None, 1:].contiguous()
+            samples = [self._sample(step, sample) for sample in self._numbers(number)]
+            tokens = torch.stack(samples)
+            yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def _sample(self, step: int, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1_000_003 * step + number)
+        start, stride = torch.randint(1, self.job.vocabulary, (2,), generator=generator)
+        return (start + stride * torch.arange(self.job.sequence + 1)) % self.job.vocabulary
 
 
 def _forward(samples: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -> Any:
@@ -142,12 +155,13 @@ def _forward(samples: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -
     is_translator = hasattr(unwrap(model), "encoder")
 
     def loss(output: torch.Tensor) -> Any:
-        mean = output.float().mean()
-        return mean, {"loss": mean.detach().clone()}
+        by_sample = output.float().mean(dim=1)
+        return by_sample.mean(), {"losses": by_sample.detach().clone()}
 
     if is_translator:
         return translate(model, tokens, labels, mask), loss
-    return model(tokens, torch.arange(length)[None], mask, labels=labels), loss
+    positions = torch.arange(length).expand_as(tokens)
+    return model(tokens, positions, mask, labels=labels), loss
 
 
 def _transformer(job: Job) -> TransformerConfig:
@@ -188,6 +202,9 @@ def _transformer(job: Job) -> TransformerConfig:
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         deallocate_pipeline_outputs=True,
+        recompute_granularity=None if job.recompute == "none" else job.recompute,
+        recompute_method="uniform" if job.recompute == "full" else None,
+        recompute_num_layers=1 if job.recompute == "full" else None,
         batch_p2p_comm=not job.vpp,
         overlap_p2p_comm=bool(job.vpp),
     )
