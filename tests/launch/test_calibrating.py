@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from scalai.core.degrees import Degrees
-from scalai.core.membership import Job, Phase
+from scalai.core.membership import Assignment, Job, Phase
 from scalai.core.pace import Pace
 from scalai.core.planner.change_time import ChangeTime
 from scalai.core.planner.preference import Measured
@@ -22,7 +22,7 @@ def read(reports: list[dict[str, Any]]) -> tuple[Measured, ChangeTime | None]:
     watch = Calibrating(cast(Sizing, sizing), clock=lambda: float(next(seconds)))
     for report in reports:
         watch.changed(report)
-    current = SimpleNamespace(degrees=DEGREES, micro_batch_size=None)
+    current = Assignment((("a", 4),), DEGREES, None, "")
     for step in range(1000):
         job = SimpleNamespace(
             current=current, phase=Phase.RUNNING, round=1, newest=step, pace=PACE

@@ -335,7 +335,7 @@ def test_who_takes_over_knows_what_was_recomputed_and_reads_what_a_release_befor
     after.take_over(before.request)
     assert after.request == before.request
     match before.request.value():
-        case [*head, excluded, measured, change_s]:
+        case [*head, excluded, measured, change_s, _]:
             told = [
                 *head, [each[:3] for each in excluded], [each[:4] for each in measured], change_s
             ]  # fmt: skip
