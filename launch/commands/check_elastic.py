@@ -10,11 +10,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from scalai.converters.megatron.arguments import evaluates_by_replicas, underived_notes
-from scalai.core.choice import Choice, DegreePolicy, candidates, check_rules, choose
+from scalai.core.choice import candidates, check_rules, choose
 from scalai.core.degrees import AXES, Degrees, ModelLimits
 from scalai.core.errors import RefusedError
 from scalai.core.passes import PARTS
 from scalai.core.planner.preference import KNOWN_LAYOUTS
+from scalai.core.policy import Choice, DegreePolicy
 from scalai.launch.config.elastic_config import ElasticConfig
 from scalai.launch.config.options import Options
 from scalai.launch.config.script import ScriptFacts, read_script

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
 
-from scalai.core.choice import DegreePolicy, Preferring, Rule
 from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.core.errors import UsageError
 from scalai.core.passes import MEMORY_PARTS, PARTS, RECOMPUTES
 from scalai.core.planner.devices import FIGURES
 from scalai.core.planner.weighing import RESIDENCE_S
+from scalai.core.policy import DegreePolicy, Preferring, Rule
 from scalai.core.young_daly import MOST_STEPS, MTBF_HOURS
 from scalai.launch.config.notice_source import NoticeSource, parse_source
 

@@ -75,7 +75,6 @@ class LiveJob:
         self.run = secrets.token_hex(4)  # so that snapshots of two runs have different names
         self._last_number = 0
         self._gap = SUCCESSORS_GAP if is_successor else 0
-        self._ran_before = _as_before(None)
         self.sizing = Sizing(spec, say)
         self.members = Members(lock, term)
         self.calibrating = Calibrating(self.sizing)
@@ -392,20 +391,9 @@ class LiveJob:
             self.feed(events.NotBuilt(host, standby.round, str(error)))
 
     def _start(self, action: actions.StartRound) -> None:
-        assignment = action.assignment
-        self.timeline.note(
-            round=action.round,
-            generation=action.generation,
-            step=0 if action.generation is None else self.generations.step(action.generation),
-            **self._ran_before,
-            after=str(assignment.degrees),
-            passes_after=assignment.passes.to_json(),
-            workers=dict(assignment.workers),
-            why=assignment.reason,
-        )
-        # After a commit the old workers were stopped: their end is part of the relaunch.
-        self.timeline.mark_first("committed")
-        self._ran_before = _as_before(assignment)
+        number = action.generation
+        step = 0 if number is None else self.generations.step(number)
+        self.timeline.start(action.round, number, step, action.assignment)
         if action.steps_lost:
             self.timeline.note(steps_lost=action.steps_lost)
         self.answers = Answers()
@@ -449,10 +437,3 @@ class LiveJob:
         if action.leaving:
             let_go(self, action.leaving)
             self.recount()
-
-
-def _as_before(ran: m.Assignment | None) -> dict[str, Json]:
-    """Return what the report of the next change says of the round that ran; None: none did."""
-    if ran is None:
-        return {"before": None, "passes_before": None}
-    return {"before": str(ran.degrees), "passes_before": ran.passes.to_json()}

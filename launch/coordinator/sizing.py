@@ -6,7 +6,6 @@ from dataclasses import astuple, replace
 from typing import Any
 
 from scalai.core.assignment import make_assign
-from scalai.core.choice import Choice
 from scalai.core.degrees import Degrees, parse_request
 from scalai.core.membership import Assign, Assignment, Place
 from scalai.core.messages import JsonText
@@ -21,6 +20,7 @@ from scalai.core.planner.preference import (
     measured_to_json,
 )
 from scalai.core.planner.rank_order import Hosts, make_place
+from scalai.core.policy import Choice
 from scalai.launch.config.job import JobSpec
 from scalai.launch.config.planning import (
     read_planner,

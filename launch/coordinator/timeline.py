@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from scalai.core.membership import Phase
+from scalai.core.membership import Assignment, Phase
 from scalai.store.atomic import replace_file
 
 PHASES = (
@@ -24,6 +24,7 @@ class Timeline:
         self._folder = folder
         self._say = say
         self.reports: list[dict[str, Any]] = []
+        self._ran: Assignment | None = None
         self._begin("start")
         found = obstacle(folder) if folder is not None else None
         if found is not None:
@@ -107,6 +108,23 @@ class Timeline:
             self.phase("drain", max(0.0, self.since("preparing") - snapshot))
             self.phase("snapshot", snapshot, snapshot_proof_s=round(proof, 6))
             self.mark("sealed")
+
+    def start(self, round: int, generation: int | None, step: int, assignment: Assignment) -> None:
+        """A round starts from the state of this step."""
+        ran, self._ran = self._ran, assignment
+        self.note(
+            round=round,
+            generation=generation,
+            step=step,
+            before=str(ran.degrees) if ran else None,
+            passes_before=ran.passes.to_json() if ran else None,
+            after=str(assignment.degrees),
+            passes_after=assignment.passes.to_json(),
+            workers=dict(assignment.workers),
+            why=assignment.reason,
+        )
+        # After a commit the old workers were stopped: their end is part of the relaunch.
+        self.mark_first("committed")
 
     def close(self, **facts: Any) -> Mapping[str, Any]:
         """The first step is done: write the report and return it."""

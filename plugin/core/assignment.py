@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from scalai.core.choice import Choice, DegreePolicy, choose
+from scalai.core.choice import choose
 from scalai.core.commands import Placement
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.errors import RefusedError
 from scalai.core.membership import Assign, Assignment
 from scalai.core.messages import Shared
 from scalai.core.passes import AS_GIVEN, Passes
+from scalai.core.policy import Choice, DegreePolicy
 
 KNOWN_CHOICES = 256
 """Changes of which it is kept what was chosen."""

@@ -7,116 +7,13 @@ another (``passes.Freedom``).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import replace
 
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, refusal
-from scalai.core.errors import RefusedError, ScalaiError, UsageError
-from scalai.core.passes import (
-    AS_GIVEN,
-    MEMORY_PARTS,
-    MICRO_BATCHES,
-    NO_FREEDOM,
-    Freedom,
-    Passes,
-    Recompute,
-    difference,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One entry of the ``[degrees]`` table: what to take on ``world_size`` ranks.
-
-    ``from_world_size`` narrows it to a change from that many ranks in use (``"2->4"``); None:
-    always (``"4"``). ``requests`` are candidates: the first valid one is taken, the next after an
-    out-of-memory.
-
-    The same world may so be met with other degrees on other ways to it, and yet the choice depends
-    on nothing but the change itself: no history that a restarted coordinator would have forgotten.
-    """
-
-    world_size: int
-    requests: tuple[DegreeRequest, ...]
-    from_world_size: int | None = None
-
-    @property
-    def key(self) -> str:
-        """The entry's key as it stands in the table."""
-        came = "" if self.from_world_size is None else f"{self.from_world_size}->"
-        return f"{came}{self.world_size}"
-
-
-class Preferring(Protocol):
-    """Puts valid choices in order by what they cost; gives none where it does not decide, and
-    raises ``ScalaiError`` where it cannot."""
-
-    def order(
-        self,
-        choices: Sequence["Choice"],
-        present: Degrees | None,
-        ran: Passes,
-        failed: Sequence["Choice"],
-    ) -> Sequence["Choice"]: ...  # pragma: no cover
-
-    def on_hosts(self, slots: int) -> "Preferring": ...  # pragma: no cover
-
-
-@dataclass(frozen=True, slots=True)
-class DegreePolicy:
-    """What a person says about degrees.
-
-    Attributes:
-        rules: The ``[degrees]`` table.
-        initial: Degrees of the first start where no rule speaks: those of the script's flags.
-        allowed_sizes: World sizes that may be used, ascending; empty: any.
-        min_model_parallel: Smallest TP·PP that memory is known to hold; None: the present one.
-        preference: The job's planner; None: what runs is kept.
-        kept_axes: Those of TP and PP that stay what they are where no person asks for another: of
-            a script that is not known to cut its model there.
-        freedom: What beside the degrees may be another than the script's flags say.
-    """
-
-    rules: tuple[Rule, ...] = ()
-    initial: DegreeRequest | None = None
-    allowed_sizes: tuple[int, ...] = ()
-    min_model_parallel: int | None = None
-    preference: Preferring | None = None
-    kept_axes: tuple[str, ...] = ()
-    freedom: Freedom = NO_FREEDOM
-
-    def __post_init__(self) -> None:
-        keys = [rule.key for rule in self.rules]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:
-            raise UsageError(f"[degrees] has two entries for {twice[0]!r}; keep one.")
-
-    def rule(self, world_size: int, from_world_size: int | None) -> Rule | None:
-        """Return the entry for this change, else the one for this world size."""
-        found = {r.from_world_size: r for r in self.rules if r.world_size == world_size}
-        return found.get(from_world_size) or found.get(None)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Degrees for a world, the ranks that stay idle (the last ones), and one line that says why."""
-
-    degrees: Degrees
-    idle_ranks: tuple[int, ...]
-    reason: str = field(compare=False)
-    micro_batch_size: int | None = None
-    """Samples a forward pass and replica; None: unknown, the job's own."""
-    recompute: Recompute | None = None
-    """What is computed again; None: as the script's flags say."""
-
-    @property
-    def passes(self) -> Passes:
-        return Passes(self.micro_batch_size, self.recompute)
-
-    @property
-    def key(self) -> tuple[Degrees, Passes]:
-        """What tells it from other choices."""
-        return self.degrees, self.passes
+from scalai.core.errors import RefusedError, ScalaiError
+from scalai.core.passes import AS_GIVEN, MEMORY_PARTS, MICRO_BATCHES, Passes, difference
+from scalai.core.policy import Case, Choice, DegreePolicy
+from scalai.core.splits import after_failure, smaller, splits, with_passes
 
 
 def choose(
@@ -141,7 +38,7 @@ def choose(
     Raises:
         RefusedError: Nothing is valid; the message names the nearest worlds where something is.
     """
-    case = _Case(world, limits, policy, present, tuple(excluded), ran)
+    case = Case(world, limits, policy, present, tuple(excluded), ran)
     refused: list[str] = []
     for choice in _candidates(case, requested, refused):
         return choice
@@ -170,53 +67,12 @@ def candidates(
     splits with larger TP·PP come first, then the same with passes that need less memory. A request
     admits nothing beside itself. The arguments are those of :func:`choose`.
     """
-    case = _Case(world, limits, policy, present, tuple(excluded), ran)
+    case = Case(world, limits, policy, present, tuple(excluded), ran)
     return _candidates(case, requested, [])
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """The question: the arguments of :func:`choose`."""
-
-    world: int
-    limits: ModelLimits
-    policy: DegreePolicy
-    present: Degrees | None
-    excluded: tuple[Choice, ...]
-    ran: Passes = AS_GIVEN
-
-    @property
-    def kept(self) -> Degrees | DegreeRequest:
-        return self.present or self.policy.initial or DegreeRequest()
-
-    @property
-    def failed(self) -> int:
-        """Largest TP·PP that ran out of memory; 0: none did."""
-        return max((choice.degrees.model_parallel for choice in self.excluded), default=0)
-
-    @property
-    def floor(self) -> int:
-        known = self.policy.min_model_parallel or self.kept.tp * self.kept.pp
-        return max(known, self.failed)
-
-    @property
-    def own(self) -> Passes:
-        """The passes of the script's flags."""
-        initial = self.policy.initial
-        return Passes((initial and initial.micro_batch_size) or self.limits.micro_batch_size)
-
-    def floor_reason(self) -> str:
-        return f"TP·PP below {self.floor} is not known to fit in memory (min_model_parallel)"
-
-    def sizes(self) -> list[int]:
-        """World sizes to try, the largest first."""
-        if not self.policy.allowed_sizes:
-            return [self.world]
-        return sorted((s for s in self.policy.allowed_sizes if s <= self.world), reverse=True)
-
-
 def _candidates(
-    case: _Case, requested: DegreeRequest | None, refused: list[str]
+    case: Case, requested: DegreeRequest | None, refused: list[str]
 ) -> Iterator[Choice]:
     """Yield :func:`candidates`; ``refused`` collects why better ones were passed over."""
     if case.world < 1:
@@ -232,7 +88,7 @@ def _candidates(
 
 
 def _in_order(
-    case: _Case, sizes: Sequence[int], requested: DegreeRequest | None, refused: list[str]
+    case: Case, sizes: Sequence[int], requested: DegreeRequest | None, refused: list[str]
 ) -> Iterator[Choice]:
     yield from _asked_for(case, sizes, requested, refused)
     if requested is not None:
@@ -247,7 +103,7 @@ def _in_order(
 
 
 def _asked_for(
-    case: _Case, sizes: Sequence[int], requested: DegreeRequest | None, refused: list[str]
+    case: Case, sizes: Sequence[int], requested: DegreeRequest | None, refused: list[str]
 ) -> Iterator[Choice]:
     """Yield what a person wrote: the request, else the table's entries."""
     before = case.present.world_size if case.present else None
@@ -265,7 +121,7 @@ def _asked_for(
                 yield choice
 
 
-def _preferred(case: _Case, sizes: Sequence[int]) -> Sequence[Choice]:
+def _preferred(case: Case, sizes: Sequence[int]) -> Sequence[Choice]:
     """Return what the job's planner makes of all splits, those that ran out of memory aside.
 
     Passes that nobody has freed are other than the script's only where nothing fits with these.
@@ -284,14 +140,14 @@ def _preferred(case: _Case, sizes: Sequence[int]) -> Sequence[Choice]:
     ]
 
 
-def _valid(case: _Case, sizes: Sequence[int], *, for_memory: bool) -> tuple[Choice, ...]:
+def _valid(case: Case, sizes: Sequence[int], *, for_memory: bool) -> tuple[Choice, ...]:
     """Return all choices that are valid, with the passes that are free for speed, or also for
     memory."""
     least = max(case.policy.min_model_parallel or 0, case.failed)
     failed = {each.key for each in case.excluded}
     known: dict[tuple[Degrees, Passes], Choice] = {}
-    for split in _splits(case, max(sizes, default=0), least):
-        for request in _with_passes(case, split, for_memory=for_memory):
+    for split in splits(case, max(sizes, default=0), least):
+        for request in with_passes(case, split, for_memory=for_memory):
             for size in sizes:
                 choice = _fit(case, request, size, "computed", [])
                 if choice is not None and choice.key not in failed:
@@ -299,24 +155,11 @@ def _valid(case: _Case, sizes: Sequence[int], *, for_memory: bool) -> tuple[Choi
     return tuple(known.values())
 
 
-def _with_passes(case: _Case, split: DegreeRequest, *, for_memory: bool) -> Iterator[DegreeRequest]:
-    """Yield a split with each of the passes that it may have, the script's own first."""
-    freedom, own = case.policy.freedom, case.own.micro_batch_size
-    micros: list[int | None] = [None]
-    if own is not None and freedom.is_free("micro-batch", for_memory=for_memory):
-        most = MICRO_BATCHES if freedom.is_free("micro-batch", for_memory=False) else own
-        batch = case.limits.global_batch_size or own
-        micros += [size for size in range(most, 0, -1) if batch % size == 0 and size != own]
-    for recompute in freedom.recomputes(for_memory=for_memory):
-        for micro in micros:
-            yield replace(split, micro_batch_size=micro, recompute=recompute)
-
-
-def _split_anew(case: _Case, sizes: Sequence[int], refused: list[str]) -> Iterator[Choice]:
+def _split_anew(case: Case, sizes: Sequence[int], refused: list[str]) -> Iterator[Choice]:
     """Yield present TP and PP, then every other split that the model allows; after an
     out-of-memory also with passes that need less."""
     kept, ranked = case.kept, []
-    for request in _smaller(case, _splits(case, max(sizes, default=0), case.floor)):
+    for request in smaller(case, splits(case, max(sizes, default=0), case.floor)):
         is_kept = (request.tp, request.pp) == (kept.tp, kept.pp)
         source = "TP and PP kept" if case.present else "initial degrees"
         if case.excluded:
@@ -331,7 +174,7 @@ def _split_anew(case: _Case, sizes: Sequence[int], refused: list[str]) -> Iterat
             if choice is not None:
                 # The same TP and PP move the fewest bytes; then idle ranks cost most.
                 cost = (
-                    not (is_kept and is_own), _after_failure(case, request),
+                    not (is_kept and is_own), after_failure(case, request),
                     not is_own and not is_kept, -(request.micro_batch_size or MICRO_BATCHES),
                     len(choice.idle_ranks),
                     request.tp * request.pp, request.tp != kept.tp, request.pp != kept.pp,
@@ -342,7 +185,7 @@ def _split_anew(case: _Case, sizes: Sequence[int], refused: list[str]) -> Iterat
     yield from (choice for _, choice in sorted(ranked, key=lambda entry: entry[0]))
 
 
-def _as_it_ran(case: _Case, split: DegreeRequest, size: int, source: str) -> Choice | None:
+def _as_it_ran(case: Case, split: DegreeRequest, size: int, source: str) -> Choice | None:
     """Return present degrees with the passes that ran, which an entry for one change may have
     said; None: they are not valid any more."""
     ran = case.ran
@@ -351,57 +194,8 @@ def _as_it_ran(case: _Case, split: DegreeRequest, size: int, source: str) -> Cho
     return choice if choice is not None and choice.degrees == case.present else None
 
 
-def _smaller(case: _Case, splits: Iterator[DegreeRequest]) -> Iterator[DegreeRequest]:
-    """Yield the splits; after an out-of-memory each also with the passes that need less memory."""
-    recompute = case.policy.freedom.recomputes(for_memory=True)[-1]
-    own = case.own.micro_batch_size or 1
-    for split in splits:
-        yield split
-        if not case.excluded:
-            continue
-        for request in _with_passes(case, split, for_memory=True):
-            is_less = request.micro_batch_size is None or request.micro_batch_size < own
-            if request.recompute == recompute and is_less and request != split:
-                yield request
-
-
-def _after_failure(case: _Case, request: DegreeRequest) -> int:
-    """Return in which turn a split comes after an out-of-memory: larger TP·PP, then passes that
-    need less memory, then what is left. Where nothing has failed all come in one."""
-    if request.micro_batch_size is not None or request.recompute is not None:
-        return 1
-    return 2 if request.tp * request.pp <= case.failed else 0
-
-
-def _splits(case: _Case, most: int, least: int) -> Iterator[DegreeRequest]:
-    """Yield TP and PP to try, of ``least`` to ``most`` ranks a replica, the kept ones first.
-
-    Where heads or layers are unknown, only divisors of what ran are safe.
-    """
-    kept, limits = case.kept, case.limits
-    fixed = case.policy.kept_axes
-    tps = [kept.tp] if "tp" in fixed else _divisors(limits.num_attention_heads or kept.tp)
-    is_uneven = limits.first_stage_layers is not None or limits.last_stage_layers is not None
-    is_known = limits.num_layers is not None and not is_uneven and "pp" not in fixed
-    layers = (limits.num_layers or 0) + limits.extra_layers
-    pps = _divisors(layers) if is_known else [kept.pp]
-    has_all_stages = is_known and case.policy.freedom.is_free("virtual-stages", for_memory=False)
-    pairs = dict.fromkeys([(kept.tp, kept.pp), *((tp, pp) for tp in tps for pp in pps)])
-    for tp, pp in pairs:
-        if least <= tp * pp <= most:
-            stages = [kept.vpp, 1] if pp > 1 else [1]
-            if has_all_stages and pp > 1:
-                stages += _divisors(layers // pp)
-            for vpp in dict.fromkeys(stages):
-                yield DegreeRequest(tp, pp, vpp=vpp)
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def _fit(
-    case: _Case, request: DegreeRequest, size: int, source: str, refused: list[str]
+    case: Case, request: DegreeRequest, size: int, source: str, refused: list[str]
 ) -> Choice | None:
     """Return the request with the most replicas that are valid on ``size`` ranks.
 
@@ -441,7 +235,7 @@ def _fit(
 
 
 def _chosen(
-    case: _Case,
+    case: Case,
     degrees: Degrees,
     passes: Passes,
     source: str,
@@ -463,7 +257,7 @@ def _chosen(
     return Choice(degrees, idle, line, passes.micro_batch_size, passes.recompute)
 
 
-def _nearest_worlds(case: _Case, requested: DegreeRequest | None) -> str:
+def _nearest_worlds(case: Case, requested: DegreeRequest | None) -> str:
     """Name the nearest smaller and larger world that has valid degrees."""
     policy = case.policy
     known = (case.world, *policy.allowed_sizes, *(rule.world_size for rule in policy.rules))
@@ -487,7 +281,7 @@ def check_rules(limits: ModelLimits, policy: DegreePolicy) -> None:
         RefusedError: No request of an entry is valid on its world; the message names it and why.
     """
     for rule in policy.rules:
-        case = _Case(rule.world_size, limits, policy, None, ())
+        case = Case(rule.world_size, limits, policy, None, ())
         refused: list[str] = []
         if all(
             _fit(case, request, rule.world_size, "", refused) is None for request in rule.requests

@@ -1,7 +1,7 @@
 """What one worker knows of the samples that its job has consumed: the ledger, as it trains."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from scalai.core.dataset.ledger import Draw, Ledger, Lost
 from scalai.core.errors import RefusedError
@@ -79,13 +79,11 @@ class Consumption:
             )
         self.ledger = ledger.with_round(self._round, self._degrees, lost)
 
-    def note(self, draws: Iterable[Draw]) -> None:
-        """Keep what the step under way has drawn."""
+    def note(self, draws: Sequence[Draw]) -> None:
+        """Keep what the step under way has drawn; none: this rank draws no samples in this round,
+        and others say for the job what was consumed."""
         self._draws += draws
-
-    def be_silent(self) -> None:
-        """This rank draws no samples: others say for the job what was consumed."""
-        self._is_silent = True
+        self._is_silent = self._is_silent or not draws
 
     def step_ended(self, step: int, samples: Samples) -> None:
         """Write what the step has drawn into the ledger.

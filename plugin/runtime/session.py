@@ -137,12 +137,9 @@ class Session:
         self.tp, self.pp, self.vpp = degrees["tp"], degrees["pp"], degrees["vpp"]
         self.cp, self.ep = degrees["cp"], degrees["ep"]
         self.dp = self.world_size // (self.tp * self.pp * self.cp)
-        self._consumption = Consumption(
-            f"{self.run}-{self._round}",
-            {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp, "ep": self.ep},
-            os.environ.get(POLICY, ""),
-            is_telling=self._rank == 0,
-        )
+        shares = {axis: getattr(self, axis) for axis in ("tp", "pp", "dp", "cp", "ep")}
+        of, policy = f"{self.run}-{self._round}", os.environ.get(POLICY, "")
+        self._consumption = Consumption(of, shares, policy, is_telling=self._rank == 0)
 
     @property
     def is_elastic(self) -> bool:
@@ -314,17 +311,13 @@ class Session:
         self._page.report(self._local_rank, self.step)
 
     def note_draws(self, *draws: Draw) -> None:
-        """Say what the step under way has drawn from which data set, before ``boundary``; optional:
-        else it is counted how many samples a step has. The ledger of the job keeps it, on all ranks
-        alike.
+        """Say what the step under way has drawn from which data set, before ``boundary``: for the
+        job's ledger, which else counts how many samples a step has.
 
         Args:
             draws: None at all: this rank draws no samples in this round, and others say.
         """
-        if draws:
-            self._consumption.note(draws)
-        else:
-            self._consumption.be_silent()
+        self._consumption.note(draws)
 
     def begin_update(self) -> None:
         """Say that memory of the state is about to change, until ``boundary``.

@@ -4,8 +4,8 @@ import pytest
 
 from scalai.core.ahead import NEWCOMER, changes_ahead, plans_ahead
 from scalai.core.assignment import make_assign
-from scalai.core.choice import DegreePolicy
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
+from scalai.core.policy import DegreePolicy
 from support.membership_choice import ran
 
 FOUR = tuple((name, 2) for name in "abcd")

@@ -3,9 +3,9 @@
 from typing import Any
 
 from scalai.core.assignment import make_assign, place_ranks
-from scalai.core.choice import DegreePolicy, Rule
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits
 from scalai.core.membership import Assign
+from scalai.core.policy import DegreePolicy, Rule
 from support.membership_choice import ran
 
 LIMITS = ModelLimits(num_attention_heads=4, num_layers=4, global_batch_size=12, micro_batch_size=1)

@@ -4,16 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalai.core.choice import (
-    Choice,
-    DegreePolicy,
-    Rule,
-    candidates,
-    check_rules,
-    choose,
-)
+from scalai.core.choice import candidates, check_rules, choose
 from scalai.core.degrees import Degrees, ModelLimits, parse_request, refusal
 from scalai.core.errors import RefusedError, UsageError
+from scalai.core.policy import Choice, DegreePolicy, Rule
 
 TINY = ModelLimits(
     num_attention_heads=4,

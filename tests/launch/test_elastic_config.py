@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from scalai.core.choice import Rule, choose
+from scalai.core.choice import choose
 from scalai.core.degrees import DegreeRequest, ModelLimits
 from scalai.core.errors import UsageError
+from scalai.core.policy import Rule
 from scalai.launch.config.elastic_config import ElasticConfig, ProbeConfig
 from scalai.launch.config.elastic_file import load_config, parse_config
 

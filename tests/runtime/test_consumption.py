@@ -73,7 +73,7 @@ def test_a_step_that_would_break_the_order_is_refused_or_noted(start: int) -> No
 
 def test_a_rank_that_draws_nothing_leaves_it_to_others() -> None:
     found = trained()
-    found.be_silent()
+    found.note(())
     found.step_ended(5, 15)
     assert found.scalars() == {}
 

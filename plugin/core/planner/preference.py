@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.batches import fit_batches
-from scalai.core.choice import Choice
 from scalai.core.degrees import Degrees, Sharding
 from scalai.core.errors import ScalaiError
 from scalai.core.passes import AS_GIVEN, Passes, Recompute, recompute_of_json
@@ -31,6 +30,7 @@ from scalai.core.planner.weighing import (
     needed_gain,
     steps_within,
 )
+from scalai.core.policy import Choice
 
 KNOWN_LAYOUTS = 2
 """So many layouts of a job were measured before its planner decides without being asked to."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.choice import Choice, DegreePolicy, candidates, choose
+from scalai.core.choice import candidates, choose
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, Sharding
 from scalai.core.passes import AS_GIVEN, NO_FREEDOM, PARTS, Freedom, Passes
 from scalai.core.planner.columns import OPTIMIZER, Workload, columns_of
@@ -21,6 +21,7 @@ from scalai.core.planner.preference import (
     measured_of_json,
     measured_to_json,
 )
+from scalai.core.policy import Choice, DegreePolicy
 
 LAYERS, BATCH, MICRO = 64, 64, 4
 SHAPE = gpt(LAYERS, 5120, 40, 51200, 2048)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalai.core.choice import Choice, DegreePolicy, choose
+from scalai.core.choice import choose
 from scalai.core.degrees import DegreeRequest, Degrees, ModelLimits, Sharding
 from scalai.core.errors import LayoutError, UsageError
 from scalai.core.planner import preference
@@ -27,6 +27,7 @@ from scalai.core.planner.preference import (
 )
 from scalai.core.planner.reconfiguration import reconfiguration
 from scalai.core.planner.weighing import MARGIN
+from scalai.core.policy import Choice, DegreePolicy
 
 SHAPE = gpt(24, 2048, 16, 51200, 2048)
 LIMITS = ModelLimits(
