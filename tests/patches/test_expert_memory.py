@@ -101,7 +101,9 @@ def layouts() -> list[dict[str, Any]]:
     return found
 
 
-def test_each_stage_has_the_state_that_its_ranks_have() -> None:
+@pytest.mark.turns
+@pytest.mark.parametrize("quarter", range(4))
+def test_each_stage_has_the_state_that_its_ranks_have(quarter: int) -> None:
     pytest.importorskip("megatron.core")
     kinds: list[dict[str, Any]] = [
         {"moe_layers": 4, "is_sharded": True, "config": {}},
@@ -117,8 +119,8 @@ def test_each_stage_has_the_state_that_its_ranks_have() -> None:
         if layout["etp"] == 1 or not kind["config"].get("add_bias_linear")
     ]
     assert len(cases) > 150
-    wrong = []
-    for case, ranks in zip(cases, asked(cases), strict=True):
+    mine, wrong = cases[quarter::4], []
+    for case, ranks in zip(mine, asked(mine), strict=True):
         x = columns(case, 4, case["moe_layers"])
         for stage, measured in ((first(x), ranks[0]), (last(x), ranks[1])):
             memory = stage_memory(x, stage)
