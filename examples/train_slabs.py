@@ -91,19 +91,15 @@ def train_step(
     model: SlabNetwork, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, ...], of: int
 ) -> float:
     """Make one step on all ranks; ``of`` elements are in the whole batch. Returns its loss."""
-    values, wanted = batch
+    given, wanted = batch
     optimizer.zero_grad()
-    loss = (model(values) - wanted).square().sum() / of
+    loss = (model(given) - wanted).square().sum() / of
     loss.backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([loss.detach().view(1), *(g.view(-1) for g in gradients)])
-    dist.all_reduce(flat)
-    for gradient, summed in zip(
-        gradients, flat[1:].split([g.numel() for g in gradients]), strict=True
-    ):
-        gradient.copy_(summed.view_as(gradient))
+    summed = loss.detach()
+    for values in (summed, *(parameter.grad for parameter in model.parameters())):
+        dist.all_reduce(values)
     optimizer.step()
-    return flat[0].item()
+    return float(summed)
 
 
 def main() -> None:

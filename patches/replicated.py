@@ -50,15 +50,15 @@ class ReplicatedState:
 
     def _slots(self) -> Iterator[Slot]:
         persistent = self._model.state_dict().keys()
-        for name, value in self._model.named_parameters():
-            yield _slot("param", name, value)
-        for name, value in self._model.named_buffers():
+        for name, parameter in self._model.named_parameters():
+            yield _slot("param", name, parameter)
+        for name, buffer in self._model.named_buffers():
             if name in persistent:
-                yield _slot("buffer", name, value, is_volatile=True)
-        for parameter, kept in self._optimizer.state.items():
+                yield _slot("buffer", name, buffer, is_volatile=True)
+        for trained, kept in self._optimizer.state.items():
             for kind, value in kept.items():
                 if isinstance(value, torch.Tensor):
-                    yield _slot(kind, self._names[id(parameter)], value)
+                    yield _slot(kind, self._names[id(trained)], value)
 
     def scalars(self) -> Mapping[str, Json]:
         schedule = self._scheduler.state_dict() if self._scheduler is not None else None

@@ -129,7 +129,7 @@ class _Exchange(torch.autograd.Function):
         return swap.widen(local)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.swap.fold(gradient), None
 

@@ -5,7 +5,7 @@ where it is chunked or compressed, and the file's own tables. All of it is count
 """
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,17 +40,17 @@ class Hdf5Array:
             self._file = h5py.File(_File(source), "r")
         try:
             with _told(source):
-                self._data = self._find(key, h5py.Dataset)
+                self._data = self._find(key, lambda found: isinstance(found, h5py.Dataset))
                 self.shape: tuple[int, ...] | None = self._data.shape
                 self.dtype: np.dtype[Any] = self._data.dtype
         except BaseException:
             self.close()
             raise
 
-    def _find(self, key: str | None, kind: type) -> Any:
+    def _find(self, key: str | None, is_data_set: Callable[[Any], bool]) -> Any:
         """Return the data set of a key, or refuse it."""
-        found = None if key is None else self._file.get(key)
-        if not isinstance(found, kind):
+        found: Any = None if key is None else self._file.get(key)
+        if not is_data_set(found):
             raise RefusedError(
                 f"{self._source.name} has no data set {key!r}; it has {_names(self._file)}."
             )

@@ -50,7 +50,7 @@ class PlainArray:
         if values.size:
             starts, length = runs(shape, box)
             item = self.dtype.itemsize
-            into = memoryview(values.reshape(-1).view(np.uint8))
+            into = memoryview(values.reshape(-1).view(np.uint8).data)
             self.source.fill((starts * item + self.begin).tolist(), length * item, into)
         return values
 
@@ -130,4 +130,5 @@ def _dtype(name: str, entry: HeaderEntry) -> np.dtype[Any]:
             f"{entry.name!r} of {name} is of dtype {entry.dtype}, which numpy does not have. Keep "
             "samples as F16 or F32, or their bits as U8 or U16."
         )
-    return np.dtype(NUMPY_DTYPES[entry.dtype]).newbyteorder("<")
+    dtype: np.dtype[Any] = np.dtype(NUMPY_DTYPES[entry.dtype])
+    return dtype.newbyteorder("<")

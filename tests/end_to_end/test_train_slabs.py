@@ -27,8 +27,8 @@ DEGREES = '1 = "cp1"\n2 = "cp2"\n3 = "cp3"\n4 = "cp4"'
 BATCH = ["--global-batch-size", "2", "--channels", "2"]
 
 
-def write_samples(path: Path) -> None:
-    values = np.random.default_rng(3).standard_normal(SHAPE)
+def write_samples(path: Path, depth: int = SHAPE[2]) -> None:
+    values = np.random.default_rng(3).standard_normal((*SHAPE[:2], depth, *SHAPE[3:]))
     values[:, 1] = np.roll(values[:, 0], 1, axis=1) * 0.5
     with h5py.File(path, "w") as file:
         file["volumes"] = values
@@ -74,31 +74,57 @@ def check_bytes_read(lines: Sequence[Mapping[str, Any]]) -> None:
     assert compared > 10
 
 
-def test_slabs_change_and_a_rank_dies_in_an_exchange_of_halos(tmp_path: Path) -> None:
+@pytest.mark.parametrize("worlds", [(2, 1), pytest.param((3, 1, 2), marks=pytest.mark.campaign)])
+def test_slabs_change_and_a_rank_dies_in_an_exchange_of_halos(
+    tmp_path: Path, worlds: tuple[int, ...]
+) -> None:
+    first = worlds[0]
     data = tmp_path / "volumes.h5"
     write_samples(data)
-    script = [*command(tmp_path, STEPS, data), "--pause-s", "0.05"]
+    script = [*command(tmp_path, STEPS, data), "--pause-s", "0.1"]
     flags = ("--max-restarts", "9")
-    with Agents(tmp_path, DEGREES, script, slots=3, nodes="1", flags=flags) as agents:
+    with Agents(tmp_path, DEGREES, script, slots=first, nodes="1", flags=flags) as agents:
         agents.start("a")
-        agents.wait_for_step(4, world=3)
+        agents.wait_for_step(4, world=first)
         agents.arm("halo", "1")
         agents.wait_for_death()
         agents.wait_until(lambda: len(agents.resizes()) == 2, "the round after the death")
-        agents.wait_for_step(agents.wait_for_world(3) + 4)
-        for world in (1, 2):
+        agents.wait_for_step(agents.wait_for_world(first) + 4)
+        for world in worlds[1:]:
             agents.scale(nproc=world)
             agents.wait_for_step(agents.wait_for_all(world) + 4, world=world)
-        assert [change.get("steps_lost", 0) for change in agents.resizes()] == [0] * 4
+        assert [change.get("steps_lost", 0) for change in agents.resizes()] == [0] * (
+            1 + len(worlds)
+        )
         agents.drain("a")
         agents.exit_code("a")
         lines = agents.lines()
     weights = torch.load(tmp_path / "weights.pt")
     losses = {line["step"]: line["loss"] for line in lines}
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    assert {(line["world"], line["cp"]) for line in lines} == {(1, 1), (2, 2), (3, 3)}
+    assert {(line["world"], line["cp"]) for line in lines} == {(world, world) for world in worlds}
     expected = unpartitioned(tmp_path / "whole", len(losses), data)
     assert losses == {step: pytest.approx(loss, rel=1e-6) for step, loss in expected.items()}
     for name, value in torch.load(tmp_path / "whole" / "weights.pt").items():
         torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-9)
     check_bytes_read(lines)
+
+
+@pytest.mark.campaign
+def test_a_job_that_is_asked_for_more_slabs_than_its_samples_have_goes_on_as_it_was(
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "volumes.h5"
+    write_samples(data, depth=2)
+    script = [*command(tmp_path, STEPS, data), "--pause-s", "0.1"]
+    degrees, flags = '3 = "cp2"', ("--max-restarts", "9")
+    with Agents(tmp_path, degrees, script, slots=3, nodes="1", flags=flags) as agents:
+        agents.start("a")
+        agents.wait_for_step(4, world=2)
+        agents.scale(degrees="cp3")
+        agents.wait_until(lambda: "too few for 3 slabs" in agents.text(), "the reason is told")
+        agents.wait_for_step(agents.lines()[-1]["step"] + 20, world=2)
+        agents.drain("a")
+        agents.exit_code("a")
+        steps = [line["step"] for line in agents.lines()]
+    assert steps == list(range(1, len(steps) + 1)), "each step is made once"

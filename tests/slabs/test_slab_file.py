@@ -260,7 +260,7 @@ def test_any_slab_of_a_column_major_or_big_endian_array_is_read(data: st.DataObj
 
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))
     dtype = data.draw(st.sampled_from([">f8", "<i2", "?", "<c8"]))
-    order = data.draw(st.sampled_from(["C", "F"]))
+    order: Any = data.draw(st.sampled_from(["C", "F"]))
     values = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype, order=order)
     low = [data.draw(st.integers(0, size)) for size in shape]
     index = tuple(

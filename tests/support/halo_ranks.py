@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,7 @@ def difference(grid: Grid, rank: int) -> float:
         widened = scalai.exchange_halo(values, slabs, halo)
         return functional.pad(widened, (*missing[1], *missing[0]))
 
-    place = (..., *slabs.index(rank))
+    place: Any = (..., *slabs.index(rank))
     local = whole.detach()[place].clone().requires_grad_()
     mine = kernel.detach().clone().requires_grad_()
     found = layers(local, mine, exchanged)
