@@ -1,9 +1,9 @@
 """A small 3D convolution network over samples too large for one rank: each rank reads and computes
 a slab of every sample, and the number of slabs changes while it trains.
 
-    scalai-run --nproc-per-node 2 --job slabs --elastic configs/elastic_slabs.toml \\
+    scalai-run --nproc-per-node 3 --job slabs --elastic configs/elastic_slabs.toml \\
       examples/train_slabs.py --data volumes.h5 --key volumes --steps 1000
-    scalai scale --job slabs --nproc 3
+    scalai scale --job slabs --nproc 2
 
 The number of slabs is the degree ``cp``: like context parallelism it cuts within a sample, so that
 neither the batch nor the ledger of samples depends on it, and the ranks of a replica are neighbours

@@ -19,6 +19,7 @@ from support.agents import Agents
 
 pytestmark = pytest.mark.timeout(600)
 
+SCALAI = Path(sys.executable).with_name("scalai")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_slabs.py"
 SHAPE = (6, 2, 11, 5, 4)
 """Samples, what goes in and what should come out, and an axis that no number of slabs divides."""
@@ -74,7 +75,7 @@ def check_bytes_read(lines: Sequence[Mapping[str, Any]]) -> None:
     assert compared > 10
 
 
-@pytest.mark.parametrize("worlds", [(2, 1), pytest.param((3, 1, 2), marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("worlds", [(2, 1), pytest.param((3, 2, 3, 1), marks=pytest.mark.campaign)])
 def test_slabs_change_and_a_rank_dies_in_an_exchange_of_halos(
     tmp_path: Path, worlds: tuple[int, ...]
 ) -> None:
@@ -96,6 +97,8 @@ def test_slabs_change_and_a_rank_dies_in_an_exchange_of_halos(
         assert [change.get("steps_lost", 0) for change in agents.resizes()] == [0] * (
             1 + len(worlds)
         )
+        verify = [SCALAI, "ledger", "verify", agents.job, "--store-dir", str(agents.store)]
+        subprocess.run(verify, check=True, timeout=120)
         agents.drain("a")
         agents.exit_code("a")
         lines = agents.lines()
