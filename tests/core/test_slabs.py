@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalai.core.collection import Collection, Tensor
@@ -65,6 +65,7 @@ def test_a_sequence_shorter_than_its_chunks_is_refused() -> None:
 
 # ------------------------------------------------------------------ what is promised
 
+UNHURRIED = settings(deadline=None, max_examples=50)
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 
 
@@ -103,12 +104,14 @@ def arrivals(shape: tuple[int, ...], old: list[list[Box]], new: list[list[Box]])
     return arrived.reshape(-1).tolist()
 
 
+@UNHURRIED
 @given(two_ways())
 def test_from_any_slabs_to_any_others_each_element_arrives_once(ways: tuple[Slabs, Slabs]) -> None:
     old, new = ways
     assert set(arrivals(old.shape, boxes_of(old), boxes_of(new))) == {1}
 
 
+@UNHURRIED
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(10, 40))
 def test_from_any_zig_zag_to_any_other_or_to_slabs_too(old: int, new: int, size: int) -> None:
     chunks = chunks_of(size, old)
@@ -116,6 +119,7 @@ def test_from_any_zig_zag_to_any_other_or_to_slabs_too(old: int, new: int, size:
     assert arrivals((size,), chunks, boxes_of(Slabs((size,), (new,)))) == [1] * size
 
 
+@UNHURRIED
 @given(SHAPES.flatmap(cuts_of))
 def test_slabs_make_up_the_sample_and_differ_by_one_element_an_axis(slabs: Slabs) -> None:
     sample = Tensor("sample/volume", slabs.shape, "F32")
@@ -126,6 +130,7 @@ def test_slabs_make_up_the_sample_and_differ_by_one_element_an_axis(slabs: Slabs
         assert max(sizes) - min(sizes) <= 1
 
 
+@UNHURRIED
 @given(st.data(), SHAPES.flatmap(cuts_of))
 def test_a_halo_is_clipped_at_the_borders_and_comes_from_neighbours(
     data: st.DataObject, slabs: Slabs
@@ -159,6 +164,7 @@ def test_a_halo_is_clipped_at_the_borders_and_comes_from_neighbours(
     assert set(given_to.values()) <= {2}, "what one rank takes another one gives"
 
 
+@UNHURRIED
 @given(st.integers(1, 6), st.integers(0, 40))
 def test_a_zig_zag_has_each_element_once(cp: int, more: int) -> None:
     size = 2 * cp + more
@@ -180,6 +186,7 @@ def test_the_first_parts_take_the_rest() -> None:
     assert Slabs((), ()).slab(0) == Box((), ())
 
 
+@UNHURRIED
 @given(st.data(), SHAPES)
 def test_runs_are_the_elements_of_a_box_in_order(
     data: st.DataObject, shape: tuple[int, ...]

@@ -97,7 +97,7 @@ def test_slabs_change_and_a_rank_dies_in_an_exchange_of_halos(
         assert [change.get("steps_lost", 0) for change in agents.resizes()] == [0] * (
             1 + len(worlds)
         )
-        verify = [SCALAI, "ledger", "verify", agents.job, "--store-dir", str(agents.store)]
+        verify = [str(SCALAI), "ledger", "verify", agents.job, "--store-dir", str(agents.store)]
         subprocess.run(verify, check=True, timeout=120)
         agents.drain("a")
         agents.exit_code("a")

@@ -36,3 +36,9 @@ def test_wrong_calls_are_refused_on_every_rank(folder: Path) -> None:
 def test_a_rank_that_dies_in_an_exchange_is_told_to_the_others(folder: Path) -> None:
     told = {rank: folder / f"death-{rank}" for rank in (0, 2, 3)}
     assert {path.read_text() for path in told.values()} <= {"RuntimeError", "DistBackendError"}
+
+
+def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_group_says(folder: Path) -> None:
+    """Rank 0 and 2 are its neighbours; rank 3 is neighbour of a rank that has given up."""
+    told = [json.loads((folder / f"rank-{rank}.json").read_text())["silence"] for rank in (0, 2)]
+    assert "nothing" not in told

@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import h5py
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scalai
@@ -254,10 +255,9 @@ def test_of_hdf5_a_slabs_bytes_and_the_files_tables_are_read(tmp_path: Path) -> 
         assert large.nbytes // 16 < read.bytes_read < most
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_slab_of_a_column_major_or_big_endian_array_is_read(data: st.DataObject) -> None:
-    import tempfile
-
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=4)))
     dtype = data.draw(st.sampled_from([">f8", "<i2", "?", "<c8"]))
     order: Any = data.draw(st.sampled_from(["C", "F"]))

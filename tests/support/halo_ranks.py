@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import scalai
+from scalai import Slabs
 from scalai.runtime.orphans import die_with_parent
 
 Grid = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -54,7 +55,7 @@ def difference(grid: Grid, rank: int) -> float:
 
     expected = layers(whole, kernel, padded)
     (expected * weights).sum().backward()
-    slabs = scalai.Slabs(shape, parts)
+    slabs = Slabs(shape, parts)
     own, wide = slabs.slab(rank), slabs.with_halo(rank, halo)
     missing = []
     for low, size_, begin, extent, more in zip(
@@ -77,16 +78,16 @@ def difference(grid: Grid, rank: int) -> float:
     pairs = (
         (found, expected[place]), (local.grad, whole.grad[place]), (mine.grad, kernel.grad),
     )  # fmt: skip
-    return max(float((a - b).abs().max()) for a, b in pairs)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
 def refused(rank: int) -> str:
     """Return with which errors wrong calls end, on this rank."""
     texts = []
     calls = (
-        (torch.zeros(2, 2), scalai.Slabs((8, 2), (4, 1)), (3, 0)),
-        (torch.zeros(2, 2), scalai.Slabs((4, 2), (2, 1)), (1, 0)),
-        (torch.zeros(3, 2), scalai.Slabs((8, 2), (4, 1)), (1, 0)),
+        (torch.zeros(2, 2), Slabs((8, 2), (4, 1)), (3, 0)),
+        (torch.zeros(2, 2), Slabs((4, 2), (2, 1)), (1, 0)),
+        (torch.zeros(3, 2), Slabs((8, 2), (4, 1)), (1, 0)),
     )
     for local, slabs, halo in calls:
         try:
@@ -96,16 +97,29 @@ def refused(rank: int) -> str:
     return "\n".join(texts)
 
 
+def silence(rank: int) -> str:
+    """Have rank 1 not come to an exchange; return what the others are told."""
+    group = dist.new_group(range(RANKS), timeout=timedelta(seconds=2))
+    told = "nothing"
+    if rank != 1:
+        try:
+            scalai.exchange_halo(torch.zeros(2, 2), Slabs((8, 2), (4, 1)), (1, 0), group)
+        except RuntimeError as error:
+            told = type(error).__name__
+    dist.barrier()
+    return told
+
+
 def death(rank: int) -> str:
     """Have rank 1 die where the others exchange; return what they are told."""
     if rank == 1:
         os._exit(0)
     try:
         for _ in range(3):
-            scalai.exchange_halo(torch.zeros(2, 2), scalai.Slabs((8, 2), (4, 1)), (1, 0))
+            scalai.exchange_halo(torch.zeros(2, 2), Slabs((8, 2), (4, 1)), (1, 0))
             dist.barrier()
     except RuntimeError as error:
-        return f"{type(error).__name__}"
+        return type(error).__name__
     return "nothing"
 
 
@@ -114,7 +128,7 @@ def run(rank: int, folder: Path) -> None:
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout)
     differences = [difference(grid, rank) for grid in GRIDS]
-    told = {"differences": differences, "refused": refused(rank)}
+    told = {"differences": differences, "refused": refused(rank), "silence": silence(rank)}
     (folder / f"rank-{rank}.json").write_text(json.dumps(told))
     (folder / f"death-{rank}").write_text(death(rank))
 
