@@ -3,7 +3,6 @@
 Readers check what only they know; paths, sizes and small files are the same for all.
 """
 
-import json
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -16,10 +15,9 @@ from scalai.core.boxes import check_inside, right_aligned
 from scalai.core.collection import Tensor, split_name
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import MAX_JSON_BYTES, parse_json
 from scalai.core.region import box_text
 
-MAX_JSON_BYTES = 100_000_000
-"""Of a header or an index; as in the safetensors library."""
 MAX_PIECES = 1 << 24
 """Of one checkpoint: ten thousand tensors on a thousand ranks."""
 MAX_BYTES = 1 << 60
@@ -68,22 +66,6 @@ def read_json(path: Path) -> Any:
     if size > MAX_JSON_BYTES:
         raise ValueError(f"{size} bytes of JSON, and at most {MAX_JSON_BYTES} are read")
     return parse_json(path.read_bytes())
-
-
-def parse_json(data: bytes) -> Any:
-    """Return what JSON says. Raises ``ValueError`` as ``read_json``."""
-    try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_distinct)
-    except RecursionError as error:
-        raise ValueError("JSON that is nested too deep") from error
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} comes twice")
-    return found
 
 
 def check_opened(checkpoint: Checkpoint) -> None:

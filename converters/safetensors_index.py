@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,14 @@ from scalai.converters.checkpoint import (
     parameters_of,
     place,
 )
-from scalai.converters.opening import MAX_JSON_BYTES, file_inside, parse_json, read_json
-from scalai.core.collection import MAX_NDIM, Tensor
+from scalai.converters.opening import file_inside, read_json
+from scalai.core.collection import Tensor
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.errors import RefusedError, is_memory_short
 from scalai.core.region import whole
 from scalai.store.atomic import replace_file
 from scalai.store.files import LENGTH_BYTES, header_of
+from scalai.store.safetensors_header import entries_of, header_bytes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 5_000_000_000
@@ -208,28 +208,12 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
 
 
 def _read_header(path: Path, size: int) -> Iterator[tuple[str, _Entry]]:
-    """Yield the tensors of one file, checked: no gaps, no overlaps, exact sizes."""
+    """Yield the tensors of one file, checked."""
     try:
         with open(path, "rb") as file:
-            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if not 2 <= length <= min(MAX_JSON_BYTES, size - LENGTH_BYTES):
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = parse_json(file.read(length))
-        at = 0
-        items = ((name, of) for name, of in header.items() if name != "__metadata__")
-        for name, of in sorted(items, key=lambda item: item[1]["data_offsets"]):
-            shape, (low, high) = tuple(of["shape"]), of["data_offsets"]
-            is_whole = all(type(number) is int for number in (*shape, low, high))
-            if not is_whole or len(shape) > MAX_NDIM or min(shape, default=0) < 0:
-                raise ValueError(f"{name} has shape {list(shape)}")
-            if of["dtype"] not in ITEM_BYTES:
-                raise ValueError(f"{name} is of dtype {of['dtype']!r}, which is not known")
-            if low != at or high - low != prod(shape) * ITEM_BYTES[of["dtype"]]:
-                raise ValueError(f"{name} lies at {low}:{high}")
-            yield name, _Entry(path.name, of["dtype"], shape, LENGTH_BYTES + length + low)
-            at = high
-        if LENGTH_BYTES + length + at != size:
-            raise ValueError(f"{size} bytes, {LENGTH_BYTES + length + at} by its header")
+            text = file.read(header_bytes(file.read(LENGTH_BYTES), size))
+        for name, dtype, shape, begin in entries_of(text, size):
+            yield name, _Entry(path.name, dtype, shape, begin)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if is_memory_short(error):
             raise

@@ -30,9 +30,13 @@ if TYPE_CHECKING:
         UsageError,
         VersionError,
     )
+    from scalai.core.slabs import Slabs, zig_zag
     from scalai.patches.deepspeed.state import DeepSpeedState
     from scalai.patches.megatron.state import MegatronState
+    from scalai.patches.replicated import ReplicatedState
     from scalai.runtime.session import Session, current, elastic
+    from scalai.slabs.halo import exchange_halo
+    from scalai.slabs.slab_file import SlabFile, read_slab
 
 __version__ = "0.1.0"
 __all__ = [
@@ -50,10 +54,13 @@ __all__ = [
     "ProofError",
     "RefusedError",
     "ReplacedError",
+    "ReplicatedState",
     "RoomError",
     "ScalaiError",
     "Session",
     "SilentError",
+    "SlabFile",
+    "Slabs",
     "StaleError",
     "StoreError",
     "TlsError",
@@ -61,14 +68,23 @@ __all__ = [
     "VersionError",
     "current",
     "elastic",
+    "exchange_halo",
+    "read_slab",
+    "zig_zag",
 ]
 
 _PLACES = {
     "DeepSpeedState": "scalai.patches.deepspeed.state",
     "MegatronState": "scalai.patches.megatron.state",
+    "ReplicatedState": "scalai.patches.replicated",
     "Session": "scalai.runtime.session",
+    "SlabFile": "scalai.slabs.slab_file",
+    "Slabs": "scalai.core.slabs",
     "current": "scalai.runtime.session",
     "elastic": "scalai.runtime.session",
+    "exchange_halo": "scalai.slabs.halo",
+    "read_slab": "scalai.slabs.slab_file",
+    "zig_zag": "scalai.core.slabs",
 }
 """Where a public name lies, if not among the errors."""
 

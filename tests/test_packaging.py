@@ -67,6 +67,7 @@ NO_TORCH = (
     "scalai.core.choice",
     "scalai.store.host",
     "scalai.runtime.calls",
+    "scalai.slabs.slab_file",
     "scalai.converters.megatron.arguments",
     "scalai.launch.commands.inspect",
     "scalai.launch.commands.clean",

@@ -23,6 +23,12 @@ PLACES = {
     "Session": "scalai.runtime.session",
     "MegatronState": "scalai.patches.megatron.state",
     "DeepSpeedState": "scalai.patches.deepspeed.state",
+    "ReplicatedState": "scalai.patches.replicated",
+    "Slabs": "scalai.core.slabs",
+    "zig_zag": "scalai.core.slabs",
+    "SlabFile": "scalai.slabs.slab_file",
+    "read_slab": "scalai.slabs.slab_file",
+    "exchange_halo": "scalai.slabs.halo",
     **dict.fromkeys(ERRORS, "scalai.core.errors"),
 }
 

@@ -16,8 +16,8 @@ from scalai.core.collection import Collection, Tensor
 from scalai.core.dtypes import BITS, ITEM_BYTES, Bits
 from scalai.core.errors import LayoutError
 from scalai.core.jsonable import Json
-from scalai.core.region import Piece
-from scalai.runtime.torch_dtypes import INTEGERS
+from scalai.core.region import Piece, row_major, whole
+from scalai.runtime.torch_dtypes import INTEGERS, dtype_name
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,6 +38,14 @@ class Slot:
     is_held: bool = True
     is_wanted: bool = True
     is_volatile: bool = False
+
+
+def whole_slot(name: str, value: torch.Tensor, *, is_volatile: bool) -> Slot:
+    """Return the slot of a contiguous tensor that this rank has whole."""
+    shape = tuple(value.shape)
+    tensor = Tensor(name, shape, dtype_name(value.dtype))
+    piece = Piece(whole(shape), 0, row_major(shape))
+    return Slot(tensor, value.detach().view(-1), (piece,), is_volatile=is_volatile)
 
 
 class LiveState(Protocol):

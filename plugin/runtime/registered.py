@@ -11,11 +11,8 @@ from typing import Any
 
 import torch
 
-from scalai.core.collection import Tensor
 from scalai.core.jsonable import Json
-from scalai.core.region import Piece, row_major, whole
-from scalai.runtime.live import Slot
-from scalai.runtime.torch_dtypes import dtype_name
+from scalai.runtime.live import Slot, whole_slot
 
 Get = Callable[[], Json | torch.Tensor]
 Set = Callable[[Any], None]
@@ -52,7 +49,7 @@ class Registered:
             self._is_listed = True
             values = {entry.name: entry.get() for entry in self._entries}
             self._slots = {
-                name: _slot(name, value)
+                name: whole_slot(f"user/{name}", value.contiguous(), is_volatile=True)
                 for name, value in values.items()
                 if isinstance(value, torch.Tensor)
             }
@@ -90,13 +87,6 @@ class Registered:
             and tuple(value.shape) == slot.tensor.shape
             and value.dtype == slot.buffer.dtype
         )
-
-
-def _slot(name: str, value: torch.Tensor) -> Slot:
-    shape = tuple(value.shape)
-    tensor = Tensor(f"user/{name}", shape, dtype_name(value.dtype))
-    piece = Piece(whole(shape), 0, row_major(shape))
-    return Slot(tensor, value.detach().contiguous().view(-1), (piece,), is_volatile=True)
 
 
 def _plain(value: torch.Tensor) -> Json:

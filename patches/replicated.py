@@ -1,0 +1,118 @@
+"""The live state of a model on plain torch that is equal on every rank: loops of one's own whose
+ranks share samples (slabs) or have different ones (data parallelism)."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
+from scalai.patches.first_step import torch_state
+from scalai.runtime.live import Slot, whole_slot
+
+_PLAIN = (bool, int, float, str, type(None), list, tuple)
+"""What a parameter group may hold beside its parameters."""
+
+
+class ReplicatedState:
+    """Parameters, buffers and optimizer of a model of which every rank has all, and the same.
+
+    Random numbers are not carried: a loop that draws some seeds them by the session's ``step``.
+
+    Args:
+        model: The module itself, without a wrapper (``DistributedDataParallel.module``).
+        optimizer: Adam, AdamW or SGD of torch. What its first step would make is made here.
+        scheduler: Of learning rates, if there is one.
+
+    Raises:
+        RefusedError: The optimizer is another one, or trains what is not the model's; memory of a
+            tensor is not contiguous.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self.coordinate = f"rank{os.environ.get('RANK', '0')}"
+        self._names = {id(value): name for name, value in model.named_parameters()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._begin(parameter, group)
+
+    def slots(self) -> Sequence[Slot]:
+        return list(self._slots())
+
+    def _slots(self) -> Iterator[Slot]:
+        persistent = self._model.state_dict().keys()
+        for name, parameter in self._model.named_parameters():
+            yield _slot("param", name, parameter)
+        for name, buffer in self._model.named_buffers():
+            if name in persistent:
+                yield _slot("buffer", name, buffer, is_volatile=True)
+        for trained, kept in self._optimizer.state.items():
+            for kind, value in kept.items():
+                if isinstance(value, torch.Tensor):
+                    yield _slot(kind, self._names[id(trained)], value)
+
+    def scalars(self) -> Mapping[str, Json]:
+        schedule = self._scheduler.state_dict() if self._scheduler is not None else None
+        return {"groups": self._groups(), "scheduler": schedule}
+
+    def load_scalars(self, scalars: Mapping[str, Json]) -> None:
+        for group, kept in zip(self._optimizer.param_groups, scalars["groups"], strict=True):
+            for key, value in kept.items():
+                group[key] = tuple(value) if isinstance(value, list) else value
+        if self._scheduler is not None and scalars["scheduler"] is not None:
+            self._scheduler.load_state_dict(scalars["scheduler"])
+
+    def rank_state(self) -> Json:
+        return None
+
+    def load_rank_state(self, state: Json | None, step: int) -> str:
+        return "random numbers: not carried"
+
+    def _begin(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        if id(parameter) not in self._names:
+            raise RefusedError(
+                f"the optimizer trains a tensor {list(parameter.shape)} that is no parameter of "
+                "the model. Give the module that has it."
+            )
+        if self._optimizer.state.get(parameter):
+            return
+        made = torch_state(self._optimizer, parameter, group)
+        if made is None:
+            raise RefusedError(
+                f"what {type(self._optimizer).__name__} keeps is not known before its first step. "
+                "Use torch's Adam, AdamW or SGD, or write a state of your own (LiveState)."
+            )
+        if made:
+            self._optimizer.state[parameter] = made
+
+    def _groups(self) -> Json:
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        for group in groups:
+            for key, value in group.items():
+                if not isinstance(value, _PLAIN):
+                    raise RefusedError(
+                        f"{key} of the optimizer is a {type(value).__name__}, which is not "
+                        "carried. Use a number."
+                    )
+        return groups
+
+
+def _slot(kind: str, name: str, value: torch.Tensor, *, is_volatile: bool = False) -> Slot:
+    if not value.is_contiguous():
+        raise RefusedError(
+            f"{kind}/{name} {list(value.shape)} has strides {value.stride()}: it must be "
+            "contiguous (channels_last is not)."
+        )
+    return whole_slot(f"{kind}/{name}", value, is_volatile=is_volatile)

@@ -1,0 +1,143 @@
+"""The exchange of halos between ranks that share a sample, differentiable.
+
+A layer that looks beyond its slab (a convolution of width 3: one element) is given its neighbours'
+borders; backward, the gradients of these go to those who own them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scalai.core.errors import UsageError
+from scalai.core.region import Box, Index
+from scalai.core.slabs import Slabs
+from scalai.runtime.failpoints import reached
+
+Shared = Sequence[tuple[int, Box]]
+
+
+def exchange_halo(
+    local: torch.Tensor,
+    slabs: Slabs,
+    halo: Index,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Return this rank's slab with its halo, clipped at the sample's borders.
+
+    Call on every rank of the group alike. Blocks until the neighbours have called too, at most as
+    long as the group's timeout; where one has died torch raises ``RuntimeError``.
+
+    Args:
+        local: This rank's slab, [..., slab]: axes before those of ``slabs`` are whole.
+        slabs: How the sample is cut; ranks are those of the group, in order.
+        halo: Elements on both sides of the slab, by axis of ``slabs``.
+        group: The ranks that share this sample; None: all.
+
+    Returns:
+        [..., slab with halo], with the gradient's way back to those who own the halo.
+
+    Raises:
+        UsageError: The group has another number of ranks, or ``local`` is not this rank's slab.
+        LayoutError: The halo is wider than a neighbour's slab; on all ranks alike.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if size != slabs.count:
+        raise UsageError(
+            f"{slabs.count} slabs need as many ranks, and the group has {size}. Cut the sample by "
+            "the degree that these ranks are of."
+        )
+    own = slabs.slab(rank)
+    axes = len(own.shape)
+    if local.dim() < axes or tuple(local.shape[local.dim() - axes :]) != own.shape:
+        raise UsageError(
+            f"rank {rank} has {list(own.shape)} of the sample {list(slabs.shape)}, and was given a "
+            f"tensor {list(local.shape)}. Its last {axes} axes must be the slab."
+        )
+    swap = _Swap(
+        own,
+        slabs.with_halo(rank, halo),
+        slabs.halo_sources(rank, halo),
+        slabs.halo_targets(rank, halo),
+        group,
+    )
+    widened: torch.Tensor = _Exchange.apply(local, swap)  # type: ignore[no-untyped-call]
+    return widened
+
+
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    """What one rank gives and takes: boxes of the sample, in order of ranks."""
+
+    own: Box
+    widened: Box
+    sources: Shared
+    targets: Shared
+    group: dist.ProcessGroup | None
+
+    def widen(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the slab with what the sources have of its halo."""
+        lead = local.shape[: local.dim() - len(self.own.shape)]
+        result = local.new_empty((*lead, *self.widened.shape))
+        result[_within(self.own, self.widened)] = local
+        given = [(rank, local[_within(box, self.own)].contiguous()) for rank, box in self.targets]
+        taken = [(rank, local.new_empty((*lead, *box.shape))) for rank, box in self.sources]
+        self._pass(given, taken)
+        for (_, box), (_, part) in zip(self.sources, taken, strict=True):
+            result[_within(box, self.widened)] = part
+        return result
+
+    def fold(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the slab: this rank's own, and that of those in whose halo it
+        is."""
+        result = gradient[_within(self.own, self.widened)].clone()
+        lead = gradient.shape[: gradient.dim() - len(self.own.shape)]
+        given = [
+            (rank, gradient[_within(box, self.widened)].contiguous()) for rank, box in self.sources
+        ]
+        taken = [(rank, gradient.new_empty((*lead, *box.shape))) for rank, box in self.targets]
+        self._pass(given, taken)
+        for (_, box), (_, part) in zip(self.targets, taken, strict=True):
+            result[_within(box, self.own)] += part
+        return result
+
+    def _pass(
+        self,
+        given: Sequence[tuple[int, torch.Tensor]],
+        taken: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Send and receive at once; the group's timeout bounds the wait."""
+        calls = [
+            dist.P2POp(call, tensor, self._global(rank), self.group)
+            for call, parts in ((dist.isend, given), (dist.irecv, taken))
+            for rank, tensor in parts
+        ]
+        reached("halo")
+        for work in dist.batch_isend_irecv(calls) if calls else ():
+            work.wait()
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, swap: _Swap) -> torch.Tensor:
+        ctx.swap = swap
+        return swap.widen(local)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.swap.fold(gradient), None
+
+
+def _within(box: Box, outer: Box) -> tuple[Any, ...]:
+    """Return the index of a box in the last axes of what holds ``outer``."""
+    ranges = (
+        slice(low - begin, low - begin + size)
+        for low, begin, size in zip(box.offset, outer.offset, box.shape, strict=True)
+    )
+    return (..., *ranges)

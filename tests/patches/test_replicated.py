@@ -1,0 +1,113 @@
+"""The state of a plain model that every rank has whole: all of it is listed, and put back."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from scalai import ReplicatedState
+from scalai.core.errors import RefusedError
+from scalai.runtime.live import held_rows, piece_view, wanted_rows
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2, dtype=torch.float32)
+    )
+
+
+Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: tuple[Make, ...] = (
+    lambda model: torch.optim.AdamW(model.parameters(), 0.1, betas=(0.8, 0.9), amsgrad=True),
+    lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+    lambda model: torch.optim.SGD(model.parameters(), 0.1),
+)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    random = torch.Generator().manual_seed(steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4, generator=random)).square().sum().backward()
+        optimizer.step()
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_an_optimizer_whose_state_is_not_known_is_refused() -> None:
+    model = network()
+    with pytest.raises(RefusedError, match="what RMSprop keeps is not known"):
+        ReplicatedState(model, torch.optim.RMSprop(model.parameters()))
+
+
+def test_a_parameter_that_is_not_the_models_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"trains a tensor \[3, 4\] that is no parameter of"):
+        ReplicatedState(network(), torch.optim.Adam(network().parameters()))
+
+
+def test_memory_that_is_not_contiguous_is_refused() -> None:
+    model = torch.nn.Conv3d(2, 2, 3).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    with pytest.raises(RefusedError, match=r"param/weight .* has strides .* must be contiguous"):
+        ReplicatedState(model, torch.optim.SGD(model.parameters())).slots()
+
+
+def test_a_learning_rate_that_is_a_tensor_is_refused() -> None:
+    model = network()
+    state = ReplicatedState(model, torch.optim.Adam(model.parameters(), torch.tensor(0.1)))
+    with pytest.raises(RefusedError, match="lr of the optimizer is a Tensor"):
+        state.scalars()
+
+
+# ------------------------------------------------------------------ what is promised
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_what_is_put_back_trains_on_as_if_nothing_had_happened(make: Make) -> None:
+    model, other = network(), network()
+    optimizer, of_other = make(model), make(other)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    of_schedule = torch.optim.lr_scheduler.StepLR(of_other, 2)
+    state = ReplicatedState(model, optimizer, schedule)
+    train(model, optimizer, 3)
+    schedule.step()
+    target = ReplicatedState(other, of_other, of_schedule)
+    held, wanted = held_rows(state.slots()), wanted_rows(target.slots())
+    assert [slot.tensor for slot, _ in held] == [slot.tensor for slot, _ in wanted]
+    for one, two in zip(held, wanted, strict=True):
+        piece_view(*two).copy_(piece_view(*one))
+    target.load_scalars(state.scalars())
+    for trained, by, with_schedule in (
+        (model, optimizer, schedule), (other, of_other, of_schedule),
+    ):  # fmt: skip
+        train(trained, by, 4)
+        with_schedule.step()
+    assert optimizer.param_groups[0]["lr"] == of_other.param_groups[0]["lr"] < 0.1
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_what_is_made_before_the_first_step_changes_nothing() -> None:
+    for make in OPTIMIZERS:
+        model, plain = network(), network()
+        optimizer, by = make(model), make(plain)
+        ReplicatedState(model, optimizer)
+        train(model, optimizer, 3)
+        train(plain, by, 3)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def test_a_tied_weight_is_listed_once_and_what_is_frozen_is_too() -> None:
+    model = network()
+    model.add_module("again", model[0])
+    model[2].requires_grad_(False)
+    trained = [value for value in model.parameters() if value.requires_grad]
+    slots = ReplicatedState(model, torch.optim.Adam(trained)).slots()
+    names = [slot.tensor.name for slot in slots]
+    assert len(names) == len(set(names)) and "param/2.weight" in names
+    assert "exp_avg/2.weight" not in names and "step/0.weight" in names
+    assert {slot.tensor.name for slot in slots if slot.is_volatile} == {
+        "buffer/1.running_mean", "buffer/1.running_var", "buffer/1.num_batches_tracked",
+    }  # fmt: skip
