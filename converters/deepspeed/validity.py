@@ -61,12 +61,24 @@ def stages_of(config: Mapping[str, Any], by_world: Mapping[str, int]) -> frozens
     return frozenset((*by_world.values(), by_world.get("default", stage_of(config))))
 
 
-def refuse_invalid(config: Mapping[str, Any], stages: Iterable[int], release: Release) -> None:
+def refuse_invalid(
+    config: Mapping[str, Any],
+    stages: Iterable[int],
+    release: Release,
+    *,
+    has_own_optimizer: bool = False,
+) -> None:
     """Check that DeepSpeed takes a configuration in all stages that a job may come to have.
+
+    Args:
+        has_own_optimizer: Whether the script builds its optimizer, or may do so: then that of the
+            configuration is not looked at (``_configure_optimizer``, runtime/engine.py).
 
     Raises:
         RefusedError: Names all that it does not take, and the stage.
     """
+    if has_own_optimizer:
+        config = {key: value for key, value in config.items() if key != "optimizer"}
     of_stages = (
         f"{fault} (ZeRO stage {stage})"
         for stage in sorted(stages)

@@ -74,6 +74,9 @@ _NO_OTHER_RECOMPUTE: Mapping[str, str] = {
     "enable_cuda_graph": "does not go with it",
     "external_cuda_graph": "does not go with it",
     "fine_grained_activation_offloading": "does not go with it",
+    "hybrid_attention_ratio": "has layers of Mamba, which are not computed again",
+    "hybrid_layer_pattern": "has layers of other kinds, which are not computed again",
+    "hybrid_override_pattern": "has layers of Mamba, which are not computed again",
     "moe_layer_recompute": "does not go with it (--recompute-modules moe says the same)",
     "overlap_moe_expert_parallel_comm": "does not go with it",
     "recompute_activations": "overrules it (--recompute-granularity selective says the same)",
@@ -185,6 +188,8 @@ def fixed_passes(values: Values) -> Iterator[tuple[Part, str]]:
                     f"{_flag(name)} leaves tokens out of the loss, which is then a mean of each "
                     "micro-batch's own (--calculate-per-token-loss weighs all alike)",
                 )
+        if values.get("encoder_num_layers"):
+            yield "micro-batch", "T5's loss is a mean of each micro-batch's own unmasked tokens"
     if values.get("dataloader_type") == "external":
         yield "micro-batch", "the order of --dataloader-type external may depend on it"
     for name, why in _NO_OTHER_RECOMPUTE.items():

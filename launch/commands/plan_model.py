@@ -225,7 +225,7 @@ def _of_deepspeed(
         raise RefusedError("--precision: the configuration says it; leave it out.")
     stages = args.sharding or (stage_of(config),)
     refuse_fixed(config)
-    refuse_invalid(config, stages, installed_release("deepspeed"))
+    refuse_invalid(config, stages, installed_release("deepspeed"), has_own_optimizer=True)
     batch, stated = args.global_batch_size, step_samples(config)
     if (batch is None) == (stated is None):
         raise RefusedError(

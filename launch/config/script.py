@@ -82,7 +82,8 @@ def read_script(
         return ScriptFacts(config.model, policy, why_no_planner=why)
     by_world = config.deepspeed.zero_stage
     refuse_fixed(deepspeed)
-    refuse_invalid(deepspeed, stages_of(deepspeed, by_world), installed_release("deepspeed"))
+    stages, release = stages_of(deepspeed, by_world), installed_release("deepspeed")
+    refuse_invalid(deepspeed, stages, release, has_own_optimizer=True)  # for all that is known
     # The micro-batch of a DeepSpeed job follows from its DP: only the global batch is a limit.
     limits = ModelLimits(
         global_batch_size=step_samples(deepspeed),

@@ -181,7 +181,8 @@ class EngineHooks:
         self.settle_config(config)
         order = self._order(given.get("model"), has_mpu=given.get("mpu") is not None)
         stages = stages_of(config, self._session.settings.get("zero_stages", {}))
-        refuse_invalid(config, stages, numbers_of(self._version))
+        has_own = given.get("optimizer") is not None
+        refuse_invalid(config, stages, numbers_of(self._version), has_own_optimizer=has_own)
         refuse_unfit_stages(config, stages, self._session.facts.get("zero_stage"), self._version)
         batches = batches_of(config, order)
         first = self._first() or batches

@@ -31,29 +31,43 @@ def micro_batches(sampler: Any, first: ShuffledBlocks) -> Iterator[list[int]]:
         first: The order of the first degrees.
 
     Raises:
-        RefusedError: A micro-batch would be of two passes whose samples are made with other seeds.
+        RefusedError: By ``refuse_two_seeds``.
     """
     size, dp = sampler.micro_batch_size, sampler.data_parallel_size
     begins, epoch = sampler.consumed_samples, sampler.consumed_samples // first.length
     sampler.epoch = epoch
-    has_seeds = type(sampler.dataset).__name__ == "RandomSeedDataset"
-    if has_seeds:
+    if _has_seeds(sampler):
+        refuse_two_seeds(sampler, first)
         sampler.dataset.set_epoch(epoch)
     for number in count():
         at = begins + number * size * dp
         if at // first.length != epoch:
             return
         places = share_of(begins, number, size, dp, sampler.data_parallel_rank)
-        is_of_two = (at + size * dp - 1) // first.length != epoch
-        if is_of_two and has_seeds:
-            raise RefusedError(
-                f"--dataloader-type cyclic: an epoch has {first.length} samples, which are no "
-                f"multiple of the {size * dp} that {dp} replicas draw at once, and the data set "
-                "makes each epoch's samples with other seeds. Use a DP and a micro-batch that "
-                "divide it, or --dataloader-type single."
-            )
         sampler.consumed_samples += size * dp
         yield _samples_at(places, first)
+
+
+def refuse_two_seeds(sampler: Any, first: ShuffledBlocks) -> None:
+    """Check that no micro-batch will be of two passes, where each pass makes its samples with other
+    seeds.
+
+    Raises:
+        RefusedError: One would be, at the end of this pass or of a later one.
+    """
+    block = sampler.micro_batch_size * sampler.data_parallel_size
+    left = first.length - sampler.consumed_samples % first.length
+    if _has_seeds(sampler) and (left % block or first.length % block):
+        raise RefusedError(
+            f"--dataloader-type cyclic: an epoch has {first.length} samples, {left} are left of it, "
+            f"and {sampler.data_parallel_size} replicas draw {block} at once, which does not divide "
+            "both; the data set makes each epoch's samples with other seeds. Use a DP and a "
+            "micro-batch that do, or --dataloader-type single."
+        )
+
+
+def _has_seeds(sampler: Any) -> bool:
+    return type(sampler.dataset).__name__ == "RandomSeedDataset"
 
 
 def _samples_at(places: Places, first: ShuffledBlocks) -> list[int]:

@@ -129,15 +129,32 @@ def _preferred(case: Case, sizes: Sequence[int]) -> Sequence[Choice]:
     preference, freedom = case.policy.preference, case.policy.freedom
     if preference is None:
         return ()
-    own = _valid(case, sizes, for_memory=False)
+    own, runs = _valid(case, sizes, for_memory=False), _that_runs(case, sizes)
     ordered = preference.order(own, case.present, case.ran, case.excluded)
+    if ordered and runs is not None and runs not in own:
+        # First, since it may be what another one comes to: that one would be a change in name.
+        ordered = preference.order((runs, *own), case.present, case.ran, case.excluded)
     if ordered or not any(freedom.is_free(part, for_memory=True) for part in MEMORY_PARTS):
         return ordered
     forced = _valid(case, sizes, for_memory=True)
+    if runs is not None and runs not in forced:
+        forced = (runs, *forced)
     return [
         replace(choice, reason=f"{choice.reason}; no layout fits with the script's flags alone")
         for choice in preference.order(forced, case.present, case.ran, case.excluded)
     ]
+
+
+def _that_runs(case: Case, sizes: Sequence[int]) -> Choice | None:
+    """Return present degrees with the passes that ran, which a person may have asked for; None:
+    they are not valid on what is there, or ran out of memory."""
+    present = case.present
+    if present is None:
+        return None
+    split = DegreeRequest(present.tp, present.pp, vpp=present.vpp)
+    found = (_as_it_ran(case, split, size, "computed") for size in sizes)
+    failed = {each.key for each in case.excluded}
+    return next((each for each in found if each is not None and each.key not in failed), None)
 
 
 def _valid(case: Case, sizes: Sequence[int], *, for_memory: bool) -> tuple[Choice, ...]:

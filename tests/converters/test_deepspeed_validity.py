@@ -40,6 +40,13 @@ def test_it_is_refused_with_the_stage_and_the_reason(
         refuse_invalid(config, stages, release)
 
 
+def test_an_optimizer_that_the_script_overrules_is_not_looked_at() -> None:
+    config = {"optimizer": {"type": "SGD"}, "fp16": {"enabled": True}, "bf16": {"enabled": True}}
+    with pytest.raises(RefusedError, match="both enabled") as refused:
+        refuse_invalid(config, {1}, NEWEST, has_own_optimizer=True)
+    assert "SGD" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("config", "stages", "release"),
     [

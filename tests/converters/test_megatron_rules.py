@@ -169,3 +169,10 @@ def test_what_of_the_passes_stays_is_said_with_the_reason(
     assert found.keys() == fixed.keys()
     for part, why in found.items():
         assert fixed[part] in why
+
+
+@pytest.mark.parametrize("flag", ["--hybrid-override-pattern", "--hybrid-layer-pattern"])
+def test_layers_of_mamba_are_not_offered_to_be_computed_again(flag: str) -> None:
+    fixed = dict(fixed_passes(values_of({flag: ("M-M*",)})))
+    assert "Mamba" in fixed["recompute"] or "other kinds" in fixed["recompute"]
+    assert "recompute" not in dict(fixed_passes(values_of({})))

@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scalai.converters.deepspeed.validity import BF16_SUMS_ARE_BF16, stages_of
+from scalai.converters.deepspeed.validity import BF16_SUMS_ARE_BF16, refuse_invalid, stages_of
 from scalai.core.degrees import DegreeRequest, Degrees
 from scalai.core.errors import RefusedError, UsageError
 from scalai.core.membership import Assignment
 from scalai.launch.config.elastic_config import DeepSpeedConfig, ElasticConfig
 from scalai.launch.config.flags import parse_options
 from scalai.launch.config.job import JobSpec
+from scalai.launch.config.script import installed_release
 from scalai.launch.coordinator.sizing import Sizing
 from scalai.patches.deepspeed.round_config import RoundOrder, batches_of, rewritten
 
@@ -92,6 +93,8 @@ def judge(case: Case) -> Verdict:
     if found is None:
         return Verdict(why[0], "coordinator", (_plain(case, order),))
     try:
+        stages = stages_of(case.config, case.stages)
+        refuse_invalid(case.config, stages, installed_release("deepspeed"))
         batches = batches_of(case.config, order)
         mine = rewritten(case.config, order, batches)
     except (RefusedError, UsageError) as error:

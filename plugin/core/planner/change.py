@@ -124,18 +124,27 @@ def options_for(
         before_hosts: Where the ranks are, in order.
         there: The hosts that are there with how many devices each has, in the order of joining.
         lost: Hosts of before whose memory is gone.
+
+    Raises:
+        RefusedError: Of no candidate it is known what the ranks hold of each other's parts; those
+            of which it is not are left out.
     """
     rates, calibration = rates or Rates(), calibration or uncalibrated()
     order = in_order(before_hosts, there)
     can_stay = _goes_on(before_hosts, there, lost)
-    found = []
+    found: list[Option] = []
+    refused: RefusedError | None = None
     for estimate in candidates:
         if estimate.layout == before and can_stay:
             found.append(Option(estimate, before_hosts))
             continue
         degrees = estimate.layout.degrees
         new = fill(order, degrees.world_size, degrees.tp)
-        overlaps = overlaps_of(work, before, estimate.layout)
+        try:
+            overlaps = overlaps_of(work, before, estimate.layout)
+        except RefusedError as error:  # others may be counted
+            refused = refused or error
+            continue
         placed: Placed = place_by(
             overlaps, before_hosts, new, devices=dict(there), lost=lost, exact_hosts=exact_hosts
         )
@@ -146,6 +155,8 @@ def options_for(
             step_s=step_s, coefficients=calibration.coefficients,
         )  # fmt: skip
         found.append(Option(estimate, hosts, change, placed.unplaced_moves))
+    if refused is not None and not found:
+        raise refused
     return found
 
 

@@ -147,3 +147,15 @@ def test_hosts_that_were_there_stand_first_and_tp_groups_stay_inside() -> None:
     assert fill((("a", 3), ("b", 3)), 4, tp=4) == (("a", 3), ("b", 1))
     with pytest.raises(RefusedError, match="1 ranks have no device"):
         fill((("a", 3),), 4)
+
+
+def test_a_candidate_whose_parts_are_not_modelled_is_left_out() -> None:
+    shape = replace(WORK.shape, experts=8, moe_layers=WORK.shape.layers, top_k=2, expert_ffn=4096)
+    work = replace(WORK, shape=shape, expert_tp=PRESENT.degrees.tp)
+    same = estimate_of(work, A100, PRESENT, 16)
+    degrees = replace(PRESENT.degrees, tp=2 * PRESENT.degrees.tp, dp=PRESENT.degrees.dp // 2)
+    other = replace(same, layout=replace(PRESENT, degrees=degrees))
+    found = options_for(work, A100, [other, same], PRESENT, TWO, TWO)
+    assert [each.estimate for each in found] == [same]
+    with pytest.raises(RefusedError, match="experts have a tensor parallelism"):
+        options_for(work, A100, [other], PRESENT, TWO, TWO)

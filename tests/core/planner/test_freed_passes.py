@@ -175,3 +175,13 @@ def test_a_person_may_ask_for_it() -> None:
     assert choice.passes == Passes(MICRO, "full")
     own = choose(16, LIMITS, policy(FREEDOM), None, requested=replace(asks, recompute="none"))
     assert own.passes == Passes(MICRO), "that is what the flags say"
+
+
+def test_passes_that_a_person_asked_for_stay_where_others_are_not_better() -> None:
+    """A rule of one change says them; after it they are what runs."""
+    runs = Choice(Degrees(4, 2, 1), (), "", 2, "full")
+    knows = PLANNER.with_measured(Measured(runs.degrees, 2, 50, 0.01, "full"))
+    stays = chosen(8, ran=runs, planner=knows)
+    assert stays.key == runs.key and "kept" in stays.reason
+    without = chosen(8, ran=runs, planner=knows, excluded=[runs])
+    assert without.key != runs.key
