@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from scalai.core.batches import BatchRamp
+    from scalai.core.dataset.own_order import Blend, Shuffled
     from scalai.core.errors import (
         AbsentError,
         AnswerError,
@@ -32,12 +34,15 @@ if TYPE_CHECKING:
     )
     from scalai.patches.deepspeed.state import DeepSpeedState
     from scalai.patches.megatron.state import MegatronState
+    from scalai.runtime.ordered_batches import OrderedBatches
     from scalai.runtime.session import Session, current, elastic
 
 __version__ = "0.1.0"
 __all__ = [
     "AbsentError",
     "AnswerError",
+    "BatchRamp",
+    "Blend",
     "DamageError",
     "DeepSpeedState",
     "EndedError",
@@ -46,6 +51,7 @@ __all__ = [
     "MemoryShortError",
     "MessageError",
     "MismatchError",
+    "OrderedBatches",
     "PeerError",
     "ProofError",
     "RefusedError",
@@ -53,6 +59,7 @@ __all__ = [
     "RoomError",
     "ScalaiError",
     "Session",
+    "Shuffled",
     "SilentError",
     "StaleError",
     "StoreError",
@@ -64,9 +71,13 @@ __all__ = [
 ]
 
 _PLACES = {
+    "BatchRamp": "scalai.core.batches",
+    "Blend": "scalai.core.dataset.own_order",
     "DeepSpeedState": "scalai.patches.deepspeed.state",
     "MegatronState": "scalai.patches.megatron.state",
+    "OrderedBatches": "scalai.runtime.ordered_batches",
     "Session": "scalai.runtime.session",
+    "Shuffled": "scalai.core.dataset.own_order",
     "current": "scalai.runtime.session",
     "elastic": "scalai.runtime.session",
 }

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from scalai.core.batches import Batches, pass_length
-from scalai.core.dataset.ledger import Number
+from scalai.core.dataset.drawn import Number
 from scalai.core.errors import RefusedError
 from scalai.patches.calls import Call
 from scalai.patches.data.clock import Clock, Clocks

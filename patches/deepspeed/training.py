@@ -21,7 +21,7 @@ import wrapt
 
 from scalai.converters.deepspeed.config import StatedBatch
 from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
-from scalai.core.dataset.ledger import Draw
+from scalai.core.dataset.drawn import Draw
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.core.release import numbers_of

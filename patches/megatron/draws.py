@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from scalai.core.dataset.ledger import Draw, Number, split
+from scalai.core.dataset.drawn import Draw, Number, split
 from scalai.core.dataset.order import ShuffledBlocks
 from scalai.core.errors import RefusedError
 from scalai.patches.calls import Args, Call, Kwargs

@@ -22,7 +22,7 @@ import wrapt
 
 from scalai.converters.megatron.rules import allows_untested, faults_of, fixed_axes
 from scalai.converters.megatron.told import FACT, told_of
-from scalai.core.dataset.ledger import Draw
+from scalai.core.dataset.drawn import Draw
 from scalai.core.faults import refuse_all
 from scalai.core.jsonable import Json
 from scalai.patches.calls import Args, Call, Kwargs

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from scalai.core.dataset.ledger import Draw, Ledger, Number
+from scalai.core.dataset.drawn import Draw, Number
+from scalai.core.dataset.ledger import Ledger
 from scalai.core.dataset.verdict import judge
 from scalai.core.errors import RefusedError
 from scalai.patches.megatron.draws import TrainingDraws

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scalai.core.dataset.ledger import Draw
+from scalai.core.dataset.drawn import Draw
 from scalai.core.errors import RefusedError
 from scalai.patches.megatron import training
 from scalai.patches.megatron.training import TrainingHooks
