@@ -67,10 +67,8 @@ class Batches:
         """Return what ``samples`` does, where a replica has one share of the global batch, in one
         piece: the same one whatever the micro-batch."""
         shape = (self.dp, self.num_micro_batches, self.micro_batch_size)
-        share: npt.NDArray[np.int64] = self._block(consumed_samples, dp_rank).reshape(shape)[
-            dp_rank
-        ]
-        return share
+        shares = self._block(consumed_samples, dp_rank).reshape(shape)
+        return np.asarray(shares[dp_rank], dtype=np.int64)
 
     def _block(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
         if not 0 <= dp_rank < self.dp:

@@ -1,6 +1,7 @@
 """Torch's loaders under hooks: one order of samples, whatever layouts a job goes through."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from scalai.core.dataset.ledger import Ledger
 from scalai.core.dataset.verdict import judge
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
+from scalai.runtime.consumption import LEDGER, Consumption
 
 GLOBAL_BATCH, MICRO_BATCH = 12, 3
 DPS = (1, 2, 3, 4, 6, 12)
@@ -416,6 +418,28 @@ def test_the_ledger_has_each_place_once_over_changes_in_mid_epoch(workers: int) 
     ]  # fmt: skip
     whole = ledger.passes[0]
     assert whole.is_dealt and (whole.size, whole.length) == (50, 60)
+
+
+@pytest.mark.parametrize(
+    ("samples", "seed", "found"), [(51, 0, "size=51 (it was 50)"), (50, 3, "seed=3 (it was 0)")]
+)
+def test_a_data_set_that_became_another_one_between_rounds_is_refused_before_it_is_drawn_from(
+    samples: int, seed: int, found: str
+) -> None:
+    def begin(samples: int, seed: int, ledger: Consumption) -> None:
+        with hooked(2) as feed:
+            feed.on_pass = lambda name, facts: ledger.know({name: facts})
+            loader = loader_of(samples, 2, 0)
+            loader.sampler.seed = seed  # type: ignore[attr-defined]
+            next(iter(loader))
+
+    first, later = Consumption("run-1", {"dp": 2}), Consumption("run-2", {"dp": 2})
+    first.begin(0, 0)
+    begin(50, 0, first)
+    later.restore(first.scalars()[LEDGER], 0, 0)
+    begin(50, 0, later)
+    with pytest.raises(RefusedError, match=f"'loader-0' is another one.*{re.escape(found)}"):
+        begin(samples, seed, later)
 
 
 def test_torchdatas_stateful_loader_is_refused_with_the_reason() -> None:

@@ -56,6 +56,9 @@ class FakeSession:
     def note_draws(self, *draws: Draw) -> None:
         self.draws.append(draws)
 
+    def note_sources(self, sources: Mapping[str, Mapping[str, Any]]) -> None:
+        self.sources = sources
+
     def begin_step(self) -> None:
         self.within.append(True)
 
