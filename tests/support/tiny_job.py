@@ -131,6 +131,7 @@ def main() -> None:
         job.attach(state)
         loader = Samples(job) if options.draws else None
         while job.step < options.steps:
+            drawn = loader.draw() if loader else [0] * 3
             time.sleep(options.step_s)  # what a model would compute
             matrix, vector = state.matrix.clone(), state.vector.clone()
             advance(matrix, vector, job.step + 1)
@@ -148,7 +149,6 @@ def main() -> None:
             state.steps += 1
             samples.append(job.step)
             assert len(samples) == int(state.steps) == job.step + 1
-            drawn = loader.draw() if loader else [0] * 3
             if rank == 0:
                 line = {
                     "step": job.step + 1, "sum": total // job.dp, "world": job.world_size,

@@ -33,7 +33,8 @@ class Samples:
 
     def draw(self) -> list[int]:
         """Return what all replicas draw for the step under way, one replica after the other."""
-        mine = [next(self._drawn).tolist() for _ in range(self.batches.now.num_micro_batches)]
+        count = self.batches.now.num_micro_batches
+        mine = [sample for _ in range(count) for sample in next(self._drawn).tolist()]
         of_ranks: list[Any] = [None] * self._job.world_size
-        dist.all_gather_object(of_ranks, sum(mine, []))
-        return sum(of_ranks[:: self._job.tp], [])
+        dist.all_gather_object(of_ranks, mine)
+        return [sample for drawn in of_ranks[:: self._job.tp] for sample in drawn]
