@@ -118,7 +118,7 @@ def watched_block(data: Tokens) -> float:
     watched = type("Watched", (MegatronPretrainingSampler,), {})
     draws, size = TrainingDraws(), MICRO_BATCHES * MICRO_BATCH
     draws.hook(
-        SimpleNamespace(  # type: ignore[arg-type]
+        SimpleNamespace(
             MegatronPretrainingSampler=watched,
             MegatronPretrainingRandomSampler=type("Random", (watched,), {}),
         )

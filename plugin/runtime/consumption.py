@@ -105,7 +105,6 @@ class Consumption:
         for name, facts in sorted(self._sources.items()):
             if other := difference(known_of(self.ledger.sources, name), facts):
                 self._object_to_change(name, other)
-            self.ledger = self.ledger.with_source(name, facts)
 
     def note(self, draws: Sequence[Draw]) -> None:
         """Keep what the step under way has drawn; none: this rank draws no samples in this round,
@@ -126,6 +125,9 @@ class Consumption:
         draws = draws or self._of_order(counted)
         if objections := list(self.ledger.objections(draws, counted)):
             self._object(step, objections)
+        # Not before: some ranks may have begun a pass, and others not, where a step is rescued.
+        for name, facts in sorted(self._sources.items()):
+            self.ledger = self.ledger.with_source(name, facts)
         self.ledger = self.ledger.stepped(step, counted, draws)
 
     def _of_order(self, counted: int | None) -> list[Draw]:

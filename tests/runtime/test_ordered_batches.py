@@ -121,7 +121,7 @@ def goes_on(saved: Consumption, order: Any, policy: str = "") -> Consumption:
     found = Consumption("run-2", {"dp": 2}, policy)
     found.order = order
     found.know(order.facts())
-    found.restore(saved.scalars()[LEDGER], *saved.ledger.at)  # type: ignore[arg-type]
+    found.restore(saved.scalars()[LEDGER], *saved.ledger.at)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def drawn(order: Order, start: int, stop: int) -> list[int]:
 
 
 @pytest.mark.parametrize("facts", [{"samples": 0}, {"samples": 7, "whole": 8}, {"samples": -3}])
-def test_a_data_set_without_a_whole_block_is_refused(facts: dict[str, int]) -> None:
+def test_a_data_set_without_a_whole_block_is_refused(facts: Any) -> None:
     with pytest.raises(RefusedError, match=r"Give more samples, or drop no rest"):
         Shuffled(**facts)
 

@@ -245,9 +245,14 @@ def test_steps_that_were_lost_are_told_to_workers_of_later_coordinators_rounds(
         assert world.is_training(), world.log[-8:]
         assert [each.round for each in world.live.state.lost] == named
         assert [each.until for each in world.live.state.lost] == [each.until for each in lost]
-    heard: list[Any] = []
+    heard: list[str] = []
     start = world.live._starter.start
-    world.live._starter.start = lambda action: (heard.extend(action.lost), start(action))
+
+    def listen(action: Any) -> None:
+        heard.extend(each.round for each in action.lost)
+        start(action)
+
+    world.live._starter.start = listen
     world.scale(2)
     world.go_on(60.0)
-    assert {each.round for each in heard} == set(named)
+    assert set(heard) == set(named)
