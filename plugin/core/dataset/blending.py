@@ -109,12 +109,13 @@ def _sequence(numbers: Sequence[int]) -> Iterator[int]:
 
 
 def _apportioned(weights: Sequence[Fraction]) -> list[int]:
-    """Return shares of ``LONGEST_PERIOD`` samples: the largest remainders are rounded up, and each
-    data set has one at least."""
+    """Return shares of ``LONGEST_PERIOD`` samples: the largest remainders are rounded up; a data set
+    has one at least, which the heaviest one gives."""
     total = sum(weights)
     exact = [weight * LONGEST_PERIOD / total for weight in weights]
     shares = [max(1, math.floor(each)) for each in exact]
     by_remainder = sorted(range(len(exact)), key=lambda each: shares[each] - exact[each])
     for each in by_remainder[: max(0, LONGEST_PERIOD - sum(shares))]:
         shares[each] += 1
+    shares[exact.index(max(exact))] -= sum(shares) - LONGEST_PERIOD
     return shares

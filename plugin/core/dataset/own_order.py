@@ -89,9 +89,9 @@ class Shuffled:
 
     def facts(self) -> Mapping[str, Mapping[str, Json]]:
         """As of ``Order``."""
-        seed: Json = self.seed if self.is_shuffled else None
-        facts = {"size": self.samples, "seed": seed, "whole": self.whole, "content": self.content}
-        return {self.name: facts}
+        seed = int(self.seed) if self.is_shuffled else None
+        whole = {"size": int(self.samples), "whole": int(self.whole)}
+        return {self.name: {**whole, "seed": seed, "content": self.content}}
 
 
 @dataclass(frozen=True, slots=True)

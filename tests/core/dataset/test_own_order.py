@@ -105,12 +105,17 @@ def test_weights_are_taken_as_they_are_written() -> None:
 
 
 def test_weights_that_are_too_fine_are_off_by_less_than_a_sample_a_period() -> None:
-    fine = (312_345_678, 98_765_432, 7)
+    fine = (312_345_678, 98_765_432, 76_543)
     shares = Weights.of(fine)
-    assert shares.period <= LONGEST_PERIOD and min(shares.numbers) >= 1
+    assert shares.period == LONGEST_PERIOD
     for number, weight in zip(shares.numbers, fine, strict=True):
         share = Fraction(number, shares.period) - Fraction(weight, sum(fine))
         assert abs(share) < Fraction(1, LONGEST_PERIOD)
+
+
+def test_the_lightest_data_sets_are_drawn_from_too() -> None:
+    shares = Weights.of((312_345_678, 98_765_432, 7, 55))
+    assert shares.period == LONGEST_PERIOD and shares.numbers[2:] == (1, 1)
 
 
 PARTS = (Shuffled(30, 1, "wiki"), Shuffled(7, 2, "code"), Shuffled(100, 3, "web", whole=8))
