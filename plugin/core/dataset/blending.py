@@ -109,8 +109,8 @@ def _sequence(numbers: Sequence[int]) -> Iterator[int]:
 
 
 def _apportioned(weights: Sequence[Fraction]) -> list[int]:
-    """Return shares of ``LONGEST_PERIOD`` samples: the largest remainders are rounded up; a data set
-    has one at least, which the heaviest one gives."""
+    """Return shares of ``LONGEST_PERIOD`` samples: the largest remainders are rounded up; a data
+    set has one at least, which the heaviest one gives."""
     total = sum(weights)
     exact = [weight * LONGEST_PERIOD / total for weight in weights]
     shares = [max(1, math.floor(each)) for each in exact]
