@@ -3,8 +3,9 @@
 Figures:
 
 * ``step_ratio``: a loader alone, samples a second, Megatron-LM's own path over ours: 20 blocks of
-  each in turns, the ratio of their medians. Both read 1,024 tokens a sample from an indexed data
-  set by Megatron-LM's own reader; ours is watched as in a job, and each step goes into a ledger.
+  each in turns, the ratio of their medians. Both are a GPTDataset of 1,024 tokens a sample under
+  torch's loader and Megatron-LM's sampler; ours is watched as in a job, and each step goes into a
+  ledger.
 * ``ledger_kb``: the ledger of a blend of five data sets, as a generation keeps it, after 1,000
   changes of the degrees at random samples, of which 20 went back behind steps that were done again.
 """
@@ -13,17 +14,18 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from report import Report
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from scalai.core.dataset.drawn import Draw
 from scalai.core.dataset.ledger import Ledger, Lost
@@ -33,7 +35,7 @@ from scalai.patches.megatron.draws import TrainingDraws
 from scalai.runtime.consumption import Consumption
 
 BLOCKS = 20
-SAMPLES, TOKENS = 16_384, 1_024
+SAMPLES, TOKENS, VOCABULARY = 16_384, 1_024, 50_000
 MICRO_BATCH, MICRO_BATCHES = 4, 8
 STEPS = 60
 """Of a block."""
@@ -75,36 +77,35 @@ class RerunDataIterator:
         self.iterable = iterable
 
 
-class Tokens(Dataset[Mapping[str, torch.Tensor]]):
-    """Samples of an indexed data set, as GPTDataset gives them."""
-
-    def __init__(self, path: Path) -> None:
-        self._indexed = IndexedDataset(str(path))
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
-        text = torch.from_numpy(self._indexed[index].astype(np.int64))
-        return {"tokens": text[:-1].contiguous(), "labels": text[1:].contiguous()}
-
-
 def write_tokens(path: Path) -> None:
     """Write an indexed data set of random tokens."""
     generator = np.random.default_rng(SEED)
     builder = IndexedDatasetBuilder(f"{path}.bin", dtype=np.uint16)
     for _ in range(SAMPLES):
-        builder.add_document(
-            generator.integers(0, 50_000, TOKENS + 1, dtype=np.uint16), [TOKENS + 1]
-        )
+        sample = generator.integers(1, VOCABULARY, TOKENS + 1, dtype=np.uint16)
+        builder.add_document(sample, [len(sample)])
     builder.finalize(f"{path}.idx")
 
 
-def loader_of(data: Tokens, sampler: type[MegatronPretrainingSampler]) -> Iterator[Any]:
+def data_in(folder: Path) -> Any:
+    """Return Megatron-LM's data set of such tokens."""
+    write_tokens(folder / "tokens")
+    tokenizer = SimpleNamespace(eod=0, pad=0, vocab_size=VOCABULARY, unique_identifiers={})
+    config = GPTDatasetConfig(
+        random_seed=SEED, sequence_length=TOKENS, blend=([str(folder / "tokens")], None),
+        split="1,0,0", path_to_cache=str(folder / "cache"), reset_position_ids=False,
+        reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
+        tokenizer=tokenizer, mid_level_dataset_surplus=0.005,
+    )  # fmt: skip
+    wanted = [SAMPLES - 1, 0, 0]
+    return BlendedMegatronDatasetBuilder(GPTDataset, wanted, lambda: True, config).build()[0]
+
+
+def loader_of(data: Any, sampler: type[MegatronPretrainingSampler]) -> Iterator[Any]:
     return iter(DataLoader(data, batch_sampler=sampler(len(data), 0, MICRO_BATCH, 0, 1)))
 
 
-def plain_block(data: Tokens) -> float:
+def plain_block(data: Any) -> float:
     """Return the samples a second of Megatron-LM's own path."""
     batches = loader_of(data, MegatronPretrainingSampler)
     began = time.perf_counter()
@@ -113,7 +114,7 @@ def plain_block(data: Tokens) -> float:
     return STEPS * MICRO_BATCHES * MICRO_BATCH / (time.perf_counter() - began)
 
 
-def watched_block(data: Tokens) -> float:
+def watched_block(data: Any) -> float:
     """Return the samples a second where each step is watched and goes into a ledger."""
     watched = type("Watched", (MegatronPretrainingSampler,), {})
     draws, size = TrainingDraws(), MICRO_BATCHES * MICRO_BATCH
@@ -142,9 +143,7 @@ def watched_block(data: Tokens) -> float:
 def step_ratio() -> float:
     """Return samples a second of Megatron-LM's own path over those of ours."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tokens"
-        write_tokens(path)
-        data = Tokens(path)
+        data = data_in(Path(folder))
         plain_block(data), watched_block(data)  # pages and code are there
         pairs = [(plain_block(data), watched_block(data)) for _ in range(BLOCKS)]
     return median(plain for plain, _ in pairs) / median(watched for _, watched in pairs)

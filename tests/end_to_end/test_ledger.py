@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def expected(step: int) -> list[int]:
     return ORDER.samples_at(np.arange(*GlobalBatches.of(RAMP).places(step - 1))).tolist()
 
 
-def check_draws(lines: list[Mapping[str, Any]]) -> None:
+def check_draws(lines: Sequence[Mapping[str, Any]]) -> None:
     """Check what each step has drawn, also where it was done again."""
     wrong = [line for line in lines if line["drawn"] != expected(line["step"])]
     assert not wrong, wrong[:3]

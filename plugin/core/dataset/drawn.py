@@ -98,16 +98,16 @@ class Pass:
 
     def with_draw(self, draw: Draw) -> "Pass":
         """Return the pass with what a step has drawn."""
-        drawn = Intervals.of((draw.start, draw.stop))
-        again = (self.taken | Intervals.of((0, self.unproven))) & drawn
-        return replace(
-            self,
-            taken=self.taken | drawn,
-            twice=self.twice | again,
-            length=draw.length,
-            size=draw.size,
-            is_dealt=self.is_dealt and draw.is_dealt,
-        )
+        if max(self.taken.end, self.unproven) <= draw.start < draw.stop:  # as each step's
+            taken, twice = self.taken.followed_by(draw.start, draw.stop), self.twice
+        else:
+            drawn = Intervals.of((draw.start, draw.stop))
+            taken = self.taken | drawn
+            twice = self.twice | ((self.taken | Intervals.of((0, self.unproven))) & drawn)
+        return Pass(
+            self.data_set, self.first, self.last, draw.length, draw.size, self.unproven, taken,
+            twice, self.is_dealt and draw.is_dealt,
+        )  # fmt: skip
 
     def meets(self, following: "Pass") -> bool:
         """Whether two entries are passes of one kind of which the same was consumed, the other one

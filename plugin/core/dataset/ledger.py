@@ -138,11 +138,10 @@ class Ledger:
     def stepped(self, step: int, samples: int | None, draws: Sequence[Draw] = ()) -> "Ledger":
         """Return the ledger after a step, which has drawn this; where nobody says what, it is
         counted how many samples it has."""
-        draws = draws or self._counted(samples)
-        ledger = replace(self, at=(step, samples))
-        for draw in draws:
+        ledger = self
+        for draw in draws or self._counted(samples):
             ledger = ledger._with_draw(draw)
-        return ledger
+        return replace(ledger, at=(step, samples))
 
     def objections(self, draws: Sequence[Draw], samples: int | None = None) -> Iterator[str]:
         """Yield by what these draws, made now, would break the order: samples that were consumed
