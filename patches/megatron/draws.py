@@ -54,7 +54,7 @@ class Watch:
     ) -> None:  # fmt: skip
         self.data_set = data_set
         self._place, self.size, self._length, self._is_random = begins, size, length, is_random
-        self._share, self._block = range(micro_batch_size), micro_batch_size * dp
+        self._micro_batch_size, self._block = micro_batch_size, micro_batch_size * dp
         self._first = dp_rank * micro_batch_size
         self._given: deque[Sequence[int]] = deque()
         self._drawn: list[tuple[int, int]] = []
@@ -75,11 +75,11 @@ class Watch:
         given = list(self._given.popleft())
         if not self._is_random:
             self._place = given[0] - self._first
-            if given != [self._place + self._first + each for each in self._share]:
+            if given != [*range(given[0], given[0] + self._micro_batch_size)]:
                 raise RefusedError(
                     f"the sampler of the training data gave samples {given[:8]}, where a "
-                    f"micro-batch has {len(self._share)} consecutive ones: something else has "
-                    "changed Megatron-LM's samplers, and the order could not be kept over a "
+                    f"micro-batch has {self._micro_batch_size} consecutive ones: something else "
+                    "has changed Megatron-LM's samplers, and the order could not be kept over a "
                     "change. Run without --elastic."
                 )
         if self._drawn and self._drawn[-1][1] == self._place:

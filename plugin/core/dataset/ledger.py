@@ -140,24 +140,24 @@ class Ledger:
         counted how many samples it has."""
         ledger = self
         for draw in draws or self._counted(samples):
-            ledger = ledger._with_draw(draw)
-        return replace(ledger, at=(step, samples))
+            ledger = ledger._with(ledger._with_draw(draw), self.at)
+        return ledger._with(ledger.passes, (step, samples))
 
     def objections(self, draws: Sequence[Draw], samples: int | None = None) -> Iterator[str]:
         """Yield by what these draws, made now, would break the order: samples that were consumed
         before, or that are passed over, or others than the script counts; ``samples``: as of
         ``stepped``."""
         for draw in draws:
-            known = self._find(draw)
-            expected = self._next(draw) if known is None else max(known.taken.end, known.unproven)
+            expected = self._expected(draw)
+            is_beyond = draw.length is not None and draw.stop > draw.length
+            if draw.start == expected and not is_beyond:
+                continue
             where = f"{draw.data_set}, pass {draw.number}"
-            if known is not None and draw.number < known.last:
-                expected = known.length or expected
             if draw.start < expected:
                 yield f"{where}: samples {draw.start}:{min(draw.stop, expected)} a second time"
             elif draw.start > expected:
                 yield f"{where}: samples {expected}:{draw.start} are passed over"
-            if draw.length is not None and draw.stop > draw.length:
+            if is_beyond:
                 yield f"{where}: samples to {draw.stop} of a pass of {draw.length}"
         if draws and samples is not None and self.at[1] is not None:
             yield from _miscounted(draws, samples - self.at[1])
@@ -167,6 +167,14 @@ class Ledger:
         if samples is None or before is None or samples <= before:
             return ()
         return (Draw(COUNTED, Number(0), before, samples),)
+
+    def _expected(self, draw: Draw) -> int:
+        """Return where a draw of this pass has to begin."""
+        known = self._find(draw)
+        if known is None:
+            return self._next(draw)
+        end = max(known.taken.end, known.unproven)
+        return known.length or end if draw.number < known.last else end
 
     def _find(self, draw: Draw) -> Pass | None:
         """Return the pass that a draw is of."""
@@ -181,19 +189,23 @@ class Ledger:
         is_first = not any(each.data_set == draw.data_set for each in self.passes)
         return draw.start if is_first and self.since[0] else 0
 
-    def _with_draw(self, draw: Draw) -> "Ledger":
+    def _with(self, passes: tuple[Pass, ...], at: tuple[int, int | None]) -> "Ledger":
+        """Return the ledger after a step; made so, because ``replace`` takes as long as the rest of
+        a step."""
+        return Ledger(self.since, at, passes, self.stretches, self.lost, self.sources)
+
+    def _with_draw(self, draw: Draw) -> tuple[Pass, ...]:
         known = self._find(draw)
         if known is not None and known.first == known.last:
             grown = known.with_draw(draw)
-            passes = tuple(grown if each is known else each for each in self.passes)
-            return replace(self, passes=passes)
+            return tuple([grown if each is known else each for each in self.passes])
         entry = Pass(
             draw.data_set, draw.number, draw.number, draw.length, draw.size, self._next(draw),
             Intervals(), Intervals(), draw.is_dealt,
         )  # fmt: skip
         if known is not None:  # one of several passes is drawn from again
             entry = replace(entry, taken=known.taken)
-        return replace(self, passes=(*joined(self.passes, draw.data_set), entry.with_draw(draw)))
+        return (*joined(self.passes, draw.data_set), entry.with_draw(draw))
 
     def _ends(self) -> Iterator[tuple[int, int | None]]:
         """Yield where each stretch ends: a step and samples."""
