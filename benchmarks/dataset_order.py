@@ -37,7 +37,7 @@ from scalai.runtime.consumption import Consumption
 BLOCKS = 20
 SAMPLES, TOKENS, VOCABULARY = 16_384, 1_024, 50_000
 MICRO_BATCH, MICRO_BATCHES = 4, 8
-STEPS = 60
+STEPS = 200
 """Of a block."""
 CHANGES, REPLAYS = 1_000, 20
 SEED = 15

@@ -72,10 +72,10 @@ class Watch:
             yield batch
 
     def _draw(self) -> None:
-        given = list(self._given.popleft())
+        given = self._given.popleft()
         if not self._is_random:
             self._place = given[0] - self._first
-            if given != [*range(given[0], given[0] + self._micro_batch_size)]:
+            if [*given] != [*range(given[0], given[0] + self._micro_batch_size)]:
                 raise RefusedError(
                     f"the sampler of the training data gave samples {given[:8]}, where a "
                     f"micro-batch has {self._micro_batch_size} consecutive ones: something else "

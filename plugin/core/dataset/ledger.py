@@ -138,10 +138,10 @@ class Ledger:
     def stepped(self, step: int, samples: int | None, draws: Sequence[Draw] = ()) -> "Ledger":
         """Return the ledger after a step, which has drawn this; where nobody says what, it is
         counted how many samples it has."""
-        ledger = self
-        for draw in draws or self._counted(samples):
-            ledger = ledger._with(ledger._with_draw(draw), self.at)
-        return ledger._with(ledger.passes, (step, samples))
+        ledger, draws = self, draws or self._counted(samples)
+        for draw in draws:
+            ledger = ledger._with(ledger._with_draw(draw), (step, samples))
+        return ledger if draws else self._with(self.passes, (step, samples))
 
     def objections(self, draws: Sequence[Draw], samples: int | None = None) -> Iterator[str]:
         """Yield by what these draws, made now, would break the order: samples that were consumed

@@ -296,13 +296,13 @@ def samples_its_way() -> None:
 
 
 def draws_in_order(steps: int, samples: int, later: int) -> None:
-    """A loop that draws in Scalai's own order, by a loader with a worker; ``later``: how many
+    """A loop that draws in Scalai's own order; ``later``: how many
     samples there are behind the first round."""
     engine, job = build_engine(build_model()), scalai.elastic()
     order = scalai.Shuffled(later if job.facts else samples, seed=5)
     micro = engine.train_micro_batch_size_per_gpu()
     batches = scalai.OrderedBatches(job, order, 6, micro_batch_size=micro)
-    drawn = iter(DataLoader(Rows(), batch_sampler=batches, num_workers=1))
+    drawn = iter(DataLoader(Rows(), batch_sampler=batches))
     while engine.global_steps < steps:
         numbers: list[int] = []
         for _ in range(engine.gradient_accumulation_steps()):
