@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from scalai.core.batches import BatchRamp
+    from scalai.core.dataset.own_order import Blend, Shuffled
     from scalai.core.errors import (
         AbsentError,
         AnswerError,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from scalai.core.slabs import Slabs, zig_zag
     from scalai.patches.deepspeed.state import DeepSpeedState
     from scalai.patches.megatron.state import MegatronState
+    from scalai.runtime.ordered_batches import OrderedBatches
     from scalai.patches.replicated import ReplicatedState
     from scalai.runtime.session import Session, current, elastic
     from scalai.slabs.halo import exchange_halo
@@ -42,6 +45,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AbsentError",
     "AnswerError",
+    "BatchRamp",
+    "Blend",
     "DamageError",
     "DeepSpeedState",
     "EndedError",
@@ -50,6 +55,7 @@ __all__ = [
     "MemoryShortError",
     "MessageError",
     "MismatchError",
+    "OrderedBatches",
     "PeerError",
     "ProofError",
     "RefusedError",
@@ -58,6 +64,7 @@ __all__ = [
     "RoomError",
     "ScalaiError",
     "Session",
+    "Shuffled",
     "SilentError",
     "SlabFile",
     "Slabs",
@@ -74,10 +81,14 @@ __all__ = [
 ]
 
 _PLACES = {
+    "BatchRamp": "scalai.core.batches",
+    "Blend": "scalai.core.dataset.own_order",
     "DeepSpeedState": "scalai.patches.deepspeed.state",
     "MegatronState": "scalai.patches.megatron.state",
+    "OrderedBatches": "scalai.runtime.ordered_batches",
     "ReplicatedState": "scalai.patches.replicated",
     "Session": "scalai.runtime.session",
+    "Shuffled": "scalai.core.dataset.own_order",
     "SlabFile": "scalai.slabs.slab_file",
     "Slabs": "scalai.core.slabs",
     "current": "scalai.runtime.session",

@@ -2,7 +2,8 @@
 
 from xml.sax.saxutils import escape
 
-from scalai.core.dataset.ledger import Ledger, Lost, Pass
+from scalai.core.dataset.drawn import Pass
+from scalai.core.dataset.ledger import Ledger, Lost
 from scalai.core.dataset.verdict import Verdict, name_of
 from scalai.launch.commands.plan_picture import INK, LOST, MOVED, PALE, PAPER
 

@@ -206,7 +206,7 @@ class LiveJob:
             return
         self.sizing.adopt(preference, assign)
         self.limit()
-        self.memory.look(self.state)
+        self.memory.look(self.state, self.run)
         target, current = next_assignment(self.state), self.state.current
         if target is None or current is None or target.is_same_as(current):
             return
@@ -255,7 +255,7 @@ class LiveJob:
         self.state, due = advance(self.state, event)
         if (found := self.calibrating.look(self.state)) is not None:
             self._ahead.begin(found)
-        self.memory.look(self.state)
+        self.memory.look(self.state, self.run)
         if self.state.phase is not was:
             self._entered(was, self.state.phase)
         for action in due:

@@ -36,9 +36,9 @@ class Memory:
         """Those in which this coordinator has said something: hosts may know of a later one."""
         self._heard = (0, 0)
 
-    def look(self, job: Job) -> None:
-        """Say what the job remembers from now on, where that is something new. Before it is known
-        what hosts have kept, nothing is said that would replace it."""
+    def look(self, job: Job, run: str) -> None:
+        """Say what the job, whose run has this name, remembers from now on, where that is something
+        new. Before it is known what hosts have kept, nothing is said that would replace it."""
         if job.taking_over is not None or job.phase is Phase.ENDED or not len(self._members):
             return
         request = self._sizing.request
@@ -47,7 +47,7 @@ class Memory:
         self._of = job, request
         self._terms.add(self._members.term)
         number = self._said.value.number + 1 if self._said is not None else 1
-        self._said = Shared(remember(job, self._members.term, number, request))
+        self._said = Shared(remember(job, run, self._members.term, number, request))
         self._members.command(self._members.hosts(), Remember(self._said))
 
     def tell(self, host: str) -> None:

@@ -1,11 +1,11 @@
 """How the workers of a round are started: where they meet, and what they begin from."""
 
-from dataclasses import replace
 from typing import Protocol
 
 from scalai.core import actions, commands
 from scalai.core import membership as m
 from scalai.core.assignment import place_ranks
+from scalai.core.dataset.ledger import of_run
 from scalai.core.messages import JsonText, Shared
 from scalai.core.replicas import leaving_ring, ring_of
 from scalai.core.source_list import Listed, SourceList, source_list
@@ -68,8 +68,7 @@ class Starter:
         workers = self._workers(
             action.round, action.assignment, self._port, action.generation, action.every
         )
-        run = self._run.run
-        lost = tuple(replace(each, round=f"{run}-{each.round}") for each in action.lost)
+        lost = tuple(of_run(self._run.run, each) for each in action.lost)
         for host, each in workers.items():
             self._roster.command([host], commands.Start(each, sources, action.is_built, lost))
 

@@ -91,6 +91,8 @@ class ShardedBatches(BatchSampler):
         assert self.feed.batches is not None
         epoch = EpochBatches(self.sampler, self.feed.batches, self._rank, drop_last=self.drop_last)
         self._clock.size, self._clock.length = epoch.size, epoch.samples
+        seed = getattr(self.sampler, "initial_seed", None)
+        self.feed.on_pass(self._clock.name, {"size": epoch.size, "seed": seed})
         return epoch.after(consumed)
 
     def __iter__(self) -> Iterator[list[int]]:

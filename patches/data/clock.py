@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from scalai.core.batches import Batches
-from scalai.core.dataset.ledger import Draw, Number
+from scalai.core.dataset.drawn import Draw, Number
 from scalai.core.jsonable import Json
 
 START = Number(0)
@@ -23,6 +23,7 @@ class Clock:
     """The passes over one sampler.
 
     Attributes:
+        name: What the ledger calls its data set.
         current: The pass that the newest step drew from.
         consumed: Samples of it that were trained on.
         drawn: Passes of micro-batches that were drawn and not yet trained on, oldest first: a
@@ -33,6 +34,7 @@ class Clock:
             batch; None: none was begun yet.
     """
 
+    name: str = ""
     current: Number = START
     consumed: int = 0
     drawn: deque[Number] = field(default_factory=deque)
@@ -88,12 +90,13 @@ class Clock:
         self.consumed += batches.global_batch_size
         return True
 
-    def drawn_by_step(self, data_set: str, batches: Batches) -> Draw:
+    def drawn_by_step(self, batches: Batches) -> Draw:
         """Return what the newest step has drawn. Where a person has changed the global batch within
         a pass, its last batch may be filled further."""
         length = self.length if self.length is None else max(self.length, self.consumed)
         begin = self.consumed - batches.global_batch_size
-        return Draw(data_set, self.current, begin, self.consumed, length, self.size, is_dealt=True)
+        place = self.current, begin, self.consumed
+        return Draw(self.name, *place, length, self.size, is_dealt=True)
 
     @property
     def place(self) -> tuple[Number, int]:
@@ -127,15 +130,14 @@ class Clocks:
     def add(self) -> Clock:
         """Return the clock of one sampler more."""
         clock = self._to_come.pop(0) if self._to_come else Clock()
+        clock.name = f"loader-{len(self._clocks)}"
         self._clocks.append(clock)
         return clock
 
     def step(self, batches: Batches) -> bool:
         """Count an optimizer step. Returns whether any sampler gave its samples."""
         self.draws = tuple(
-            clock.drawn_by_step(f"loader-{number}", batches)
-            for number, clock in enumerate(self._clocks)
-            if clock.step(batches)
+            clock.drawn_by_step(batches) for clock in self._clocks if clock.step(batches)
         )
         return bool(self.draws)
 

@@ -10,7 +10,7 @@ Source: torch/utils/data/distributed.py, dataloader.py and sampler.py, 2.13.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,8 +21,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from scalai.core.batches import Batches, pass_length
-from scalai.core.dataset.ledger import Number
+from scalai.core.dataset.drawn import Number
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.patches.calls import Call
 from scalai.patches.data.clock import Clock, Clocks
 
@@ -49,7 +50,8 @@ class Feed:
     Until ``start`` loaders are torch's own, but as long as in the first round. ``is_counting`` says
     whether steps are counted here, and with them what is drawn; ``is_evaluating`` whether what is
     drawn now is not trained on; ``first_dp`` the number of replicas of the first round, None while
-    that is this one. ``on_other_pass`` is called where a pass begins that is not trained on.
+    that is this one. ``on_other_pass`` is called where a pass begins that is not trained on,
+    ``on_pass``, with a data set's name and what its order follows from, where one begins that is.
     """
 
     def __init__(self) -> None:
@@ -61,6 +63,7 @@ class Feed:
         self.is_evaluating: Callable[[], bool] = lambda: False
         self.first_dp: Callable[[], int | None] = lambda: None
         self.on_other_pass: Callable[[], None] = lambda: None
+        self.on_pass: Callable[[str, Mapping[str, Json]], None] = lambda name, facts: None
         self._declined: dict[str, None] = {}
 
     def start(self, batches: Batches, first: FirstBatches, stated_micro_batch_size: int) -> None:
@@ -293,6 +296,8 @@ class ElasticBatchSampler(BatchSampler):
         is_dropping = self.drop_last or sampler.drop_last
         order = pass_order(sampler, batches.global_batch_size, drop_last=is_dropping)
         self.clock.size, self.clock.length = samples_of(sampler), len(order)
+        seed = sampler.seed if sampler.shuffle else None
+        self.feed.on_pass(self.clock.name, {"size": self.clock.size, "seed": seed})
         for begin in range(consumed, len(order), batches.global_batch_size):
             for places in batches.dealt_samples(begin, sampler.rank):
                 # Beyond the end only where a person has changed the global batch within a pass.

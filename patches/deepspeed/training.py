@@ -21,7 +21,7 @@ import wrapt
 
 from scalai.converters.deepspeed.config import StatedBatch
 from scalai.converters.deepspeed.validity import refuse_invalid, stages_of
-from scalai.core.dataset.ledger import Draw
+from scalai.core.dataset.drawn import Draw
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.core.release import numbers_of
@@ -79,6 +79,9 @@ class ElasticSession(Protocol):
 
     def note_draws(self, *draws: Draw) -> None:
         """Say what the step has drawn; nothing: other ranks do."""
+
+    def note_sources(self, sources: Mapping[str, Mapping[str, Json]]) -> None:
+        """Say what the order of data sets follows from."""
 
     def begin_update(self) -> None:
         """Say that memory of the state is about to change."""
@@ -146,6 +149,7 @@ class EngineHooks:
         self._version = deepspeed.__version__
         self.feed.install()
         self.auxiliary.install()
+        self.feed.on_pass = lambda name, facts: self._session.note_sources({name: facts})
         self.feed.on_other_pass = self.auxiliary.evaluates
         self.feed.is_evaluating = self._is_evaluating
         self.feed.first_dp = lambda: self._session.facts.get("first_dp")

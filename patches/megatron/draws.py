@@ -11,12 +11,14 @@ Source: megatron/training/datasets/data_samplers.py (0.16).
 import inspect
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
-from scalai.core.dataset.ledger import Draw, Number, split
+from scalai.core.dataset.drawn import Draw, Number, split
 from scalai.core.dataset.order import ShuffledBlocks
 from scalai.core.errors import RefusedError
+from scalai.core.jsonable import Json
 from scalai.patches.calls import Args, Call, Kwargs
 from scalai.patches.megatron.random_order import micro_batches
 
@@ -50,9 +52,9 @@ class Watch:
         self, data_set: str, begins: int, size: int, length: int, micro_batch_size: int, dp: int,
         dp_rank: int, *, is_random: bool,
     ) -> None:  # fmt: skip
-        self._data_set = data_set
-        self._place, self._size, self._length, self._is_random = begins, size, length, is_random
-        self._share, self._block = range(micro_batch_size), micro_batch_size * dp
+        self.data_set = data_set
+        self._place, self.size, self._length, self._is_random = begins, size, length, is_random
+        self._micro_batch_size, self._block = micro_batch_size, micro_batch_size * dp
         self._first = dp_rank * micro_batch_size
         self._given: deque[Sequence[int]] = deque()
         self._drawn: list[tuple[int, int]] = []
@@ -70,14 +72,14 @@ class Watch:
             yield batch
 
     def _draw(self) -> None:
-        given = list(self._given.popleft())
+        given = self._given.popleft()
         if not self._is_random:
             self._place = given[0] - self._first
-            if given != [self._place + self._first + each for each in self._share]:
+            if [*given] != [*range(given[0], given[0] + self._micro_batch_size)]:
                 raise RefusedError(
                     f"the sampler of the training data gave samples {given[:8]}, where a "
-                    f"micro-batch has {len(self._share)} consecutive ones: something else has "
-                    "changed Megatron-LM's samplers, and the order could not be kept over a "
+                    f"micro-batch has {self._micro_batch_size} consecutive ones: something else "
+                    "has changed Megatron-LM's samplers, and the order could not be kept over a "
                     "change. Run without --elastic."
                 )
         if self._drawn and self._drawn[-1][1] == self._place:
@@ -89,7 +91,7 @@ class Watch:
     def step(self) -> Sequence[Draw]:
         """Return what the step has drawn, and begin the next one."""
         drawn, self._drawn = self._drawn, []
-        name, kind = self._data_set, (self._length, self._size)
+        name, kind = self.data_set, (self._length, self.size)
         if self._is_random:
             return [draw for pair in drawn for draw in split(name, *pair, *kind, is_dealt=True)]
         return [Draw(name, Number(0), *pair, *kind, is_dealt=True) for pair in drawn]
@@ -190,6 +192,23 @@ class TrainingDraws:
                 "cyclic, or run without --elastic."
             )
         return iterators
+
+    def sources(self, flags: Mapping[str, Any]) -> Mapping[str, Mapping[str, Json]]:
+        """Return what the order of the training data just built follows from; nothing on a rank
+        that draws none.
+
+        Args:
+            flags: Megatron-LM's parsed arguments. A data set may have moved into another folder;
+                one that is built for more samples, as for a longer training, may have another size.
+        """
+        if self._built is None:
+            return {}
+        paths = flags.get("data_path") or flags.get("train_data_path") or ()
+        wanted = flags.get("train_samples") or flags.get("train_iters")
+        facts = {name: flags.get(name) for name in ("seed", "split", "dataloader_type")}
+        blend: Json = [Path(str(each)).name for each in paths]
+        size = {f"size for a training of {wanted}": self._built.size}
+        return {self._built.data_set: {**facts, "blend": blend, **size}}
 
     def step(self) -> Sequence[Draw] | None:
         """Return what the step has drawn, as the first chunk that draws has it: nothing on a rank

@@ -59,9 +59,9 @@ def refuse_two_seeds(sampler: Any, first: ShuffledBlocks) -> None:
     left = first.length - sampler.consumed_samples % first.length
     if _has_seeds(sampler) and (left % block or first.length % block):
         raise RefusedError(
-            f"--dataloader-type cyclic: an epoch has {first.length} samples, {left} are left of it, "
-            f"and {sampler.data_parallel_size} replicas draw {block} at once, which does not divide "
-            "both; the data set makes each epoch's samples with other seeds. Use a DP and a "
+            f"--dataloader-type cyclic: an epoch has {first.length} samples, of which {left} are "
+            f"left, and {sampler.data_parallel_size} replicas draw {block} at once, which does not "
+            "divide both; the data set makes each epoch's samples with other seeds. Use a DP and a "
             "micro-batch that do, or --dataloader-type single."
         )
 

@@ -22,7 +22,7 @@ import wrapt
 
 from scalai.converters.megatron.rules import allows_untested, faults_of, fixed_axes
 from scalai.converters.megatron.told import FACT, told_of
-from scalai.core.dataset.ledger import Draw
+from scalai.core.dataset.drawn import Draw
 from scalai.core.faults import refuse_all
 from scalai.core.jsonable import Json
 from scalai.patches.calls import Args, Call, Kwargs
@@ -83,6 +83,9 @@ class ElasticSession(Protocol):
 
     def note_draws(self, *draws: Draw) -> None:
         """Say what the step has drawn; nothing: other ranks do."""
+
+    def note_sources(self, sources: Mapping[str, Mapping[str, Json]]) -> None:
+        """Say what the order of data sets follows from."""
 
     def begin_step(self) -> None:
         """Say that a step begins."""
@@ -181,9 +184,9 @@ class TrainingHooks:
         return built
 
     def build_data_iterators(self, wrapped: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        iterators = self.draws.build(
-            self._training.get_args().consumed_train_samples, wrapped, args, kwargs
-        )
+        job = self._training.get_args()
+        iterators = self.draws.build(job.consumed_train_samples, wrapped, args, kwargs)
+        self._session.note_sources(self.draws.sources(vars(job)))
         if self._ledger:
             self._ledger.count(iterators)
         return iterators

@@ -18,7 +18,7 @@ import wrapt
 
 from scalai.converters.deepspeed.config import ACCUMULATION, MICRO, TRAIN
 from scalai.core.batches import Batches
-from scalai.core.dataset.ledger import Draw, split
+from scalai.core.dataset.drawn import Draw, split
 from scalai.core.errors import RefusedError
 from scalai.patches.accelerate.batches import check_ranks, round_batches
 from scalai.patches.calls import Args, Call, Kwargs

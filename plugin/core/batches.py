@@ -11,10 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalai.core.errors import RefusedError
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
+from scalai.core.mixing import mix
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,13 @@ class Batches:
         """
         shape = (self.num_micro_batches, self.micro_batch_size, self.dp)
         return self._block(consumed_samples, dp_rank).reshape(shape)[:, :, dp_rank]
+
+    def contiguous_samples(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
+        """Return what ``samples`` does, where a replica has one share of the global batch, in one
+        piece: the same one whatever the micro-batch."""
+        shape = (self.dp, self.num_micro_batches, self.micro_batch_size)
+        shares = self._block(consumed_samples, dp_rank).reshape(shape)
+        return np.asarray(shares[dp_rank], dtype=np.int64)
 
     def _block(self, consumed_samples: int, dp_rank: int) -> npt.NDArray[np.int64]:
         if not 0 <= dp_rank < self.dp:
@@ -134,18 +138,25 @@ class BatchRamp:
     def passed(self) -> tuple[int, ...]:
         """Those of ``sizes`` that steps from the first sample on have: where a step has more
         samples than belong to a size, the next ones are skipped."""
+        return tuple(size for _, size in self.stages)
+
+    @property
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """The global batch sizes of the steps from the first sample on, each with the samples
+        consumed where it begins."""
         growth = self.global_batch_size - self.start
         if not growth or self.ramp_samples < 1:
-            return (self.global_batch_size,)
+            return ((0, self.global_batch_size),)
         each = self.ramp_samples / (growth // self.increment)
-        consumed, found = 0, []
+        consumed, found = 0, dict[int, int]()
         while consumed <= self.ramp_samples:
             size = self.start + int(consumed / each) * self.increment
-            found.append(size)
+            found.setdefault(size, consumed)
             # As many steps as are left of this size, at once.
             end = min((int(consumed / each) + 1) * each, self.ramp_samples + 1)
             consumed += max(1, math.ceil((end - consumed) / size)) * size
-        return tuple(dict.fromkeys((*found, self.global_batch_size)))
+        found.setdefault(self.global_batch_size, consumed)
+        return tuple((begin, size) for size, begin in found.items())
 
 
 def sample_hashes(tokens: npt.ArrayLike) -> npt.NDArray[np.uint64]:
@@ -158,10 +169,10 @@ def sample_hashes(tokens: npt.ArrayLike) -> npt.NDArray[np.uint64]:
         raise RefusedError(
             f"tokens are {table.dtype}{list(table.shape)}; expected integers [samples, sequence]."
         )
-    keys = _mix(np.arange(1, table.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
+    keys = mix(np.arange(1, table.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
     words = table.astype(np.int64, copy=False).view(np.uint64) + np.uint64(1)
     # Mixed again, so that a sum over samples notices tokens that changed places between them.
-    return _mix((words * keys).sum(axis=1, dtype=np.uint64) + np.uint64(table.shape[1]))
+    return mix((words * keys).sum(axis=1, dtype=np.uint64) + np.uint64(table.shape[1]))
 
 
 def combine_hashes(*hashes: npt.ArrayLike) -> int:
@@ -170,11 +181,3 @@ def combine_hashes(*hashes: npt.ArrayLike) -> int:
     for part in hashes:
         total = np.add(total, np.asarray(part, dtype=np.uint64).sum(dtype=np.uint64))
     return int(total)
-
-
-def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return splitmix64 of each word: every bit of the input changes half of the bits."""
-    words = words + _GOLDEN
-    words = (words ^ (words >> np.uint64(30))) * _FIRST
-    words = (words ^ (words >> np.uint64(27))) * _SECOND
-    return words ^ (words >> np.uint64(31))

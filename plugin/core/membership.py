@@ -293,7 +293,8 @@ class Job:
     margin: int = 1
     newest: int = 0
     lost: tuple[Lost, ...] = ()
-    """What earlier rounds did and the job went back behind; of ``Lost`` the round is its number."""
+    """What earlier rounds did and the job went back behind; of ``Lost`` the round is its number, or
+    named as ``of_run`` does where another coordinator had heard of it."""
     now: float = 0.0
     wait: Wait = Wait()
     start: Start = Start()

@@ -9,6 +9,7 @@ and gives no job more restarts than it had.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from scalai.core.dataset.ledger import Lost
 from scalai.core.messages import JsonText
 from scalai.core.passes import Recompute
 
@@ -47,6 +48,7 @@ class Remembered:
         ran: What all ranks have stepped in last; None: nothing yet.
         failed: Changes that are not tried again on the hosts as they are.
         archived: Generations that it has brought to the durable directory and keeps there.
+        lost: What rounds have done and the job went back behind; the ledger of samples keeps it.
     """
 
     term: int
@@ -59,6 +61,7 @@ class Remembered:
     ran: Run | None
     failed: tuple[FailedRun, ...]
     archived: tuple[int, ...]
+    lost: tuple[Lost, ...] = ()
 
     @property
     def order(self) -> tuple[int, int]:

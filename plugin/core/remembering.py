@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 
+from scalai.core.dataset.ledger import of_run
 from scalai.core.degrees import Degrees
 from scalai.core.membership import Assignment, FailedChange, Job
 from scalai.core.messages import JsonText
@@ -21,12 +22,13 @@ def is_as_before(job: Job, before: Job) -> bool:
         and job.tries == before.tries
         and (job.ran is before.ran or job.ran == before.ran)
         and job.archived == before.archived
+        and job.lost == before.lost
         and _failed(job) == _failed(before)
     )
 
 
-def remember(job: Job, term: int, number: int, request: JsonText) -> Remembered:
-    """Return what hosts are to keep of a job."""
+def remember(job: Job, run: str, term: int, number: int, request: JsonText) -> Remembered:
+    """Return what hosts are to keep of a job whose run has this name."""
     return Remembered(
         term=term,
         number=number,
@@ -38,6 +40,7 @@ def remember(job: Job, term: int, number: int, request: JsonText) -> Remembered:
         ran=None if job.ran is None else _run(job.ran),
         failed=_failed(job)[-MOST_FAILED:],
         archived=job.archived,
+        lost=tuple(of_run(run, each) for each in job.lost),
     )
 
 
@@ -79,6 +82,7 @@ def recall(job: Job) -> Job:
         ran=None if known.ran is None else _assignment(known.ran),
         failed=failed_before(job),
         archived=known.archived,
+        lost=known.lost,
     )
 
 

@@ -3,7 +3,10 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from scalai.core.dataset.ledger import Draw, Ledger, Lost
+from scalai.core.dataset.drawn import Draw
+from scalai.core.dataset.ledger import Ledger, Lost
+from scalai.core.dataset.own_order import Order
+from scalai.core.dataset.sources import difference, known_of
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.core.worker_messages import Samples
@@ -11,8 +14,9 @@ from scalai.core.worker_messages import Samples
 LEDGER = "scalai_ledger"
 """In ``scalars`` of a generation: its ledger."""
 POLICY = "SCALAI_LEDGER"
-"""Environment variable: ``note`` has a job go on where it would skip samples or see some twice, and
-its ledger keep it; ``anew`` has it begin another one where the one that it finds does not fit."""
+"""Environment variable: ``note`` has a job go on where it would skip samples or see some twice, or
+where a data set has changed, and its ledger keep it; ``anew`` has it begin another one where the
+one that it finds does not fit."""
 NOTE, ANEW = "note", "anew"
 
 log = logging.getLogger(__name__)
@@ -39,6 +43,9 @@ class Consumption:
         self._is_telling = is_telling
         self._draws: list[Draw] = []
         self._is_silent = False
+        self._sources: dict[str, Mapping[str, Json]] = {}
+        self.order: Order | None = None
+        """The order that steps draw in which nobody has told of a draw; None: they are counted."""
         self.ledger: Ledger | None = None
 
     def begin(self, step: int, samples: Samples, reason: str = "") -> None:
@@ -49,6 +56,7 @@ class Consumption:
             self._round, self._degrees
         )
         self._draws = []
+        self._compare()
 
     def restore(self, saved: Json, step: int, samples: Samples, lost: Iterable[Lost] = ()) -> None:
         """Go on with the ledger of a generation.
@@ -59,7 +67,8 @@ class Consumption:
             lost: What was done before and is in no generation.
 
         Raises:
-            RefusedError: It is damaged, or of another step or another number of samples.
+            RefusedError: It is damaged, or of another step or another number of samples; or a data
+                set is another one than it says.
         """
         if saved is None or self._policy == ANEW:
             why = "as SCALAI_LEDGER=anew says" if saved is not None else "the state has no ledger"
@@ -78,6 +87,24 @@ class Consumption:
                 f"would be skipped, or seen twice. {_WAYS}"
             )
         self.ledger = ledger.with_round(self._round, self._degrees, lost)
+        self._compare()
+
+    def know(self, sources: Mapping[str, Mapping[str, Json]]) -> None:
+        """Take note of what the order of each data set follows from, in this round.
+
+        Raises:
+            RefusedError: A data set was another one before, and ``NOTE`` was not said.
+        """
+        self._sources.update(sources)
+        self._compare()
+
+    def _compare(self) -> None:
+        """Compare data sets with what the ledger, if there is one yet, knows of them."""
+        if self.ledger is None:
+            return
+        for name, facts in sorted(self._sources.items()):
+            if other := difference(known_of(self.ledger.sources, name), facts):
+                self._object_to_change(name, other)
 
     def note(self, draws: Sequence[Draw]) -> None:
         """Keep what the step under way has drawn; none: this rank draws no samples in this round,
@@ -95,9 +122,20 @@ class Consumption:
         if self.ledger is None or self._is_silent:
             return
         counted = _whole(step, samples)
+        draws = draws or self._of_order(counted)
         if objections := list(self.ledger.objections(draws, counted)):
             self._object(step, objections)
+        # Not before: some ranks may have begun a pass, and others not, where a step is rescued.
+        for name, facts in sorted(self._sources.items()):
+            self.ledger = self.ledger.with_source(name, facts)
         self.ledger = self.ledger.stepped(step, counted, draws)
+
+    def _of_order(self, counted: int | None) -> list[Draw]:
+        """Return what a step has drawn in an order of Scalai's own."""
+        before = self.ledger.at[1] if self.ledger is not None else None
+        if self.order is None or counted is None or before is None or counted <= before:
+            return []
+        return list(self.order.draws(before, counted))
 
     def scalars(self) -> Mapping[str, Json]:
         """Return what a generation keeps of it."""
@@ -115,6 +153,19 @@ class Consumption:
             )
         if self._is_telling:
             log.warning("event=ledger step=%d %s", step, found)
+
+    def _object_to_change(self, name: str, other: str) -> None:
+        if self._policy != NOTE:
+            raise RefusedError(
+                f"data set {name!r} is another one than the job has drawn from: {other}. Its "
+                "samples would come in another order, some skipped and some twice. Give the job "
+                "the data set, seed and weights that it had; go on from another generation "
+                f"(`scalai resume`); begin a ledger here, by {POLICY}={ANEW}: what came before is "
+                f"unproven then; or go on in spite of it, with {POLICY}={NOTE}, and `scalai ledger "
+                "verify` says so."
+            )
+        if self._is_telling:
+            log.warning("event=ledger data set %r is another one: %s", name, other)
 
 
 _WAYS = (

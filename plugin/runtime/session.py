@@ -26,7 +26,6 @@ from typing import cast
 
 import torch
 
-from scalai.core.dataset.ledger import Draw
 from scalai.core.errors import LayoutError, PeerError, RefusedError, UsageError
 from scalai.core.jsonable import Json
 from scalai.core.messages import JsonText
@@ -45,6 +44,7 @@ from scalai.runtime.agent_folder import AGENT_DIRECTORY, call_agent, round_numbe
 from scalai.runtime.calls import Channel
 from scalai.runtime.consumption import LEDGER, POLICY, Consumption
 from scalai.runtime.control import ControlPage, control_path
+from scalai.runtime.drawing import Drawing
 from scalai.runtime.failpoints import here, reached
 from scalai.runtime.imports import imported
 from scalai.runtime.live import LiveState, Slot, collection_of, held_rows, wanted_rows
@@ -75,11 +75,12 @@ def elastic(**defaults: int) -> "Session":
     return _current
 
 
-class Session:
+class Session(Drawing):
     """One worker's part in one round of an elastic job.
 
     Attributes:
         tp, pp, dp, vpp, cp, ep: Degrees of this round.
+        rank, world_size: This worker among those of the round.
         micro_batch_size: Samples a forward pass and replica; None where nobody has decided on it.
         step, consumed_samples: How far the training is: 0 on a fresh start, those of the generation
             after ``attach``.
@@ -102,7 +103,7 @@ class Session:
         self.settings: Mapping[str, Json] = {}
         self.replaying: Callable[[], bool] = lambda: False
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self._rank = int(os.environ.get("RANK", "0"))
+        self.rank = int(os.environ.get("RANK", "0"))
         self._round, self._process = round_number(), os.getpid()
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._registered = Registered()
@@ -124,8 +125,8 @@ class Session:
             self._agent = call_agent(directory)
             self._page = ControlPage(control_path(Path(directory), self._round))
             host, agent = Path(directory).parent.name, int(os.environ["SCALAI_AGENT_PID"])
-            here({str(self._rank): os.getpid(), host: agent})
-            welcome = self._agent.call(Hello(self._rank, self._round))
+            here({str(self.rank): os.getpid(), host: agent})
+            welcome = self._agent.call(Hello(self.rank, self._round))
             degrees.update(welcome.degrees)
             self.micro_batch_size = welcome.micro_batch_size
             self._schedule, self._is_async = Schedule(welcome.snapshot_every), welcome.is_async
@@ -139,7 +140,7 @@ class Session:
         self.dp = self.world_size // (self.tp * self.pp * self.cp)
         shares = {axis: getattr(self, axis) for axis in ("tp", "pp", "dp", "cp", "ep")}
         of, policy = f"{self.run}-{self._round}", os.environ.get(POLICY, "")
-        self._consumption = Consumption(of, shares, policy, is_telling=self._rank == 0)
+        self._consumption = Consumption(of, shares, policy, is_telling=self.rank == 0)
 
     @property
     def is_elastic(self) -> bool:
@@ -260,7 +261,7 @@ class Session:
         reached("build" if self.is_standby else "relaunch")
         source = self._agent.call(
             Publish(
-                rank=self._rank,
+                rank=self.rank,
                 round=self._round,
                 is_restoring=restore,
                 held=collection_of(self._held),
@@ -271,7 +272,7 @@ class Session:
             )
         )
         self._snapshots = Snapshots(
-            self._agent, self._rank, self._round, state, self._held, self._rings, self._registered,
+            self._agent, self.rank, self._round, state, self._held, self._rings, self._registered,
             self._consumption, partial(self._page.between_steps, self._local_rank),
         )  # fmt: skip
         if self._schedule.every and self._is_async:
@@ -309,15 +310,6 @@ class Session:
         if self._snapshots is not None:
             self._snapshots.renew(state, held)
         self._page.report(self._local_rank, self.step)
-
-    def note_draws(self, *draws: Draw) -> None:
-        """Say what the step under way has drawn from which data set, before ``boundary``: for the
-        job's ledger, which else counts how many samples a step has.
-
-        Args:
-            draws: None at all: this rank draws no samples in this round, and others say.
-        """
-        self._consumption.note(draws)
 
     def begin_update(self) -> None:
         """Say that memory of the state is about to change, until ``boundary``.
@@ -367,7 +359,7 @@ class Session:
         if not self._has_stepped:
             self._has_stepped = True
             imports = imported(self._local_rank)
-            self._agent.call(RankStepped(self._rank, self._round, self.step, imports))
+            self._agent.call(RankStepped(self.rank, self._round, self.step, imports))
             self._snapshots.map_next()
             if self._has_emergency:
                 self._snapshots.watch_for_failures()
@@ -400,7 +392,7 @@ class Session:
         if self._save_in_flight is None:
             return self._snapshot("stop")
         assert self._agent is not None
-        self._agent.call(Stand(self._rank, self._round, self.step, self._save_in_flight))
+        self._agent.call(Stand(self.rank, self._round, self.step, self._save_in_flight))
         return False
 
     def finish(self) -> None:
@@ -414,7 +406,7 @@ class Session:
         if self._agent is not None and not self._is_stopped and not is_fork:
             if self._snapshots is not None:
                 self._snapshots.settle()
-            self._agent.call(RankFinished(self._rank, self._round, self.step))
+            self._agent.call(RankFinished(self.rank, self._round, self.step))
             self._is_stopped = True
 
     def check_end(self) -> None:
@@ -447,4 +439,4 @@ class Session:
         ledger = filled.scalars.get(LEDGER)
         self._consumption.restore(ledger, self.step, self.consumed_samples, source.lost)
         self._registered.put(filled.scalars["user"])
-        self._agent.call(filled.proven(self._rank, self._round, wanted, source.fingerprint_version))
+        self._agent.call(filled.proven(self.rank, self._round, wanted, source.fingerprint_version))

@@ -1,13 +1,22 @@
 """Over changes and failures each sample of a job is seen once, and `scalai ledger` proves it."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
+from scalai.core.dataset.global_batches import GlobalBatches
 from scalai.core.dataset.ledger import Ledger
-from support.agents import tiny_agents
+from support.agents import Agents, tiny_agents
+from support.tiny_order import ORDER, RAMP
 
 SCALAI = Path(sys.executable).with_name("scalai")
 
@@ -47,3 +56,60 @@ def test_a_job_that_loses_steps_and_changes_proves_each_sample_once(tmp_path: Pa
     assert sizes == [2, 2, 1], "the first round's stretch is empty: all of it was lost"
     assert [(each.after, each.until) for each in ledger.lost] == [(0, lost)]
     assert "lost and done again" in " ".join(found["notes"])
+
+
+def expected(step: int) -> list[int]:
+    """Return the samples of a step as one process alone draws them."""
+    return ORDER.samples_at(np.arange(*GlobalBatches.of(RAMP).places(step - 1))).tolist()
+
+
+def check_draws(lines: Sequence[Mapping[str, Any]]) -> None:
+    """Check what each step has drawn, also where it was done again."""
+    wrong = [line for line in lines if line["drawn"] != expected(line["step"])]
+    assert not wrong, wrong[:3]
+
+
+def kill_all_workers(agents: Agents) -> None:
+    """Leave nobody who could write what the last steps have made."""
+    for process in agents.workers():
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.campaign
+def test_a_blend_in_batches_that_grow_keeps_its_order_over_a_kill_and_changes_of_dp(
+    tmp_path: Path,
+) -> None:
+    """The batch grows from 4 to 12 samples within the first steps, in which workers are killed."""
+    durable = tmp_path / "durable"
+    flags = ("--max-restarts", "9", "--durable-dir", str(durable))
+    degrees, settings = '2 = "tp1"\n1 = "tp1"', {"store": "snapshot_every = 5"}
+    with tiny_agents(
+        tmp_path, degrees, nodes="1", flags=flags, settings=settings, more=("--draws",), step_s=0.1
+    ) as agents:
+        agents.start("a")
+        agents.wait_for_step(8, world=2)
+        kill_all_workers(agents)
+        agents.wait_until(lambda: len(agents.resizes()) == 2, "the round after the failure")
+        lost = agents.resizes()[1]["steps_lost"]
+        assert lost > 0
+        agents.wait_for_step(14)
+        agents.scale(nproc=1)
+        step = agents.wait_for_world(1)
+        agents.wait_for_step(step + 4)
+        agents.scale(nproc=2)
+        step = agents.wait_for_world(2)
+        agents.wait_for_step(step + 4)
+        agents.drain("a")
+        assert agents.exit_code("a") == 75, agents.logs()
+        lines = agents.lines()
+    check_draws(lines)
+    assert {len(line["drawn"]) for line in lines} == {4, 8, 12}
+    code, found = verify(durable / agents.job)
+    assert code == 0 and found["is_kept"], found
+    ledger = Ledger.from_json(found["ledger"])
+    assert [each.until - each.after for each in ledger.lost] == [lost]
+    assert "lost and done again" in " ".join(found["notes"])
+    assert {each.data_set for each in ledger.passes} == {"wiki", "code"}
+    assert found["samples"] == sum(each.samples for each in ledger.passes)
+    assert [stretch.degrees["dp"] for stretch, _, _ in ledger.rounds()] == [2, 2, 1, 2]

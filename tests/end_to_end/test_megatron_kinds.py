@@ -95,7 +95,7 @@ KINDS = [
     Kind("further tokens", 2, "tp2 pp1", "tp1 pp1",
          "--mtp-num-layers 1 --position-embedding-type rope"),
     Kind("a growing batch", 2, "tp1 pp1", "tp1 pp2", "--rampup-batch-size 4 4 40",
-         model=BY_SAMPLES, ends="--train-samples 120"),
+         model=BY_SAMPLES, ends="--train-samples 300"),
     Kind("T5", 2, "tp1 pp1", "tp2 pp1", model=T5, data=masked_text,
          script=("pretrain_t5.py", "examples/t5/pretrain_t5.py"), needs="legacy_tokenizer"),
     Kind("several optimizer instances", 4, "tp1 pp1", "tp2 pp1",

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from scalai.core.dataset.ledger import Draw, Ledger, Lost, Number
+from scalai.core.dataset.drawn import Draw, Number
+from scalai.core.dataset.ledger import Ledger, Lost
 from scalai.core.dataset.step_lines import StepLine, line_text
 from scalai.core.errors import RefusedError, StoreError, UsageError
 from scalai.launch.commands import ledger as command

@@ -50,7 +50,7 @@ def test_what_a_coordinator_had_measured_is_computed_beside_its_successor(
         return calibrate(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(preference, "calibrate", slowly)
-    known = remember(before.state, 1, 1, before.sizing.request)
+    known = remember(before.state, before.run, 1, 1, before.sizing.request)
     after.memory.hear(known, has_begun=False, is_own=False)
     assert after.sizing.request == before.sizing.request, "at once"
     assert not any("event=recalled" in line for line in log)
@@ -71,7 +71,7 @@ def test_a_slip_of_what_is_computed_beside_the_job_is_told(
     assert found is not None
     before.sizing.adopt(*found)
     monkeypatch.setattr(preference, "calibrate", slip)
-    known = remember(before.state, 1, 1, before.sizing.request)
+    known = remember(before.state, before.run, 1, 1, before.sizing.request)
     after.memory.hear(known, has_begun=False, is_own=False)
     wait_until(lambda: any("event=ahead failed" in line for line in log), "it is told")
     assert after.sizing.request == before.sizing.request
@@ -82,6 +82,6 @@ def test_a_request_of_another_release_is_told_and_ends_nothing(
 ) -> None:
     before, after = live_job(tmp_path, []), live_job(tmp_path, [], term=2)
     own = after.sizing.request
-    known = remember(before.state, 1, 1, JsonText.of(["of", "another", "shape"]))
+    known = remember(before.state, before.run, 1, 1, JsonText.of(["of", "another", "shape"]))
     assert after.memory.hear(known, has_begun=False, is_own=False) == known
     assert after.sizing.request == own and "event=not_taken_over" in caplog.text

@@ -17,6 +17,7 @@ from scalai.core.dataset.ledger import Ledger
 from scalai.core.dataset.verdict import judge
 from scalai.core.errors import RefusedError
 from scalai.patches.data.loaders import Feed, FirstBatches
+from scalai.runtime.consumption import LEDGER, Consumption
 
 GLOBAL_BATCH, MICRO_BATCH = 12, 3
 DPS = (1, 2, 3, 4, 6, 12)
@@ -56,11 +57,11 @@ def hooked(dp: int | None = None, first_dp: int = 4) -> Iterator[Feed]:
 
 def loader_of(
     samples: int, dp: int, rank: int, *, shuffle: bool = True, drop_last: bool = False,
-    workers: int = 0, batch_size: int = MICRO_BATCH,
+    workers: int = 0, batch_size: int = MICRO_BATCH, seed: int = 0,
 ) -> "DataLoader[int]":  # fmt: skip
     data = Numbers(samples)
     sampler: DistributedSampler[int] = DistributedSampler(
-        data, dp, rank, shuffle=shuffle, drop_last=drop_last
+        data, dp, rank, shuffle=shuffle, drop_last=drop_last, seed=seed
     )
     return DataLoader(data, batch_size, sampler=sampler, drop_last=drop_last, num_workers=workers)
 
@@ -416,6 +417,25 @@ def test_the_ledger_has_each_place_once_over_changes_in_mid_epoch(workers: int) 
     ]  # fmt: skip
     whole = ledger.passes[0]
     assert whole.is_dealt and (whole.size, whole.length) == (50, 60)
+
+
+@pytest.mark.parametrize(("samples", "seed"), [(51, 0), (50, 3)])
+def test_data_that_became_another_one_between_rounds_is_refused_before_it_is_drawn(
+    samples: int, seed: int
+) -> None:
+    def begin(ledger: Consumption, samples: int = 50, seed: int = 0) -> None:
+        with hooked(2) as feed:
+            feed.on_pass = lambda name, facts: ledger.know({name: facts})
+            next(iter(loader_of(samples, 2, 0, seed=seed)))
+
+    first, later = Consumption("run-1", {"dp": 2}), Consumption("run-2", {"dp": 2})
+    first.begin(0, 0)
+    begin(first)
+    first.step_ended(1, GLOBAL_BATCH)
+    later.restore(first.scalars()[LEDGER], 1, GLOBAL_BATCH)
+    begin(later)
+    with pytest.raises(RefusedError, match=r"'loader-0' is another one.*(size=51|seed=3)"):
+        begin(later, samples, seed)
 
 
 def test_torchdatas_stateful_loader_is_refused_with_the_reason() -> None:

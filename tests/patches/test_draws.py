@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from scalai.core.dataset.ledger import Draw, Ledger, Number
+from scalai.core.dataset.drawn import Draw, Number
+from scalai.core.dataset.ledger import Ledger
+from scalai.core.dataset.sources import difference
 from scalai.core.dataset.verdict import judge
 from scalai.core.errors import RefusedError
-from scalai.patches.megatron.draws import TrainingDraws
+from scalai.patches.megatron.draws import TRAIN, TrainingDraws
+from scalai.runtime.consumption import Consumption
 
 
 def samplers() -> Any:
@@ -171,3 +174,41 @@ def test_energon_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> 
     draws.build(0, lambda: (None, None, None), (), {})
     with pytest.raises(RefusedError, match="Energon: its loaders keep their place by rank"):
         draws.build(0, lambda: (Rerun(iter(())), None, None), (), {})
+
+
+FLAGS = {"seed": 7, "split": "9,1,0", "data_path": ["0.3", "/a/web", "0.7", "/a/code"]}
+
+
+def told(total: int = 96, **flags: Any) -> Any:
+    draws, _ = built(samplers(), 0, 2, 0, total=total)
+    return draws.sources({**FLAGS, "train_iters": 12, **flags})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"total": 97}, {"seed": 8}, {"split": "8,1,1"},
+        {"data_path": ["0.4", "/a/web", "0.6", "/a/code"]},
+        {"data_path": ["0.3", "/a/other", "0.7", "/a/code"]}, {"data_path": None},
+    ],
+)  # fmt: skip
+def test_training_data_that_became_another_one_between_rounds_is_refused(other: Any) -> None:
+    ledger = Ledger.begun(0, 0).with_source(TRAIN, told()[TRAIN])
+    later = Consumption("run-2", {"dp": 4})
+    later.restore(ledger.to_json(), 0, 0)
+    later.know(told())
+    with pytest.raises(RefusedError, match="data set 'train' is another one"):
+        later.know(told(**other))
+
+
+def test_training_data_may_move_and_be_built_for_a_longer_training() -> None:
+    assert not difference(
+        told()[TRAIN], told(data_path=["0.3", "/b/c/web", "0.7", "/b/c/code"])[TRAIN]
+    )
+    assert not difference(told()[TRAIN], told(total=960, train_iters=120)[TRAIN])
+
+
+def test_a_rank_that_draws_nothing_says_nothing_of_the_data() -> None:
+    draws = TrainingDraws()
+    draws.build(0, lambda: (None, None, None), (), {})
+    assert draws.sources(FLAGS) == {}

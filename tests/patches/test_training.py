@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scalai.core.dataset.ledger import Draw
+from scalai.core.dataset.drawn import Draw
 from scalai.core.errors import RefusedError
 from scalai.patches.megatron import training
 from scalai.patches.megatron.training import TrainingHooks
@@ -55,6 +55,9 @@ class FakeSession:
 
     def note_draws(self, *draws: Draw) -> None:
         self.draws.append(draws)
+
+    def note_sources(self, sources: Mapping[str, Mapping[str, Any]]) -> None:
+        self.sources = sources
 
     def begin_step(self) -> None:
         self.within.append(True)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scalai.core import commands, events, reports
 from scalai.core import worker_messages as words
 from scalai.core.collection import MAX_NDIM, Collection, Tensor
+from scalai.core.dataset.ledger import Lost
 from scalai.core.electorate import Electorate, Record, Witness
 from scalai.core.errors import MessageError
 from scalai.core.fingerprint import Committed
@@ -51,7 +52,8 @@ SOURCES = Shared(
     )
 )  # fmt: skip
 RAN = Run((("a", 2), ("b", 0)), {"tp": 2}, None, "full")
-KNOWN = Remembered(2, 7, TEXT, 4, 1, 3, 1, RAN, (FailedRun(RAN, "no"),), (3, 4))
+LOST = (Lost("r-1", 2, 9),)
+KNOWN = Remembered(2, 7, TEXT, 4, 1, 3, 1, RAN, (FailedRun(RAN, "no"),), (3, 4), LOST)
 PARTS: list[Any] = [
     commands.Remember(Shared(KNOWN)),
     *(commands.Build(workers(facts=TEXT)), commands.GiveUp(2), commands.Expect(1, 5)),

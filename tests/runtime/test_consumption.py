@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from scalai.core.dataset.ledger import Draw, Ledger, Lost, Number
+from scalai.core.dataset.drawn import Draw, Number
+from scalai.core.dataset.ledger import Ledger, Lost
 from scalai.core.dataset.verdict import judge
 from scalai.core.errors import RefusedError
 from scalai.runtime.consumption import ANEW, LEDGER, NOTE, Consumption

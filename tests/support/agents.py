@@ -344,13 +344,14 @@ def tiny_agents(
     *,
     steps: int = 100_000,
     step_s: float = 0.02,
+    more: Sequence[str] = (),
     **settings: Any,
 ) -> Iterator[Agents]:
-    """Give agents that run the tiny job."""
+    """Give agents that run the tiny job, with ``more`` flags of its own."""
     script = [
         str(TINY_JOB), "--steps", str(steps), "--step-s", str(step_s),
         "--held", str(folder / "held"), "--metrics", str(folder / "metrics.jsonl"),
-        "--enough", str(folder / "enough"), "--faults", str(folder),
+        "--enough", str(folder / "enough"), "--faults", str(folder), *more,
     ]  # fmt: skip
     with Agents(folder, degrees, script, **settings) as agents:
         yield agents

@@ -20,6 +20,7 @@ import scalai
 from scalai.core.collection import Tensor
 from scalai.core.region import Box, Piece, row_major
 from scalai.runtime.live import Slot
+from support.tiny_order import Samples
 
 ROWS, COLUMNS = 12, 5
 MODULUS = 1_000_003
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--held", type=Path, default=Path("/nowhere"), help="no model is built")
     parser.add_argument("--metrics", type=Path, required=True)
     parser.add_argument("--faults", type=Path, default=Path("/nowhere"), help="what goes wrong")
+    parser.add_argument("--draws", action="store_true", help="samples of a blend are drawn")
     parser.add_argument("--enough", type=Path, default=Path("/nowhere"), help="ends it")
     options = parser.parse_args()
     with scalai.elastic() as job:
@@ -127,7 +129,9 @@ def main() -> None:
         samples: list[int] = []
         job.register_state("samples", lambda: len(samples), lambda n: samples.extend(range(n)))
         job.attach(state)
+        loader = Samples(job) if options.draws else None
         while job.step < options.steps:
+            drawn = loader.draw() if loader else [0] * 3
             time.sleep(options.step_s)  # what a model would compute
             matrix, vector = state.matrix.clone(), state.vector.clone()
             advance(matrix, vector, job.step + 1)
@@ -148,11 +152,11 @@ def main() -> None:
             if rank == 0:
                 line = {
                     "step": job.step + 1, "sum": total // job.dp, "world": job.world_size,
-                    "tp": job.tp, "pid": os.getpid(),
+                    "tp": job.tp, "pid": os.getpid(), "drawn": drawn,
                 }  # fmt: skip
                 with options.metrics.open("a") as file:
                     file.write(json.dumps(line) + "\n")
-            if job.boundary(samples=3) or enough:
+            if job.boundary(samples=len(drawn)) or enough:
                 break
     dist.destroy_process_group()
 

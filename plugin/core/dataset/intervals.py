@@ -67,6 +67,13 @@ class Intervals:
         """Places of this one alone."""
         return Intervals(tuple(_left(self.pairs, other.pairs)))
 
+    def followed_by(self, start: int, stop: int) -> "Intervals":
+        """Return the places with ``start`` to ``stop``, which lie behind all of them: as ``|``, at
+        the cost of one pair."""
+        if self.pairs and self.pairs[-1][1] == start:
+            return Intervals((*self.pairs[:-1], (self.pairs[-1][0], stop)))
+        return Intervals((*self.pairs, (start, stop)))
+
     def holes(self, begin: int = 0) -> "Intervals":
         """Return the places from ``begin`` on that lie before the last one and are missing."""
         return Intervals.of((begin, self.end)) - self if self.end > begin else Intervals()

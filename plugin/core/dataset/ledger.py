@@ -1,156 +1,26 @@
 """Which samples a training has consumed, pass by pass over each data set, since its first step.
 
-A place is an index of the global order of a pass: the order that all replicas together draw, which
-no layout changes. The ledger is part of the state: a generation carries that of its step, and a job
-that goes back to it goes back to its ledger too. What was done since then is told to it as lost.
+The ledger is part of the state: a generation carries that of its step, and a job that goes back to
+it goes back to its ledger too. What was done since then is told to it as lost.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from scalai.core import fields
+from scalai.core.dataset.drawn import COUNTED, Draw, Number, Pass, joined, maybe
 from scalai.core.dataset.intervals import Intervals
+from scalai.core.dataset.sources import Source, known_of
 from scalai.core.jsonable import Json
 
 VERSION = 1
-COUNTED = "samples"
-"""The data set of a job that tells only how many samples a step has."""
 MOST_STRETCHES = 512
 """Of so many rounds the steps are kept, of earlier ones only what they did together."""
 EARLIER = "earlier rounds"
 MOST_LOST = 256
 """Of so many rounds it is kept what they did in vain."""
-
-
-class Number(NamedTuple):
-    """Which pass over a data set: the epoch that the script set, and how often it began one in that
-    epoch before."""
-
-    epoch: int
-    repeat: int = 0
-
-    def __str__(self) -> str:
-        return str(self.epoch) if not self.repeat else f"{self.epoch}, repeat {self.repeat}"
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """What one step has drawn from a data set: the places ``start <= place < stop`` of a pass.
-
-    Attributes:
-        data_set: Its name: the same in each round of the job.
-        number: Which pass.
-        length: Places of the whole pass, what fills its last batch included; None: not known.
-        size: Samples of the data set: places from there on repeat the first ones, to fill the last
-            batch. None: not known.
-        is_dealt: Whether these places are what samplers gave, and not only counted.
-    """
-
-    data_set: str
-    number: Number
-    start: int
-    stop: int
-    length: int | None = None
-    size: int | None = None
-    is_dealt: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """What was consumed of one pass over a data set, or of consecutive ones that are alike.
-
-    Attributes:
-        first, last: The pass; two numbers where it stands for several, of each of which the same
-            places were consumed, from its beginning on.
-        unproven: Places before this one were consumed, if at all, before the ledger began.
-        taken: The places that steps have consumed.
-        twice: Those of them that more than one step has.
-        length, size, is_dealt: As of ``Draw``.
-    """
-
-    data_set: str
-    first: Number
-    last: Number
-    length: int | None
-    size: int | None
-    unproven: int
-    taken: Intervals
-    twice: Intervals
-    is_dealt: bool
-
-    @property
-    def count(self) -> int:
-        """For how many passes it stands."""
-        return sum(self.last) - sum(self.first) + 1
-
-    @property
-    def samples(self) -> int:
-        """How many samples steps have consumed, those that came twice counted twice."""
-        return len(self.taken) * self.count + len(self.twice)
-
-    @property
-    def skipped(self) -> Intervals:
-        """Places that steps have passed over."""
-        return self.taken.holes(self.unproven)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it was consumed from its beginning on, nothing skipped, and nothing twice."""
-        return (
-            not self.unproven and not self.twice and self.taken == Intervals.of((0, self.taken.end))
-        )
-
-    def with_draw(self, draw: Draw) -> "Pass":
-        """Return the pass with what a step has drawn."""
-        drawn = Intervals.of((draw.start, draw.stop))
-        again = (self.taken | Intervals.of((0, self.unproven))) & drawn
-        return replace(
-            self,
-            taken=self.taken | drawn,
-            twice=self.twice | again,
-            length=draw.length,
-            size=draw.size,
-            is_dealt=self.is_dealt and draw.is_dealt,
-        )
-
-    def meets(self, following: "Pass") -> bool:
-        """Whether two entries are passes of one kind of which the same was consumed, the other one
-        the next: of the next epoch, or the same epoch once more."""
-        here, there = self.last, following.first
-        along_epochs = (there.epoch, there.repeat) == (here.epoch + 1, 0) and not here.repeat
-        along_repeats = there == (here.epoch, here.repeat + 1) and self.first.epoch == here.epoch
-        is_alike = self.is_plain and following.is_plain and self._kind == following._kind
-        return is_alike and (along_epochs or along_repeats)
-
-    @property
-    def _kind(self) -> tuple[str, int | None, int | None, bool, Intervals]:
-        return self.data_set, self.length, self.size, self.is_dealt, self.taken
-
-    def to_json(self) -> dict[str, Json]:
-        return {
-            "data_set": self.data_set, "pass": [*self.first, *self.last], "length": self.length,
-            "size": self.size, "unproven": self.unproven, "taken": self.taken.to_json(),
-            "twice": self.twice.to_json(), "is_dealt": self.is_dealt,
-        }  # fmt: skip
-
-    @classmethod
-    def from_json(cls, value: Json) -> "Pass":
-        table = fields.mapped(value, "a pass")
-        epoch, repeat, *last_one = fields.listed(table["pass"], "pass")
-        first, last = _number(epoch, repeat), _number(*last_one)
-        found = cls(
-            data_set=fields.text(table["data_set"], "data_set"), first=first, last=last,
-            length=_maybe(table["length"], "length"), size=_maybe(table["size"], "size"),
-            unproven=fields.whole_number(table["unproven"], "unproven"),
-            taken=Intervals.from_json(table["taken"], "taken"),
-            twice=Intervals.from_json(table["twice"], "twice"), is_dealt=table["is_dealt"] is True,
-        )  # fmt: skip
-        if last < first or (last != first and not found.is_plain):
-            raise ValueError(f"passes {first} to {last} stand as one and are not alike")
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +47,7 @@ class Stretch:
         sizes = fields.mapped(degrees, "degrees")
         return cls(
             fields.text(round, "round"), fields.whole_number(step, "step"),
-            _maybe(samples, "samples"),
+            maybe(samples, "samples"),
             {axis: fields.whole_number(size, axis, 1) for axis, size in sizes.items()},
         )  # fmt: skip
 
@@ -208,6 +78,12 @@ class Lost:
         )  # fmt: skip
 
 
+def of_run(run: str, lost: Lost) -> Lost:
+    """Return lost steps of which the round has the name of its run: this one where only its number
+    is known."""
+    return lost if "-" in lost.round else replace(lost, round=f"{run}-{lost.round}")
+
+
 @dataclass(frozen=True, slots=True)
 class Ledger:
     """What a training has consumed.
@@ -219,6 +95,7 @@ class Ledger:
         passes: In the order in which they were begun.
         stretches: The rounds of the job, oldest first.
         lost: Steps that were done and lost, oldest first.
+        sources: What is known of the data sets, oldest first.
     """
 
     since: tuple[int, int | None]
@@ -226,6 +103,7 @@ class Ledger:
     passes: tuple[Pass, ...] = ()
     stretches: tuple[Stretch, ...] = ()
     lost: tuple[Lost, ...] = ()
+    sources: tuple[Source, ...] = ()
 
     @classmethod
     def begun(cls, step: int, samples: int | None) -> "Ledger":
@@ -251,30 +129,35 @@ class Ledger:
         stretches = _folded([*self.stretches, begun])
         return replace(self, stretches=stretches, lost=tuple(found)[-MOST_LOST:])
 
+    def with_source(self, data_set: str, facts: Mapping[str, Json]) -> "Ledger":
+        """Return the ledger that knows this of a data set, from its step on."""
+        if known_of(self.sources, data_set) == facts:
+            return self
+        return replace(self, sources=(*self.sources, Source(data_set, self.at[0], dict(facts))))
+
     def stepped(self, step: int, samples: int | None, draws: Sequence[Draw] = ()) -> "Ledger":
         """Return the ledger after a step, which has drawn this; where nobody says what, it is
         counted how many samples it has."""
-        draws = draws or self._counted(samples)
-        ledger = replace(self, at=(step, samples))
+        ledger, draws = self, draws or self._counted(samples)
         for draw in draws:
-            ledger = ledger._with_draw(draw)
-        return ledger
+            ledger = ledger._with(ledger._with_draw(draw), (step, samples))
+        return ledger if draws else self._with(self.passes, (step, samples))
 
     def objections(self, draws: Sequence[Draw], samples: int | None = None) -> Iterator[str]:
         """Yield by what these draws, made now, would break the order: samples that were consumed
         before, or that are passed over, or others than the script counts; ``samples``: as of
         ``stepped``."""
         for draw in draws:
-            known = self._find(draw)
-            expected = self._next(draw) if known is None else max(known.taken.end, known.unproven)
+            expected = self._expected(draw)
+            is_beyond = draw.length is not None and draw.stop > draw.length
+            if draw.start == expected and not is_beyond:
+                continue
             where = f"{draw.data_set}, pass {draw.number}"
-            if known is not None and draw.number < known.last:
-                expected = known.length or expected
             if draw.start < expected:
                 yield f"{where}: samples {draw.start}:{min(draw.stop, expected)} a second time"
             elif draw.start > expected:
                 yield f"{where}: samples {expected}:{draw.start} are passed over"
-            if draw.length is not None and draw.stop > draw.length:
+            if is_beyond:
                 yield f"{where}: samples to {draw.stop} of a pass of {draw.length}"
         if draws and samples is not None and self.at[1] is not None:
             yield from _miscounted(draws, samples - self.at[1])
@@ -284,6 +167,14 @@ class Ledger:
         if samples is None or before is None or samples <= before:
             return ()
         return (Draw(COUNTED, Number(0), before, samples),)
+
+    def _expected(self, draw: Draw) -> int:
+        """Return where a draw of this pass has to begin."""
+        known = self._find(draw)
+        if known is None:
+            return self._next(draw)
+        end = max(known.taken.end, known.unproven)
+        return known.length or end if draw.number < known.last else end
 
     def _find(self, draw: Draw) -> Pass | None:
         """Return the pass that a draw is of."""
@@ -298,19 +189,23 @@ class Ledger:
         is_first = not any(each.data_set == draw.data_set for each in self.passes)
         return draw.start if is_first and self.since[0] else 0
 
-    def _with_draw(self, draw: Draw) -> "Ledger":
+    def _with(self, passes: tuple[Pass, ...], at: tuple[int, int | None]) -> "Ledger":
+        """Return the ledger after a step; made so, because ``replace`` takes as long as the rest of
+        a step."""
+        return Ledger(self.since, at, passes, self.stretches, self.lost, self.sources)
+
+    def _with_draw(self, draw: Draw) -> tuple[Pass, ...]:
         known = self._find(draw)
         if known is not None and known.first == known.last:
             grown = known.with_draw(draw)
-            passes = tuple(grown if each is known else each for each in self.passes)
-            return replace(self, passes=passes)
+            return tuple([grown if each is known else each for each in self.passes])
         entry = Pass(
             draw.data_set, draw.number, draw.number, draw.length, draw.size, self._next(draw),
             Intervals(), Intervals(), draw.is_dealt,
         )  # fmt: skip
         if known is not None:  # one of several passes is drawn from again
             entry = replace(entry, taken=known.taken)
-        return replace(self, passes=(*_joined(self.passes), entry.with_draw(draw)))
+        return (*joined(self.passes, draw.data_set), entry.with_draw(draw))
 
     def _ends(self) -> Iterator[tuple[int, int | None]]:
         """Yield where each stretch ends: a step and samples."""
@@ -325,12 +220,14 @@ class Ledger:
 
     def to_json(self) -> dict[str, Json]:
         """Return plain values, with a digest of them; ``from_json`` reads them back."""
-        content = {
+        content: dict[str, Json] = {
             "version": VERSION, "since": list(self.since), "at": list(self.at),
             "passes": [each.to_json() for each in self.passes],
             "stretches": [each.to_json() for each in self.stretches],
             "lost": [each.to_json() for each in self.lost],
         }  # fmt: skip
+        if self.sources:
+            content["sources"] = [each.to_json() for each in self.sources]
         return {**content, "digest": _digest(content)}
 
     @classmethod
@@ -349,49 +246,22 @@ class Ledger:
                 tuple(map(Pass.from_json, fields.listed(table["passes"], "passes"))),
                 tuple(map(Stretch.from_json, fields.listed(table["stretches"], "stretches"))),
                 tuple(map(Lost.from_json, fields.listed(table["lost"], "lost"))),
+                tuple(map(Source.from_json, fields.listed(table.get("sources", []), "sources"))),
             )  # fmt: skip
         except (KeyError, TypeError) as error:
             raise ValueError(f"it lacks {error}, or has it in another form") from error
 
 
-def split(
-    data_set: str,
-    start: int,
-    stop: int,
-    length: int | None,
-    size: int | None = None,
-    *,
-    is_dealt: bool = False,
-) -> tuple[Draw, ...]:
-    """Return the draws of a step whose samples are counted over all passes: ``start`` to ``stop``
-    over passes of ``length`` (None: there is one, without end); ``size`` as of ``Draw``, None: as
-    long as a pass."""
-    if length is None:
-        return (Draw(data_set, Number(0), start, stop, is_dealt=is_dealt),)
-    return tuple(
-        Draw(
-            data_set, Number(epoch), max(start - epoch * length, 0),
-            min(stop - epoch * length, length), length, size or length, is_dealt,
-        )
-        for epoch in range(start // length, -(-stop // length))
-    )  # fmt: skip
-
-
 def _miscounted(draws: Iterable[Draw], counted: int) -> Iterator[str]:
-    """Yield the data sets of which a step draws other samples than it counts."""
+    """Yield the data sets, or the blends of some, of which a step draws other samples than it
+    counts."""
     drawn: dict[str, int] = {}
     for draw in draws:
-        drawn[draw.data_set] = drawn.get(draw.data_set, 0) + draw.stop - draw.start
+        name = draw.blend or draw.data_set
+        drawn[name] = drawn.get(name, 0) + draw.stop - draw.start
     for name, count in drawn.items():
         if count != counted:
             yield f"{name}: the step drew {count} samples and counts {counted}"
-
-
-def _joined(passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
-    """Let the two newest passes stand as one, where they are alike."""
-    if len(passes) < 2 or not passes[-2].meets(passes[-1]):
-        return passes
-    return (*passes[:-2], replace(passes[-2], last=passes[-1].last))
 
 
 def _folded(stretches: Sequence[Stretch]) -> tuple[Stretch, ...]:
@@ -401,17 +271,9 @@ def _folded(stretches: Sequence[Stretch]) -> tuple[Stretch, ...]:
     return (replace(stretches[0], round=EARLIER, degrees={}), *stretches[2:])
 
 
-def _maybe(value: Json, name: str) -> int | None:
-    return None if value is None else fields.whole_number(value, name)
-
-
-def _number(epoch: Json, repeat: Json) -> Number:
-    return Number(fields.whole_number(epoch, "pass"), fields.whole_number(repeat, "pass"))
-
-
 def _mark(value: Json, name: str) -> tuple[int, int | None]:
     step, samples = fields.listed(value, name)
-    return fields.whole_number(step, name), _maybe(samples, name)
+    return fields.whole_number(step, name), maybe(samples, name)
 
 
 def _digest(content: Mapping[str, Json]) -> str:

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from scalai.core.dataset.drawn import Pass
 from scalai.core.dataset.intervals import Intervals
-from scalai.core.dataset.ledger import Ledger, Lost, Pass
+from scalai.core.dataset.ledger import Ledger, Lost
+from scalai.core.dataset.sources import changes
 from scalai.core.jsonable import Json
 
 
@@ -48,6 +50,8 @@ def _breaks(ledger: Ledger, step: int, samples: int | None) -> Iterator[str]:
         if each.length is not None and each.taken.end > each.length:
             beyond = f"{each.length}:{each.taken.end}"
             yield f"{name_of(each)}: samples {beyond} are beyond its end"
+    for source, text in changes(ledger.sources):
+        yield f"{source.data_set}: another one from step {source.step + 1} on: {text}"
     yield from _miscounted(ledger)
     yield from _disordered(ledger)
 

@@ -44,3 +44,12 @@ def test_other_forms_of_a_set_are_refused(pairs: tuple[tuple[int, int], ...]) ->
 def test_damaged_json_is_refused_by_name(value: object) -> None:
     with pytest.raises(ValueError, match="taken"):
         Intervals.from_json(value, "taken")
+
+
+@given(PAIRS, st.integers(0, 3), st.integers(1, 3))
+def test_what_follows_behind_a_set_is_added_as_by_its_union(
+    pairs: list[tuple[int, int]], gap: int, length: int
+) -> None:
+    intervals = Intervals.of(*pairs)
+    pair = intervals.end + gap, intervals.end + gap + length
+    assert intervals.followed_by(*pair) == intervals | Intervals.of(pair)

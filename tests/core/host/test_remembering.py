@@ -3,6 +3,7 @@ failed, what lies on the disk, and what persons have asked for."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -225,3 +226,33 @@ def test_what_the_job_has_brought_to_the_disk_is_known_to_the_next_coordinator(
     world.replace_coordinator()
     world.go_on(12.0)
     assert world.live.state.archived[: len(archived)] == archived, world.log
+
+
+def test_steps_that_were_lost_are_told_to_workers_of_later_coordinators_rounds(
+    tmp_path: Path,
+) -> None:
+    """The ledger of samples keeps them, by the names of the rounds that had done them."""
+    world = training(tmp_path)
+    for name in "ab":
+        world.kill(name, is_disk_lost=False)
+    world.go_on(120.0)
+    lost = world.live.state.lost
+    assert world.is_training() and lost, world.log[-8:]
+    named = [f"{world.live.run}-{each.round}" for each in lost]
+    for _ in range(2):
+        world.replace_coordinator()
+        world.go_on(30.0)
+        assert world.is_training(), world.log[-8:]
+        assert [each.round for each in world.live.state.lost] == named
+        assert [each.until for each in world.live.state.lost] == [each.until for each in lost]
+    heard: list[str] = []
+    start = world.live._starter.start
+
+    def listen(action: Any) -> None:
+        heard.extend(each.round for each in action.lost)
+        start(action)
+
+    world.live._starter.start = listen
+    world.scale(2)
+    world.go_on(60.0)
+    assert set(heard) == set(named)

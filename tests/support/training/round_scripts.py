@@ -8,6 +8,7 @@ import deepspeed
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+import scalai
 from support.training.rounds_worker import note
 
 SAMPLES, WIDTH, CLASSES, MICRO_BATCH = 24, 6, 4, 3
@@ -292,6 +293,24 @@ def samples_its_way() -> None:
     loader = DataLoader(data, MICRO_BATCH, sampler=Weighted(data))
     for _ in steps_of(engine, loader):
         note(step=engine.global_steps)
+
+
+def draws_in_order(steps: int, samples: int, later: int) -> None:
+    """A loop that draws in Scalai's own order; ``later``: how many
+    samples there are behind the first round."""
+    engine, job = build_engine(build_model()), scalai.elastic()
+    order = scalai.Shuffled(later if job.facts else samples, seed=5)
+    micro = engine.train_micro_batch_size_per_gpu()
+    batches = scalai.OrderedBatches(job, order, 6, micro_batch_size=micro)
+    drawn = iter(DataLoader(Rows(), batch_sampler=batches))
+    while engine.global_steps < steps:
+        numbers: list[int] = []
+        for _ in range(engine.gradient_accumulation_steps()):
+            rows, classes, found = next(drawn)
+            engine.backward(loss_of(engine, rows, classes))
+            numbers += found.tolist()
+            engine.step()
+        note(step=engine.global_steps, drawn=numbers)
 
 
 def accumulates_itself(micro_batches: int) -> None:

@@ -1,0 +1,189 @@
+"""What steps draw from a pass over a data set, and what was consumed of it.
+
+A place is an index of the global order of a pass: the order that all replicas together draw, which
+no layout changes.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from scalai.core import fields
+from scalai.core.dataset.intervals import Intervals
+from scalai.core.jsonable import Json
+
+COUNTED = "samples"
+"""The data set of a job that tells only how many samples a step has."""
+
+
+class Number(NamedTuple):
+    """Which pass over a data set: the epoch that the script set, and how often it began one in that
+    epoch before."""
+
+    epoch: int
+    repeat: int = 0
+
+    def __str__(self) -> str:
+        return str(self.epoch) if not self.repeat else f"{self.epoch}, repeat {self.repeat}"
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one step has drawn from a data set: the places ``start <= place < stop`` of a pass.
+
+    Attributes:
+        data_set: Its name: the same in each round of the job.
+        number: Which pass.
+        length: Places of the whole pass, what fills its last batch included; None: not known.
+        size: Samples of the data set: places from there on repeat the first ones, to fill the last
+            batch. None: not known.
+        is_dealt: Whether these places are what samplers gave, and not only counted.
+        blend: Of which blend the data set is a part; its parts together have the samples of a step.
+            Empty: it has them all.
+    """
+
+    data_set: str
+    number: Number
+    start: int
+    stop: int
+    length: int | None = None
+    size: int | None = None
+    is_dealt: bool = False
+    blend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What was consumed of one pass over a data set, or of consecutive ones that are alike.
+
+    Attributes:
+        first, last: The pass; two numbers where it stands for several, of each of which the same
+            places were consumed, from its beginning on.
+        unproven: Places before this one were consumed, if at all, before the ledger began.
+        taken: The places that steps have consumed.
+        twice: Those of them that more than one step has.
+        length, size, is_dealt: As of ``Draw``.
+    """
+
+    data_set: str
+    first: Number
+    last: Number
+    length: int | None
+    size: int | None
+    unproven: int
+    taken: Intervals
+    twice: Intervals
+    is_dealt: bool
+
+    @property
+    def count(self) -> int:
+        """For how many passes it stands."""
+        return sum(self.last) - sum(self.first) + 1
+
+    @property
+    def samples(self) -> int:
+        """How many samples steps have consumed, those that came twice counted twice."""
+        return len(self.taken) * self.count + len(self.twice)
+
+    @property
+    def skipped(self) -> Intervals:
+        """Places that steps have passed over."""
+        return self.taken.holes(self.unproven)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it was consumed from its beginning on, nothing skipped, and nothing twice."""
+        return (
+            not self.unproven and not self.twice and self.taken == Intervals.of((0, self.taken.end))
+        )
+
+    def with_draw(self, draw: Draw) -> "Pass":
+        """Return the pass with what a step has drawn."""
+        if max(self.taken.end, self.unproven) <= draw.start < draw.stop:  # as each step's
+            taken, twice = self.taken.followed_by(draw.start, draw.stop), self.twice
+        else:
+            drawn = Intervals.of((draw.start, draw.stop))
+            taken = self.taken | drawn
+            twice = self.twice | ((self.taken | Intervals.of((0, self.unproven))) & drawn)
+        return Pass(
+            self.data_set, self.first, self.last, draw.length, draw.size, self.unproven, taken,
+            twice, self.is_dealt and draw.is_dealt,
+        )  # fmt: skip
+
+    def meets(self, following: "Pass") -> bool:
+        """Whether two entries are passes of one kind of which the same was consumed, the other one
+        the next: of the next epoch, or the same epoch once more."""
+        here, there = self.last, following.first
+        along_epochs = (there.epoch, there.repeat) == (here.epoch + 1, 0) and not here.repeat
+        along_repeats = there == (here.epoch, here.repeat + 1) and self.first.epoch == here.epoch
+        is_alike = self.is_plain and following.is_plain and self._kind == following._kind
+        return is_alike and (along_epochs or along_repeats)
+
+    @property
+    def _kind(self) -> tuple[str, int | None, int | None, bool, Intervals]:
+        return self.data_set, self.length, self.size, self.is_dealt, self.taken
+
+    def to_json(self) -> dict[str, Json]:
+        return {
+            "data_set": self.data_set, "pass": [*self.first, *self.last], "length": self.length,
+            "size": self.size, "unproven": self.unproven, "taken": self.taken.to_json(),
+            "twice": self.twice.to_json(), "is_dealt": self.is_dealt,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, value: Json) -> "Pass":
+        table = fields.mapped(value, "a pass")
+        epoch, repeat, *last_one = fields.listed(table["pass"], "pass")
+        first, last = number_of(epoch, repeat), number_of(*last_one)
+        found = cls(
+            data_set=fields.text(table["data_set"], "data_set"), first=first, last=last,
+            length=maybe(table["length"], "length"), size=maybe(table["size"], "size"),
+            unproven=fields.whole_number(table["unproven"], "unproven"),
+            taken=Intervals.from_json(table["taken"], "taken"),
+            twice=Intervals.from_json(table["twice"], "twice"), is_dealt=table["is_dealt"] is True,
+        )  # fmt: skip
+        if last < first or (last != first and not found.is_plain):
+            raise ValueError(f"passes {first} to {last} stand as one and are not alike")
+        return found
+
+
+def split(
+    data_set: str,
+    start: int,
+    stop: int,
+    length: int | None,
+    size: int | None = None,
+    *,
+    is_dealt: bool = False,
+    blend: str = "",
+) -> tuple[Draw, ...]:
+    """Return the draws of a step whose samples are counted over all passes: ``start`` to ``stop``
+    over passes of ``length`` (None: there is one, without end); ``size`` as of ``Draw``, None: as
+    long as a pass; the rest as of ``Draw``."""
+    if length is None:
+        return (Draw(data_set, Number(0), start, stop, is_dealt=is_dealt, blend=blend),)
+    return tuple(
+        Draw(
+            data_set, Number(epoch), max(start - epoch * length, 0),
+            min(stop - epoch * length, length), length, size or length, is_dealt, blend,
+        )
+        for epoch in range(start // length, -(-stop // length))
+    )  # fmt: skip
+
+
+def joined(passes: tuple[Pass, ...], data_set: str) -> tuple[Pass, ...]:
+    """Let the two newest passes over a data set stand as one, where they are alike."""
+    places = [place for place, each in enumerate(passes) if each.data_set == data_set][-2:]
+    if len(places) < 2 or not passes[places[0]].meets(passes[places[1]]):
+        return passes
+    before, after = places
+    both = replace(passes[before], last=passes[after].last)
+    return (*passes[:before], both, *passes[before + 1 : after], *passes[after + 1 :])
+
+
+def maybe(value: Json, name: str) -> int | None:
+    """Read a number of places; None: not known."""
+    return None if value is None else fields.whole_number(value, name)
+
+
+def number_of(epoch: Json, repeat: Json) -> Number:
+    return Number(fields.whole_number(epoch, "pass"), fields.whole_number(repeat, "pass"))

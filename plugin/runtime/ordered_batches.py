@@ -1,0 +1,87 @@
+"""The samples of a loop of one's own, for torch's ``DataLoader``: one global order at any degrees.
+
+::
+
+    order = scalai.Shuffled(len(dataset), seed=1)
+    batches = scalai.OrderedBatches(job, order, 32, micro_batch_size=4)
+    drawn = iter(DataLoader(dataset, batch_sampler=batches, num_workers=2))
+    while job.step < steps:
+        for _ in range(batches.now.num_micro_batches):
+            loss(model, next(drawn)).backward()
+        ...
+        if job.boundary(samples=batches.now.global_batch_size):
+            break
+
+Its whole state is the number of samples that the job has consumed. What workers of a loader have
+read ahead is drawn again by the next round.
+"""
+
+from collections.abc import Iterator
+
+from torch.utils.data import Sampler
+
+from scalai.core.batches import Batches, BatchRamp, fit_batches
+from scalai.core.dataset.global_batches import GlobalBatches
+from scalai.core.dataset.own_order import Order
+from scalai.core.errors import RefusedError
+from scalai.runtime.session import Session
+
+
+class OrderedBatches(Sampler[list[int]]):
+    """This replica's micro-batches, from the job's next step on: of each global batch its share of
+    consecutive places.
+
+    Make it on every rank alike, also where no loader is, after ``attach`` or before: it tells the
+    job's ledger in which order steps draw.
+
+    Args:
+        job: This worker's session.
+        order: ``Shuffled`` or ``Blend``.
+        batch: Samples of a global batch, or how they grow.
+        micro_batch_size: Samples of a micro-batch, at most; what the job has decided on wins.
+            None: a replica's whole share.
+        dp_rank: The replica. None: the rank, where DP is all that there is.
+        samples: Of the whole training: a global batch that would have more is not begun. None:
+            without end.
+
+    Raises:
+        RefusedError: The replica is not known; or a data set is another one than in earlier rounds.
+    """
+
+    def __init__(
+        self, job: Session, order: Order, batch: int | BatchRamp, *,
+        micro_batch_size: int | None = None, dp_rank: int | None = None, samples: int | None = None,
+    ) -> None:  # fmt: skip
+        if dp_rank is None and job.dp != job.world_size:
+            raise RefusedError(
+                f"the replica of this rank does not follow from its number: DP is {job.dp} of "
+                f"{job.world_size} ranks. Say dp_rank=, the rank in its data-parallel group."
+            )
+        self._job, self._order, self._samples = job, order, samples
+        self._batches = GlobalBatches.of(batch)
+        self._most = job.micro_batch_size or micro_batch_size
+        self._dp_rank = job.rank if dp_rank is None else dp_rank
+        job.draw_from(order)
+
+    @property
+    def now(self) -> Batches:
+        """How the global batch of the step under way is spread.
+
+        Raises:
+            RefusedError: DP does not divide it.
+        """
+        return self._spread(self._batches.size_at(self._consumed))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for begin, size in self._batches.after(self._consumed):
+            if self._samples is not None and begin + size > self._samples:
+                return
+            for places in self._spread(size).contiguous_samples(begin, self._dp_rank):
+                yield self._order.samples_at(places).tolist()
+
+    @property
+    def _consumed(self) -> int:
+        return int(self._job.consumed_samples)
+
+    def _spread(self, size: int) -> Batches:
+        return fit_batches(size, self._job.dp, self._most or size)

@@ -1,0 +1,182 @@
+"""The sampler for loops of one's own: one order at any degrees, from the consumed samples alone."""
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+import scalai
+from scalai.core.dataset.drawn import Draw, Number
+from scalai.core.dataset.global_batches import GlobalBatches
+from scalai.core.dataset.ledger import Ledger
+from scalai.core.dataset.verdict import judge
+from scalai.core.errors import RefusedError
+from scalai.runtime.consumption import LEDGER, NOTE, Consumption
+from scalai.runtime.session import Session
+
+RAMP = scalai.BatchRamp(4, 4, 60, 12)
+WIKI, CODE = scalai.Shuffled(50, 1, "wiki"), scalai.Shuffled(21, 2, "code", whole=4)
+BLEND = scalai.Blend((WIKI, CODE), (3, 1))
+
+
+def session(dp: int = 1, rank: int = 0, consumed: int = 0) -> Session:
+    """Return an inert session of a round."""
+    job = Session()
+    job.rank, job.world_size, job.dp, job.consumed_samples = rank, dp, dp, consumed
+    return job
+
+
+class Numbers(Dataset[int]):
+    """A data set whose samples are their numbers."""
+
+    def __len__(self) -> int:
+        return 71
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def step_of(dp: int, consumed: int, *, workers: int = 0) -> tuple[list[int], int]:
+    """Return what the replicas draw for one step, and its size."""
+    drawn: list[int] = []
+    for rank in range(dp):
+        batches = scalai.OrderedBatches(
+            session(dp, rank, consumed), BLEND, RAMP, micro_batch_size=2
+        )
+        loader: Any = DataLoader(Numbers(), batch_sampler=batches, num_workers=workers)
+        count, size = batches.now.num_micro_batches, batches.now.global_batch_size
+        for batch in islice(loader, count):
+            drawn += batch.tolist()
+    return drawn, size
+
+
+def test_a_dp_that_does_not_divide_the_batch_is_refused() -> None:
+    batches = scalai.OrderedBatches(session(3), BLEND, 8)
+    with pytest.raises(RefusedError, match="dp=3 does not divide"):
+        next(iter(batches))
+
+
+def test_a_rank_whose_replica_is_not_known_is_refused() -> None:
+    job = session(4)
+    job.dp = 2
+    with pytest.raises(RefusedError, match="Say dp_rank="):
+        scalai.OrderedBatches(job, BLEND, 8)
+    assert len(next(iter(scalai.OrderedBatches(job, BLEND, 8, dp_rank=1)))) == 4
+
+
+def test_over_any_degrees_each_step_draws_its_places_of_the_order() -> None:
+    consumed, number = 0, 0
+    for dp in [1, 2, 4, 2, 1, 4, 4, 1, 2, 2, 1, 4, 1] * 2:
+        drawn, size = step_of(dp, consumed)
+        start, stop = GlobalBatches.of(RAMP).places(number)
+        assert (start, stop) == (consumed, consumed + size)
+        assert drawn == BLEND.samples_at(np.arange(start, stop)).tolist()
+        consumed, number = stop, number + 1
+    assert consumed > 100, "passes and stages of the ramp lie behind it"
+
+
+def test_workers_of_a_loader_read_ahead_and_change_nothing() -> None:
+    assert step_of(2, 20, workers=2) == step_of(1, 20)
+
+
+def test_a_round_may_begin_at_any_sample() -> None:
+    for consumed in (1, 7, 49, 50, 51):
+        drawn, size = step_of(1, consumed)
+        assert drawn == BLEND.samples_at(np.arange(consumed, consumed + size)).tolist()
+
+
+@pytest.mark.parametrize(("given", "decided", "expected"), [(4, None, 4), (4, 2, 2), (None, 3, 3)])
+def test_micro_batches_are_those_that_the_job_has_decided_on(
+    given: int | None, decided: int | None, expected: int
+) -> None:
+    job = session(2)
+    job.micro_batch_size = decided
+    batches = scalai.OrderedBatches(job, WIKI, 24, micro_batch_size=given)
+    assert batches.now.micro_batch_size == expected == len(next(iter(batches)))
+
+
+def test_no_batch_begins_that_would_go_beyond_the_training() -> None:
+    found = list(scalai.OrderedBatches(session(), WIKI, 8, micro_batch_size=8, samples=30))
+    assert len(found) == 3
+
+
+def consuming(order: Any, sizes: Sequence[int], policy: str = "") -> Consumption:
+    found = Consumption("run-1", {"dp": 1}, policy)
+    found.order = order
+    found.know(order.facts())
+    found.begin(0, 0)
+    consumed = 0
+    for step, size in enumerate(sizes):
+        consumed += size
+        found.step_ended(step + 1, consumed)
+    return found
+
+
+def goes_on(saved: Consumption, order: Any, policy: str = "") -> Consumption:
+    """Return a later round with the ledger of an earlier one, which draws in this order."""
+    assert saved.ledger is not None
+    found = Consumption("run-2", {"dp": 2}, policy)
+    found.order = order
+    found.know(order.facts())
+    found.restore(saved.scalars()[LEDGER], *saved.ledger.at)
+    return found
+
+
+def test_the_ledger_has_the_places_of_each_data_set() -> None:
+    found = goes_on(consuming(BLEND, [4, 4, 8, 12]), BLEND)
+    found.step_ended(5, 40)
+    ledger = found.ledger
+    assert ledger is not None and judge(ledger, 5, 40).is_kept
+    assert {each.data_set: each.samples for each in ledger.passes if each.data_set == "wiki"} == {
+        "wiki": 30
+    }
+    assert sum(each.samples for each in ledger.passes if each.data_set == "code") == 10
+
+
+CHANGED = [
+    (scalai.Blend((scalai.Shuffled(51, 1, "wiki"), CODE), (3, 1)), r"size=51 \(it was 50\)"),
+    (scalai.Blend((scalai.Shuffled(50, 9, "wiki"), CODE), (3, 1)), r"seed=9 \(it was 1\)"),
+    (scalai.Blend((WIKI, CODE), (2, 1)), r"weight="),
+    (scalai.Blend((WIKI, scalai.Shuffled(21, 2, "code")), (3, 1)), r"whole=1 \(it was 4\)"),
+]
+
+
+@pytest.mark.parametrize(("order", "what"), CHANGED)
+def test_a_data_set_that_changed_between_rounds_is_refused_at_the_start(
+    order: Any, what: str
+) -> None:
+    with pytest.raises(RefusedError, match=f"another one than.*{what}.*scalai resume.*=anew"):
+        goes_on(consuming(BLEND, [4, 4]), order)
+
+
+def test_it_is_refused_too_where_it_is_known_only_after_the_state() -> None:
+    found = goes_on(consuming(BLEND, [4, 4]), BLEND)
+    with pytest.raises(RefusedError, match="'wiki' is another one"):
+        found.know({"wiki": {"size": 3}})
+
+
+def test_a_person_may_go_on_in_spite_of_it_and_the_verdict_says_so() -> None:
+    found = goes_on(consuming(BLEND, [4, 4]), CHANGED[0][0], NOTE)
+    found.step_ended(3, 12)
+    assert found.ledger is not None
+    assert judge(found.ledger, 3, 12).breaks == (
+        "wiki: another one from step 3 on: size=51 (it was 50)",
+    )
+    again = goes_on(found, CHANGED[0][0])
+    assert again.ledger is not None and len(again.ledger.sources) == len(found.ledger.sources)
+
+
+def test_what_a_script_says_of_its_draws_goes_before_the_order() -> None:
+    found = consuming(BLEND, [])
+    found.note([Draw("mine", Number(0), 0, 4)])
+    found.step_ended(1, 4)
+    assert isinstance(found.ledger, Ledger)
+    assert [each.data_set for each in found.ledger.passes] == ["mine"]
+
+
+def test_samples_are_those_of_one_run_without_scalai() -> None:
+    """Outside of a job a session is inert: the order is the same."""
+    assert step_of(1, 0) == (BLEND.samples_at(np.arange(4)).tolist(), 4)
