@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from scalai.core.slabs import Slabs, zig_zag
     from scalai.patches.deepspeed.state import DeepSpeedState
     from scalai.patches.megatron.state import MegatronState
-    from scalai.runtime.ordered_batches import OrderedBatches
     from scalai.patches.replicated import ReplicatedState
+    from scalai.runtime.ordered_batches import OrderedBatches
     from scalai.runtime.session import Session, current, elastic
     from scalai.slabs.halo import exchange_halo
     from scalai.slabs.slab_file import SlabFile, read_slab

@@ -20,7 +20,7 @@ from scalai.core.dataset.order import ShuffledBlocks
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.patches.calls import Args, Call, Kwargs
-from scalai.patches.megatron.random_order import micro_batches
+from scalai.patches.megatron.random_order import micro_batches, refuse_two_seeds
 
 TRAIN = "train"
 """The data set that is trained on, as the ledger calls it; a blend is one. That of a later phase
@@ -132,6 +132,8 @@ class TrainingDraws:
         def init(sampler: Any, *args: Any, **kwargs: Any) -> None:
             make(sampler, *args, **kwargs)
             if type(sampler) is cls:
+                if is_random and (order := watches.order_of(sampler)) is not None:
+                    refuse_two_seeds(sampler, order)
                 given = signature.bind(sampler, *args, **kwargs).arguments
                 sampler.scalai_watch = watches.made(given, is_random=is_random)
 
@@ -210,8 +212,13 @@ class TrainingDraws:
         size = {f"size for a training of {wanted}": self._built.size}
         return {self._built.data_set: {**facts, "blend": blend, **size}}
 
-    def step(self) -> Sequence[Draw] | None:
+    def step(self, stage: int = 0) -> Sequence[Draw] | None:
         """Return what the step has drawn, as the first chunk that draws has it: nothing on a rank
-        that draws none; None where the loader is the script's own, and nobody knows."""
-        drawn = [watch.step() for watch in self._watches]
+        that draws none; None where the loader is the script's own, and nobody knows.
+
+        Args:
+            stage: Of the pipeline. The first one speaks for all: others draw in an iteration that
+                ``--iterations-to-skip`` leaves out, and may not in one that is made.
+        """
+        drawn = [watch.step() for watch in self._watches if stage == 0]
         return None if self._has_own_loader else next((each for each in drawn if each), ())

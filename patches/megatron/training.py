@@ -211,7 +211,7 @@ class TrainingHooks:
             self._ledger.write(self._iteration, samples, bound["optimizer"])
         if wrapped(*args, **kwargs):
             return True  # Megatron itself has decided to end
-        drawn = self.draws.step()
+        drawn = self.draws.step(_pipeline_stage())
         if drawn is not None:
             self._session.note_draws(*drawn)
         self._saves.at_boundary(self._training.maybe_finalize_async_save)
@@ -283,6 +283,12 @@ class TrainingHooks:
             wandb = importlib.import_module("wandb")
             with writers.resumed_run(wandb, self._wandb_run_id):
                 self._start_wandb(job)
+
+
+def _pipeline_stage() -> int:
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def _leave(training: Any) -> None:

@@ -70,22 +70,16 @@ class Consumption:
             RefusedError: It is damaged, or of another step or another number of samples; or a data
                 set is another one than it says.
         """
-        if saved is None or self._policy == ANEW:
-            why = "as SCALAI_LEDGER=anew says" if saved is not None else "the state has no ledger"
-            self.begin(step, samples, why)
+        if saved is None:
+            self.begin(step, samples, "the state has no ledger")
             return
         try:
-            ledger = Ledger.from_json(saved)
+            ledger = _fitting(saved, step, _whole(step, samples))
         except ValueError as error:
-            raise RefusedError(f"the state's ledger of samples is damaged: {error}. {_WAYS}") from (
-                error
-            )
-        if ledger.at != (step, _whole(step, samples)):
-            found, stated = _at(*ledger.at), _at(step, _whole(step, samples))
-            raise RefusedError(
-                f"the state is at {stated}, its ledger of samples at {found}: samples between them "
-                f"would be skipped, or seen twice. {_WAYS}"
-            )
+            if self._policy != ANEW:
+                raise RefusedError(f"{error}. {_WAYS}") from error
+            self.begin(step, samples, f"{error}; {_SAID}")
+            return
         self.ledger = ledger.with_round(self._round, self._degrees, lost)
         self._compare()
 
@@ -155,7 +149,9 @@ class Consumption:
             log.warning("event=ledger step=%d %s", step, found)
 
     def _object_to_change(self, name: str, other: str) -> None:
-        if self._policy != NOTE:
+        if self._policy == ANEW and self.ledger is not None:
+            self.begin(*self.ledger.at, f"data set {name!r} is another one: {other}; {_SAID}")
+        elif self._policy != NOTE:
             raise RefusedError(
                 f"data set {name!r} is another one than the job has drawn from: {other}. Its "
                 "samples would come in another order, some skipped and some twice. Give the job "
@@ -164,7 +160,7 @@ class Consumption:
                 f"unproven then; or go on in spite of it, with {POLICY}={NOTE}, and `scalai ledger "
                 "verify` says so."
             )
-        if self._is_telling:
+        elif self._is_telling:
             log.warning("event=ledger data set %r is another one: %s", name, other)
 
 
@@ -172,6 +168,22 @@ _WAYS = (
     f"Go on from another generation (`scalai resume`), or begin a ledger here, by {POLICY}={ANEW}: "
     "what came before is unproven then."
 )
+_SAID = f"{POLICY}={ANEW} has another ledger begin here"
+
+
+def _fitting(saved: Json, step: int, samples: int | None) -> Ledger:
+    """Read the ledger of a state at this step. ``ValueError`` where it is damaged, or of another
+    step or number of samples."""
+    try:
+        ledger = Ledger.from_json(saved)
+    except ValueError as error:
+        raise ValueError(f"the state's ledger of samples is damaged: {error}") from error
+    if ledger.at != (step, samples):
+        raise ValueError(
+            f"the state is at {_at(step, samples)}, its ledger of samples at {_at(*ledger.at)}: "
+            "samples between them would be skipped, or seen twice"
+        )
+    return ledger
 
 
 def _whole(step: int, samples: Samples) -> int | None:

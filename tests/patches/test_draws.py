@@ -94,6 +94,12 @@ def test_what_workers_read_ahead_counts_once_a_step_has_drawn_it(workers: int) -
     assert draws.step() == ()
 
 
+def test_a_later_stage_that_draws_in_a_skipped_iteration_alone_says_nothing() -> None:
+    draws, train = built(samplers(), 8, dp=2, rank=1)
+    take(train, 2)
+    assert draws.step(stage=1) == ()
+
+
 def test_ranks_at_any_degrees_have_one_ledger_over_changes() -> None:
     ledgers = []
     for rank_of in (0, -1):

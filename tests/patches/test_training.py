@@ -144,7 +144,8 @@ class FakeTraining:
 
 @pytest.fixture(autouse=True)
 def fake_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = SimpleNamespace(__version__="0.16.1")
+    stages = SimpleNamespace(get_pipeline_model_parallel_rank=lambda: 0)
+    core = SimpleNamespace(__version__="0.16.1", parallel_state=stages)
     for name, module in (
         ("megatron", SimpleNamespace(core=core)),
         ("megatron.core", core),

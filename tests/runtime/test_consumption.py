@@ -50,6 +50,32 @@ def test_a_state_at_another_place_than_its_ledger_is_refused_with_the_way_out(
     assert anew.ledger is not None and anew.ledger.since == (step, samples)
 
 
+def test_a_ledger_that_fits_is_kept_whatever_is_said_and_a_torn_one_is_given_up() -> None:
+    anew = Consumption("run-2", {}, ANEW)
+    anew.restore(saved(), 4, 12)
+    assert anew.ledger is not None and anew.ledger.since == (0, 0)
+    anew.restore({**saved(), "digest": "0"}, 4, 12)
+    assert anew.ledger.since == (4, 12)
+
+
+def test_a_data_set_that_changed_has_another_ledger_begin_where_that_is_said() -> None:
+    first = trained()
+    first.know({"train": {"seed": 1}})
+    first.note([Draw("train", Number(0), 12, 15)])
+    first.step_ended(5, 15)
+    kept = first.scalars()[LEDGER]
+    with pytest.raises(RefusedError, match="another one"):
+        plain = Consumption("run-2", {})
+        plain.restore(kept, 5, 15)
+        plain.know({"train": {"seed": 2}})
+    anew = Consumption("run-2", {}, ANEW)
+    anew.restore(kept, 5, 15)
+    anew.know({"train": {"seed": 1}})
+    assert anew.ledger is not None and anew.ledger.since == (0, 0)
+    anew.know({"train": {"seed": 2}})
+    assert anew.ledger.since == (5, 15)
+
+
 def test_a_torn_ledger_is_refused() -> None:
     torn = saved()
     torn["passes"][0]["taken"] = [0, 9]
