@@ -17,6 +17,7 @@ from scalai.vfs.mounts import absolute, find_mount, prepare, unmount
 
 START_S = 60.0
 """How long a mount may take to be there."""
+_WITHOUT = "The same tree is read without a mount as scalai://JOB/… by fsspec."
 
 log = logging.getLogger("scalai.mount")
 
@@ -46,8 +47,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--global-batch-size", type=int, metavar="N",
         help="samples of a step: gives each data set the folders dp-R-of-D",
     )  # fmt: skip
-    mount.add_argument("--cache-mb", type=int, default=256, metavar="MB",
-                       help="what blocks of remote sources may take (default: %(default)s)")  # fmt: skip
+    mount.add_argument(
+        "--cache-mb", type=int, default=256, metavar="MB",
+        help="what blocks of remote sources may take (default: %(default)s)",
+    )  # fmt: skip
     mount.add_argument("--cache-dir", type=Path, help="where they lie, if not in memory")
     mount.add_argument("--store-dir", type=Path, help="where stores are, if not in /dev/shm")
     mount.add_argument("--log", type=Path, metavar="FILE", help="where the process writes its log")
@@ -120,16 +123,14 @@ def _fuse() -> Any:
     """Return what serves a mount. Raises ``RefusedError`` where this machine has no FUSE."""
     if not Path("/dev/fuse").exists():
         raise RefusedError(
-            "/dev/fuse is not there: the kernel or the container gives no FUSE (docker run --device "
-            "/dev/fuse --cap-add SYS_ADMIN). The same tree is read without a mount as scalai://JOB/… "
-            "by fsspec."
+            "/dev/fuse is not there: the kernel or the container gives no FUSE (docker run "
+            f"--device /dev/fuse --cap-add SYS_ADMIN). {_WITHOUT}"
         )
     try:
         from scalai.vfs.fuse import serve
     except OSError as error:
         raise RefusedError(
-            f"libfuse 3 is not installed ({error}): apt-get install fuse3. The same tree is read "
-            "without a mount as scalai://JOB/… by fsspec."
+            f"libfuse 3 is not installed ({error}): apt-get install fuse3. {_WITHOUT}"
         ) from error
     return serve
 
@@ -155,4 +156,5 @@ def _start(args: argparse.Namespace, point: Path) -> int:
     process.kill()
     process.wait(10)
     lines = path.read_text(errors="replace").strip().splitlines()
-    raise RefusedError(f"{point} could not be mounted: {lines[-1] if lines else 'no reason'} ({path})")
+    why = lines[-1] if lines else "it gave no reason"
+    raise RefusedError(f"{point} could not be mounted: {why} ({path})")

@@ -83,8 +83,8 @@ def parse_slice(text: str, shape: tuple[int, ...]) -> Box:
     """Return the box that ``0:128,:`` means of a tensor; axes that are left out are whole.
 
     Raises:
-        FileNotFoundError: It is no slice, or reaches outside of the tensor: ``numpy`` would clip it,
-            and a shorter file than was asked for would be a wrong one.
+        FileNotFoundError: It is no slice, or reaches outside of the tensor: ``numpy`` would clip
+            it, and a shorter file than was asked for would be a wrong one.
     """
     offset, extent = [0] * len(shape), list(shape)
     ranges = text.split(",") if text else []

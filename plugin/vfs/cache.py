@@ -75,12 +75,12 @@ class BlockCache:
 
     def put(self, key: Key, data: bytes) -> None:
         """Keep a block. Where a disk has no room it is not kept, which is said once."""
+        if len(data) > self._limit:
+            return
         with self._mutex:
             self._drop(key)
             while self._blocks and sum(self._sizes.values()) + len(data) > self._limit:
                 self._drop(next(iter(self._blocks)))
-            if len(data) > self._limit:
-                return
             try:
                 self._blocks[key] = data if self._folder is None else self._written(data)
             except OSError as error:

@@ -48,8 +48,8 @@ class DatasetSpec:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UsageError(
-                f"{self.name!r} cannot name a data set. Use letters, digits and ._- (at most 100, a "
-                "letter or digit first): NAME=PATH."
+                f"{self.name!r} cannot name a data set. Use letters, digits and ._- (at most 100, "
+                "a letter or digit first): NAME=PATH."
             )
         if self.tokens is not None and self.tokens < 1:
             raise UsageError(f"a sample of {self.name} has {self.tokens} tokens; give 1 or more.")

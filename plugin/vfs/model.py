@@ -1,8 +1,8 @@
 """The model of a generation as folders: a parameter's path, and in it a file for each tensor.
 
 ``decoder.layers.0.mlp.weight`` is ``decoder/layers/0/mlp/weight.npy``, its fp32 master
-``weight.main.npy``, its moments ``weight.exp_avg.npy``; a slice is ``weight[0:128,:].npy``, which no
-listing shows. The same with ``.safetensors``.
+``weight.main.npy``, its moments ``weight.exp_avg.npy``; a slice is ``weight[0:128,:].npy``, which
+no listing shows. The same with ``.safetensors``.
 """
 
 from collections.abc import Callable, Iterable, Mapping

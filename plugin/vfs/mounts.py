@@ -98,8 +98,8 @@ def unmount(point: Path, *, is_lazy: bool) -> None:
     )  # fmt: skip
     if done.returncode:
         raise RefusedError(
-            f"{point} cannot be unmounted: {done.stderr.strip()} Close what is open there (fuser -m "
-            f"{point} lists it), or add --lazy."
+            f"{point} cannot be unmounted: {done.stderr.strip()} Close what is open there (fuser "
+            f"-m {point} lists it), or add --lazy."
         )
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -184,7 +185,7 @@ class RemoteSource:
         blocks = -(-self.size_bytes // BLOCK_BYTES)
         for number in range(last + 1, min(last + 1 + AHEAD, blocks)):
             if not self._cache.has((self._url, number)):
-                self._cache.beside(lambda number=number: self._quietly(number))
+                self._cache.beside(partial(self._quietly, number))
 
     def _quietly(self, number: int) -> None:
         try:

@@ -10,6 +10,7 @@ from scalai.core.boxes import uncovered
 from scalai.core.collection import Tensor
 from scalai.core.dtypes import ITEM_BYTES
 from scalai.core.region import Box, box_text, flat_range, row_major
+from scalai.store.files import slices
 from scalai.store.generation import Generation
 from scalai.vfs.pins import Pin
 
@@ -101,11 +102,8 @@ class TensorElements:
             )
             strides = tuple(step * item for step in row_major(piece.box.shape))
             found = np.ndarray(part.shape, f"V{item}", data, strides=strides)
-            inside = tuple(
-                slice(low - start, low - start + size)
-                for low, start, size in zip(part.offset, wanted.offset, part.shape, strict=True)
-            )
-            values[(*inside, ...)] = found
+            inside = (a - b for a, b in zip(part.offset, wanted.offset, strict=True))
+            values[slices(Box(tuple(inside), part.shape))] = found
 
     def close(self) -> None:
         self._pin.release()

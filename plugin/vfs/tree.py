@@ -111,6 +111,6 @@ def find_job(what: str, store_dir: Path | None, *, may_be_new: bool) -> Path | N
     if folder.is_dir() or may_be_new:
         return folder
     raise UsageError(
-        f"no job {what!r} has a store here (looked for {folder}). Name it by --store-dir, or name a "
-        "directory."
+        f"no job {what!r} has a store here (looked for {folder}). Name it by --store-dir, or name "
+        "a directory."
     )
