@@ -2,13 +2,15 @@
 
 import errno
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from scalai.vfs.dataset import DatasetSpec
 from scalai.vfs.nodes import Content, File, Link, Node, is_folder, resolve
-from scalai.vfs.tree import Tree, find_job
+from scalai.vfs.tree import Tree, find_store
 
 
 class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
@@ -39,26 +41,26 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self._batch, self._store_dir, self._directory = global_batch_size, store_dir, directory
         self._trees: dict[str, Tree] = {}
 
-    def _at(self, path: str) -> tuple[str, Node]:
-        """Return what lies at ``<job>/…``, and the path that links lead to. Raises ``OSError``."""
+    def _at(self, path: str) -> Node:
+        """Return what lies at ``<job>/…``; links are followed. Raises ``OSError``."""
         job, _, inside = self._strip_protocol(path).partition("/")
         if job not in self._trees:
-            from pathlib import Path
+            self._trees[job] = Tree(self._find(job), self._specs, global_batch_size=self._batch)
+        return resolve(self._trees[job], inside)[1]
 
-            store_dir = None if self._store_dir is None else Path(self._store_dir)
-            what = job if self._directory is None else self._directory
-            found = find_job(what, store_dir, may_be_new=bool(self._specs))
-            self._trees[job] = Tree(found, self._specs, global_batch_size=self._batch)
-        place, node = resolve(self._trees[job], inside)
-        return f"{job}/{place}".rstrip("/"), node
+    def _find(self, job: str) -> Path:
+        if self._directory is not None:
+            return Path(self._directory)
+        store_dir = None if self._store_dir is None else Path(self._store_dir)
+        return find_store(job, store_dir, may_be_new=bool(self._specs))
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
         path = self._strip_protocol(path)
-        return _info(path, self._at(path)[1])
+        return _info(path, self._at(path))
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
         path = self._strip_protocol(path)
-        node = self._at(path)[1]
+        node = self._at(path)
         if not is_folder(node):
             return [_info(path, node) if detail else path]
         names = [f"{path}/{name}" for name in node.names()]  # type: ignore[attr-defined]
@@ -77,7 +79,7 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def open_content(self, path: str) -> Content:
         """Open a file for reads at any place, by whoever wants no file object. Raises
         ``OSError``."""
-        node = self._at(path)[1]
+        node = self._at(path)
         if not isinstance(node, File):
             raise IsADirectoryError(errno.EISDIR, f"{path} is a folder")
         return node.open()
@@ -88,15 +90,12 @@ class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
     ) -> "ScalaiFile":  # fmt: skip
         if mode != "rb":
             raise OSError(errno.EROFS, f"{path}: the tree of a job is only for reading")
-        place, _ = self._at(path)
-        return ScalaiFile(self, place, self.open_content(place), **options)
+        return ScalaiFile(self, path, self.open_content(path), **options)
 
     def created(self, path: str) -> Any:
         raise NotImplementedError("a job's tree does not say when something was created")
 
     def modified(self, path: str) -> Any:
-        from datetime import UTC, datetime
-
         return datetime.fromtimestamp(self.info(path)["mtime"], UTC)
 
 

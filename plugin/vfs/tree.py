@@ -91,13 +91,13 @@ def _same(node: Node) -> Node:
     return node
 
 
-def find_job(what: str, store_dir: Path | None, *, may_be_new: bool) -> Path | None:
+def find_job(what: str, store_dir: Path | None, *, may_be_new: bool) -> Path:
     """Return where a job's generations lie: ``what`` is a path, or the name of a job whose store is
     on this machine.
 
     Args:
         store_dir: Where stores are, if not in their usual place.
-        may_be_new: A job without a store has no generations yet: None.
+        may_be_new: A job may have no store yet.
 
     Raises:
         UsageError: There is no such directory or job.
@@ -107,10 +107,16 @@ def find_job(what: str, store_dir: Path | None, *, may_be_new: bool) -> Path | N
         if not path.is_dir():
             raise UsageError(f"{path} is no directory. Name a job, or a directory of generations.")
         return path.absolute()
-    folder = (store_dir or default_store_dir()) / check_job(what)
+    return find_store(what, store_dir, may_be_new=may_be_new)
+
+
+def find_store(job: str, store_dir: Path | None, *, may_be_new: bool) -> Path:
+    """Return where the store of a job on this machine lies; arguments and errors as of
+    ``find_job``."""
+    folder = (store_dir or default_store_dir()) / check_job(job)
     if folder.is_dir() or may_be_new:
         return folder
     raise UsageError(
-        f"no job {what!r} has a store here (looked for {folder}). Name it by --store-dir, or name "
+        f"no job {job!r} has a store here (looked for {folder}). Name it by --store-dir, or name "
         "a directory."
     )

@@ -109,7 +109,7 @@ def test_lines_of_all_replicas_are_the_order_whatever_the_degree(json_file: Path
     ]  # fmt: skip
     shares = [Share(rank, dp, 8) for rank in range(dp)]
     left = [[line for one in of_rank for line in one] for of_rank in views]
-    drawn = []
+    drawn: list[bytes] = []
     while len(drawn) < 3 * 37:
         for rank, share in enumerate(shares):
             drawn += [left[rank].pop(0) for _ in range(min(share.size, len(left[rank])))]
