@@ -44,7 +44,7 @@ def find_mount(point: Path) -> Mount | None:
 def is_dead(mount: Mount) -> bool:
     """Whether nobody serves a mount any more."""
     try:
-        os.stat(mount.point)
+        os.statvfs(mount.point)  # what stat() answers the kernel may remember
     except OSError as error:
         return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
     return False
