@@ -14,13 +14,15 @@ import numpy as np
 
 from scalai.core.errors import UsageError
 from scalai.vfs.cache import BlockCache
-from scalai.vfs.nodes import Content, File, Node, missing
+from scalai.vfs.nodes import File, Listed, Node, listed, missing
 from scalai.vfs.records import FixedRecords, Records, json_lines, sequences
 from scalai.vfs.shares import Order, Share
 from scalai.vfs.sources import LocalSource, RemoteSource, Source
 from scalai.vfs.token_index import read_dtype, read_index
 from scalai.vfs.views import ReplicaFolder, Samples
 
+OpenSource = Callable[[], Source]
+"""Opens a source. Raises ``OSError``."""
 LOCAL = ("file", "local")
 LINES = (".jsonl", ".json")
 """How files are called that have a sample in each line."""
@@ -83,7 +85,8 @@ class DatasetFolder:
 
     def __init__(self, spec: DatasetSpec, cache: BlockCache, job: Job) -> None:
         self._spec, self._job = spec, job
-        self.source = SourceFolder("", open_files(spec.url, cache))
+        self._files = open_files(spec.url, cache)
+        self._source = source_folder(self._files)
         self._mutex = threading.RLock()
         self._samples: Samples | None = None
         self._replicas: dict[tuple[int, int], ReplicaFolder] = {}
@@ -94,7 +97,7 @@ class DatasetFolder:
 
     def child(self, name: str) -> Node:
         if name == "source":
-            return self.source
+            return self._source
         match = _REPLICA.fullmatch(name)
         if match is None or not int(match[1]) < int(match[2]):
             raise missing(name, "expected source, or dp-R-of-D with R below D")
@@ -120,7 +123,7 @@ class DatasetFolder:
 
     def _record_file(self) -> str | None:
         """Return the one file of samples among the sources; None: none, or several."""
-        files = list(self.source.files)
+        files = list(self._files)
         found = [name for name in files if name.endswith(LINES)]
         found += [name for name in files
                   if name.endswith(".bin") and name[:-4] + ".idx" in files]  # fmt: skip
@@ -140,12 +143,12 @@ class DatasetFolder:
                 self._spec.name,
                 "views need one file of samples: .jsonl, or .bin with its .idx. Name that file.",
             )
-        source = self.source.files[name]()
+        source = self._files[name]()
         if name.endswith(LINES):
             records = json_lines(source)
             order = self._job.order(self._spec.name, records.count)
             return Samples(source, records, order, ".jsonl")
-        index = self.source.files[name[:-4] + ".idx"]()
+        index = self._files[name[:-4] + ".idx"]()
         try:
             dtype = read_dtype(index)
             records = self._token_records(dtype, index, source.size_bytes)
@@ -162,42 +165,29 @@ class DatasetFolder:
         return FixedRecords(bin_bytes // record_bytes, record_bytes)
 
 
-class SourceFolder:
-    """The sources below a folder of theirs: their bytes, unchanged.
-
-    Args:
-        prefix: Of the names of ``files`` that lie in this folder: "" or one that ends with a slash.
-        files: Opens each source, by its path.
-    """
-
-    mtime = 0.0
-
-    def __init__(self, prefix: str, files: Mapping[str, Callable[[], Source]]) -> None:
-        self._prefix, self.files = prefix, files
-
-    def names(self) -> Iterable[str]:
-        inside = (name[len(self._prefix) :] for name in self.files
-                  if name.startswith(self._prefix))  # fmt: skip
-        return sorted({name.partition("/")[0] for name in inside})
-
-    def child(self, name: str) -> Node:
-        path = self._prefix + name
-        if any(each.startswith(path + "/") for each in self.files):
-            return SourceFolder(path + "/", self.files)
-        if path not in self.files:
-            raise missing(name)
-        source = self.files[path]()
-        try:
-            return File(source.size_bytes, source.mtime, partial(_content, self.files[path]))
-        finally:
-            source.close()
+def source_folder(files: Mapping[str, OpenSource]) -> Listed:
+    """Return the folder of sources, by their paths: their bytes, unchanged."""
+    below: dict[str, dict[str, OpenSource]] = {}
+    children: dict[str, Callable[[], Node]] = {}
+    for path, open_source in files.items():
+        first, slash, rest = path.partition("/")
+        if slash:
+            below.setdefault(first, {})[rest] = open_source
+        else:
+            children[first] = partial(_file, open_source)
+    folders = listed({name: source_folder(inside) for name, inside in below.items()})
+    return Listed(dict(sorted({**children, **folders.children}.items())), 0.0)
 
 
-def _content(open_source: Callable[[], Source]) -> Content:
-    return open_source()
+def _file(open_source: OpenSource) -> File:
+    source = open_source()
+    try:
+        return File(source.size_bytes, source.mtime, open_source)
+    finally:
+        source.close()
 
 
-def open_files(url: str, cache: BlockCache) -> dict[str, Callable[[], Source]]:
+def open_files(url: str, cache: BlockCache) -> dict[str, OpenSource]:
     """Return what opens each file at a URL, by its path below it.
 
     Raises:
@@ -223,7 +213,7 @@ def open_files(url: str, cache: BlockCache) -> dict[str, Callable[[], Source]]:
 _ENDS = (".bin", ".idx")
 
 
-def _local_files(path: Path) -> dict[str, Callable[[], Source]]:
+def _local_files(path: Path) -> dict[str, OpenSource]:
     if path.is_file():
         paths = {path.name: path}
     elif path.is_dir():
@@ -235,9 +225,7 @@ def _local_files(path: Path) -> dict[str, Callable[[], Source]]:
     return {name: partial(LocalSource, each, os.stat(each)) for name, each in paths.items()}
 
 
-def _remote_files(
-    url: str, files: Any, path: str, cache: BlockCache
-) -> dict[str, Callable[[], Source]]:
+def _remote_files(url: str, files: Any, path: str, cache: BlockCache) -> dict[str, OpenSource]:
     root = path.rstrip("/")
     if files.isfile(path):
         paths = {root.rpartition("/")[2]: path}

@@ -5,8 +5,9 @@ whatever it may not show is an ``OSError`` that says why.
 """
 
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 
@@ -77,6 +78,15 @@ class Listed:
         if name not in self.children:
             raise missing(name)
         return self.children[name]()
+
+
+def listed(nodes: Mapping[str, Node]) -> Listed:
+    """Return a folder of these nodes."""
+    return Listed({name: partial(_same, node) for name, node in nodes.items()}, 0.0)
+
+
+def _same(node: Node) -> Node:
+    return node
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from pathlib import Path
 from scalai.core.errors import StoreError
 from scalai.store.files import read_at
 from scalai.store.generation import Generation
+from scalai.store.lock import LOCK
 from scalai.store.pinned import PinFolder
-from scalai.store.places import generation_name
 
 KEEP_S = 600.0
 """How long a generation that its job has dropped stays readable for who has it open."""
@@ -50,7 +50,7 @@ class Pin:
         parts = zip(self.generation.hosts, self.generation.directories, strict=True)
         for part, (manifest, directory) in enumerate(parts):
             assert directory is not None, "it was read from there"
-            is_in_store = directory.name == generation_name(number)
+            is_in_store = (directory.parent / LOCK).is_file()
             for file, stored in enumerate(manifest.files):
                 path = directory / stored.name
                 if is_in_store and not path.is_symlink():

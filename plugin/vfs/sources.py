@@ -266,7 +266,7 @@ class _ChangedError(OSError):
 
 
 _TAGS = ("ETag", "etag", "md5", "md5Hash", "checksum", "version_id", "generation")
-_TIMES = ("mtime", "LastModified", "last_modified", "updated", "Last-Modified")
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "Last-Modified", "created")
 
 
 def identity_of(info: Mapping[str, Any]) -> tuple[object, ...]:

@@ -8,8 +8,8 @@ So what a path below ``/generations`` or ``/dataset`` shows never changes, and `
 elsewhere once there is a newer generation; what is open stays what it was.
 """
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from scalai.core.errors import UsageError
@@ -18,9 +18,16 @@ from scalai.store.places import check_job, default_store_dir
 from scalai.vfs.cache import BlockCache
 from scalai.vfs.dataset import DatasetFolder, DatasetSpec, Job
 from scalai.vfs.generations import Generations
-from scalai.vfs.nodes import Link, Listed, Node, missing
+from scalai.vfs.nodes import Link, Node, listed, missing
 from scalai.vfs.pins import Pins
-from scalai.vfs.shares import Sequential
+from scalai.vfs.shares import Order, Sequential
+
+log = logging.getLogger(__name__)
+
+
+def as_it_lies(name: str, samples: int) -> Order:
+    """Return the order in which the samples of a data set lie."""
+    return Sequential(samples)
 
 
 class Tree:
@@ -32,6 +39,7 @@ class Tree:
         global_batch_size: Samples of a step, for views of replicas.
         cache: Of remote sources.
         pins: What keeps generations that are open.
+        order: Makes the order of a data set, by its name and number of samples.
 
     Raises:
         UsageError: A data set is named twice, or is not there.
@@ -42,7 +50,7 @@ class Tree:
     def __init__(
         self, directory: Path | None, datasets: Sequence[DatasetSpec] = (), *,
         global_batch_size: int | None = None, cache: BlockCache | None = None,
-        pins: Pins | None = None,
+        pins: Pins | None = None, order: Callable[[str, int], Order] = as_it_lies,
     ) -> None:  # fmt: skip
         names = [spec.name for spec in datasets]
         if len(set(names)) < len(names):
@@ -51,11 +59,9 @@ class Tree:
             raise UsageError(f"--global-batch-size {global_batch_size}: expected 1 or more.")
         self.pins, self._cache = pins or Pins(), cache or BlockCache()
         self.generations = Generations(directory, self.pins)
-        job = Job(global_batch_size, lambda name, samples: Sequential(samples), self._dp,
-                  self._consumed)  # fmt: skip
+        job = Job(global_batch_size, order, self._dp, self._consumed)
         folders = {spec.name: DatasetFolder(spec, self._cache, job) for spec in datasets}
-        self._dataset = Listed({name: partial(_same, folder) for name, folder in folders.items()},
-                               0.0)  # fmt: skip
+        self._dataset = listed(folders)
 
     def names(self) -> Iterable[str]:
         return [*(["model"] if self.generations.numbers() else []), "generations", "dataset"]
@@ -71,7 +77,12 @@ class Tree:
         return Link(f"generations/{numbers[-1]}/model", 0.0)
 
     def _newest(self) -> Generation | None:
-        return self.generations.newest()
+        """Return the newest generation, None also where it cannot be read: data sets can."""
+        try:
+            return self.generations.newest()
+        except OSError as error:
+            log.warning("event=no_state: %s", error)
+            return None
 
     def _dp(self) -> int | None:
         newest = self._newest()
@@ -85,10 +96,6 @@ class Tree:
         """Let go of all that is open."""
         self.pins.close()
         self._cache.close()
-
-
-def _same(node: Node) -> Node:
-    return node
 
 
 def find_job(what: str, store_dir: Path | None, *, may_be_new: bool) -> Path:

@@ -1,6 +1,5 @@
-"""``scalai://…`` by fsspec, and Megatron's data sets by it: without a mount."""
+"""``scalai://…`` by fsspec: the tree of a job without a mount."""
 
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from scalai.core.errors import RefusedError, UsageError
+from scalai.core.errors import UsageError
 from scalai.store.host import HostStore
 from scalai.vfs.filesystem import ScalaiFileSystem
 from support.datasets import lines, write_tokens
@@ -79,46 +78,3 @@ def test_the_whole_tree_is_found(files: Any) -> None:
         "job/dataset/lines/source", "job/dataset/lines/dp-0-of-1",
     ]  # fmt: skip
     assert files.glob("job/dataset/*/source/*.idx") == ["job/dataset/corpus/source/corpus.idx"]
-
-
-@pytest.fixture
-def indexed(files: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Megatron's module with the hook; the data sets are told as a job is told them."""
-    pytest.importorskip("megatron.core")
-    import megatron.core.datasets.indexed_dataset as module
-
-    from scalai.patches.megatron import indexed_source
-
-    monkeypatch.setitem(fsspec.config.conf, "scalai", dict(files.storage_options))
-    fresh = {"initialize": module.IndexedDataset.initialize, "exists": module.IndexedDataset.exists}
-    indexed_source.hook(module)
-    yield module
-    module.IndexedDataset.initialize = fresh["initialize"]
-    module.IndexedDataset.exists = staticmethod(fresh["exists"])
-
-
-PREFIX = "scalai://job/dataset/corpus/source/corpus"
-
-
-def test_megatron_reads_a_data_set_without_a_mount(indexed: Any, tmp_path: Path) -> None:
-    local = indexed.IndexedDataset(str(tmp_path / "data" / "corpus"))
-    assert indexed.IndexedDataset.exists(PREFIX)
-    assert not indexed.IndexedDataset.exists(PREFIX + "x")
-    data = indexed.IndexedDataset(PREFIX)
-    for each in (data, pickle.loads(pickle.dumps(data))):
-        assert len(each) == len(local) == 3 and each.path_prefix == PREFIX
-        assert all(np.array_equal(each[n], local[n]) for n in range(3))
-        assert np.array_equal(each.get(2, offset=2, length=3), local[2][2:5])
-
-
-def test_megatron_reads_nothing_of_a_data_set_that_was_cut_or_changed(
-    indexed: Any, tmp_path: Path
-) -> None:
-    data = indexed.IndexedDataset(PREFIX)
-    path = tmp_path / "data" / "corpus.bin"
-    whole = path.read_bytes()
-    with pytest.raises(RefusedError, match="ends at byte 32, and its index wants 9 tokens"):
-        data.bin_reader.read(np.uint16, 9, 16)
-    path.write_bytes(bytes(len(whole)))
-    with pytest.raises(OSError, match="is not what was opened: its size or time changed"):
-        data[0]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from scalai.core.errors import UsageError
@@ -248,3 +249,22 @@ def test_a_folder_a_file_and_a_prefix_are_sources(tmp_path: Path) -> None:
 def test_a_data_set_has_a_plain_name(name: str) -> None:
     with pytest.raises(UsageError, match="cannot name a data set"):
         DatasetSpec(name, "/x")
+
+
+def test_a_file_system_that_is_no_disk_is_read_in_blocks(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    data = bytes(range(256)) * 40_000
+    memory.pipe({"/bucket/a.bin": data, "/bucket/below/b.jsonl": b"{}\n"})
+    try:
+        found = open_files("memory://bucket", BlockCache(directory=tmp_path))
+        assert sorted(found) == ["a.bin", "below/b.jsonl"]
+        source = found["a.bin"]()
+        assert source.read(BLOCK_BYTES - 5, 10) == data[BLOCK_BYTES - 5 : BLOCK_BYTES + 5]
+        assert source.read(len(data) - 5, 10) == data[-5:]
+        memory.pipe("/bucket/below/b.jsonl", b"{}\n")
+        assert found["below/b.jsonl"]().read(0, 9) == b"{}\n"
+        memory.rm("/bucket/a.bin")
+        with pytest.raises(OSError, match="is not there"):
+            RemoteSource("memory://bucket/a.bin", memory, "/bucket/a.bin", BlockCache())
+    finally:
+        memory.rm("/bucket", recursive=True)
