@@ -24,6 +24,8 @@ NAMES_S = 1.0
 FOREVER_S = 3600.0
 """How long it believes a size: one that never changes."""
 SWEEP_S = 5.0
+AUTO_INVAL_DATA = 1 << 12
+"""FUSE_CAP_AUTO_INVAL_DATA of fuse_common.h."""
 AHEAD_BYTES = 1 << 20
 """What the kernel reads ahead of a sequential reader, in one request."""
 
@@ -45,6 +47,8 @@ class TreeOperations(mfusepy.Operations):  # type: ignore[misc]
     def init_with_config(self, conn_info: Any, config_3: Any) -> None:
         if conn_info is not None:
             conn_info.max_readahead = AHEAD_BYTES
+            # Content never changes, so the kernel need not ask before each read of its cache.
+            conn_info.want &= ~AUTO_INVAL_DATA
         # After the daemon has its final process: threads do not live through a fork.
         threading.Thread(target=self._sweep, daemon=True).start()
 

@@ -7,6 +7,7 @@ written anew gives an error and never a mixture.
 
 import errno
 import logging
+import mmap
 import os
 import threading
 import time
@@ -84,12 +85,26 @@ class LocalSource:
                 break
             data += more
         # Behind the read: what was changed before it ended is seen.
-        now = os.fstat(self._descriptor)
-        if _state(now) != _state(self._status) or len(data) < wanted:
+        self.check()
+        if len(data) < wanted:
+            self._refuse("it is shorter")
+        return data
+
+    def mapped(self) -> mmap.mmap | None:
+        """Return a memory map of the file, None of an empty one. Who reads it calls ``check``, and
+        is killed (SIGBUS) where the file is cut between the two."""
+        if not self.size_bytes:
+            return None
+        return mmap.mmap(self._descriptor, self.size_bytes, access=mmap.ACCESS_READ)
+
+    def check(self) -> None:
+        """Raise ``OSError`` where the file is not what was opened."""
+        if self._error is not None:
+            raise OSError(errno.EIO, self._error)
+        if _state(os.fstat(self._descriptor)) != _state(self._status):
             self._refuse("its size or time changed")
         if time.monotonic() - self._looked > LOOK_S:
             self._look()
-        return data
 
     def _look(self) -> None:
         try:

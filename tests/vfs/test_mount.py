@@ -161,7 +161,7 @@ def test_megatron_and_a_loader_of_torch_read_the_mount(place: Place) -> None:
     assert [view[n].tolist() for n in range(len(view))] == [
         tokens[4 * n : 4 * n + 4].tolist() for n in mine
     ]
-    loader = torch.utils.data.DataLoader(view, batch_size=4, num_workers=1)  # type: ignore[arg-type,var-annotated]
+    loader = torch.utils.data.DataLoader(view, batch_size=4, num_workers=1)
     assert torch.cat([batch.int() for batch in loader]).flatten().tolist() == [
         token for n in mine for token in tokens[4 * n : 4 * n + 4].tolist()
     ]
