@@ -6,11 +6,13 @@ of its own beside it: ``pinned-<process>-<n>/generation-<n>/``. What only a pin 
 use (``HostDirectory.room``), and ends where a snapshot needs the room: the training goes first.
 """
 
+import glob
 import itertools
 import logging
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from scalai.core.errors import StoreError
@@ -67,7 +69,7 @@ class PinFolder:
 
 def remove_stale(host_directory: Path) -> None:
     """Remove the pins of processes that are gone."""
-    for path in sorted(host_directory.glob(_FOLDERS)):
+    for path in _matching(host_directory, _FOLDERS):
         try:
             with Folder.open(path) as folder:
                 # Without a lock it is being made just now.
@@ -79,9 +81,19 @@ def remove_stale(host_directory: Path) -> None:
             log.info("event=pins_removed directory=%s: their process is gone", path)
 
 
+def _matching(directory: Path, pattern: str) -> list[Path]:
+    """Return what matches, in order; ``Path.glob`` raises where a folder goes meanwhile."""
+    return [directory / name for name in sorted(glob.glob(pattern, root_dir=directory))]
+
+
 def pinned_files(host_directory: Path) -> list[os.stat_result]:
-    """Return what the pins in a host's directory keep, a file for each link."""
-    return [path.lstat() for path in host_directory.glob(f"{_FOLDERS}/generation-*/*")]
+    """Return what the pins in a host's directory keep, a file for each link. Their processes may
+    end them meanwhile."""
+    found = []
+    for path in _matching(host_directory, f"{_FOLDERS}/generation-*/*"):
+        with suppress(FileNotFoundError):
+            found.append(path.lstat())
+    return found
 
 
 def expire_dropped(host_directory: Path) -> bool:
@@ -90,13 +102,12 @@ def expire_dropped(host_directory: Path) -> bool:
     Who reads them gets an error from then on (``scalai.vfs.pins``).
     """
     ended = False
-    for pinned in sorted(host_directory.glob(f"{_FOLDERS}/generation-*")):
+    for pinned in _matching(host_directory, f"{_FOLDERS}/generation-*"):
         if not (host_directory / pinned.name).is_dir():
-            size = sum(path.lstat().st_size for path in pinned.iterdir())
             shutil.rmtree(pinned, ignore_errors=True)
             log.warning(
-                "event=pin_expired directory=%s bytes=%d: a snapshot needs the room; who still "
-                "reads that generation gets an error", pinned, size,
+                "event=pin_expired directory=%s: a snapshot needs the room; who still reads that "
+                "generation gets an error", pinned,
             )  # fmt: skip
             ended = True
     return ended

@@ -6,7 +6,9 @@ import io
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from scalai.core.region import Box, whole
 from scalai.runtime.consumption import LEDGER
 from scalai.store.host import HostStore
 from scalai.store.manifest import manifest_bytes, read_manifest, write_manifest
+from scalai.store.pinned import expire_dropped
 from scalai.vfs.array_files import parse_slice
 from scalai.vfs.model import place_of
 from scalai.vfs.nodes import Content, File, Link, resolve, walk
@@ -237,6 +240,24 @@ def test_a_pin_of_a_dropped_generation_expires_after_a_while(
         content.read(0, 1000)
     content.close()
     assert not list(store.directory.glob("pinned-*/generation-*"))
+
+
+def test_the_store_counts_its_room_while_pins_come_and_go(tree: Tree, store: HostStore) -> None:
+    is_over = threading.Event()
+
+    def reads() -> None:
+        while not is_over.is_set():
+            read(tree, "model/w.npy")
+
+    with ThreadPoolExecutor() as threads:
+        reader = threads.submit(reads)
+        try:
+            for _ in range(200):
+                assert store.most_bytes() > 0
+                assert not expire_dropped(store.directory), "nothing is dropped"
+        finally:
+            is_over.set()
+        reader.result(20)
 
 
 def test_pins_of_a_process_that_is_gone_are_removed(tree: Tree, store: HostStore) -> None:
