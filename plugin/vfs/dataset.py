@@ -24,8 +24,8 @@ from scalai.vfs.views import ReplicaFolder, Samples
 OpenSource = Callable[[], Source]
 """Opens a source. Raises ``OSError``."""
 LOCAL = ("file", "local")
-LINES = (".jsonl", ".json")
-"""How files are called that have a sample in each line."""
+LINES = ".jsonl"
+"""How files end that have a sample in each line."""
 _REPLICA = re.compile(r"dp-(0|[1-9]\d{0,8})-of-([1-9]\d{0,8})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 KEPT = 64
@@ -147,7 +147,7 @@ class DatasetFolder:
         if name.endswith(LINES):
             records = json_lines(source)
             order = self._job.order(self._spec.name, records.count)
-            return Samples(source, records, order, ".jsonl")
+            return Samples(source, records, order, LINES)
         index = self._files[name[:-4] + ".idx"]()
         try:
             dtype = read_dtype(index)
