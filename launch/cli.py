@@ -15,6 +15,7 @@ MODULES = {
     "status": "questions", "scale": "questions", "resume": "questions", "coordinator": "serving",
     "inspect": "inspect", "reshard": "reshard", "verify": "verify", "clean": "clean",
     "doctor": "doctor", "chaos": "chaos", "plan": "plan", "ledger": "ledger",
+    "mount": "mount", "unmount": "mount",
 }  # fmt: skip
 """Where each command is: one imports all converters, another what is needed to talk to a job, which
 takes time and memory that the others have not to spare."""

@@ -109,6 +109,7 @@ def install(get_session: Callable[[], ElasticSession]) -> None:
     wrapt.register_post_import_hook(hooks.hook_training, "megatron.training.training")
     wrapt.register_post_import_hook(hooks.hook_global_vars, "megatron.training.global_vars")
     wrapt.register_post_import_hook(_hook_arguments, "megatron.training.arguments")
+    wrapt.register_post_import_hook(_hook_indexed, "megatron.core.datasets.indexed_dataset")
     save_process.install()
     for name in SAMPLERS:
         wrapt.register_post_import_hook(hooks.draws.hook, name)
@@ -305,6 +306,12 @@ def _leave(training: Any) -> None:
     training.ft_integration.shutdown()
     training.one_logger_utils.finish()
     raise SystemExit(0)
+
+
+def _hook_indexed(module: Any) -> None:
+    from scalai.patches.megatron import indexed_source  # with it comes fsspec
+
+    indexed_source.hook(module)
 
 
 def _hook_arguments(arguments: Any) -> None:

@@ -15,6 +15,7 @@ from scalai.store.files import FileLayout
 from scalai.store.lock import StoreLock
 from scalai.store.making import Making, Makings
 from scalai.store.manifest import is_spare
+from scalai.store.pinned import expire_dropped, pinned_files
 from scalai.store.places import MANIFEST, NUMBERED, check_host, check_job
 from scalai.store.pool import FilePool, free_bytes
 from scalai.store.secure import open_below
@@ -119,17 +120,19 @@ class HostDirectory:
         """Return what is in use, what waits for reuse, and what is free. Room that is kept for a
         manifest is none of these: it is small, and given back once the manifest is written."""
         with self.mutex:
-            in_use = sum(
-                entry.lstat().st_size  # a link leads to bytes on a disk
+            held = [
+                entry.lstat()  # a link leads to bytes on a disk
                 for kind in ("generation", "snapshot", "deposit", "dropped", "fetched", "damaged")
                 for entry in self.path.glob(f"{kind}-*/*")
                 if not is_spare(entry)
-            )
-            return Room(in_use, self._pool.size_bytes(), free_bytes(self.path))
+            ]
+            # A pin is a second name of a file.
+            sizes = {each.st_ino: each.st_size for each in (*held, *pinned_files(self.path))}
+            return Room(sum(sizes.values()), self._pool.size_bytes(), free_bytes(self.path))
 
     def make_room(self, needed: int, limit: int | None, is_temporary: Callable[[], bool]) -> None:
-        """See that a snapshot of ``needed`` bytes fits. Waits a little where what is in the way
-        ``is_temporary``.
+        """See that a snapshot of ``needed`` bytes fits. Ends pins of dropped generations that are
+        in the way, and waits a little where what is in the way ``is_temporary``.
 
         Args:
             limit: What the store may take, in bytes; None: what there is.
@@ -145,6 +148,8 @@ class HostDirectory:
                     keep = check_budget(needed, room, limit, self.path.name, self.path)
                     break
                 except StoreError:
+                    if expire_dropped(self.path):
+                        continue
                     if not is_temporary() or not self.changed.wait(end - time.monotonic()):
                         raise
             self.trim(keep)

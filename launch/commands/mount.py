@@ -1,0 +1,160 @@
+"""``scalai mount`` and ``scalai unmount``: the tree of a job as a file system."""
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scalai.core.errors import RefusedError, UsageError
+from scalai.launch.logs import configure
+from scalai.vfs.mounts import absolute, find_mount, prepare, unmount
+
+START_S = 60.0
+"""How long a mount may take to be there."""
+_WITHOUT = "The same tree is read without a mount as scalai://JOB/… by fsspec."
+
+log = logging.getLogger("scalai.mount")
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add both commands."""
+    mount = subparsers.add_parser(
+        "mount", help="show a job's model, generations and data sets as files",
+        description="Mount the tree of a job, for this user and for reading. A process of its own "
+        "serves it.",
+    )  # fmt: skip
+    mount.add_argument(
+        "what", metavar="JOB|PATH",
+        help="a job of this machine; or the directory of a host or a job in a store, or a durable "
+        "one. With --source it may be a job that has no state yet",
+    )  # fmt: skip
+    mount.add_argument("point", type=Path, metavar="POINT", help="an empty folder of yours")
+    mount.add_argument(
+        "--source", action="append", default=[], metavar="NAME=PATH|URL",
+        help="a data set: a file, a folder, or a prefix of .bin and .idx; again for further ones",
+    )  # fmt: skip
+    mount.add_argument(
+        "--record-tokens", action="append", default=[], metavar="NAME=N",
+        help="tokens of a sample of that .bin; otherwise its sequences are the samples",
+    )  # fmt: skip
+    mount.add_argument(
+        "--global-batch-size", type=int, metavar="N",
+        help="samples of a step: gives each data set the folders dp-R-of-D",
+    )  # fmt: skip
+    mount.add_argument(
+        "--cache-mb", type=int, default=256, metavar="MB",
+        help="what blocks of remote sources may take (default: %(default)s)",
+    )  # fmt: skip
+    mount.add_argument("--cache-dir", type=Path, help="where they lie, if not in memory")
+    mount.add_argument("--store-dir", type=Path, help="where stores are, if not in /dev/shm")
+    mount.add_argument("--log", type=Path, metavar="FILE", help="where the process writes its log")
+    mount.add_argument("--foreground", action="store_true", help="serve in this process")
+    mount.set_defaults(run=_mount)
+    gone = subparsers.add_parser("unmount", help="end a mount", description="End a mount.")
+    gone.add_argument("point", type=Path, metavar="POINT", help="where it is mounted")
+    gone.add_argument("--lazy", action="store_true", help="also where files are open")
+    gone.set_defaults(run=_unmount)
+
+
+def _unmount(args: argparse.Namespace) -> int:
+    unmount(absolute(args.point), is_lazy=args.lazy)
+    return 0
+
+
+def _mount(args: argparse.Namespace) -> int:
+    point = absolute(args.point)
+    prepare(point)
+    tree = _tree(args)
+    serve = _fuse()
+    if args.foreground:
+        configure("mount")
+        log.info("event=mount what=%s point=%s", args.what, point)
+        serve(tree, str(point), args.what)
+        return 0
+    tree.close()
+    return _start(args, point)
+
+
+def _tree(args: argparse.Namespace) -> Any:
+    """Return the tree that the flags mean. Raises ``ScalaiError``."""
+    from scalai.vfs.cache import BlockCache
+    from scalai.vfs.dataset import DatasetSpec
+    from scalai.vfs.tree import Tree, find_job
+
+    tokens = {name: _number(text) for name, text in _pairs("--record-tokens", args.record_tokens)}
+    sources = dict(_pairs("--source", args.source))
+    unknown = sorted(set(tokens) - set(sources))
+    if len(sources) < len(args.source):
+        raise UsageError(f"--source names a data set twice: {args.source}.")
+    if unknown:
+        raise UsageError(f"--record-tokens names {unknown}, and --source only {sorted(sources)}.")
+    if args.cache_mb < 0:
+        raise UsageError(f"--cache-mb {args.cache_mb}: expected 0 or more.")
+    directory = find_job(args.what, args.store_dir, may_be_new=bool(sources))
+    return Tree(
+        directory, [DatasetSpec(name, url, tokens.get(name)) for name, url in sources.items()],
+        global_batch_size=args.global_batch_size,
+        cache=BlockCache(args.cache_mb << 20, args.cache_dir),
+    )  # fmt: skip
+
+
+def _pairs(flag: str, given: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = [each.partition("=") for each in given]
+    wrong = [each for each, (name, _, value) in zip(given, pairs, strict=True)
+             if not (name and value)]  # fmt: skip
+    if wrong:
+        raise UsageError(f"{flag} {wrong[0]}: expected NAME=VALUE.")
+    return [(name, value) for name, _, value in pairs]
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"--record-tokens {text}: expected a whole number.")
+    return int(text)
+
+
+def _fuse() -> Any:
+    """Return what serves a mount. Raises ``RefusedError`` where this machine has no FUSE."""
+    if not Path("/dev/fuse").exists():
+        raise RefusedError(
+            "/dev/fuse is not there: the kernel or the container gives no FUSE (docker run "
+            f"--device /dev/fuse --cap-add SYS_ADMIN). {_WITHOUT}"
+        )
+    try:
+        from scalai.vfs.fuse import serve
+    except OSError as error:
+        raise RefusedError(
+            f"libfuse 3 is not installed ({error}): apt-get install fuse3. {_WITHOUT}"
+        ) from error
+    return serve
+
+
+def _start(args: argparse.Namespace, point: Path) -> int:
+    """Start the process that serves, and wait until the mount is there."""
+    path = args.log
+    if path is None:
+        number, name = tempfile.mkstemp(prefix="scalai-mount-", suffix=".log")
+        os.close(number)
+        path = Path(name)
+    command = [sys.executable, "-m", "scalai.launch.cli", *sys.argv[1:], "--foreground"]
+    with open(path, "ab") as file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
+    end = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < end:
+        if find_mount(point) is not None:
+            print(f"{args.what} is mounted at {point} by process {process.pid}; its log is {path}")
+            return 0
+        time.sleep(0.05)
+    process.kill()
+    process.wait(10)
+    lines = path.read_text(errors="replace").strip().splitlines()
+    why = lines[-1] if lines else "it gave no reason"
+    raise RefusedError(f"{point} could not be mounted: {why} ({path})")

@@ -1,0 +1,113 @@
+"""Files of a generation that somebody outside of the store still reads: kept by hard links.
+
+A store writes the next snapshot into the files of a generation that it dropped, unless they have
+another name as well (``FilePool.give``). So who reads a generation gives its files one, in a folder
+of its own beside it: ``pinned-<process>-<n>/generation-<n>/``. What only a pin keeps counts as in
+use (``HostDirectory.room``), and ends where a snapshot needs the room: the training goes first.
+"""
+
+import glob
+import itertools
+import logging
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from scalai.core.errors import StoreError
+from scalai.store.lock import LOCK, StoreLock, find_owner
+from scalai.store.places import generation_name
+from scalai.store.secure import Folder
+
+PINNED = "pinned"
+_FOLDERS = f"{PINNED}-*"
+
+log = logging.getLogger(__name__)
+
+
+class PinFolder:
+    """One process's pins in a host's directory. Opens nothing of the store itself.
+
+    Raises:
+        StoreError: The folder cannot be made: it is not this user's, or there is no room.
+    """
+
+    def __init__(self, host_directory: Path) -> None:
+        remove_stale(host_directory)
+        name = f"{PINNED}-{os.getpid()}-{secrets.token_hex(4)}"
+        with Folder.open(host_directory) as host, host.below(name, make=True) as folder:
+            self._lock = StoreLock.acquire(folder)
+        self.path = host_directory / name
+        self._numbers = itertools.count()
+
+    def pin(self, directory: Path, generation: int, name: str) -> Path:
+        """Keep a file of a generation; return the name by which it is read from now on.
+
+        Raises:
+            FileNotFoundError: The generation went meanwhile. OSError: There is no room for a link.
+        """
+        folder = self.path / generation_name(generation)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        link = folder / f"{next(self._numbers)}-{name}"
+        os.link(directory / name, link)
+        try:
+            # Only while it has its old name is it sure that nothing else was written into it.
+            is_same = os.path.samestat(os.stat(directory / name), os.stat(link))
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:
+            link.unlink(missing_ok=True)
+            raise FileNotFoundError(f"generation {generation} went while it was opened")
+        return link
+
+    def close(self) -> None:
+        """Let all files go."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
+
+
+def remove_stale(host_directory: Path) -> None:
+    """Remove the pins of processes that are gone."""
+    for path in _matching(host_directory, _FOLDERS):
+        try:
+            with Folder.open(path) as folder:
+                # Without a lock it is being made just now.
+                is_stale = (path / LOCK).exists() and find_owner(folder) is None
+        except (FileNotFoundError, StoreError):
+            continue
+        if is_stale:
+            shutil.rmtree(path, ignore_errors=True)
+            log.info("event=pins_removed directory=%s: their process is gone", path)
+
+
+def _matching(directory: Path, pattern: str) -> list[Path]:
+    """Return what matches, in order; ``Path.glob`` raises where a folder goes meanwhile."""
+    return [directory / name for name in sorted(glob.glob(pattern, root_dir=directory))]
+
+
+def pinned_files(host_directory: Path) -> list[os.stat_result]:
+    """Return what the pins in a host's directory keep, a file for each link. Their processes may
+    end them meanwhile."""
+    found = []
+    for path in _matching(host_directory, f"{_FOLDERS}/generation-*/*"):
+        with suppress(FileNotFoundError):
+            found.append(path.lstat())
+    return found
+
+
+def expire_dropped(host_directory: Path) -> bool:
+    """End the pins of generations that are dropped; tell whether there were any.
+
+    Who reads them gets an error from then on (``scalai.vfs.pins``).
+    """
+    ended = False
+    for pinned in _matching(host_directory, f"{_FOLDERS}/generation-*"):
+        if not (host_directory / pinned.name).is_dir():
+            shutil.rmtree(pinned, ignore_errors=True)
+            log.warning(
+                "event=pin_expired directory=%s: a snapshot needs the room; who still reads that "
+                "generation gets an error", pinned,
+            )  # fmt: skip
+            ended = True
+    return ended

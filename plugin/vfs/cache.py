@@ -1,0 +1,149 @@
+"""Blocks of remote files, in memory or on a disk, of which the least used ones make way."""
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+BLOCK_BYTES = 4 << 20
+LIMIT_BYTES = 256 << 20
+_PREFIX = "scalai-blocks-"
+
+Key = tuple[str, int]
+"""A file, and the number of the block in it."""
+
+log = logging.getLogger(__name__)
+
+
+class BlockCache:
+    """Blocks by file and number. Methods may be called from several threads.
+
+    Args:
+        limit_bytes: What all blocks together take at most.
+        directory: Where they lie, in a folder that goes with this process; None: in memory.
+
+    Raises:
+        OSError: The folder cannot be made.
+    """
+
+    def __init__(self, limit_bytes: int = LIMIT_BYTES, directory: Path | None = None) -> None:
+        self._limit = limit_bytes
+        self._mutex = threading.Lock()
+        self._blocks: OrderedDict[Key, bytes | Path] = OrderedDict()
+        self._sizes: dict[Key, int] = {}
+        self._number = 0
+        self._threads = ThreadPoolExecutor(2, "read-ahead")
+        self._folder: Path | None = None
+        self._is_full = False
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            _remove_stale(directory)
+            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))
+            self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def has(self, key: Key) -> bool:
+        """Whether a block is here."""
+        with self._mutex:
+            return key in self._blocks
+
+    def get(self, key: Key) -> bytes | None:
+        """Return a block, None where it is not here (any more)."""
+        with self._mutex:
+            held = self._blocks.get(key)
+            if held is None:
+                return None
+            self._blocks.move_to_end(key)
+            size = self._sizes[key]
+        if isinstance(held, bytes):
+            return held
+        try:
+            data = held.read_bytes()
+        except OSError:
+            data = b""
+        if len(data) == size:
+            return data
+        with self._mutex:
+            self._drop(key)  # somebody has cut or removed it, or it has just made way
+        return None
+
+    def put(self, key: Key, data: bytes) -> None:
+        """Keep a block. Where a disk has no room it is not kept, which is said once."""
+        if len(data) > self._limit:
+            return
+        with self._mutex:
+            self._drop(key)
+            while self._blocks and sum(self._sizes.values()) + len(data) > self._limit:
+                self._drop(next(iter(self._blocks)))
+            try:
+                self._blocks[key] = data if self._folder is None else self._written(data)
+            except OSError as error:
+                if not self._is_full:
+                    log.warning(
+                        "event=cache_full directory=%s: %s. What does not fit is fetched again.",
+                        self._folder, error.strerror,
+                    )  # fmt: skip
+                self._is_full = True
+                return
+            self._sizes[key] = len(data)
+            self._is_full = False
+
+    def _written(self, data: bytes) -> Path:
+        assert self._folder is not None
+        self._number += 1
+        path = self._folder / str(self._number)
+        try:
+            path.write_bytes(data)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        return path
+
+    def _drop(self, key: Key) -> None:
+        held = self._blocks.pop(key, None)
+        self._sizes.pop(key, None)
+        if isinstance(held, Path):
+            held.unlink(missing_ok=True)
+
+    def forget(self, name: str) -> None:
+        """Drop all blocks of a file."""
+        with self._mutex:
+            for key in [key for key in self._blocks if key[0] == name]:
+                self._drop(key)
+
+    def beside(self, call: Callable[[], None]) -> None:
+        """Run a call in a thread of the cache; nothing is run after ``close``."""
+        try:
+            self._threads.submit(call)
+        except RuntimeError:
+            pass  # it is closing
+
+    def close(self) -> None:
+        """Drop everything. What is being fetched ends in its own time."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock)
+            self._folder = None
+
+
+def _remove_stale(directory: Path) -> None:
+    """Remove the folders of processes that are gone: their locks went with them."""
+    for folder in directory.glob(f"{_PREFIX}*"):
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass  # it is in use
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,268 @@
+"""A data set as a folder: its sources unchanged, and the samples of each replica of any DP."""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from scalai.core.errors import UsageError
+from scalai.vfs.cache import BlockCache
+from scalai.vfs.nodes import File, Listed, Node, listed, missing
+from scalai.vfs.records import FixedRecords, Records, json_lines, sequences
+from scalai.vfs.shares import Order, Share
+from scalai.vfs.sources import LocalSource, RemoteSource, Source
+from scalai.vfs.token_index import read_dtype, read_index
+from scalai.vfs.views import ReplicaFolder, Samples
+
+OpenSource = Callable[[], Source]
+"""Opens a source. Raises ``OSError``."""
+LOCAL = ("file", "local")
+LINES = ".jsonl"
+"""How files end that have a sample in each line."""
+_REPLICA = re.compile(r"dp-(0|[1-9]\d{0,8})-of-([1-9]\d{0,8})")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+KEPT = 64
+"""Replicas whose folders stay in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSpec:
+    """A data set that a person has named.
+
+    Attributes:
+        name: Of its folder.
+        url: A file, a folder, or what Megatron calls a prefix (``.bin`` and ``.idx`` behind it); a
+            path or an fsspec URL.
+        tokens: Tokens of a sample, of a ``.bin``; None: its sequences are the samples.
+    """
+
+    name: str
+    url: str
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise UsageError(
+                f"{self.name!r} cannot name a data set. Use letters, digits and ._- (at most 100, "
+                "a letter or digit first): NAME=PATH."
+            )
+        if self.tokens is not None and self.tokens < 1:
+            raise UsageError(f"a sample of {self.name} has {self.tokens} tokens; give 1 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the views need to know of the job, asked at every look.
+
+    Attributes:
+        global_batch_size: Samples of a step, None where nobody has said it.
+        order: Makes the order of a data set, by its name and samples.
+        dp: Returns the present DP, None where there is no state.
+        consumed_samples: Returns the samples consumed so far.
+    """
+
+    global_batch_size: int | None
+    order: Callable[[str, int], Order]
+    dp: Callable[[], int | None]
+    consumed_samples: Callable[[], int]
+
+
+class DatasetFolder:
+    """The folder of a data set.
+
+    Raises:
+        UsageError: There is nothing at its URL.
+    """
+
+    mtime = 0.0
+
+    def __init__(self, spec: DatasetSpec, cache: BlockCache, job: Job) -> None:
+        self._spec, self._job = spec, job
+        self._files = open_files(spec.url, cache)
+        self._source = source_folder(self._files)
+        self._mutex = threading.RLock()
+        self._samples: Samples | None = None
+        self._replicas: dict[tuple[int, int], ReplicaFolder] = {}
+
+    def names(self) -> Iterable[str]:
+        dp = self._job.dp()
+        return ["source", *(f"dp-{rank}-of-{dp}" for rank in range(dp or 0) if self._has_views())]
+
+    def child(self, name: str) -> Node:
+        if name == "source":
+            return self._source
+        match = _REPLICA.fullmatch(name)
+        if match is None or not int(match[1]) < int(match[2]):
+            raise missing(name, "expected source, or dp-R-of-D with R below D")
+        return self._replica(int(match[1]), int(match[2]))
+
+    def _replica(self, dp_rank: int, dp: int) -> ReplicaFolder:
+        key = dp_rank, dp
+        with self._mutex:
+            if key not in self._replicas:
+                if self._job.global_batch_size is None:
+                    raise missing(f"dp-{dp_rank}-of-{dp}", "give --global-batch-size for views")
+                share = Share(dp_rank, dp, self._job.global_batch_size)
+                self._replicas[key] = ReplicaFolder(self.samples(), share, self._pass)
+                while len(self._replicas) > KEPT:
+                    del self._replicas[next(iter(self._replicas))]
+            return self._replicas[key]
+
+    def _pass(self) -> int:
+        return self._job.consumed_samples() // max(self.samples().order.length, 1)
+
+    def _has_views(self) -> bool:
+        return self._job.global_batch_size is not None and self._record_file() is not None
+
+    def _record_file(self) -> str | None:
+        """Return the one file of samples among the sources; None: none, or several."""
+        files = list(self._files)
+        found = [name for name in files if name.endswith(LINES)]
+        found += [name for name in files
+                  if name.endswith(".bin") and name[:-4] + ".idx" in files]  # fmt: skip
+        return found[0] if len(found) == 1 else None
+
+    def samples(self) -> Samples:
+        """Return the samples; finds out where they lie at the first call. Raises ``OSError``."""
+        with self._mutex:
+            if self._samples is None:
+                self._samples = self._find_samples()
+            return self._samples
+
+    def _find_samples(self) -> Samples:
+        name = self._record_file()
+        if name is None:
+            raise missing(
+                self._spec.name,
+                "views need one file of samples: .jsonl, or .bin with its .idx. Name that file.",
+            )
+        source = self._files[name]()
+        if name.endswith(LINES):
+            records = json_lines(source)
+            order = self._job.order(self._spec.name, records.count)
+            return Samples(source, records, order, LINES)
+        index = self._files[name[:-4] + ".idx"]()
+        try:
+            dtype = read_dtype(index)
+            records = self._token_records(dtype, index, source.size_bytes)
+        finally:
+            index.close()
+        order = self._job.order(self._spec.name, records.count)
+        return Samples(source, records, order, ".bin", dtype)
+
+    def _token_records(self, dtype: "np.dtype[Any]", index: Source, bin_bytes: int) -> Records:
+        """Return the samples of a ``.bin`` of so many bytes."""
+        if self._spec.tokens is None:
+            return sequences(read_index(index), bin_bytes)
+        record_bytes = self._spec.tokens * dtype.itemsize
+        return FixedRecords(bin_bytes // record_bytes, record_bytes)
+
+
+def source_folder(files: Mapping[str, OpenSource]) -> Listed:
+    """Return the folder of sources, by their paths: their bytes, unchanged."""
+    below: dict[str, dict[str, OpenSource]] = {}
+    children: dict[str, Callable[[], Node]] = {}
+    for path, open_source in files.items():
+        first, slash, rest = path.partition("/")
+        if slash:
+            below.setdefault(first, {})[rest] = open_source
+        else:
+            children[first] = partial(_file, open_source)
+    folders = listed({name: source_folder(inside) for name, inside in below.items()})
+    return Listed(dict(sorted({**children, **folders.children}.items())), 0.0)
+
+
+def _file(open_source: OpenSource) -> File:
+    source = open_source()
+    try:
+        return File(source.size_bytes, source.mtime, open_source)
+    finally:
+        source.close()
+
+
+def open_files(url: str, cache: BlockCache) -> dict[str, OpenSource]:
+    """Return what opens each file at a URL, by its path below it.
+
+    Raises:
+        UsageError: Nothing is there, or its file system is unknown or does not answer.
+    """
+    try:
+        files, path = fsspec.core.url_to_fs(url)
+        is_local = bool({files.protocol} & {*LOCAL} if isinstance(files.protocol, str)
+                        else {*files.protocol} & {*LOCAL})  # fmt: skip
+        found = _local_files(Path(path)) if is_local else _remote_files(url, files, path, cache)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"{url} cannot be opened: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{url} cannot be read: {error}") from error
+    if not found:
+        raise UsageError(
+            f"there is nothing at {url}. Name a file, a folder with files, or a prefix of .bin and "
+            ".idx."
+        )
+    return found
+
+
+_ENDS = (".bin", ".idx")
+
+
+def _local_files(path: Path) -> dict[str, OpenSource]:
+    if path.is_file():
+        paths = {path.name: path}
+    elif path.is_dir():
+        below = (each for each in sorted(path.rglob("*")) if each.is_file())
+        paths = {str(each.relative_to(path)): each for each in below}
+    else:
+        both = [path.with_name(path.name + end) for end in _ENDS]
+        paths = {each.name: each for each in both if each.is_file()}
+    return {name: partial(LocalSource, each, os.stat(each)) for name, each in paths.items()}
+
+
+def _remote_files(url: str, files: Any, path: str, cache: BlockCache) -> dict[str, OpenSource]:
+    root = path.rstrip("/")
+    if files.isfile(path):
+        paths = {root.rpartition("/")[2]: path}
+    elif files.isdir(path):
+        paths = {each[len(root) + 1 :]: each for each in files.find(root)}
+    else:
+        both = [root + end for end in _ENDS]
+        paths = {each.rpartition("/")[2]: each for each in both if files.exists(each)}
+    protocol = url.partition("://")[0]
+    return {
+        name: _Once(partial(RemoteSource, f"{protocol}://{each}", files, each, cache))
+        for name, each in paths.items() if ".." not in name.split("/")
+    }  # fmt: skip
+
+
+class _Once:
+    """Opens a source at the first call, and gives the same one from then on: what it was then is
+    what it has to stay."""
+
+    def __init__(self, open_source: Callable[[], Source]) -> None:
+        self._open, self._mutex = open_source, threading.Lock()
+        self._source: Source | None = None
+
+    def __call__(self) -> Source:
+        with self._mutex:
+            if self._source is None:
+                self._source = _Shared(self._open())
+            return self._source
+
+
+class _Shared:
+    """A source that stays open for as long as the process runs."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.size_bytes, self.mtime = source.size_bytes, source.mtime
+        self.read = source.read
+
+    def close(self) -> None:
+        pass

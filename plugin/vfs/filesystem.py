@@ -1,0 +1,124 @@
+"""``scalai://<job>/…``: the tree of a job as a file system of fsspec, without a mount."""
+
+import errno
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+from scalai.vfs.dataset import DatasetSpec
+from scalai.vfs.nodes import Content, File, Link, Node, is_folder, resolve
+from scalai.vfs.tree import Tree, find_store
+
+
+class ScalaiFileSystem(AbstractFileSystem):  # type: ignore[misc]
+    """Jobs of this machine, and what they have left in directories. Only for reading.
+
+    Args:
+        sources: Data sets: URL by name. What every process of a job shall know goes into fsspec's
+            own configuration (``FSSPEC_SCALAI='{"sources": {"corpus": "/data/corpus"}}'``).
+        tokens: Tokens of a sample of each data set of tokens, by name.
+        global_batch_size: Samples of a step, for views of replicas.
+        store_dir: Where stores are, if not in shared memory.
+        directory: Where the generations of the job lie, for one that has no store here.
+    """
+
+    protocol = "scalai"
+    cachable = True
+
+    def __init__(
+        self, sources: Mapping[str, str] | None = None, tokens: Mapping[str, int] | None = None,
+        global_batch_size: int | None = None, store_dir: str | None = None,
+        directory: str | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(**options)
+        self._specs = [
+            DatasetSpec(name, url, (tokens or {}).get(name))
+            for name, url in (sources or {}).items()
+        ]
+        self._batch, self._store_dir, self._directory = global_batch_size, store_dir, directory
+        self._trees: dict[str, Tree] = {}
+
+    def _at(self, path: str) -> Node:
+        """Return what lies at ``<job>/…``; links are followed. Raises ``OSError``."""
+        job, _, inside = self._strip_protocol(path).partition("/")
+        if job not in self._trees:
+            self._trees[job] = Tree(self._find(job), self._specs, global_batch_size=self._batch)
+        return resolve(self._trees[job], inside)[1]
+
+    def _find(self, job: str) -> Path:
+        if self._directory is not None:
+            return Path(self._directory)
+        store_dir = None if self._store_dir is None else Path(self._store_dir)
+        return find_store(job, store_dir, may_be_new=bool(self._specs))
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        path = self._strip_protocol(path)
+        return _info(path, self._at(path))
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        path = self._strip_protocol(path)
+        node = self._at(path)
+        if not is_folder(node):
+            return [_info(path, node) if detail else path]
+        names = [f"{path}/{name}" for name in node.names()]  # type: ignore[attr-defined]
+        return [self.info(name) for name in names] if detail else names
+
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **options: Any
+    ) -> bytes:
+        content = self.open_content(path)
+        try:
+            low, high, _ = slice(start, end).indices(content.size_bytes)
+            return content.read(low, max(high - low, 0))
+        finally:
+            content.close()
+
+    def open_content(self, path: str) -> Content:
+        """Open a file for reads at any place, by whoever wants no file object. Raises
+        ``OSError``."""
+        node = self._at(path)
+        if not isinstance(node, File):
+            raise IsADirectoryError(errno.EISDIR, f"{path} is a folder")
+        return node.open()
+
+    def _open(
+        self, path: str, mode: str = "rb", block_size: int | None = None,
+        cache_options: Mapping[str, Any] | None = None, **options: Any,
+    ) -> "ScalaiFile":  # fmt: skip
+        if mode != "rb":
+            raise OSError(errno.EROFS, f"{path}: the tree of a job is only for reading")
+        return ScalaiFile(self, path, self.open_content(path), **options)
+
+    def created(self, path: str) -> Any:
+        raise NotImplementedError("a job's tree does not say when something was created")
+
+    def modified(self, path: str) -> Any:
+        return datetime.fromtimestamp(self.info(path)["mtime"], UTC)
+
+
+class ScalaiFile(AbstractBufferedFile):  # type: ignore[misc]
+    """An open file; it keeps what it was opened on."""
+
+    def __init__(
+        self, files: ScalaiFileSystem, path: str, content: Content, **options: Any
+    ) -> None:
+        self._content = content
+        options = {**options, "size": content.size_bytes, "cache_type": "none"}
+        super().__init__(files, path, "rb", **options)
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self._content.read(start, end - start)
+
+    def close(self) -> None:
+        super().close()
+        self._content.close()
+
+
+def _info(path: str, node: Node) -> dict[str, Any]:
+    assert not isinstance(node, Link), "links were followed"
+    if isinstance(node, File):
+        return {"name": path, "size": node.size_bytes, "type": "file", "mtime": node.mtime}
+    return {"name": path, "size": 0, "type": "directory", "mtime": node.mtime}

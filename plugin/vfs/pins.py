@@ -1,0 +1,179 @@
+"""Generations that are open: their bytes stay as they are for as long as somebody reads them.
+
+In a store, hard links keep the files (``store/pinned.py``); elsewhere, as in a durable directory,
+where no file is ever written anew, open descriptors do. A pin ends when the last file that was
+opened on it is closed. It ends earlier, and reads fail from then on with the reason,
+
+* where the store needs the room for a snapshot and the generation is dropped;
+* ``KEEP_S`` after the generation was dropped: a reader that was forgotten must not hold memory.
+"""
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from scalai.core.errors import StoreError
+from scalai.store.files import read_at
+from scalai.store.generation import Generation
+from scalai.store.lock import LOCK
+from scalai.store.pinned import PinFolder
+
+KEEP_S = 600.0
+"""How long a generation that its job has dropped stays readable for who has it open."""
+
+log = logging.getLogger(__name__)
+
+
+class Pin:
+    """A generation whose files stay. Made by ``Pins.acquire``; each holder releases it once."""
+
+    def __init__(self, pins: "Pins", generation: Generation) -> None:
+        self._pins, self.generation = pins, generation
+        self._descriptors: dict[tuple[int, int], int] = {}
+        self._links: dict[tuple[int, int], Path] = {}
+        self.holders = 0
+        self.dropped_at: float | None = None
+        self.ended: str | None = None
+        try:
+            self._hold()
+        except BaseException:
+            self.close()
+            raise
+
+    def _hold(self) -> None:
+        number = self.generation.generation
+        parts = zip(self.generation.hosts, self.generation.directories, strict=True)
+        for part, (manifest, directory) in enumerate(parts):
+            assert directory is not None, "it was read from there"
+            is_in_store = (directory.parent / LOCK).is_file()
+            for file, stored in enumerate(manifest.files):
+                path = directory / stored.name
+                if is_in_store and not path.is_symlink():
+                    link = self._pins.folder(directory.parent).pin(directory, number, stored.name)
+                    self._links[part, file] = link
+                else:
+                    self._descriptors[part, file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the generation is gone where it lay."""
+        return any(path is not None and not path.is_dir() for path in self.generation.directories)
+
+    def read(self, part: int, file: int, begin: int, size: int) -> bytearray:
+        """Return bytes of a file of a part, exactly ``size``. Raises ``OSError``."""
+        data = bytearray(size)
+        if self.ended is not None:
+            raise OSError(errno.EIO, self.ended)
+        link = self._links.get((part, file))
+        if link is None:
+            read_at(self._descriptors[part, file], memoryview(data), begin)
+            return data
+        # Opened for each read: a descriptor would keep memory that the store needs.
+        try:
+            descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise OSError(errno.EIO, self._expired("the store needed the room")) from None
+        try:
+            read_at(descriptor, memoryview(data), begin)
+        finally:
+            os.close(descriptor)
+        return data
+
+    def _expired(self, why: str) -> str:
+        return (
+            f"generation {self.generation.generation} was dropped while it was read, and its pin "
+            f"has expired: {why}. Open the file again, on a newer generation."
+        )
+
+    def expire(self) -> None:
+        """End it for its age."""
+        self.ended = self._expired(f"it was kept for {self._pins.keep_s:.0f} s")
+        log.warning("event=pin_expired generation=%d: %s", self.generation.generation, self.ended)
+        self.close()
+
+    def close(self) -> None:
+        """Let the files go; a second call does nothing."""
+        for link in self._links.values():
+            link.unlink(missing_ok=True)
+            with suppress(OSError):
+                link.parent.rmdir()
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def release(self) -> None:
+        """Give up one holder's share."""
+        self._pins.release(self)
+
+
+class Pins:
+    """The generations that one process reads. Methods may be called from several threads.
+
+    Args:
+        keep_s: See ``KEEP_S``.
+        clock: Seconds, ascending.
+    """
+
+    def __init__(self, keep_s: float = KEEP_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self.keep_s, self._clock = keep_s, clock
+        self._mutex = threading.RLock()
+        self._held: list[Pin] = []
+        self._folders: dict[Path, PinFolder] = {}
+
+    def folder(self, host_directory: Path) -> PinFolder:
+        """Return where this process has its pins in a host's directory."""
+        with self._mutex:
+            if host_directory not in self._folders:
+                self._folders[host_directory] = PinFolder(host_directory)
+            return self._folders[host_directory]
+
+    def acquire(self, generation: Generation) -> Pin:
+        """Return a pin of a generation, with one holder more.
+
+        Raises:
+            OSError: It went meanwhile, or cannot be kept.
+        """
+        with self._mutex:
+            for pin in self._held:
+                if pin.generation is generation and pin.ended is None:
+                    break
+            else:
+                try:
+                    pin = Pin(self, generation)
+                except StoreError as error:
+                    raise OSError(errno.EIO, str(error)) from error
+                self._held.append(pin)
+            pin.holders += 1
+            return pin
+
+    def release(self, pin: Pin) -> None:
+        """Take one holder away; the last one ends the pin."""
+        with self._mutex:
+            pin.holders -= 1
+            if not pin.holders:
+                pin.close()
+                self._held.remove(pin)
+
+    def sweep(self) -> None:
+        """End the pins of generations that were dropped ``keep_s`` ago. Call it now and then."""
+        now = self._clock()
+        with self._mutex:
+            for pin in self._held:
+                if pin.ended is not None or not pin.is_dropped:
+                    continue
+                if pin.dropped_at is None:
+                    pin.dropped_at = now
+                elif now - pin.dropped_at >= self.keep_s:
+                    pin.expire()
+
+    def close(self) -> None:
+        """End all pins."""
+        with self._mutex:
+            for pin in self._held:
+                pin.close()
+            while self._folders:
+                self._folders.popitem()[1].close()

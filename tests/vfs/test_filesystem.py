@@ -1,0 +1,80 @@
+"""``scalai://…`` by fsspec: the tree of a job without a mount."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from scalai.core.errors import UsageError
+from scalai.store.host import HostStore
+from scalai.vfs.filesystem import ScalaiFileSystem
+from support.datasets import lines, write_tokens
+from support.store_states import WEIGHT, generation, values_of
+
+
+@pytest.fixture
+def files(store: HostStore, tmp_path: Path) -> Iterator[Any]:
+    """The file system of a job with a generation and two data sets, found by its entry point."""
+    generation(store, 1, 3)
+    write_tokens(tmp_path / "data" / "corpus", [5, 3, 8])
+    (tmp_path / "x.jsonl").write_bytes(b"".join(lines(20)))
+    yield fsspec.filesystem(
+        "scalai", store_dir=str(store.directory.parent.parent), global_batch_size=4,
+        sources={"corpus": str(tmp_path / "data"), "lines": str(tmp_path / "x.jsonl")},
+    )  # fmt: skip
+    ScalaiFileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["job/none", "job/model/../../etc/passwd", "job/dataset/lines/source/x.jsonl/y",
+     "job/dataset/lines/dp-4-of-4/pass-0.jsonl"],
+)  # fmt: skip
+def test_what_is_not_there_is_an_error_of_the_kind_that_readers_expect(
+    files: Any, path: str
+) -> None:
+    assert not files.exists(path)
+    with pytest.raises((FileNotFoundError, NotADirectoryError)):
+        files.open(path)
+
+
+def test_it_is_for_reading_and_of_jobs_that_there_are(files: Any, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="only for reading"):
+        files.open("job/dataset/lines/source/x.jsonl", "wb")
+    with pytest.raises(IsADirectoryError):
+        files.cat_file("job/model")
+    with pytest.raises(UsageError, match="cannot name a directory"):
+        files.ls("..")
+    with pytest.raises(UsageError, match="no job 'other' has a store here"):
+        ScalaiFileSystem(store_dir=str(tmp_path)).ls("other")
+
+
+def test_every_way_to_read_gives_the_same(files: Any) -> None:
+    path = "job/dataset/lines/source/x.jsonl"
+    whole = b"".join(lines(20))
+    assert files.cat_file(path) == whole
+    assert files.cat_file(path, 5, 50) == whole[5:50]
+    assert files.cat_file(path, -9) == whole[-9:]
+    with files.open(path) as file:
+        file.seek(100)
+        assert file.read(20) == whole[100:120] and file.read() == whole[120:]
+    with fsspec.open(f"scalai://{path}", "rt", **files.storage_options) as file:
+        assert [line.encode() for line in file] == lines(20)
+    weight = values_of(WEIGHT, 3)
+    with files.open("job/model/w.npy") as file:
+        assert np.array_equal(np.load(file).view(np.uint32), weight)
+    assert files.info("job/model/w.npy")["size"] == 128 + weight.nbytes
+
+
+def test_the_whole_tree_is_found(files: Any) -> None:
+    found = files.find("job")
+    assert "job/dataset/corpus/source/corpus.bin" in found
+    assert "job/generations/1/model/w.safetensors" in found
+    assert files.isdir("job/dataset") and files.isfile("job/model/w.npy")
+    assert files.ls("job/dataset/lines", detail=False) == [
+        "job/dataset/lines/source", "job/dataset/lines/dp-0-of-1",
+    ]  # fmt: skip
+    assert files.glob("job/dataset/*/source/*.idx") == ["job/dataset/corpus/source/corpus.idx"]

@@ -1,0 +1,231 @@
+"""``scalai mount``: unmodified readers on it, and what happens when anything goes away."""
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scalai.store.host import HostStore
+from scalai.vfs.mounts import find_mount
+from support.datasets import lines, write_tokens
+from support.store_states import WEIGHT, generation, values_of
+
+pytestmark = pytest.mark.skipif(
+    not Path("/dev/fuse").exists() or shutil.which("fusermount3") is None,
+    reason="no /dev/fuse here, or no fuse3",
+)
+SCALAI = Path(sys.executable).with_name("scalai")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A mount, and what it was made of."""
+
+    folder: Path
+
+    @property
+    def point(self) -> Path:
+        return self.folder / "point"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
+    def mount(self, *more: str) -> "subprocess.CompletedProcess[str]":
+        sources = [f"--source={name}={self.folder / name}" for name in ("tokens/c", "lines")]
+        named = [text.replace("tokens/c=", "tokens=", 1) for text in sources]
+        return scalai(
+            "mount", "job", str(self.point), f"--store-dir={self.folder / 'store'}", *named,
+            "--record-tokens=tokens=4", "--global-batch-size=8", f"--log={self.log}", *more,
+        )  # fmt: skip
+
+
+def scalai(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [SCALAI, *arguments], capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    made = Place(tmp_path_factory.mktemp("mount"))
+    made.point.mkdir()
+    with HostStore("job", "a", made.folder / "store") as store:
+        generation(store, 1, 3)
+        write_tokens(made.folder / "tokens" / "c", [5, 3, 8, 40, 24])
+        (made.folder / "lines").mkdir()
+        (made.folder / "lines" / "x.jsonl").write_bytes(b"".join(lines(2000)))
+        done = made.mount()
+        assert done.returncode == 0, done.stderr
+        yield made
+        scalai("unmount", "--lazy", str(made.point))
+
+
+def process_of(place: Place, done: "subprocess.CompletedProcess[str]") -> int:
+    found = re.search(r"by process (\d+)", done.stdout)
+    assert found is not None, (done.stdout, done.stderr)
+    return int(found[1])
+
+
+def test_a_point_that_cannot_be_mounted_is_refused_in_words(place: Place, tmp_path: Path) -> None:
+    done = place.mount()
+    assert done.returncode == 2
+    assert "is in use: scalai:job (fuse.scalai) is mounted there. Unmount it" in done.stderr
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    for point, why in ((tmp_path / "full", "is not empty"), (tmp_path / "none", "is no folder")):
+        done = scalai("mount", "job", str(point), f"--store-dir={place.folder / 'store'}")
+        assert (done.returncode, why in done.stderr) == (2, True), done.stderr
+    done = scalai("unmount", str(tmp_path))
+    assert (done.returncode, "no tree of Scalai's" in done.stderr) == (2, True), done.stderr
+
+
+def test_a_job_or_a_source_that_is_not_there_is_refused(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "point").mkdir()
+    point = str(tmp_path / "point")
+    done = scalai("mount", "other", point, f"--store-dir={tmp_path}")
+    assert (done.returncode, "no job 'other' has a store here" in done.stderr) == (2, True)
+    done = scalai("mount", "other", point, f"--source=a={tmp_path}/none")
+    assert (done.returncode, "there is nothing at" in done.stderr) == (2, True)
+
+
+def test_nobody_writes_and_names_that_are_none_lead_nowhere(place: Place) -> None:
+    for path in ("model/none.npy", "dataset/lines/dp-2-of-2", "generations/9", "model/w[9:].npy"):
+        assert not (place.point / path).exists(), path
+    with pytest.raises(OSError) as raised:
+        (place.point / "model" / "w.npy").write_bytes(b"x")
+    assert raised.value.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
+    with pytest.raises(OSError):
+        (place.point / "dataset" / "new").mkdir()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+def test_no_other_user_looks_into_it(place: Place) -> None:
+    done = subprocess.run(
+        ["ls", place.point], capture_output=True, text=True, user=65534, timeout=20, check=False,
+        cwd="/",
+    )  # fmt: skip
+    assert done.returncode and "Permission denied" in done.stderr
+
+
+def test_programs_read_the_sources_unchanged(place: Place, tmp_path: Path) -> None:
+    for name in ("dataset/tokens/source/c.bin", "dataset/lines/source/x.jsonl"):
+        own = place.folder / name.replace("dataset/", "").replace("source/", "")
+        subprocess.run(["cp", place.point / name, tmp_path / "copy"], check=True, timeout=20)
+        assert (tmp_path / "copy").read_bytes() == own.read_bytes()
+        done = subprocess.run(
+            ["md5sum", place.point / name], capture_output=True, text=True, check=True, timeout=20
+        )
+        assert done.stdout.split()[0] == hashlib.md5(own.read_bytes()).hexdigest()
+
+
+def test_numpy_maps_a_tensor_and_a_slice_of_it(place: Place) -> None:
+    weight = values_of(WEIGHT, 3)
+    found = np.load(place.point / "model" / "w.npy", mmap_mode="r")
+    assert np.array_equal(found.view(np.uint32), weight)
+    part = np.load(place.point / "generations" / "1" / "model" / "w[1:3,:].npy", mmap_mode="r")
+    assert np.array_equal(part.view(np.uint32), weight[1:3])
+
+
+def test_a_change_of_dp_is_at_once_another_folder(place: Place) -> None:
+    view = place.point / "dataset" / "lines"
+    for dp in (2, 4, 3):
+        files = [view / f"dp-{rank}-of-{dp}" / "pass-0.jsonl" for rank in range(dp)]
+        found = [line for file in files for line in file.read_bytes().splitlines(keepends=True)]
+        assert sorted(found) == sorted(lines(2000))
+    assert sorted(path.name for path in view.iterdir()) == ["dp-0-of-1", "source"]
+
+
+def test_megatron_and_a_loader_of_torch_read_the_mount(place: Place) -> None:
+    pytest.importorskip("megatron.core")
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    own = IndexedDataset(str(place.folder / "tokens" / "c"))
+    data = IndexedDataset(str(place.point / "dataset" / "tokens" / "source" / "c"))
+    assert len(data) == 5 and all(np.array_equal(own[n], data[n]) for n in range(5))
+    view = IndexedDataset(str(place.point / "dataset" / "tokens" / "dp-1-of-2" / "pass-0"))
+    tokens = np.concatenate([own[n] for n in range(5)])
+    mine = [place for place in range(20) if place % 8 // 4 == 1]
+    assert [view[n].tolist() for n in range(len(view))] == [
+        tokens[4 * n : 4 * n + 4].tolist() for n in mine
+    ]
+    loader = torch.utils.data.DataLoader(view, batch_size=4, num_workers=1)
+    assert torch.cat([batch.int() for batch in loader]).flatten().tolist() == [
+        token for n in mine for token in tokens[4 * n : 4 * n + 4].tolist()
+    ]
+
+
+def test_the_model_is_that_of_the_newest_generation_and_an_open_file_stays(place: Place) -> None:
+    with open(place.point / "model" / "w.npy", "rb") as opened:
+        part = place.folder / "store" / "job" / "a"
+        with HostStore("other", "a", place.folder / "store") as store:
+            generation(store, 2, 7)
+            shutil.copytree(store.generation_directory(2), part / "generation-2")
+        shutil.rmtree(part / "generation-1")
+        newest = np.load(place.point / "model" / "w.npy")
+        assert np.array_equal(newest.view(np.uint32), values_of(WEIGHT, 7))
+        assert os.readlink(place.point / "model") == "generations/2/model"
+        assert np.array_equal(np.load(opened).view(np.uint32), values_of(WEIGHT, 3))
+
+
+def test_a_source_that_changes_gives_an_error_and_its_reason_is_in_the_log(place: Place) -> None:
+    path = place.point / "dataset" / "lines" / "source" / "x.jsonl"
+    own = place.folder / "lines" / "x.jsonl"
+    whole = own.read_bytes()
+    with open(path, "rb", buffering=0) as file:
+        assert file.read(10) == whole[:10]
+        own.write_bytes(b"other" * len(whole))
+        with pytest.raises(OSError) as raised:
+            os.pread(file.fileno(), 10, len(whole) - 10)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.pread(file.fileno(), 10, len(whole) - 10)
+        assert raised.value.errno == errno.EIO
+    with pytest.raises(OSError):
+        path.read_bytes()
+    assert "x.jsonl is not what was opened" in place.log.read_text()
+
+
+def test_a_killed_mount_hangs_nobody_and_is_mounted_anew(place: Place) -> None:
+    scalai("unmount", "--lazy", str(place.point))
+    done = place.mount()
+    path = place.point / "dataset" / "tokens" / "source" / "c.bin"
+    with open(path, "rb", buffering=0) as file:
+        done_too = scalai("unmount", str(place.point))
+        assert done_too.returncode == 3 and "add --lazy" in done_too.stderr
+        os.kill(process_of(place, done), signal.SIGKILL)
+        begin = time.monotonic()
+        while path_is_there(path) and time.monotonic() - begin < 20:
+            time.sleep(0.01)
+        begin = time.monotonic()
+        with pytest.raises(OSError) as raised:
+            path.stat()
+        assert raised.value.errno == errno.ENOTCONN
+        with pytest.raises(OSError) as raised:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.read(100)
+        assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+        assert time.monotonic() - begin < 5
+    assert place.mount().returncode == 0
+    assert path.read_bytes() == (place.folder / "tokens" / "c.bin").read_bytes()
+    assert scalai("unmount", str(place.point)).returncode == 0
+    assert find_mount(place.point) is None
+
+
+def path_is_there(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
