@@ -7,13 +7,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from scalai.core.dataset.own_order import Shuffled
 from scalai.core.errors import RefusedError, UsageError
 from scalai.launch.logs import configure
 from scalai.vfs.mounts import absolute, find_mount, prepare, unmount
+
+if TYPE_CHECKING:
+    from scalai.vfs.shares import Order
 
 START_S = 60.0
 """How long a mount may take to be there."""
@@ -42,6 +46,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     mount.add_argument(
         "--record-tokens", action="append", default=[], metavar="NAME=N",
         help="tokens of a sample of that .bin; otherwise its sequences are the samples",
+    )  # fmt: skip
+    mount.add_argument(
+        "--shuffle", action="append", default=[], metavar="NAME=SEED",
+        help="its samples come in the order of scalai.Shuffled with this seed; otherwise as they "
+        "lie",
     )  # fmt: skip
     mount.add_argument(
         "--global-batch-size", type=int, metavar="N",
@@ -85,22 +94,26 @@ def _tree(args: argparse.Namespace) -> Any:
     """Return the tree that the flags mean. Raises ``ScalaiError``."""
     from scalai.vfs.cache import BlockCache
     from scalai.vfs.dataset import DatasetSpec
-    from scalai.vfs.tree import Tree, find_job
+    from scalai.vfs.tree import Tree, as_it_lies, find_job
 
-    tokens = {name: _number(text) for name, text in _pairs("--record-tokens", args.record_tokens)}
     sources = dict(_pairs("--source", args.source))
-    unknown = sorted(set(tokens) - set(sources))
     if len(sources) < len(args.source):
         raise UsageError(f"--source names a data set twice: {args.source}.")
-    if unknown:
-        raise UsageError(f"--record-tokens names {unknown}, and --source only {sorted(sources)}.")
+    tokens = _numbers("--record-tokens", args.record_tokens, sources)
+    seeds = _numbers("--shuffle", args.shuffle, sources)
+
+    def order(name: str, samples: int) -> "Order":
+        if name not in seeds:
+            return as_it_lies(name, samples)
+        return Shuffled(samples, seeds[name], name)
+
     if args.cache_mb < 0:
         raise UsageError(f"--cache-mb {args.cache_mb}: expected 0 or more.")
     directory = find_job(args.what, args.store_dir, may_be_new=bool(sources))
     return Tree(
         directory, [DatasetSpec(name, url, tokens.get(name)) for name, url in sources.items()],
         global_batch_size=args.global_batch_size,
-        cache=BlockCache(args.cache_mb << 20, args.cache_dir),
+        cache=BlockCache(args.cache_mb << 20, args.cache_dir), order=order,
     )  # fmt: skip
 
 
@@ -113,10 +126,16 @@ def _pairs(flag: str, given: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, value) for name, _, value in pairs]
 
 
-def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"--record-tokens {text}: expected a whole number.")
-    return int(text)
+def _numbers(flag: str, given: Sequence[str], sources: Mapping[str, str]) -> dict[str, int]:
+    """Return what a flag says of data sets that there are."""
+    found = {}
+    for name, text in _pairs(flag, given):
+        if name not in sources:
+            raise UsageError(f"{flag} names {name!r}, and --source only {sorted(sources)}.")
+        if not (text.isascii() and text.isdigit()):
+            raise UsageError(f"{flag} {name}={text}: expected a whole number.")
+        found[name] = int(text)
+    return found
 
 
 def _fuse() -> Any:

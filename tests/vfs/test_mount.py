@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scalai.core.dataset.own_order import Shuffled
 from scalai.store.host import HostStore
 from scalai.vfs.mounts import find_mount
 from support.datasets import lines, write_tokens
@@ -43,11 +44,13 @@ class Place:
         return self.folder / "log"
 
     def mount(self, *more: str) -> "subprocess.CompletedProcess[str]":
-        sources = [f"--source={name}={self.folder / name}" for name in ("tokens/c", "lines")]
+        sources = [
+            f"--source={name}={self.folder / name}" for name in ("tokens/c", "lines", "mixed")
+        ]
         named = [text.replace("tokens/c=", "tokens=", 1) for text in sources]
         return scalai(
             "mount", "job", str(self.point), f"--store-dir={self.folder / 'store'}", *named,
-            "--record-tokens=tokens=4", "--global-batch-size=8", f"--log={self.log}", *more,
+            "--record-tokens=tokens=4", "--shuffle=mixed=7", "--global-batch-size=8", f"--log={self.log}", *more,
         )  # fmt: skip
 
 
@@ -64,6 +67,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with HostStore("job", "a", made.folder / "store") as store:
         generation(store, 1, 3)
         write_tokens(made.folder / "tokens" / "c", [5, 3, 8, 40, 24])
+        (made.folder / "mixed").mkdir()
+        (made.folder / "mixed" / "x.jsonl").write_bytes(b"".join(lines(101)))
         (made.folder / "lines").mkdir()
         (made.folder / "lines" / "x.jsonl").write_bytes(b"".join(lines(2000)))
         done = made.mount()
@@ -145,6 +150,29 @@ def test_a_change_of_dp_is_at_once_another_folder(place: Place) -> None:
         found = [line for file in files for line in file.read_bytes().splitlines(keepends=True)]
         assert sorted(found) == sorted(lines(2000))
     assert sorted(path.name for path in view.iterdir()) == ["dp-0-of-1", "source"]
+
+
+def test_the_views_of_all_replicas_are_the_permutation_of_the_seed(place: Place) -> None:
+    wanted, written = Shuffled(101, 7).samples_at(np.arange(202)), lines(101)
+    for dp in (2, 4):
+        left = [
+            [line for number in (0, 1)
+             for line in (place.point / f"dataset/mixed/dp-{rank}-of-{dp}/pass-{number}.jsonl")
+             .read_bytes().splitlines(keepends=True)]
+            for rank in range(dp)
+        ]  # fmt: skip
+        drawn: list[bytes] = []
+        while any(left):
+            for rank in range(dp):
+                drawn += left[rank][: 8 // dp]
+                del left[rank][: 8 // dp]
+        assert drawn == [written[sample] for sample in wanted]
+
+
+def test_what_a_flag_says_of_another_data_set_or_without_a_number_is_refused(place: Place) -> None:
+    for more, why in (("--shuffle=x=1", "names 'x'"), ("--shuffle=lines=a", "a whole number")):
+        done = place.mount(more)
+        assert done.returncode == 2 and (why in done.stderr or "in use" in done.stderr), more
 
 
 def test_megatron_and_a_loader_of_torch_read_the_mount(place: Place) -> None:
