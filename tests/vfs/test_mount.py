@@ -50,7 +50,8 @@ class Place:
         named = [text.replace("tokens/c=", "tokens=", 1) for text in sources]
         return scalai(
             "mount", "job", str(self.point), f"--store-dir={self.folder / 'store'}", *named,
-            "--record-tokens=tokens=4", "--shuffle=mixed=7", "--global-batch-size=8", f"--log={self.log}", *more,
+            "--record-tokens=tokens=4", "--shuffle=mixed=7", "--global-batch-size=8",
+            f"--log={self.log}", *more,
         )  # fmt: skip
 
 
@@ -169,10 +170,13 @@ def test_the_views_of_all_replicas_are_the_permutation_of_the_seed(place: Place)
         assert drawn == [written[sample] for sample in wanted]
 
 
-def test_what_a_flag_says_of_another_data_set_or_without_a_number_is_refused(place: Place) -> None:
+def test_what_a_flag_says_of_another_data_set_or_without_a_number_is_refused(
+    place: Place, tmp_path: Path
+) -> None:
+    source = f"--source=lines={place.folder}/lines"
     for more, why in (("--shuffle=x=1", "names 'x'"), ("--shuffle=lines=a", "a whole number")):
-        done = place.mount(more)
-        assert done.returncode == 2 and (why in done.stderr or "in use" in done.stderr), more
+        done = scalai("mount", "other", str(tmp_path), source, more)
+        assert (done.returncode, why in done.stderr) == (2, True), done.stderr
 
 
 def test_megatron_and_a_loader_of_torch_read_the_mount(place: Place) -> None:
