@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dataset_order
 import numpy as np
 from report import Report, timed
 
@@ -214,12 +215,7 @@ def measure_repartition(report: Report, many: Path) -> None:
 
 def measure_order(report: Report) -> None:
     """Add ``step_ratio`` and ``ledger_kb``."""
-    try:
-        measured = importlib.import_module("dataset_order").measure()
-    except ModuleNotFoundError as error:
-        report.say(f"step_ratio and ledger_kb: {error}")
-        return
-    for name, value in measured.items():
+    for name, value in dataset_order.measure().items():
         report.add(name, value)
 
 
