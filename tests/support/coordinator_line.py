@@ -230,6 +230,7 @@ class Relay:
 
     def __init__(self, target: tuple[str, int]) -> None:
         self._target = target
+        self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = []
         self._flows = threading.Event()
@@ -252,16 +253,14 @@ class Relay:
 
     def cut(self) -> None:
         """Reset all connections; new ones pass."""
-        sockets, self._sockets = self._sockets, []
-        for end in sockets:
-            with contextlib.suppress(OSError):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                end.shutdown(socket.SHUT_RD)
-                end.close()
+        with self._lock:
+            sockets, self._sockets = self._sockets, []
+        _reset(sockets)
 
     def lead_to(self, target: tuple[str, int]) -> None:
         """Reset all connections; new ones lead to another server."""
-        self._target = target
+        with self._lock:
+            self._target = target
         self.cut()
 
     def bar(self) -> None:
@@ -291,13 +290,18 @@ class Relay:
                     continue
             except OSError:
                 return
+            wanted = self._target
             try:
-                far = socket.create_connection(self._target, timeout=DEADLINE_S)
+                far = socket.create_connection(wanted, timeout=DEADLINE_S)
             except OSError:
                 near.close()
                 continue
             far.settimeout(None)
-            self._sockets += [near, far]
+            with self._lock:
+                if wanted != self._target:  # it leads elsewhere since that moment
+                    _reset([near, far])
+                    continue
+                self._sockets += [near, far]
             for source, target in ((near, far), (far, near)):
                 threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
             if self._is_closed or self._is_barred:  # it came at that moment
@@ -311,3 +315,11 @@ class Relay:
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+def _reset(sockets: list[socket.socket]) -> None:
+    for end in sockets:
+        with contextlib.suppress(OSError):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            end.shutdown(socket.SHUT_RD)
+            end.close()
