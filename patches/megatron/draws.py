@@ -12,7 +12,6 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from scalai.core.dataset.drawn import Draw, Number, split
@@ -20,6 +19,7 @@ from scalai.core.dataset.order import ShuffledBlocks
 from scalai.core.errors import RefusedError
 from scalai.core.jsonable import Json
 from scalai.patches.calls import Args, Call, Kwargs
+from scalai.patches.megatron.data_facts import facts_of
 from scalai.patches.megatron.random_order import micro_batches, refuse_two_seeds
 
 TRAIN = "train"
@@ -111,6 +111,7 @@ class TrainingDraws:
         self._consumed: int | None = None
         """Samples consumed, where iterators are being built."""
         self._built: Watch | None = None
+        self._dataset: Any = None
         self._watches: list[Watch] = []
         self._has_own_loader = False
 
@@ -156,6 +157,7 @@ class TrainingDraws:
         """A sampler was made: the first of a set of iterators is that of the training data."""
         if self._consumed is None or self._built is not None:
             return None
+        self._dataset = given.get("dataset")
         phase, size = self._consumed - given["consumed_samples"], given["total_samples"]
         dealt = given["micro_batch_size"], given["data_parallel_size"]
         each, replicas = self.first or dealt
@@ -174,13 +176,15 @@ class TrainingDraws:
         Raises:
             RefusedError: It is a loader whose place cannot be kept.
         """
-        self._consumed, self._built = consumed, None
+        self._consumed, self._built, self._dataset = consumed, None, None
         try:
             iterators = wrapped(*args, **kwargs)
         finally:
             self._consumed = None
         train, watch = iterators[0], self._built
         if watch is not None and hasattr(train, "iterable"):
+            if self._dataset is None:
+                self._dataset = getattr(train.iterable, "_dataset", None)  # of a DataLoader
             # Inside RerunDataIterator, which may replay a step: replayed samples count once.
             train.iterable = watch.draws(train.iterable)
             self._watches.append(watch)
@@ -200,17 +204,11 @@ class TrainingDraws:
         that draws none.
 
         Args:
-            flags: Megatron-LM's parsed arguments. A data set may have moved into another folder;
-                one that is built for more samples, as for a longer training, may have another size.
+            flags: Megatron-LM's parsed arguments.
         """
         if self._built is None:
             return {}
-        paths = flags.get("data_path") or flags.get("train_data_path") or ()
-        wanted = flags.get("train_samples") or flags.get("train_iters")
-        facts = {name: flags.get(name) for name in ("seed", "split", "dataloader_type")}
-        blend: Json = [Path(str(each)).name for each in paths]
-        size = {f"size for a training of {wanted}": self._built.size}
-        return {self._built.data_set: {**facts, "blend": blend, **size}}
+        return {self._built.data_set: facts_of(flags, self._dataset, self._built.size)}
 
     def step(self, stage: int = 0) -> Sequence[Draw] | None:
         """Return what the step has drawn, as the first chunk that draws has it: nothing on a rank

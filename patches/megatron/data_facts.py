@@ -1,0 +1,85 @@
+"""What the order of Megatron-LM's training data follows from: so data that have changed between
+rounds are noticed.
+
+Source: ``get_blend_and_blend_per_split`` of megatron/training/utils.py, ``get_blend_from_list`` of
+megatron/core/datasets/utils.py, ``parse_and_normalize_split`` of
+megatron/core/datasets/blended_megatron_dataset_config.py (0.16).
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from scalai.core.jsonable import Json
+
+PARTS = "samples of each part, for the whole training"
+DIGITS = 9
+"""To so many digits weights and shares are compared."""
+
+
+def facts_of(flags: Mapping[str, Any], dataset: Any, size: int) -> dict[str, Json]:
+    """Return the facts of the training data that were just built.
+
+    A ``GPTDataset`` shuffles all its epochs together: where a longer training needs more of them,
+    it has another size, and another order. A blend of such keeps its order as it grows.
+
+    Args:
+        flags: Megatron-LM's parsed arguments. Data may have moved into another folder.
+        dataset: What was built; None: it is not known.
+        size: Its samples.
+    """
+    facts: dict[str, Json] = {name: flags.get(name) for name in ("seed", "dataloader_type")}
+    facts["split"] = _split(flags.get("split"))
+    with suppress(OSError, ValueError, KeyError):  # Megatron-LM has read them, or says why not
+        facts["blend"] = _blend(_words(flags))
+    if flags.get("mock_data"):
+        return facts
+    if dataset is None:
+        wanted = flags.get("train_samples") or flags.get("train_iters")
+        return {**facts, f"samples, for a training of {wanted}": size}
+    whole = getattr(dataset, "dataset", dataset)  # RandomSeedDataset has one inside
+    return {**facts, PARTS: [len(part) for part in getattr(whole, "datasets", [whole])]}
+
+
+def _words(flags: Mapping[str, Any]) -> Sequence[str]:
+    """Return weights and prefixes of the training data, as they are stated."""
+    if (path := flags.get("data_args_path")) is not None:
+        return Path(path).read_text().split()
+    if (path := flags.get("per_split_data_args_path")) is not None:
+        stated = json.loads(Path(path).read_text())["train"]
+        return stated.split() if isinstance(stated, str) else list(map(str, stated))
+    return flags.get("data_path") or flags.get("train_data_path") or ()
+
+
+def _blend(words: Sequence[str]) -> list[Json]:
+    """Return the prefixes without the folders that all of them need not, and their shares, None
+    where they are as large as their data."""
+    weights: list[float] | None = None
+    if len(words) % 2 == 0:
+        with suppress(ValueError):
+            weights = [float(word) for word in words[::2]]
+    prefixes = list(words if weights is None else words[1::2])
+    shares: list[Json] = [None] * len(prefixes)
+    if weights is not None and len(weights) > 1:
+        shares = [round(weight / (sum(weights) or 1.0), DIGITS) for weight in weights]
+    return [[name, share] for name, share in zip(_names(prefixes), shares, strict=True)]
+
+
+def _names(prefixes: Sequence[str]) -> list[str]:
+    """Return as much of the ends of paths as tells them from each other."""
+    parts = [Path(prefix).parts for prefix in prefixes]
+    most = max(map(len, parts), default=0)
+    kept = next(
+        (k for k in range(1, most) if len({p[-k:] for p in parts}) == len(set(parts))), most
+    )
+    return ["/".join(p[-kept:]) for p in parts]
+
+
+def _split(stated: str | None) -> Json:
+    """Return the shares of training, validation and test."""
+    numbers = [float(word) for word in re.findall(r"[.0-9]+", stated or "")]
+    numbers += [0.0] * (3 - len(numbers))
+    return [round(number / (sum(numbers) or 1.0), DIGITS) for number in numbers]
