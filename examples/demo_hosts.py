@@ -154,22 +154,34 @@ def no_process_left() -> Iterator[None]:
     try:
         yield
     finally:
-        # A second Ctrl-C must not leave half of them alive.
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPPED_BY}
-        deadline = time.monotonic() + TIDY_S
-        # A child may be born while its parent is killed: look again until there is none.
-        while descendants := _descendants(os.getpid()):
-            for process in descendants:
-                # Python's tracker ends by itself when all others have, and removes semaphores.
-                if time.monotonic() > deadline or not _is_tracker(process):
-                    with suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            time.sleep(POLL_S)
+        with undisturbed():
+            _end_descendants()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let no second Ctrl-C leave half of what is inside undone."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPPED_BY}
+    try:
+        yield
+    finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_descendants() -> None:
+    deadline = time.monotonic() + TIDY_S
+    # A child may be born while its parent is killed: look again until there is none.
+    while descendants := _descendants(os.getpid()):
+        for process in descendants:
+            # Python's tracker ends by itself when all others have, and removes semaphores.
+            if time.monotonic() > deadline or not _is_tracker(process):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(POLL_S)
 
 
 def _is_tracker(process: int) -> bool:
