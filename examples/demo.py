@@ -14,7 +14,6 @@ import argparse
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from types import FrameType
 
 import demo_mount
 from demo_frameworks import FRAMEWORKS, SCHEDULE_STEPS, Framework
-from demo_hosts import DemoError, compile_first, no_process_left
+from demo_hosts import DemoError, compile_first, make_place, no_process_left
 from demo_picture import draw
 from demo_story import ORDINARY_STEPS, Change, check
 from demo_training import RESUMABLE, Setting, Training
@@ -87,8 +86,7 @@ def demonstrate(framework: Framework, data: Path | None, out: Path) -> int:
     """Train twice, compare, print and draw. Returns the exit code."""
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    memory = Path("/dev/shm")
-    store = Path(tempfile.mkdtemp(prefix="scalai-demo-", dir=memory if memory.is_dir() else None))
+    store = make_place()
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, store, ignore_errors=True)
         stack.enter_context(no_process_left())

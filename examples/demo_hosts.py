@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -141,6 +142,14 @@ def compile_first(program: str, log: Path) -> None:
     if code != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
         raise DemoError(f"what the framework compiles at its first use fails.\n{tail}")
+
+
+def make_place() -> Path:
+    """Make a folder for what a demonstration keeps in memory, with this process's number in its
+    name."""
+    memory = Path("/dev/shm")
+    folder = memory if memory.is_dir() else None
+    return Path(tempfile.mkdtemp(prefix=f"scalai-demo-{os.getpid()}-", dir=folder))
 
 
 @contextmanager

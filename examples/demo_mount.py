@@ -10,13 +10,12 @@ and the job's ledger must prove that no sample was skipped or seen twice.
 
 import json
 import shutil
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from demo_frameworks import Framework
-from demo_hosts import DemoError, no_process_left, undisturbed
+from demo_hosts import DemoError, make_place, no_process_left, undisturbed
 from demo_records import check_records, corpus, permuted, read_notes
 from demo_story import ORDINARY_STEPS, Change, Check, check_degrees, check_proofs
 from demo_training import RESUMABLE, Setting, Training, scalai
@@ -55,8 +54,7 @@ def demonstrate(data: Path | None, out: Path) -> int:
     """Mount, train, check, print and draw. Returns the exit code."""
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    memory = Path("/dev/shm")
-    place = Path(tempfile.mkdtemp(prefix="scalai-demo-", dir=memory if memory.is_dir() else None))
+    place = make_place()
     point, store = absolute(place / "mount"), place / "store"
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, place, ignore_errors=True)
