@@ -15,7 +15,8 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/build/torch_extensions
 .PHONY: demo test campaign chaos coverage check bench clean
 
 demo: $(VENV)/ready
-	$(PYTHON) examples/demo.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) $(if $(DATA),--data $(DATA))
+	$(PYTHON) examples/demo.py $(if $(FRAMEWORK),--framework $(FRAMEWORK)) \
+	  $(if $(DATA_VIEW),--data-view $(DATA_VIEW)) $(if $(DATA),--data $(DATA))
 
 test: check
 	$(PYTEST)

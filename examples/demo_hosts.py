@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -143,6 +144,14 @@ def compile_first(program: str, log: Path) -> None:
         raise DemoError(f"what the framework compiles at its first use fails.\n{tail}")
 
 
+def make_place() -> Path:
+    """Make a folder for what a demonstration keeps in memory, with this process's number in its
+    name."""
+    memory = Path("/dev/shm")
+    folder = memory if memory.is_dir() else None
+    return Path(tempfile.mkdtemp(prefix=f"scalai-demo-{os.getpid()}-", dir=folder))
+
+
 @contextmanager
 def no_process_left() -> Iterator[None]:
     """Kill at the end every process that was started inside, directly or not.
@@ -154,22 +163,34 @@ def no_process_left() -> Iterator[None]:
     try:
         yield
     finally:
-        # A second Ctrl-C must not leave half of them alive.
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPPED_BY}
-        deadline = time.monotonic() + TIDY_S
-        # A child may be born while its parent is killed: look again until there is none.
-        while descendants := _descendants(os.getpid()):
-            for process in descendants:
-                # Python's tracker ends by itself when all others have, and removes semaphores.
-                if time.monotonic() > deadline or not _is_tracker(process):
-                    with suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            time.sleep(POLL_S)
+        with undisturbed():
+            _end_descendants()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let no second Ctrl-C leave half of what is inside undone."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPPED_BY}
+    try:
+        yield
+    finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_descendants() -> None:
+    deadline = time.monotonic() + TIDY_S
+    # A child may be born while its parent is killed: look again until there is none.
+    while descendants := _descendants(os.getpid()):
+        for process in descendants:
+            # Python's tracker ends by itself when all others have, and removes semaphores.
+            if time.monotonic() > deadline or not _is_tracker(process):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(POLL_S)
 
 
 def _is_tracker(process: int) -> bool:

@@ -28,7 +28,8 @@ PHASES = (
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of resources, and the degrees that it must lead to."""
+    """A change of resources, and the degrees that it must lead to. ``host``: which one comes or
+    goes; at a start none: there are two."""
 
     kind: Literal["start", "leave", "join", "scale"]
     degrees: str
@@ -38,7 +39,7 @@ class Change:
     def __str__(self) -> str:
         match self.kind:
             case "start":
-                return "two hosts start"
+                return f"host {self.host} starts" if self.host else "two hosts start"
             case "leave":
                 return f"host {self.host} leaves (SIGTERM)"
             case "join":
@@ -183,12 +184,12 @@ def check(
     """
     return (
         _check_first(*first),
-        _check_degrees(resizes, story),
+        check_degrees(resizes, story),
         _check_steps(elastic, reference, resizes),
         _check_losses(elastic, reference),
         _check_samples(elastic, reference),
         _check_rates(elastic, reference),
-        _check_proofs(resizes[1:]),
+        check_proofs(resizes[1:]),
         Check(
             "the last host left the newest state on disk",
             saved_step == elastic.last_step,
@@ -209,7 +210,7 @@ def _check_first(elastic: Mapping[str, int], reference: Mapping[str, int]) -> Ch
     return Check("both runs began with the same state", bool(elastic) and not unequal, found)
 
 
-def _check_degrees(resizes: Sequence[Resize], story: Sequence[Change]) -> Check:
+def check_degrees(resizes: Sequence[Resize], story: Sequence[Change]) -> Check:
     found = [resize.degrees for resize in resizes]
     return Check(
         "the degrees are those of the table", found == [c.degrees for c in story], " → ".join(found)
@@ -269,7 +270,7 @@ def _equal_at_every_step(promise: str, unequal: Sequence[int], steps: int) -> Ch
     return Check(promise, steps > 0 and not unequal, found)
 
 
-def _check_proofs(restores: Sequence[Resize]) -> Check:
+def check_proofs(restores: Sequence[Resize]) -> Check:
     proven = [resize for resize in restores if resize.tensors and resize.proven == resize.tensors]
     tensors = ", ".join(str(resize.proven) for resize in restores)
     return Check(
