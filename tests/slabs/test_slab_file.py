@@ -162,6 +162,34 @@ def test_a_dtype_that_numpy_has_not_is_refused(tmp_path: Path) -> None:
         scalai.read_slab(path, "volume", np.s_[:, :])
 
 
+def mixed(path: Path, *, begin: int = 8, end: int = 10, of_complex: int = 16) -> None:
+    """Write a tensor of float32, one of 4-bit floats, which this house does not know, and one of
+    complex numbers."""
+    entries = {
+        "volume": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "small": {"dtype": "F4", "shape": [4], "data_offsets": [begin, end]},
+        "field": {"dtype": "C64", "shape": [2], "data_offsets": [10, 10 + of_complex]},
+    }
+    values = np.array([1, 2], "<f4").tobytes() + b"ab" + np.array([1j, 2], "<c8").tobytes()
+    path.write_bytes(header_of(entries, 8) + values)
+
+
+def test_an_unknown_dtype_is_refused_where_it_is_asked_for_alone(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.safetensors"
+    mixed(path)
+    assert scalai.read_slab(path, "volume", np.s_[1:2,]).values.tolist() == [2]
+    assert scalai.read_slab(path, "field", np.s_[0:2,]).values.tolist() == [1j, 2]
+    with pytest.raises(RefusedError, match=r"'small' .* is of dtype F4, which numpy does not"):
+        scalai.read_slab(path, "small", np.s_[:,])
+
+
+@pytest.mark.parametrize("wrong", [{"begin": 9}, {"end": 7}, {"end": 11}, {"of_complex": 12}])
+def test_a_gap_beside_an_unknown_dtype_is_damage(wrong: dict[str, int], tmp_path: Path) -> None:
+    mixed(tmp_path / "mixed.safetensors", **wrong)
+    with pytest.raises(RefusedError, match="is damaged or truncated"):
+        scalai.read_slab(tmp_path / "mixed.safetensors", "volume", np.s_[:,])
+
+
 @pytest.mark.parametrize("key", ["empty", "words"])
 def test_what_is_no_array_of_numbers_is_refused(key: str, tmp_path: Path) -> None:
     path, _ = hdf5(tmp_path)
